@@ -13,7 +13,14 @@ from torch.nn import functional as F
 import ithaka
 from allocations import allocator_peak
 from ithaka.layer.linear import Linear
-from ithaka.layer.loss import IGNORE_INDEX, LinearHead, TokenResults, linear_cross_entropy, summed_cross_entropy
+from ithaka.layer.loss import (
+    IGNORE_INDEX,
+    LinearHead,
+    ScaledHead,
+    TokenResults,
+    linear_cross_entropy,
+    summed_cross_entropy,
+)
 from ithaka.plan import bytes as plan_bytes
 from models import tiny_config, tiny_model
 from parity import TOLERANCE, check, gradient_errors, parallel, random_ids, relative
@@ -28,7 +35,9 @@ def plain_results(logits_sV: Tensor, labels_s: Tensor) -> TokenResults:
     valid_s, log_p_sV = labels_s != IGNORE_INDEX, logits_sV.log_softmax(-1)
     logprobs_s = -F.cross_entropy(logits_sV, labels_s, ignore_index=IGNORE_INDEX, reduction="none")
     entropies_s = torch.where(valid_s, -(log_p_sV.exp() * log_p_sV).sum(-1), 0)
-    return TokenResults(logprobs_s, entropies_s, logits_sV.argmax(-1) == labels_s)
+    return TokenResults(
+        logprobs_s, entropies_s, logits_sV.argmax(-1) == labels_s, torch.where(valid_s, logits_sV.mean(-1), 0)
+    )
 
 
 def own_loss(results: TokenResults, use: str) -> Tensor:
@@ -51,11 +60,15 @@ def head(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, list[Tensor], T
     return norm, [x.requires_grad_(), weight.requires_grad_(), norm.weight], labels
 
 
-@pytest.mark.parametrize("use", ["logprobs", "entropies", "both"])
-def test_token_results_equal_those_of_plain_logits(use):
+@pytest.mark.parametrize("use, temperature", [("logprobs", 1), ("entropies", 1), ("both", 1), ("both", 0.7)])
+def test_token_results_equal_those_of_plain_logits(use, temperature):
     norm, leaves, labels = head()
-    ours = linear_cross_entropy(leaves[0], labels, LinearHead(norm, Linear(leaves[1])), 5)  # tiles of 5, the last of 3
-    plain = plain_results(norm(leaves[0]) @ leaves[1].t(), labels)
+    own_head = LinearHead(norm, Linear(leaves[1]))
+    if temperature != 1:
+        own_head = ScaledHead(own_head, 1 / temperature)
+    ours = linear_cross_entropy(leaves[0], labels, own_head, 5)  # tiles of 5, the last of 3
+    plain = plain_results(norm(leaves[0]) @ leaves[1].t() / temperature, labels)
+    assert relative(ours.mean_logits, plain.mean_logits) < TOLERANCE and not ours.mean_logits.requires_grad
     assert torch.equal(ours.correct, plain.correct) and 0 < int(ours.correct.sum()) < 18
     for mine, theirs in zip(ours[:2], plain[:2], strict=True):
         assert relative(mine.detach(), theirs.detach()) < TOLERANCE
@@ -141,7 +154,7 @@ def with_all_results(model: nn.Module, plain: nn.Module) -> dict[str, float]:
     for number, (ours, args, more) in enumerate(cases):
         mine, theirs = ours(**more), plain_tokens(plain, *args, **more)
         assert mine.logprobs.shape == args[0].shape and torch.equal(mine.correct, theirs[2])
-        for which, values in enumerate(("logprobs", "entropies")):
+        for which, values in ((0, "logprobs"), (1, "entropies"), (3, "mean_logits")):
             errors[f"{values} {number}"] = relative(mine[which].detach(), theirs[which].detach())
         own_loss(mine, "both").backward()
         own_loss(theirs, "both").backward()
@@ -158,7 +171,7 @@ def with_shares(model: nn.Module, plain: nn.Module) -> dict[str, float]:
     ours.backward()
     ours = ours.detach()
     dist.all_reduce(ours)
-    logprobs, entropies, _ = plain_tokens(plain, ids, labels, documents)
+    logprobs, entropies, *_ = plain_tokens(plain, ids, labels, documents)
     total = torch.zeros((), dtype=torch.float64)
     for at in range(1, ids.numel()):
         if labels[0, at] != IGNORE_INDEX:

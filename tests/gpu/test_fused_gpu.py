@@ -126,7 +126,8 @@ def test_logits_gradient(dtype, t, V, with_entropy):
     lse, *more = row_logsumexp(logits, with_entropy)
     torch.testing.assert_close(lse.double(), leaf.detach().logsumexp(-1), rtol=1e-6, atol=1e-6)
     if with_entropy:
-        (mean,) = more
+        mean, plain_mean = more
+        torch.testing.assert_close(plain_mean.double(), leaf.detach().mean(-1), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close((lse - mean).double(), entropies.detach(), rtol=1e-5, atol=1e-5)
         softmax_grad(logits, target, lse, by, (dentropy, lse - mean))
         close_gradient(logits, exact, exponent_error(lse) * (1 + float(dentropy.abs().max())))

@@ -135,7 +135,8 @@ def _silu_mul_backward_rows(gate: Tensor, up: Tensor, da: Tensor) -> None:
 
 
 def row_logsumexp(logits_tV: Tensor, details: bool = False) -> tuple[Tensor, ...]:
-    """Return the log-sum-exp of every row and, with `details`, the mean of its logits under their softmax.
+    """Return the log-sum-exp of every row and, with `details`, the mean of its logits under their softmax and the
+    plain mean.
 
     In fp32 or wider.
     """
@@ -146,9 +147,9 @@ def row_logsumexp(logits_tV: Tensor, details: bool = False) -> tuple[Tensor, ...
         if not details:
             return (lse_t,)
         log_p_tV = wide_tV - lse_t[:, None]
-        return lse_t, lse_t + log_p_tV.exp().mul_(log_p_tV).sum(-1)
+        return lse_t, lse_t + log_p_tV.exp().mul_(log_p_tV).sum(-1), wide_tV.mean(-1)
     t, V = logits_tV.shape
-    values_nt = logits_tV.new_empty(2 if details else 1, t, dtype=wide)
+    values_nt = logits_tV.new_empty(3 if details else 1, t, dtype=wide)
     _logsumexp_kernel[(t,)](
         logits_tV, values_nt, t, V, _row_stride(logits_tV), DETAILS=details, BLOCK=_FLAT_BLOCK, num_warps=8
     )
@@ -364,6 +365,7 @@ if triton is not None:
         top = tl.full((BLOCK,), -1e30, tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
         weighted = tl.zeros((BLOCK,), tl.float32)
+        plain = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, V, BLOCK):
             x = tl.load(logits + row * row_stride + start + cols, start + cols < V, other=-1e30).to(tl.float32)
             higher = tl.maximum(top, x)
@@ -371,12 +373,14 @@ if triton is not None:
             total = tl.where(x > top, total * shrunk + 1.0, total + shrunk)
             if DETAILS:
                 weighted = tl.where(x > top, weighted * shrunk + x, weighted + shrunk * x)
+                plain += tl.where(start + cols < V, x, 0.0)
             top = higher
         highest = tl.max(top, 0)
         sum_of_all = tl.sum(total * tl.exp(top - highest), 0)
         tl.store(values + row, highest + tl.log(sum_of_all))
         if DETAILS:
             tl.store(values + t + row, tl.sum(weighted * tl.exp(top - highest), 0) / sum_of_all)
+            tl.store(values + 2 * t + row, tl.sum(plain, 0) / V)
 
     @triton.jit
     def _softmax_grad_kernel(

@@ -38,6 +38,7 @@ class TokenResults(NamedTuple):
     logprobs: Tensor
     entropies: Tensor  # entropy of the predicted distribution
     correct: Tensor  # bool: whether the label is the argmax (the first, if tied)
+    mean_logits: Tensor  # mean over the vocabulary, without gradient
 
 
 class Head(Protocol):
@@ -107,6 +108,28 @@ class GraphHead:
         dx_tD += graph_backward(x_tD, logits_tV, self.params, dlogits_tV, grads)
 
 
+@dataclass(frozen=True)
+class ScaledHead:
+    """A head whose logits are multiplied by `scale`, the inverse of a temperature."""
+
+    head: Head
+    scale: float
+
+    @property
+    def params(self) -> Sequence[Tensor]:
+        return self.head.params
+
+    def logits(self, x_tD: Tensor) -> Tensor:
+        return self.head.logits(x_tD) * self.scale
+
+    def run(self, x_tD: Tensor) -> tuple[Any, Tensor]:
+        saved, logits_tV = self.head.run(x_tD)
+        return saved, logits_tV.mul_(self.scale)
+
+    def backward(self, saved: Any, dlogits_tV: Tensor, dx_tD: Tensor, grads: GradSum) -> None:
+        self.head.backward(saved, dlogits_tV.mul_(self.scale), dx_tD, grads)
+
+
 def linear_cross_entropy(
     x_sD: Tensor, labels_s: Tensor, head: Head, tile: int, rows_e: Tensor | None = None
 ) -> TokenResults:
@@ -162,26 +185,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @phase("loss forward")
     def forward(ctx, x_sD, labels_s, head, tile, rows_e, *params):
         logprobs_s = x_sD.new_empty(len(labels_s), dtype=sum_dtype(x_sD.dtype))
-        lse_s, entropies_s = torch.empty_like(logprobs_s), torch.empty_like(logprobs_s)
+        lse_s, entropies_s, mean_logits_s = (torch.empty_like(logprobs_s) for _ in range(3))
         correct_s = torch.empty_like(labels_s, dtype=torch.bool)
         for rows, x_tD, _ in _tiles(x_sD, None, rows_e, tile):
             logits_tV = head.logits(x_tD)
             valid_t, target_t1 = _valid_and_target(labels_s[rows])
             label_logit_t = logits_tV.gather(1, target_t1)[:, 0]
-            lse_s[rows], mean_t = row_logsumexp(logits_tV, details=True)
+            lse_s[rows], mean_t, plain_mean_t = row_logsumexp(logits_tV, details=True)
             logprobs_s[rows] = torch.where(valid_t, label_logit_t - lse_s[rows], 0)
             entropies_s[rows] = torch.where(valid_t, lse_s[rows] - mean_t, 0)
             correct_s[rows] = valid_t & (logits_tV.argmax(-1) == target_t1[:, 0])
+            mean_logits_s[rows] = torch.where(valid_t, plain_mean_t, 0)
             del logits_tV  # before the next tile is allocated
         ctx.save_for_backward(x_sD, labels_s, lse_s, entropies_s)
         ctx.head, ctx.tile, ctx.rows_e, ctx.params = head, tile, rows_e, params
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(correct_s)
-        return logprobs_s, entropies_s, correct_s
+        ctx.mark_non_differentiable(correct_s, mean_logits_s)
+        return logprobs_s, entropies_s, correct_s, mean_logits_s
 
     @staticmethod
     @phase("loss backward")
-    def backward(ctx, dlogprobs_s, dentropies_s, _):
+    def backward(ctx, dlogprobs_s, dentropies_s, *_):
         x_sD, labels_s, lse_s, entropies_s = ctx.saved_tensors
         with torch.autocast(x_sD.device.type, enabled=False):
             dlosses_s = lse_s.new_zeros(()).expand_as(lse_s) if dlogprobs_s is None else -dlogprobs_s

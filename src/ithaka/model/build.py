@@ -22,7 +22,7 @@ from ithaka.config import AdapterConfig, ConfigError, RopeConfig
 from ithaka.dist.mesh import Mesh, default_device, make_mesh
 from ithaka.layer.general import GeneralLayer
 from ithaka.layer.linear import as_linear
-from ithaka.layer.loss import Head, LinearHead, TokenResults, linear_cross_entropy, summed_cross_entropy
+from ithaka.layer.loss import Head, LinearHead, ScaledHead, TokenResults, linear_cross_entropy, summed_cross_entropy
 from ithaka.layer.store import Store
 from ithaka.layer.streamed import StreamedLayer
 from ithaka.layer.tiles import sum_dtype
@@ -271,6 +271,8 @@ class _LossHead:
             head = LinearHead(model.model.norm, as_linear(model.lm_head))
         else:
             head = make_head(model, model.ithaka_decoder)
+        if call.temperature != 1:
+            head = ScaledHead(head, 1 / call.temperature)
         if labels_s is None:
             logits_sV = head.logits(x_sD)
             return GatherTokens.apply(logits_sV, call.mesh, call.share.docs.deal, call.shape)
@@ -295,6 +297,7 @@ def _forward(
     shift_labels: Tensor | None = None,
     num_items_in_batch: int | None = None,
     per_token: bool = False,
+    temperature: float = 1.0,
     **others: Any,
 ) -> ParallelOutput:
     """Has the user's signature, but CallChecker has already replaced the arguments with a CheckedCall."""
@@ -355,7 +358,8 @@ def _make_zero_output(model: PreTrainedModel, call: CheckedCall) -> ParallelOutp
     loss, logprobs_s, entropies_s = (
         zero.new_zeros(shape).requires_grad_() for shape in ((), labels_s.shape, labels_s.shape)
     )
-    tokens = TokenResults(logprobs_s, entropies_s, torch.zeros_like(labels_s, dtype=torch.bool))
+    correct_s, means_s = torch.zeros_like(labels_s, dtype=torch.bool), zero.new_zeros(labels_s.shape)
+    tokens = TokenResults(logprobs_s, entropies_s, correct_s, means_s)
     tokens_or_none = tokens if call.per_token else None
     return ParallelOutput(loss=loss, num_tokens=0, tokens=tokens_or_none, docs=share.docs, own_loss=zero)
 

@@ -39,7 +39,7 @@ from ithaka.model.families import (
 
 # What ranks exchange about a call: error, fingerprint, number of valid labels, number of positions.
 Report = tuple[RankError | None, dict[str, Any], int, int]
-ARGUMENTS = (*INPUTS, "num_items_in_batch", "per_token")
+ARGUMENTS = (*INPUTS, "num_items_in_batch", "per_token", "temperature")
 # Arguments that collators add for FlashAttention and linear attention. Documents are read from cu_seq_lens_q.
 KERNEL_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _watch_optimizers = cache(register_optimizer_step_pre_hook)
@@ -73,6 +73,7 @@ class CheckedCall:
     num_positions: int  # 1 + its largest position
     divisor: float  # the summed loss is divided by it
     per_token: bool  # return TokenResults for this rank's labels
+    temperature: float = 1.0  # divides the logits, if per_token
 
 
 class CallChecker:
@@ -120,9 +121,8 @@ class CallChecker:
     def _make_call(self, named: dict[str, Any], inputs: Any, num_tokens: int, num_positions: int) -> Any:
         share, shape, items = inputs
         divisor = max(num_tokens, 1) if items is None else items or 1
-        return CheckedCall(
-            self.mesh, share, shape, num_tokens, num_positions, divisor, per_token=bool(named.get("per_token"))
-        )
+        options = bool(named.get("per_token")), named.get("temperature") or 1.0
+        return CheckedCall(self.mesh, share, shape, num_tokens, num_positions, divisor, *options)
 
     def _bind_arguments(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name. Positional ones have the order of transformers' forward."""
@@ -169,6 +169,9 @@ def _parse_arguments(input_ids: Any = None, **named: Any) -> tuple[dict[str, Ten
         inputs.setdefault("document_ids", _documents_from_lengths(ends, input_ids))
     if named.get("per_token") and not inputs.keys() & {"labels", "shift_labels"}:
         raise TypeError("per_token=True returns log-probabilities of labels; pass labels")
+    temperature = named.get("temperature")
+    if temperature is not None and not (named.get("per_token") and temperature > 0):
+        raise ValueError(f"temperature={temperature} must be above 0, and needs per_token=True")
     items = named.get("num_items_in_batch")
     items = items.item() if isinstance(items, Tensor) else items
     return {name: to_integers(name, value) for name, value in inputs.items()}, items

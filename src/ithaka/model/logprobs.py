@@ -13,19 +13,19 @@ from transformers import PreTrainedModel
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import TokenResults
-from ithaka.model.batch import GatherTokens, pack_batch, take_label_share
+from ithaka.model.batch import INPUTS, GatherTokens, pack_batch, take_label_share
 from ithaka.plan.ring import contiguous_deal
 
 
 def token_logprobs(
     model: PreTrainedModel, input_ids: Tensor, labels: Tensor, *, share: bool = False, **inputs: Any
 ) -> TokenResults:
-    """Log-probability, entropy and whether the argmax is correct, for every label.
+    """Log-probability, entropy, whether the argmax is correct, and the mean logit, for every label.
 
     `model` comes from `parallelize`. Returns [B, N] tensors, equal on all ranks of a cp group; the entry of a label is
     at the label's own position. `labels` and `inputs` (document_ids, parents, position_ids, attention_mask) are as in a
-    call of the model: labels of -100 and the first label of a row do not count. Logits are computed tile by tile, so
-    memory does not grow with tokens x vocabulary.
+    call of the model: labels of -100 and the first label of a row do not count. `temperature` divides the logits. They
+    are computed tile by tile, so memory does not grow with tokens x vocabulary.
 
     Backward sums gradients over all ranks. All ranks of a cp group must compute the same loss from the result. Losses
     of data-parallel groups add up, so divide each by the count of the global batch.
@@ -46,20 +46,20 @@ def token_logprobs_and_aux(
     mesh = _get_mesh(model)
     out = model(input_ids=input_ids, labels=labels, per_token=True, **inputs)
     tokens = out.tokens
-    values_s3 = torch.stack([x.to(tokens.logprobs.dtype) for x in tokens], dim=-1)
-    packing = pack_batch(inputs, input_ids, mesh)
+    values_s4 = torch.stack([x.to(tokens.logprobs.dtype) for x in tokens], dim=-1)
+    packing = pack_batch({name: value for name, value in inputs.items() if name in INPUTS}, input_ids, mesh)
     if packing.parents:
         tokens = packing.label_table(mesh.cp_size)[0].flatten()
         slots = torch.full((packing.starts[-1] + 1,), len(tokens))  # of each token's label; len(tokens): none
         slots[tokens] = torch.arange(len(tokens))
-        slots = slots[: input_ids.numel()].to(values_s3.device)
-        values_1l3 = GatherTokens.apply(values_s3, mesh, contiguous_deal(len(tokens), 1), (1, len(tokens)))
-        values_BN3 = F.pad(values_1l3[0], (0, 0, 0, 1))[slots].view(*input_ids.shape, 3)
+        slots = slots[: input_ids.numel()].to(values_s4.device)
+        values_1l4 = GatherTokens.apply(values_s4, mesh, contiguous_deal(len(tokens), 1), (1, len(tokens)))
+        values_BN4 = F.pad(values_1l4[0], (0, 0, 0, 1))[slots].view(*input_ids.shape, 4)
     else:
-        values_BN3 = GatherTokens.apply(values_s3, mesh, packing.deal, input_ids.shape)
-        values_BN3 = F.pad(values_BN3[:, :-1], (0, 0, 1, 0))
-    logprobs_BN, entropies_BN, correct_BN = values_BN3.unbind(-1)
-    return TokenResults(logprobs_BN, entropies_BN, correct_BN.bool()), out.aux_loss
+        values_BN4 = GatherTokens.apply(values_s4, mesh, packing.deal, input_ids.shape)
+        values_BN4 = F.pad(values_BN4[:, :-1], (0, 0, 1, 0))
+    logprobs_BN, entropies_BN, correct_BN, means_BN = values_BN4.unbind(-1)
+    return TokenResults(logprobs_BN, entropies_BN, correct_BN.bool(), means_BN.detach()), out.aux_loss
 
 
 def label_share(model: PreTrainedModel, values_BN: Tensor, **inputs: Any) -> Tensor:

@@ -118,6 +118,7 @@ class ModelShape:
     causal: bool = True  # False: every token attends to all others, as in video transformers
     adapter: AdapterConfig | None = None  # None: all parameters are trained
     measured: MeasuredLayer | None = None  # a family without a formula, whose layers were measured
+    reference: bool = False  # a frozen copy of the base model is kept too
 
     @cached_property
     def mlp_parameters(self) -> int:
@@ -155,8 +156,8 @@ class ModelShape:
     def shards(self, num_ranks: int) -> tuple[int, int]:
         """(trained, frozen) parameters of one rank. Trained ones are fp32, with a gradient and two AdamW moments."""
         saved = self.trained_parameters("lm_head") + self.trained_parameters("embed_tokens") * (not self.tied)
-        frozen = self.num_parameters - saved
-        return -(-self.num_trained // num_ranks), -(-frozen // num_ranks) if self.adapter else 0
+        frozen = (self.num_parameters - saved) * bool(self.adapter) + self.num_parameters * self.reference
+        return -(-self.num_trained // num_ranks), -(-frozen // num_ranks)
 
     @cached_property
     def packed_layer(self) -> tuple[int, int]:
