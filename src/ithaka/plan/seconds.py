@@ -36,6 +36,8 @@ STAGE_SECONDS = 0.00016  # per stage and direction, independent of s: slicing we
 # Attention at head dim 64, as a fraction of the rate at 128: matmuls wait for the softmax. Forward speeds up with the
 # length of documents (444, 498 and 529 TFLOP/s at 128K, 256K and 1M; shorter ones were not measured).
 NARROW_HEAD_SHARE, NARROW_HEAD_START, NARROW_HEAD_LEAST = (0.82, 0.8), 31 * 1024, 128 * 1024
+# Attention at head dim 256, and with a sliding window, whose blocks are mostly masked, as fractions of the same rate.
+WIDE_HEAD_SHARE, WINDOW_SHARE = (1.08, 0.59), (0.46, 0.43)
 LOGIT_PASSES = 3  # over the logits: one for the loss, two for its gradient
 # Passes over the inputs and outputs of a linear map with an adapter, forward and backward: the adapter's tall matmuls
 # are memory-bound. Backward recomputes forward and has three gradients.
@@ -130,6 +132,10 @@ class LayerSeconds:
         if self.shape.head_dim <= 64:
             share, share_back = NARROW_HEAD_SHARE
             share /= 1 + NARROW_HEAD_START / max(work.length, NARROW_HEAD_LEAST)
+        elif self.shape.head_dim > 128:
+            share, share_back = WIDE_HEAD_SHARE
+        if window is not None and window < work.length:
+            share, share_back = share * WINDOW_SHARE[0], share_back * WINDOW_SHARE[1]
         forward = flops / (self.gpu.attention_forward_flops * share)
         return forward, 2.5 * flops / (self.gpu.attention_backward_flops * share_back)
 
