@@ -1,7 +1,9 @@
 """The built-in chat templates are TRL's, token for token and in what is trained."""
 
 import datetime
+import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from ithaka.data.formats import BadRecord
 from ithaka.data.records import parse_record
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 from templates import chat_tokenizer
+from test_data_conversations import tokens_of
 
 trl = pytest.importorskip("trl")
 THEIRS = {
@@ -147,13 +150,6 @@ def test_builtin_templates_are_trls_token_for_token(name, count):
     assert num_same > count // 4
 
 
-def test_llama3_trains_answers_with_their_end():
-    tokenizer, _ = builtin("llama3")
-    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": " there "}]
-    (document,) = parse_record({"messages": messages}, ReadingConfig(), tokenizer.chat, 999)
-    assert [document.text[low:high] for low, high in document.trained] == ["there<|eot_id|>"]
-
-
 def test_todays_date_is_fixed_and_the_run_says_so():
     tokenizer, theirs = builtin("harmony")
     assert tokenizer.chat.has_fixed_date and f"Current date: ' + '{TODAY}'" in tokenizer.hf.chat_template
@@ -216,6 +212,79 @@ def test_odd_conversations_are_read_or_refused_in_one_sentence(name):
             (ids,) = tokenizer.encode_batch([document.text], [document.trained])
             assert len(ids) and all(0 <= low <= high <= len(document.text) for low, high in document.trained or ())
     assert num_read > 20
+
+
+# Of each template: the text that the model writes, found without the template's own marks.
+ANSWERS = {
+    "chatml": r"<\|im_start\|>assistant\n(.*?<\|im_end\|>\n)",
+    "qwen3": r"<\|im_start\|>assistant\n(.*?<\|im_end\|>\n)",
+    "llama3": r"<\|start_header_id\|>assistant<\|end_header_id\|>\n\n(.*?<\|eot_id\|>)",
+    # The next role ends an answer; harmony's header, which names the channel and the tool, is trained, as in TRL.
+    "glm4": r"<\|assistant\|>(.*?(?:<\|(?:user|observation)\|>|(?=<\|(?:system|assistant)\|>)|$))",
+    "harmony": r"(<\|start\|>assistant.*?<\|(?:end|return|call)\|>)",
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_trained_text_is_what_an_independent_parse_finds(name):
+    tokenizer, _ = builtin(name)
+    rng, num_read = random.Random(11), 0
+    for _ in range(60):
+        messages, tools = conversation(rng, name)
+        messages = [{k: v for k, v in each.items() if k != "reasoning_content"} for each in messages]
+        (document,) = parse_record({"messages": messages, "tools": tools}, ReadingConfig(), tokenizer.chat, 999)
+        trained = [document.text[low:high] for low, high in document.trained]
+        assert "".join(trained) == "".join(re.findall(ANSWERS[name], document.text, re.DOTALL)), messages
+        num_read += len(trained) > 1
+    assert num_read > 15
+
+
+ODD = {
+    "missing role": [{"content": "hi"}],
+    "two system turns": [{"role": "system", "content": "be"}, {"role": "system", "content": "kind"}],
+    "result without call": [{"role": "user", "content": "hi"}, {"role": "tool", "content": "4"}],
+    "empty turn": [{"role": "user", "content": ""}],
+    "empty answer": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""}],
+    "answer first": [{"role": "assistant", "content": "hi"}],
+    "emoji": [{"role": "user", "content": "🎉👩‍👩‍👧"}],
+    "control characters": [{"role": "user", "content": "\x00\x07\x1b[0m\u2028"}],
+}
+REFUSED = {"missing role": THEIRS, "two system turns": ["harmony"], "result without call": ["harmony"]}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_odd_turns_are_exact_or_refused_with_file_and_line(tmp_path, name):
+    tokenizer, _ = builtin(name)
+    good = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo 🎉\x07"}]
+    for label, odd in ODD.items():
+        file = tmp_path / "a.jsonl"
+        file.write_text("".join(json.dumps({"messages": each}) + "\n" for each in (good, [*odd, *good], good)))
+        if name in REFUSED.get(label, ()):
+            with pytest.raises(ConfigError, match=rf"^{file} line 2: [^\n]*$"):
+                tokens_of(file, tokenizer)
+            documents, skipped = tokens_of(file, tokenizer, bad_records="skip")
+            assert len(documents) == 2 and sum(skipped.values()) == 1, label
+            continue
+        documents, skipped = tokens_of(file, tokenizer)
+        assert len(documents) == 3 and not skipped and documents[0] == documents[2], label
+        text = tokenizer.hf.apply_chat_template([*odd, *good], tokenize=False)
+        trained = "".join(re.findall(ANSWERS[name], text, re.DOTALL))
+        assert tokenizer.decode([token for token in documents[1] if token >= 0]) == trained, label
+        assert trained.count("yo 🎉") == 1
+
+
+@pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.parametrize("size", [1 << 18, pytest.param(10 << 20, marks=pytest.mark.slow)])
+def test_long_turns_take_seconds(name, size):
+    tokenizer, _ = builtin(name)
+    for text in (" ", "\n", "x", "🎉", "<think>", "\x00", "{{"):
+        long = text * (size // len(text.encode()))
+        question, answer = {"role": "user", "content": long}, {"role": "assistant", "content": f"x{long}x"}
+        (document,) = parse_record({"messages": [question, answer]}, ReadingConfig(), tokenizer.chat, 999)
+        (span,) = document.trained
+        assert len(document.text) >= 2 * len(long.strip()) and f"x{long}x" in document.text[slice(*span)]
+        blank = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": long}]
+        assert len(parse_record({"messages": blank}, ReadingConfig(), tokenizer.chat, 999)) == 1
 
 
 @pytest.mark.parametrize("name", ["glm4", "harmony"])

@@ -74,11 +74,11 @@ def written(path, conversations):
     return path
 
 
-def opened(tmp_path, mode, context=CONTEXT, **settings):
+def opened(tmp_path, mode, context=CONTEXT, tokenizer=TOKENIZER, **settings):
     data = DataConfig(
         **settings, context=context, long_documents=mode, tool_tokens=20, tool_marker=MARKER, validation_fraction=0
     )
-    return open_data(data, tokenizer=TOKENIZER, seed=3, cache_dir=tmp_path / "tokens")
+    return open_data(data, tokenizer=tokenizer, seed=3, cache_dir=tmp_path / "tokens")
 
 
 def documents_of(sequence):
@@ -126,28 +126,40 @@ def test_a_head_without_room_and_text_are_split(tmp_path):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_resume_is_bitwise_in_every_mode(tmp_path, mode, monkeypatch):
+@pytest.mark.parametrize("reasoning", [None, {"turns": "all"}, {"turns": "last"}, {"loss": False}, {"drop": True}])
+def test_resume_is_bitwise_in_every_mode(tmp_path, mode, reasoning, monkeypatch):
+    if reasoning is not None and mode not in ("split", "turns"):
+        pytest.skip("reasoning is rendered before documents are cut")
     monkeypatch.setattr(data_stream, "ROUND_TOKENS", 0)
     monkeypatch.setattr(data_stream, "ROUND_SEQUENCES", 4)
     monkeypatch.setattr(data_stream, "ROUND_STEPS", 1)
     conversations = [trace(seed, turns=1 + seed % 4, output=3 + seed % 30) for seed in range(12)]
+    if reasoning is not None:
+        conversations = [
+            [{**m, "thinking": "the 1"} if m["role"] == "assistant" else m for m in c] for c in conversations
+        ]
     path = written(tmp_path / "a.jsonl", conversations + [each[1:3] for each in conversations])
-    data = opened(tmp_path, mode, path=path)
+    settings = {"path": path, **({} if reasoning is None else {"reasoning": reasoning})}
+    tokenizer = TOKENIZER if reasoning is None else Tokenizer(chat_tokenizer(templates.QWEN3))
+    data = opened(tmp_path, mode, tokenizer=tokenizer, **settings)
+    if reasoning == {"turns": "all"}:
+        notes = (data.stream.current_round(), data.stream.sources[0].count("notes"))[1]
+        assert notes["samples of unrolled conversations"] > 0
     batches, states = [], [data.state_dict()]
     for _ in range(24):
         batches.append(data.next_batch())
         states.append(data.state_dict())
     data.close()
     for step in (0, 1, 5, 11, 17):
-        resumed = opened(tmp_path, mode, path=path)
+        resumed = opened(tmp_path, mode, tokenizer=tokenizer, **settings)
         resumed.load_state_dict(json.loads(json.dumps(states[step])))
         for batch in batches[step : step + 6]:
             again = resumed.next_batch()
             assert all(np.array_equal(one, other) for one, other in zip(batch[:3], again[:3], strict=True)), step
         resumed.close()
     # With another context, the rest of the round is packed again, and each trained token is in it once.
-    if mode == "turns":
-        resumed = opened(tmp_path, mode, context=32, path=path)
+    if mode == "turns" and reasoning is None:
+        resumed = opened(tmp_path, mode, context=32, tokenizer=tokenizer, **settings)
         resumed.load_state_dict(states[5])
         assert resumed.next_batch().input_ids.shape == (1, 32)
         resumed.close()

@@ -164,6 +164,9 @@ FIRST = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_reasoning_that_the_template_drops_is_refused_unless_told(tmp_path):
+    path = written(tmp_path / "a.jsonl", {"messages": [{**each, "tool_calls": None} for each in TURNS]})
+    with pytest.raises(ConfigError, match=r"has reasoning, .*{drop: true} to train without it, or .*to qwen3 or harm"):
+        tokens_of(path, tokenizer_with(templates.CHATML))  # it never renders reasoning
     path, tokenizer = written(tmp_path / "a.jsonl", {"messages": TURNS}), tokenizer_with(templates.QWEN3)
     with pytest.raises(ConfigError, match=r"line 1: message 2 has reasoning, .*{drop: true}.*last}.*all} to unroll"):
         tokens_of(path, tokenizer)
@@ -228,3 +231,7 @@ def test_calls_that_the_template_leaves_out_are_refused(tmp_path):
         ConfigError, match="line 1: .*does not render the tool add.*chatml or llama3 or qwen3 or harmony or"
     ):
         tokens_of(written(tmp_path / "a.jsonl", {"messages": talk}), tokenizer_with(template))
+    tokenizer = tokenizer_with(template)
+    tokenizer.chat.special_tokens = ["<|im_start|>", "<|im_end|>"]  # only templates with these tokens are suggested
+    with pytest.raises(ConfigError, match="set data.chat_template to chatml or qwen3, or a file"):
+        tokens_of(written(tmp_path / "a.jsonl", {"messages": talk}), tokenizer)

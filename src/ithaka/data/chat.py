@@ -31,7 +31,10 @@ from ithaka.data.marks import CharRange, Turn, choose_delimiters, insert_marks, 
 TrainedRanges = Sequence[CharRange] | None  # None: train on all of the text
 Tools = list[Any] | None
 
-BUILTIN_TEMPLATES = ("chatml", "llama3", "qwen3", "harmony", "glm4")
+BUILTIN_TEMPLATES = {  # by name: a token that the tokenizer must have
+    "chatml": "<|im_start|>", "llama3": "<|start_header_id|>", "qwen3": "<|im_start|>", "harmony": "<|channel|>",
+    "glm4": "<|assistant|>",
+}  # fmt: skip
 TODAY = datetime.date(2024, 7, 26)  # for templates that print today's date, so that tokens do not depend on the day
 DATE_CALL = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")
 TEMPLATE_REFUSES = "refused by the chat template"  # a reason of BadRecord
@@ -95,7 +98,8 @@ class ChatTemplate:
             located, starts = self._locate_turns(part, tools, text, optional=all_roles and all(trainable))
             lost = {i for i in pending if i < end and self._is_lost(part[i], located[i])}
             if lost and (policy is None or end - 1 in lost):
-                self._refuse_lost(min(lost) if policy is None else end - 1, policy is not None)
+                never = not any(self._is_rendered(field, tools) for field in REASONING_FIELDS)
+                self._refuse_lost(min(lost) if policy is None else end - 1, never or policy is not None)
             if lost and policy is not None and policy.turns == "last":
                 num_dropped, lost = num_dropped + len(lost), set()
             if lost and all_roles:
@@ -183,12 +187,15 @@ class ChatTemplate:
     def _is_lost(self, message: Message, turns: list[Turn]) -> bool:
         return split_reasoning(message)[0] is not None and not any(turn.reasoning for turn in turns)
 
-    def _refuse_lost(self, index: int, is_last: bool) -> None:
-        """Raise BadRecord for a message whose reasoning is not rendered, although it is the last one (`is_last`)."""
-        choices = "data.reasoning to {drop: true} to train without it"
-        if not is_last:
+    def _refuse_lost(self, index: int, always: bool) -> None:
+        """Raise BadRecord for a message whose reasoning is not rendered; `always`: nor would it be in the last turn."""
+        choices, template = (
+            "data.reasoning to {drop: true} to train without it",
+            self._suggest_templates("chatml", "llama3"),
+        )
+        if not always:
             choices += ", to {turns: last} to keep only that of the last turn or to {turns: all} to unroll the turns"
-        fix = f"set {choices}, or data.chat_template to qwen3 or another one that renders it"
+        fix = f"set {choices}, or data.chat_template to {template} or another one that renders it"
         detail = f"message {index + 1} has reasoning, which the chat template does not render there; {fix}"
         raise BadRecord(LOST_REASONING, detail)
 
@@ -206,10 +213,16 @@ class ChatTemplate:
             if text.count(name) < count:
                 self._refuse_tool(name)
 
+    def _suggest_templates(self, *without: str) -> str:
+        """Name the built-in templates whose tokens the tokenizer has; all if it has none of them."""
+        names = [name for name in BUILTIN_TEMPLATES if name not in without]
+        return " or ".join([name for name in names if BUILTIN_TEMPLATES[name] in self.special_tokens] or names)
+
     def _refuse_tool(self, name: str) -> None:
         detail = f"the chat template does not render the tool {name} or a call to it; set data.chat_template"
-        builtin = " or ".join(BUILTIN_TEMPLATES)
-        raise BadRecord(TEMPLATE_REFUSES, f"{detail} to {builtin}, or a file that renders tools, or drop the record")
+        raise BadRecord(
+            TEMPLATE_REFUSES, f"{detail} to {self._suggest_templates()}, or a file that renders tools, or drop it"
+        )
 
     def _is_rendered(self, field: str, tools: Tools) -> bool:
         """Whether the template renders this field of the last assistant message."""

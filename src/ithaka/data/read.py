@@ -83,7 +83,7 @@ class Shard:
                 if isinstance(parsed, BadRecord) and self.reading.bad_records == "refuse":
                     others = (self._parse(other, tokenizer) for other in selected[i + 1 :])
                     num_alike = 1 + sum(isinstance(o, BadRecord) and o.reason == parsed.reason for o in others)
-                    count = f" ({num_alike:,} of the {len(selected):,} records read here are {parsed.reason})"
+                    count = f" ({num_alike:,} of the {len(selected):,} records read here have this problem)"
                     message = f"{_format_location(part, int(rows[i]))}: {parsed}{count * (num_alike > 1)}"
                     raise ConfigError(message) from parsed
                 yield from [Document(skip_reason=parsed.reason)] if isinstance(parsed, BadRecord) else parsed
