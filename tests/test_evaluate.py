@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import re
 from unittest.mock import patch
 
 import numpy as np
@@ -18,7 +19,7 @@ from ithaka import measure as measuring
 from ithaka.cli import app
 from ithaka.data.tokenizer import ByteTokenizer
 from ithaka.dist.mesh import make_mesh
-from ithaka.evaluate import evaluate_all, prepare_model
+from ithaka.evaluate import evaluate_all, prepare_model, render_results
 from ithaka.export import export
 from ithaka.layout import Layout
 from ithaka.measure import (
@@ -225,6 +226,7 @@ def test_a_run_is_evaluated_and_printed(ranks, tmp_path, monkeypatch, capfd):
     losses = next(line for line in result.stdout.splitlines() if line.startswith("loss  ")).split()
     assert losses[1] == losses[3] and "loss A error A loss B error B" in " ".join(result.stdout.split())
     assert (tmp_path / "page.html").read_text().count("--score: ") == 2 * len(TASKS) * len(DEPTHS)
+    assert (tmp_path / "page.html").read_text().count("<polyline") == 2
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
@@ -291,3 +293,15 @@ def test_a_run_evaluates_itself(ranks, tmp_path):
     assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-5)
     too_long = tiny_run(tmp_path / "long", model=model, train=steps, evaluate={**how, "contexts": ["4K"]})
     assert_refused(lambda: run(too_long), "evaluate.data=", "4096 tokens", way_out="shorter")
+
+
+def test_the_page_draws_the_loss_by_position_and_has_no_blank_rows():
+    bins = [{"from": 1, "to": 64, "loss": 4.0, "error": 0.5}, {"from": 64, "to": 128, "loss": 2.0, "error": None}]
+    result = {"model": "a", "loss": 3.0, "loss_by_position": bins, "retrieval": [], "long_context_gain": None}
+    page = render_results([result, {**result, "model": "b", "loss_by_position": bins[:1]}])
+    lines = re.findall(r'<polyline class="line(\d)" points="(.*?)"', page)
+    first, second = ([tuple(map(float, point.split(","))) for point in points.split()] for _, points in lines)
+    assert len(first) == 4 and len(second) == 2 and first[:2] == second
+    assert first[0][1] == first[1][1] < first[2][1] == first[3][1], "a smaller loss is lower on the page"
+    assert "1 to 64: 4 ± 0.5" in page and "error" not in page and "long_context_gain</td>" not in page
+    assert "<td></td>" not in page and "retrieval" not in page

@@ -1,6 +1,7 @@
 """`ithaka evaluate`: one model, or two compared, in tables and on an HTML page. `ithaka sample`: a short text."""
 
 import json
+import math
 import signal
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -143,7 +144,10 @@ def make_tables(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[d
     if len(results) > 1:
         names = zip(column_names(results), results, strict=True)
         yield "models", [{"": name, "model": result["model"]} for name, result in names]
-    yield "figures", _merge_columns([list(_figure_rows(result)) for result in results], ("figure",))
+    figures = _merge_columns([list(_figure_rows(result)) for result in results], ("figure",))
+    measured = [name for name in figures[0] if any(row[name] is not None for row in figures)] if figures else []
+    rows = [{name: row[name] for name in measured} for row in figures]
+    yield "figures", [row for row in rows if any(row[name] is not None for name in measured[1:])]
     for title, name, keys in TABLES:
         if rows := _merge_columns([result.get(name) or [] for result in results], keys):
             yield title, rows
@@ -178,10 +182,16 @@ def _depth_rows(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def render_results(results: Sequence[dict[str, Any]]) -> str:
     """Render a self-contained HTML page, with a retrieval heat map per task and model."""
     parts = []
+    charts = {title: name for title, name, keys in TABLES if keys == ("from", "to")}
     for title, rows in list(make_tables(results))[:-1]:
-        table = render_table([list(row.values()) for row in rows], list(rows[0]))
-        parts.append(f"<h2>{title}</h2><div class=scroll>{table}</div>")
+        if title in charts:
+            content = render_chart([result.get(charts[title]) or [] for result in results])
+        else:
+            content = render_table([list(row.values()) for row in rows], list(rows[0])) if rows else "not measured"
+        parts.append(f"<h2>{title}</h2><div class=scroll>{content}</div>")
         parts += [f"<p class=note>{FIGURES_LEGEND}</p>"] * (title == "figures")
+    if not any(result["retrieval"] for result in results):
+        return _render(results, parts)
     parts.append("<h2>retrieval</h2><p class=note>Share of correct answers, by context (rows) and depth (columns).</p>")
     parts.append("<div class=maps>")
     for task in TASKS:
@@ -191,8 +201,52 @@ def render_results(results: Sequence[dict[str, Any]]) -> str:
             _, _, *depths = rows[0] if rows else ("", "")
             maps.append(render_table([list(row.values())[1:] for row in rows], [name, *depths], "heat"))
         parts.append(f"<section><h3>{task}</h3><div class=maps>{''.join(maps)}</div></section>")
-    parts.append("</div>")
+    return _render(results, [*parts, "</div>"])
+
+
+def _render(results: Sequence[dict[str, Any]], parts: Sequence[str]) -> str:
     return render_page("Evaluation of " + " and ".join(result["model"] for result in results), "".join(parts))
+
+
+def render_chart(lines: Sequence[list[dict[str, Any]]]) -> str:
+    """An SVG chart of the loss by position, on a logarithmic axis, with one line per model."""
+    points = [row for rows in lines for row in rows if row["loss"] is not None]
+    left, top, width, height = 48, 12, 640, 220
+    first = min(points, key=lambda row: row["to"])
+    low, high = math.log2(max(first["from"], first["to"] / 2)), math.log2(max(row["to"] for row in points))
+    largest = max(row["loss"] + (row.get("error") or 0) for row in points) or 1.0
+
+    def x(position: float) -> float:
+        return left + width * min(max((math.log2(max(position, 1)) - low) / max(high - low, 1e-9), 0), 1)
+
+    def y(loss: float) -> float:
+        return top + height * (1 - loss / largest)
+
+    parts = []
+    for loss in (largest * i / 4 for i in range(5)):
+        parts.append(f'<line class=grid x1="{left}" x2="{left + width}" y1="{y(loss):.1f}" y2="{y(loss):.1f}"/>')
+        parts.append(f'<text x="{left - 6}" y="{y(loss) + 4:.1f}" text-anchor="end">{loss:.3g}</text>')
+    for position in sorted({row["to"] for row in points}):
+        label = f"{position // 1024}K" if position % 1024 == 0 else f"{position}"
+        parts.append(f'<text x="{x(position):.1f}" y="{top + height + 18}" text-anchor="middle">{label}</text>')
+    for number, rows in enumerate(lines):
+        found = [row for row in rows if row["loss"] is not None]
+        edges = [f"{x(row[edge]):.1f},{y(row['loss']):.1f}" for row in found for edge in ("from", "to")]
+        parts.append(f'<polyline class="line{number}" points="{" ".join(edges)}"/>')
+        for row in found:
+            middle = (x(row["from"]) + x(row["to"])) / 2
+            label = " ".join(filter(None, (column_names(lines)[number], f"{row['from']:,} to {row['to']:,}:")))
+            more = f" ± {row['error']:.3g}" if row.get("error") else ""
+            parts.append(
+                f'<circle class="line{number}" cx="{middle:.1f}" cy="{y(row["loss"]):.1f}" r="3">'
+                f"<title>{label} {row['loss']:.4g}{more}</title></circle>"
+            )
+        if name := column_names(lines)[number]:
+            parts.append(
+                f'<text class="line{number}" x="{left + width - 14 * (2 - number)}" y="{top + 10}">{name}</text>'
+            )
+    box = f'viewBox="0 0 {left + width + 20} {top + height + 28}"'
+    return f'<svg class=lines role=img aria-label="Loss by position, in tokens" {box}>{"".join(parts)}</svg>'
 
 
 def sample(

@@ -115,8 +115,8 @@ def split_reasoning(message: Message) -> tuple[str | None, Message]:
         if str(message.get(name) or "").strip():
             return message[name], {key: value for key, value in message.items() if key != name}
     content = message.get("content")
-    has_end = message["role"] == "assistant" and content and "</think>" in content  # without it, \s* backtracks
-    match = INLINE_REASONING.fullmatch(content) if has_end else None
+    has_end = message["role"] == "assistant" and "</think>" in (content or "")  # without it, \s* backtracks
+    match = INLINE_REASONING.fullmatch(content or "") if has_end else None
     return (match[1], {**message, "content": match[2]}) if match and match[1].strip() else (None, message)
 
 
