@@ -208,10 +208,25 @@ def test_hub_names_are_read_with_datasets(monkeypatch):
     datasets, hub = pytest.importorskip("datasets"), pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(hub.HfApi, "dataset_info", lambda *args, **kwargs: None)
     rows = {"train": TEXTS[:9], "dev": TEXTS[9:10]}
-    monkeypatch.setattr(datasets, "load_dataset", lambda name: {split: dataset_of(rows[split]) for split in rows})
-    data = opened_at(parse_config({"data": {"path": "hf://someone/texts", "context": 4096}}).data)
-    text = bytes(int(i) for i in data.next_batch().input_ids[0] if i < 256)
-    assert all(t in text for t in encoded(TEXTS[:9])) and len(data.validation_sequences(5)) == 1
+    asked = []
+
+    def load(*names, **revision):
+        asked.append((*names, *revision.values()))
+        return {split: dataset_of(rows[split]) for split in rows}
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    for path, texts, validation in (
+        ("hf://someone/texts", TEXTS[:9], 1),
+        ("hf://someone/texts@v2:en/dev", TEXTS[9:10], 0),  # nothing is left to validate on
+    ):
+        config = {"path": path, "context": 4096, "validation_fraction": 0.02 * validation}
+        data = opened_at(parse_config({"data": config}).data)
+        text = bytes(int(i) for i in data.next_batch().input_ids[0] if i < 256)
+        assert all(t in text for t in encoded(texts)) and len(data.validation_sequences(5)) == validation
+    assert {*asked} == {("someone/texts", None, None), ("someone/texts", "en", "v2")}
+    refused(
+        "hf://someone/texts:en/tset", r"hf://someone/texts:en has no split tset, .*; use hf://someone/texts:en/train"
+    )
 
 
 @pytest.mark.slow

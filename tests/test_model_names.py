@@ -76,7 +76,7 @@ def fake_hub(monkeypatch, answer):
         return io.BytesIO(json.dumps(answer).encode())
 
     monkeypatch.setattr("urllib.request.OpenerDirector.open", open)
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: None)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
 
 
@@ -138,8 +138,10 @@ def test_the_token_stays_with_the_hub(monkeypatch):
         moves = {"/someone/their-model/resolve/main/config.json": "/new", "/new": f"{elsewhere}/file"}
         with server(lambda path: (307, moves[path], b"")) as (hub, hub_requests):
             monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-            monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
-            monkeypatch.setattr("huggingface_hub.hf_hub_url", lambda id, name: f"{hub}/{id}/resolve/main/{name}")
+            monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: None)
+            monkeypatch.setattr(
+                "huggingface_hub.hf_hub_url", lambda id, name, revision: f"{hub}/{id}/resolve/main/{name}"
+            )
             monkeypatch.setenv("HF_TOKEN", "hf_secret")
             assert find_config("someone/their-model") == MODELS["qwen3-4b"]
     assert hub_requests == [(path, "Bearer hf_secret") for path in moves]
@@ -149,7 +151,7 @@ def test_the_token_stays_with_the_hub(monkeypatch):
 def test_a_cached_model_needs_no_network(monkeypatch, tmp_path):
     fake_hub(monkeypatch, URLError("no route"))
     (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3-4b"]))
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: str(tmp_path / "config.json"))
     assert find_config("someone/their-model") == MODELS["qwen3-4b"] == find_config(str(tmp_path))
 
 

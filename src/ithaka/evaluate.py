@@ -21,6 +21,7 @@ from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from ithaka.dist.mesh import default_device, end_process_group, make_mesh, start_process_group
 from ithaka.exits import ExitCode
 from ithaka.export import export
+from ithaka.hub import fetch_model
 from ithaka.layout import default_dtype
 from ithaka.measure import FIGURES, TASKS, EvalText, check_prompts, measure_all, read_text
 from ithaka.model.adapters import merge_adapter
@@ -98,7 +99,7 @@ def prepare_model(source: Path, out: Path) -> Path:
             raise ConfigError(f"MODEL={source} {problem}; give a directory with weights, an adapter, or a run")
         return source
     settings = read_json(source / "adapter_config.json", "MODEL=", "give a directory that PEFT wrote")
-    base = Path(settings.get("base_model_name_or_path") or "")
+    base = fetch_model(Path(settings.get("base_model_name_or_path") or ""), "base_model_name_or_path=")
     if not has_weights(base):
         raise ConfigError(
             f"MODEL={source} is an adapter whose base_model_name_or_path={base} has no safetensors; put the base model "

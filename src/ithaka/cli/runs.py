@@ -14,6 +14,7 @@ from ithaka.cli.options import AsJson, Force, Overrides, format_table, loading, 
 from ithaka.config import ConfigError, check_output, embedded_model, explicit_settings, load_config
 from ithaka.dist.rank import is_rank_0
 from ithaka.exits import ExitCode, is_transient
+from ithaka.hub import fetch_model
 
 if TYPE_CHECKING:
     from ithaka.preflight.run import Run
@@ -247,6 +248,7 @@ def evaluate(
     with loading():
         from ithaka import evaluate as evaluation
 
+    models = [fetch_model(each, "MODEL=") for each in models]
     results = evaluation.evaluate_all(models, lengths, data, ranks, documents, samples)
     if page is not None:
         page.write_text(evaluation.render_results(results), encoding="utf-8")
@@ -280,7 +282,7 @@ def sample(
         from ithaka.evaluate import sample
 
     with status("generating"):
-        text = sample(model, prompt, tokens, temperature, raw, system, messages, tools)
+        text = sample(fetch_model(model, "MODEL="), prompt, tokens, temperature, raw, system, messages, tools)
     print(text)
 
 
@@ -295,7 +297,7 @@ def verify(
     settings, path = None, Path(model).expanduser()
     if path.suffix in (".yaml", ".yml"):
         settings = load_config(path)
-        source = settings.model.path or embedded_model(settings.model.embedded)
+        source = fetch_model(settings.model.path) or embedded_model(settings.model.embedded)
     else:
         source = path if path.exists() else find_config(model)
     with loading() as status:

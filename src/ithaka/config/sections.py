@@ -45,7 +45,8 @@ class RopeConfig(Section, name="model.rope", example="{theta: 8.0e6}"):
 
 @dataclass(frozen=True)
 class ModelConfig(Section, name="model"):
-    # A Hugging Face directory with weights, or a config.json to train from scratch. null: the embedded model.
+    # A Hugging Face directory with weights, a name on the hub (Qwen/Qwen3-8B, with @REVISION if needed), or a
+    # config.json to train from scratch. null: the embedded model.
     path: Path | None = None
     # Embedded model to train when path is null.
     embedded: Literal["small", "base"] = "small"
@@ -154,7 +155,8 @@ class SourceConfig(ReadingConfig, name="data.sources", example="{path: a.jsonl, 
 @dataclass(frozen=True)
 class DataConfig(ReadingConfig, name="data"):
     # A file of text, JSONL, JSON or Parquet; a directory or glob of these, or of source code; a datasets.save_to_disk
-    # folder; or hf://org/name for a dataset on the Hugging Face hub. null: Python's standard library.
+    # folder; or a dataset on the Hugging Face hub: hf://org/name, hf://org/name@revision:configuration/split. null:
+    # Python's standard library.
     path: Path | None = None
     # Several datasets to mix, instead of path: [{path: a.jsonl, weight: 3}, {path: b, weight: 1}].
     sources: tuple[SourceConfig, ...] = ()

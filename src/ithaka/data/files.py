@@ -23,7 +23,8 @@ JSON_RECORDS = re.compile(
 )
 VALIDATION_SPLITS = ("validation", "valid", "val", "dev")
 NOT_STANDARD_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-HUB_DATASET = re.compile(r"hf:/{1,2}([\w.-]+/[\w.-]+)")  # hf://org/name; pathlib drops one of the slashes
+# hf://org/name@revision:configuration/split, the last three optional; pathlib drops one of the slashes.
+HUB_DATASET = re.compile(r"hf:/{1,2}([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?::([\w.-]+))?(?:/([\w.-]+))?")
 SNIFF_BYTES = 1 << 16
 USE_SUPPORTED = "use UTF-8 text, JSONL, JSON, Parquet or a folder written by datasets.save_to_disk"
 
@@ -51,7 +52,8 @@ def find_files(path: Path | str | None, setting: str = "data.path") -> DataFiles
         return DataFiles([File(path, "text") for path in sorted(sources) if _find_problem(path) is None])
     path = Path(path).expanduser()
     if hub := HUB_DATASET.fullmatch(str(path)):
-        return _find_splits(f"hf://{hub[1]}", setting)
+        split = hub[4]
+        return _find_splits(re.sub("^hf:/+", "hf://", str(path)).removesuffix(f"/{split}"), setting, split)
     if (path / "dataset_dict.json").is_file() or ((path / "state.json").is_file() and any(path.glob("*.arrow"))):
         return _find_splits(str(path), setting)
     if path.is_dir():
@@ -132,18 +134,20 @@ def _read_head(path: Path) -> bytes:
         return file.read(SNIFF_BYTES)
 
 
-def _find_splits(path: str, setting: str) -> DataFiles:
-    """Find the splits of a dataset: train, and one to validate on if it has one."""
+def _find_splits(path: str, setting: str, split: str | None = None) -> DataFiles:
+    """Find the splits of a dataset: `split`, by default train, and one to validate on if it has another."""
     try:
         splits = open_dataset(path)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
         message = f"{setting}={path} cannot be loaded with the package datasets ({reason}); use another path"
         raise input_error(message, error) from error
-    if "train" not in splits:
-        raise ConfigError(f"{setting}={path} has no split train, only {', '.join(splits)}; save one split on its own")
-    validation = [File(Path(path), "arrow", split) for split in VALIDATION_SPLITS if split in splits]
-    return DataFiles([File(Path(path), "arrow", "train")], validation[:1])
+    name = split or "train"
+    if name not in splits:
+        fix = f"use {path}/{next(iter(splits))}" if path.startswith("hf:") else "save one split on its own"
+        raise ConfigError(f"{setting}={path} has no split {name}, only {', '.join(splits)}; {fix}")
+    validation = [File(Path(path), "arrow", other) for other in VALIDATION_SPLITS if other in splits and other != name]
+    return DataFiles([File(Path(path), "arrow", name)], validation[:1])
 
 
 @functools.lru_cache
@@ -158,6 +162,7 @@ def open_dataset(path: str) -> dict[str, Any]:
         from huggingface_hub import HfApi, constants
 
         if not constants.HF_HUB_OFFLINE:
-            HfApi().dataset_info(hub[1], timeout=10)  # fail fast: `datasets` itself retries for half a minute
-        dataset = datasets.load_dataset(hub[1])
+            # Fail fast: `datasets` itself retries for half a minute.
+            HfApi().dataset_info(hub[1], revision=hub[2], timeout=10)
+        dataset = datasets.load_dataset(hub[1], hub[3], revision=hub[2])
     return dataset if isinstance(dataset, dict) else {"train": dataset}

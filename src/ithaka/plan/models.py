@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ithaka.config import ConfigError
-from ithaka.plan.shape import FAMILIES, HUB_ID, ModelShape, built_in_decoders, read_json, shape_from_config
+from ithaka.hub import HUB_ID, split_revision
+from ithaka.plan.shape import FAMILIES, ModelShape, built_in_decoders, read_json, shape_from_config
 
 HUB_TIMEOUT_S = 5.0
 
@@ -81,7 +82,7 @@ def find_config(model: str) -> dict[str, Any]:
         return read_json(path / "config.json" if path.is_dir() else path)
     if (name := built_in(model)) is not None:
         return dict(MODELS[name])
-    if re.fullmatch(HUB_ID, model):
+    if re.fullmatch(HUB_ID, split_revision(model)[0]):
         return _fetch_config(model)
     raise ConfigError(f"model={model} is neither a path nor a known name; {_suggestion(model)}")
 
@@ -118,7 +119,8 @@ def _fetch_config(model: str) -> dict[str, Any]:
 
     from huggingface_hub import constants, get_token, hf_hub_url, try_to_load_from_cache
 
-    cached = try_to_load_from_cache(model, "config.json")
+    repo, revision = split_revision(model)
+    cached = try_to_load_from_cache(repo, "config.json", revision=revision)
     if isinstance(cached, str):
         return read_json(Path(cached))
 
@@ -131,7 +133,7 @@ def _fetch_config(model: str) -> dict[str, Any]:
             return redirected
 
     headers = {"Authorization": f"Bearer {token}"} if (token := get_token()) else {}
-    request = Request(hf_hub_url(model, "config.json"), headers=headers)
+    request = Request(hf_hub_url(repo, "config.json", revision=revision), headers=headers)
     try:
         if constants.HF_HUB_OFFLINE:
             raise OSError("HF_HUB_OFFLINE is set")

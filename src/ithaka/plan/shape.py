@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ithaka.config import LAYER_LINEARS, AdapterConfig, ConfigError, input_error
+from ithaka.hub import HUB_ID
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 GIVE_MODEL = "give a model directory or a config.json"
 CORRECT = "correct the model's config.json"
 PACKED_ROW, PACKED_ROW_BYTES = 16384, 8464  # weights of an nf4 row (layer/fourbit.py), and its bytes
-_HUB_NAME = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
-HUB_ID = rf"(?!.*(?:--|\.\.)){_HUB_NAME}/{_HUB_NAME}"  # owner/name, as the hub allows it
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from ithaka.config import (
 )
 from ithaka.dist.agree import gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import start_process_group
+from ithaka.hub import fetch_model
 from ithaka.layout import layout_from_config
 from ithaka.model.adapters import read_stored_settings
 from ithaka.plan.hardware import Hardware
@@ -173,6 +174,8 @@ def resolve(
         if resume == AUTO and config.optim.decay_steps is None and saved.is_file():
             changes = [*changes, f"optim.decay_steps={_resumed_decay_steps(saved)}"]
             config = load_config(file, changes, default_settings(file, changes))
+    model = dataclasses.replace(config.model, path=fetch_model(config.model.path))
+    config = dataclasses.replace(config, model=model)
     if config.adapter is not None:
         adapter = read_stored_settings(config.adapter, explicit_settings(file, changes))
         config = dataclasses.replace(config, adapter=adapter)

@@ -1,0 +1,73 @@
+"""Models on the Hugging Face hub: the local snapshot of org/name or org/name@revision, downloaded if it is not cached.
+
+huggingface_hub provides the cache, the token, resumed downloads and offline mode (HF_HUB_OFFLINE).
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any, overload
+
+from ithaka.config import ConfigError, input_error
+
+_HUB_NAME = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
+HUB_ID = rf"(?!.*(?:--|\.\.)){_HUB_NAME}/{_HUB_NAME}"  # owner/name, as the hub allows it
+# A snapshot in the cache: a run's config.yaml names it, so that it resumes with the same commit.
+_SNAPSHOT = re.compile(r".*/models--([\w.-]+?)--([\w.-]+)/snapshots/(\w+)")
+_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+_OTHER_FORMATS = ["*/*", "consolidated*"]  # subfolders and copies with other names
+
+
+def split_revision(name: str) -> tuple[str, str | None]:
+    """org/name@revision -> (org/name, revision); without one, the hub's default branch."""
+    repo, _, revision = name.partition("@")
+    return repo, revision or None
+
+
+@overload
+def fetch_model(path: Path, setting: str = ...) -> Path: ...
+@overload
+def fetch_model(path: None, setting: str = ...) -> None: ...
+@overload
+def fetch_model(path: Path | None, setting: str = ...) -> Path | None: ...
+def fetch_model(path: Path | None, setting: str = "model.path=") -> Path | None:
+    """The directory of a model. A path that does not exist may be a name on the hub: report the size of what is missing
+    in the cache, and download it. Returns any other path unchanged. `setting` is named in errors."""
+    if path is None or path.exists() or path.parent.is_dir() or path.parts[:1] == ("models",):
+        return path
+    if snapshot := _SNAPSHOT.fullmatch(str(path)):
+        repo, revision = f"{snapshot[1]}/{snapshot[2]}", snapshot[3]
+    else:
+        repo, revision = split_revision(str(path))
+    return _download(repo, revision, f"{setting}{path}") if re.fullmatch(HUB_ID, repo) else path
+
+
+def _download(repo: str, revision: str | None, what: str) -> Path:
+    from huggingface_hub import HfApi, constants, errors, snapshot_download
+
+    options: dict[str, Any] = {"revision": revision, "allow_patterns": _FILES, "ignore_patterns": _OTHER_FORMATS}
+    local_only, reason = constants.HF_HUB_OFFLINE, "HF_HUB_OFFLINE is set"
+    try:
+        if not local_only:
+            HfApi().model_info(repo, revision=revision, timeout=10)  # what is wrong with the name
+            files = [file for file in snapshot_download(repo, **options, dry_run=True) if file.will_download]
+            if files and os.environ.get("LOCAL_RANK", "0") == "0":
+                gigabytes = sum(file.file_size for file in files) / 1e9
+                print(f"downloading {repo}: {gigabytes:.2f} GB in {len(files)} files, to {constants.HF_HUB_CACHE}")
+    except errors.GatedRepoError:
+        fix = "accept its license there and log in with `hf auth login`"
+        raise ConfigError(f"{what} is gated on the hub; {fix}, or use a local directory") from None
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+        missing = "repository" if isinstance(error, errors.RepositoryNotFoundError) else f"revision {revision}"
+        fix = "correct the name, log in with `hf auth login` if it is private, or use a local directory"
+        raise ConfigError(f"{what} is not a local path, and the hub has no such {missing}; {fix}") from None
+    except (OSError, errors.DryRunError) as error:
+        local_only, reason = True, f"the hub cannot be reached: {str(error).partition(chr(10))[0]}"
+    try:
+        return Path(snapshot_download(repo, **options, local_files_only=local_only))
+    except errors.LocalEntryNotFoundError:
+        fix = "download it once with a connection, or use a local directory"
+        raise ConfigError(f"{what} is not in the cache {constants.HF_HUB_CACHE} ({reason}); {fix}") from None
+    except OSError as error:
+        fix = "start again: the download resumes where it stopped"
+        raise input_error(f"{what} cannot be downloaded ({type(error).__name__}: {error}); {fix}", error) from None
