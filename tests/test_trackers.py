@@ -173,3 +173,51 @@ def test_trackers_learn_how_a_run_ended_and_cannot_change_it(tmp_path, monkeypat
     words = "train.track=wandb could not be closed (OSError: no network); it may lack the last steps"
     assert capsys.readouterr().out.count(words) == 1
     os.close(files.lock_run_dir(config.train.run_dir))  # the run gave it back
+
+
+class Recorder:
+    """Writes what it is called with; `on_evaluation` fails."""
+
+    def __init__(self, run_dir, config):
+        self.file, self.steps = run_dir / "calls.txt", config.train.steps
+
+    def write(self, *words):
+        with self.file.open("a") as file:
+            print(*words, file=file)
+
+    def on_step(self, step, metrics):
+        assert "val_loss" not in metrics or metrics["val_loss"] > 0
+        self.write("step", step, "loss" in metrics)
+
+    def on_evaluation(self, step, figures):
+        self.write("evaluation", step, *figures)
+        if step == self.steps:
+            raise ValueError("no room")
+
+    def on_save(self, step, checkpoint):
+        assert (checkpoint / "state.json").is_file()
+        self.write("save", step)
+
+
+class Ending:
+    def __init__(self, run_dir, config):
+        self.file = run_dir / "ending.txt"
+
+    def on_end(self, status):
+        self.file.write_text(status)
+
+
+def test_callbacks_are_called_and_cannot_end_the_run(tmp_path, capsys):
+    names = ["test_trackers:Recorder", "test_trackers:Ending"]
+    config = tiny_run(tmp_path, train={"callbacks": names, "steps": 3, "save_every": 1, "validate_every": 3})
+    run(config)
+    calls = (config.train.run_dir / "calls.txt").read_text().splitlines()
+    assert calls[:5] == ["step 0 False", "evaluation 0 val_loss", "step 1 True", "step 2 True", "save 1"]
+    assert calls[5:] == ["step 3 True", "evaluation 3 val_loss"], "a callback that failed is not called again"
+    assert (config.train.run_dir / "ending.txt").read_text() == "finished"
+    words = "train.callbacks=test_trackers:Recorder failed in on_evaluation (ValueError: no room); the run continues"
+    assert capsys.readouterr().out.count(words) == 1
+    for name in ("test_trackers", "test_trackers:Nobody", "nowhere:Class"):
+        wrong = tiny_run(tmp_path / "wrong", train={"callbacks": [name]})
+        refused = lambda: Trackers(tmp_path, wrong, 0)  # noqa: B023, E731
+        assert_refused(refused, f"train.callbacks={name}", way_out="package.module:Class")

@@ -353,6 +353,9 @@ class TrainConfig(Section, name="train"):
     deterministic: bool = False
     # Experiment trackers to log to; each needs its package: [tensorboard, wandb].
     track: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ()
+    # Classes of your own, as package.module:Class, called on rank 0 as Class(run_dir, config), with any of the methods
+    # on_step(step, metrics), on_evaluation(step, figures), on_save(step, checkpoint) and on_end(status).
+    callbacks: tuple[str, ...] = ()
     # Seconds after SIGTERM or SIGUSR1 to finish the step and save; after that the run exits at once, leaving the last
     # checkpoint. By default, Kubernetes, Slurm and torchrun kill after 30 seconds.
     grace_s: float = setting(25.0, ge=0)

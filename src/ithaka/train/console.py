@@ -7,6 +7,7 @@ which a resumed run continues its entries. This module does not import torch: `s
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.status import Status
 from rich.table import Column
 
-from ithaka.config import Config, input_error, to_dict
+from ithaka.config import Config, ConfigError, input_error, to_dict
 from ithaka.dist.rank import is_rank_0
 from ithaka.plan.show import format_bytes
 
@@ -230,6 +231,11 @@ class Console:
         if record.val_loss is not None and not self._plain:
             self.print(f"step {record.step}/{self.num_steps}  validation loss {record.val_loss:.4f}")
 
+    def saved(self, step: int, checkpoint: Path) -> None:
+        """Tell callbacks that a checkpoint is complete."""
+        for message in self._trackers.notify("on_save", step, checkpoint) if self._trackers is not None else ():
+            self.print(message)
+
     def progress(self, report: StepProgress) -> None:
         """Report the progress of a long step."""
         self._write({"step": report.step, "progress": asdict(report)})
@@ -353,11 +359,20 @@ def _mlflow(run_dir: Path, config: Config, first_step: int, known_id: str | None
 TRACKERS: dict[str, Opener] = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
 
 
+def _make_callback(name: str, run_dir: Path, config: Config) -> Any:
+    """An instance of package.module:Class, from an installed package or the working directory."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    module, _, kind = name.partition(":")
+    return getattr(importlib.import_module(module), kind)(run_dir, config)
+
+
 class Trackers:
-    """The open trackers of `train.track`, on rank 0. Raises ConfigError or TransientError if one cannot start."""
+    """The open trackers of `train.track` and the instances of `train.callbacks`, on rank 0. Raises ConfigError or
+    TransientError if one cannot start."""
 
     def __init__(self, run_dir: Path, config: Config, step: int) -> None:
-        self._open, self._failed = dict[str, Tracker](), set[str]()
+        self._open, self._failed, self._callbacks = dict[str, Tracker](), set[str](), dict[str, Any]()
         file = run_dir / IDS_FILE
         ids = json.loads(file.read_text(encoding="utf-8")) if step and file.is_file() else {}
         for name in config.train.track:
@@ -369,22 +384,46 @@ class Trackers:
                 reason = f"{type(error).__name__}: {error}"
                 fix = "fix its settings, use its offline mode, or leave it out"
                 raise input_error(f"train.track={name} cannot start ({reason}); {fix}", error) from error
+        for kind in config.train.callbacks:
+            try:
+                self._callbacks[kind] = _make_callback(kind, run_dir, config)
+            except Exception as error:
+                self.close("failed")
+                reason, fix = f"{type(error).__name__}: {error}", "name a class as package.module:Class, or correct it"
+                raise ConfigError(f"train.callbacks={kind} cannot be created ({reason}); {fix}") from error
         if ids:
             file.write_text(json.dumps(ids), encoding="utf-8")
 
     def log(self, values: Mapping[str, Any], step: int) -> list[str]:
-        """Log one step. Returns a message for each tracker that fails; the run continues without it."""
+        """Log one step. Returns a message for each tracker or callback that fails; the run continues without it."""
         logs = {name: tracker.log for name, tracker in self._open.items() if name not in self._failed}
-        return self._failures(logs, (rename_metrics(values), step), "failed", "the run continues without it")
+        messages = self._failures(logs, (rename_metrics(values), step), "failed", "the run continues without it")
+        named = {key: value for key, value in values.items() if value is not None}
+        figures = {key: value for key, value in named.items() if key.startswith(("val_loss", "evaluate/"))}
+        messages += self.notify("on_step", step, named)
+        return messages + (self.notify("on_evaluation", step, figures) if figures else [])
+
+    def notify(self, event: str, *args: Any) -> list[str]:
+        """Call a method of every callback that has it. Returns messages, as `log`."""
+        named = {name: getattr(each, event, None) for name, each in self._callbacks.items() if name not in self._failed}
+        calls = {name: call for name, call in named.items() if call is not None}
+        return self._failures(calls, args, f"failed in {event}", "the run continues without it", "callbacks")
 
     def close(self, final_status: FinalStatus) -> list[str]:
         """Close every tracker. Returns a message for each that fails now and did not fail before."""
         closes = {name: tracker.close for name, tracker in self._open.items()}
         self._open = {}
-        return self._failures(closes, (final_status,), "could not be closed", "it may lack the last steps")
+        ended = self.notify("on_end", final_status)
+        self._callbacks = {}
+        return ended + self._failures(closes, (final_status,), "could not be closed", "it may lack the last steps")
 
     def _failures(
-        self, calls: Mapping[str, Callable[..., Any]], args: tuple[Any, ...], what: str, consequence: str
+        self,
+        calls: Mapping[str, Callable[..., Any]],
+        args: tuple[Any, ...],
+        what: str,
+        consequence: str,
+        setting: str = "track",
     ) -> list[str]:
         """Call the function of each tracker. An error must neither end the run nor hide the run's own error."""
         messages = []
@@ -393,6 +432,6 @@ class Trackers:
                 call(*args)
             except Exception as error:
                 if name not in self._failed:
-                    messages.append(f"train.track={name} {what} ({type(error).__name__}: {error}); {consequence}")
+                    messages.append(f"train.{setting}={name} {what} ({type(error).__name__}: {error}); {consequence}")
                 self._failed.add(name)
         return messages

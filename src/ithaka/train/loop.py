@@ -98,7 +98,7 @@ def _run_steps(
     """Train up to train.steps, or to the end of the step in which any rank receives a signal. Returns the signal, or
     0."""
     run, settings, mesh = trainer.run, trainer.config.train, trainer.mesh
-    tracks = mesh.rank == 0 and not only_profile and bool(settings.track)
+    tracks = mesh.rank == 0 and not only_profile and bool(settings.track or settings.callbacks)
     trackers = raise_on_all_ranks(lambda: Trackers(run.run_dir, run.config, trainer.step) if tracks else None)
     console = Console(run.run_dir, trainer.config.ends[-1], trainer.step, trackers, mesh.rank == 0)
     stop_signal, trainer.console, shutdown.saver = 0, console, trainer.saver
@@ -189,14 +189,21 @@ def _save_if_due(
         return
     with console.show_activity("saving"):
         try:
-            saver.finish()
+            _finish_save(trainer)
         except save.CheckpointError as error:
             last = files.describe_last(trainer.run.run_dir)
             console.print(f"{error}. {last} The run continues and saves again when due.")
         if not only_profile and (due or saves_best or is_last):
             trainer.save()
             if is_last:
-                saver.finish()
+                _finish_save(trainer)
+
+
+def _finish_save(trainer: Trainer) -> None:
+    was_in_progress, saver = trainer.saver.in_progress, trainer.saver
+    saver.finish()
+    if was_in_progress:
+        trainer.console.saved(saver.step, trainer.run.run_dir / "checkpoints" / files.step_name(saver.step))
 
 
 def _agree(
