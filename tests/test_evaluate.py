@@ -32,6 +32,7 @@ from ithaka.measure import (
     make_prompt,
     make_task,
     measure_all,
+    read_prompts,
     read_text,
     summarize_turns,
     token_losses,
@@ -124,6 +125,22 @@ def test_conversations_have_a_loss_by_turn_of_their_trained_tokens(tmp_path):
     assert sum(row["tokens"] for row in found["trained_loss_by_position"]) == len(trained)
 
 
+def test_prompts_are_read_with_their_answers(tmp_path):
+    file, lines = tmp_path / "tasks.jsonl", [{"prompt": "1 + 1 =", "answer": "2", "task": "sums"}]
+    lines += [{"input": "Name two: ", "outputs": ["a", "b"], "index": 3}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prompts, digest = read_prompts(file, BYTES)
+    assert [(prompt.task, prompt.num_answer) for prompt in prompts] == [("sums", 2), ("prompts", 4)]
+    assert [BYTES.decode(prompt.tokens) for prompt in prompts] == ["1 + 1 = 2", "Name two: a, b"]
+    for bad in ("{", "[]", '{"prompt": "x"}', '{"prompt": "x", "answer": 3}', '{"prompt": "x", "answer": ""}'):
+        file.write_text(f"{json.dumps(lines[0])}\n{bad}\n")
+        assert_refused(lambda: read_prompts(file, BYTES), f"--tasks={file}, line 2", way_out='"answer": "2"')
+    assert_refused(lambda: read_prompts(tmp_path / "none", BYTES), "none", way_out="JSONL")
+    file.write_text("")
+    assert_refused(lambda: read_prompts(file, BYTES), str(file), way_out="prompts and answers")
+    assert len(digest) == 16
+
+
 CONFIG = {"vocab_size": 264, "max_position_embeddings": 1024}
 
 
@@ -198,12 +215,15 @@ def test_a_run_is_evaluated_and_printed(ranks, tmp_path, monkeypatch, capfd):
     texts = tmp_path / "long.jsonl"
     texts.write_text("".join(json.dumps({"text": f"{n} and " * 200}) + "\n" for n in range(3)))
     arguments = ["evaluate", str(config.train.run_dir), "--data", str(texts), "--ranks", "1", "--documents", "2"]
-    arguments += ["--samples", "2", "--contexts", "900"]
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps({"prompt": "a", "answer": "b", "task": "xyx"[n]}) + "\n" for n in range(3)))
+    arguments += ["--tasks", str(tasks), "--samples", "2", "--contexts", "900"]
     result = CliRunner().invoke(app, [*arguments, "--json", "--html", str(tmp_path / "page.html")])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert 4 < found["loss"] < 7 and found["documents"] == 2 and found["long_context_gain"] is None
     assert [cell["score"] for cell in found["retrieval"]][:6] == [0.5, 1.0, 0.0] * 2
+    assert [(row["task"], row["score"], row["samples"]) for row in found["tasks"]] == [("x", 0.5, 2), ("y", 1.0, 1)]
     assert (tmp_path / "page.html").read_text().count("--score: ") == len(TASKS) * len(DEPTHS)
     (tmp_path / "run.json").write_text(result.stdout)
     for more, *named, way_out in (
@@ -225,6 +245,7 @@ def test_a_run_is_evaluated_and_printed(ranks, tmp_path, monkeypatch, capfd):
     assert capfd.readouterr().err == "" and result.stderr == "", "a progress bar is noise in a file"
     losses = next(line for line in result.stdout.splitlines() if line.startswith("loss  ")).split()
     assert losses[1] == losses[3] and "loss A error A loss B error B" in " ".join(result.stdout.split())
+    assert "task score A samples A" in " ".join(result.stdout.split())
     assert (tmp_path / "page.html").read_text().count("--score: ") == 2 * len(TASKS) * len(DEPTHS)
     assert (tmp_path / "page.html").read_text().count("<polyline") == 2
 

@@ -23,7 +23,7 @@ from ithaka.exits import ExitCode
 from ithaka.export import export
 from ithaka.hub import fetch_model
 from ithaka.layout import default_dtype
-from ithaka.measure import FIGURES, TASKS, EvalText, check_prompts, measure_all, read_text
+from ithaka.measure import FIGURES, TASKS, EvalText, Prompt, check_prompts, measure_all, read_prompts, read_text
 from ithaka.model.adapters import merge_adapter
 from ithaka.model.build import build_model, has_weights
 from ithaka.plan.search import forward_layout
@@ -41,8 +41,9 @@ TABLES = (
     ("loss by position", "loss_by_position", ("from", "to")),
     ("loss of trained tokens by turn", "loss_by_turn", ("turn",)),
     ("loss of trained tokens by position", "trained_loss_by_position", ("from", "to")),
+    ("prompts", "tasks", ("task",)),
 )
-COMPARABLE_KEYS = ("tasks_version", "contexts", "documents", "text")  # equal in comparable results
+COMPARABLE_KEYS = ("tasks_version", "contexts", "documents", "text", "prompts")  # equal in comparable results
 
 
 def evaluate_all(sources: Sequence[Path], *options: Any) -> list[dict[str, Any]]:
@@ -65,7 +66,13 @@ def evaluate_all(sources: Sequence[Path], *options: Any) -> list[dict[str, Any]]
 
 
 def evaluate(
-    source: Path, contexts: Sequence[int], data: Path | None, ranks: int | None, num_documents: int, samples: int
+    source: Path,
+    contexts: Sequence[int],
+    data: Path | None,
+    ranks: int | None,
+    num_documents: int,
+    samples: int,
+    tasks: Path | None = None,
 ) -> dict[str, Any]:
     """Evaluate a Hugging Face directory, a run's latest checkpoint or an adapter, with all ranks in one cp group."""
     with tempfile.TemporaryDirectory(prefix="ithaka-evaluate-") as name:
@@ -75,15 +82,19 @@ def evaluate(
         tokenizer = load_tokenizer(None, model)
         text = read_text(data, tokenizer, max(contexts), num_documents)
         check_prompts(text, tokenizer, contexts)
+        prompts, digest = read_prompts(tasks, tokenizer) if tasks is not None else ([], None)
+        longest = max([*contexts, *(len(prompt.tokens) for prompt in prompts)])
         # On a CPU, exchanges between ranks take longer than short sequences.
-        is_small = not launch.num_gpus() and max(contexts) <= SMALL_CONTEXT
+        is_small = not launch.num_gpus() and longest <= SMALL_CONTEXT
         num_ranks = launch.decide_ranks(ranks or (1 if is_small else "auto"), launch.num_gpus())
-        code = launch.run_ranks(_evaluate_rank, (model, folder, text, list(contexts), samples), num_ranks)
+        work = model, folder, text, list(contexts), samples, prompts, longest
+        code = launch.run_ranks(_evaluate_rank, work, num_ranks)
         has_result = (folder / RESULT_FILE).is_file()  # under torchrun, only rank 0 has it
         if not has_result or code not in (ExitCode.DONE, ExitCode.SIGNALED + signal.SIGINT):
             raise SystemExit(code)
         return {
             "model": str(source),
+            "prompts": digest,
             **json.loads((folder / RESULT_FILE).read_text()),
             "partial": code != ExitCode.DONE,
         }
@@ -111,14 +122,24 @@ def prepare_model(source: Path, out: Path) -> Path:
     return out
 
 
-def _evaluate_rank(directory: Path, folder: Path, text: EvalText, contexts: list[int], samples: int) -> None:
+def _evaluate_rank(
+    directory: Path,
+    folder: Path,
+    text: EvalText,
+    contexts: list[int],
+    samples: int,
+    prompts: Sequence[Prompt],
+    longest: int,
+) -> None:
     start_process_group()
     shape, cp = read_shape(directory), dist.get_world_size()
-    layout = forward_layout(shape, cp, max(contexts), default_dtype(default_device().type == "cuda"))
+    layout = forward_layout(shape, cp, longest, default_dtype(default_device().type == "cuda"))
     mesh = make_mesh(cp, ring=layout.ring)
     model = build_model(directory, mesh, layout, trains=False)
     report = Progress(folder / RESULT_FILE).report if mesh.rank == 0 else lambda result, share: None
-    result = measure_all(model, load_tokenizer(None, directory), text, contexts, samples, report=report)
+    result = measure_all(
+        model, load_tokenizer(None, directory), text, contexts, samples, report=report, prompts=prompts
+    )
     report(result, 1.0)
     end_process_group()
 

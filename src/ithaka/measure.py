@@ -5,6 +5,7 @@ All figures come from forward passes of the parallel model, without gradients or
 
 import hashlib
 import itertools
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ithaka.config import ConfigError, ReadingConfig, ReasoningConfig
+from ithaka.config import ConfigError, ReadingConfig, ReasoningConfig, input_error
 from ithaka.data.cache import tokenize
 from ithaka.data.files import find_files
 from ithaka.data.read import make_shards
@@ -28,6 +29,7 @@ SHORT_DOCUMENTS = 32  # for the short-context loss
 CONVERSATIONS = 32  # for the loss by turn
 BATCH_CHARS = 1 << 16  # read little more than necessary
 FIRST_BUCKET = 64  # tokens; each later bucket doubles the end position
+PROMPT_FIELDS = (("prompt", "input"), ("answer", "outputs"))  # and RULER's names
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 HAYSTACK_STEP = 7919  # tokens to rotate the haystack by, per sample
 FIGURES = ("loss", "trained_loss", "long_context_gain", "key_tokens", "short_context_loss")
@@ -94,6 +96,40 @@ def make_prompt(task: Task, haystack: np.ndarray, tokenizer: Tokenizer, length: 
     pieces = np.split(np.resize(haystack, room), [int(where * room) for where, _ in needles])
     woven = itertools.chain.from_iterable(itertools.zip_longest(pieces, parts, fillvalue=prefix[:0]))
     return np.concatenate([prefix, *woven, question, answer]), len(answer)
+
+
+class Prompt(NamedTuple):
+    """A prompt of the user: tokens that end with the answer."""
+
+    task: str
+    tokens: np.ndarray
+    num_answer: int
+
+
+def read_prompts(file: Path, tokenizer: Tokenizer, where: str = "--tasks") -> tuple[list[Prompt], str]:
+    """Read prompts from JSONL, {"prompt": ..., "answer": ..., "task": ...} or RULER's input and outputs, as they are:
+    without a chat template. Several answers are joined by commas. Also returns a digest of the file."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise input_error(f"{where}={file} cannot be read ({error.strerror}); give a JSONL file", error) from None
+    prompts, prefix = [], np.asarray(tokenizer.document_prefix, np.int32)
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            record = json.loads(line)
+            prompt, answer = (record.get(name, record.get(other)) for name, other in PROMPT_FIELDS)
+            text = ", ".join(answer) if isinstance(answer, list) else answer
+            if not (isinstance(prompt, str) and isinstance(text, str) and prompt and text):
+                raise ValueError("no prompt and answer")
+        except (ValueError, TypeError, AttributeError) as error:
+            fix = 'use lines such as {"prompt": "1 + 1 =", "answer": "2", "task": "sums"}'
+            raise ConfigError(f"{where}={file}, line {number}, cannot be read ({error}); {fix}") from None
+        question, expected = tokenizer.encode_batch([prompt, text if prompt[-1].isspace() else f" {text}"])
+        tokens = np.concatenate([prefix, question, expected])
+        prompts.append(Prompt(str(record.get("task", "prompts")), tokens, len(expected)))
+    if not prompts:
+        raise ConfigError(f"{where}={file} has no line; give a JSONL file of prompts and answers")
+    return prompts, hashlib.sha256(content).hexdigest()[:16]
 
 
 # ---- measurements
@@ -251,6 +287,7 @@ def measure_all(
     samples: int,
     short: int = SHORT_CONTEXT,
     report: Callable[[dict[str, Any], float], None] = lambda result, share: None,
+    prompts: Sequence[Prompt] = (),
 ) -> dict[str, Any]:
     """Compute all figures. Collective; every rank returns the same result. Losses are means over documents, with
     standard errors. long_context_gain < 0: the long context helps. key_tokens: share of tokens it helps most. Calls
@@ -259,6 +296,7 @@ def measure_all(
     cells = list(itertools.product(TASKS, contexts, DEPTHS))
     num_long = sum(len(each) + 4 * max(len(each) - short, 0) for each in text.long)
     num_talk = sum(len(each) for each, _ in text.conversations)
+    num_talk += sum(len(prompt.tokens) for prompt in prompts)
     num_total = num_long + num_talk + sum(map(len, text.short)) + samples * sum(context for _, context, _ in cells)
     num_done = 0
 
@@ -269,7 +307,7 @@ def measure_all(
         return values
 
     result: dict[str, Any] = {"tasks_version": TASKS_VERSION, "contexts": list(contexts), "documents": len(text.long)}
-    result |= {"text": text.digest, "loss_by_position": [], "loss_by_turn": [], "retrieval": []}
+    result |= {"text": text.digest, "loss_by_position": [], "loss_by_turn": [], "retrieval": [], "tasks": []}
     result |= dict.fromkeys(FIGURES)
     losses = [measured(token_losses(model, document[None])[0], len(document)) for document in text.long]
     end, doubled = max(contexts), (FIRST_BUCKET << i for i in itertools.count())
@@ -300,4 +338,12 @@ def measure_all(
             hits += measured(is_retrieved(model, *prompt), context)
         cell = {"task": kind, "context": context, "depth": depth, "score": hits / samples, "samples": samples}
         result["retrieval"].append(cell)
+    hits_by_task: dict[str, list[bool]] = {}
+    for task_name, tokens, num_answer in prompts:
+        hit = measured(is_retrieved(model, tokens, num_answer), len(tokens))
+        hits_by_task.setdefault(task_name, []).append(hit)
+    for task_name, found in hits_by_task.items():
+        length = max(len(prompt.tokens) for prompt in prompts if prompt.task == task_name)
+        row = {"task": task_name, "score": sum(found) / len(found), "samples": len(found), "longest": length}
+        result["tasks"].append(row)
     return result

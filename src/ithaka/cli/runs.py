@@ -234,6 +234,9 @@ def evaluate(
     data: Annotated[Path | None, typer.Option(metavar="PATH", help="Held-out data, as data.path.")] = None,
     documents: Annotated[int, typer.Option(min=1, help="Number of long documents.")] = 8,
     samples: Annotated[int, typer.Option(min=1, help="Samples per retrieval task, length and depth.")] = 2,
+    tasks: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="JSONL of prompts and answers to score as well.")
+    ] = None,
     ranks: Ranks = None,
     page: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write an HTML page.")] = None,
     force: Force = False,
@@ -249,7 +252,7 @@ def evaluate(
         from ithaka import evaluate as evaluation
 
     models = [fetch_model(each, "MODEL=") for each in models]
-    results = evaluation.evaluate_all(models, lengths, data, ranks, documents, samples)
+    results = evaluation.evaluate_all(models, lengths, data, ranks, documents, samples, tasks)
     if page is not None:
         page.write_text(evaluation.render_results(results), encoding="utf-8")
     if as_json:
