@@ -1,7 +1,7 @@
 """Measure layers with adapters of rank 16 on an nf4 base and on a bf16 base, and compare peaks with the plan.
 
     python benchmarks/fourbit.py                                        # 8B and 70B, 16K and 128K; one GPU
-    python benchmarks/fourbit.py --models llama3.2-1b --contexts 512    # a CPU
+    python benchmarks/fourbit.py --models small.json --contexts 512     # a CPU, with the config.json of a small model
 
 Bases alternate, because GPUs slow down as they heat up. First the kernel that unpacks weights is compared with plain
 torch, bit by bit, and timed.

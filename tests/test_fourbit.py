@@ -7,18 +7,24 @@ from dataclasses import replace
 import bitsandbytes.functional as bnb
 import pytest
 import torch
+from bitsandbytes.nn import Linear8bitLt
+from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from decoders import DECODERS, Wide, tiny_decoder
 from general import add_lora, wide_runs
+from ithaka.config import AdapterConfig
 from ithaka.dist.mesh import make_mesh
-from ithaka.layer.fourbit import NF4, ROW, SCALES_AT, block_scales, dequantize, quantize_nf4
+from ithaka.layer.fourbit import NF4, ROW, SCALES_AT, block_scales, dequantize, packed_weights, quantize_nf4
 from ithaka.layer.store import Store
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
-from ithaka.model.build import parallelize_model
+from ithaka.model.adapters import base_tensor_name
+from ithaka.model.build import build_model, parallelize_model
 from ithaka.model.quantized import PACKED_AS
-from models import tiny_config
+from models import tiny_config, tiny_model
 from parity import check, plain_sum, random_ids, relative, shard_errors
+from refusals import assert_refused
 from test_adapters_match_peft import LINEARS, with_lora
 from threads import on_threads
 
@@ -142,3 +148,76 @@ def test_gradients_are_those_of_peft_on_the_dequantized_weights(family, cp, layo
 
     with wide_runs() if is_general else nullcontext():
         check(on_threads(cp, work))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A bf16 model, and the same in 4 bits as transformers and bitsandbytes save it: with double quantization or not."""
+    changes = {"hidden_size": 256, "intermediate_size": 200, "head_dim": 32, "tie_word_embeddings": False}
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("bf16", "double", "single")}
+    tiny_model(tiny_config("llama", heads=8, **changes), torch.bfloat16).save_pretrained(folders["bf16"])
+    for name in ("double", "single"):
+        load_four_bit(folders["bf16"], name == "double").save_pretrained(folders[name])
+    return folders
+
+
+def load_four_bit(folder, double, **options):
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4" if double else "fp4",
+        bnb_4bit_use_double_quant=double,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    options = {"dtype": torch.bfloat16, "device_map": "cpu", "quantization_config": quantization} | options
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def unpacked_values(model):
+    """The values of all packed weights, by name in the base model."""
+    found = {}
+    for name, weight in packed_weights(model).items():
+        packed = weight.packed.full_tensor().view(torch.uint8).view(-1, weight.layout.row_bytes)
+        dequantize(packed, weight.layout, into := torch.empty(weight.shape, dtype=torch.bfloat16))
+        found[base_tensor_name(name)] = into
+    return found
+
+
+@pytest.mark.parametrize("stored, cp", [("bf16", 1), ("bf16", 2), ("bf16", 4), ("double", 2), ("single", 2)])
+def test_weights_from_files_are_those_of_bitsandbytes(saved, stored, cp):
+    adapter, ids = AdapterConfig(rank=3, base="nf4"), random_ids(1, 24)
+    plain = load_four_bit(saved["bf16"], stored != "single")
+
+    def work():
+        layout = Layout(cp=cp, dtype="bfloat16")
+        model = build_model(saved[stored], make_mesh(cp), layout, adapter=adapter)
+        assert model(input_ids=ids, labels=ids).loss.isfinite()
+        return unpacked_values(model)
+
+    for values in on_threads(cp, work):
+        assert len(values) == 2 * len(LINEARS)
+        for name, value in values.items():
+            weight = plain.get_parameter(name)
+            expected = bnb.dequantize_4bit(weight.data, weight.quant_state)
+            # bitsandbytes' operator for CPUs rounds a few scales differently.
+            wrong = (value != expected).float().mean() if stored == "bf16" else (value != expected).sum()
+            assert wrong <= (0.01 if stored == "bf16" else 0), name
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_a_model_loaded_in_four_bits_keeps_its_bits(saved, double):
+    lora, ids = LoraConfig(r=3, target_modules=LINEARS), random_ids(1, 24)
+    expected = load_four_bit(saved["bf16"], double)
+    model = parallelize_model(get_peft_model(load_four_bit(saved["bf16"], double), lora))
+    for name, value in unpacked_values(model.get_base_model()).items():
+        weight = expected.get_parameter(name)
+        torch.testing.assert_close(value, bnb.dequantize_4bit(weight.data, weight.quant_state), rtol=0, atol=0)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert relative(loss.detach(), expected(input_ids=ids, labels=ids).loss) < 0.02
+    assert all(weight.weight.untyped_storage().nbytes() == 0 for weight in packed_weights(model).values())
+
+
+def test_eight_bits_are_refused():
+    model = tiny_model(tiny_config("llama", num_hidden_layers=1), torch.bfloat16)
+    model.model.layers[0].mlp.up_proj = Linear8bitLt(32, 40, has_fp16_weights=False)
+    assert_refused(lambda: parallelize_model(model), "up_proj", "8 bits", way_out="load_in_4bit=True")

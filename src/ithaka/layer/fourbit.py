@@ -93,20 +93,27 @@ def block_scales(flat: Tensor) -> Tensor:
 
 def quantize_nf4(flat: Tensor, scales: Tensor, offset: Tensor) -> Tensor:
     """Pack weights to rows of bytes, with double quantization. `offset`: the mean of `block_scales` over the tensor."""
-    num_rows = -(-len(flat) // ROW)
-    packed = torch.zeros(num_rows, NF4.row_bytes, dtype=torch.uint8, device=flat.device)
-    scales = nn.functional.pad(scales - offset, (0, num_rows * (ROW // 64) - len(scales))).view(num_rows, -1)
+    codes = [_quantize_blocks(part.float().view(-1, 64)) for part in flat.split(CHUNK_ROWS * ROW)]
+    scales = nn.functional.pad(scales - offset, (0, -len(scales) % (ROW // 64))).view(-1, ROW // 64)
     row_scales = scales.abs().amax(1)
-    end = SCALES_AT + ROW // 64
-    packed[:, SCALES_AT:end] = _nearest(scales, row_scales, "dynamic")
-    floats = packed.view(torch.float32)
-    floats[:, end // 4], floats[:, end // 4 + 1] = row_scales, offset
-    for first in range(0, num_rows, CHUNK_ROWS):
-        part = flat[first * ROW : (first + CHUNK_ROWS) * ROW].float()
-        codes = _nearest(blocks := part.view(-1, 64), blocks.abs().amax(1), "nf4").view(-1, 2)
-        codes = (codes[:, 0] << 4) | codes[:, 1]
-        rows = packed[first : first + CHUNK_ROWS]
-        rows[:, :SCALES_AT] = nn.functional.pad(codes, (0, len(rows) * SCALES_AT - len(codes))).view(-1, SCALES_AT)
+    return pack_rows(torch.cat(codes), _nearest(scales, row_scales, "dynamic"), NF4, row_scales, offset)
+
+
+def _quantize_blocks(blocks: Tensor) -> Tensor:
+    codes = _nearest(blocks, blocks.abs().amax(1), "nf4").view(-1, 2)
+    return (codes[:, 0] << 4) | codes[:, 1]
+
+
+def pack_rows(codes: Tensor, scales: Tensor, layout: Format, row_scales: Any = 0, offset: Any = 0) -> Tensor:
+    """Pack codes, two per byte, and the scales of their blocks. With double quantization scales are bytes."""
+    num_rows, scales = -(-len(codes) // SCALES_AT), scales.contiguous().view(torch.uint8).flatten()
+    packed = torch.zeros(num_rows, layout.row_bytes, dtype=torch.uint8, device=codes.device)
+    per_row = ROW // layout.block * (4 if layout.codes != "mxfp4" and not layout.is_double else 1)
+    for at, values, width in ((0, codes, SCALES_AT), (SCALES_AT, scales, per_row)):
+        packed[:, at : at + width] = nn.functional.pad(values, (0, num_rows * width - len(values))).view(-1, width)
+    if layout.codes != "mxfp4" and layout.is_double:
+        at = (SCALES_AT + per_row) // 4
+        packed.view(torch.float32)[:, at], packed.view(torch.float32)[:, at + 1] = row_scales, offset
     return packed
 
 

@@ -43,9 +43,9 @@ from ithaka.model.calls import (
 from ithaka.model.families import check_supported, has_known_layers, map_layer
 from ithaka.model.general import Decoder, attach_decoder, make_head, prepare_decoder, run_decoder
 from ithaka.model.positions import compute_frequencies, set_positions
-from ithaka.model.quantized import choose_packed, pack_weights
+from ithaka.model.quantized import choose_packed, convert_bitsandbytes, pack_weights
 from ithaka.model.save import generate, save_pretrained
-from ithaka.model.weights import init_weights, load_adapter, load_weights
+from ithaka.model.weights import init_weights, load_adapter, load_weights, open_tensor_files
 from ithaka.phases import mark_backward, phase
 from ithaka.plan.bytes import logits_tile_tokens
 from ithaka.plan.heads import head_table
@@ -85,6 +85,7 @@ def parallelize_model(
     Gradients are sharded and summed over all ranks. The base model of a PeftModel is parallelized.
     """
     check_arguments(model, cp, ring)
+    convert_bitsandbytes(model)
     if hasattr(model, "get_base_model"):
         check_adapters(model)  # before the base model, which does not have every kind of adapter in it
         base = parallelize_model(model.get_base_model(), cp, ring=ring, mesh=mesh, layout=layout, store=store)
@@ -166,7 +167,7 @@ def build_model(
         model = AutoModelForCausalLM.from_config(config, dtype=sum_dtype(dtype) if trains and not adapter else dtype)
         if adapter is not None:
             add_adapter(model, adapter, source if isinstance(source, Path) else None)
-            choose_packed(model, adapter)
+        choose_packed(model, adapter, open_tensor_files(source) if has_weights(source) else {})
     transforms = get_model_conversion_mapping(model)  # FSDP2 changes the model's class, which they depend on
     parallelize_model(model, mesh=mesh, layout=layout, store=store)
     model.to_empty(device=torch.device("cpu") if layout and layout.offload_optimizer else mesh.device)
@@ -195,7 +196,7 @@ def read_hf_config(source: Path | dict, rope: RopeConfig | None = None, context:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
     if quantization := getattr(config, "quantization_config", None):
         check_quantization(quantization, str(source))
-        del config.quantization_config  # `load_weights` dequantizes
+        del config.quantization_config  # `load_weights` reads MXFP4 and bitsandbytes' 4 bits
     set_positions(config, rope, context, trained=has_weights(source))
     return config
 

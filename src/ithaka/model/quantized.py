@@ -1,20 +1,33 @@
-"""Four-bit base models: which modules are packed."""
+"""Four-bit base models: which modules are packed, and bitsandbytes' checkpoints and modules."""
 
+import json
 import math
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ithaka.config import AdapterConfig
-from ithaka.layer.fourbit import NF4, PackedWeight
+from ithaka.config import AdapterConfig, ConfigError
+from ithaka.layer.fourbit import NF4, ROW, SCALES_AT, Format, PackedWeight, pack_rows
+from ithaka.model.adapters import base_tensor_name
 
 PACKED_AS = "packed_as"  # attribute of a module: parameter name -> arguments of PackedWeight
+QUANT_STATE = re.compile(r"(.*)\.quant_state\.bitsandbytes__(nf4|fp4)")  # the file's name of a tensor's facts
+STATE_TENSOR = re.compile(r".*\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*)")
 
 
-def choose_packed(model: Any, adapter: AdapterConfig) -> None:
-    """Mark the frozen linear modules of layers, and experts, that `pack_weights` will pack."""
-    if adapter.base == "bf16":
+def choose_packed(model: Any, adapter: AdapterConfig | None, files: Mapping[str, Any]) -> None:
+    """Mark the parameters that `pack_weights` will pack: those that `files` have in 4 bits or, with a four-bit base,
+    the frozen linear modules of layers and experts."""
+    states = [match for name in files if (match := QUANT_STATE.fullmatch(name))]
+    stored = {match[1]: Format(match[2], f"{match[1]}.nested_absmax" in files) for match in states}
+    for path, module in model.named_modules():
+        name = base_tensor_name(f"{path}.weight")
+        if name in stored:
+            module.__dict__[PACKED_AS] = {"weight": (stored[name],)}
+    if stored or adapter is None or adapter.base == "bf16":
         return
     for path, module in model.model.layers.named_modules():
         if f".{path}".removesuffix(".base_layer").endswith(tuple(f".{name}" for name in adapter.unquantized)):
@@ -31,3 +44,57 @@ def pack_weights(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         for name, (layout, *rows) in module.__dict__.pop(PACKED_AS, {}).items():
             PackedWeight(module, name, layout, dtype, *rows)
+
+
+def read_packed(files: Mapping[str, Any], name: str, weight: PackedWeight, local: Tensor, rows: slice) -> None:
+    """Copy some rows of a weight that bitsandbytes stored."""
+    layout = weight.layout
+    facts = _read(files, f"{name}.quant_state.bitsandbytes__{layout.codes}", 0, None)
+    state = json.loads(bytes(facts.tolist()))
+    expected = {"blocksize": 64, "shape": list(weight.shape)} | ({"nested_blocksize": 256} if layout.is_double else {})
+    for key, value in expected.items():
+        if state[key] != value:
+            raise ConfigError(f"{name} has {key}={state[key]}, not {value}; quantize the model again with defaults")
+    if rows.start == rows.stop:
+        return
+    blocks = ROW // layout.block
+    scales = _read(files, f"{name}.absmax", rows.start * blocks, rows.stop * blocks)
+    nested: tuple[Any, ...] = ()
+    if layout.is_double:
+        nested = _read(files, f"{name}.nested_absmax", rows.start, rows.stop), state["nested_offset"]
+    codes = files[name].get_tensor(name).view(torch.uint8).flatten()[rows.start * SCALES_AT : rows.stop * SCALES_AT]
+    local.view(torch.uint8).copy_(pack_rows(codes, scales, layout, *nested))
+
+
+def _read(files: Mapping[str, Any], name: str, first: int, last: int | None) -> Tensor:
+    return files[name].get_slice(name)[first:last]
+
+
+def convert_bitsandbytes(model: nn.Module) -> None:
+    """Replace bitsandbytes' linear modules of 4 bits by nn.Linear, marked to be packed with their bits, and PEFT's
+    wrappers of them by its plain ones."""
+    for path, module in list(model.named_modules()):
+        kind = f"{type(module).__module__}.{type(module).__name__}"
+        if kind == "bitsandbytes.nn.modules.Linear8bitLt":
+            way_out = "load it with BitsAndBytesConfig(load_in_4bit=True), or in bfloat16"
+            raise ConfigError(f"{path} has 8 bits (load_in_8bit), which is not supported; {way_out}")
+        if kind == "peft.tuners.lora.bnb.Linear4bit":
+            from peft.tuners.lora.layer import Linear as LoraLinear
+
+            module.__class__, module.fan_in_fan_out = LoraLinear, False
+        elif kind == "bitsandbytes.nn.modules.Linear4bit":
+            model.set_submodule(path, _convert_linear(path, module))
+
+
+def _convert_linear(path: str, module: Any) -> nn.Linear:
+    state = module.weight.quant_state
+    if state is None or state.blocksize != 64 or getattr(state, "packing_format_for_cpu", False):
+        raise ConfigError(f"{path} is not quantized in blocks of 64; load the model again, and parallelize it first")
+    layout = Format(state.quant_type, state.nested)
+    nested = (state.state2.absmax, state.offset) if state.nested else ()
+    codes = module.weight.data.view(torch.uint8).flatten()
+    linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta", dtype=state.dtype)
+    linear.weight.requires_grad_(False)
+    linear.bias = module.bias
+    linear.__dict__[PACKED_AS] = {"weight": (layout, pack_rows(codes, state.absmax, layout, *nested))}
+    return linear.train(module.training)

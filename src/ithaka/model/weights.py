@@ -30,6 +30,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from ithaka.config import ConfigError, input_error
 from ithaka.layer.fourbit import packed_weights
 from ithaka.model.adapters import adapter_tensor_name, base_tensor_name
+from ithaka.model.quantized import STATE_TENSOR, read_packed
 from ithaka.plan.shape import read_json
 
 
@@ -76,7 +77,8 @@ def load_weights(
     tensors = {base_tensor_name(name): t for name, t in named_tensors(model).items() if ".lora_" not in name}
     packed = {base_tensor_name(name): weight for name, weight in packed_weights(model).items()}
     mxfp4 = _find_mxfp4(files, tensors)
-    names = [name for name in files if name.removesuffix("_blocks").removesuffix("_scales") not in mxfp4]
+    stored = [name for name in files if not STATE_TENSOR.fullmatch(name)]
+    names = [name for name in stored if name.removesuffix("_blocks").removesuffix("_scales") not in mxfp4]
     direct, conversions = _match_names(model, names, tensors, transforms)
     model._weight_conversions = [transform for transform in transforms if transform.was_used()]
     converted = {name: tensors[name] for conversion in conversions for name in conversion.targets if name in tensors}
@@ -100,6 +102,9 @@ def load_weights(
     for name, t in tensors.items():
         if name in direct:
             stored = files[direct[name]].get_slice(direct[name])
+            if name in packed and f"{direct[name]}.absmax" in files:
+                read_packed(files, direct[name], packed[name], *local_shard(t))
+                continue
             if name in packed:
                 _check_shape(f"{source}: {direct[name]}", stored, packed[name].shape, way_out)
                 packed[name].quantize(stored, *local_shard(t))

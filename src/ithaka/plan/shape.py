@@ -324,18 +324,21 @@ def read_json(file: Path, name: str = "model.path=", way_out: str = GIVE_MODEL) 
     raise ConfigError(f"{name}{file} cannot be read ({reason}); {way_out}")
 
 
-def check_quantization(settings: Any, source: str) -> None:
-    """Refuse quantized weights, except MXFP4 (gpt-oss), which is dequantized on load."""
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
-    if method and method != "mxfp4":
-        raise ConfigError(f"model.path={source} is quantized ({method}); use weights in bfloat16, float32 or MXFP4")
+def check_quantization(quantization: Any, source: str) -> None:
+    """Refuse quantized weights, except bitsandbytes' 4 bits, and MXFP4 (gpt-oss), which is dequantized on load."""
+    settings = quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}
+    method = settings.get("quant_method")
+    if method != "mxfp4" and not (method == "bitsandbytes" and settings.get("load_in_4bit")):
+        way_out = "use weights in bfloat16 or float32, in MXFP4 or in bitsandbytes' 4 bits"
+        raise ConfigError(f"model.path={source} is quantized ({method}); {way_out}")
 
 
 def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> ModelShape:
     """The shape that a `config.json` describes. `source`: its name in errors."""
     name = values.get("model_type") or values.get("_class_name")
-    check_quantization(values.get("quantization_config"), source)
-    values = {key: value for key, value in values.items() if key != "quantization_config"}
+    if quantization := values.get("quantization_config"):
+        check_quantization(quantization, source)
+        values = {key: value for key, value in values.items() if key != "quantization_config"}
     if name not in PLANNED_FAMILIES:
         return _measure(json.dumps(dict(values), sort_keys=True), source)
     family = FAMILIES[name]
