@@ -152,7 +152,7 @@ def test_gradients_are_those_of_peft_on_the_dequantized_weights(family, cp, layo
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A bf16 model, and the same in 4 bits as transformers and bitsandbytes save it: with double quantization or not."""
+    """A bf16 model, and the same in 4 bits as transformers saves it: with double quantization or not."""
     changes = {"hidden_size": 256, "intermediate_size": 200, "head_dim": 32, "tie_word_embeddings": False}
     folders = {name: tmp_path_factory.mktemp(name) for name in ("bf16", "double", "single")}
     tiny_model(tiny_config("llama", heads=8, **changes), torch.bfloat16).save_pretrained(folders["bf16"])

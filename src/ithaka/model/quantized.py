@@ -25,7 +25,7 @@ def choose_packed(model: Any, adapter: AdapterConfig | None, files: Mapping[str,
     stored = {match[1]: Format(match[2], f"{match[1]}.nested_absmax" in files) for match in states}
     for path, module in model.named_modules():
         name = base_tensor_name(f"{path}.weight")
-        if name in stored:
+        if name in stored and "weight" in module._parameters:  # not a wrapper
             module.__dict__[PACKED_AS] = {"weight": (stored[name],)}
     if stored or adapter is None or adapter.base == "bf16":
         return
