@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -19,6 +20,7 @@ from ithaka.layer.linear import as_linear
 from ithaka.layout import Layout
 from ithaka.model.adapters import read_stored_settings
 from ithaka.model.build import build_model
+from ithaka.model.quantized import round_weights
 from ithaka.train.step import learning_rate
 from ithaka.train.trainer import prepare
 from models import tiny_model
@@ -142,6 +144,30 @@ def test_an_adapter_from_peft_trains_as_in_peft_and_is_exported(ranks, tmp_path,
     again = configured(tmp_path / "b", base, AdapterConfig(path=out), train={"steps": 1})
     (batches,), (loss,) = ranks.run(2, recorded, again)[0]
     assert loss == pytest.approx(float(batch_loss(loaded(base, out), batches).detach()), rel=1e-6)
+
+
+def test_a_four_bit_base_trains_as_its_dequantized_weights_and_is_recorded(ranks, tmp_path):
+    base, ids = saved_base(tmp_path / "base", False), torch.arange(40).reshape(2, 20) * 13 % MODEL["vocab_size"]
+    start = saved_adapter(base, tmp_path / "start", target_modules=LINEARS)
+    settings = read_stored_settings(AdapterConfig(path=start, base="nf4", unquantized=("v_proj",)), set())
+    config = configured(tmp_path / "a", base, settings, train={"steps": 2})
+    seen, losses = ranks.run(2, recorded, config)[0]
+    rounded = AutoModelForCausalLM.from_pretrained(base).double()
+    round_weights(rounded, settings)
+    plain = PeftModel.from_pretrained(rounded, start, is_trainable=True).double()
+    assert losses == pytest.approx(plain_losses(plain, seen, config.optim), rel=1e-6)
+    wanted = plain(input_ids=ids).logits
+
+    out = export(config.train.run_dir, tmp_path / "out")
+    with safe_open(out / "adapter_model.safetensors", "pt") as file:
+        facts = json.loads(file.metadata()["base_quantization"])
+    assert (facts["base"], facts["unquantized"]) == ("nf4", ["v_proj"])
+    merged = {}
+    for four_bit in (True, False):
+        folder = export(config.train.run_dir, tmp_path / f"merged-{four_bit}", merge=True, four_bit=four_bit)
+        merged[four_bit] = AutoModelForCausalLM.from_pretrained(folder).double()(input_ids=ids).logits
+    torch.testing.assert_close(merged[True], wanted, rtol=1e-5, atol=1e-5)
+    assert (merged[False] - wanted).norm() > 0.01 * wanted.norm()
 
 
 def test_checkpoints_have_only_trained_weights_and_resume_bitwise(ranks, tmp_path):

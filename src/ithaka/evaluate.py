@@ -5,17 +5,19 @@ import math
 import signal
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from ithaka import launch
-from ithaka.config import ConfigError
+from ithaka.config import AdapterConfig, ConfigError
 from ithaka.data.formats import parse_tools, to_messages
 from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from ithaka.dist.mesh import default_device, end_process_group, make_mesh, start_process_group
@@ -26,6 +28,7 @@ from ithaka.layout import default_dtype
 from ithaka.measure import FIGURES, TASKS, EvalText, Prompt, check_prompts, measure_all, read_prompts, read_text
 from ithaka.model.adapters import merge_adapter
 from ithaka.model.build import build_model, has_weights
+from ithaka.model.quantized import BASE_FACTS, round_weights
 from ithaka.plan.search import forward_layout
 from ithaka.plan.shape import read_json, read_shape
 from ithaka.report.page import render_page, render_table
@@ -103,7 +106,7 @@ def evaluate(
 def prepare_model(source: Path, out: Path) -> Path:
     """Return a directory with full weights: `source`, or `out` after exporting a run or merging an adapter."""
     if (source / "config.yaml").is_file():
-        return export(source, out, merge=(source / "model" / "adapter_config.json").is_file())
+        return export(source, out, merge=(source / "model" / "adapter_config.json").is_file(), four_bit=True)
     if not (source / "adapter_config.json").is_file():
         if not has_weights(source):
             problem = "has no safetensors" if source.exists() else "does not exist"
@@ -116,7 +119,14 @@ def prepare_model(source: Path, out: Path) -> Path:
             f"MODEL={source} is an adapter whose base_model_name_or_path={base} has no safetensors; put the base model "
             "there, or give a merged one"
         )
-    merge_adapter(base, source, load_file(source / "adapter_model.safetensors"), out)
+    file = source / "adapter_model.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        facts = json.loads((opened.metadata() or {}).get(BASE_FACTS, "{}"))
+    change = None
+    if facts and "quantization_config" not in read_json(base / "config.json"):
+        adapter = AdapterConfig(base=facts["base"], unquantized=tuple(facts["unquantized"]))
+        change = partial(round_weights, adapter=adapter)
+    merge_adapter(base, source, load_file(file), out, change)
     has_tokenizer = any((source / file).is_file() for file in TOKENIZER_FILES)
     load_tokenizer(None, source if has_tokenizer else base).hf.save_pretrained(out)
     return out

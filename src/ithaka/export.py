@@ -4,6 +4,7 @@ import json
 import shutil
 import tempfile
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,15 +18,24 @@ from ithaka.checkpoint.files import find_checkpoint, find_checkpoint_of_step, fi
 from ithaka.checkpoint.safe_load import SafeReader, load_into
 from ithaka.config import ConfigError, check_output, load_config
 from ithaka.model.adapters import adapter_tensor_name, merge_adapter
+from ithaka.model.quantized import BASE_FACTS, describe_base, round_weights
 
 
-def export(run_dir: Path, out_dir: Path, merge: bool = False, step: int | None = None, force: bool = False) -> Path:
+def export(
+    run_dir: Path,
+    out_dir: Path,
+    merge: bool = False,
+    step: int | None = None,
+    force: bool = False,
+    four_bit: bool = False,
+) -> Path:
     """Export the checkpoint of `step`, by default the latest, and return `out_dir`.
 
     Runs in one process, without a process group; the full model passes through host memory. Weights keep the precision
     of the master weights (usually float32), so logits equal the trained model's. A run with an adapter exports the
     adapter in PEFT's format or, with `merge`, the base model with the adapter merged in float32 and rounded to the
-    base's precision."""
+    base's precision. If the base had four bits in training, the merged one has the stored weights or, with `four_bit`,
+    those of training."""
     logging.disable_progress_bar()
     check_output("OUT_DIR", out_dir, force, folder=True)
     out_dir, model_dir = out_dir.absolute(), run_dir / "model"
@@ -44,12 +54,18 @@ def export(run_dir: Path, out_dir: Path, merge: bool = False, step: int | None =
     load_into({"model": weights}, checkpoint, no_dist=True)
     with tempfile.TemporaryDirectory(prefix="ithaka-export-") as name:
         model_dir = Path(shutil.copytree(model_dir, Path(name) / "model"))
-        _write(run_dir, checkpoint, model_dir, out_dir, weights, merge)
+        _write(run_dir, checkpoint, model_dir, out_dir, weights, merge, four_bit)
     return out_dir
 
 
 def _write(
-    run_dir: Path, checkpoint: Path, model_dir: Path, out_dir: Path, weights: dict[str, Tensor], merge: bool
+    run_dir: Path,
+    checkpoint: Path,
+    model_dir: Path,
+    out_dir: Path,
+    weights: dict[str, Tensor],
+    merge: bool,
+    four_bit: bool,
 ) -> None:
     """`model_dir` is a copy of RUN_DIR/model, whose RoPE settings may be from a later step than the checkpoint."""
     state, config_file = read_state(checkpoint), model_dir / "config.json"
@@ -62,17 +78,21 @@ def _write(
         model.tie_weights()
         model.save_pretrained(out_dir)  # writes the dtype to config.json, and a generation config replaced below
     else:
-        settings = load_config(run_dir / "config.yaml").at(state["step"] - 1).model
+        config = load_config(run_dir / "config.yaml").at(state["step"] - 1)
+        settings, adapter = config.model, config.adapter
+        packed = adapter if adapter is not None and adapter.base != "bf16" else None
         tensors, base = {adapter_tensor_name(name): tensor for name, tensor in weights.items()}, settings.path
         if merge:
             if base is None or not base.is_dir():
                 rule = f"--merge needs the base model, but the run's model.path={base} is not a directory"
                 raise ConfigError(f"{rule}; put it there, or leave out --merge and merge with PEFT")
-            merge_adapter(base, model_dir, tensors, out_dir)
+            change = partial(round_weights, adapter=packed) if packed and four_bit else None
+            merge_adapter(base, model_dir, tensors, out_dir, change)
             not_exported = ["config.json", "adapter_config.json"]
         else:
             out_dir.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, out_dir / "adapter_model.safetensors", metadata={"format": "pt"})
+            facts = {BASE_FACTS: json.dumps(describe_base(packed))} if packed else {}
+            save_file(tensors, out_dir / "adapter_model.safetensors", metadata={"format": "pt", **facts})
             # With model.rope, the adapter's base needs this config.json as well.
             not_exported = ["generation_config.json", *([] if settings.rope is not None else ["config.json"])]
     shutil.copytree(model_dir, out_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*not_exported))

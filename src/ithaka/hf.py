@@ -181,7 +181,8 @@ def shape_from_model(model: Any) -> ModelShape:
     ends = dict(zip(SAVEABLE_MODULES, (base.get_input_embeddings(), base.get_output_embeddings()), strict=True))
     saved = (name for name, module in ends.items() if hasattr(module, "modules_to_save"))
     rank = max(module.r[adapter] for module in modules.values())
-    return shape.with_adapter(AdapterConfig(rank=rank, targets=tuple(modules), modules_to_save=tuple(saved)))
+    four_bit: Any = {"base": "nf4"} if getattr(base.config, "quantization_config", None) else {}
+    return shape.with_adapter(AdapterConfig(rank, targets=tuple(modules), modules_to_save=tuple(saved), **four_bit))
 
 
 def _base_model(model: Any) -> Any:

@@ -31,6 +31,7 @@ from ithaka.layout import ActivationPolicy, Layout, layout_from_config
 from ithaka.model.adapters import add_adapter, read_stored_settings
 from ithaka.model.build import has_weights, parallelize_model, read_hf_config
 from ithaka.model.logprobs import token_logprobs
+from ithaka.model.quantized import round_weights
 from ithaka.model.weights import end_parameters, open_tensor_files
 from ithaka.plan.shape import read_shape, shape_from_config
 from ithaka.preflight.checks import check_weights
@@ -122,6 +123,7 @@ def load_truncated_model(directory: Path, adapter: AdapterConfig | None) -> PreT
     """Load the truncated model in float64. Adapters are random: with B at its initial zero, A has no gradient."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, experts_implementation="eager")
     if adapter is not None:
+        round_weights(model, adapter)
         if not isinstance(adapter.targets, str):  # drop layer indices, which may exceed the truncated model
             adapter = replace(adapter, targets=tuple({name.rpartition(".")[2]: 0 for name in adapter.targets}))
         add_adapter(model, adapter, None)

@@ -221,6 +221,9 @@ def export(
     folder = parse_path(out_dir, "OUT_DIR")
     export_run(run_dir, folder, merge, step, force)
     print(f"exported to {folder}")
+    adapter = load_config(run_dir / "config.yaml").adapter if merge else None
+    if adapter is not None and adapter.base != "bf16":
+        print(f"it was trained on a base in {adapter.base}, so the merged model is a different one: evaluate it")
     if (folder / "adapter_config.json").is_file() and (folder / "config.json").is_file():
         print("model.rope changed the positions: load the base model with this config.json, or export with --merge")
 

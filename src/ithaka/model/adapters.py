@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Set
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +152,12 @@ def adapter_tensor_name(param_name: str, adapter: str = ADAPTER_NAME, prefix: st
     return prefix + name
 
 
-def merge_adapter(base: Path, adapter: Path, tensors: dict[str, Tensor], out: Path) -> None:
+def merge_adapter(
+    base: Path, adapter: Path, tensors: dict[str, Tensor], out: Path, change: Callable[[Any], None] | None = None
+) -> None:
     """Write the base model with the adapter merged in float32, rounded once to the base's dtype. `adapter`: a directory
     with PEFT's configuration, and with a config.json if training changed the base's positions. `tensors`: the
-    adapter's, named as in PEFT's files."""
+    adapter's, named as in PEFT's files. `change` is called with the base model first."""
     from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -163,6 +165,10 @@ def merge_adapter(base: Path, adapter: Path, tensors: dict[str, Tensor], out: Pa
     config = AutoConfig.from_pretrained(adapter if (adapter / "config.json").is_file() else base)
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype="auto")
+    if getattr(config, "quantization_config", None):
+        model = model.dequantize()
+    if change is not None:
+        change(model)
     stored = {name: t.dtype for name, t in model.state_dict().items()}  # some tensors are always in float32
     peft_model = get_peft_model(model.float(), PeftConfig.from_pretrained(adapter))
     set_peft_model_state_dict(peft_model, tensors)

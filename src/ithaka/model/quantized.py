@@ -10,9 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from ithaka.config import AdapterConfig, ConfigError
-from ithaka.layer.fourbit import NF4, ROW, SCALES_AT, Format, PackedWeight, pack_rows
+from ithaka.layer.fourbit import (
+    NF4,
+    ROW,
+    SCALES_AT,
+    Format,
+    PackedWeight,
+    block_scales,
+    dequantize,
+    pack_rows,
+    quantize_nf4,
+)
 from ithaka.model.adapters import base_tensor_name
 
+BASE_FACTS = "base_quantization"  # key of an adapter file's metadata
 PACKED_AS = "packed_as"  # attribute of a module: parameter name -> arguments of PackedWeight
 QUANT_STATE = re.compile(r"(.*)\.quant_state\.bitsandbytes__(nf4|fp4)")  # the file's name of a tensor's facts
 STATE_TENSOR = re.compile(r".*\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*)")
@@ -37,6 +48,28 @@ def choose_packed(model: Any, adapter: AdapterConfig | None, files: Mapping[str,
         sizes = {name: math.prod(param.shape[-2:]) for name, param in params if param.dim() == num_dims}
         if marks := {name: (NF4,) for name, size in sizes.items() if size % NF4.block == 0}:
             module.__dict__[PACKED_AS] = marks
+
+
+def round_weights(model: Any, adapter: AdapterConfig) -> None:
+    """Quantize a full model's weights as a run with this adapter does, and replace them by the values they stand for.
+    They stay marked to be packed with the same bits."""
+    if adapter.base == "bf16":
+        return
+    choose_packed(model.requires_grad_(False), adapter, {})
+    for module in model.modules():
+        for name in module.__dict__.get(PACKED_AS, ()):
+            rows, param = [], module._parameters[name]
+            for matrix in param.data.view(-1, *param.shape[-2:]):
+                scales = block_scales(flat := matrix.flatten().float())
+                rows.append(quantize_nf4(flat, scales, scales.double().mean().float()))
+                dequantize(rows[-1], NF4, matrix)
+            module.__dict__[PACKED_AS][name] = (NF4, torch.cat(rows))
+
+
+def describe_base(adapter: AdapterConfig) -> dict[str, Any]:
+    """How an adapter's base was quantized, for its file."""
+    facts = {"block": NF4.block, "double_quantization": True, "experts": "each matrix by itself"}
+    return {"base": adapter.base, "unquantized": list(adapter.unquantized), **facts}
 
 
 def pack_weights(model: nn.Module, dtype: torch.dtype) -> None:

@@ -36,7 +36,7 @@ from ithaka.layout import layout_from_config
 from ithaka.model.adapters import read_stored_settings
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.search import Plan
-from ithaka.plan.shape import ModelShape, read_shape
+from ithaka.plan.shape import ModelShape, read_json, read_shape
 from ithaka.preflight.checks import (
     check_inputs,
     check_path,
@@ -179,6 +179,7 @@ def resolve(
     if config.adapter is not None:
         adapter = read_stored_settings(config.adapter, explicit_settings(file, changes))
         config = dataclasses.replace(config, adapter=adapter)
+    config = _adopt_quantization(config)
     explicit = explicit_settings(None if run_dir == resume else file, changes)
     if {"train.steps", "train.epochs"} <= explicit and config.train.epochs is not None:
         raise ConfigError(f"train.epochs={config.train.epochs} and train.steps both set the length; leave one out")
@@ -246,3 +247,14 @@ def _changed_settings(before: Config, config: Config, checkpoint: Path, run_dir:
                 raise ConfigError(f"{name}={format_value(value)} is not the run's {format_value(was)}; leave it out")
             changed[name] = f"{format_value(value)} (was {format_value(was)})"
     return changed
+
+
+def _adopt_quantization(config: Config) -> Config:
+    """Set adapter.base if the model's files have four bits. They can be trained only with adapters."""
+    path = config.model.path
+    file = path / "config.json" if path is not None else None
+    if file is None or not file.is_file() or "quantization_config" not in read_json(file):
+        return config
+    if config.adapter is None:
+        raise ConfigError(f"model.path={path} is quantized, so it cannot be trained itself; add an adapter section")
+    return dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, base="nf4"))
