@@ -15,9 +15,14 @@ from decoders import Wide
 from general import add_lora, assert_equal, gradient_errors, wide_runs
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
+from ithaka.hf import shape_from_model
 from ithaka.layer.store import Store
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
+from ithaka.model.shape import measure_model
 from ithaka.model.video import VideoTransformer, parallelize_transformer
+from ithaka.plan.models import find_config, find_shape
+from ithaka.plan.shape import Work, count_patches
+from ithaka.rehearse import rehearse
 from parity import Errors, relative
 from threads import on_threads
 
@@ -289,3 +294,49 @@ def test_a_block_that_computes_something_else_is_refused(monkeypatch):
     monkeypatch.setattr(wan.WanAttnProcessor, "__call__", lambda *args, **kwargs: 1.1 * plain(*args, **kwargs))
     with pytest.raises(ConfigError, match="the output differs by"):
         ithaka.parallelize(tiny("wan"))
+
+
+# ---- plans
+
+
+def test_a_clip_has_as_many_tokens_as_patches():
+    for model, video, tokens in (
+        ("wan2.1-14b", "81x720x1280", 21 * 45 * 80),
+        ("wan2.1-1.3b", "81x480x832", 21 * 30 * 52),
+        ("ltx-video-2b", "121x512x704", 16 * 16 * 22),
+    ):
+        assert count_patches(find_config(model), video) == tokens
+    for wrong in ("81x720", "81x720x", "1Mx2x3"):
+        with pytest.raises(ConfigError, match=f"--video {wrong}: use frames x height x width"):
+            count_patches(find_config("wan2.1-14b"), wrong)
+
+
+def test_shapes_of_built_in_models_are_those_of_diffusers():
+    for name, billions in (("wan2.1-14b", 14.288), ("wan2.1-1.3b", 1.419), ("ltx-video-2b", 1.923)):
+        stored = find_shape(name)
+        assert stored.num_parameters / 1e9 == pytest.approx(billions, abs=1e-3)
+        assert name == "wan2.1-14b" or stored == measure_model(find_config(name), name)
+
+
+def test_every_patch_attends_to_all():
+    assert Work(1024).pairs(None, causal=False) == 1024**2
+
+
+def test_a_model_with_an_adapter_has_a_shape():
+    model = tiny("wan")
+    shape = shape_from_model(model)
+    assert (shape.num_layers, shape.hidden, shape.causal) == (2, 48, False)
+    assert shape.num_parameters == sum(param.numel() for param in model.parameters())
+    model.add_adapter(LoraConfig(r=3, target_modules=["attn1.to_q", "net.2"]))
+    adapted = sum(param.numel() for name, param in model.named_parameters() if "lora_" in name)
+    assert shape_from_model(model).num_trained == adapted
+
+
+def test_a_rehearsal_runs_a_step():
+    config = {"_class_name": "WanTransformer3DModel", "patch_size": (1, 2, 2), **WAN}
+    layout = Layout(2, tile_tokens=16, kept=(ATTENTION,) * 2, dtype="float32")
+    result = rehearse(config, layout, ranks=2, context=64)
+    assert result.x_bytes == 32 * 48 * 4
+    assert result.forward_s > 0 and result.backward_s > 0 and result.layer_bytes > 0
+    with pytest.raises(ConfigError, match="--memory-only"):
+        rehearse(config, layout, ranks=2, context=64, memory_only=True)

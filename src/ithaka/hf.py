@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -172,15 +173,19 @@ def plan_model_run(
 
 def shape_from_model(model: Any) -> ModelShape:
     """The shape of a model for the planner, with its PEFT adapter."""
-    base = _base_model(model)
-    shape = shape_from_config(base.config.to_dict(), _model_name(base))
+    base, is_video = _base_model(model), is_diffusers_model(_base_model(model))
+    config = {"_class_name": type(base).__name__, **base.config} if is_video else base.config.to_dict()
+    shape = shape_from_config(config, _model_name(base))
     adapter = find_active_adapter(base)
     if adapter is None:
         return shape
     modules = {name: module for name, module in base.named_modules() if adapter in getattr(module, "lora_A", ())}
+    rank = max(module.r[adapter] for module in modules.values())
+    if is_video:  # the planner's name of a layer
+        names = (re.sub(r"^(transformer_)?blocks\.", "model.layers.", name) for name in modules)
+        return shape.with_adapter(AdapterConfig(rank=rank, targets=tuple(n for n in names if n.startswith("model."))))
     ends = dict(zip(SAVEABLE_MODULES, (base.get_input_embeddings(), base.get_output_embeddings()), strict=True))
     saved = (name for name, module in ends.items() if hasattr(module, "modules_to_save"))
-    rank = max(module.r[adapter] for module in modules.values())
     four_bit: Any = {"base": "nf4"} if getattr(base.config, "quantization_config", None) else {}
     return shape.with_adapter(AdapterConfig(rank, targets=tuple(modules), modules_to_save=tuple(saved), **four_bit))
 

@@ -228,18 +228,18 @@ def measure_video(values: Mapping[str, Any], source: str) -> ModelShape:
     if kind not in VIDEO_SCALES:
         raise ConfigError(f"_class_name={kind} of {source} is not supported; use {' or '.join(VIDEO_SCALES)}")
     with torch.device("meta"):
-        model = getattr(diffusers, kind).from_config(dict(values))
+        model = getattr(diffusers, kind).from_config({**values, "num_layers": 1})
     for param in model.parameters():
         param.data = param.data.to(torch.bfloat16)
     family, blocks = find_family(model), find_layers(model)
     facts, layer = _BlockMeasurement(model, family, blocks[0]).run()
     hidden, vocab = facts.num_heads * facts.head_dim, model.proj_out.out_features
-    others = sum(param.numel() for param in model.parameters())
-    root = others - sum(param.numel() for param in blocks.parameters())
-    sizes = {"total_parameters": others - 2 * vocab * hidden, "root": root, "arguments": COORDINATE_BYTES}
+    root, num_layers = sum(param.numel() for param in model.parameters()) - layer.parameters, values["num_layers"]
+    total = root + num_layers * layer.parameters - 2 * vocab * hidden
+    sizes = {"total_parameters": total, "root": root, "arguments": COORDINATE_BYTES}
     return ModelShape(
         family=kind,
-        num_layers=len(blocks),
+        num_layers=num_layers,
         hidden=hidden,
         heads=facts.num_heads,
         kv_heads=facts.num_kv_heads,
@@ -247,7 +247,7 @@ def measure_video(values: Mapping[str, Any], source: str) -> ModelShape:
         mlp=next(module.out_features for name, module in blocks[0].named_modules() if name.endswith("net.0.proj")),
         vocab=vocab,
         tied=False,
-        windows=(None,) * len(blocks),
+        windows=(None,) * num_layers,
         causal=False,
         measured=replace(layer, **sizes),
     )

@@ -52,7 +52,6 @@ from ithaka.phases import mark_backward, phase
 from ithaka.plan.heads import head_table
 from ithaka.plan.ring import contiguous_deal
 
-MAX_SIDE = 1024  # patches along a side of a clip, as Wan's rope_max_seq_len
 PROBE_TOKENS, PROBE_CUT, PROBE_TEXT = 24, 9, 5
 # Of a layer's arguments: text, its attention bias, modulations, tokens, mask.
 TOKEN_DIMS = (None, None, None, 0, None)
@@ -426,11 +425,12 @@ def build_transformer(
 def make_clip(model: Any, num_patches: int) -> dict[str, Any]:
     """Random arguments of a call with this many patches."""
     grid, family = [1, 1, num_patches], FAMILIES[type(model).__name__.removeprefix("FSDP")](model)
-    for i in (1, 0):  # sides of the most patches that rotary embeddings allow
-        side = next(n for n in range(min(MAX_SIDE, grid[i + 1]), 0, -1) if grid[i + 1] % n == 0)
+    most = getattr(model.rope, "max_seq_len", num_patches)
+    for i in (1, 0):
+        side = next(n for n in range(min(most, grid[i + 1]), 0, -1) if grid[i + 1] % n == 0)
         grid[i], grid[i + 1] = grid[i + 1] // side, side
-    if max(grid) > MAX_SIDE:
-        raise ConfigError(f"{num_patches} patches have no frames x height x width up to {MAX_SIDE}; use a power of 2")
+    if max(grid) > most:
+        raise ConfigError(f"{num_patches} patches have no frames x height x width up to {most} each; use a power of 2")
     config, generator = model.config, torch.Generator().manual_seed(1)
     sizes = family.example_sizes(tuple(grid))
     shape = (1, num_patches, config.in_channels)
