@@ -1,8 +1,10 @@
 """Video transformers of diffusers: sample, loss and every gradient equal plain diffusers, in fp64 throughout."""
 
 import copy
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 import ithaka
 from decoders import Wide
 from general import add_lora, assert_equal, gradient_errors, wide_runs
+from ithaka.cli.plan import plan
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
 from ithaka.hf import shape_from_model
@@ -340,3 +343,34 @@ def test_a_rehearsal_runs_a_step():
     assert result.forward_s > 0 and result.backward_s > 0 and result.layer_bytes > 0
     with pytest.raises(ConfigError, match="--memory-only"):
         rehearse(config, layout, ranks=2, context=64, memory_only=True)
+
+
+# ---- the example
+
+
+def test_two_ranks_have_the_losses_of_one_plain_process():
+    path = Path(__file__).parents[1] / "examples" / "video.py"
+    spec = importlib.util.spec_from_file_location("video_example", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    torch.manual_seed(0)
+    plain = diffusers.WanTransformer3DModel(**example.SMALL | {"num_layers": 1})
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    quiet = {"steps": 3, "lr": 2e-3, "report": lambda text: None}
+    wanted = example.train(plain, **quiet)
+
+    def work() -> tuple[list[float], Tensor]:
+        model = ithaka.parallelize(models[dist.get_rank()], cp=2)
+        return example.train(model, **quiet), example.generate(model, (1, 2), num_steps=2)
+
+    generated = example.generate(plain, (1, 2), num_steps=2)
+    for losses, clip in on_threads(2, work):
+        assert losses == pytest.approx(wanted, abs=1e-5)
+        assert torch.allclose(clip, generated, atol=1e-4)
+
+
+def test_a_video_has_no_configuration_to_train():
+    with pytest.raises(ConfigError, match="--yaml writes a configuration for `ithaka train`"):
+        plan("wan2.1-1.3b", "8xH100-80GB", video="81x480x832", as_yaml=True)
+    with pytest.raises(ConfigError, match="--video and --context cannot be combined"):
+        plan("wan2.1-1.3b", "8xH100-80GB", video="81x480x832", context="1M")

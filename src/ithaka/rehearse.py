@@ -139,7 +139,7 @@ def _run_step(model: Any, optimizer: Optimizer | None, inputs: dict[str, Any]) -
             with torch.set_grad_enabled(optimizer is not None):
                 loss = model(**inputs).sample.square().mean()
         elif optimizer is None:
-            loss = token_losses(model, **inputs).mean()
+            loss = token_losses(model, inputs["input_ids"], document_ids=inputs["document_ids"]).mean()
         else:
             loss = model(**inputs, labels=inputs["input_ids"]).loss
         if optimizer is not None:
