@@ -98,7 +98,8 @@ def parallelize(
     layout: Layout | None = None,
     store: Store | None = None,
 ) -> Any:
-    """Parallelize a model in place (see `ithaka.model.build.parallelize_model`), with a plan if `context` is set.
+    """Parallelize a model in place (see `ithaka.model.build.parallelize_model`; for video transformers of diffusers,
+    `ithaka.model.video.parallelize_transformer`), with a plan if `context` is set.
 
     `context`: tokens per sequence, 524288 or "512K". `batch`: sequences per call. The plan is the one that `ithaka
     train` would make. Rank 0 prints it, and `model.ithaka_plan` stores it; it is None if nothing is planned, as on a
