@@ -55,7 +55,7 @@ from ithaka.plan.ring import contiguous_deal
 PROBE_TOKENS, PROBE_CUT, PROBE_TEXT = 24, 9, 5
 # Of a layer's arguments: text, its attention bias, modulations, tokens, mask.
 TOKEN_DIMS = (None, None, None, 0, None)
-JOINT_ATTENTION = ("HunyuanVideo", "CogVideoX", "Mochi", "EasyAnimate", "LTX2", "Allegro", "SkyReels")
+JOINT_ATTENTION = ("HunyuanVideo", "CogVideoX", "ConsisID", "Mochi", "EasyAnimate")  # beginnings of class names
 
 
 class Tokens:
@@ -285,7 +285,7 @@ def find_family(model: Any) -> Wan | Ltx:
     kind = next((cls.__name__ for cls in type(model).__mro__ if cls.__name__ in FAMILIES), None)
     if kind is None:
         name = type(model).__name__
-        reason = "is not one of them"
+        reason = "is not supported"
         if name.startswith(JOINT_ATTENTION):
             reason = "attends jointly to text and video, so text tokens would have to be sharded with the patches"
         raise ConfigError(
