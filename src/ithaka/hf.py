@@ -38,7 +38,8 @@ from ithaka.model.adapters import find_active_adapter
 from ithaka.model.calls import KERNEL_ARGUMENTS, check_arguments
 from ithaka.model.logprobs import token_logprobs_and_aux
 from ithaka.model.positions import rope_parameters
-from ithaka.model.video import is_diffusers_model, parallelize_transformer
+from ithaka.model.video import parallelize_transformer
+from ithaka.model.video_blocks import is_diffusers_model
 from ithaka.plan import show
 from ithaka.plan.shape import ModelShape, shape_from_config
 from ithaka.preflight.run import (

@@ -21,7 +21,8 @@ from ithaka.layout import Layout, default_dtype
 from ithaka.measure import token_losses
 from ithaka.model.build import build_model
 from ithaka.model.families import find_layers
-from ithaka.model.video import build_transformer, is_diffusers_model, make_clip
+from ithaka.model.video import build_transformer, make_clip
+from ithaka.model.video_blocks import is_diffusers_model
 from ithaka.phases import PhasePath, listening, phase
 from ithaka.plan.hardware import GIB, available_memory
 from ithaka.plan.models import find_config

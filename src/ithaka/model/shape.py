@@ -22,7 +22,7 @@ from ithaka.config import ConfigError
 from ithaka.layer.general import Arguments, AttentionCall, CallFacts, LayerRuns, Mask
 from ithaka.model.families import find_layers, has_known_layers
 from ithaka.model.probe import LENGTHS, Recorder, describe_layer, read_call, refusal, token_dims
-from ithaka.model.video import TOKEN_DIMS, Ltx, SelfAttention, Tokens, Wan, find_family, read_facts
+from ithaka.model.video_blocks import TOKEN_DIMS, Ltx, SelfAttention, Tokens, Wan, find_family, read_facts
 from ithaka.plan.shape import VIDEO_SCALES, MeasuredLayer, ModelShape
 
 TOKENS = (128, 256)  # the lengths of two runs: their difference is what grows with the tokens
