@@ -24,7 +24,7 @@ import ithaka
 SIZES = {"num_attention_heads": 4, "attention_head_dim": 24, "ffn_dim": 256, "num_layers": 4, "freq_dim": 64}
 SMALL = {**SIZES, "in_channels": 3, "out_channels": 3, "text_dim": 16}
 SHAPES, DIRECTIONS = ("disc", "square"), ((0, 1), (0, -1), (1, 0), (-1, 0))
-FRAMES, SIDE = 6, 16
+FRAMES, SIDE = 6, 8
 
 
 def draw_clip(prompt: tuple[int, int], generator: torch.Generator, config: Any) -> tuple[Tensor, Tensor]:
@@ -34,9 +34,9 @@ def draw_clip(prompt: tuple[int, int], generator: torch.Generator, config: Any) 
     axis = torch.arange(SIDE)
     frames = []
     for frame in range(FRAMES):
-        y, x = ((start[i] + 2 * frame * DIRECTIONS[direction][i]) % SIDE for i in (0, 1))
+        y, x = ((start[i] + frame * DIRECTIONS[direction][i]) % SIDE for i in (0, 1))
         dy, dx = ((axis - center + SIDE // 2) % SIDE - SIDE // 2 for center in (y, x))
-        inside = dy[:, None] ** 2 + dx**2 <= 16 if shape == 0 else (dy.abs()[:, None] <= 3) & (dx.abs() <= 3)
+        inside = dy[:, None] ** 2 + dx**2 <= 5 if shape == 0 else (dy.abs()[:, None] <= 1) & (dx.abs() <= 1)
         color = torch.tensor([1.0, 0.3, -0.6] if shape == 0 else [-0.6, 0.3, 1.0])
         frames.append(torch.where(inside, color[:, None, None], torch.tensor(-1.0)))
     clip = torch.stack(frames, dim=1)
@@ -99,13 +99,13 @@ def write_grid(model: Any, file: str) -> None:
     padded = torch.stack([F.pad(row.clamp(-1, 1), (1, 1, 1, 1), value=1.0) for row in rows])  # [rows, 3, frames, h, w]
     grid = padded.permute(0, 3, 2, 4, 1).flatten(2, 3).flatten(0, 1)  # [rows * h, frames * w, 3]
     pixels = ((grid + 1) * 127.5).round().to(torch.uint8)
-    Image.fromarray(pixels.numpy()).resize((grid.shape[1] * 5, grid.shape[0] * 5), Image.Resampling.NEAREST).save(file)
+    Image.fromarray(pixels.numpy()).resize((grid.shape[1] * 8, grid.shape[0] * 8), Image.Resampling.NEAREST).save(file)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="the transformer folder of a Wan model; by default a small one from scratch")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters instead of all parameters")
     parser.add_argument("--context", help="plan for clips of this many patches, such as 76K; on GPUs")
