@@ -3,7 +3,7 @@
 import copy
 import importlib.util
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import ithaka
 from decoders import Wide
@@ -188,6 +189,34 @@ def test_adapters_equal_peft(kind):
     plain = add_lora(tiny(kind), target_modules=[*LINEARS, "net.0.proj", "net.2"])
     others = SIZES if kind == "ltx" else {}
     assert_equal(compare(plain, inputs_of(kind), Layout(2, **TILES), **others))
+
+
+def sample_and_gradients(model: nn.Module, given: dict[str, Tensor], mode, others) -> tuple[Tensor, Tensor]:
+    with mode:
+        sample = model(**given, **others).sample
+    sample.double().square().mean().backward()
+    full = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    return sample.detach().double(), torch.cat([grad.double().flatten() for grad in full])
+
+
+@pytest.mark.parametrize("kind", ["wan", "ltx"])
+def test_bfloat16_is_as_precise_as_autocast(kind):
+    exact, given, others = tiny(kind), inputs_of(kind), SIZES if kind == "ltx" else {}
+    with torch.no_grad():
+        for param in exact.parameters():
+            param.mul_(0.5)
+    narrow = {name: t.float() for name, t in given.items()}
+    plain, models = copy.deepcopy(exact).float(), [copy.deepcopy(exact).float()]
+    wanted = sample_and_gradients(exact, given, Wide(), others)
+    theirs = sample_and_gradients(plain, narrow, torch.autocast("cpu", torch.bfloat16), others)
+
+    def work() -> tuple[Tensor, Tensor]:
+        model = ithaka.parallelize(models[0], layout=Layout(dtype="bfloat16", tile_tokens=7))
+        return sample_and_gradients(model, narrow, nullcontext(), others)
+
+    (ours,) = on_threads(1, work)
+    for got, plain_result, expected in zip(ours, theirs, wanted, strict=True):
+        assert relative(got, expected) < 1.15 * relative(plain_result, expected)
 
 
 # ---- saving
