@@ -11,7 +11,8 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from decoders import DECODERS, tiny_decoder
 from ithaka.config import AdapterConfig, ConfigError, ModelConfig, RopeConfig, load_config, to_yaml
@@ -44,9 +45,26 @@ def saved_decoder(folder, family, **changes):
     return folder
 
 
+def saved_in_mxfp4(folder, family, **changes):
+    """Files as OpenAI's: blocks of 32 values in four bits, with a scale each, both random."""
+    saved_decoder(folder, family, hidden_size=64, intermediate_size=32, **changes)
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(2)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        num_experts, inputs, outputs = tensors.pop(name).shape
+        groups = num_experts, outputs, inputs // 32
+        tensors[f"{name}_blocks"] = torch.randint(256, (*groups, 16), generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(120, 124, groups, generator=generator, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    return folder
+
+
 @torch.no_grad()
 def plain_logits(folder, adapter=None):
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    is_packed = "quantization_config" in json.loads((folder / "config.json").read_text())
+    options = {"quantization_config": Mxfp4Config(dequantize=True)} if is_packed else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options).float()
     if adapter is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -81,6 +99,19 @@ def test_loaded_files_are_saved_byte_for_byte(ranks, tmp_path, family):
     assert tensors.keys() == plain.keys() and all(torch.equal(tensors[name], plain[name]) for name in plain)
     torch.testing.assert_close(logits, plain_logits(tmp_path), rtol=1e-4, atol=1e-4)
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+
+
+def test_mxfp4_is_dequantized_bitwise(ranks, tmp_path):
+    saved_in_mxfp4(tmp_path, "gpt_oss")
+    logits, tensors = ranks.run(2, load_and_save, tmp_path, tmp_path / "out")[0]
+    stored = load_file(tmp_path / "model.safetensors")
+    packed = [name for name in tensors if f"{name}_blocks" in stored]
+    assert len(packed) == 4
+    for name in packed:
+        expected = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"])
+        assert torch.equal(tensors[name], expected.float())
+    torch.testing.assert_close(logits, plain_logits(tmp_path), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, plain_logits(tmp_path / "out"), rtol=1e-4, atol=1e-4)
 
 
 def test_damaged_experts_are_named(ranks, tmp_path):
@@ -176,8 +207,8 @@ def test_adapters_on_experts_are_refused():
 # ---- runs
 
 
-def configured(folder, family, vocab_size=MODEL["vocab_size"]):
-    base = saved_decoder(folder / "base", family, vocab_size=vocab_size)
+def configured(folder, family, vocab_size=MODEL["vocab_size"], save=saved_decoder):
+    base = save(folder / "base", family, vocab_size=vocab_size)
     config = tiny_run(folder, train={"steps": 4, "save_every": 2, "validate_every": 0, "validate_sequences": 0})
     config = dataclasses.replace(config, model=ModelConfig(path=base))
     (folder / "run.yaml").write_text(to_yaml(config))
@@ -213,6 +244,17 @@ def test_a_run_from_files_is_resumed_and_exported(ranks, tmp_path, family):
     out = export(again, tmp_path / "out")
     assert load_file(out / "model.safetensors").keys() == load_file(tmp_path / "base/model.safetensors").keys()
     torch.testing.assert_close(plain_logits(out), logits, rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_on_experts_in_mxfp4_load_in_peft(ranks, tmp_path):
+    adapter = AdapterConfig(rank=2, targets=("q_proj", "experts.gate_up_proj", "experts.down_proj"))
+    config = dataclasses.replace(configured(tmp_path, "gpt_oss", save=saved_in_mxfp4), adapter=adapter)
+    losses, logits = ranks.run(2, finish, validate_run(config, 2))[0]
+    assert losses[-1] < losses[0]
+    out, merged = (export(config.train.run_dir, tmp_path / str(merge), merge) for merge in (False, True))
+    assert sum("experts" in name for name in load_file(out / "adapter_model.safetensors")) == 2 * 2 * 2
+    torch.testing.assert_close(plain_logits(config.model.path, out), logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(plain_logits(merged), logits, rtol=2e-2, atol=2e-2)  # its experts are in bfloat16
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", pytest.param("glm4_moe", marks=pytest.mark.slow)])

@@ -89,9 +89,13 @@ def add_adapter(model: Any, adapter: AdapterConfig, base: Path | None) -> None:
 
     config = make_lora_config(adapter, base, model)
     _check_lora_config(config)
+    requested = set(config.target_parameters or ())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         get_peft_model(model, config, ADAPTER_NAME)
+    if added := sorted(set(config.target_parameters or ()) - requested):
+        rule = f"also names the experts' {', '.join(added)}"
+        raise ConfigError(f"adapter.targets {rule}; use names such as q_proj, or experts.down_proj for all experts")
     for name, module in list(model.named_modules()):
         if hasattr(module, "original_module"):
             model.set_submodule(name, module.modules_to_save[ADAPTER_NAME])
@@ -107,9 +111,9 @@ def _find_linears(model: Any) -> str | list[str]:
 
 
 def _names_experts(target: str, model: Any) -> bool:
-    """PEFT's rule for `target_parameters`: a suffix of a parameter's name."""
+    """Whether a target such as experts.down_proj is a stacked weight, one of PEFT's `target_parameters`."""
     stacked = [name for name, param in model.named_parameters() if param.dim() == 3]
-    return any(f".{name}".endswith(f".{target}") for name in stacked)
+    return "experts." in target and any(f".{name}".endswith(f".{target}") for name in stacked)
 
 
 def _check_lora_config(config: Any) -> None:
@@ -159,13 +163,17 @@ def merge_adapter(
     with PEFT's configuration, and with a config.json if training changed the base's positions. `tensors`: the
     adapter's, named as in PEFT's files. `change` is called with the base model first."""
     from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
     from transformers.utils import logging
 
     config = AutoConfig.from_pretrained(adapter if (adapter / "config.json").is_file() else base)
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype="auto")
-    if getattr(config, "quantization_config", None):
+    options, quantization = {}, getattr(AutoConfig.from_pretrained(base), "quantization_config", None) or {}
+    is_mxfp4 = quantization.get("quant_method") == "mxfp4"
+    if is_mxfp4:
+        config.quantization_config, options = quantization, {"quantization_config": Mxfp4Config(dequantize=True)}
+    model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype="auto", **options)
+    if not is_mxfp4 and getattr(config, "quantization_config", None):
         model = model.dequantize()
     if change is not None:
         change(model)
@@ -175,4 +183,6 @@ def merge_adapter(
     merged = peft_model.merge_and_unload()
     for name, t in merged.state_dict(keep_vars=True).items():
         t.data = t.data.to(stored[name])
+    if options:
+        merged._weight_conversions = []  # they would give the weights the names of packed ones
     merged.save_pretrained(out)

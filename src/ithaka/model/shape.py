@@ -165,6 +165,9 @@ class _Measurement:
             for name, module in self.layer.named_modules()
             if type(module) is nn.Linear
         )
+        # A stacked weight has an adapter per expert.
+        stacked = {name: param for name, param in self.layer.named_parameters() if param.dim() == 3}
+        linears += tuple((name, len(p) * p.shape[1], len(p) * p.shape[2], True) for name, p in stacked.items())
         parameters = sum(param.numel() for param in self.layer.parameters())
         is_streamed = has_known_layers(self.model)
         products = {"projections": projected, "others": dense + experts - projected, "experts": experts}
