@@ -1,13 +1,25 @@
 """A forest of shared prefixes gives the results of its branches as separate sequences, on any number of ranks."""
 
+from random import Random
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import ithaka
+from decoders import tiny_decoder
+from general import add_lora, assert_equal
+from general import compare as compare_decoders
+from ithaka.dist.mesh import make_mesh
+from ithaka.layer.linear import Linear
+from ithaka.layer.loss import LinearHead, linear_cross_entropy, summed_cross_entropy
 from ithaka.layout import Layout
+from ithaka.model.batch import take_share
+from ithaka.model.prefixes import pack_prefixes
 from models import tiny_config, tiny_model
 from parity import check, gradient_errors, parallel, relative
+from refusals import assert_refused
 from threads import on_threads
 
 # (length, parent) of each node. Ranks cut them anywhere.
@@ -110,3 +122,166 @@ def test_a_forest_equals_its_branches(cp, family, layout):
         return [compare(model, plain, *case) for case in cases]
 
     check(on_threads(cp, work))
+
+
+CHUNKS = {"attention_chunk_size": 7, "attn_temperature_tuning": False, "num_hidden_layers": 2, "no_rope_layers": [1, 0]}
+CHUNKS |= {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 40}
+GENERAL = {  # family, changes to its configuration, adapter, layout
+    "experts": ("deepseek_v3", {"num_hidden_layers": 2}, None, Layout(4, tile_tokens=3)),
+    "sinks, windows, experts": ("gpt_oss", {"num_hidden_layers": 2, "sliding_window": 5}, None, Layout(2)),
+    "chunks": ("llama4_text", CHUNKS, None, Layout(2, tile_tokens=5)),
+    "adapter": (
+        "gemma3_text",
+        {"num_hidden_layers": 2},
+        {"target_modules": "all-linear"},
+        Layout(2, heads_per_stage=4),
+    ),
+}
+
+
+@pytest.mark.usefixtures("quiet_transformers")
+@pytest.mark.parametrize("case", GENERAL)
+def test_mixtures_adapters_and_other_masks(case):
+    family, changes, adapter, layout = GENERAL[case]
+    plain = tiny_decoder(family, **changes)
+    if adapter:
+        plain = add_lora(plain, **adapter)
+    nodes = FORESTS["depths"]
+    inputs = packed(nodes)
+    weights = torch.tensor([1.0, 0.0], dtype=torch.float64).expand(*inputs["labels"].shape, 2)
+
+    def mean_alone(model):
+        total, count = alone(model, nodes, inputs, weights)
+        return total / count
+
+    assert_equal(compare_decoders(plain, layout, mean_alone, **inputs))
+
+
+def test_padding_is_not_part_of_a_forest():
+    """Rows of different lengths; padding repeats the last node's id."""
+
+    def work():
+        model, _ = parallel(2)
+        inputs = packed(FORESTS["answers"], 2)
+        results = ithaka.token_logprobs(model, **inputs)
+        wide = {name: F.pad(value, (0, 4), mode="replicate") for name, value in inputs.items()}
+        mask = (torch.arange(21) < 17).long().expand(2, 21)
+        wide["labels"] = wide["labels"].masked_fill(mask == 0, -100)
+        padded = ithaka.token_logprobs(model, **wide, attention_mask=mask)
+        return {"logprobs": relative(padded.logprobs[:, :17].detach(), results.logprobs.detach())}
+
+    check(on_threads(2, work))
+
+
+def test_forests_that_cannot_be_computed_are_refused():
+    model, _ = parallel(1)
+    inputs = packed(FORESTS["answers"])
+
+    def call(**changes):
+        return lambda: model(**inputs | changes)
+
+    documents, parents = inputs["document_ids"], inputs["parents"]
+    assert_refused(call(document_ids=None), "parents", "document_ids", way_out="pass both", error=ValueError)
+    assert_refused(call(parents=parents.flip(1)), "row 0", way_out="put parents first", error=ValueError)
+    assert_refused(call(document_ids=documents.clone().fill_(3)), "document 3", way_out="use one", error=ValueError)
+    again = torch.where(documents == documents[0, -1], documents[0, 0], documents)
+    assert_refused(call(document_ids=again), "document_ids", way_out="use ids once", error=ValueError)
+    assert_refused(call(shift_labels=inputs["labels"]), "shift_labels", way_out="pass labels", error=ValueError)
+
+    def ring():
+        mesh = make_mesh(2, ring=2)
+        with pytest.raises(ValueError, match="ring=2 is not supported: .*use ring=1"):
+            take_share(inputs, 61, mesh)
+
+    on_threads(2, ring)
+
+
+def test_gradients_of_a_shared_token_are_summed_in_fp32():
+    """Many equal branch labels of one row, in bfloat16: rounding each partial sum would lose most of them."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 8).bfloat16(), torch.randn(11, 8).bfloat16()
+    norm = torch.nn.RMSNorm(8, dtype=torch.bfloat16)
+    head, labels = LinearHead(norm, Linear(weight)), torch.full((2 + 500,), 3)
+    rows = torch.ones(500, dtype=torch.long)
+    for results in (
+        lambda x: summed_cross_entropy(x, labels, head, 64, 1.0, rows),
+        lambda x: -linear_cross_entropy(x, labels, head, 64, rows).logprobs.sum(),
+    ):
+        (ours,) = torch.autograd.grad(results(leaf := x.clone().requires_grad_()), leaf)
+        one = torch.autograd.grad(summed_cross_entropy(leaf, labels[:2], head, 64, 1.0), leaf)[0].float()
+        assert relative(ours[1].float(), 501 * one[1]) < 5e-3
+
+
+# ---- packing
+
+
+def test_the_packer_shares_every_common_prefix():
+    random = Random(0)
+    for _ in range(100):
+        sequences: list[list[int]] = []
+        for _ in range(random.randint(1, 8)):
+            known = random.choice(sequences)[: random.randint(0, 30)] if sequences else []
+            sequences.append(known + [random.randint(0, 2) for _ in range(random.randint(not known, 9))])
+        packed = pack_prefixes([torch.tensor(each) for each in sequences], min_tokens=1)
+        prefixes = {tuple(each[: i + 1]) for each in sequences for i in range(len(each))}
+        assert packed.num_tokens == (sum(map(len, sequences)), len(prefixes))
+        assert [each.tolist() for each in packed.unpack(packed.inputs["input_ids"])] == sequences
+        # A token's position and the pairs that its attention takes are those of its sequence.
+        pairs = {prefix: len(prefix) for prefix in prefixes}
+        assert packed.num_pairs[1] == sum(pairs.values())
+        share = take_share(packed.inputs, 61, make_mesh(1))
+        assert [each.tolist() for each in packed.unpack(share.positions_s[None])] == [
+            list(range(len(each))) for each in sequences
+        ]
+
+
+def test_tokens_that_differ_in_label_adapter_or_routing_are_not_shared():
+    ids = torch.arange(6)
+    both, no = [ids, ids], torch.full((6,), -100)
+    late = torch.where(ids < 4, no, ids)
+
+    def shared(*args, **keys):
+        apart, packed = pack_prefixes(*args, min_tokens=1, **keys).num_tokens
+        return apart - packed
+
+    assert shared(both) == shared(both, [no, no]) == shared(both, keys=[["a", "a"]]) == 6
+    assert shared(both, [late, late]) == shared(both, [late, no]) == 4
+    assert shared(both, keys=[["a", "b"]]) == 0
+    routing = torch.zeros(6, 2, 3).long()
+    other = routing.clone()
+    other[2, 1, 1] = 1
+    assert shared(both, keys=[[routing, routing], ["a", "a"]]) == 6 and shared(both, keys=[[routing, other]]) == 2
+    assert pack_prefixes(both).num_tokens == (12, 6) and pack_prefixes([ids, ids[[0, 1, 2, 2]]]).num_tokens == (10, 10)
+    assert_refused(lambda: pack_prefixes(both, [no]), "labels", way_out="one per sequence")
+    assert_refused(lambda: pack_prefixes(both, [no, no[1:]]), "sequence 1", way_out="[tokens]")
+
+
+def test_packed_sequences_have_the_losses_of_separate_ones():
+    """A custom loss of log-probabilities, in which shared tokens have a weight per sequence, and a model's own loss."""
+
+    def work():
+        (model, _), plain = parallel(2), tiny_model(tiny_config("llama"))
+        draw = torch.Generator().manual_seed(4)
+        prompt = torch.randint(61, (9,), generator=draw)
+        ids = [torch.cat([prompt, torch.randint(61, (n,), generator=draw)]) for n in (4, 1, 0, 5)]
+        ids.append(torch.cat([ids[0], ids[0][:3]]))  # a second turn
+        labels = [torch.where(torch.arange(len(each)) < 9, -100, each) for each in ids]
+
+        def results(each):
+            log_p = plain(input_ids=each[None], use_cache=False).logits[0].log_softmax(-1)
+            return F.pad(log_p[:-1].gather(1, each[1:, None])[:, 0], (1, 0))
+
+        packed = pack_prefixes(ids, min_tokens=2)
+        ours = packed.unpack(ithaka.token_logprobs(model, **packed.inputs).logprobs)
+        ours, theirs = (
+            sum((n + 2) * (x * torch.arange(len(x))).sum() + x.square().sum() for n, x in enumerate(each))
+            for each in (ours, map(results, ids))
+        )
+        ours.backward()
+        theirs.backward()
+        errors = {"custom": relative(ours.detach(), theirs.detach()), **gradient_errors(model, plain)}
+        loss = model(**pack_prefixes(ids, labels, min_tokens=2).inputs).loss
+        wanted = [results(each)[mine != -100] for each, mine in zip(ids, labels, strict=True)]
+        return errors | {"own": relative(loss.detach(), -torch.cat(wanted).mean().detach())}
+
+    check(on_threads(2, work))

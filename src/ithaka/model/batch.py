@@ -151,7 +151,9 @@ def _read_parents(
     if parents_BN is None:
         return ()
     if documents_BN is None:
-        raise ValueError("parents needs document_ids: it has the document_id of the parent of each token's document")
+        raise ValueError(
+            "parents was passed without document_ids; pass both: parents holds the document_ids of parents"
+        )
     if (ring := mesh.ring_group.size()) > 1:
         raise ValueError(
             f"parents with ring={ring} is not supported: a ring sends a rank the keys of its own documents, not those "
