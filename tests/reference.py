@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ithaka.attention.blocks import Docs
+
 
 def attention_reference(
     q_SnK: Tensor,
@@ -12,7 +14,7 @@ def attention_reference(
     scale: float,
     causal: bool = True,
     window: int | None = None,
-    docs: tuple[int, ...] | None = None,
+    docs: tuple[int, ...] | Docs | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out_SnK, lse_nS of `ithaka.attention.blocks.attention`, differentiable, with the full score matrix in memory."""
     repeat = q_SnK.shape[1] // k_SmK.shape[1]
@@ -23,8 +25,16 @@ def attention_reference(
     return torch.einsum("nst,tnk->snk", scores_nSS.softmax(-1), v_SnK), scores_nSS.logsumexp(-1)
 
 
-def attention_mask(num_tokens: int, *, causal: bool, window: int | None, docs: tuple[int, ...] | None) -> Tensor:
+def attention_mask(num_tokens: int, *, causal: bool, window: int | None, docs: tuple[int, ...] | Docs | None) -> Tensor:
     """[S, S] bool, True where row i may see key j."""
+    if isinstance(docs, Docs):
+        mask, paths = torch.zeros(num_tokens, num_tokens, dtype=torch.bool), []
+        for node, parent in enumerate(docs.parents):
+            first, own = docs.starts[node], docs.starts[node + 1] - docs.starts[node]
+            paths.append((paths[parent] if parent >= 0 else []) + list(range(first, first + own)))
+            for i in range(len(paths[-1]) - own, len(paths[-1])):
+                mask[paths[-1][i], paths[-1][max(0, i + 1 - (window or i + 1)) : i + 1]] = True
+        return mask
     i, j = torch.arange(num_tokens)[:, None], torch.arange(num_tokens)[None]
     ends = torch.tensor(docs or (0, num_tokens))[1:]
     document = torch.searchsorted(ends, torch.arange(num_tokens), right=True)

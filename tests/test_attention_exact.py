@@ -46,6 +46,8 @@ def assert_equal(ours, theirs, tolerance=1e-10):
         assert (a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1), name
 
 
+# Nodes of 30, 1, 9, 5, 5, 6, 14 and 31 tokens; the last ones continue the first and the third.
+FOREST = Docs((0, 30, 31, 40, 45, 50, 56, 70, 101), parents=(-1, 0, -1, 1, 1, 0, 2, 6))
 MASKS = {
     "causal": {},
     "bidirectional": {"causal": False},
@@ -60,6 +62,12 @@ MASKS = {
     "docs, bidirectional": {"docs": (0, 20, 40, 60, 60, 101), "causal": False},
     "docs, window": {"docs": (0, 3, 60, 101), "window": 12},
 }
+FORESTS = {
+    "answers": {"docs": Docs((0, 40, 55, 70, 85, 101), parents=(-1, 0, 0, 0, 0))},
+    "forest": {"docs": FOREST},
+    "forest, window": {"docs": FOREST, "window": 9},
+}
+MASKS |= FORESTS
 
 
 BLOCKS = {
@@ -140,7 +148,7 @@ def written(fa4, monkeypatch):
 
 
 ONE_CALL = {
-    **{mask: (6, 2, {}) for mask in MASKS},
+    **{mask: (6, 2, {}) for mask in MASKS if mask not in FORESTS},
     "one group at a time": (6, 2, {"CALL_TOKENS": 350}),
     "one head at a time": (2, 2, {"CALL_TOKENS": 101}),
     "a group, of as many tokens as can be addressed": (6, 2, {"CALL_TOKENS": 350, "MAX_ELEMENTS": 101 * 6 * 16}),
@@ -151,6 +159,7 @@ SEVERAL_CALLS = {
     "window 9": (2, 2, {"blocks": (50, 200)}),
     "docs": (2, 2, {"blocks": (30, 30)}),
     "equal docs": (6, 2, {"CALL_TOKENS": 250}),  # two of a group's three heads
+    **{mask: (6, 2, {}) for mask in FORESTS},  # several calls read a shared key
 }
 
 

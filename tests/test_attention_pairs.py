@@ -1,5 +1,6 @@
 """The schedule covers every visible (row, key) exactly once, within the index range of a kernel."""
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from ithaka.attention.pairs import (
     CAUSAL,
     EDGE,
+    SQUARES,
     WINDOW,
     DocumentSpan,
     document_spans,
@@ -29,8 +31,15 @@ def visible(docs, causal, window):
     }
 
 
+def split_squares(pair):
+    for first, length in zip(accumulate((0, *pair.lengths)), pair.lengths, strict=False):
+        yield replace(pair, q0=pair.q0 + first, k0=pair.k0 + first, rows=length, keys=length, mask=CAUSAL)
+
+
 def visits(blocks, window=None):
     for block in blocks:
+        squares = [square for p in block.pairs if p.mask == SQUARES for square in split_squares(p)]
+        block = replace(block, pairs=(*(p for p in block.pairs if p.mask != SQUARES), *squares))
         for c in range(block.count):
             for p, d in ((pair, d) for pair in block.pairs for d in range(pair.count)):
                 assert block.count == 1 or p.count == 1
@@ -99,9 +108,10 @@ def path_of(docs, parents, node):
     block_q=st.integers(1, 30),
     block_kv=st.integers(1, 30),
     max_rows=st.integers(1, 30),
+    short=st.integers(0, 7),
 )
 def test_every_token_of_a_branch_attends_once_to_each_token_before_it(
-    lengths, links, window, block_q, block_kv, max_rows
+    lengths, links, window, block_q, block_kv, max_rows, short
 ):
     """In any order of nodes: children right after their parent, later, or after other trees."""
     docs = [0, *accumulate(lengths)]
@@ -114,7 +124,7 @@ def test_every_token_of_a_branch_attends_once_to_each_token_before_it(
     branches = forest_branches(docs, parents)
     how = dict(causal=True, window=window, block_q=block_q, block_kv=block_kv)
     roots = [DocumentSpan(a, b - a, 0, b - a, 0) for a, b, path in branches if not path]
-    blocks = [*plan_query_blocks(roots, **how), *plan_branch_blocks(branches, max_rows, **how)]
+    blocks = [*plan_query_blocks(roots, **how), *plan_branch_blocks(branches, max_rows, short, **how)]
     assert sorted(visits(blocks)) == sorted(expected)
     assert sorted(owned(blocks)) == list(range(docs[-1]))
 
@@ -127,6 +137,9 @@ def test_answers_share_calls():
     (block,) = plan_branch_blocks(branches, 99, causal=True, window=None, block_q=99, block_kv=99)
     full, squares = block.pairs
     assert (full.rows, full.keys, squares.rows, squares.count) == (14, 32, 2, 7)
+    branches[-2:] = [branches[-2]._replace(stop=49), branches[-1]._replace(start=49, stop=60)]
+    (block,) = plan_branch_blocks(branches, 99, 99, causal=True, window=None, block_q=99, block_kv=99)
+    assert block.pairs[1].lengths == (2, 2, 2, 2, 2, 5, 11) and len(block.pairs) == 2
 
 
 @pytest.mark.parametrize("window", [5, 8, 9, 17, 100])

@@ -13,6 +13,8 @@ one part, and `out` and dq are also sums over calls.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Required, TypedDict, Unpack
 
 import torch
@@ -23,6 +25,7 @@ from ithaka.attention.kernels import Kernel, resolve_kernel
 from ithaka.attention.pairs import (
     EDGE,
     FULL,
+    SQUARES,
     WINDOW,
     DocumentSpan,
     KeyRange,
@@ -245,8 +248,8 @@ class Docs:
                 spans = [DocumentSpan(a, b - a, 0, b - a, 0) for a, b, path in self.branches if not path]
             # For documents that are complete on this rank, keys have the same offsets as rows.
             complete = [span._replace(start=span.start + span.shift, shift=0) for span in spans if span.is_complete]
+            short = min(SHORT_CALL_TOKENS, options["block_q"], options["block_kv"]) if varlen else 0
             if varlen:
-                short = min(SHORT_CALL_TOKENS, options["block_q"], options["block_kv"])
                 complete, short_chunks = split_short_documents(
                     complete, short=short, block=max(options["block_q"], options["call_tokens"])
                 )
@@ -260,7 +263,7 @@ class Docs:
                 assert options["causal"]
                 # Their sums are in buffers, for all heads of a call.
                 max_rows = BLOCK_TOKENS["attend"] // max(1, options["block_q"] // self.starts[-1])
-                own = plan_branch_blocks(self.branches, max_rows, **options)
+                own = plan_branch_blocks(self.branches, max_rows, short, **options)
             self._plans[key] = [
                 ([*plan_query_blocks(complete, **options), *own], chunks),
                 *((blocks, []) for blocks in others),
@@ -430,9 +433,19 @@ def _view_in_block(block_Bht: Tensor, block: QueryBlock, pair: Pair) -> Tensor:
     return _view_rows(block_Bht[0].transpose(0, 1), pair, first, pair.rows)
 
 
+@lru_cache(maxsize=1024)
+def _cumulate(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=device)
+
+
 def _run_kernel(call: _AttentionCall, pair: Pair, direction: str, *inputs: Tensor, **into: Any) -> Tensors:
     """Run the kernel on one pair, or its fallback if the pair is small. `direction`: "forward" or "backward"."""
     kernel, is_small = call.kernel, min(pair.rows, pair.keys) < call.kernel.min_tokens
+    if pair.mask == SQUARES:
+        ends_d = _cumulate(pair.lengths, inputs[0].device)
+        inputs = tuple(x[0].transpose(0, 1) if x.dim() == 4 else x[0] for x in inputs)
+        results = getattr(kernel.varlen, direction)(*inputs, ends_d, max(pair.lengths), call.scale, True, None)
+        return tuple(x.transpose(0, 1)[None] if x.dim() == 3 else x[None] for x in results)
     run: Callable[..., Tensors] = getattr(kernel.fallback if is_small and kernel.fallback else kernel, direction)
     if pair.mask == WINDOW:
         into["window"] = call.window

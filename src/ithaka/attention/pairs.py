@@ -1,6 +1,6 @@
 """The schedule of block pairs that attention computes, in plain integers, without torch.
 
-A **pair** is a range of query rows and a range of keys with one of four masks (i and j count from the pair's corner):
+A **pair** is a range of query rows and a range of keys with one of five masks (i and j count from the pair's corner):
 
     full    every row attends to every key
     causal  square, row i attends to keys j <= i
@@ -8,6 +8,7 @@ A **pair** is a range of query rows and a range of keys with one of four masks (
             causal, so every kernel with a causal flag can compute it.
     window  the last row attends to the last `window` keys, and each earlier row to keys one further back: a complete
             sliding window, for kernels that support windows
+    squares adjacent causal squares of `lengths` along the diagonal, for kernels that take short documents
 
 A **query block** is a range of query rows and all its pairs. `count` > 1 repeats the block (or pair) `count` times,
 `step` tokens apart, in one batched kernel call: documents of equal length, the bands of a window, the squares along a
@@ -22,7 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
-FULL, CAUSAL, EDGE, WINDOW = "full", "causal", "edge", "window"
+FULL, CAUSAL, EDGE, WINDOW, SQUARES = "full", "causal", "edge", "window", "squares"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Pair:
     mask: str
     count: int = 1
     step: int = 0
+    lengths: tuple[int, ...] = ()  # of `squares`
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +214,10 @@ def forest_branches(starts: Sequence[int], parents: Sequence[int]) -> list[Branc
 
 
 def plan_branch_blocks(
-    branches: Sequence[Branch], max_rows: int, *, window: int | None, **options: Any
+    branches: Sequence[Branch], max_rows: int, short: int = 0, *, window: int | None, **options: Any
 ) -> list[QueryBlock]:
-    """Return the blocks of all branches with a path. `options`: those of `plan_query_blocks`.
+    """Return the blocks of all branches with a path. `options`: those of `plan_query_blocks`; `short`: the longest
+    square in a pair of `squares`.
 
     Without a window, all rows that attend to a key do so in one pair per block of `max_rows`, even if they are of
     several branches: a kernel then sums the key's gradient over them.
@@ -235,7 +238,9 @@ def plan_branch_blocks(
                 if branch.start < e and a < branch.stop:
                     own = max(a, branch.start), min(e, branch.stop)
                     pairs += _full_pairs(*own, branch.start, own[0], block_kv) + _causal_pairs(*own, block_kv)
-            blocks.append(QueryBlock(a, e - a, tuple(_batch_squares(pairs))))
+            squares = [pair for pair in pairs if pair.mask == CAUSAL]
+            pairs = [pair for pair in pairs if pair.mask == FULL]
+            blocks.append(QueryBlock(a, e - a, (*pairs, *_batch_squares(squares, short))))
     return blocks
 
 
@@ -275,15 +280,19 @@ def _merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _batch_squares(pairs: Iterable[Pair]) -> Iterator[Pair]:
-    """Batch consecutive causal squares of one size, those of branches of equal length."""
-    for square, group in groupby(pairs, key=lambda pair: pair.mask == CAUSAL and pair.rows):
-        if not square:
-            yield from group
-            continue
-        for _, equal in groupby(enumerate(group), key=lambda item: item[1].q0 - item[0] * item[1].rows):
-            (_, first), *others = equal
-            yield replace(first, count=1 + len(others), step=first.rows) if others else first
+def _batch_squares(squares: list[Pair], short: int) -> Iterator[Pair]:
+    """Batch causal squares, which are adjacent: those of equal branches, then short ones of any length."""
+    equal = []
+    for rows, group in groupby(squares, key=lambda pair: pair.rows):
+        first, *others = group
+        equal.append(replace(first, count=1 + len(others), step=rows) if others else first)
+    for is_short, group in groupby(equal, key=lambda pair: pair.rows <= short):
+        first, *others = group
+        if is_short and others:
+            lengths = tuple(pair.rows for pair in (first, *others) for _ in range(pair.count))
+            yield Pair(first.q0, sum(lengths), first.k0, sum(lengths), SQUARES, lengths=lengths)
+        else:
+            yield from (first, *others)
 
 
 MaskRange = tuple[int, int, int, int]  # rows [a, b) attend to keys [c, d)
