@@ -48,6 +48,7 @@ API = {
     "ithaka.hf.long_context": "ithaka.hf",
     "ithaka.token_logprobs": "ithaka.model.logprobs",
     "ithaka.label_share": "ithaka.model.logprobs",
+    "ithaka.pack_prefixes": "ithaka.model.prefixes",
     "ithaka.Layout": "ithaka.layout",
     "ithaka.layer.sharded.sharded_attention": "ithaka.layer.sharded",
 }

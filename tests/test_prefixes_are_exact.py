@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import ithaka
+from allocations import allocator_peak
 from decoders import tiny_decoder
 from general import add_lora, assert_equal
 from general import compare as compare_decoders
@@ -17,6 +18,7 @@ from ithaka.layer.loss import LinearHead, linear_cross_entropy, summed_cross_ent
 from ithaka.layout import Layout
 from ithaka.model.batch import take_share
 from ithaka.model.prefixes import pack_prefixes
+from ithaka.plan.shape import Work
 from models import tiny_config, tiny_model
 from parity import check, gradient_errors, parallel, relative
 from refusals import assert_refused
@@ -233,6 +235,37 @@ def test_the_packer_shares_every_common_prefix():
         assert [each.tolist() for each in packed.unpack(share.positions_s[None])] == [
             list(range(len(each))) for each in sequences
         ]
+
+
+def test_the_plan_counts_tokens_and_pairs_of_a_forest():
+    prompt = torch.arange(4096) % 61
+    packed = pack_prefixes([torch.cat([prompt, torch.full((256,), i)]) for i in range(8)])
+    assert packed.num_tokens == (8 * 4352, 4096 + 8 * 256)
+    assert str(packed).startswith("8 sequences: tokens 34816 -> 6144 (5.67x fewer), attention pairs 75777024 -> ")
+    work = packed.work
+    assert (work.tokens, work.pairs(None)) == (6144, packed.num_pairs[1])
+    assert work.pairs(None) < Work(6144).pairs(None)
+    share = take_share(packed.inputs, 61, make_mesh(1))
+    blocks, _ = share.docs.plan(
+        0, torch.device("cpu"), False, causal=True, window=None, block_q=512, block_kv=512, halve=False, call_tokens=0,
+        has_windows=False,
+    )  # fmt: skip
+    area = {"full": lambda p: p.rows * p.keys, "causal": lambda p: p.rows * (p.rows + 1) // 2}
+    assert work.pairs(None) == sum(area[p.mask](p) * p.count * b.count for b in blocks for p in b.pairs)
+
+
+def test_memory_is_that_of_as_many_tokens():
+    """The ledger of a plan for the packed tokens holds: no buffer grows with the number of branches."""
+    model, _ = parallel(1, tiny_config("llama", vocab_size=61))
+    ids = torch.randint(61, (1, 2048), generator=torch.Generator().manual_seed(1))
+    nodes = torch.cat([torch.zeros(1024), 1 + torch.arange(1024) // 64]).long()[None]
+    forest = {"document_ids": nodes, "parents": torch.where(nodes == 0, -1, 0)}
+
+    def peak(**inputs):
+        return allocator_peak(lambda: model(input_ids=ids, labels=ids, **inputs).loss.backward())
+
+    peak()  # the gradients stay
+    assert peak(**forest) < 1.1 * peak()
 
 
 def test_tokens_that_differ_in_label_adapter_or_routing_are_not_shared():

@@ -15,6 +15,7 @@ from torch import Tensor
 from ithaka.config import ConfigError
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.plan.ring import causal_pairs
+from ithaka.plan.shape import Work
 
 MIN_TOKENS = 128  # sharing fewer saves less than the calls of attention for another node cost
 
@@ -27,6 +28,11 @@ class PackedPrefixes:
     indices: list[Tensor]  # of each sequence: where its tokens are in the packed sequence
     num_tokens: tuple[int, int]  # of all sequences, and packed
     num_pairs: tuple[int, int]  # query-key pairs of full attention: of all sequences, and packed
+
+    @property
+    def work(self) -> Work:
+        """What a planner needs to know (`SearchSpace.choose`)."""
+        return Work(self.num_tokens[1], num_pairs=self.num_pairs[1])
 
     def unpack(self, values_1N: Tensor) -> list[Tensor]:
         """Values per token, e.g. log-probabilities -> those of each sequence. Gradients of shared tokens add up."""

@@ -276,6 +276,7 @@ class Work:
     context: int
     batch: int = 1
     document_tokens: int | None = None  # length of packed documents; None: one per sequence
+    num_pairs: int | None = None  # query-key pairs of full attention per head, if they are not those of documents
     accumulate: int = 1  # micro-steps per optimizer step
     trains: bool = True  # False: forward only, without gradients
     between_steps: bool = False  # with trains=False: during a run, whose weights and optimizer state stay in memory
@@ -298,7 +299,7 @@ class Work:
         if not causal:
             return self.tokens * length
         if window is None or window >= length:
-            return self.tokens * length / 2
+            return self.num_pairs or self.tokens * length / 2
         return self.tokens / length * (window * length - window**2 / 2)
 
 
