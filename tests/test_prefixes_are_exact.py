@@ -27,6 +27,7 @@ from threads import on_threads
 # (length, parent) of each node. Ranks cut them anywhere.
 FORESTS = {
     "answers": [(9, -1), (3, 0), (1, 0), (4, 0)],
+    "apart": [(5, -1), (1, -1), (6, -1)],
     "late": [(5, -1), (4, -1), (3, 0), (1, 1), (2, 0), (6, 1)],  # children away from their parents
     "depths": [(4, -1), (1, 0), (3, 1), (2, 2), (5, 3), (1, 3), (3, 2), (2, 0), (1, -1), (3, 8)],
 }
@@ -287,6 +288,38 @@ def test_tokens_that_differ_in_label_adapter_or_routing_are_not_shared():
     assert pack_prefixes(both).num_tokens == (12, 6) and pack_prefixes([ids, ids[[0, 1, 2, 2]]]).num_tokens == (10, 10)
     assert_refused(lambda: pack_prefixes(both, [no]), "labels", way_out="one per sequence")
     assert_refused(lambda: pack_prefixes(both, [no, no[1:]]), "sequence 1", way_out="[tokens]")
+
+
+def test_ten_steps_of_a_policy_equal_those_without_sharing():
+    """Groups of four answers, advantages per answer, a clipped ratio to the first step's log-probabilities."""
+
+    def work():
+        draw = torch.Generator().manual_seed(9)
+        prompts = torch.randint(61, (2, 12), generator=draw)
+        ids = [torch.cat([prompts[i // 4], torch.randint(61, (3 + i,), generator=draw)]) for i in range(8)]
+        gains = torch.randn(8, generator=draw).double()
+        losses = []
+        for shares in (True, False):
+            packed = pack_prefixes(ids, min_tokens=4 if shares else 1000)
+            assert (packed.num_tokens[1] < packed.num_tokens[0]) == shares
+            model, old = parallel(2)[0], None
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            for _ in range(10):
+                results = ithaka.token_logprobs(model, **packed.inputs)
+                new = [each[12:] for each in packed.unpack(results.logprobs)]
+                old = old or [each.detach() for each in new]
+                ratios = [(a - b).exp() for a, b in zip(new, old, strict=True)]
+                terms = [torch.min(r * g, r.clamp(0.8, 1.2) * g).mean() for r, g in zip(ratios, gains, strict=True)]
+                entropies = torch.cat([each[12:] for each in packed.unpack(results.entropies)])
+                loss = -torch.stack(terms).mean() - 0.01 * entropies.mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+        assert len({round(float(loss), 6) for loss in losses}) == 10
+        return {"losses": relative(torch.stack(losses[:10]), torch.stack(losses[10:]))}
+
+    check(on_threads(2, work))
 
 
 def test_packed_sequences_have_the_losses_of_separate_ones():

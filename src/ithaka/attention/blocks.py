@@ -262,7 +262,7 @@ class Docs:
             if self.parents:
                 assert options["causal"]
                 # Their sums are in buffers, for all heads of a call.
-                max_rows = BLOCK_TOKENS["attend"] // max(1, options["block_q"] // self.starts[-1])
+                max_rows = BLOCK_TOKENS["attend backward"] // max(1, options["block_q"] // self.starts[-1])
                 own = plan_branch_blocks(self.branches, max_rows, short, **options)
             self._plans[key] = [
                 ([*plan_query_blocks(complete, **options), *own], chunks),

@@ -227,7 +227,8 @@ def plan_branch_blocks(
         return [block for branch in inner for block in _plan_windowed_branch(branch, window, options)]
     blocks, block_kv, ranges = [], options["block_kv"], _shared_ranges(inner)
     for low, high in _merge_ranges((branch.start, branch.stop) for branch in inner):
-        for a, e in _split_range(low, high, min(max_rows, options["block_q"])):
+        num_blocks = -(-(high - low) // min(max_rows, options["block_q"]))
+        for a, e in _split_range(low, high, -(-(high - low) // num_blocks)):
             pairs = [
                 pair
                 for row, stop, first, last in ranges

@@ -45,7 +45,7 @@ class Packing:
     """The documents of a batch, and which rank has which tokens."""
 
     starts: tuple[int, ...]  # cumulative starts of documents, (0, ..., S); padding is a document
-    parents: tuple[int, ...]  # as in `Docs`: empty if no document has one
+    parents: tuple[int, ...]  # as in `Docs`: empty if they were not passed
     deal: Deal
     num_tokens: int  # without padding to a multiple of cp
 
@@ -147,7 +147,7 @@ def _pack(
 def _read_parents(
     starts: list[int], documents_BN: Tensor | None, parents_BN: Tensor | None, mask_BN: Tensor | None, mesh: Mesh
 ) -> tuple[int, ...]:
-    """The index of each document's parent, or -1; () if no document has one."""
+    """The index of each document's parent, or -1; () if parents were not passed."""
     if parents_BN is None:
         return ()
     if documents_BN is None:
@@ -178,7 +178,7 @@ def _read_parents(
         if (row, document) in known:
             raise ValueError(f"document_ids: {document} at {where} is not consecutive; with parents, use ids once")
         known[row, document] = node
-    return tuple(parents) if max(parents) >= 0 else ()
+    return tuple(parents)
 
 
 def take_label_share(rows_BN: Tensor, mesh: Mesh, packing: Packing, fill: float = 0) -> Tensor:
