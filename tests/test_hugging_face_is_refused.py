@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from accelerate.state import AcceleratorState, GradientState
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
-from trl import DPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RewardTrainer
 
 import ithaka
 from ithaka import hf
@@ -57,6 +57,7 @@ def trainer(tmp_path, ithaka=None, arguments=None, **given):
         ("label_smoothing_factor", 0.1, "leave it out"),
         ("neftune_noise_alpha", 5, "leave it out"),
         ("average_tokens_across_devices", False, "True"),
+        ("precompute_ref_log_probs", True, "leave it out"),
         ("train_sampling_strategy", "batch_rebalance", "use random or group_by_length"),
     ],
 )
@@ -73,8 +74,18 @@ def test_objects_and_classes_are_refused(tmp_path):
     ):
         assert_refused(partial(trainer, tmp_path, **given), *given, way_out=way_out)
     assert_refused(lambda: trainer(tmp_path, {"cpus": 2}), "'cpus'", way_out="cp, ring, context, layout")
-    assert_refused(lambda: hf.long_context(DPOTrainer), "DPOTrainer", way_out="SFTTrainer")
+    assert_refused(lambda: hf.long_context(RewardTrainer), "RewardTrainer", "head", way_out="GRPOTrainer")
     assert_refused(lambda: hf.long_context(dict), "dict", way_out="transformers.Trainer, trl.SFTTrainer")
+
+
+def test_generation_on_the_training_gpus_is_refused(tmp_path):
+    make = partial(hf.long_context(GRPOTrainer), None, print, ithaka={"cp": 1})
+    config = partial(GRPOConfig, str(tmp_path), use_cpu=True, bf16=False)
+    colocated = config(use_vllm=True, vllm_mode="colocate")
+    assert_refused(lambda: make(colocated), "vllm_mode=colocate", way_out="rollout_func")
+    assert_refused(
+        lambda: make(config(max_completion_length=4096)), "max_completion_length=4096", way_out="rollout_func"
+    )
 
 
 def test_a_trainer_that_does_not_see_all_processes_is_refused(tmp_path, monkeypatch):

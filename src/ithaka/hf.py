@@ -7,6 +7,7 @@ divided by the labels of the full step, and gradients are summed over ranks, so 
 import contextlib
 import copy
 import dataclasses
+import inspect
 import math
 import os
 import re
@@ -22,7 +23,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as state_dicts
-from torch.distributed.device_mesh import init_device_mesh
 
 from ithaka import launch
 from ithaka.attention.kernels import agree_on_kernel
@@ -51,6 +51,7 @@ from ithaka.preflight.run import (
     uses_planner,
     weakest_machine,
 )
+from ithaka.rewards import Preferences, Rewards, group_processes
 from ithaka.train.step import clip_gradients
 
 SETTINGS = ("cp", "ring", "context", "layout")
@@ -74,7 +75,20 @@ REFUSED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "average_tokens_across_devices": ((True,), "the loss is always averaged over the global batch; use True"),
     "train_sampling_strategy": (("random", "sequential", "group_by_length"), "use random or group_by_length"),
     "eval_use_gather_object": ((False,), "leave it out"),
+    "use_weighting": ((False,), "it needs probabilities of the full vocabulary; leave it out"),
+    "precompute_ref_log_probs": ((False,), "it would run before sharding; leave it out"),
+    "sync_ref_model": ((False,), "the reference is a sharded, frozen copy; leave it out"),
+    "cast_lm_head_to_fp32": ((False,), "log-probabilities are in float32 already; leave it out"),
+    "use_transformers_continuous_batching": ((False,), "use vllm_mode='server' or a rollout_func"),
     "save_on_each_node": ((False,), "rank 0 writes, and all nodes need a shared file system; leave it out"),
+}
+# TRL's trainers -> the mixins that go before LongContext.
+TRL_TRAINERS: dict[str, tuple[type, ...]] = {
+    "SFTTrainer": (),
+    "DPOTrainer": (Preferences,),
+    "KTOTrainer": (Preferences,),
+    "GRPOTrainer": (Rewards,),
+    "RLOOTrainer": (Rewards,),
 }
 REFUSED_OBJECTS = {
     "model_init": "pass model instead",
@@ -98,6 +112,7 @@ def parallelize(
     mesh: Mesh | None = None,
     layout: Layout | None = None,
     store: Store | None = None,
+    reference: bool = False,
 ) -> Any:
     """Parallelize a model in place (see `ithaka.model.build.parallelize_model`; for video transformers of diffusers,
     `ithaka.model.video.parallelize_transformer`), with a plan if `context` is set.
@@ -106,7 +121,7 @@ def parallelize(
     train` would make. Rank 0 prints it, and `model.ithaka_plan` stores it; it is None if nothing is planned, as on a
     CPU. Raises ConfigError if the context does not fit in memory or exceeds the model's positions. The plan keeps `cp`
     and `ring` if they are set, and decides them if they are None ("auto", for cp). The compute `dtype` defaults to the
-    model's. `layout` replaces the plan.
+    model's. `layout` replaces the plan. With `reference`, the plan leaves room for a frozen copy of the model.
 
     Attention does not cross documents. Each row starts a document, as does each change of `document_ids`. Without
     `document_ids` and attention_mask, each position that is not its predecessor plus 1 starts one: transformers' rule
@@ -136,7 +151,7 @@ def parallelize(
             _check_positions(base.config, num_tokens)
         start_process_group()
         dtype = dtype or str(base.dtype).removeprefix("torch.")
-        run = plan_model_run(model, cp, ring, dtype, layout, num_tokens, batch)
+        run = plan_model_run(model, cp, ring, dtype, layout, num_tokens, batch, reference)
         layout, plan = run.layout, run.plan
         store = store or Store(default_device(), host_bytes=store_host_bytes(run))
         if plan is not None and dist.get_rank() == 0:
@@ -150,7 +165,14 @@ def parallelize(
 
 
 def plan_model_run(
-    model: Any, cp: int | None, ring: int | None, dtype: str, layout: Layout | None, context: int, batch: int
+    model: Any,
+    cp: int | None,
+    ring: int | None,
+    dtype: str,
+    layout: Layout | None,
+    context: int,
+    batch: int,
+    reference: bool = False,
 ) -> Run:
     """Plan a layout, or take the user's, and check that it fits on every rank's machine."""
     num_ranks = dist.get_world_size()
@@ -159,7 +181,7 @@ def plan_model_run(
     config, explicit = parse_config({"model": {"dtype": dtype}, **settings}), {f"parallel.{name}" for name in parallel}
     machine = raise_on_all_ranks(detect_machine, config, num_ranks, launch.detect_gpu())
     least = raise_on_all_ranks(weakest_machine, gather_objects(machine))
-    shape = raise_on_all_ranks(shape_from_model, model)
+    shape = dataclasses.replace(raise_on_all_ranks(shape_from_model, model), reference=reference)
     if default_device().type == "cuda" and uses_planner(config, least):  # only a trial on the GPU shows the kernel
         least = least.with_kernel(agree_on_kernel("auto", default_device(), torch.bfloat16, shape.head_dim))
 
@@ -218,20 +240,24 @@ def _check_positions(config: Any, context: int) -> None:
 
 
 def long_context(trainer_class: type) -> Any:
-    """Make a trainer class whose ranks share sequences, from `transformers.Trainer`, `trl.SFTTrainer` or a subclass.
+    """Make a trainer class whose ranks share sequences, from `transformers.Trainer`, one of TRL_TRAINERS or a subclass.
 
     It takes one more argument, `ithaka={"cp": 8, "context": "512K"}`: the cp, ring, context and layout of
-    `ithaka.parallelize`. Without a context, SFTTrainer plans for args.max_length.
+    `ithaka.parallelize`. Without a context, it plans for args.max_length, if there is one.
     """
     import transformers
 
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, transformers.Trainer)):
         raise ConfigError(f"long_context({trainer_class!r}): use transformers.Trainer, trl.SFTTrainer or a subclass")
     trl_classes = [cls.__name__ for cls in trainer_class.__mro__ if cls.__module__.startswith("trl.")]
-    if trl_classes and "SFTTrainer" not in trl_classes:
-        way_out = "use SFTTrainer, or write your own loop, as in examples/dpo.py and examples/grpo.py"
-        raise ConfigError(f"long_context({trl_classes[0]}) is not supported; {way_out}")
-    return type(f"LongContext{trainer_class.__name__}", (LongContext, trainer_class), {"for_trl": bool(trl_classes)})
+    known = next((name for name in trl_classes if name in TRL_TRAINERS), None)
+    if trl_classes and known is None:
+        way_out = f"use {', '.join(TRL_TRAINERS)}, or write your own loop with ithaka.token_logprobs"
+        reason = ", because its head has one output, not a vocabulary" if "RewardTrainer" in trl_classes else ""
+        raise ConfigError(f"long_context({trl_classes[0]}) is not supported{reason}; {way_out}")
+    bases = (*(TRL_TRAINERS[known] if known else ()), LongContext, trainer_class)
+    facts = {"for_trl": bool(trl_classes), "rows_per_example": 2 if known == "DPOTrainer" else 1}
+    return type(f"LongContext{trainer_class.__name__}", bases, facts)
 
 
 Trainer: Any = object  # mypy: the real base is set by `long_context`
@@ -241,19 +267,18 @@ class LongContext(Trainer):
     """Mixin that `long_context` puts before a trainer class."""
 
     for_trl = False
+    loss_is_mean = False  # a group's loss is a mean over its rows, to be averaged over groups
+    rows_per_example = 1
     args: Any
 
     def __init__(self, *positional: Any, ithaka: Mapping[str, Any] | None = None, **named: Any) -> None:
         settings = dict(ithaka or {})
         for name in settings.keys() - {*SETTINGS}:
             raise ConfigError(f"ithaka={{{name!r}: ...}} is not a setting; use {', '.join(SETTINGS)}")
-        arguments = dict(zip(("model", "args"), positional, strict=False)) | named
-        _refuse_arguments(arguments.get("args"))
-        for name, way_out in REFUSED_OBJECTS.items():
-            if arguments.get(name) is not None:
-                raise ConfigError(f"{name} is not supported by long_context; {way_out}")
-        if (arguments.get("optimizers") or (None,))[0] is not None:
-            raise ConfigError("optimizers has parameters from before sharding; use optimizer_cls_and_kwargs")
+        parameters = inspect.signature(super().__init__).parameters.values()
+        names = [param.name for param in parameters if param.kind is param.POSITIONAL_OR_KEYWORD]
+        arguments = dict(zip(names, positional, strict=False)) | named
+        self._check_arguments(arguments)
         # model may also be a path or a name, which TRL loads.
         own_forward = "forward" in getattr(_base_model(arguments.get("model")), "__dict__", ())
         super().__init__(*positional, **named)
@@ -269,9 +294,18 @@ class LongContext(Trainer):
             base.disable_input_require_grads()  # TRL's hook for gradient checkpointing
         context = settings.pop("context", getattr(self.args, "max_length", None))
         dtype = "bfloat16" if self.args.bf16 else None
-        batch = self.args.per_device_train_batch_size
-        parallelize(self.model, context=context, batch=batch, dtype=dtype, **settings)
+        batch = self.args.per_device_train_batch_size * self.rows_per_example
+        has_copy = getattr(self, "ref_model", None) is not None
+        parallelize(self.model, context=context, batch=batch, dtype=dtype, reference=has_copy, **settings)
         self._share_data()
+
+    def _check_arguments(self, arguments: dict[str, Any]) -> None:
+        _refuse_arguments(arguments.get("args"))
+        for name, way_out in REFUSED_OBJECTS.items():
+            if arguments.get(name) is not None:
+                raise ConfigError(f"{name} is not supported by long_context; {way_out}")
+        if (arguments.get("optimizers") or (None,))[0] is not None:
+            raise ConfigError("optimizers has parameters from before sharding; use optimizer_cls_and_kwargs")
 
     def _refuse_launcher(self) -> None:
         started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -295,22 +329,8 @@ class LongContext(Trainer):
         self.model._is_accelerate_prepared = True
         self.accelerator.dataloader_config.dispatch_batches = False
         if mesh.cp_size > 1:
-            names, sizes = ("dp_replicate", "cp"), (mesh.dp_size, mesh.cp_size)
-            self.accelerator.state.device_mesh = init_device_mesh(mesh.device.type, sizes, mesh_dim_names=names)
-            self.accelerator.gather_for_metrics = self._gather_groups
-            self.gather_function = self._gather_groups
-
-    def _gather_groups(self, data: Any, use_gather_object: bool = False) -> Any:
-        """accelerate's gather_for_metrics, from one rank per cp group."""
-        from accelerate.utils import recursively_apply
-
-        state, mesh = self.accelerator.gradient_state, self.ithaka_mesh
-        last = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-
-        def first_of_groups(gathered: Tensor) -> Tensor:
-            return gathered.unflatten(0, (mesh.dp_size, mesh.cp_size, -1))[:, 0].flatten(0, 1)[:last]
-
-        return recursively_apply(first_of_groups, self.accelerator.gather(data))
+            group_processes(self.accelerator, mesh)
+            self.gather_function = self.accelerator.gather_for_metrics
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Nothing to do: FSDP2 moves the shards."""
@@ -364,26 +384,35 @@ class LongContext(Trainer):
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         result = super().compute_loss(partial(self._call, model), *args, **kwargs)
-        if model.training and getattr(self, "aux_loss_enabled", False):
+        if not model.training:
+            return result
+        if self.loss_is_mean:
+            return result / self.ithaka_mesh.dp_size  # the losses of all groups add up
+        if getattr(self, "aux_loss_enabled", False):
             self._metrics["train"]["aux_loss"][-1] *= self.ithaka_mesh.dp_size  # `_call` divided it
         return result
 
     def _call(self, model: Any, *, fused_lm_head: bool = False, **inputs: Any) -> Any:
         """Call the model with a trainer's arguments. position_ids already describe the documents to kernels."""
+        model = _base_model(model)
         inputs = {name: value for name, value in inputs.items() if name not in KERNEL_ARGUMENTS}
         if not fused_lm_head and torch.is_grad_enabled():
             return model(**inputs)
         labels, unused = inputs["labels"], ("use_cache", "num_items_in_batch", "output_router_logits")
         inputs = {name: value for name, value in inputs.items() if name not in unused}
-        tokens, aux = token_logprobs_and_aux(model, **inputs)
+        if fused_lm_head and (temperature := getattr(self, "temperature", 1.0)) != 1:
+            inputs["temperature"] = temperature
+        with torch.autocast(self.ithaka_mesh.device.type, enabled=False):  # TRL's around some calls
+            tokens, aux = token_logprobs_and_aux(model, **inputs)
         valid = labels[:, 1:] != IGNORE_INDEX
         if not fused_lm_head:  # evaluation: the mean over this group's rows only
             return build.ParallelOutput(loss=-tokens.logprobs.sum() / valid.sum().clamp(min=1))
         # The output of TRL's fused head, from which it computes its loss.
-        logprobs, entropy, correct = (each[:, 1:] for each in (tokens.logprobs, tokens.entropies, tokens.correct))
-        if aux is not None and model.training:
+        logprobs, entropy, correct, means = (each[:, 1:] for each in tokens)
+        if aux is not None and model.training and not self.loss_is_mean:
             aux = aux / self.ithaka_mesh.dp_size  # the losses of all groups add up
-        return SimpleNamespace(log_probs=logprobs, entropy=entropy, is_top1=correct, label_mask=valid, aux_loss=aux)
+        shown = {"entropy": entropy, "is_top1": correct, "mean_logits": means}
+        return SimpleNamespace(log_probs=logprobs, label_mask=valid, aux_loss=aux, **shown)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """TRL divides one group's loss by the labels of all groups, and logs the mean over ranks: scale it back."""

@@ -1,11 +1,13 @@
 """LoRA with PEFT's own modules: add them to a model, refuse unsupported options, name tensors as PEFT's files do."""
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ithaka.config import AdapterConfig, ConfigError, format_value
@@ -154,6 +156,23 @@ def adapter_tensor_name(param_name: str, adapter: str = ADAPTER_NAME, prefix: st
     """A parameter's name in adapter_model.safetensors."""
     name = param_name.replace(f".modules_to_save.{adapter}.", ".").replace(f".{adapter}.", ".")
     return prefix + name
+
+
+def merge_tensors(base: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Merge full tensors, by parameter name, with their adapters in float32 or wider; without adapters, the same."""
+    merged = {}
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".base_layer.")
+        if ".lora_" in name or ".original_module." in name:
+            continue
+        if module and kind == "weight":
+            wrapper = base.get_submodule(module)
+            (adapter,) = wrapper.active_adapters
+            a_rD, b_Nr = (tensors[f"{module}.{part}.{adapter}.weight"] for part in ("lora_A", "lora_B"))
+            wide = torch.promote_types(tensor.dtype, torch.float32)
+            tensor = (tensor.to(wide) + wrapper.scaling[adapter] * (b_Nr.to(wide) @ a_rD.to(wide))).to(tensor.dtype)
+        merged[re.sub(r"\.modules_to_save\.[^.]+\.", ".", base_tensor_name(name))] = tensor
+    return merged
 
 
 def merge_adapter(

@@ -1,9 +1,11 @@
-"""`save_pretrained` and `generate` for parallel models. Every rank calls them; rank 0 writes."""
+"""`save_pretrained`, `iterate_weights` and `generate` for parallel models. Every rank calls them; rank 0 writes."""
 
 import copy
 import json
+import re
 from collections import deque
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ithaka.config import ConfigError
 from ithaka.dist.agree import RankError, gather_objects, raise_first
-from ithaka.model.adapters import ADAPTER_PREFIX, adapter_tensor_name, find_active_adapter
+from ithaka.model.adapters import ADAPTER_PREFIX, adapter_tensor_name, find_active_adapter, merge_tensors
 from ithaka.model.weights import named_tensors
 
 # Arguments of save_pretrained in transformers and PEFT -> the only value supported here.
@@ -67,6 +69,29 @@ def _gather_files(base: Any, files: dict[str, list[str]]) -> Iterator[tuple[str,
             if mesh.rank == 0:
                 tensors[name] = full.cpu()
         yield file, tensors
+
+
+@torch.no_grad()
+def iterate_weights(model: Any, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yield the full tensors of a parallel model under their names on the hub, for an inference engine.
+
+    Every rank iterates; on each, the tensors of one decoder layer at a time are gathered on its device. An adapter is
+    merged in float32; with `merge=False`, only its tensors are yielded, under PEFT's names.
+    """
+    base = getattr(model, "get_base_model", lambda: model)()
+    base.reshard()
+    adapter, params = find_active_adapter(base), named_tensors(base)
+    if adapter and not merge:
+        params = {name: param for name, param in params.items() if param.requires_grad or f".{adapter}." in name}
+    for _, names in groupby(params, lambda name: re.match(r"model\.layers\.\d+\.|.*", name)[0]):  # type: ignore[index]
+        tensors = {}
+        for name in names:
+            shard: Any = params[name].detach().to(base.ithaka_mesh.device)
+            tensors[name] = shard.full_tensor() if isinstance(shard, DTensor) else shard
+        if adapter and not merge:
+            yield from ((adapter_tensor_name(name, adapter), tensor) for name, tensor in tensors.items())
+        else:
+            yield from revert_weight_conversion(base, merge_tensors(base, tensors)).items()
 
 
 def _write_files(

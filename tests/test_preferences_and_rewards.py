@@ -1,0 +1,207 @@
+"""TRL's DPO, KTO, GRPO and RLOO trainers on 2 x 2 ranks log and train what one plain process does, in fp64."""
+
+import contextlib
+import importlib.util
+import io
+import os
+from functools import partial
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
+from datasets import Dataset
+from peft import LoraConfig
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.trainer_callback import PrinterCallback
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer
+from trl.trainer import grpo_trainer, rloo_trainer
+
+from ithaka.hf import long_context
+from models import tiny_config, tiny_model
+
+TOLERANCE = 1e-6  # relative above 1; TRL's fused head computes in fp32
+TIMES = ("time", "runtime", "per_second", "epoch", "flos")  # logged values that differ between runs
+LORA = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+TRAINERS = {
+    "dpo": (DPOTrainer, DPOConfig),
+    "kto": (KTOTrainer, KTOConfig),
+    "grpo": (GRPOTrainer, GRPOConfig),
+    "rloo": (RLOOTrainer, RLOOConfig),
+}
+SETTINGS = {
+    "max_steps": 10,
+    "save_steps": 4,
+    "logging_steps": 1,
+    "learning_rate": 0.01,
+    "optim": "sgd",
+    "bf16": False,
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+    "seed": 3,
+    "report_to": [],
+    "save_total_limit": None,
+}
+SAMPLED = ("sampling/kl", "sampling/clipped_fraction")
+datasets.disable_progress_bars()
+
+
+def tokenizer():
+    path = Path(__file__).parents[1] / "examples" / "sft.py"
+    spec = importlib.util.spec_from_file_location("sft", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.byte_tokenizer()
+
+
+def pairs(count):
+    """Prompts and answers of unequal lengths."""
+    rows = [
+        {"prompt": f"{n} + {n}?" + "?" * (n % 3), "chosen": f" It is {2 * n}" + "!" * (n % 4), "rejected": f" {n}."}
+        for n in range(count)
+    ]
+    return Dataset.from_list(rows)
+
+
+def answers(prompts, trainer):
+    """Fixed completions of unequal lengths, all different, and log-probabilities of a sampler."""
+    tokens = trainer.processing_class
+    prompt_ids = [tokens(prompt)["input_ids"] for prompt in prompts]
+    seen, completion_ids = {}, []
+    for prompt in prompts:
+        number = seen[prompt] = seen.get(prompt, -1) + 1
+        number += trainer.accelerator.process_index * len(prompts) % trainer.num_generations
+        text = f"{prompt[::-1]}{'abcdefgh'[number]}" * (1 + number % 3)
+        completion_ids.append(tokens(text)["input_ids"] + [tokens.eos_token_id] * (number % 2))
+    logprobs = [[-4.0 - 0.1 * (token % 7) for token in ids] for ids in completion_ids]
+    return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
+
+
+def reward(completions, **columns):
+    """Another one for every completion."""
+    return [len(text) + 0.1 * (sum(map(ord, text)) % 97) for text in completions]
+
+
+def in_order(groups, batch):
+    """Instead of TRL's shuffle: micro-steps of one process have the same rows as those of two groups."""
+    count = len(batch["advantages"])
+    order = torch.arange(count) if groups == 2 else torch.arange(count).view(2, 2, -1).transpose(0, 1).flatten()
+    return {name: rows[order] if rows.dim() else rows for name, rows in batch.items()}
+
+
+def train(kind, cp, folder, resume=None, lora=False, changes=None):
+    """(logs, weights) of a run on the ranks there are; cp=0: of the plain trainer."""
+    trainer_class, config_class = TRAINERS[kind]
+    world = dist.get_world_size()
+    settings = {**SETTINGS, **(changes or {})}
+    if cp:  # as set by torchrun
+        local = {"LOCAL_RANK": str(dist.get_rank()), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+        os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(world), **local}
+        trainer_class = partial(long_context(trainer_class), ithaka={"cp": cp})
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
+            settings[name] = settings[name] * cp // world
+    for module in (grpo_trainer, rloo_trainer):
+        module.shuffle_sequence_dict = partial(in_order, world // cp if cp else 1)
+    try:
+        path, tokens = folder.parent / "model", tokenizer()
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+        arguments = {"model": model, "processing_class": tokens, "peft_config": LORA if lora else None}
+        if kind in ("grpo", "rloo"):
+            prompts = [{"prompt": row["prompt"]} for row in pairs(16)]
+            arguments |= {"reward_funcs": reward, "train_dataset": Dataset.from_list(prompts)}
+            if kind == "grpo":
+                arguments["rollout_func"] = answers
+        elif kind == "kto":
+            rows = [
+                {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+                for row in pairs(12)
+                for side in ("chosen", "rejected")
+            ]
+            arguments |= {"train_dataset": Dataset.from_list(rows)}
+        else:
+            arguments |= {"train_dataset": pairs(16), "eval_dataset": pairs(4)}
+        trainer = trainer_class(args=config_class(str(folder), **settings), **arguments)
+        trainer.remove_callback(PrinterCallback)
+        if kind == "rloo":  # it has no rollout_func
+            texts = trainer.processing_class.batch_decode
+            trainer._generate_single_turn = lambda ids, *_: answers(texts(ids), trainer)["completion_ids"]
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model(str(folder / "final"))
+        named = trainer.model.named_parameters()
+        full = {name: param.full_tensor() if isinstance(param, DTensor) else param for name, param in named}
+        return trainer.state.log_history, {name: tensor.detach() for name, tensor in full.items()}
+    finally:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if cp else ():
+            os.environ.pop(name, None)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def check(runs, expected, only_here=(), ignored=()):
+    logs, weights = expected
+    for rank_logs, rank_weights in runs:
+        assert [log["step"] for log in rank_logs] == [log["step"] for log in logs]
+        for log, plain in zip(rank_logs, logs, strict=True):
+            assert not plain.keys() - log.keys()
+            for key in plain.keys() - {*ignored}:
+                if not any(word in key for word in TIMES):
+                    assert log[key] == pytest.approx(plain[key], rel=TOLERANCE, abs=TOLERANCE), (key, log["step"])
+            assert "train_runtime" in log or "eval_loss" in log or {*only_here} <= log.keys()
+        for name, tensor in rank_weights.items():
+            assert (tensor - weights[name]).abs().max() < TOLERANCE, name
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trl")
+    config = tiny_config("llama", vocab_size=258, num_hidden_layers=1)
+    tiny_model(config, torch.float64).save_pretrained(folder / "model")
+    return folder
+
+
+GRPO = {"per_device_train_batch_size": 4, "max_completion_length": 32, "temperature": 0.7, "num_generations": 4}
+CASES = {
+    # The reference is a frozen copy, loaded by TRL.
+    "dpo copy": ("dpo", False, {"per_device_train_batch_size": 4}),
+    # The reference is the model without its adapter. Evaluation, and accumulation over two micro-steps.
+    "dpo adapter": (
+        "dpo",
+        True,
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 5},
+    ),
+    # Its KL term depends on which rows are in the batch of a process.
+    "kto": ("kto", False, {"per_device_train_batch_size": 4, "loss_type": "apo_zero_unpaired"}),
+    "rloo": ("rloo", False, {**GRPO, "gradient_accumulation_steps": 2}),
+    # A group is split over both data-parallel groups. Two updates per generation.
+    "grpo by group": ("grpo", False, {**GRPO, "scale_rewards": "group", "num_iterations": 2, "beta": 0.1}),
+    "grpo by batch": (
+        "grpo",
+        True,
+        {**GRPO, "scale_rewards": "batch", "gradient_accumulation_steps": 2, "loss_type": "dapo", "beta": 0.1},
+    ),
+}
+
+
+SLOW = ("dpo copy", "kto", "rloo")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
+)
+def test_ten_steps_equal_those_of_one_process(ranks, saved_model, case):
+    """And those after a resume from the fourth, on two ranks."""
+    kind, lora, changes = CASES[case]
+    length = {} if kind in ("grpo", "rloo") else {"max_length": 64}
+    changes = {"per_device_eval_batch_size": 2, **length, **changes}
+    run, logged = partial(train, lora=lora, changes=changes), SAMPLED if kind == "grpo" else ()
+    (expected,) = ranks.run(1, run, kind, 0, saved_model / f"plain {case}")
+    check(ranks.run(4, run, kind, 2, saved_model / case), expected, logged)
+    if lora:
+        resumed = partial(run, resume=str(saved_model / case / "checkpoint-4"))
+        runs = ranks.run(2, resumed, kind, 2, saved_model / f"resumed {case}")
+        check(runs, expected, logged, ignored={"num_tokens", "train_loss"})  # trainers restart them at 0
