@@ -49,6 +49,7 @@ API = {
     "ithaka.token_logprobs": "ithaka.model.logprobs",
     "ithaka.label_share": "ithaka.model.logprobs",
     "ithaka.pack_prefixes": "ithaka.model.prefixes",
+    "ithaka.iterate_weights": "ithaka.model.save",
     "ithaka.Layout": "ithaka.layout",
     "ithaka.layer.sharded.sharded_attention": "ithaka.layer.sharded",
 }

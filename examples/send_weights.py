@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ithaka
-from ithaka.model.save import iterate_weights
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -46,7 +45,7 @@ def main() -> None:
         pipe, end = multiprocessing.get_context("spawn").Pipe()
         receiver = multiprocessing.get_context("spawn").Process(target=receive, args=(end, ids), daemon=True)
         receiver.start()
-    for name, tensor in iterate_weights(model):  # on every rank: each tensor is gathered from all of them
+    for name, tensor in ithaka.iterate_weights(model):  # on every rank: each tensor is gathered from all of them
         if pipe:
             pipe.send((name, tensor.cpu().numpy()))
     with torch.no_grad():

@@ -201,7 +201,7 @@ def test_token_logprobs_are_differentiable():
 
     def weighted(model):
         if hasattr(model, "ithaka_mesh"):
-            logprobs, entropies, _ = ithaka.token_logprobs(model, ids, ids)
+            logprobs, entropies, *_ = ithaka.token_logprobs(model, ids, ids)
         else:
             log_p = model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
             logprobs = F.pad(log_p.gather(-1, ids[:, 1:, None])[..., 0], (1, 0))

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.trainer_callback import PrinterCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer
+from trl.distributed import DistributedBackend
+from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer, rloo_trainer
 
 from ithaka.hf import long_context
@@ -82,6 +84,37 @@ def answers(prompts, trainer):
     return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
 
 
+class Client:
+    """Instead of TRL's client of a vLLM server: fixed completions, and the weights it was sent."""
+
+    def __init__(self):
+        self.weights = {}
+
+    def generate(self, prompts, n, **options):
+        completions = [ids[::-1] * (1 + i % 3) + [7 + i] for ids in prompts for i in range(n)]
+        logprobs = [[[-4.0 - 0.1 * (token % 7)] for token in ids] for ids in completions]
+        return {"prompt_ids": prompts, "completion_ids": completions, "logprobs": logprobs}
+
+    def update_named_params(self, metadata, tensors):
+        self.weights = {name: tensor.clone() for name, tensor in tensors}
+        assert [name for name, *_ in metadata] == [*self.weights]
+
+    def reset_prefix_cache(self):
+        pass
+
+    def get_server_info(self):
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+
+class Server(VLLMGeneration):
+    """TRL's side of a vLLM server, which is not installed here."""
+
+    def __init__(self, **settings):
+        vars(self).update(settings, vllm_client=Client(), _weight_metadata=None, _dist=None)
+        self._dist = DistributedBackend(self.accelerator)
+        self.generation_kwargs = {}
+
+
 def reward(completions, **columns):
     """Another one for every completion."""
     return [0.1 * len(text) + 0.01 * (sum(map(ord, text)) % 97) for text in completions]
@@ -105,6 +138,7 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None):
         trainer_class = partial(long_context(trainer_class), ithaka={"cp": cp})
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
             settings[name] = settings[name] * cp // world
+    grpo_trainer.VLLMGeneration = Server
     for module in (grpo_trainer, rloo_trainer):
         module.shuffle_sequence_dict = partial(in_order, world // cp if cp else 1)
     try:
@@ -114,7 +148,7 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None):
         if kind in ("grpo", "rloo"):
             prompts = [{"prompt": row["prompt"]} for row in pairs(16)]
             arguments |= {"reward_funcs": reward, "train_dataset": Dataset.from_list(prompts)}
-            if kind == "grpo":
+            if kind == "grpo" and not settings.get("use_vllm"):
                 arguments["rollout_func"] = answers
         elif kind == "kto":
             rows = [
@@ -133,6 +167,8 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None):
         with contextlib.redirect_stdout(io.StringIO()):
             trainer.train(resume_from_checkpoint=resume)
         trainer.save_model(str(folder / "final"))
+        if settings.get("use_vllm") and dist.get_rank() == 0:  # the weights before the last update
+            assert trainer.vllm_generation.vllm_client.weights.keys() == model.state_dict().keys()
         named = trainer.model.named_parameters()
         full = {name: param.full_tensor() if isinstance(param, DTensor) else param for name, param in named}
         return trainer.state.log_history, {name: tensor.detach() for name, tensor in full.items()}
@@ -188,7 +224,8 @@ CASES = {
 }
 
 
-SLOW = ("dpo copy", "kto", "rloo")
+CASES["grpo, vllm"] = ("grpo", False, {**GRPO, "use_vllm": True, "vllm_mode": "server", "max_steps": 4})
+SLOW = ("grpo, vllm", "dpo copy", "kto", "rloo")
 
 
 @pytest.mark.parametrize(
