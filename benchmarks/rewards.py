@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
@@ -53,6 +53,7 @@ class Clock(TrainerCallback):
 def word_tokenizer() -> PreTrainedTokenizerFast:
     words = {f"w{i}": i for i in range(NUM_WORDS)}
     backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
 
 
@@ -88,7 +89,8 @@ def make_trainer(arguments: argparse.Namespace, folder: str) -> Any:
     trainer_class: Any
     if arguments.trainer == "dpo":
         trainer_class, args = DPOTrainer, DPOConfig(folder, max_length=arguments.tokens, **settings)
-        row = {"prompt_ids": draw(PROMPT, 0), "chosen_ids": draw(length, 1), "rejected_ids": draw(length, 2)}
+        texts = ["".join(f" w{i}" for i in draw(count, n)) for n, count in enumerate((PROMPT, length, length))]
+        row = dict(zip(("prompt", "chosen", "rejected"), texts, strict=True))
         named["train_dataset"] = Dataset.from_list([row] * 4)
     else:
         more = {"num_generations": 2, "gradient_accumulation_steps": 2, "max_completion_length": length}
