@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from ithaka.attention.fused import runs_in_triton
@@ -21,7 +22,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # CPU builds of PyTorch come without it
-    triton = None
+    triton = _sum_choices_kernel = _gate_kernel = _gate_backward_kernel = None
 
 _BLOCK = 1024  # elements of a row that one program reads at once
 _ROWS = 8192  # rows that a gate without a kernel computes at once
@@ -70,11 +71,22 @@ def can_group(a: Tensor, b: Tensor) -> bool:
 def sum_choices(rows_nD: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
     """Sum the rows of each token, [t, D], in fp32 or wider, and round once."""
     (t, k), D = rows.row_tk.shape, rows_nD.shape[1]
-    if not runs_in_triton(rows_nD):
+    if not _runs_kernels(rows_nD):
         return rows_nD[rows.row_tk].sum(1, dtype=sum_dtype(rows_nD.dtype)).to(dtype)
     into_tD = rows_nD.new_empty(t, D, dtype=dtype)
-    _sum_choices_kernel[(t, triton.cdiv(D, _BLOCK))](into_tD, rows_nD, rows.row_tk, D, K=k, BLOCK=_BLOCK, num_warps=4)
+    grid = (t, -(-D // _BLOCK))
+    _launch(_sum_choices_kernel, grid, into_tD, rows_nD, rows.row_tk, D, K=k, BLOCK=_BLOCK, num_warps=4)
     return into_tD
+
+
+def _runs_kernels(x: Tensor) -> bool:
+    """Fake tensors stand for a GPU's: the planner measures what a layer allocates there."""
+    return runs_in_triton(x) or isinstance(x, FakeTensor)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
+    if not isinstance(args[0], FakeTensor):
+        kernel[grid](*args, **settings)
 
 
 class Gate:
@@ -91,12 +103,11 @@ class Gate:
 
     def forward(self, h_nF: Tensor, bias_EF: Tensor | None, weight_n: Tensor, rows: Rows) -> Tensor:
         """Return the gate of h + bias, times the router's weights, [n, F]."""
-        if self.has_kernel and runs_in_triton(h_nF):
+        if self.has_kernel and _runs_kernels(h_nF):
             n, width = len(h_nF), h_nF.shape[1] // 2
             a_nF = h_nF.new_empty(n, width)
-            _gate_kernel[(n, triton.cdiv(width, _BLOCK))](
-                a_nF, h_nF, *self._bias(h_nF, bias_EF), weight_n, rows.expert_n, width, **self._settings(bias_EF)
-            )
+            tensors = (a_nF, h_nF, *self._bias(h_nF, bias_EF), weight_n, rows.expert_n)
+            _launch(_gate_kernel, (n, -(-width // _BLOCK)), *tensors, width, **self._settings(bias_EF))
             return a_nF
         parts = []
         for part in range(0, len(h_nF), _ROWS):
@@ -110,10 +121,11 @@ class Gate:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dh [n, 2 F], the output a [n, F] and dweight [n]. Overwrites h and da."""
         dweight_n = torch.empty_like(weight_n)
-        if self.has_kernel and runs_in_triton(h_nF):
+        if self.has_kernel and _runs_kernels(h_nF):
             n, width = da_nF.shape
             tensors = (h_nF, da_nF, dweight_n, *self._bias(h_nF, bias_EF), weight_n, rows.expert_n)
-            _gate_backward_kernel[(n,)](*tensors, width, BLOCKS=triton.cdiv(width, _BLOCK), **self._settings(bias_EF))
+            settings = {"BLOCKS": -(-width // _BLOCK), **self._settings(bias_EF)}
+            _launch(_gate_backward_kernel, (n,), *tensors, width, **settings)
             return h_nF, da_nF, dweight_n
         for part in range(0, len(h_nF), _ROWS):
             at = slice(part, part + _ROWS)

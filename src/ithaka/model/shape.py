@@ -197,7 +197,8 @@ class _Measurement:
         return torch.empty(x.shape[1:], dtype=torch.bfloat16), arguments.replace_leaves(leaves, num_tokens)
 
     def _measure_bytes(self, num_tokens: int) -> dict[str, int]:
-        runs, facts = LayerRuns(self.name, self.layer, self.facts), self.facts
+        facts = replace(self.facts, has_expert_block=True)  # where the layer has experts of a known structure
+        runs = LayerRuns(self.name, self.layer, facts)
         with self.mode:
             x, arguments = self._inputs(num_tokens)
             out = torch.empty(num_tokens, facts.num_heads, facts.head_dim, dtype=x.dtype)

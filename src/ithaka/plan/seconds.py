@@ -25,7 +25,7 @@ PROJECTION_SHARE = (0.62, 0.49)  # small matrices: slices of a few heads
 LOSS_SHARE = 0.91
 # Measured layers: fractions of the matmul rate for dense matmuls and for grouped matmuls of experts; then the effective
 # traffic of element-wise kernels, eager and compiled, relative to the bytes counted in an eager run.
-GENERAL_SHARE, EXPERTS_SHARE = 0.8, 0.4
+GENERAL_SHARE, EXPERTS_SHARE = 0.8, 0.55
 EAGER_MOVES, COMPILED_MOVES = 2.0, 0.42
 COPY_SHARE = 0.88  # fraction of the PCIe rate that tile-by-tile copies reach
 # Passes of element-wise kernels over a tensor, forward and backward; each pass reads or writes it once.
