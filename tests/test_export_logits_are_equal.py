@@ -8,10 +8,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ithaka.data.tokenizer import ByteTokenizer
-from ithaka.export import export
+from ithaka.export import export, write_card
 from ithaka.train.trainer import prepare
 from refusals import assert_refused
-from runs import MODEL, run, tiny_run, valid
+from runs import MODEL, metrics, run, tiny_run, valid
 
 
 def trained_state(config, ids_BS):
@@ -47,6 +47,17 @@ def test_exported_model_gives_the_trained_logits(ranks, tmp_path, family):
     assert tied == family["tie_word_embeddings"]
     assert AutoTokenizer.from_pretrained(out)("añ")["input_ids"] == list("añ".encode())
     assert not list(Path(out).glob("*.bin")) and list(Path(out).glob("*.safetensors"))
+    write_card(config.train.run_dir, out, "org/name")
+    card, losses = (out / "README.md").read_text(), [line["val_loss"] for line in metrics(config.train.run_dir)]
+    assert "# org/name" in card and "library_name: transformers" in card and str(tmp_path) not in card
+    for fact in (
+        "| base model | none: trained from scratch |",
+        "| data | texts |",
+        "| context | 61 tokens |",
+        "| trained on | ",
+    ):
+        assert fact in card
+    assert f"| validation loss | {losses[0]:.4f} -> {losses[-1]:.4f} |" in card
 
 
 def test_export_has_the_tokenizer_with_its_tokens_and_template(ranks, tmp_path):

@@ -1,5 +1,6 @@
 """Models by hub name, against a local server: names, revisions, sizes, interrupted downloads, offline mode, tokens."""
 
+import base64
 import json
 import os
 import subprocess
@@ -22,9 +23,13 @@ CODE = """
 import json, sys
 from pathlib import Path
 from ithaka.config import ConfigError
-from ithaka.hub import fetch_model
+from ithaka.hub import create_repository, fetch_model, push_folder
 for name in sys.argv[1:]:
     try:
+        if name.startswith("push="):
+            create_repository(name.removeprefix("push="))
+            print(json.dumps(push_folder(Path("out"), name.removeprefix("push="), "Upload it")))
+            continue
         print(json.dumps(str(fetch_model(Path(name)))))
     except ConfigError as error:
         print(json.dumps({"error": str(error)}))
@@ -45,6 +50,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *args):
         pass
+
+    def do_POST(self):
+        """Create a repository of org, and commit small files to it."""
+        body, kind = self.rfile.read(int(self.headers["Content-Length"])), self.path.split("/")[-2]
+        self.server.seen.append((self.command, self.path, self.headers.get("Authorization"), body))
+        if self.path == "/api/repos/create" and json.loads(body)["organization"] != "org":
+            return self.answer(403, b'{"error": "not allowed"}', {})
+        files = json.loads(body)["files"] if kind == "preupload" else []
+        modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
+        address = f"http://localhost:{self.server.server_port}/org/new"
+        answer = {"url": address, "files": modes, "commitOid": "d" * 40, "commitUrl": f"{address}/commit/{'d' * 40}"}
+        return self.answer(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
     def do_HEAD(self):
         self.do_GET()
@@ -79,7 +96,7 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in {**headers, "Content-Length": len(body)}.items():
             self.send_header(name, str(value))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             cut = len(body) > 10_000 and self.server.cuts > 0
             self.server.cuts -= cut
             self.wfile.write(body[: len(body) // 2] if cut else body)
@@ -132,3 +149,18 @@ def test_models_are_found_downloaded_and_refused_by_name(hub, tmp_path):
     told, (main, none) = fetched(hub, cache, "org/tiny", "org/none", HF_HUB_OFFLINE="1")
     assert told == hub.seen == [] and main == str(root / COMMITS["main"])
     assert_refused(none["error"], "model.path=org/none", "HF_HUB_OFFLINE", way_out="with a connection")
+
+
+def test_folders_are_pushed_in_one_commit(hub, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/README.md").write_text("# a card")
+    _, (address, other, wrong) = fetched(hub, tmp_path / "cache", "push=org/new", "push=else/new", "push=new")
+    assert address == f"http://localhost:{hub.server_port}/org/new/commit/{'d' * 40}"
+    assert_refused(other["error"], "--push=else/new", way_out="hf auth login")
+    assert_refused(wrong["error"], "--push=new", way_out="ORG/NAME")
+    created = next(json.loads(body) for _, path, _, body in hub.seen if path == "/api/repos/create")
+    assert created["name"] == "new" and "private" in (created.get("visibility"), *created)
+    commit = next(body for _, path, token, body in hub.seen if "/commit/" in path and token == "Bearer secret")
+    lines = [json.loads(line) for line in commit.splitlines()]
+    [file] = [line["value"] for line in lines if line["key"] == "file"]
+    assert (file["path"], base64.b64decode(file["content"])) == ("README.md", b"# a card")

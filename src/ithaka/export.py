@@ -1,6 +1,7 @@
 """Write a run's checkpoint as a Hugging Face directory."""
 
 import json
+import re
 import shutil
 import tempfile
 import warnings
@@ -17,8 +18,10 @@ from transformers.utils import logging
 from ithaka.checkpoint.files import find_checkpoint, find_checkpoint_of_step, find_intact_checkpoint, read_state
 from ithaka.checkpoint.safe_load import SafeReader, load_into
 from ithaka.config import ConfigError, check_output, load_config
+from ithaka.hub import HUB_ID
 from ithaka.model.adapters import adapter_tensor_name, merge_adapter
 from ithaka.model.quantized import BASE_FACTS, describe_base, round_weights
+from ithaka.train.console import read_metrics
 
 
 def export(
@@ -96,3 +99,38 @@ def _write(
             # With model.rope, the adapter's base needs this config.json as well.
             not_exported = ["generation_config.json", *([] if settings.rope is not None else ["config.json"])]
     shutil.copytree(model_dir, out_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*not_exported))
+
+
+def write_card(run_dir: Path, out_dir: Path, name: str) -> None:
+    """Write README.md to `out_dir`: base, data, context, plan and losses of the run."""
+    config, metrics = load_config(run_dir / "config.yaml"), read_metrics(run_dir / "metrics.jsonl")
+    plan_file = run_dir / "plan.json"
+    is_adapter = (out_dir / "adapter_config.json").is_file()
+    path = config.model.path
+    base = _public_name(path) if path is not None and path.suffix != ".json" else None
+    losses = [line["val_loss"] for line in metrics if line.get("val_loss")]
+    settings = config.at(metrics[-1]["step"] - 1) if metrics else config
+    sources = [_public_name(source.path) or "Python's standard library" for source in config.data.all_sources()]
+    facts = {
+        "base model": base or "none: trained from scratch",
+        "data": ", ".join(sources),
+        "context": f"{settings.data.context} tokens",
+        "steps": f"{metrics[-1]['step']}, {metrics[-1]['tokens']} tokens" if metrics else "0",
+        "validation loss": f"{losses[0]:.4f} -> {losses[-1]:.4f}" if losses else "not measured",
+        "trained on": json.loads(plan_file.read_text())["gpus"] if plan_file.is_file() else "one machine",
+        "learning rate": f"{settings.optim.lr:g}, {settings.optim.schedule}",
+        "adapter": f"rank {config.adapter.rank}, alpha {config.adapter.alpha:g}" if config.adapter else "none",
+    }
+    head = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}", "tags: [ithaka]"]
+    head += [f"base_model: {base}"] if base and re.fullmatch(HUB_ID, base) else []
+    rows = [f"| {name} | {value} |" for name, value in facts.items()]
+    lines = [*head, "---", "", f"# {name}", "", "Trained with ithaka.", "", "| | |", "|---|---|", *rows, ""]
+    (out_dir / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _public_name(path: Path | None) -> str | None:
+    """A hub name, or the last part of a path: folders of this machine do not belong in a model card."""
+    if path is None or str(path).startswith("hf:"):
+        return None if path is None else str(path)
+    snapshot = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/", str(path))
+    return f"{snapshot[1]}/{snapshot[2]}" if snapshot else path.name

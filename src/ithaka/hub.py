@@ -1,4 +1,5 @@
-"""Models on the Hugging Face hub: the local snapshot of org/name or org/name@revision, downloaded if it is not cached.
+"""Models on the Hugging Face hub: the local snapshot of org/name or org/name@revision, downloaded if it is not cached;
+and uploads.
 
 huggingface_hub provides the cache, the token, resumed downloads and offline mode (HF_HUB_OFFLINE).
 """
@@ -71,3 +72,28 @@ def _download(repo: str, revision: str | None, what: str) -> Path:
     except OSError as error:
         fix = "start again: the download resumes where it stopped"
         raise input_error(f"{what} cannot be downloaded ({type(error).__name__}: {error}); {fix}", error) from None
+
+
+def create_repository(repo: str) -> None:
+    """Create a private repository for a model unless it exists: before the work whose result it will hold."""
+    from huggingface_hub import HfApi, errors
+
+    if not re.fullmatch(HUB_ID, repo):
+        raise ConfigError(f"--push={repo} is not a name on the hub; use ORG/NAME")
+    try:
+        HfApi().create_repo(repo, private=True, exist_ok=True)
+    except (OSError, errors.HfHubHTTPError) as error:
+        reason = str(error).strip().rpartition("\n")[2]
+        fix = "log in with `hf auth login` and a token that may write there"
+        raise ConfigError(f"--push={repo} cannot be created or written ({reason}); {fix}") from None
+
+
+def push_folder(folder: Path, repo: str, message: str) -> str:
+    """Upload the files of `folder` in one commit, and return its address."""
+    from huggingface_hub import HfApi, errors
+
+    try:
+        return HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message=message).commit_url
+    except (OSError, errors.HfHubHTTPError) as error:
+        fix = f"the export is in {folder}: upload it with `hf upload {repo} {folder}`"
+        raise input_error(f"--push={repo} failed ({type(error).__name__}: {error}); {fix}", error) from None

@@ -14,7 +14,7 @@ from ithaka.cli.options import AsJson, Force, Overrides, format_table, loading, 
 from ithaka.config import ConfigError, check_output, embedded_model, explicit_settings, load_config
 from ithaka.dist.rank import is_rank_0
 from ithaka.exits import ExitCode, is_transient
-from ithaka.hub import fetch_model
+from ithaka.hub import create_repository, fetch_model, push_folder
 
 if TYPE_CHECKING:
     from ithaka.preflight.run import Run
@@ -213,17 +213,26 @@ def export(
     out_dir: Annotated[str, typer.Argument(metavar="OUT_DIR", help="A new or empty directory.")],
     merge: Annotated[bool, typer.Option("--merge", help="Merge the run's adapter into its base model.")] = False,
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint; by default the latest.")] = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="ORG/NAME", help="Also upload it, with a model card, to a private repository.")
+    ] = None,
     force: Force = False,
 ) -> None:
     """Export a checkpoint as a Hugging Face directory, or an adapter in PEFT's format."""
-    from ithaka.export import export as export_run
-
     folder = parse_path(out_dir, "OUT_DIR")
+    if push is not None:
+        create_repository(push)
+    from ithaka.export import export as export_run
+    from ithaka.export import write_card
+
     export_run(run_dir, folder, merge, step, force)
     print(f"exported to {folder}")
     adapter = load_config(run_dir / "config.yaml").adapter if merge else None
     if adapter is not None and adapter.base != "bf16":
         print(f"it was trained on a base in {adapter.base}, so the merged model is a different one: evaluate it")
+    if push is not None:
+        write_card(run_dir, folder, push)
+        print(f"uploaded: {push_folder(folder, push, f'Upload {run_dir.absolute().name}')}")
     if (folder / "adapter_config.json").is_file() and (folder / "config.json").is_file():
         print("model.rope changed the positions: load the base model with this config.json, or export with --merge")
 
