@@ -274,7 +274,7 @@ ROPES = {
 
 
 @pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("cp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_frequencies_depend_on_the_longest_position_of_all_ranks(rope, cp):
     """On two ranks, the first has only short positions; with tiles, so has the first tile."""
     family, changes = ROPES[rope]

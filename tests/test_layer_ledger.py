@@ -94,9 +94,9 @@ CASES = [
     Case(8, 2, 2, 2, tile_tokens=64, overlap=False, dtype=torch.float64),
     Case(7, 1, 4, 4, overlap=False),  # 7 heads on 4 ranks: an empty slot
     Case(7, 1, 4, 8),
-    Case(9, 3, 2, 2, attention=None, overlap=False),
+    pytest.param(Case(9, 3, 2, 2, attention=None, overlap=False), marks=pytest.mark.slow),
     Case(9, 3, 4, 8, overlap=False),  # ranks whose slots read two kv heads
-    Case(9, 3, 4, None, inputs="device", attention="device"),
+    pytest.param(Case(9, 3, 4, None, inputs="device", attention="device"), marks=pytest.mark.slow),
     Case(8, 2, 4, 2, ring=2),
     pytest.param(Case(8, 2, 4, 2, ring=2, overlap=False, attention=None), marks=pytest.mark.slow),
     pytest.param(Case(8, 4, 4, 4, ring=4, overlap=False, inputs="device", attention="device"), marks=pytest.mark.slow),
@@ -105,7 +105,10 @@ CASES = [
     Case(8, 2, 2, 4, 32, overlap=False, inputs="device", attention="device", more=ALL),
     Case(8, 2, 2, 2, 32, more=ALL),
     Case(8, 4, 4, 4, attention="device", more=(True, False)),
-    Case(9, 3, 4, 8, overlap=False, inputs="device", more=(True, False), dtype=torch.float64),
+    pytest.param(
+        Case(9, 3, 4, 8, overlap=False, inputs="device", more=(True, False), dtype=torch.float64),
+        marks=pytest.mark.slow,
+    ),
     pytest.param(Case(9, 3, 6, 3, 32, ring=3, inputs="device", attention="device", more=ALL), marks=pytest.mark.slow),
     Case(8, 2, 2, 2, overlap=False, adapter=AdapterConfig(4)),
     Case(9, 3, 4, 8, inputs="device", attention=None, adapter=AdapterConfig(4, targets=("q_proj", "up_proj"))),
