@@ -41,7 +41,7 @@ from ithaka.model.positions import rope_parameters
 from ithaka.model.video import parallelize_transformer
 from ithaka.model.video_blocks import is_diffusers_model
 from ithaka.plan import show
-from ithaka.plan.shape import ModelShape, shape_from_config
+from ithaka.plan.shape import ModelShape, quant_method, shape_from_config
 from ithaka.preflight.run import (
     Run,
     check_fits,
@@ -210,7 +210,7 @@ def shape_from_model(model: Any) -> ModelShape:
         return shape.with_adapter(AdapterConfig(rank=rank, targets=tuple(n for n in names if n.startswith("model."))))
     ends = dict(zip(SAVEABLE_MODULES, (base.get_input_embeddings(), base.get_output_embeddings()), strict=True))
     saved = (name for name, module in ends.items() if hasattr(module, "modules_to_save"))
-    four_bit: Any = {"base": "nf4"} if getattr(base.config, "quantization_config", None) else {}
+    four_bit: Any = {"base": "nf4"} if quant_method(base.config.to_dict()) == "bitsandbytes" else {}
     return shape.with_adapter(AdapterConfig(rank, targets=tuple(modules), modules_to_save=tuple(saved), **four_bit))
 
 

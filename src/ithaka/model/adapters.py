@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ithaka.config import AdapterConfig, ConfigError, format_value
 from ithaka.layer.experts import is_expert_module
 from ithaka.layer.linear import is_linear
-from ithaka.plan.shape import read_json
+from ithaka.plan.shape import quant_method, read_json
 
 ADAPTER_NAME = "default"  # PEFT's name for the first adapter
 ADAPTER_PREFIX = "base_model.model."  # of tensors in PEFT's files
@@ -187,13 +187,14 @@ def merge_adapter(
 
     config = AutoConfig.from_pretrained(adapter if (adapter / "config.json").is_file() else base)
     logging.disable_progress_bar()
-    options, quantization = {}, getattr(AutoConfig.from_pretrained(base), "quantization_config", None) or {}
-    is_mxfp4 = quantization.get("quant_method") == "mxfp4"
-    if is_mxfp4:
-        config.quantization_config, options = quantization, {"quantization_config": Mxfp4Config(dequantize=True)}
+    stored_config, options = read_json(base / "config.json"), {}
+    method = quant_method(stored_config)
+    if method:  # a run's config.json does not have it
+        config.quantization_config = stored_config["quantization_config"]
+    if method == "mxfp4":
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype="auto", **options)
-    if not is_mxfp4 and getattr(config, "quantization_config", None):
-        model = model.dequantize()
+    model = model.dequantize() if method == "bitsandbytes" else model
     if change is not None:
         change(model)
     stored = {name: t.dtype for name, t in model.state_dict().items()}  # some tensors are always in float32

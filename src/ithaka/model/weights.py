@@ -114,9 +114,10 @@ def load_weights(
         local, rows = local_shard(tensors[name])
         if len(local):
             parts = [files[part].get_slice(part) for part in (f"{name}_blocks", f"{name}_scales")]
-            num_experts, inputs, outputs = tensors[name].shape
+            num_experts, inputs, outputs = packed.get(name, tensors[name]).shape
             _check_shape(f"{source}: {name}_blocks", parts[0], (num_experts, outputs, inputs // 32, 16), way_out)
-            local.copy_(convert_moe_packed_tensors(*(part[rows] for part in parts)))
+            own = convert_moe_packed_tensors(*(part[rows] for part in parts))
+            packed[name].quantize(own, local, slice(0, len(own))) if name in packed else local.copy_(own)
     for conversion in conversions:
         if conversion.first not in tensors:
             continue  # ignored

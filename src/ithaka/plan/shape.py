@@ -325,6 +325,13 @@ def read_json(file: Path, name: str = "model.path=", way_out: str = GIVE_MODEL) 
     raise ConfigError(f"{name}{file} cannot be read ({reason}); {way_out}")
 
 
+def quant_method(config: Mapping[str, Any]) -> str | None:
+    """How the weights of a config.json are quantized; None if they are not."""
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    return method if method is None else str(getattr(method, "value", method))
+
+
 def check_quantization(quantization: Any, source: str) -> None:
     """Refuse quantized weights, except bitsandbytes' 4 bits, and MXFP4 (gpt-oss), which is dequantized on load."""
     settings = quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}

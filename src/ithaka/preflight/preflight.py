@@ -36,7 +36,7 @@ from ithaka.layout import layout_from_config
 from ithaka.model.adapters import read_stored_settings
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.search import Plan
-from ithaka.plan.shape import ModelShape, read_json, read_shape
+from ithaka.plan.shape import ModelShape, quant_method, read_json, read_shape
 from ithaka.preflight.checks import (
     check_inputs,
     check_path,
@@ -253,7 +253,7 @@ def _adopt_quantization(config: Config) -> Config:
     """Set adapter.base if the model's files have four bits. They can be trained only with adapters."""
     path = config.model.path
     file = path / "config.json" if path is not None else None
-    if file is None or not file.is_file() or "quantization_config" not in read_json(file):
+    if file is None or not file.is_file() or quant_method(read_json(file)) != "bitsandbytes":
         return config
     if config.adapter is None:
         raise ConfigError(f"model.path={path} is quantized, so it cannot be trained itself; add an adapter section")
