@@ -3,12 +3,14 @@
 import copy
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import bitsandbytes.functional as bnb
 import pytest
 import torch
 from bitsandbytes.nn import Linear8bitLt
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -221,3 +223,29 @@ def test_eight_bits_are_refused():
     model = tiny_model(tiny_config("llama", num_hidden_layers=1), torch.bfloat16)
     model.model.layers[0].mlp.up_proj = Linear8bitLt(32, 40, has_fp16_weights=False)
     assert_refused(lambda: parallelize_model(model), "up_proj", "8 bits", way_out="load_in_4bit=True")
+
+
+def test_mxfp4_experts_as_stored_equal_dequantized_ones(tmp_path):
+    """Every value of MXFP4 is exact in bf16, so losses and gradients have the same bits."""
+    changes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96, "layer_types": ["full_attention"]}
+    model, ids = tiny_decoder("gpt_oss", torch.bfloat16, **changes), random_ids(1, 24)
+    model.save_pretrained(tmp_path)
+    tensors, generator = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(2)
+    for name in [name for name in tensors if tensors[name].dim() == 3]:
+        num_experts, inputs, outputs = tensors.pop(name).shape
+        shape, options = (num_experts, outputs, inputs // 32), {"dtype": torch.uint8, "generator": generator}
+        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), **options)
+        tensors[f"{name}_scales"] = torch.randint(120, 125, shape, **options)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+
+    def work(base):
+        adapter = AdapterConfig(rank=3, base=base, targets=("q_proj", "o_proj"))
+        model = build_model(tmp_path, make_mesh(2), Layout(cp=2, dtype="bfloat16"), adapter=adapter)
+        assert len(packed_weights(model)) == (2 if base == "mxfp4" else 0)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        grads = {name: param.grad.full_tensor() for name, param in model.named_parameters() if param.requires_grad}
+        return {"loss": loss.detach(), **grads}
+
+    expected, found = (on_threads(2, partial(work, base))[0] for base in ("bf16", "mxfp4"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

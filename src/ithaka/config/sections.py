@@ -80,8 +80,9 @@ class AdapterConfig(Section, name="adapter"):
     # Modules to train in full: embed_tokens, lm_head.
     modules_to_save: tuple[str, ...] = ()
     # How the frozen linear modules of layers are stored: in the compute dtype, or in 4 bits (bitsandbytes' nf4 with
-    # double quantization). A model that is already quantized stays as it is.
-    base: Literal["bf16", "nf4"] = "bf16"
+    # double quantization). A model that bitsandbytes quantized stays as it is. mxfp4: experts stay as gpt-oss's files
+    # store them; otherwise they are dequantized.
+    base: Literal["bf16", "nf4", "mxfp4"] = "bf16"
     # Linear modules that are not quantized, matched like targets. lm_head, embeddings and norms never are.
     unquantized: tuple[str, ...] = ("gate", "router")
     # A PEFT adapter directory to start from. null: new adapters, which leave the model's output unchanged at first.

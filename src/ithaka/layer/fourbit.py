@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from ithaka.attention.fused import runs_in_triton
 from ithaka.phases import Holder, allocating_for
+from ithaka.plan.shape import MXFP4_ROW_BYTES, PACKED_ROW_BYTES
 from ithaka.plan.shape import PACKED_ROW as ROW
-from ithaka.plan.shape import PACKED_ROW_BYTES
 
 try:
     import triton
@@ -58,7 +58,7 @@ class Format:
     @property
     def row_bytes(self) -> int:
         if self.codes == "mxfp4":
-            return SCALES_AT + ROW // 32
+            return MXFP4_ROW_BYTES
         # Double: a byte per block, the scale and offset of the bytes, and padding to a multiple of 16.
         return PACKED_ROW_BYTES if self.is_double else SCALES_AT + 4 * ROW // 64
 
@@ -159,13 +159,20 @@ class PackedWeight:
         param = module._parameters.pop(name)
         assert param is not None
         self.module, self.name, self.layout, self.shape = module, name, layout, param.shape
+        if layout.codes == "mxfp4":  # gpt-oss stores the transpose of its experts
+            self.shape = torch.Size((param.shape[0], param.shape[2], param.shape[1]))
         num_rows = -(-math.prod(self.shape[-2:]) // ROW)
         shape = (*self.shape[:-2], num_rows, layout.row_bytes // dtype.itemsize)
         packed = torch.empty(shape, dtype=dtype, device=param.device) if rows is None else rows.view(dtype).view(shape)
         module.register_parameter(f"packed_{name}", nn.Parameter(packed, requires_grad=False))
         self.weight = torch.empty(self.shape, dtype=dtype, device="meta")
-        module.__dict__[name] = self.weight  # not a parameter
+        self.install()
         module.__dict__.setdefault("packed_weights", []).append(self)
+
+    def install(self) -> None:
+        """Make the weight an attribute of the module, but not a parameter."""
+        is_transposed = self.layout.codes == "mxfp4"
+        self.module.__dict__[self.name] = self.weight.transpose(1, 2) if is_transposed else self.weight
 
     @property
     def packed(self) -> Tensor:
@@ -175,7 +182,8 @@ class PackedWeight:
     def unpack(self) -> None:
         packed = self.packed.detach().view(torch.uint8).view(-1, self.layout.row_bytes)
         if self.weight.is_meta:
-            self.module.__dict__[self.name] = self.weight = torch.empty_like(self.weight, device=packed.device)
+            self.weight = torch.empty_like(self.weight, device=packed.device)
+            self.install()
         self.weight.untyped_storage().resize_(self.weight.numel() * self.weight.itemsize)
         # Graphs may hold the tensor between passes; its values are the same in all of them.
         with torch.autograd._unsafe_preserve_version_counter(self.weight):
@@ -185,6 +193,12 @@ class PackedWeight:
 
     def release(self) -> None:
         self.weight.untyped_storage().resize_(0)
+
+    def read_mxfp4(self, blocks: Tensor, scales: Tensor, local: Tensor) -> None:
+        """Pack some experts as gpt-oss stores them: blocks [e, N, D / 32, 16], with the first code in the low bits."""
+        for into, codes, exponents in zip(local.view(torch.uint8), blocks, scales, strict=True):
+            codes = ((codes << 4) | (codes >> 4)).flatten()
+            into.copy_(pack_rows(codes, exponents.flatten(), self.layout))
 
     def quantize(self, full: Any, local: Tensor, rows: slice) -> None:
         """Quantize this rank's shard of the parameter, `rows` of its first dim, from slices of the full weight. Every

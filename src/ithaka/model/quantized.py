@@ -40,6 +40,9 @@ def choose_packed(model: Any, adapter: AdapterConfig | None, files: Mapping[str,
             module.__dict__[PACKED_AS] = {"weight": (stored[name],)}
     if stored or adapter is None or adapter.base == "bf16":
         return
+    if adapter.base == "mxfp4":
+        _choose_mxfp4(model, files)
+        return
     for path, module in model.model.layers.named_modules():
         if f".{path}".removesuffix(".base_layer").endswith(tuple(f".{name}" for name in adapter.unquantized)):
             continue
@@ -50,10 +53,20 @@ def choose_packed(model: Any, adapter: AdapterConfig | None, files: Mapping[str,
             module.__dict__[PACKED_AS] = marks
 
 
+def _choose_mxfp4(model: Any, files: Mapping[str, Any]) -> None:
+    found = False
+    for path, module in model.named_modules():
+        names = [name for name in module._parameters if f"{base_tensor_name(f'{path}.{name}')}_blocks" in files]
+        if names:
+            module.__dict__[PACKED_AS], found = {name: (Format("mxfp4"),) for name in names}, True
+    if not found:
+        raise ConfigError("adapter.base=mxfp4 needs a model whose files are in MXFP4 (gpt-oss); use nf4")
+
+
 def round_weights(model: Any, adapter: AdapterConfig) -> None:
     """Quantize a full model's weights as a run with this adapter does, and replace them by the values they stand for.
     They stay marked to be packed with the same bits."""
-    if adapter.base == "bf16":
+    if adapter.base != "nf4":  # MXFP4 files have the same values in bf16
         return
     choose_packed(model.requires_grad_(False), adapter, {})
     for module in model.modules():
@@ -69,6 +82,7 @@ def round_weights(model: Any, adapter: AdapterConfig) -> None:
 def describe_base(adapter: AdapterConfig) -> dict[str, Any]:
     """How an adapter's base was quantized, for its file."""
     facts = {"block": NF4.block, "double_quantization": True, "experts": "each matrix by itself"}
+    facts = facts if adapter.base == "nf4" else {}
     return {"base": adapter.base, "unquantized": list(adapter.unquantized), **facts}
 
 

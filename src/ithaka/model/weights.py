@@ -114,7 +114,12 @@ def load_weights(
         local, rows = local_shard(tensors[name])
         if len(local):
             parts = [files[part].get_slice(part) for part in (f"{name}_blocks", f"{name}_scales")]
-            num_experts, inputs, outputs = packed.get(name, tensors[name]).shape
+            weight = packed.get(name)
+            num_experts, inputs, outputs = tensors[name].shape if weight is None else weight.shape
+            if weight is not None and weight.layout.codes == "mxfp4":
+                _check_shape(f"{source}: {name}_blocks", parts[0], (num_experts, inputs, outputs // 32, 16), way_out)
+                weight.read_mxfp4(parts[0][rows], parts[1][rows], local)
+                continue
             _check_shape(f"{source}: {name}_blocks", parts[0], (num_experts, outputs, inputs // 32, 16), way_out)
             own = convert_moe_packed_tensors(*(part[rows] for part in parts))
             packed[name].quantize(own, local, slice(0, len(own))) if name in packed else local.copy_(own)
@@ -247,7 +252,7 @@ def init_weights(model: PreTrainedModel, seed: int, has_files: bool = False) -> 
         finally:
             for name, weight in packed.items():
                 module._parameters.pop(name, None)
-                module.__dict__[name] = weight.weight
+                weight.install()
             module._parameters |= params
         if undefined := next((name for name, t in drawn.items() if t.isnan().any()), None):
             what = f"model_type={model.config.model_type} does not define an initial value of {undefined}"

@@ -22,6 +22,7 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediat
 GIVE_MODEL = "give a model directory or a config.json"
 CORRECT = "correct the model's config.json"
 PACKED_ROW, PACKED_ROW_BYTES = 16384, 8464  # weights of an nf4 row (layer/fourbit.py), and its bytes
+MXFP4_ROW_BYTES = 8704
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,10 @@ class ModelShape:
             return 0, 0
         skipped = tuple(f".{name}" for name in self.adapter.unquantized)
         sizes = [math.prod(size) for name, size in self.linears.items() if not f".{name}".endswith(skipped)]
-        sizes.append(self.measured.stacked if self.measured else 0)
-        return sum(sizes), sum(-(-size // PACKED_ROW) * PACKED_ROW_BYTES for size in sizes)
+        stacked = self.measured.stacked if self.measured else 0
+        if self.adapter.base == "mxfp4":  # experts only
+            return stacked, -(-stacked // PACKED_ROW) * MXFP4_ROW_BYTES
+        return sum(sizes) + stacked, sum(-(-size // PACKED_ROW) * PACKED_ROW_BYTES for size in (*sizes, stacked))
 
     def frozen_bytes(self, num_ranks: int, element_bytes: int) -> int:
         """Bytes of one rank's frozen parameters."""
