@@ -1,5 +1,6 @@
 """Expert blocks against transformers' own experts: outputs and every gradient, for any distribution of tokens."""
 
+import re
 from collections import deque
 
 import pytest
@@ -8,14 +9,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from decoders import tiny_decoder
-from general import add_lora, assert_equal, compare
+from general import add_lora, assert_equal, compare, mean_loss
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.experts import ExpertBlock, LayerExperts
 from ithaka.layer.tiles import GradSum
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
+from ithaka.train.step import expert_loads
 from models import tiny_config, tiny_model
-from parity import relative
+from parity import random_ids, relative
 
 E, K, T = 4, 2, 13
 GENERATOR = torch.Generator().manual_seed(4)
@@ -137,3 +139,65 @@ def test_adapters_on_experts_equal_peft(family, targets, layout):
         plain = tiny_decoder(family, num_hidden_layers=1, first_k_dense_replace=0)
     plain = add_lora(plain, target_modules=["q_proj"], target_parameters=targets)
     assert_equal(compare(plain, layout, wide=not is_streamed))
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("gpt_oss", Layout(2, ring=2, tile_tokens=7)),
+        ("deepseek_v3", Layout(tile_tokens=9)),
+        ("qwen3_moe", Layout(4, heads_per_stage=4, tile_tokens=5)),
+    ],
+)
+def test_replayed_choices_equal_a_router_that_makes_them(family, layout):
+    is_streamed = family == "qwen3_moe"
+    if is_streamed:
+        plain = tiny_model(tiny_config(family, num_hidden_layers=2))
+    else:
+        plain = tiny_decoder(family, num_hidden_layers=2, first_k_dense_replace=0)
+    ids, generator = random_ids(1, 24), torch.Generator().manual_seed(9)
+    chosen = torch.rand(1, 24, 2, E, generator=generator).topk(K).indices  # batch, tokens, layers
+
+    def plain_loss(model):
+        layers, original = iter(chosen[0].unbind(1)), torch.topk
+
+        def topk(scores, k, *args, **kwargs):
+            if scores.dim() != 2 or scores.shape[-1] != E:  # over groups of experts
+                return original(scores, k, *args, **kwargs)
+            indices = next(layers)
+            return torch.return_types.topk((scores.gather(-1, indices), indices))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "topk", topk)
+            patch.setattr(torch.Tensor, "topk", topk)
+            return mean_loss(model, ids, ids)
+
+    inputs = {"input_ids": ids, "labels": ids, "expert_indices": chosen}
+    assert_equal(compare(plain, layout, plain_loss, wide=not is_streamed, **inputs))
+
+
+def test_wrong_choices_are_refused():
+    model = parallelize_model(tiny_decoder("gpt_oss", torch.float32, num_hidden_layers=1))
+    ids = random_ids(1, 6)
+    for chosen, problem in (
+        (torch.zeros(1, 5, 1, K, dtype=torch.long), "shape (1, 5, 1, 2)"),
+        (torch.full((1, 6, 1, K), E), "values from 4 to 4"),
+        (torch.zeros(1, 6, 1, K + 1, dtype=torch.long), "3 experts per token"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(problem)):
+            model(input_ids=ids, labels=ids, expert_indices=chosen)
+    dense = parallelize_model(tiny_decoder("olmo2", torch.float32, num_hidden_layers=1))
+    with pytest.raises(TypeError, match="no layer has experts"):
+        dense(input_ids=ids, labels=ids, expert_indices=torch.zeros(1, 6, 1, K, dtype=torch.long))
+
+
+def test_the_load_of_experts_is_counted_in_training():
+    model = parallelize_model(tiny_decoder("gpt_oss", torch.float32, num_hidden_layers=1), layout=Layout(tile_tokens=4))
+    ids, chosen = random_ids(1, 8), torch.tensor([[0, 1], [0, 2]]).repeat(4, 1).view(1, 8, 1, K)
+    model(input_ids=ids, labels=ids, expert_indices=chosen).loss.backward()
+    model.eval()
+    model(input_ids=ids)
+    loads = expert_loads(model)
+    assert loads["experts/busiest/0"] == 0.5
+    assert loads["experts/entropy/0"] == pytest.approx(0.75)  # shares 1/2, 1/4, 1/4 and 0
+    assert expert_loads(model) == {}

@@ -98,6 +98,7 @@ class ExpertBlock:
         self.grads: GradSum | None = None  # where backward adds weight gradients; None: autograd returns them
         self.skips_output = False  # return zeros, because nothing needs the output
         self.chosen_tk: Tensor | None = None  # in the last call
+        self.ends_E = torch.empty(0)
 
     def __call__(self, x_tD: Tensor, expert_tk: Tensor, weight_tk: Tensor) -> Tensor:
         self.chosen_tk = expert_tk
@@ -127,6 +128,7 @@ class _ExpertsFunction(torch.autograd.Function):
     def forward(ctx, x_tD, expert_tk, weight_tk, block, *tensors):
         (up, down), wide = block.maps(), sum_dtype(x_tD.dtype)
         rows, inputs_tD = Rows.sort(expert_tk, block.num_experts), x_tD.to(up.weight.dtype)
+        block.ends_E = rows.ends_E
         weight_n = rows.take(weight_tk.to(sum_dtype(weight_tk.dtype)))
         h_nF = up(inputs_tD[rows.token_n], rows)
         ctx.block, ctx.dtypes, ctx.tensors = block, (x_tD.dtype, weight_tk.dtype), tensors
@@ -187,13 +189,14 @@ class _Replay(TorchFunctionMode):
 
     def __init__(self, chosen_tk: Tensor, num_experts: int) -> None:
         super().__init__()
-        self.chosen_tk, self.num_experts = chosen_tk, num_experts
+        self.chosen_tk, self.num_experts, self.num_answers = chosen_tk, num_experts, 0
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function in (torch.topk, Tensor.topk):
             scores, k = args[0], kwargs["k"] if "k" in kwargs else args[1]
             if scores.shape[-1] == self.num_experts and k == self.chosen_tk.shape[1]:
+                self.num_answers += 1
                 chosen = self.chosen_tk.view(*scores.shape[:-1], k)
                 return torch.return_types.topk((scores.gather(-1, chosen), chosen))
         return function(*args, **kwargs)
@@ -211,6 +214,7 @@ class LayerExperts:
         if self.block is not None:
             found[0].forward = self.block
         self.given_sk: Tensor | None = None  # the choices of this rank's tokens, if the user gave them
+        self.counts_E: Tensor | None = None  # rows of each expert in training since `take_counts`
 
     def restore(self) -> None:
         if self.block is not None:
@@ -219,10 +223,20 @@ class LayerExperts:
     @contextmanager
     def forward_tile(self, rows: slice, chosen: deque[Tensor]) -> Iterator[None]:
         """Run a tile, and append its choices to `chosen`."""
-        with self._choose(None if self.given_sk is None else self.given_sk[rows]):
+        with self._choose(None if self.given_sk is None else self.given_sk[rows]) as replay:
             yield
+        if replay is not None and not replay.num_answers:
+            k = replay.chosen_tk.shape[1]
+            raise ValueError(f"expert_indices has {k} experts per token; use as many as the router chooses")
         if self.block is not None and self.block.chosen_tk is not None:
             chosen.append(self.block.chosen_tk.to(torch.int16))
+            if self.block.experts.training:
+                counts_E = self.block.ends_E.diff(prepend=self.block.ends_E.new_zeros(1)).long()
+                self.counts_E = counts_E if self.counts_E is None else self.counts_E + counts_E
+
+    def take_counts(self) -> Tensor | None:
+        counts_E, self.counts_E = self.counts_E, None
+        return counts_E
 
     @contextmanager
     def repeat_tile(self, chosen: deque[Tensor], skips_output: bool) -> Iterator[None]:

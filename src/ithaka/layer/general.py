@@ -307,6 +307,7 @@ class GeneralLayer(LayerSchedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.runs = LayerRuns(self.name, self.layer, self.parts, self.layout.compile)
+        self.experts = self.runs.experts
         if self.batch.routing is not None:
             self.runs.routers = self.batch.routing.find_routers(self.layer)
             self.runs.router_index = self.batch.routing.recorder.index
@@ -362,7 +363,7 @@ class GeneralLayer(LayerSchedule):
         saved.routing = self.batch.routing
         for rows, x_tD, outs_ctnK in self._tiles_with_attention(saved, outputs):
             arguments, out_tHK = saved.positions.tile(rows), self._join_heads(outs_ctnK)
-            with self.runs.experts.forward_tile(rows, saved.chosen):
+            with self.experts.forward_tile(rows, saved.chosen):
                 if saved.policy.mlp:
                     saved.graphs.append(graph := self._finish_with_graph(x_tD, out_tHK, arguments))
                     y_sD[rows] = graph[3].detach()
@@ -414,20 +415,19 @@ class GeneralLayer(LayerSchedule):
     # ---- backward
 
     def _mlp_backward(self, saved: Any, outputs: Sequence[StageOutput], dy_sD: Tensor, grads: GradSum) -> None:
-        experts = self.runs.experts
         saved.dout_sHK = dy_sD.new_empty(len(dy_sD), self.parts.num_heads, self.parts.head_dim)
         for rows, x_tD, outs_ctnK in self._tiles_with_attention(saved, outputs):
             if saved.graphs:
                 graph = saved.graphs.popleft()
             else:
-                with experts.repeat_tile(saved.chosen, self.parts.skips_experts):
+                with self.experts.repeat_tile(saved.chosen, self.parts.skips_experts):
                     graph = self._finish_with_graph(x_tD, self._join_heads(outs_ctnK), saved.positions.tile(rows))
             x_tD, out_tHK, arguments, y_tD, router_logits = graph
             pairs = [(y_tD, dy_sD[rows])]
             if saved.routing is not None and saved.routing.grad_E is not None:
                 with torch.enable_grad():
                     pairs += [saved.routing.output_and_grad(logits_tE, rows) for logits_tE in router_logits]
-            with experts.add_grads_to(grads):
+            with self.experts.add_grads_to(grads):
                 dx_tD, dout_tHK = self._tile_backward(pairs, [x_tD, out_tHK], arguments, saved, rows, grads)
             saved.dout_sHK[rows], dy_sD[rows] = dout_tHK, dx_tD  # dout may alias dy
 

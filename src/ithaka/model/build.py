@@ -250,6 +250,10 @@ def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: St
         else:
             layer.forward = GeneralLayer(name, layer, decoder.facts[index], *others, batch=decoder.batch)
         layer.gradient_checkpointing = False
+        adapted = next((n for n, module in layer.named_modules() if hasattr(module, "parameter_name")), None)
+        if adapted is not None and layer.forward.experts.block is None:
+            rule = "train.compile=true" if layout.compile else "experts of this structure"
+            raise ConfigError(f"{name}: adapters on {adapted} are not supported with {rule}; leave out its targets")
     model.ithaka_decoder = decoder
     if decoder is not None:
         attach_decoder(model, decoder)
@@ -299,6 +303,7 @@ def _forward(
     num_items_in_batch: int | None = None,
     per_token: bool = False,
     temperature: float = 1.0,
+    expert_indices: Tensor | None = None,
     **others: Any,
 ) -> ParallelOutput:
     """Has the user's signature, but CallChecker has already replaced the arguments with a CheckedCall."""
@@ -309,6 +314,8 @@ def _forward(
     share = call.share
     if share.labels_s is not None and not call.num_tokens and torch.is_grad_enabled():
         return _make_zero_output(model, call)
+    for index, layer in enumerate(model.model.layers):
+        layer.forward.experts.given_sk = None if call.chosen_sLk is None else call.chosen_sLk[:, index]
     if model.ithaka_decoder is None:
         x_sD = _run_streamed_layers(model, call)
     else:

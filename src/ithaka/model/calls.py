@@ -27,7 +27,7 @@ from ithaka.dist.mesh import Mesh
 from ithaka.layer.mlp import HOOK_DICTS
 from ithaka.layer.tiles import PARAMETERS_CHANGED
 from ithaka.layout import check_parallelism
-from ithaka.model.batch import INPUTS, Share, take_share, to_integers
+from ithaka.model.batch import INPUTS, Share, take_own_tokens, take_share, to_integers
 from ithaka.model.families import (
     GENERAL_HOOKABLE,
     GENERAL_PATCHABLE,
@@ -39,7 +39,7 @@ from ithaka.model.families import (
 
 # What ranks exchange about a call: error, fingerprint, number of valid labels, number of positions.
 Report = tuple[RankError | None, dict[str, Any], int, int]
-ARGUMENTS = (*INPUTS, "num_items_in_batch", "per_token", "temperature")
+ARGUMENTS = (*INPUTS, "num_items_in_batch", "per_token", "temperature", "expert_indices")
 # Arguments that collators add for FlashAttention and linear attention. Documents are read from cu_seq_lens_q.
 KERNEL_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _watch_optimizers = cache(register_optimizer_step_pre_hook)
@@ -74,6 +74,7 @@ class CheckedCall:
     divisor: float  # the summed loss is divided by it
     per_token: bool  # return TokenResults for this rank's labels
     temperature: float = 1.0  # divides the logits, if per_token
+    chosen_sLk: Tensor | None = None  # the experts of this rank's tokens in each layer, if the user gave them
 
 
 class CallChecker:
@@ -116,13 +117,16 @@ class CallChecker:
         tensors, items = _parse_arguments(**named)
         fingerprint = _fingerprint_call(tensors, items) if self.mesh.world_size > 1 else {}
         share = take_share(tensors, model.model.embed_tokens.num_embeddings, self.mesh)
-        return (share, tensors["input_ids"].shape, items), (share.num_valid, share.num_positions), fingerprint
+        shape, chosen_sLk = tensors["input_ids"].shape, None
+        if (given := named.get("expert_indices")) is not None:
+            chosen_sLk = _take_expert_indices(model, given, shape, share, self.mesh)
+        return (share, shape, items, chosen_sLk), (share.num_valid, share.num_positions), fingerprint
 
     def _make_call(self, named: dict[str, Any], inputs: Any, num_tokens: int, num_positions: int) -> Any:
-        share, shape, items = inputs
+        share, shape, items, chosen_sLk = inputs
         divisor = max(num_tokens, 1) if items is None else items or 1
         options = bool(named.get("per_token")), named.get("temperature") or 1.0
-        return CheckedCall(self.mesh, share, shape, num_tokens, num_positions, divisor, *options)
+        return CheckedCall(self.mesh, share, shape, num_tokens, num_positions, divisor, *options, chosen_sLk)
 
     def _bind_arguments(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name. Positional ones have the order of transformers' forward."""
@@ -175,6 +179,22 @@ def _parse_arguments(input_ids: Any = None, **named: Any) -> tuple[dict[str, Ten
     items = named.get("num_items_in_batch")
     items = items.item() if isinstance(items, Tensor) else items
     return {name: to_integers(name, value) for name, value in inputs.items()}, items
+
+
+def _take_expert_indices(model: Any, given: Tensor, shape: torch.Size, share: Share, mesh: Mesh) -> Tensor:
+    """The experts that this rank's tokens must choose in each layer, [s, L, k], of [B, N, L, k]."""
+    blocks = [layer.forward.experts.block for layer in find_layers(model)]
+    num_experts = min((block.num_experts for block in blocks if block is not None), default=0)
+    if not num_experts:
+        raise TypeError("expert_indices was passed, but no layer has experts that can replay them; leave it out")
+    wanted = (*shape, len(blocks))
+    if given.shape[:-1] != wanted or given.is_floating_point():
+        rule = f"pass integers of shape {(*wanted, 'experts per token')}, with an entry for every layer"
+        raise ValueError(f"expert_indices has shape {tuple(given.shape)} and dtype {given.dtype}; {rule}")
+    if given.min() < 0 or given.max() >= num_experts:
+        found = f"{int(given.min())} to {int(given.max())}"
+        raise ValueError(f"expert_indices has values from {found}; use 0 to {num_experts - 1}")
+    return take_own_tokens(given.flatten(0, 1).to("cpu", torch.int16), mesh, share.docs.deal, 0).to(mesh.device)
 
 
 def _documents_from_lengths(ends: Tensor, input_ids: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from ithaka.data.stream import Batch, num_valid
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import IGNORE_INDEX, TokenResults
 from ithaka.model.batch import count_pairs, pack_batch, take_label_share
+from ithaka.model.families import find_layers
 from ithaka.phases import phase
 
 _CHUNK_ELEMENTS = 1 << 20  # on a CPU, the norm of a chunk converts it to fp64
@@ -136,7 +137,7 @@ class StepResult:
     grad_norm: float
     label_tokens: int
     num_pairs: int  # query-key pairs in attention, summed over layers
-    source_losses: dict[str, float]  # loss/NAME; empty with one source
+    source_losses: dict[str, float]  # loss/NAME with several sources; of mixtures, aux_loss and the load of experts
     # If the update was refused: this rank's part of the loss and the norm of its gradient shards.
     refused: tuple[float, float] | None = None
     balance: float | None = None  # attention work, maximum / mean over ranks; None: equal on all ranks
@@ -170,7 +171,7 @@ def train_step(
         return StepResult(0.0, 0.0, 0, 0, {})
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_factor", 1.0)
-    total_loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    total_loss, aux_loss = torch.zeros(2, dtype=torch.float64, device=mesh.device).unbind()
     sources, max_pairs, own_losses, ring_bytes = SourceSums(source_names, mesh), [], [], 0
     for batch, own_pairs in zip(batches, pairs, strict=True):
         out = model(**batch.inputs, num_items_in_batch=label_tokens, per_token=sources.has_several)
@@ -180,6 +181,8 @@ def train_step(
         own_losses.append(out.own_loss)
         max_pairs.append(own_pairs * out.docs.deal.balance)
         ring_bytes += out.docs.sent_bytes
+        if out.aux_loss is not None:
+            aux_loss += out.aux_loss.detach() * out.num_tokens / label_tokens
     with phase("optimizer"):
         norm = float(clip_gradients(model.parameters(), clip_norm, mesh.device))
         loss, refused = float(total_loss), None
@@ -194,8 +197,26 @@ def train_step(
         maxima = torch.tensor([ring_bytes, *max_pairs], dtype=torch.float64)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         balance, ring_bytes = float(maxima[1:].sum()) * mesh.dp_size / max(1, sum(all_pairs)), int(maxima[0])
-    means = sources.means("loss")
+    means = sources.means("loss") | expert_loads(model)
+    if out.aux_loss is not None:
+        dist.all_reduce(aux_loss)
+        means["aux_loss"] = float(aux_loss) / mesh.world_size
     return StepResult(loss, norm, label_tokens, sum(all_pairs), means, refused, balance, ring_bytes)
+
+
+def expert_loads(model: nn.Module) -> dict[str, float]:
+    """Over all ranks, since the last call: the share of each layer's busiest expert (1 / E if the load is balanced),
+    and the entropy of its load (1 if it is)."""
+    counts = {str(i): layer.forward.experts.take_counts() for i, layer in enumerate(find_layers(model))}
+    counts = {name: counts_E for name, counts_E in counts.items() if counts_E is not None}
+    if not counts:
+        return {}
+    loads_LE = torch.stack(list(counts.values())).double()
+    dist.all_reduce(loads_LE)
+    loads_LE /= loads_LE.sum(1, keepdim=True)
+    entropies_L = torch.special.entr(loads_LE).sum(1) / math.log(max(2, loads_LE.shape[1]))
+    busiest = {f"experts/busiest/{i}": share for i, share in zip(counts, loads_LE.amax(1).tolist(), strict=True)}
+    return busiest | {f"experts/entropy/{i}": value for i, value in zip(counts, entropies_L.tolist(), strict=True)}
 
 
 @torch.no_grad()
