@@ -200,6 +200,16 @@ def test_adapters_are_planned(on_h200):
     assert hf.plan_model_run(adapted, None, None, "bfloat16", None, 131072, 1).plan.fits
 
 
+def test_a_reference_is_planned(on_h200):
+    """A frozen copy of the model takes memory."""
+    start_process_group()
+    run = partial(hf.plan_model_run, big_model(), None, None, "bfloat16", None, 131072, 1)
+    alone, both = run(), run(reference=True)
+    assert both.shape.shards(1)[1] - alone.shape.shards(1)[1] == alone.shape.num_parameters
+    needed = [each.plan.ledger.gpu_peak + each.plan.ledger.host_needed for each in (alone, both)]
+    assert needed[1] > needed[0]
+
+
 def test_a_context_beyond_the_positions_of_the_model(tmp_path):
     """The code that the message suggests gives a model that is accepted."""
     tiny_model(tiny_config("llama", max_position_embeddings=32), torch.float32).save_pretrained(tmp_path / "model")

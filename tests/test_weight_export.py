@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 import ithaka
 from ithaka.model.save import iterate_weights
 from models import tiny_config, tiny_model
+from refusals import assert_refused
 from threads import on_threads
 
 CASES = {"mixture": ("qwen3_moe", {}), "tied": ("llama", {"tie_word_embeddings": True})}
@@ -44,6 +45,13 @@ def test_weights_of_a_parallel_model(case, tmp_path):
     plain = tiny_model(tiny_config(family, **changes))
     plain.save_pretrained(tmp_path)
     check(plain, load_file(tmp_path / "model.safetensors"))
+
+
+def test_a_base_in_four_bits_is_not_merged():
+    model = ithaka.parallelize(adapted_model())
+    layer = model.get_base_model().model.layers[0].mlp.down_proj.base_layer
+    layer.register_parameter("packed_weight", torch.nn.Parameter(torch.zeros(1), requires_grad=False))
+    assert_refused(lambda: next(iterate_weights(model)), "4 bits", way_out="merge=False")
 
 
 def test_adapters_are_merged_or_separate(tmp_path):

@@ -158,6 +158,12 @@ def adapter_tensor_name(param_name: str, adapter: str = ADAPTER_NAME, prefix: st
     return prefix + name
 
 
+def can_merge(base: Any) -> bool:
+    """Whether `merge_tensors` covers the adapters and the stored form of the base's weights."""
+    wrappers = [module for module in base.modules() if hasattr(module, "base_layer")]
+    return all(map(is_linear, wrappers)) and not any(".packed_" in name for name, _ in base.named_parameters())
+
+
 def merge_tensors(base: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Merge full tensors, by parameter name, with their adapters in float32 or wider; without adapters, the same."""
     merged = {}

@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ithaka.config import ConfigError
 from ithaka.dist.agree import RankError, gather_objects, raise_first
-from ithaka.model.adapters import ADAPTER_PREFIX, adapter_tensor_name, find_active_adapter, merge_tensors
+from ithaka.model.adapters import ADAPTER_PREFIX, adapter_tensor_name, can_merge, find_active_adapter, merge_tensors
 from ithaka.model.weights import named_tensors
 
 # Arguments of save_pretrained in transformers and PEFT -> the only value supported here.
@@ -83,6 +83,11 @@ def iterate_weights(model: Any, merge: bool = True) -> Iterator[tuple[str, Tenso
     adapter, params = find_active_adapter(base), named_tensors(base)
     if adapter and not merge:
         params = {name: param for name, param in params.items() if param.requires_grad or f".{adapter}." in name}
+    elif not can_merge(base):
+        raise ConfigError(
+            "iterate_weights cannot merge adapters of experts, or with a base in 4 bits; use merge=False, and let the "
+            "inference engine load the adapter"
+        )
     for _, names in groupby(params, lambda name: re.match(r"model\.layers\.\d+\.|.*", name)[0]):  # type: ignore[index]
         tensors = {}
         for name in names:
