@@ -1,11 +1,13 @@
-"""Seconds and peak memory of an update of DPO or GRPO with TRL, plain or with long_context, on random tokens.
+"""Seconds and peak memory of an update of DPO or GRPO with TRL, plain or with long_context, or of sending weights.
 
     python benchmarks/rewards.py grpo --tokens 131072 --lora            # with long_context
     python benchmarks/rewards.py grpo --tokens 131072 --lora --plain    # TRL with its fused head and checkpointing
     python benchmarks/rewards.py dpo --tokens 256 --size toy            # a check on a CPU
+    python benchmarks/rewards.py weights --size llama-8b                # gather all tensors, copy them to the host
 
-A DPO update has one pair, two rows of --tokens; a GRPO update has two completions, one micro-step each. Both have a
-reference: the model without its adapter or, without --lora, a frozen copy. The first update is not counted.
+Tokens are random. A DPO update has one pair, two rows of --tokens; a GRPO update has two completions, one micro-step
+each. Both have a reference: the model without its adapter or, without --lora, a frozen copy. The first update is not
+counted.
 """
 
 import argparse
@@ -22,12 +24,21 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
+import ithaka
 from ithaka.hf import long_context
 
 LLAMA_3B = {"hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24, "num_key_value_heads": 8}
 TOY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES = {
     "llama-3b": {**LLAMA_3B, "num_hidden_layers": 28, "vocab_size": 128256, "tie_word_embeddings": True},
+    "llama-8b": {
+        **LLAMA_3B,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "vocab_size": 128256,
+    },
     "toy": {**TOY, "num_hidden_layers": 2, "vocab_size": 512},
 }
 NUM_WORDS = 200  # tokens that occur
@@ -108,9 +119,21 @@ def roll_out(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     return {"prompt_ids": [draw(PROMPT, 0)] * len(prompts), "completion_ids": completions, "logprobs": logprobs}
 
 
+def measure_weights(folder: str, steps: int) -> list[float]:
+    """Seconds of `iterate_weights` with a copy of each tensor to the host, after a first one."""
+    model = ithaka.parallelize(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
+    seconds = []
+    for _ in range(steps + 1):
+        start = time.perf_counter()
+        for _, tensor in ithaka.iterate_weights(model):
+            tensor.cpu()
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trainer", choices=["dpo", "grpo"])
+    parser.add_argument("trainer", choices=["dpo", "grpo", "weights"])
     parser.add_argument("--tokens", type=int, default=131072, help="per row, with a short prompt")
     parser.add_argument("--size", choices=SIZES, default="llama-3b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
@@ -120,11 +143,15 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         save_model(arguments.size, arguments.layers, arguments.tokens, folder)
-        trainer, clock = make_trainer(arguments, folder), Clock()
-        trainer.add_callback(clock)
-        trainer.train()
+        if arguments.trainer == "weights":
+            seconds = measure_weights(folder, arguments.steps)
+        else:
+            trainer, clock = make_trainer(arguments, folder), Clock()
+            trainer.add_callback(clock)
+            trainer.train()
+            seconds = clock.seconds
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
-    result = {"seconds": round(statistics.median(clock.seconds), 3), "peak_gib": peak and round(peak, 2)}
+    result = {"seconds": round(statistics.median(seconds), 3), "peak_gib": peak and round(peak, 2)}
     print(json.dumps({**vars(arguments), **result}))
 
 

@@ -168,7 +168,7 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None):
             trainer.train(resume_from_checkpoint=resume)
         trainer.save_model(str(folder / "final"))
         if settings.get("use_vllm") and dist.get_rank() == 0:  # the weights before the last update
-            assert trainer.vllm_generation.vllm_client.weights.keys() == model.state_dict().keys()
+            assert trainer.vllm_generation.vllm_client.weights.keys() == dict(model.named_parameters()).keys()
         named = trainer.model.named_parameters()
         full = {name: param.full_tensor() if isinstance(param, DTensor) else param for name, param in named}
         return trainer.state.log_history, {name: tensor.detach() for name, tensor in full.items()}
