@@ -201,13 +201,11 @@ def test_adapters_are_planned(on_h200):
 
 
 def test_a_reference_is_planned(on_h200):
-    """A frozen copy of the model takes memory."""
+    """A context that fits does not fit with a frozen copy of the model."""
     start_process_group()
     run = partial(hf.plan_model_run, big_model(), None, None, "bfloat16", None, 131072, 1)
-    alone, both = run(), run(reference=True)
-    assert both.shape.shards(1)[1] - alone.shape.shards(1)[1] == alone.shape.num_parameters
-    needed = [each.plan.ledger.gpu_peak + each.plan.ledger.host_needed for each in (alone, both)]
-    assert needed[1] > needed[0]
+    assert run().plan.fits
+    assert_refused(lambda: run(reference=True), "data.context=131072", "parameters 44.87 GiB", way_out="memory.offload=host")
 
 
 def test_a_context_beyond_the_positions_of_the_model(tmp_path):
