@@ -23,6 +23,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer, rloo_trainer
 
 from ithaka.hf import long_context
+from ithaka.model import prefixes
+from ithaka.model.prefixes import PackedPrefixes, pack_prefixes
 from models import tiny_config, tiny_model
 
 TOLERANCE = 1e-6  # relative above 1; TRL's fused head computes in fp32
@@ -141,6 +143,8 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None):
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
             settings[name] = settings[name] * cp // world
     grpo_trainer.VLLMGeneration = Server
+    packed: list[PackedPrefixes] = []
+    prefixes.MIN_TOKENS, prefixes.pack_prefixes = 3, lambda rows: packed.append(pack_prefixes(rows)) or packed[-1]
     for module in (grpo_trainer, rloo_trainer):
         module.shuffle_sequence_dict = partial(in_order, world // cp if cp else 1)
     try:
@@ -168,6 +172,8 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None):
             trainer._generate_single_turn = lambda ids, *_: answers(texts(ids), trainer)["completion_ids"]
         with contextlib.redirect_stdout(io.StringIO()):
             trainer.train(resume_from_checkpoint=resume)
+        assert bool(packed) == bool(cp and kind in ("grpo", "rloo"))
+        assert all(both[1] < both[0] for both in (each.num_tokens for each in packed))
         trainer.save_model(str(folder / "final"))
         if settings.get("use_vllm") and dist.get_rank() == 0:  # the weights before the last update
             assert trainer.vllm_generation.vllm_client.weights.keys() == dict(model.named_parameters()).keys()
@@ -175,6 +181,7 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None):
         full = {name: param.full_tensor() if isinstance(param, DTensor) else param for name, param in named}
         return trainer.state.log_history, {name: tensor.detach() for name, tensor in full.items()}
     finally:
+        prefixes.MIN_TOKENS, prefixes.pack_prefixes = 128, pack_prefixes
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if cp else ():
             os.environ.pop(name, None)
         AcceleratorState._reset_state(reset_partial_state=True)

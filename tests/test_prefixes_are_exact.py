@@ -16,8 +16,9 @@ from ithaka.dist.mesh import make_mesh
 from ithaka.layer.linear import Linear
 from ithaka.layer.loss import LinearHead, linear_cross_entropy, summed_cross_entropy
 from ithaka.layout import Layout
+from ithaka.model import prefixes
 from ithaka.model.batch import take_share
-from ithaka.model.prefixes import pack_prefixes
+from ithaka.model.prefixes import pack_prefixes, shared_logprobs
 from ithaka.plan.shape import Work
 from models import tiny_config, tiny_model
 from parity import check, gradient_errors, parallel, relative
@@ -318,6 +319,31 @@ def test_ten_steps_of_a_policy_equal_those_without_sharing():
                 losses.append(loss.detach())
         assert len({round(float(loss), 6) for loss in losses}) == 10
         return {"losses": relative(torch.stack(losses[:10]), torch.stack(losses[10:]))}
+
+    check(on_threads(2, work))
+
+
+def test_a_padded_batch_has_the_log_probabilities_of_its_rows(monkeypatch):
+    """As TRL pads: prompts on the left, answers on the right."""
+    monkeypatch.setattr(prefixes, "MIN_TOKENS", 5)
+
+    def work():
+        model, _ = parallel(2)
+        ids = torch.randint(61, (4, 20), generator=torch.Generator().manual_seed(2))
+        ids[1, :12], ids[3, 3:14] = ids[0, :12], ids[2, 3:14]
+        mask = torch.ones_like(ids)
+        mask[2:, :3] = mask[0, 15:] = mask[3, 18:] = 0
+        labels = torch.where((torch.arange(20) >= 10) & (mask == 1), ids, -100)
+        inputs = {"input_ids": ids, "labels": labels, "attention_mask": mask, "temperature": 0.7}
+        plain, shared = ithaka.token_logprobs(model, **inputs), shared_logprobs(model, **inputs)[0]
+        assert torch.equal(plain.correct, shared.correct)
+        grads = []
+        for each in (plain, shared):
+            (each.logprobs.square() * torch.arange(20) + each.entropies).sum().backward()
+            grads.append([param.grad.to_local().clone() for param in model.parameters()])
+            model.zero_grad()
+        errors = {str(i): relative(b, a) for i, (a, b) in enumerate(zip(*grads, strict=True))}
+        return errors | {f"result {i}": relative(shared[i].detach(), plain[i].detach()) for i in (0, 1, 3)}
 
     check(on_threads(2, work))
 

@@ -38,6 +38,7 @@ from ithaka.model.adapters import find_active_adapter
 from ithaka.model.calls import KERNEL_ARGUMENTS, check_arguments
 from ithaka.model.logprobs import token_logprobs_and_aux
 from ithaka.model.positions import rope_parameters
+from ithaka.model.prefixes import shared_logprobs
 from ithaka.model.video import parallelize_transformer
 from ithaka.model.video_blocks import is_diffusers_model
 from ithaka.plan import show
@@ -266,7 +267,7 @@ Trainer: Any = object  # mypy: the real base is set by `long_context`
 class LongContext(Trainer):
     """Mixin that `long_context` puts before a trainer class."""
 
-    for_trl = False
+    for_trl = shares_prefixes = False
     loss_is_mean = False  # a group's loss is a mean over its rows, to be averaged over groups
     rows_per_example = 1
     args: Any
@@ -403,7 +404,7 @@ class LongContext(Trainer):
         if fused_lm_head and (temperature := getattr(self, "temperature", 1.0)) != 1:
             inputs["temperature"] = temperature
         with torch.autocast(self.ithaka_mesh.device.type, enabled=False):  # TRL's around some calls
-            tokens, aux = token_logprobs_and_aux(model, **inputs)
+            tokens, aux = (shared_logprobs if self.shares_prefixes else token_logprobs_and_aux)(model, **inputs)
         valid = labels[:, 1:] != IGNORE_INDEX
         if not fused_lm_head:  # evaluation: the mean over this group's rows only
             return build.ParallelOutput(loss=-tokens.logprobs.sum() / valid.sum().clamp(min=1))

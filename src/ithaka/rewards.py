@@ -99,7 +99,10 @@ class Preferences(Base):
 
 
 class Rewards(Preferences):
-    """Mixin for GRPOTrainer and RLOOTrainer, before LongContext."""
+    """Mixin for GRPOTrainer and RLOOTrainer, before LongContext. A prompt is computed once for all its answers in a
+    batch."""
+
+    shares_prefixes = True
 
     def _check_arguments(self, arguments: dict[str, Any]) -> None:
         super()._check_arguments(arguments)

@@ -7,13 +7,16 @@ of an episode, each of which repeats the history before it.
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
-from ithaka.layer.loss import IGNORE_INDEX
+from ithaka.layer.loss import IGNORE_INDEX, TokenResults
+from ithaka.model.logprobs import token_logprobs_and_aux
 from ithaka.plan.ring import causal_pairs
 from ithaka.plan.shape import Work
 
@@ -48,16 +51,16 @@ def pack_prefixes(
     labels: Sequence[Tensor] | None = None,
     *,
     keys: Sequence[Sequence[Tensor | Hashable]] = (),
-    min_tokens: int = MIN_TOKENS,
+    min_tokens: int | None = None,
 ) -> PackedPrefixes:
-    """Pack sequences of token ids, [tokens] each. Prefixes of fewer than `min_tokens` are not shared.
+    """Pack sequences of token ids, [tokens] each. Prefixes of fewer than `min_tokens`, by default 128, are not shared.
 
     With `labels`, the packed loss is that of all sequences: each label counts once per sequence, so tokens with a label
     are not shared. Without, every token is its own label: pass the inputs to `token_logprobs` and `unpack` the results.
     `keys`: what else must be equal for tokens to be shared. A key has one value per sequence: one for all of its
     tokens, such as an adapter's name, or integers, [tokens, ...], such as the experts of a replayed routing.
     """
-    rows = _comparable_rows(sequences, labels, keys)
+    rows, min_tokens = _comparable_rows(sequences, labels, keys), min_tokens or MIN_TOKENS
     root = _Node(0, 0, 0, None)
     ends = [_insert(root, rows, number, min_tokens) for number in range(len(rows))]
     columns: dict[str, list[Tensor]] = defaultdict(list)
@@ -78,6 +81,25 @@ def pack_prefixes(
         (sum(map(len, rows)), num_tokens),
         (sum(causal_pairs(len(each)) for each in rows), num_pairs),
     )
+
+
+def shared_logprobs(
+    model: PreTrainedModel, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None, **inputs: Any
+) -> tuple[TokenResults, Tensor | None]:
+    """`token_logprobs_and_aux` of a padded batch, with common prefixes of its rows computed once. Labels are the tokens
+    themselves, or -100. Nothing is shared in a ring, with position_ids, or with a load-balancing loss, which counts
+    tokens."""
+    mask_BN = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    routing = model.ithaka_decoder and model.ithaka_decoder.batch.routing
+    if model.ithaka_mesh.ring_group.size() > 1 or routing is not None or inputs.keys() - {"temperature"}:
+        return token_logprobs_and_aux(model, input_ids, labels, attention_mask=mask_BN, **inputs)
+    ids_BN, is_real_BN = input_ids.cpu(), mask_BN.cpu().bool()
+    packed = pack_prefixes([row[real] for row, real in zip(ids_BN, is_real_BN, strict=True)])
+    results, aux = token_logprobs_and_aux(model, **packed.inputs, **inputs)
+    index_BN = torch.zeros_like(ids_BN).masked_scatter_(is_real_BN, torch.cat(packed.indices))
+    index_BN, valid_BN = (x.to(results.logprobs.device) for x in (index_BN, labels != IGNORE_INDEX))
+    shared = (torch.where(valid_BN, values_1N[0, index_BN], 0).to(values_1N.dtype) for values_1N in results)
+    return TokenResults(*shared), aux
 
 
 def _comparable_rows(
