@@ -205,7 +205,9 @@ def test_a_reference_is_planned(on_h200):
     start_process_group()
     run = partial(hf.plan_model_run, big_model(), None, None, "bfloat16", None, 131072, 1)
     assert run().plan.fits
-    assert_refused(lambda: run(reference=True), "data.context=131072", "parameters 44.87 GiB", way_out="memory.offload=host")
+    assert_refused(
+        lambda: run(reference=True), "data.context=131072", "parameters 44.87 GiB", way_out="memory.offload=host"
+    )
 
 
 def test_a_context_beyond_the_positions_of_the_model(tmp_path):
