@@ -13,6 +13,7 @@ from ithaka.plan.bytes import build_ledger, gpu_phases, logits_tile_tokens
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.layer_bytes import layer_peaks
 from ithaka.plan.models import find_shape
+from ithaka.plan.search import SearchSpace
 from ithaka.plan.seconds import MLP_SHARE, LayerSeconds, layer_seconds, step_seconds
 from ithaka.plan.shape import Work
 from test_plan_command import ARGS, run
@@ -54,6 +55,27 @@ def test_frozen_weights_have_no_gradients():
     # Those of the layers above have come, the last one's are sent, the first one's are being made.
     assert phases["backward, first layer"]["gradients"] == 4 * 31 * LAYER // 8 + 4 * LAYER + 4 * LAYER
     assert phases["backward, embedding"]["gradients"] == 4 * 32 * LAYER // 8 + 4 * LAYER
+
+
+def test_a_four_bit_base_is_stored_packed_and_unpacked_for_one_layer():
+    packed, linear = LLAMA.with_adapter(AdapterConfig(16, base="nf4")), 2 * D * D + 2 * D * KV + 3 * D * F
+    num_bytes = linear // 16384 * (8192 + 256 + 16)  # codes, scales of blocks, their own scale and offset
+    assert packed.packed_layer == (linear, num_bytes)
+    whole, small = (dict(gpu_phases(shape, LAYOUT, H100, Work(2**17)))["forward"] for shape in (ADAPTED, packed))
+    assert whole["parameters"] - small["parameters"] == 32 * (2 * linear - num_bytes) // 8
+    # Two layers are gathered packed, and one of them is unpacked.
+    assert whole["layer weights"] - small["layer weights"] == 2 * (2 * linear - num_bytes) - 2 * linear
+    kept = LLAMA.with_adapter(AdapterConfig(16, base="nf4", unquantized=("down_proj", "mlp.up_proj")))
+    assert kept.packed_layer[0] == linear - 2 * D * F
+
+
+def test_a_four_bit_base_is_suggested_where_it_fits():
+    space = SearchSpace(find_shape("llama3-70b"), replace(parse_gpus("1xH200"), host_bytes=512 * 10**9))
+    assert space.adapter_that_fits(Work(2**17)) == {"rank": 16}
+    assert space.adapter_that_fits(Work(300 * 2**10)) == {"rank": 16, "base": "nf4"}
+    adapted = replace(space, shape=space.shape.with_adapter(AdapterConfig(16)))
+    assert adapted.adapter_that_fits(Work(300 * 2**10)) == {"base": "nf4"}
+    assert adapted.adapter_that_fits(Work(2**20)) == {}
 
 
 def test_a_saved_module_is_trained_in_full():

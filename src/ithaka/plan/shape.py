@@ -164,8 +164,8 @@ class ModelShape:
         """(parameters, bytes) of one layer's four-bit weights."""
         if self.adapter is None or self.adapter.base == "bf16":
             return 0, 0
-        skipped = tuple(f".{name}" for name in self.adapter.unquantized)
-        sizes = [math.prod(size) for name, size in self.linears.items() if not f".{name}".endswith(skipped)]
+        skipped, paths = tuple(f".{name}" for name in self.adapter.unquantized), self._linear_paths
+        sizes = [math.prod(size) for name, size in self.linears.items() if not f".{paths[name]}".endswith(skipped)]
         stacked = self.measured.stacked if self.measured else 0
         if self.adapter.base == "mxfp4":  # experts only
             return stacked, -(-stacked // PACKED_ROW) * MXFP4_ROW_BYTES
@@ -200,6 +200,13 @@ class ModelShape:
         sizes = ((D, q_size), (D, kv_size), (D, kv_size), (q_size, D), (D, F), (D, F), (F, D))
         return dict(zip(LAYER_LINEARS, sizes, strict=True))
 
+    @property
+    def _linear_paths(self) -> dict[str, str]:
+        """The paths of `linears` in a layer."""
+        if self.measured:
+            return {name: name for name in self.linears}
+        return {name: f"{'self_attn' if name in LAYER_LINEARS[:4] else 'mlp'}.{name}" for name in LAYER_LINEARS}
+
     def has_adapter(self, module: str) -> bool:
         """PEFT's rule: a target is a module's full name or a dot-separated suffix of it."""
         targets = self.adapter.targets if self.adapter else ()
@@ -210,9 +217,7 @@ class ModelShape:
     @cached_property
     def adapter_parameters(self) -> tuple[dict[str, int], ...]:
         """Per layer: linear module -> parameters of its adapter."""
-        rank, modules = self.adapter.rank if self.adapter else 0, {name: name for name in self.linears}
-        if not self.measured:
-            modules = {name: f"{'self_attn' if name in LAYER_LINEARS[:4] else 'mlp'}.{name}" for name in LAYER_LINEARS}
+        rank, modules = self.adapter.rank if self.adapter else 0, self._linear_paths
         mixture = {name for name, *_, in_mixture in self.measured.linears if in_mixture} if self.measured else set()
         if self.adapter and self.adapter.targets != "all-linear":
             mixture = set()
