@@ -166,14 +166,15 @@ class _Measurement:
             if type(module) is nn.Linear
         )
         # A stacked weight has an adapter per expert.
-        stacked = {name: param for name, param in self.layer.named_parameters() if param.dim() == 3}
+        stacked = {name: p for name, p in self.layer.named_parameters() if p.dim() == 3 and len(p) > 1}
         linears += tuple((name, len(p) * p.shape[1], len(p) * p.shape[2], True) for name, p in stacked.items())
         parameters = sum(param.numel() for param in self.layer.parameters())
         is_streamed = has_known_layers(self.model)
         products = {"projections": projected, "others": dense + experts - projected, "experts": experts}
-        stacked = sum(param.numel() for param in self.layer.parameters() if param.dim() == 3)
-        counts = {"stacked": stacked, **per_token, **products}
-        return self.facts, MeasuredLayer(parameters, parameters, linears, is_streamed, **counts)
+        sizes = tuple((name, param.numel()) for name, param in stacked.items())
+        return self.facts, MeasuredLayer(
+            parameters, parameters, linears, is_streamed, stacked=sizes, **per_token, **products
+        )
 
     def _read_facts(self, call: AttentionCall, arguments: Arguments) -> CallFacts:
         return read_call(self.model, self.name, call, arguments.mask)

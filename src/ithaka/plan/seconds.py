@@ -42,7 +42,7 @@ LOGIT_PASSES = 3  # over the logits: one for the loss, two for its gradient
 # Passes over the inputs and outputs of a linear map with an adapter, forward and backward: the adapter's tall matmuls
 # are memory-bound. Backward recomputes forward and has three gradients.
 ADAPTER_PASSES = ((1, 2), (4, 4))
-UNPACK_SHARE = 0.5  # fraction of the memory rate at which four-bit weights are unpacked
+UNPACK_SHARE = 0.82  # fraction of the memory rate at which four-bit weights are unpacked
 UPDATE_BYTES = 28  # bytes that AdamW moves per parameter: read p, g, m, v and write p, m, v
 
 

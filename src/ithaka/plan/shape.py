@@ -85,7 +85,7 @@ class MeasuredLayer:
     others: int
     experts: int  # a part of `others`, multiplied in groups
     arguments: int = 0  # bytes per token of all arguments of layers: position embeddings
-    stacked: int = 0  # parameters in 3-D tensors: experts
+    stacked: tuple[tuple[str, int], ...] = ()  # 3-D weights, of experts: name and parameters
     root: int = 0  # parameters around the layers that stay gathered, in the sum dtype, for all of a step
 
     bytes_per_token: ClassVar = tuple(
@@ -165,8 +165,9 @@ class ModelShape:
         if self.adapter is None or self.adapter.base == "bf16":
             return 0, 0
         skipped, paths = tuple(f".{name}" for name in self.adapter.unquantized), self._linear_paths
-        sizes = [math.prod(size) for name, size in self.linears.items() if not f".{paths[name]}".endswith(skipped)]
-        stacked = self.measured.stacked if self.measured else 0
+        experts = dict(self.measured.stacked) if self.measured else {}
+        names = (n for n in self.linears if n not in experts and not f".{paths[n]}".endswith(skipped))
+        sizes, stacked = [math.prod(self.linears[name]) for name in names], sum(experts.values())
         if self.adapter.base == "mxfp4":  # experts only
             return stacked, -(-stacked // PACKED_ROW) * MXFP4_ROW_BYTES
         return sum(sizes) + stacked, sum(-(-size // PACKED_ROW) * PACKED_ROW_BYTES for size in (*sizes, stacked))
@@ -380,8 +381,8 @@ def _measure(values: str, source: str) -> ModelShape:
     for model in built_in_decoders().values():
         if model["config"] == json.loads(values):
             shape = model["shape"] | {"windows": tuple(model["shape"]["windows"])}
-            linears = tuple(tuple(linear) for linear in shape["measured"]["linears"])
-            return ModelShape(**shape | {"measured": MeasuredLayer(**shape["measured"] | {"linears": linears})})
+            tuples = {key: tuple(map(tuple, shape["measured"][key])) for key in ("linears", "stacked")}
+            return ModelShape(**shape | {"measured": MeasuredLayer(**shape["measured"] | tuples)})
     return import_module("ithaka.model.shape").measure_model(json.loads(values), source)
 
 
