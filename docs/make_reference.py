@@ -34,7 +34,7 @@ def describe_fields(section: type) -> list[tuple[str, str, str]]:
 def _format_default(value: object) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(str, value)) + "]"
-    return config.format_value(value)
+    return config.format_value(value).replace("\n", "\\n")
 
 
 API_HEAD = """# Python API

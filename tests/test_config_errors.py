@@ -255,3 +255,14 @@ def test_a_source_inherits_reading_options_from_data():
 
 def test_formatted_mappings_omit_null():
     assert format_value({"type": None, "theta": 4e5, "deep": {"on": True}}) == "{theta: 400000.0, deep: {on: true}}"
+
+
+def test_one_key_of_a_nested_setting(tmp_path):
+    """--set data.reasoning.loss=false keeps the other keys of data.reasoning."""
+    file = tmp_path / "long.yaml"
+    file.write_text("data: {reasoning: {turns: last}}")
+    reasoning = load_config(file, ["data.reasoning.loss=false"]).data.reasoning
+    assert (reasoning.turns, reasoning.loss) == ("last", False)
+    for name, way_out in (("data.reasoning.lose=false", "did you mean"), ("data.context.x=1", "integer")):
+        with pytest.raises(ValueError, match=way_out):
+            load_config(file, [name])

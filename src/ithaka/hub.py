@@ -62,7 +62,7 @@ def _download(repo: str, revision: str | None, what: str) -> Path:
         missing = "repository" if isinstance(error, errors.RepositoryNotFoundError) else f"revision {revision}"
         fix = "correct the name, log in with `hf auth login` if it is private, or use a local directory"
         raise ConfigError(f"{what} is not a local path, and the hub has no such {missing}; {fix}") from None
-    except (OSError, errors.DryRunError) as error:
+    except Exception as error:  # network errors of OSError, requests or httpx, by version of huggingface_hub
         local_only, reason = True, f"the hub cannot be reached: {str(error).partition(chr(10))[0]}"
     try:
         return Path(snapshot_download(repo, **options, local_files_only=local_only))

@@ -84,8 +84,16 @@ def _read_yaml(path: Path) -> Tree:
     return tree
 
 
+class _Nested(dict):
+    """One key of a setting that is a mapping: data.reasoning.drop=true. Its other keys stay as they are."""
+
+
 def _parse_override(override: str) -> tuple[str, str, Any]:
     name, equals, text = override.partition("=")
+    if name.count(".") == 2:
+        outer, _, inner = name.strip().rpartition(".")
+        section, key, value = _parse_override(f"{outer}={text or ' '}")
+        return section, key, _Nested({inner: value})
     section, dot, key = name.strip().partition(".")
     if not (equals and dot and section and key):
         raise ConfigError(f"--set {override} is not section.key=value; write for example --set train.steps=100")
@@ -113,7 +121,10 @@ def _merge(trees: Iterable[tuple[str, Tree]]) -> Config:
             if not isinstance(values, Mapping | None):
                 raise ConfigError(f"{section}={values!r} in {origin} is not a mapping; write keys below `{section}:`")
             if values is not None:
-                merged[section] = {**merged.get(section, {}), **values}
+                before = merged.get(section, {})
+                inner = {key: value for key, value in before.items() if isinstance(value, Mapping)}
+                nested = {k: {**inner.get(k, {}), **v} for k, v in values.items() if isinstance(v, _Nested)}
+                merged[section] = {**before, **values, **nested}
     config = Config(**merged)
     return _resolve_curriculum(config, merged) if config.curriculum else config
 
