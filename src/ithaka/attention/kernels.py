@@ -208,9 +208,9 @@ def _check_fa4_version() -> str | None:
     try:
         installed = version("flash-attn-4")
     except PackageNotFoundError:
-        return "needs flash-attn-4, which is not installed; pip install 'ithaka[gpu]'"
+        return "needs flash-attn-4, which is not installed; pip install -e '.[gpu]'"
     if installed not in FA4_VERSIONS:
-        return f"was tested with flash-attn-4 {FA4_VERSIONS[-1]}, not {installed}; pip install 'ithaka[gpu]'"
+        return f"was tested with flash-attn-4 {FA4_VERSIONS[-1]}, not {installed}; pip install -e '.[gpu]'"
     return None
 
 

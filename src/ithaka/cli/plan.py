@@ -76,8 +76,8 @@ def plan(
         else:
             check_output("--out", out, force, text)
             out.write_text(text, encoding="utf-8")
-            needs_rope = request.missing_rope(result.work.context)
-            usage = "the model has fewer positions: uncomment model.rope, then" if needs_rope else "use it with"
+            rope = "; the model has fewer positions: uncomment model.rope"
+            usage = f"set data.path{rope if request.missing_rope(result.work.context) else ''}; then"
             print(f"wrote {out}; {usage}: {shell_command('train', out)}")
     else:
         text, fits = show.answer_request(request, max_context, steps, as_json)

@@ -40,7 +40,7 @@ H200_MATMUL = 790e12
 # Attention FLOP/s by kernel, forward and backward (LOG.md; flash: at 256K). Other GPUs: the same ratios.
 H200_ATTENTION = {"fa4": (664e12, 628e12), "cudnn": (594e12, 534e12), "flash": (310e12, 325e12)}
 KERNEL_NAMES = {"fa4": "FlashAttention 4", "cudnn": "cuDNN", "flash": "FlashAttention 2"}
-FA4_PACKAGE = "pip install 'ithaka[gpu]'"
+FA4_PACKAGE = "pip install -e '.[gpu]'"
 B200_FA4_FORWARD = 1613e12  # published: arXiv 2603.05451, "up to"; backward: the H200's ratio
 H200_PCIE = 55e9
 PCIE_4, PCIE_5 = 31.5e9, 63e9  # payload of 16 lanes, each way

@@ -57,7 +57,7 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
     if blocks.count(None) == 1:
         raise ConfigError(f"attention.block_q, block_kv={blocks} go together; set both or neither")
     if config.adapter is not None and find_spec("peft") is None:
-        raise ConfigError("adapter needs an extra: pip install 'ithaka[adapter]', or leave the section out")
+        raise ConfigError("adapter needs an extra: pip install -e '.[adapter]', or leave the section out")
     if config.adapter is not None and config.model.resize_embeddings:
         raise ConfigError("model.resize_embeddings=true cannot be used with an adapter; set it to false")
     need_validation = {"patience": train.patience} if not train.validate_every else {}
