@@ -154,13 +154,14 @@ def test_gradients_are_those_of_peft_on_the_dequantized_weights(family, cp, layo
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A bf16 model, and the same in 4 bits as transformers saves it: with double quantization or not."""
+    """A bf16 model, and the same in 4 bits as transformers saves it, with double quantization or not; and the models."""
     changes = {"hidden_size": 256, "intermediate_size": 200, "head_dim": 32, "tie_word_embeddings": False}
     folders = {name: tmp_path_factory.mktemp(name) for name in ("bf16", "double", "single")}
     tiny_model(tiny_config("llama", heads=8, **changes), torch.bfloat16).save_pretrained(folders["bf16"])
-    for name in ("double", "single"):
-        load_four_bit(folders["bf16"], name == "double").save_pretrained(folders[name])
-    return folders
+    models = {name: load_four_bit(folders["bf16"], name == "double") for name in ("double", "single")}
+    for name, model in models.items():
+        model.save_pretrained(folders[name])
+    return folders | {"models": models}
 
 
 def load_four_bit(folder, double, **options):
@@ -187,10 +188,7 @@ def unpacked_values(model):
 @pytest.mark.parametrize("stored, cp", [("bf16", 1), ("bf16", 2), ("bf16", 4), ("double", 2), ("single", 2)])
 def test_weights_from_files_are_those_of_bitsandbytes(saved, stored, cp):
     adapter, ids = AdapterConfig(rank=3, base="nf4"), random_ids(1, 24)
-    if stored == "bf16":
-        plain = load_four_bit(saved["bf16"], True)
-    else:
-        plain = AutoModelForCausalLM.from_pretrained(saved[stored], dtype=torch.bfloat16, device_map="cpu")
+    plain = saved["models"]["double" if stored == "bf16" else stored]
 
     def work():
         layout = Layout(cp=cp, dtype="bfloat16")
