@@ -154,7 +154,7 @@ def test_gradients_are_those_of_peft_on_the_dequantized_weights(family, cp, layo
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A bf16 model, and the same in 4 bits as transformers saves it, with double quantization or not; and the models."""
+    """A bf16 model, and the same in 4 bits as transformers saves it, double or not; and those models."""
     changes = {"hidden_size": 256, "intermediate_size": 200, "head_dim": 32, "tie_word_embeddings": False}
     folders = {name: tmp_path_factory.mktemp(name) for name in ("bf16", "double", "single")}
     tiny_model(tiny_config("llama", heads=8, **changes), torch.bfloat16).save_pretrained(folders["bf16"])

@@ -186,7 +186,7 @@ def test_forests_that_cannot_be_computed_are_refused():
 
     documents, parents = inputs["document_ids"], inputs["parents"]
     assert_refused(call(document_ids=None), "parents", "document_ids", way_out="pass both", error=ValueError)
-    assert_refused(call(parents=parents.flip(1)), "row 0", way_out="put parents first", error=ValueError)
+    assert_refused(call(parents=parents.flip(1)), "row 0", way_out="put parents before children", error=ValueError)
     assert_refused(call(document_ids=documents.clone().fill_(3)), "document 3", way_out="use one", error=ValueError)
     again = torch.where(documents == documents[0, -1], documents[0, 0], documents)
     assert_refused(call(document_ids=again), "document_ids", way_out="use ids once", error=ValueError)

@@ -30,7 +30,7 @@ from ithaka.model.adapters import merge_adapter
 from ithaka.model.build import build_model, has_weights
 from ithaka.model.quantized import BASE_FACTS, round_weights
 from ithaka.plan.search import forward_layout
-from ithaka.plan.shape import quant_method, read_json, read_shape
+from ithaka.plan.shape import read_json, read_shape
 from ithaka.report.page import render_page, render_table
 from ithaka.train.console import show_share
 
@@ -123,7 +123,7 @@ def prepare_model(source: Path, out: Path) -> Path:
     with safe_open(file, framework="pt") as opened:
         facts = json.loads((opened.metadata() or {}).get(BASE_FACTS, "{}"))
     change = None
-    if facts and quant_method(read_json(base / "config.json")) != "bitsandbytes":
+    if facts:
         adapter = AdapterConfig(base=facts["base"], unquantized=tuple(facts["unquantized"]))
         change = partial(round_weights, adapter=adapter)
     merge_adapter(base, source, load_file(file), out, change)

@@ -261,7 +261,7 @@ def long_context(trainer_class: type) -> Any:
     return type(f"LongContext{trainer_class.__name__}", bases, facts)
 
 
-Trainer: Any = object  # mypy: the real base is set by `long_context`
+Trainer: Any = object  # For mypy; `long_context` sets the real base.
 
 
 class LongContext(Trainer):

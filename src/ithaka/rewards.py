@@ -22,7 +22,7 @@ from ithaka.model import build
 from ithaka.model.save import iterate_weights
 
 MAX_NEW_TOKENS = 512  # that the parallel model generates: it has no cache
-Base: Any = object  # mypy: the real base is set by `long_context`
+Base: Any = object  # For mypy; `long_context` sets the real base.
 
 
 # ---- accelerate

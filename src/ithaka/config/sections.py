@@ -80,7 +80,7 @@ class AdapterConfig(Section, name="adapter"):
     # Modules to train in full: embed_tokens, lm_head.
     modules_to_save: tuple[str, ...] = ()
     # How the frozen linear modules of layers are stored: in the compute dtype, or in 4 bits (bitsandbytes' nf4 with
-    # double quantization). A model that bitsandbytes quantized stays as it is. mxfp4: experts stay as gpt-oss's files
+    # double quantization). A bitsandbytes checkpoint keeps its own quantization. mxfp4: experts stay as gpt-oss's files
     # store them; otherwise they are dequantized.
     base: Literal["bf16", "nf4", "mxfp4"] = "bf16"
     # Linear modules that are not quantized, matched like targets. lm_head, embeddings and norms never are.
@@ -279,7 +279,7 @@ class OptimConfig(Section, name="optim"):
     # Final learning rate, as a fraction of lr.
     min_lr_ratio: float = setting(0.1, ge=0, le=1)
     # Factors on the learning rate of parameters whose names match a regular expression; the first match counts:
-    # {embed_tokens: 0.1, "mlp.gate.weight|lm_head": 0.5}. Factor 0 keeps them as they are.
+    # {embed_tokens: 0.1, "mlp.gate.weight|lm_head": 0.5}. A factor of 0 freezes them.
     lr_factors: dict | None = None
     # Gradient clipping: maximum global norm. null: no clipping.
     clip_norm: float | None = setting(1.0, gt=0)
@@ -293,7 +293,9 @@ class OptimConfig(Section, name="optim"):
             try:
                 re.compile(str(pattern))
             except re.error as error:
-                raise ConfigError(f"{name} is no regular expression ({error}); escape it, or use a name") from None
+                raise ConfigError(
+                    f"{name} is not a valid regular expression ({error}); escape it, or use a name"
+                ) from None
 
     def decay_start(self, end: int) -> int:
         """Step at which the decay of a schedule that ends at step `end` starts."""
@@ -309,7 +311,7 @@ class OptimConfig(Section, name="optim"):
         if cooldown and self.schedule != "wsd":
             rule = f"has no effect with optim.schedule={self.schedule}"
             raise ConfigError(f"optim.cooldown_steps={cooldown} {rule}; use optim.schedule=wsd, or null")
-        if end is not None and warmup + cooldown > end:
+        if cooldown and end is not None and warmup + cooldown > end:
             rule = f"does not fit between optim.warmup_steps={warmup} and optim.decay_steps={end}"
             raise ConfigError(f"optim.cooldown_steps={cooldown} {rule}; use at most {end - warmup}")
 

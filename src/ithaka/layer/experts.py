@@ -185,7 +185,7 @@ def _spread(expert_tk: Tensor, weight_tk: Tensor, num_experts: int) -> Tensor:
 
 
 class _Replay(TorchFunctionMode):
-    """Answers a router's top-k over all experts with given choices."""
+    """Makes a router's top-k return recorded choices."""
 
     def __init__(self, chosen_tk: Tensor, num_experts: int) -> None:
         super().__init__()

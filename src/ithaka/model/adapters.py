@@ -201,7 +201,7 @@ def merge_adapter(
         options["quantization_config"] = Mxfp4Config(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype="auto", **options)
     model = model.dequantize() if method == "bitsandbytes" else model
-    if change is not None:
+    if change is not None and method != "bitsandbytes":  # whose weights have been rounded already
         change(model)
     stored = {name: t.dtype for name, t in model.state_dict().items()}  # some tensors are always in float32
     peft_model = get_peft_model(model.float(), PeftConfig.from_pretrained(adapter))

@@ -126,7 +126,8 @@ def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
 
 def pack_batch(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> Packing:
     """How `take_share` packs the tokens of a call with these inputs. `rows_BN`: any tensor of the batch's shape."""
-    tensors = {name: to_integers(name, value) for name, value in inputs.items() if value is not None}
+    given = {name: inputs[name] for name in INPUTS if inputs.get(name) is not None}
+    tensors = {name: to_integers(name, value) for name, value in given.items()}
     positions_BN, mask_BN, documents_BN, _, parents_BN = map(tensors.get, INPUTS[2:])
     if positions_BN is not None:
         positions_BN = positions_BN.expand(rows_BN.shape)
@@ -168,7 +169,9 @@ def _read_parents(
         if is_padding or parent == -1:
             parents.append(-1)
         elif (row, parent) not in known:
-            raise ValueError(f"parents: {parent} at {where} is no earlier document_id of its row; put parents first")
+            raise ValueError(
+                f"parents: {parent} at {where} is not an earlier document_id in its row; put parents before children"
+            )
         else:
             parents.append(known[row, parent])
         if is_padding:

@@ -183,6 +183,8 @@ def _parse_arguments(input_ids: Any = None, **named: Any) -> tuple[dict[str, Ten
 
 def _take_expert_indices(model: Any, given: Tensor, shape: torch.Size, share: Share, mesh: Mesh) -> Tensor:
     """The experts that this rank's tokens must choose in each layer, [s, L, k], of [B, N, L, k]."""
+    if not isinstance(given, Tensor):
+        raise TypeError(f"expert_indices is {type(given).__name__}; pass a tensor")
     blocks = [layer.forward.experts.block for layer in find_layers(model)]
     num_experts = min((block.num_experts for block in blocks if block is not None), default=0)
     if not num_experts:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import TokenResults
-from ithaka.model.batch import INPUTS, GatherTokens, pack_batch, take_label_share
+from ithaka.model.batch import GatherTokens, pack_batch, take_label_share
 from ithaka.plan.ring import contiguous_deal
 
 
@@ -47,7 +47,7 @@ def token_logprobs_and_aux(
     out = model(input_ids=input_ids, labels=labels, per_token=True, **inputs)
     tokens = out.tokens
     values_s4 = torch.stack([x.to(tokens.logprobs.dtype) for x in tokens], dim=-1)
-    packing = pack_batch({name: value for name, value in inputs.items() if name in INPUTS}, input_ids, mesh)
+    packing = pack_batch(inputs, input_ids, mesh)
     if packing.parents:
         tokens = packing.label_table(mesh.cp_size)[0].flatten()
         slots = torch.full((packing.starts[-1] + 1,), len(tokens))  # of each token's label; len(tokens): none

@@ -40,6 +40,8 @@ def save_pretrained(model: Any, save_directory: str | Path, max_shard_size: int 
     base = getattr(model, "get_base_model", lambda: model)()
     base.reshard()  # after a forward without backward, the root's parameters are still gathered
     adapter, params = find_active_adapter(base), named_tensors(base)
+    if adapter is None and any(".packed_" in name for name in params):
+        raise ConfigError("save_pretrained cannot write a base in 4 bits; train an adapter, or load it in bfloat16")
     if adapter is None:
         pattern = f"{_file_stem(base)}{{suffix}}.safetensors"
         empty = {name: torch.empty(param.shape, dtype=param.dtype, device="meta") for name, param in params.items()}

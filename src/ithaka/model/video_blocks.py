@@ -312,7 +312,7 @@ def probe_block(family: Wan | Ltx, facts: CallFacts, device: torch.device) -> No
             if not error < TOLERANCE:
                 what = name if name == "the output" else f"the gradient of {name}"
                 raise ConfigError(
-                    f"a block of {type(model).__name__} computes something else than ithaka's layer ({what} differs by "
+                    f"a block of {type(model).__name__} does not match ithaka's layer ({what} differs by "
                     f"{error:.1e}); use diffusers 0.42, with which it was tested"
                 )
 

@@ -303,7 +303,7 @@ class SearchSpace:
     def adapter_that_fits(self, work: Work) -> dict[str, Any]:
         """Settings of `adapter` with which some layout fits; empty if there are none. A four-bit base if needed."""
         own = self.shape.adapter
-        for base in ("bf16", "nf4"):
+        for base in ("bf16", "nf4") if self.shape.causal else ("bf16",):  # video transformers are not packed
             adapter = replace(own or AdapterConfig(rank=ADAPTER_RANK), base=base)
             if adapter != own and replace(self, shape=self.shape.with_adapter(adapter)).fits(work):
                 four_bit = {"base": base} if base != "bf16" else {}

@@ -256,5 +256,5 @@ def _adopt_quantization(config: Config) -> Config:
     if file is None or not file.is_file() or quant_method(read_json(file)) != "bitsandbytes":
         return config
     if config.adapter is None:
-        raise ConfigError(f"model.path={path} is quantized, so it cannot be trained itself; add an adapter section")
+        raise ConfigError(f"model.path={path} is quantized, so its weights cannot be trained; add an adapter section")
     return dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, base="nf4"))

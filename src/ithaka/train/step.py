@@ -173,6 +173,7 @@ def train_step(
         group["lr"] = lr * group.get("lr_factor", 1.0)
     total_loss, aux_loss = torch.zeros(2, dtype=torch.float64, device=mesh.device).unbind()
     sources, max_pairs, own_losses, ring_bytes = SourceSums(source_names, mesh), [], [], 0
+    has_aux_loss = False
     for batch, own_pairs in zip(batches, pairs, strict=True):
         out = model(**batch.inputs, num_items_in_batch=label_tokens, per_token=sources.has_several)
         sources.add(batch, out.tokens)
@@ -182,6 +183,7 @@ def train_step(
         max_pairs.append(own_pairs * out.docs.deal.balance)
         ring_bytes += out.docs.sent_bytes
         if out.aux_loss is not None:
+            has_aux_loss = True
             aux_loss += out.aux_loss.detach() * out.num_tokens / label_tokens
     with phase("optimizer"):
         norm = float(clip_gradients(model.parameters(), clip_norm, mesh.device))
@@ -198,7 +200,7 @@ def train_step(
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         balance, ring_bytes = float(maxima[1:].sum()) * mesh.dp_size / max(1, sum(all_pairs)), int(maxima[0])
     means = sources.means("loss") | expert_loads(model)
-    if out.aux_loss is not None:
+    if has_aux_loss:
         dist.all_reduce(aux_loss)
         means["aux_loss"] = float(aux_loss) / mesh.world_size
     return StepResult(loss, norm, label_tokens, sum(all_pairs), means, refused, balance, ring_bytes)
