@@ -70,6 +70,15 @@ def no_group_is_left():
 
 
 @pytest.fixture(autouse=True)
+def default_dtype_is_left():
+    """Restore the default dtype: transformers changes it while it makes a model, and ranks may be threads here."""
+    import torch
+
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(autouse=True)
 def no_device_memory_is_left():
     """Free cached GPU memory: several test processes share the GPU."""
     import torch

@@ -371,7 +371,7 @@ def test_fa4_is_chosen_on_hopper_and_blackwell(gpu_of, capability, chosen):
 @pytest.mark.parametrize(
     "installed, wrong, line",
     [
-        (not_installed, None, "needs flash-attn-4, which is not installed; pip install 'ithaka.gpu.'"),
+        (not_installed, None, "needs flash-attn-4, which is not installed; pip install -e '..gpu.'"),
         ("4.0.0b40", None, "was tested with flash-attn-4 4.0.0b36, not 4.0.0b40; pip install"),
         ("4.0.0b36", "is wrong here: dq is off", "is wrong here: dq is off"),
     ],
