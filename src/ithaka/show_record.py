@@ -23,7 +23,7 @@ TOOL_PATTERN = re.compile(
     r'<[^<>\s]*tool[^<>\s]*>|\[/?\w*TOOL\w*\]|<\|(python_tag|call)\|>|{"name": "[^"]*", "(argu|para)me\w+":'
 )
 NUM_RECORDS, NUM_TURNS, NUM_TOKENS = 8, 24, 240  # shown: records, turns of each, tokens of each turn
-PROBED_RECORDS = 1000  # of each source, to choose from
+PROBED_RECORDS = 1000  # records per source to choose from
 NO_PIECE, UNTRAINED_PIECE = -1, -2
 CUT_REASONS = {
     "end": "cut: before the last turns that fit",

@@ -216,7 +216,7 @@ class Docs:
         if chunk not in self._chunked:
             starts: list[int] = []
             parents: list[int] = []
-            ends: list[tuple[int, int]] = []  # of each document: its last piece, and its length with its ancestors
+            ends: list[tuple[int, int]] = []  # per document: its last piece, and its length including ancestors
             for node, (a, b) in enumerate(zip(self.starts, self.starts[1:], strict=False)):
                 parent = self.parents[node] if self.parents else -1
                 last, depth = ends[parent] if parent >= 0 else (-1, 0)

@@ -37,7 +37,7 @@ class Pair:
     mask: str
     count: int = 1
     step: int = 0
-    lengths: tuple[int, ...] = ()  # of `squares`
+    lengths: tuple[int, ...] = ()  # lengths of the documents in `squares`
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,7 +233,7 @@ def _tiles(x_sD: Tensor, dx_sD: Tensor | None, rows_e: Tensor | None, tile: int)
     for rows in tile_slices(len(rows_e), tile):
         yield slice(s + rows.start, s + rows.stop), x_sD[rows_e[rows]], None if dx_eD is None else dx_eD[rows]
     if dx_sD is not None and dx_eD is not None:
-        first_e = torch.searchsorted(rows_e, rows_e)  # of those with the same row
+        first_e = torch.searchsorted(rows_e, rows_e)  # index of the first entry with the same row
         sums_eD = torch.zeros_like(dx_eD, dtype=sum_dtype(dx_eD.dtype))
         sums_eD.index_put_((first_e,), dx_eD.to(sums_eD.dtype), accumulate=True)
         dx_sD[rows_e] = (dx_sD[rows_e] + sums_eD[first_e]).to(dx_sD.dtype)

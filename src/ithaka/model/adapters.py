@@ -16,7 +16,7 @@ from ithaka.layer.linear import is_linear
 from ithaka.plan.shape import quant_method, read_json
 
 ADAPTER_NAME = "default"  # PEFT's name for the first adapter
-ADAPTER_PREFIX = "base_model.model."  # of tensors in PEFT's files
+ADAPTER_PREFIX = "base_model.model."  # prefix of tensor names in PEFT's files
 # PEFT options -> the only value that the layers compute. Variants such as DoRA mark fields of their own.
 REQUIRED_OPTIONS = {
     "peft_type": "LORA",

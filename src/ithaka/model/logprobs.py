@@ -50,7 +50,7 @@ def token_logprobs_and_aux(
     packing = pack_batch(inputs, input_ids, mesh)
     if packing.parents:
         tokens = packing.label_table(mesh.cp_size)[0].flatten()
-        slots = torch.full((packing.starts[-1] + 1,), len(tokens))  # of each token's label; len(tokens): none
+        slots = torch.full((packing.starts[-1] + 1,), len(tokens))  # by token; len(tokens): no label
         slots[tokens] = torch.arange(len(tokens))
         slots = slots[: input_ids.numel()].to(values_s4.device)
         values_1l4 = GatherTokens.apply(values_s4, mesh, contiguous_deal(len(tokens), 1), (1, len(tokens)))

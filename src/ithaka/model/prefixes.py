@@ -27,9 +27,9 @@ MIN_TOKENS = 128  # sharing fewer saves less than the calls of attention for ano
 class PackedPrefixes:
     """One packed sequence of N tokens."""
 
-    inputs: dict[str, Tensor]  # of a parallel model, [1, N]: input_ids, labels, document_ids and parents
-    indices: list[Tensor]  # of each sequence: where its tokens are in the packed sequence
-    num_tokens: tuple[int, int]  # of all sequences, and packed
+    inputs: dict[str, Tensor]  # arguments of the model call, [1, N]: input_ids, labels, document_ids and parents
+    indices: list[Tensor]  # per sequence: positions of its tokens in the packed sequence
+    num_tokens: tuple[int, int]  # before and after packing
     num_pairs: tuple[int, int]  # query-key pairs of full attention: of all sequences, and packed
 
     @property

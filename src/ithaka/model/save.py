@@ -108,7 +108,7 @@ def _write_files(
     directory.mkdir(parents=True, exist_ok=True)
     index_file, metadata = directory / f"{_file_stem(base)}.safetensors.index.json", {"format": "pt"}
     if adapter is None:
-        for stale in [*directory.glob(f"{_file_stem(base)}-*-of-*.safetensors"), index_file]:  # of an earlier save
+        for stale in [*directory.glob(f"{_file_stem(base)}-*-of-*.safetensors"), index_file]:  # left by an earlier save
             stale.unlink(missing_ok=True)
         _write_config(base, directory)
     elif _is_transformers(base):

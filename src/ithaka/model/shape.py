@@ -26,8 +26,8 @@ from ithaka.model.video_blocks import TOKEN_DIMS, Ltx, SelfAttention, Tokens, Wa
 from ithaka.plan.shape import VIDEO_SCALES, MeasuredLayer, ModelShape
 
 TOKENS = (128, 256)  # the lengths of two runs: their difference is what grows with the tokens
-TEXT_TOKENS = 512  # of a prompt, as the text encoders of Wan pad them
-COORDINATE_BYTES = 24  # of a patch: three integers
+TEXT_TOKENS = 512  # Wan's text encoder pads prompts to this length
+COORDINATE_BYTES = 24  # three int64 coordinates per patch
 TOP_K = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk")  # experts per token, in configurations
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "grouped_mm_fallback")
 

@@ -30,7 +30,7 @@ from ithaka.model.families import find_layers
 from ithaka.model.probe import TOLERANCE, randomize
 
 PROBE_TOKENS, PROBE_CUT, PROBE_TEXT = 24, 9, 5
-# Of a layer's arguments: text, its attention bias, modulations, tokens, mask.
+# Token dim of each layer argument: text, attention bias, modulations, tokens, mask.
 TOKEN_DIMS = (None, None, None, 0, None)
 JOINT_ATTENTION = ("HunyuanVideo", "CogVideoX", "ConsisID", "Mochi", "EasyAnimate")  # beginnings of class names
 
