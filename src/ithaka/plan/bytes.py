@@ -141,7 +141,9 @@ class _GpuPhases:
         self.layer_grads = shape.trained_layer * self.wide
         # A tied embedding belongs to FSDP2's root: always gathered, and its first gradient waits for its second.
         self.root, self.trained_lm_head = (self.head, 0) if shape.tied else (0, shape.trained_head)
-        self.root += shape.measured.root * self.wide * (not self.is_single) if shape.measured else 0
+        # So do parameters that belong to neither layers, embedding nor lm_head.
+        self.other = shape.measured.root * self.wide * (not self.is_single) if shape.measured else 0
+        self.root += self.other
         self.embedded = shape.trained_parameters("embed_tokens")
         self.root_grad = self.embedded * self.e if shape.tied else 0
         self.groups = self._group_layers()
@@ -187,7 +189,9 @@ class _GpuPhases:
             lm_head = self.root + self.next_layer if self.shape.tied else self.head * (1 if self.is_single else 2)
             return self.holders(MemoryPoint("loss", self.x), lm_head) | {"loss tile": logits + normed}
         holders = self.holders(
-            MemoryPoint("loss", 2 * self.x), self.head + self.next_layer, kept=self.groups[-1].kept_up_to
+            MemoryPoint("loss", 2 * self.x),
+            self.head + self.other + self.next_layer,
+            kept=self.groups[-1].kept_up_to,
         )
         head = self.shape.trained_head
         holders["loss tile"] = head * self.wide + max(logits + 2 * normed, head * self.e)  # normed and its gradient
@@ -210,7 +214,7 @@ class _GpuPhases:
         return phases
 
     def backward_first_layer(self) -> Holders:
-        weights = self.layer + (0 if self.is_single and not self.shape.tied else self.head)
+        weights = self.layer + self.other + (0 if self.is_single and not self.shape.tied else self.head)
         reduced = self.trained_lm_head + self.last_layer * self.shape.trained_layer
         pending = self.layer_grads * (self.last_layer > 0) + self.root_grad
         return self.holders(self.groups[0].backward, weights, reduced, pending, self.groups[0].kept)
@@ -221,7 +225,7 @@ class _GpuPhases:
         shape, narrow, wide = self.shape, self.embedded * self.e, self.embedded * self.wide
         rows = self.s // EMBEDDING_RUN + min(self.s, shape.vocab)
         buffer = rows * shape.hidden * self.wide if self.embedded else 0
-        computed = (self.head, narrow + self.layer_grads + self.root_grad + max(buffer, self.root_grad))
+        computed = (self.head + self.other, narrow + self.layer_grads + self.root_grad + max(buffer, self.root_grad))
         shard = 0 if self.is_single else wide * self.layout.replicas // self.hardware.num_gpus
         reducing = (self.root, narrow + wide + shard)
         weights, pending = max(computed, reducing, key=sum)
