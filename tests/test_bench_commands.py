@@ -110,3 +110,12 @@ def test_the_gate_fails_where_a_layer_is_slower_or_larger_than_recorded(tmp_path
             file.write_text(json.dumps(before))
             assert benchmark("gate", "--beside", file).exit_code == code, (factor, name)
             assert json.loads(file.read_text()) == before  # recorded figures stay
+
+
+def test_plans_are_rehearsed_at_two_contexts():
+    """The peak at the plan's context, the time at one that takes fewer seconds."""
+    result = benchmark("rehearse_plans", "--small", "--seconds", "0", "--cases", "1M, adapters, mxfp4", "--layers", 1)
+    row = json.loads(result.stdout)
+    assert (row["case"], row["context"]) == ("gpt-oss-120b, 1xH200, 1M, adapters, mxfp4", 1024), row
+    assert row["timed context"] == 512 and row["measured backward s"] > 0
+    assert row["measured peak GiB"] == pytest.approx(row["planned peak GiB"], rel=0.4)

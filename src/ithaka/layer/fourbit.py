@@ -104,6 +104,15 @@ def _quantize_blocks(blocks: Tensor) -> Tensor:
     return (codes[:, 0] << 4) | codes[:, 1]
 
 
+def quantize_mxfp4(flat: Tensor) -> Tensor:
+    """Pack weights to rows of bytes. A block's exponent is that of its largest value, less two: OCP's rule."""
+    blocks, table = flat.float().view(-1, 32), _table("mxfp4", flat.device)[:8]
+    exponents = (blocks.abs().amax(1).frexp().exponent - 3).clamp(-127, 127)
+    sizes = torch.bucketize(torch.ldexp(blocks, -exponents[:, None]).abs(), (table[:-1] + table[1:]) / 2)
+    codes = (sizes + 8 * (blocks < 0)).to(torch.uint8).view(-1, 2)
+    return pack_rows((codes[:, 0] << 4) | codes[:, 1], (exponents + 127).to(torch.uint8), Format("mxfp4"))
+
+
 def pack_rows(codes: Tensor, scales: Tensor, layout: Format, row_scales: Any = 0, offset: Any = 0) -> Tensor:
     """Pack codes, two per byte, and the scales of their blocks. With double quantization scales are bytes."""
     num_rows, scales = -(-len(codes) // SCALES_AT), scales.contiguous().view(torch.uint8).flatten()
@@ -204,22 +213,27 @@ class PackedWeight:
         """Quantize this rank's shard of the parameter, `rows` of its first dim, from slices of the full weight. Every
         rank calls it, for the offset of the full matrix."""
         raw, width = local.view(torch.uint8), self.shape[-1]
-        options: Any = {"device": raw.device, "dtype": local.dtype if local.itemsize == 2 else torch.float32}
+        device = full.device if isinstance(full, Tensor) and full.is_cuda else raw.device
+        options: Any = {"device": device, "dtype": local.dtype if local.itemsize == 2 else torch.float32}
         if len(self.shape) == 3:
             for into, matrix in zip(raw, full[rows], strict=True):
-                scales = block_scales(flat := matrix.flatten().to(**options))
-                into.copy_(quantize_nf4(flat, scales, scales.double().mean().float()))
+                flat = matrix.flatten().to(**options)
+                if self.layout.codes == "mxfp4":  # drawn weights; files have the codes
+                    into.copy_(quantize_mxfp4(flat))
+                else:
+                    scales = block_scales(flat)
+                    into.copy_(quantize_nf4(flat, scales, scales.double().mean().float()))
             return
         first, last = (min(row * ROW, math.prod(self.shape)) for row in (rows.start, rows.stop))
         start = first // width
         flat = full[start : -(-last // width)].flatten()[first - start * width : last - start * width].to(**options)
         scales = block_scales(flat)
-        total = torch.stack([scales.double().sum(), torch.tensor(len(scales), dtype=torch.float64, device=raw.device)])
+        total = torch.stack([scales.double().sum(), torch.tensor(len(scales), dtype=torch.float64, device=device)])
         if isinstance(self.packed, DTensor):
             mesh = self.packed.device_mesh
             total = total.to(mesh.device_type)
             dist.all_reduce(total, group=mesh.get_group(mesh.ndim - 1))
-        offset = (total[0] / total[1]).float().to(raw.device)
+        offset = (total[0] / total[1]).float().to(device)
         if len(raw):
             raw.copy_(quantize_nf4(flat, scales, offset))
 

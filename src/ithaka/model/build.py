@@ -171,7 +171,7 @@ def build_model(
     transforms = get_model_conversion_mapping(model)  # FSDP2 changes the model's class, which they depend on
     parallelize_model(model, mesh=mesh, layout=layout, store=store)
     model.to_empty(device=torch.device("cpu") if layout and layout.offload_optimizer else mesh.device)
-    init_weights(model, seed, has_files=has_weights(source))
+    init_weights(model, seed, mesh.device, has_files=has_weights(source))
     if has_weights(source):
         load_weights(model, source, stored_vocab, transforms)
     if adapter is not None and adapter.path is not None:

@@ -57,6 +57,8 @@ def _choose_mxfp4(model: Any, files: Mapping[str, Any]) -> None:
     found = False
     for path, module in model.named_modules():
         names = [name for name in module._parameters if f"{base_tensor_name(f'{path}.{name}')}_blocks" in files]
+        if not files and model.config.model_type == "gpt_oss":  # weights will be drawn
+            names = [name for name, param in module.named_parameters(recurse=False) if param.dim() == 3]
         if names:
             module.__dict__[PACKED_AS], found = {name: (Format("mxfp4"),) for name in names}, True
     if not found:

@@ -220,9 +220,10 @@ class _Generator(TorchFunctionMode):
 
 
 @torch.no_grad()
-def init_weights(model: PreTrainedModel, seed: int, has_files: bool = False) -> None:
+def init_weights(model: PreTrainedModel, seed: int, device: torch.device, has_files: bool = False) -> None:
     """Compute buffers, and draw parameters from the initial distributions of Hugging Face and PEFT; with files, only
-    adapters. Each module has its own generator, so the values do not depend on the number of ranks."""
+    adapters. Each module has its own generator, so the values do not depend on the number of ranks. `device`: draws
+    the values, also of parameters that are kept on the host."""
     for param in model.parameters():
         param._is_hf_initialized = True  # transformers leaves shards alone
     for module_name, module in model.named_modules():
@@ -236,7 +237,6 @@ def init_weights(model: PreTrainedModel, seed: int, has_files: bool = False) -> 
             continue
         first = next(iter({**shards, **buffers}))
         digest = hashlib.sha256(f"{seed}/{base_tensor_name(f'{module_name}.{first}')}".encode()).digest()
-        device = local_shard(shards[first])[0].device if shards else buffers[first].device
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
         shapes = {name: packed.get(name, param).shape for name, param in shards.items()}
         full = {name: torch.empty(shapes[name], dtype=shards[name].dtype, device=device) for name in shards}
