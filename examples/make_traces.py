@@ -1,6 +1,7 @@
 """Write synthetic traces of a shell agent: tool calls, reasoning in most of them, and one trace of about 200K tokens.
 
-python examples/make_traces.py traces.jsonl        # 300 traces; --count and --long-tokens change the sizes
+python examples/make_traces.py traces.jsonl                              # 300 traces
+python examples/make_traces.py held-out.jsonl --first 300 --count 40     # others, to evaluate on
 """
 
 import argparse
@@ -57,11 +58,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first trace")
     parser.add_argument("--long-tokens", type=int, default=200_000, help="size of the longest trace, about")
     options = parser.parse_args()
-    traces = [make_trace(seed) for seed in range(options.count - 1)]
+    traces = [make_trace(seed) for seed in range(options.first, options.first + options.count - 1)]
     # A line of output has about ten tokens.
-    traces.insert(options.count // 2, make_trace(1, lines=options.long_tokens // 400, turns=40))
+    traces.insert(options.count // 2, make_trace(options.first + 1, lines=options.long_tokens // 400, turns=40))
     options.file.write_text("".join(json.dumps(trace) + "\n" for trace in traces))
 
 

@@ -84,7 +84,8 @@ def evaluate(
         read_shape(model)
         tokenizer = load_tokenizer(None, model)
         text = read_text(data, tokenizer, max(contexts), num_documents)
-        check_prompts(text, tokenizer, contexts)
+        if samples:
+            check_prompts(text, tokenizer, contexts)
         prompts, digest = read_prompts(tasks, tokenizer) if tasks is not None else ([], None)
         longest = max([*contexts, *(len(prompt.tokens) for prompt in prompts)])
         # On a CPU, exchanges between ranks take longer than short sequences.

@@ -293,12 +293,12 @@ def measure_all(
     standard errors. long_context_gain < 0: the long context helps. key_tokens: share of tokens it helps most. Calls
     `report` after each pass, with the figures so far and the share of the work that is done."""
     model.eval()
-    cells = list(itertools.product(TASKS, contexts, DEPTHS))
-    num_long = sum(len(each) + 4 * max(len(each) - short, 0) for each in text.long)
-    num_talk = sum(len(each) for each, _ in text.conversations)
-    num_talk += sum(len(prompt.tokens) for prompt in prompts)
-    num_total = num_long + num_talk + sum(map(len, text.short)) + samples * sum(context for _, context, _ in cells)
-    num_done = 0
+    cells = list(itertools.product(TASKS, contexts, DEPTHS)) if samples else []
+    talks = [tokens ^ (tokens >> 31) for tokens, _ in text.conversations]
+    documents = {each.tobytes(): each for each in (*text.long, *talks, *text.short)}  # one pass for equal ones
+    num_total = sum(map(len, documents.values())) + 4 * sum(max(len(each) - short, 0) for each in text.long)
+    num_total += sum(len(prompt.tokens) for prompt in prompts) + samples * sum(context for _, context, _ in cells)
+    num_done, known = 0, dict[bytes, Tensor]()
 
     def measured(values: Tensor | bool, num_tokens: int) -> Any:
         nonlocal num_done
@@ -306,10 +306,16 @@ def measure_all(
         report(result, num_done / num_total)
         return values
 
+    def losses_of(document: np.ndarray) -> Tensor:
+        key = document.tobytes()
+        if key not in known:
+            known[key] = measured(token_losses(model, document[None])[0], len(document))
+        return known[key]
+
     result: dict[str, Any] = {"tasks_version": TASKS_VERSION, "contexts": list(contexts), "documents": len(text.long)}
     result |= {"text": text.digest, "loss_by_position": [], "loss_by_turn": [], "retrieval": [], "tasks": []}
     result |= dict.fromkeys(FIGURES)
-    losses = [measured(token_losses(model, document[None])[0], len(document)) for document in text.long]
+    losses = [losses_of(document) for document in text.long]
     end, doubled = max(contexts), (FIRST_BUCKET << i for i in itertools.count())
     edges = [1, *itertools.takewhile(lambda edge: edge < end, doubled), end]
     if losses:
@@ -317,9 +323,8 @@ def measure_all(
     for low, high in itertools.pairwise(edges) if losses else ():
         loss, error = mean_and_error([losses_N[low:high] for losses_N in losses])
         result["loss_by_position"].append({"from": low, "to": high, "loss": loss, "error": error})
-    talk_losses = [measured(token_losses(model, (t ^ (t >> 31))[None])[0], len(t)) for t, _ in text.conversations]
-    if talk_losses:
-        result |= summarize_turns(text.conversations, talk_losses, edges)
+    if talks:
+        result |= summarize_turns(text.conversations, [losses_of(tokens) for tokens in talks], edges)
     gains = [
         measured(long_context_gains(model, *pair, short), 4 * max(len(pair[0]) - short, 0))
         for pair in zip(text.long, losses, strict=True)
@@ -327,7 +332,7 @@ def measure_all(
     keys = [find_key_tokens(*pair, short) for pair in zip(losses, gains, strict=True)]
     for name, values in (("long_context_gain", gains), ("key_tokens", keys)):
         result[name], result[f"{name}_error"] = mean_and_error(values) if values and len(values[0]) else (None, None)
-    short_losses = [measured(token_losses(model, document[None])[0, 1:], len(document)) for document in text.short]
+    short_losses = [losses_of(document)[1:] for document in text.short]
     result["short_context_loss"], result["short_context_loss_error"] = mean_and_error(short_losses)
     for kind, context, depth in cells:
         hits = 0

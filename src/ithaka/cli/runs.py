@@ -245,7 +245,7 @@ def evaluate(
     contexts: Annotated[str, typer.Option(help="Context lengths; the loss is measured at the longest.")] = "8K,32K",
     data: Annotated[Path | None, typer.Option(metavar="PATH", help="Held-out data, as data.path.")] = None,
     documents: Annotated[int, typer.Option(min=1, help="Number of long documents.")] = 8,
-    samples: Annotated[int, typer.Option(min=1, help="Samples per retrieval task, length and depth.")] = 2,
+    samples: Annotated[int, typer.Option(min=0, help="Samples per retrieval task, length and depth; 0: none.")] = 2,
     tasks: Annotated[
         Path | None, typer.Option(metavar="FILE", help="JSONL of prompts and answers to score as well.")
     ] = None,
