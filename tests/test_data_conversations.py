@@ -334,6 +334,28 @@ def test_records_that_a_template_breaks_are_skipped_and_counted(tmp_path, tokeni
         tokens_of(path, tokenizer)
 
 
+def test_null_content_is_empty(tmp_path, tokenizer_with):
+    """OpenAI has content: null, or none, next to tool_calls. Many templates concatenate it; others print it."""
+    call = "{% for call in message.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
+    concatenates = templates.CHATML.replace("message['content'] + ", f"message['content']}}}}{call}{{{{")
+    prints = concatenates.replace("+ message['content']", "}}{{ message.content }}{{ ''")
+    for template in (concatenates, prints):
+        tokenizer, texts = tokenizer_with(template), []
+        for content in ({"content": ""}, {"content": None}, {}):
+            talk = [says("user", "2"), calls({"a": 2}, **content), says("tool", "4"), says("assistant", "4")]
+            ((tokens,), _) = tokens_of(written(tmp_path / "a.jsonl", {"messages": talk}), tokenizer)
+            texts.append(tokens)
+        assert texts[0] == texts[1] == texts[2] and "assistant\nadd<|im_end|>" in tokenizer.decode(plain_ids(tokens))
+    path = written(tmp_path / "a.jsonl", {"messages": [says("user", "2"), says("assistant")]})
+    with pytest.raises(
+        ConfigError, match=r"a.jsonl line 1: message 2 has neither content nor tool_calls nor reasoning; "
+    ):
+        tokens_of(path, tokenizer)
+    talk = [says("user", "2"), calls({"a": 2}), says("assistant", "4")]
+    with pytest.raises(ConfigError, match=r"a.jsonl line 1: the chat template does not render the tool add or a call"):
+        tokens_of(written(tmp_path / "a.jsonl", {"messages": talk}), tokenizer_with(templates.CHATML))
+
+
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
 def test_fields_that_the_template_ignores_are_refused_and_counted(tmp_path, tokenizer_with, field):
     def talk(value):

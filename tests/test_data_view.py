@@ -152,6 +152,16 @@ def test_only_a_stated_part_of_large_data_is_read(folder, monkeypatch):
     assert "read        all of the data" in shown(folder, records[:64])
 
 
+@pytest.mark.parametrize("mode", ["turns", "end", "drop", "split"])
+def test_all_of_the_data_is_read_however_long_documents_are_cut(folder, mode):
+    """`turns` repeats the system prompt, so that the pieces have more tokens than the documents; others have fewer."""
+    head = {"role": "system", "content": "0123"}
+    records = [talk("hi", "yo"), {"messages": [head, *talk("a", "b")["messages"] * 12]}]
+    figures = json.loads(shown(folder, records, "--json", context=24, long_documents=mode))
+    assert figures["complete"] and figures["read_share"] == 1
+    assert "read        all of the data" in shown(folder, records, context=24, long_documents=mode)
+
+
 def test_the_terminal_marks_trained_tokens_with_and_without_colours(folder):
     records = [talk("<tool_call>\x1b", "yo"), talk("hi", "a🎉")]
     terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "80"}

@@ -238,6 +238,7 @@ REFUSALS = [
     (f"{H100} --yaml --set data.context=4K", "--set data.context", "--context"),
     (f"{H100} --set parallel.cp=3", "parallel.cp=3", "8 ranks", "1, 2, 4 or 8"),
     (f"{H100} --set optim.lr=1", "optim.lr", "parallel.cp"),
+    (f"{H100} --set memory.ofload=host", "memory.ofload=host is not a setting", "did you mean memory.offload?"),
     (f"{H100} --set attention.kernel=fast", "attention.kernel=fast", "H100-80GB", "auto, fa4"),
     ("llama3-8b --gpus L40S --set attention.kernel=fa4", "attention.kernel=fa4", "L40S", "auto, cudnn or flash"),
     (f"{H100} --set parallel.heads_per_stage=64", "parallel.heads_per_stage=64", "32 query heads", "all"),

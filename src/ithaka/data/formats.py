@@ -60,6 +60,9 @@ def _split_parts(message: Message, label: str, drop_images: bool) -> Iterator[tu
     """Replace content parts by text, reasoning and tool calls. A tool's result becomes a message of its own."""
     content, is_assistant = message.get("content"), message["role"] == "assistant"
     if isinstance(content, str) or (content is None and is_assistant):
+        if content is None and not any(message.get(name) for name in ("tool_calls", *REASONING_FIELDS)):
+            detail = f"{label} has neither content nor tool_calls nor reasoning; write content, or drop the record"
+            raise BadRecord("with content that is no text", detail)
         yield message, 0
         return
     if not isinstance(content, list):

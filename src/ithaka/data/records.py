@@ -2,14 +2,14 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ithaka.config import ConfigError, ReadingConfig
 from ithaka.data import formats
-from ithaka.data.chat import TEMPLATE_REFUSES, ChatTemplate, TrainedRanges
+from ithaka.data.chat import TEMPLATE_REFUSES, ChatTemplate, Sample, TrainedRanges
 from ithaka.data.formats import BadRecord, Message
 from ithaka.layer.loss import IGNORE_INDEX
 
@@ -127,15 +127,7 @@ def _parse_conversation(
     ):
         raise BadRecord("without an assistant's turn", "has no assistant turn to train on; add one, or drop it")
     schemas = formats.parse_tools(tools)
-    try:
-        samples = chat.render(messages, schemas, trainable, reading)
-    except BadRecord as error:
-        # DeepSeek's templates take arguments as a string, and need content to be defined.
-        defaults: dict[str, Message] = {"assistant": {"content": None}}
-        as_strings = [formats.convert_arguments(defaults.get(m["role"], {}) | m, json.dumps) for m in messages]
-        if as_strings == messages or error.reason != TEMPLATE_REFUSES:
-            raise
-        samples = chat.render(as_strings, schemas, trainable, reading)
+    samples = _render_variants(messages, lambda variant: chat.render(variant, schemas, trainable, reading))
     samples[0] = samples[0]._replace(notes=samples[0].notes + notes)
     return [
         Document(
@@ -144,6 +136,29 @@ def _parse_conversation(
         )
         for i, sample in enumerate(samples)
     ]  # fmt: skip
+
+
+def _render_variants(messages: list[Message], render: Callable[[list[Message]], list[Sample]]) -> list[Sample]:
+    """Render with null content as an empty string, as OpenAI's format means it. If the template refuses that, render
+    the messages unchanged, then as DeepSeek's templates need them: null, and the arguments of calls as strings."""
+    nulls = [{"content": None} | message if message["role"] == "assistant" else message for message in messages]
+    empty = [{**message, "content": ""} if message.get("content", 0) is None else message for message in nulls]
+    as_strings = [
+        formats.convert_arguments({**each, "content": each["content"] or None}, json.dumps)
+        if "tool_calls" in each
+        else each
+        for each in nulls
+    ]
+    refused: BadRecord | None = None
+    for variant in (empty, *(each for each in (messages, as_strings) if each != empty)):
+        try:
+            return render(variant)
+        except BadRecord as error:
+            if error.reason != TEMPLATE_REFUSES:
+                raise
+            refused = error if refused is None or error.__cause__ is None else refused  # rather not a template's crash
+    assert refused is not None
+    raise refused
 
 
 def _check_unicode(text: str) -> str:

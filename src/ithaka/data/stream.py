@@ -180,7 +180,8 @@ class Source:
 class SequenceStream:
     """Packed sequences of `context` tokens from several sources.
 
-    Loading a round sets `documents`, as segments, before any is cut; `num_long`, the number longer than the context;
+    Loading a round sets `documents`, as segments, before any is cut; `taken_tokens`, in the pieces of these, by source;
+    `num_long`, the number longer than the context;
     `pieces_left_out`, pieces of these without a trained token; `removed_tokens`, in no piece; `num_left_out`, the
     sequences without a label in this round and the empty ones before it; and `read_tokens`, of all these sequences.
     """
@@ -312,6 +313,8 @@ class SequenceStream:
             taken.append(np.concatenate([np.empty(0, SEGMENT_DTYPE), *(each.pieces for each in shards)]))
         self.documents = np.concatenate(all_documents)
         self._round_end = tuple(positions)
+        starts = (position.tokens for position in self.position.sources)
+        self.taken_tokens = [end.tokens - start for end, start in zip(positions, starts, strict=True)]
         self._documents = [documents for _, documents in self._shards]
         if key is not None:
             taken = [segments[pack.permutation(len(segments), key)] for segments in taken]

@@ -82,12 +82,13 @@ def make_request(
     if num_tokens is None or num_tokens < 2:
         raise ConfigError(f"--context {context} is not a number of tokens, at least 2; use for example 128K or 1M")
     explicit = explicit_settings(None, overrides)
-    for name in explicit - {*SETTINGS, "train.accumulate", "train.compile", "attention.kernel"} - ADAPTER_SETTINGS:
+    config = load_config(None, [*overrides, f"data.context={num_tokens}", f"train.batch={batch}"])  # finds typos
+    planned = (*SETTINGS, "train.accumulate", "train.compile", "attention.kernel")
+    for name in sorted(explicit.difference(planned, ADAPTER_SETTINGS)):
         if name in OPTIONS:
             raise ConfigError(f"--set {name} has its own option; use {OPTIONS[name]}")
         if not any_setting:
-            raise ConfigError(f"{name} does not affect a plan; use one of {', '.join(SETTINGS)}")
-    config = load_config(None, [*overrides, f"data.context={num_tokens}", f"train.batch={batch}"])
+            raise ConfigError(f"{name} does not affect a plan; use one of {', '.join(planned)}")
     if (kernel := config.attention.kernel) != "auto":
         if kernel not in (known := hardware.gpu.kernels or tuple(H200_ATTENTION)):
             rule = f"has no known rate on {hardware.gpu.name}"
