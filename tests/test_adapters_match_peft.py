@@ -214,6 +214,22 @@ def test_float32_adapters_on_a_frozen_bfloat16_model():
             assert (dtype, no_grad) == ((torch.float32, False) if trained else (torch.bfloat16, True)), name
 
 
+def test_adapters_may_be_disabled_in_the_first_call():
+    """FSDP2 reads the dtypes of gradients then, when PEFT has made the adapters frozen."""
+    ids, grads = random_ids(1, 19), []
+    for first in (False, True):
+        torch.manual_seed(2)
+        base = tiny_model(tiny_config("llama", num_hidden_layers=1), torch.bfloat16)
+        model = parallelize_model(get_peft_model(base, LoraConfig(r=3, target_modules=LINEARS)))
+        if first:
+            with torch.no_grad(), model.disable_adapter():
+                model(input_ids=ids)
+        model(input_ids=ids, labels=ids).loss.backward()
+        grads.append({name: p.grad.to_local() for name, p in model.named_parameters() if p.grad is not None})
+    assert all(grad.dtype == torch.float32 for grad in grads[1].values())
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+
+
 def test_quantised_linears_are_refused():
     """Quantisation libraries replace nn.Linear with a class of their own."""
     model = tiny_model(tiny_config("llama", num_hidden_layers=1))

@@ -99,6 +99,7 @@ class CallChecker:
             check_torch_modes(mesh.device)
             torch.set_num_threads(1)  # the GPU is idle meanwhile, and waking other threads can take 60 ms
             _check_last_backward(model)
+            _read_gradient_dtypes(model)
             self._check_unchanged(model)
             hooked = check_modules(model)
             named = self._bind_arguments(args, kwargs)
@@ -390,6 +391,14 @@ def _check_last_backward(model: PreTrainedModel) -> None:
             "an earlier backward of this model did not finish, so FSDP2 would skip gradients; load and parallelize the "
             "model again, or resume from the latest checkpoint"
         )
+
+
+def _read_gradient_dtypes(model: PreTrainedModel) -> None:
+    """FSDP2 reads the dtypes of gradients in its first call, from the parameters that are trainable then. If adapters
+    were disabled in that call, there were none, and gradients would be reduced in the compute dtype: read again."""
+    for state in model._get_fsdp_state()._state_ctx.all_states:
+        if (group := state._fsdp_param_group) is not None and group._orig_dtype is None:
+            group._init_mp_dtypes()
 
 
 def check_torch_modes(device: torch.device) -> None:
