@@ -3,7 +3,8 @@
 #   docker run --gpus all --ipc host -v $PWD:/work ithaka ithaka doctor
 FROM python:3.12-slim
 
-RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev numactl && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev numactl \
+    && rm -rf /var/lib/apt/lists/*
 COPY pyproject.toml README.md LICENSE /ithaka/
 COPY src /ithaka/src
 COPY examples /ithaka/examples

@@ -1,11 +1,13 @@
 """The documentation is true: pages made from code, links, quoted errors, the site's pages; and the wheel installs."""
 
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -151,6 +153,28 @@ def test_every_page_is_in_the_site(tmp_path):
             path = link.partition("#")[0]
             target = (page.parent / path).resolve() if path else page
             assert "://" in path or (target.is_file() and target.is_relative_to(tmp_path)), (page, link)
+
+
+def test_the_dockerfile_copies_what_it_installs():
+    """Docker is not run here: the base image fits, copied files exist and suffice to build, extras and commands too."""
+    lines = re.sub(r"\\\n|^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.M).splitlines()
+    steps = [tuple(line.split(maxsplit=1)) for line in lines if line]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (image,) = (value for name, value in steps if name == "FROM")
+    minor = re.fullmatch(r"python:3\.(\d+)-slim", image)
+    assert minor and int(minor[1]) >= int(project["project"]["requires-python"].removeprefix(">=3."))
+    copies = [value.split() for name, value in steps if name == "COPY"]
+    sources = {source for *each, _ in copies for source in each}
+    assert all((ROOT / source).exists() for source in sources)
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert sources <= kept and all(target.startswith("/ithaka/") for *_, target in copies)
+    tools = project["tool"]["setuptools"]
+    needed = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
+    needed |= {*tools["packages"]["find"]["where"], *(path.split("/")[0] for path in tools["data-files"].popitem()[1])}
+    assert needed <= sources
+    (extras,) = re.findall(r"pip install [^&]*'/ithaka\[([\w,]+)\]'", "\n".join(lines))
+    assert {*extras.split(",")} <= {*project["project"]["optional-dependencies"]}
+    assert json.loads(dict(steps)["CMD"])[0] in project["project"]["scripts"]
 
 
 def test_the_wheel_installs_and_runs(tmp_path):
