@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ithaka.dist.loopback import start_loopback
 from ithaka.layout import ActivationPolicy, Layout
+from models import tiny_config
 from parity import parallel, random_ids
 from refusals import assert_refused
 from threads import on_threads
@@ -110,9 +111,23 @@ def different(what, cp=2):
         inputs["input_ids"] = inputs["input_ids"].flip(0) if mesh.rank % 2 else inputs["input_ids"]
     elif what == "shape":
         inputs = batch(2, 8 + 2 * mesh.rank)
+    elif what == "temperature":
+        inputs |= {"per_token": True, "temperature": 1 - 0.5 * (mesh.rank % 2)}
+    elif what == "per_token":
+        inputs |= {"per_token": mesh.rank == 0}
     elif mesh.rank % 2:
         del inputs["labels"]
     return message_of(lambda: model(**inputs))
+
+
+def different_options():
+    return [different(what) for what in ("temperature", "per_token")]
+
+
+def different_experts():
+    model, mesh = parallel(2, tiny_config("mixtral"))
+    chosen = torch.arange(2 * 8 * 2 * 2).view(2, 8, 2, 2) % 4
+    return message_of(lambda: model(**batch(2, 8), expert_indices=(chosen + mesh.rank) % 4))
 
 
 @pytest.mark.parametrize(
@@ -132,6 +147,14 @@ def test_different_batches_in_a_cp_group_are_refused(ranks, what, names, differe
     (message,) = set(ranks.run(2, different, what))
     assert_refused(message, "ConfigError: ", "ranks 0 and 1", way_out="same batch")
     assert re.search(differences, message) and set(re.findall(r"(\w+): shape", message)) == names
+
+
+def test_options_that_differ_in_a_cp_group_are_refused(ranks):
+    ((temperature, per_token),) = set(map(tuple, ranks.run(2, different_options)))
+    assert_refused(temperature, "temperature: 1.0 on rank 0, 0.5 on rank 1", way_out="on all ranks of a cp group")
+    assert_refused(per_token, "per_token: True on rank 0, False on rank 1", way_out="on all ranks of a cp group")
+    (experts,) = set(ranks.run(2, different_experts))
+    assert_refused(experts, "expert_indices: shape (2, 8, 2, 2)", way_out="on all ranks of a cp group")
 
 
 def test_the_way_out_shards_data_by_the_data_parallel_rank(ranks):

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,6 +102,17 @@ REFUSED_OBJECTS = {
 # ---- your own loop
 
 
+@contextlib.contextmanager
+def _name_arguments() -> Iterator[None]:
+    """Name sizes in errors as `parallelize` does, not as a configuration file."""
+    try:
+        yield
+    except ConfigError as error:
+        error.args = (str(error).replace("parallel.", ""),)
+        raise
+
+
+@_name_arguments()
 def parallelize(
     model: Any,
     cp: int | str | None = None,
@@ -136,6 +147,9 @@ def parallelize(
     cp = None if cp == "auto" else cp
     if cp is not None and not isinstance(cp, int):
         raise ConfigError(f'cp={cp!r} is not a number; use a divisor of the number of ranks, or "auto" with a context')
+    if cp is not None and cp > 1 and mesh is None and not (dist.is_initialized() or launch.under_torchrun()):
+        start = f"start the script with `torchrun --nproc-per-node {cp}`"
+        raise ConfigError(f"cp={cp} ranks share a sequence, but there is only this process; {start}, or use cp=1")
     base = _base_model(model)
     if not is_diffusers_model(base):
         check_arguments(model, cp, ring)

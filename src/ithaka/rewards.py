@@ -19,7 +19,7 @@ from ithaka.config import ConfigError
 from ithaka.dist.agree import RankError, gather_objects, raise_first
 from ithaka.dist.mesh import Mesh
 from ithaka.model import build
-from ithaka.model.save import iterate_weights
+from ithaka.model.save import check_merge, iterate_weights
 
 MAX_NEW_TOKENS = 512  # that the parallel model generates: it has no cache
 Base: Any = object  # For mypy; `long_context` sets the real base.
@@ -138,6 +138,7 @@ class Rewards(Preferences):
         if (rollout_func := getattr(self, "rollout_func", None)) is not None:
             self.rollout_func = partial(self._roll_out, rollout_func)
         if self.use_vllm:
+            check_merge(self.model)
             self.vllm_generation._iter_named_params = partial(iterate_weights, self.model)
 
     def _roll_out(self, rollout_func: Callable, prompts: list, trainer: Any) -> dict[str, Any]:

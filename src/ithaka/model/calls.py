@@ -116,7 +116,7 @@ class CallChecker:
     def _read_call(self, model: Any, named: dict[str, Any]) -> tuple[Any, tuple[int, int], dict[str, Any]]:
         """What this rank needs of its call, (valid labels, positions), and what must agree between ranks."""
         tensors, items = _parse_arguments(**named)
-        fingerprint = _fingerprint_call(tensors, items) if self.mesh.world_size > 1 else {}
+        fingerprint = _fingerprint_call(tensors, items, named) if self.mesh.world_size > 1 else {}
         share = take_share(tensors, model.model.embed_tokens.num_embeddings, self.mesh)
         shape, chosen_sLk = tensors["input_ids"].shape, None
         if (given := named.get("expert_indices")) is not None:
@@ -210,13 +210,16 @@ def _documents_from_lengths(ends: Tensor, input_ids: Tensor) -> Tensor:
     return torch.arange(len(lengths)).repeat_interleave(lengths).view(input_ids.shape)
 
 
-def _fingerprint_call(tensors: dict[str, Tensor], items: float | None) -> dict[str, Any]:
+def _fingerprint_call(tensors: dict[str, Tensor], items: float | None, named: dict[str, Any]) -> dict[str, Any]:
     """Argument -> shape and hash, or value: equal on two ranks only if the arguments are."""
-    facts: dict[str, Any] = dict.fromkeys(INPUTS, "not passed")
+    facts: dict[str, Any] = dict.fromkeys((*INPUTS, "expert_indices"), "not passed")
+    if isinstance(experts := named.get("expert_indices"), Tensor):
+        tensors = tensors | {"expert_indices": experts.cpu()}
     for name, tensor in tensors.items():
         values: Any = tensor.contiguous().numpy()
         digest = hashlib.sha1(values, usedforsecurity=False).hexdigest()[:16]
         facts[name] = f"shape {tuple(tensor.shape)} with hash {digest}"
+    facts |= {"temperature": named.get("temperature") or 1.0, "per_token": bool(named.get("per_token"))}
     labelled = bool(tensors.keys() & {"labels", "shift_labels"})
     return facts | dict(zip(MODES, (labelled, torch.is_grad_enabled(), items), strict=True))
 

@@ -73,6 +73,14 @@ def _gather_files(base: Any, files: dict[str, list[str]]) -> Iterator[tuple[str,
         yield file, tensors
 
 
+def check_merge(model: Any) -> None:
+    if not can_merge(getattr(model, "get_base_model", lambda: model)()):
+        raise ConfigError(
+            "adapters of experts, or on a base in 4 bits, cannot be merged into the weights that are sent to a vLLM "
+            "server or another engine; use iterate_weights(merge=False), and let the engine load the adapter"
+        )
+
+
 @torch.no_grad()
 def iterate_weights(model: Any, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yield the full tensors of a parallel model under their names on the hub, for an inference engine.
@@ -85,11 +93,8 @@ def iterate_weights(model: Any, merge: bool = True) -> Iterator[tuple[str, Tenso
     adapter, params = find_active_adapter(base), named_tensors(base)
     if adapter and not merge:
         params = {name: param for name, param in params.items() if param.requires_grad or f".{adapter}." in name}
-    elif not can_merge(base):
-        raise ConfigError(
-            "iterate_weights cannot merge adapters of experts, or with a base in 4 bits; use merge=False, and let the "
-            "inference engine load the adapter"
-        )
+    else:
+        check_merge(base)
     for _, names in groupby(params, lambda name: re.match(r"model\.layers\.\d+\.|.*", name)[0]):  # type: ignore[index]
         tensors = {}
         for name in names:
