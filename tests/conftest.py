@@ -2,6 +2,8 @@
 
 import gc
 import os
+import sys
+import threading
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -44,7 +46,10 @@ def pytest_collection_finish():
 def processes():
     """Set up forking before any test starts threads."""
     import torch
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+    # For its log, a rendezvous asks `inspect` for the source of every frame, which looks through all imported modules.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     if torch.cuda.is_available():
         # With flash-attn-4 installed, importing transformers initializes CUDA, which forked processes then cannot use.
         PRELOAD.clear()
@@ -108,7 +113,27 @@ def plans_once():
         yield
 
 
+@pytest.fixture
+def probes_once():
+    """Cache what the probe found out about the layers of a configuration: every rank of every case asks for it. Not for
+    tests that change the code of a layer, or that test the probe."""
+    from ithaka.model import general, probe
+
+    def remember(model, recorder, device):
+        layers = tuple(map(probe.describe_layer, model.model.layers))
+        key = type(model), model.config.to_json_string(), layers, device
+        with _probing:
+            if key not in _answers:
+                _answers[key] = probe.probe_layers(model, recorder, device)
+            return _answers[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(general, "probe_layers", remember)
+        yield
+
+
 _answers = {}
+_probing = threading.Lock()
 
 
 def _remembering(name, method):

@@ -16,7 +16,7 @@ from ithaka.model.build import parallelize_model
 from parity import plain_sum, random_ids, relative
 from threads import on_threads
 
-pytestmark = pytest.mark.usefixtures("quiet_transformers")
+pytestmark = pytest.mark.usefixtures("quiet_transformers", "probes_once")
 
 HOST = ActivationPolicy("host", "host")
 ATTENTION = ActivationPolicy("device", "device")

@@ -273,6 +273,7 @@ ROPES = {
 }
 
 
+@pytest.mark.usefixtures("probes_once")
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("cp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_frequencies_depend_on_the_longest_position_of_all_ranks(rope, cp):

@@ -143,7 +143,7 @@ GENERAL = {  # family, changes to its configuration, adapter, layout
 }
 
 
-@pytest.mark.usefixtures("quiet_transformers")
+@pytest.mark.usefixtures("quiet_transformers", "probes_once")
 @pytest.mark.parametrize("case", GENERAL)
 def test_mixtures_adapters_and_other_masks(case):
     family, changes, adapter, layout = GENERAL[case]
