@@ -5,7 +5,6 @@ pair, K = head dim; T = tokens of many short documents. A kernel computes one bl
 `blocks.py` does the rest (blocks, windows, documents).
 """
 
-import os
 import re
 import socket
 import threading
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ithaka.attention.compiled import import_fa4, start_helpers
 from ithaka.attention.fused import merge_softmax
 from ithaka.config import ConfigError
 from ithaka.dist.agree import gather_objects
@@ -174,15 +174,7 @@ def _cudnn_backward(dout, q, k, v, out, lse, scale, causal):
 FA4_VERSIONS = ("4.0.0b36",)
 
 
-@cache
-def _import_fa4() -> Any:
-    # Kernels are compiled at their first call, 4 s each: cache them on disk.
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    from flash_attn.cute import interface
-
-    return interface
-
-
+_import_fa4 = import_fa4
 _COMPILE_LOCK = threading.Lock()  # concurrent compilation aborts the process
 
 
@@ -250,6 +242,38 @@ def _fa4_varlen_backward(dout, q, k, v, out, lse, *documents, into=(None, None, 
     options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     dq, dk, dv = into
     return _call_fa4("_flash_attn_bwd", q, k, v, out, dout, lse, **options, dq=dq, dk=dk, dv=dv)
+
+
+def compile_ahead(gpu: str, head_dim: int, dtype: str, group: int) -> None:
+    """Start compiling the kernels of a trial and of training with `group` query heads per kv head, in processes."""
+    masks = [(causal, window, packed) for packed in (False, True) for causal, window in ((True, None), (True, 5))]
+    kinds = [(2, *mask) for mask in (*masks, (False, None, False))]
+    kinds += [(group, causal, None, packed) for causal, packed in ((True, False), (False, False), (True, True))]
+    kernels = [(head_dim, dtype, *kind, backward) for kind in dict.fromkeys(kinds) for backward in (False, True)]
+    start_helpers(gpu, "from ithaka.attention.kernels import compile_fa4; compile_fa4", kernels)
+
+
+def compile_fa4(
+    head_dim: int, dtype: str, group: int, causal: bool, window: int | None, packed: bool, backward: bool
+) -> None:
+    """Compile one kernel into the cache without running it. Only fake tensors: no GPU memory is used."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), torch.device("cuda"):
+        q_ThK, k_TmK = (torch.empty(8192, heads, head_dim, dtype=getattr(torch, dtype)) for heads in (2 * group, 2))
+        lse_hT = torch.empty(2 * group, 8192)
+        lengths: tuple[Any, ...] = ()
+        if packed:
+            lengths = (torch.empty(4, dtype=torch.int32), 4096)
+        else:
+            q_ThK, k_TmK = (x.transpose(0, 1).unsqueeze(0) for x in (q_ThK, k_TmK))
+            lse_hT = lse_hT.unsqueeze(0)
+        mask = (1.0, causal, window)
+        run: Any = _FA4.varlen if packed else _FA4
+        if backward:
+            run.backward(q_ThK, q_ThK, k_TmK, k_TmK, q_ThK, lse_hT, *lengths, *mask)
+        else:
+            run.forward(q_ThK, k_TmK, k_TmK, *lengths, *mask, into=(torch.empty_like(q_ThK), lse_hT))
 
 
 # --- registry ---------------------------------------------------------------------------------------------
@@ -413,7 +437,7 @@ def _run_trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_di
 def _compare_with_reference(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Return a description of the first result that differs from the fp64 reference by more than rounding, or None."""
     rows, scale = (256 if device.type == "cuda" else 32), head_dim**-0.5
-    keys, random, heads = rows + rows // 2, torch.Generator().manual_seed(0), 4 if kernel.direct else 2
+    keys, random, heads = 2 * rows, torch.Generator().manual_seed(0), 4 if kernel.direct else 2
     sizes = ((rows, heads), (rows, heads), (keys, 2), (keys, 2))
     drawn = [torch.randn(*size, head_dim, generator=random, device="cpu") for size in sizes]
     dout, q, k, v = (x_SnK.to(device, dtype).transpose(0, 1) for x_SnK in drawn)

@@ -12,7 +12,7 @@ import typer
 
 from ithaka.cli.options import AsJson, Force, Overrides, format_table, loading, parse_tokens
 from ithaka.config import ConfigError, check_output, embedded_model, explicit_settings, load_config
-from ithaka.dist.rank import is_rank_0
+from ithaka.dist.rank import is_local_rank_0, is_rank_0
 from ithaka.exits import ExitCode, is_transient
 from ithaka.hub import create_repository, fetch_model, push_folder
 
@@ -54,11 +54,13 @@ def train_rank(run: "Run", only_profile: bool = False) -> int:
         from ithaka import launch
         from ithaka.dist.mesh import destroy_subgroups, end_process_group, free_memory, start_process_group
         from ithaka.train import loop
+        from ithaka.train.console import note_startup
 
         start_process_group()
 
     from ithaka.report.page import live_report, write_report
 
+    note_startup("ranks")
     with live_report(run.run_dir) if is_rank_0() else nullcontext():
         code = loop.train(run, only_profile)
     if launch.ranks_persist() and not code and run.config.train.steps < run.config.ends[-1]:
@@ -123,10 +125,13 @@ def start_run(
     folder = None if run_dir is None else parse_path(run_dir, "--run-dir")
     with loading() as status:
         from ithaka import launch
+        from ithaka.attention.kernels import compile_ahead
         from ithaka.checkpoint.files import latest_name
         from ithaka.plan import show
         from ithaka.preflight.preflight import AUTO, preflight
+        from ithaka.train.console import note_startup
 
+    note_startup("imports")
     changes = with_ranks(overrides, ranks)
     if profiled_steps:
         fixed = {"train.steps": f"{profiled_steps}", "train.epochs": "null", "profile.every": f"{profiled_steps}"}
@@ -159,6 +164,10 @@ def start_run(
         if run.plan is not None and is_rank_0():
             model, steps = run.config.model, train.steps if train.epochs is None else None
             print(show.as_text(run.plan, str(model.path or model.embedded), steps), flush=True)
+        if run.hardware.gpu.kernel == "fa4" and is_local_rank_0():
+            group = run.shape.heads // run.shape.kv_heads
+            compile_ahead(run.hardware.gpu.name, run.shape.head_dim, run.layout.dtype or "float32", group)
+        note_startup("settings, plan and checks")
         # Child processes release all memory when they exit.
         in_children = max_restarts > 0 or bool(run.config.curriculum and launch.num_gpus())
         before = latest_name(run.run_dir)

@@ -23,6 +23,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import psutil
 from rich.console import Console as RichConsole
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -43,6 +44,20 @@ METRIC_NAMES = {"val_loss": "eval/loss", "lr": "train/learning_rate", "tokens": 
 
 FinalStatus = Literal["finished", "failed", "killed"]  # killed: by a signal
 WANDB_EXIT_CODES: dict[FinalStatus, int] = {"finished": 0, "failed": 1, "killed": 255}  # the same as wandb's own
+
+
+_startup_s: dict[str, float] = {}  # by what had been done
+
+
+def note_startup(what: str) -> None:
+    """Note when a part of the start ended. Later notes of the same part, as in a restart, do not count."""
+    _startup_s.setdefault(what, time.time() - psutil.Process().create_time())
+
+
+def startup_seconds() -> dict[str, float]:
+    """Seconds of each part of the start, from the start of this process."""
+    ends = [0.0, *_startup_s.values()]
+    return {what: round(b - a, 3) for what, a, b in zip(_startup_s, ends, ends[1:], strict=False)}
 
 
 def status(what: str) -> Status:

@@ -18,7 +18,15 @@ from ithaka.exits import ExitCode, exit_code_for
 from ithaka.launch import Outcome, catch_stop_signals, exit_rank, handle_stop_signal
 from ithaka.phases import listening, phase
 from ithaka.preflight.run import Run
-from ithaka.train.console import Console, FinalStatus, Record, Trackers, host_peak_bytes
+from ithaka.train.console import (
+    Console,
+    FinalStatus,
+    Record,
+    Trackers,
+    host_peak_bytes,
+    note_startup,
+    startup_seconds,
+)
 from ithaka.train.heartbeat import Heartbeat, Limits, PhaseTracker, validation_seconds
 from ithaka.train.trainer import Trainer, prepare
 from ithaka.train.watch import (
@@ -106,8 +114,10 @@ def _run_steps(
     try:
         console.facts("ithaka", describe_run(trainer) | {"timeouts": heartbeat.limits.summary})
         watch = Watch(trainer, heartbeat, only_profile)
+        note_startup("run directory and trackers")
         if trainer.step == 0 and settings.validate_every:
             _validate_before_first_step(trainer, stop)
+            note_startup("first validation")
         while not trainer.done and not stop_signal:
             start = time.perf_counter()
             shutdown.step_start, heartbeat.tracker.step = time.monotonic(), trainer.step + 1
@@ -127,6 +137,8 @@ def _run_steps(
             counts, ring = (trainer.tokens, result.label_tokens), (result.balance, result.ring_bytes)
             speed = num_tokens / step_s, step_s, flops_utilization(trainer, num_tokens, result.num_pairs, step_s)
             console.step(Record(trainer.step, *losses, *counts, *speed, *peaks, *ring, result.source_losses | sources))
+            if trainer.step == max(1, trainer.first_step):
+                _report_startup(console, trainer.step)
             is_last = bool(stop_signal) or trainer.done
             _save_if_due(trainer, *save_state, is_best=is_best, is_last=is_last, only_profile=only_profile)
         final_status = "finished" if trainer.done else "killed"
@@ -148,6 +160,13 @@ def _run_steps(
         entry = f"entry {run.config.entry + 1} of {len(run.config.ends)} " if run.config.curriculum else ""
         console.facts(f"{entry}done", summarize_run(trainer))
     return 0
+
+
+def _report_startup(console: Console, step: int) -> None:
+    note_startup("first step")
+    seconds = startup_seconds()
+    parts = ", ".join(f"{what} {part_s:.1f}" for what, part_s in seconds.items() if part_s >= 0.05)
+    console.event(step, f"First step after {sum(seconds.values()):.1f} s: {parts}", startup_s=seconds)
 
 
 def _validate_before_first_step(trainer: Trainer, stop: list[Signals]) -> None:

@@ -33,7 +33,7 @@ from ithaka.model.build import build_model, has_weights
 from ithaka.phases import phase
 from ithaka.preflight.checks import check_same_inputs
 from ithaka.preflight.run import Run, can_save_in_background, store_host_bytes
-from ithaka.train.console import Console, status
+from ithaka.train.console import Console, note_startup, status
 from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
 
 MIN_NORMS = 20  # steps before a gradient norm can count as a spike
@@ -87,6 +87,7 @@ class Trainer:
                 rope=config.model.rope,
                 context=config.data.context,
             )
+        note_startup("model")
         self.optimizer = make_optimizer(self.model, config.optim)
         self.num_params = sum(param.numel() for param in self.model.parameters())
         self.num_trained = sum(param.numel() for param in self.model.parameters() if param.requires_grad)
@@ -296,6 +297,7 @@ def prepare(run: Run, trains: bool = True) -> Trainer:
     if run.layout.kernel == "auto":  # one given by name is refused with the rest, if it does not work
         kernel = agree_on_kernel("auto", mesh.device, compute_dtype(run), run.shape.head_dim)
         run = dataclasses.replace(run, layout=dataclasses.replace(run.layout, kernel=kernel))
+    note_startup("attention kernel")
     trainer = raise_on_all_ranks(Trainer, run, mesh)
     settings = run.config.train
     keeps_best = settings.keep_best or settings.patience > 0
@@ -307,6 +309,7 @@ def prepare(run: Run, trains: bool = True) -> Trainer:
     _decide_steps(trainer)
     trainer.text = raise_on_all_ranks(trainer.read_evaluation)
     trainer.data_facts = raise_on_all_ranks(_data_facts, trainer)
+    note_startup("data")
     if run.checkpoint is not None:
         trainer.load()
     raise_on_all_ranks(_write_run_dir, trainer)

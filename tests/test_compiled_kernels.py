@@ -1,0 +1,87 @@
+"""FlashAttention 4's compiled kernels are cached in a folder that only this user can write to, and by one process."""
+
+import os
+import sys
+import time
+import types
+
+import pytest
+
+from ithaka.attention import compiled
+
+FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_the_folder_is_this_users_alone(root, monkeypatch):
+    assert compiled.cache_root() == root and root.stat().st_mode & 0o777 == 0o700
+    root.chmod(0o770)
+    with pytest.warns(UserWarning, match=f"{root} is writable by others; set {FOLDER}"):
+        assert compiled.cache_root() is None
+    root.chmod(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: root.stat().st_uid + 1)
+    with pytest.warns(UserWarning, match="belongs to another user"):
+        assert compiled.cache_root() is None
+
+
+def test_a_folder_that_cannot_be_made_is_no_error(root):
+    root.write_text("a file")
+    with pytest.warns(UserWarning, match="compiled in every process: .* cannot be written"):
+        assert compiled.cache_root() is None
+
+
+def test_helpers_compile_what_is_missing_and_ranks_wait_for_them(root):
+    """One of the three fails: it is tried again, and nobody waits for it forever."""
+    program = (
+        f"work = lambda n: (__import__('time').sleep(0.3), open({str(root)!r} + f'/made-{{n}}', 'w'), 1 // n); work"
+    )
+    helpers = compiled.start_helpers("H200", program, [(0,), (1,), (2,)])
+    assert len(helpers) == 3 and not list(root.glob("made-*"))
+    compiled.wait_for_helpers(root)
+    assert len(list(root.glob("made-*"))) == 3 and len(list(root.glob("*.done"))) == 2
+    assert [helper.wait() for helper in helpers] == [1, 0, 0]
+    again, other_gpu = (compiled.start_helpers(gpu, program, [(0,), (1,)]) for gpu in ("H200", "B200"))
+    assert (len(again), len(other_gpu)) == (1, 2)
+    for helper in (*again, *other_gpu):
+        helper.wait()
+
+
+def test_nobody_waits_longer_than_the_limit(root, monkeypatch):
+    monkeypatch.setattr(compiled, "WAIT_S", 0.2)
+    (helper,) = compiled.start_helpers("H200", "__import__('time').sleep", [(30,)])
+    start = time.monotonic()
+    compiled.wait_for_helpers(root)
+    assert 0.1 < time.monotonic() - start < 10
+    helper.kill()
+    helper.wait()
+
+
+def test_caches_are_on_disk_though_another_library_imported_the_package(root, monkeypatch):
+    """It reads its environment variables when it is imported, and may have been by then."""
+
+    class Cache(dict):
+        def __init__(self, folder=None):
+            self.folder = folder
+
+    def forward():
+        return
+
+    forward.compile_cache = Cache()
+    interface = types.SimpleNamespace(_flash_attn_fwd=forward, other=1, _get_device_arch=lambda: 90)
+    utils = types.SimpleNamespace(JITCache=Cache, JITPersistentCache=Cache)
+    package = types.ModuleType("flash_attn.cute")
+    package.interface, package.cache_utils = interface, utils
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", package)
+    folders = []
+    for version in ("1", "2"):
+        monkeypatch.setattr(compiled, "versions", lambda version=version: version)
+        assert compiled.import_fa4.__wrapped__() is interface
+        folders.append(forward.compile_cache.folder)
+    assert all(folder.name == "_flash_attn_fwd" and folder.parent.name.startswith("sm90-") for folder in folders)
+    assert folders[0] != folders[1]
