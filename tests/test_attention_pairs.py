@@ -4,12 +4,15 @@ from dataclasses import replace
 from itertools import accumulate
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ithaka.attention.blocks import Docs
 from ithaka.attention.pairs import (
     CAUSAL,
     EDGE,
+    FULL,
     SQUARES,
     WINDOW,
     DocumentSpan,
@@ -19,6 +22,7 @@ from ithaka.attention.pairs import (
     plan_query_blocks,
     split_short_documents,
 )
+from ithaka.plan.ring import causal_pairs, deal_tokens
 
 
 def visible(docs, causal, window):
@@ -201,3 +205,24 @@ def test_varlen_chunks_are_at_most_a_block():
 def test_only_short_unequal_consecutive_documents_are_chunked():
     spans = document_spans((0, 3, 7, 57, 59, 68, 77))
     assert split_short_documents(spans, short=10, block=16) == (spans[2:], [spans[:2]])
+
+
+@pytest.mark.parametrize("ring, context", [(2, 2**20), (4, 2**20), (2, 2**22), (4, 2**18), (3, 3 * 2**18)])
+def test_rounds_of_a_ring_have_no_slivers(ring, context):
+    """Blocks of fa4's backward on an H200 are multiples of its 132 SMs, and rounds are powers of 2."""
+    block_kv = 4 * 132 * 128
+    docs = Docs((0, context), deal_tokens((0, context), ring, 8))
+    options = dict(causal=True, window=None, block_q=4 * block_kv, block_kv=block_kv, call_tokens=4 * block_kv)
+    rounds, area = docs.rounds(), 0
+    for part in range(len(rounds) + 1):
+        blocks, _ = docs.plan(part, torch.device("cpu"), False, **options, halve=False, has_windows=True)
+        full = [pair for block in blocks for pair in block.pairs if pair.mask == FULL]
+        area += sum(pair.rows * pair.keys for pair in full)
+        area += sum(pair.rows * (pair.rows + 1) // 2 for block in blocks for pair in block.pairs if pair.mask == CAUSAL)
+        for block in blocks if part else ():
+            received = sum(rounds[part - 1].num_received)
+            fewest = max(1, round(received / block_kv))
+            assert len(block.pairs) <= fewest + sum(map(len, rounds[part - 1].received)) - 1
+            assert min(pair.keys for pair in block.pairs) >= min(block_kv, received) // 2
+    rows = [token for start, length in docs.runs for token in (start, start + length)]
+    assert area == sum(causal_pairs(b) - causal_pairs(a) for a, b in zip(rows[::2], rows[1::2], strict=True))

@@ -63,8 +63,9 @@ def rehearse(
     memory_only: bool = False,
     adapter: AdapterConfig | None = None,
     trains: bool = True,
+    steps: int = 2,
 ) -> RehearsalResult:
-    """Run two training steps (trains=False: forward passes) as rank 0 of `ranks`, and measure the last. `config` is the
+    """Run training steps (trains=False: forward passes) as rank 0 of `ranks`, and measure the last. `config` is the
     model's config.json; the layout sets the number of layers. Weights are random. `memory_only`: run one step, and
     limit attention to documents of 128 Ki tokens; allocations do not change."""
     layers, is_video = len(layout.kept), "_class_name" in config
@@ -83,8 +84,9 @@ def rehearse(
         optimizer = make_optimizer(model, OptimConfig(lr=0.0)) if trains else None
         s = context // mesh.cp_size
         tiny_s = TINY_TOKENS if s >= 16 * TINY_TOKENS else max(2, s // 64)  # at least two: one token has no label
-        _, tiny_peaks = _measure_step(model, optimizer, mesh.device, mesh.cp_size * tiny_s, False)
-        seconds, peaks = _measure_step(model, optimizer, mesh.device, context, memory_only)
+        steps = 1 if memory_only else steps
+        _, tiny_peaks = _measure_step(model, optimizer, mesh.device, mesh.cp_size * tiny_s, False, 2)
+        seconds, peaks = _measure_step(model, optimizer, mesh.device, context, memory_only, steps)
         peak_path, store = max(peaks, key=lambda path: (peaks[path], len(path))), find_layers(model)[0].forward.store
         forward_s, backward_s = (
             sum(seconds.get(("step", f"layer {i}", name), 0.0) for i in range(layers))
@@ -106,11 +108,16 @@ def rehearse(
 
 
 def _measure_step(
-    model: PreTrainedModel, optimizer: Optimizer | None, device: torch.device, context: int, memory_only: bool
+    model: PreTrainedModel,
+    optimizer: Optimizer | None,
+    device: torch.device,
+    context: int,
+    memory_only: bool,
+    steps: int,
 ) -> tuple[dict[PhasePath, float], dict[PhasePath, int]]:
     """Return seconds and peak bytes by phase of the last step. On a CPU, one more step counts live bytes."""
     inputs = _make_inputs(model, context, memory_only)
-    for _ in range(1 if memory_only else 2):
+    for _ in range(steps):
         timer = PhaseTimer(device)
         with listening(timer):
             _run_step(model, optimizer, inputs)

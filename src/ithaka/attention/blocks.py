@@ -258,7 +258,8 @@ class Docs:
             cut = plan_query_blocks(
                 [span for span in spans if not span.is_complete], **options | {"has_windows": False}
             )
-            own, *others = split_by_part(cut, self._key_ranges(*mask), 1 + len(self.rounds(*mask)))
+            num_parts, block_kv = 1 + len(self.rounds(*mask)), options["block_kv"]
+            own, *others = split_by_part(cut, self._key_ranges(*mask), num_parts, block_kv)
             if self.parents:
                 assert options["causal"]
                 # Their sums are in buffers, for all heads of a call.

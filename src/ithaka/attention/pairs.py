@@ -104,8 +104,12 @@ class KeyRange(NamedTuple):
     shift: int
 
 
-def split_by_part(blocks: Iterable[QueryBlock], runs: Sequence[KeyRange], num_parts: int) -> list[list[QueryBlock]]:
-    """Split blocks by the part that holds their keys. `runs` ascend and cover all keys of the blocks."""
+def split_by_part(
+    blocks: Iterable[QueryBlock], runs: Sequence[KeyRange], num_parts: int, block_kv: int
+) -> list[list[QueryBlock]]:
+    """Split blocks by the part that holds their keys. `runs` ascend and cover all keys of the blocks. Rectangles that
+    are adjacent in a part are joined and cut anew into pairs of about `block_kv` keys: a kernel takes as long for the
+    few keys that a boundary between parts cuts off as for thousands."""
     firsts = [run.first for run in runs]
     parts: list[list[QueryBlock]] = [[] for _ in range(num_parts)]
 
@@ -132,8 +136,26 @@ def split_by_part(blocks: Iterable[QueryBlock], runs: Sequence[KeyRange], num_pa
                     for run in runs[run_at(one.k0) : run_at(one.k0 + one.keys - 1) + 1]:
                         pairs[run.part] += _clip_to_range(one, run)
             for part, part_pairs in pairs.items():
-                parts[part].append(QueryBlock(block.start + offset, block.length, tuple(part_pairs)))
+                recut = tuple(_recut_rectangles(part_pairs, block_kv))
+                parts[part].append(QueryBlock(block.start + offset, block.length, recut))
     return parts
+
+
+def _recut_rectangles(pairs: list[Pair], block_kv: int) -> Iterator[Pair]:
+    """Join full pairs of the same rows and adjacent keys, and cut them into equal pairs."""
+    joined: list[Pair] = []
+    for pair in pairs:
+        last = joined[-1] if joined else replace(pair, rows=0)
+        if pair.mask == FULL and pair.count == 1 and last == replace(pair, k0=pair.k0 - last.keys, keys=last.keys):
+            joined[-1] = replace(last, keys=last.keys + pair.keys)
+        else:
+            joined.append(pair)
+    for pair in joined:
+        # Up to a quarter more keys than block_kv.
+        num_pairs = max(1, -(-4 * pair.keys // (5 * block_kv))) if pair.mask == FULL and pair.count == 1 else 1
+        for i in range(num_pairs):
+            a, b = i * pair.keys // num_pairs, (i + 1) * pair.keys // num_pairs
+            yield replace(pair, k0=pair.k0 + a, keys=b - a)
 
 
 def _clip_to_range(pair: Pair, run: KeyRange) -> Iterator[Pair]:
@@ -253,7 +275,7 @@ def _plan_windowed_branch(branch: Branch, window: int, options: dict[str, Any]) 
         depth += last - first
     span = DocumentSpan(0, depth, branch.depth, depth, branch.start - branch.depth)
     blocks = plan_query_blocks([span], window=window, **options | {"has_windows": False})
-    return split_by_part(blocks, keys, 1)[0]
+    return split_by_part(blocks, keys, 1, options["block_kv"])[0]
 
 
 def _shared_ranges(branches: Sequence[Branch]) -> "list[MaskRange]":
