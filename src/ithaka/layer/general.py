@@ -14,11 +14,11 @@ Shapes as in layer/schedule.py; H query heads, G kv heads, V the head dim of v, 
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ithaka.attention.blocks import Docs
 from ithaka.layer.experts import LayerExperts
+from ithaka.layer.mixers import DeltaCall, DeltaFacts, DeltaMixer, EndRun
 from ithaka.layer.routing import Routing
 from ithaka.layer.schedule import LayerSchedule, SavedActivations, StageOutput
 from ithaka.layer.stages import StagedAttention
@@ -64,10 +65,6 @@ class Mask:
         raise RuntimeError(f"{type(call.module).__name__} of a parallel model was called directly; call the model")
 
 
-class _EndRun(BaseException):
-    """Ends a layer's forward at its attention call. Not an Exception, so that no model catches it."""
-
-
 class Capture(Mask):
     """Stores the attention call, with q, k and v in a given dtype, then ends the run. A traced run continues with zeros
     instead, which nothing reads."""
@@ -81,7 +78,7 @@ class Capture(Mask):
         q_HtK, k_GtK, v_GtV = [t.to(self.dtype) for t in (call.q_HtK, call.k_GtK, call.v_GtV)]
         self.call = AttentionCall(call.module, q_HtK, k_GtK, v_GtV, call.options)
         if not self.traced:
-            raise _EndRun
+            raise EndRun
         return call.v_GtV.new_zeros(call.q_HtK.shape[1], len(call.q_HtK), call.v_GtV.shape[-1])
 
 
@@ -136,6 +133,11 @@ class CallFacts:
     forward: Callable[..., Any] | None = None  # (layer, x, *args) -> y; None: the forward of the layer's class
     has_expert_block: bool = False  # an ExpertBlock computes what its experts do
     skips_experts: bool = False  # no gradient depends on the experts' output
+    delta: DeltaFacts | None = None  # the layer has the gated delta rule, not attention; K is then V
+
+    @property
+    def mixer(self) -> str:
+        return "delta rule" if self.delta else "attention"
 
 
 class Arguments:
@@ -146,6 +148,7 @@ class Arguments:
         if len(self.leaves) != len(token_dims):
             raise RuntimeError(f"a layer got {len(self.leaves)} arguments, but {len(token_dims)} when it was checked")
         self.token_dims, self.num_tokens = token_dims, num_tokens
+        self.ids_t: Tensor | None = None  # a number per document, for convolutions; None: all tokens are in one
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -172,7 +175,9 @@ class Arguments:
 
     def replace_leaves(self, leaves: list[Any], num_tokens: int) -> "Arguments":
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return Arguments(args, kwargs, self.token_dims, num_tokens)
+        replaced = Arguments(args, kwargs, self.token_dims, num_tokens)
+        replaced.ids_t = self.ids_t
+        return replaced
 
     @property
     def mask(self) -> Mask:
@@ -212,23 +217,28 @@ class LayerRuns:
             self.run_1 = torch.compile(self.run_1, dynamic=False)
             self.run_2 = torch.compile(self.run_2, dynamic=False)
         self.experts = LayerExperts(layer, replaces=facts.has_expert_block and not compiles)
+        self.mixer = DeltaMixer.find(layer)
         self.routers: list[nn.Module] = []
         self.router_index = 0  # where the logits are in a router's output
         self.router_logits: list[Tensor] = []
         # A compiler drops them itself.
         self.skipped = [_SkippedLinear(layer.get_submodule(path)) for path in facts.skippable if not compiles]
 
-    def find_call(self, x_tD: Tensor, arguments: Arguments) -> AttentionCall | None:
-        """Run 1: return the attention call; None if the layer makes none."""
-        capture = Capture(x_tD.dtype, traced=self.compiles)
-        with suppress(_EndRun), compute_like_autocast(x_tD):
+    def find_call(self, x_tD: Tensor, arguments: Arguments) -> AttentionCall | DeltaCall | None:
+        """Run 1: return the call of attention or of the delta rule; None if the layer makes none."""
+        capture, mixer = Capture(x_tD.dtype, traced=self.compiles), self.mixer
+        capturing = mixer.capturing(x_tD.dtype, arguments.ids_t, self.compiles) if mixer else nullcontext()
+        with suppress(EndRun), compute_like_autocast(x_tD), capturing:
             self.run_1(self.layer, x_tD, *arguments.with_mask(capture), self.facts.forward)
-        return capture.call
+        return capture.call or (mixer.take_call() if mixer else None)
 
     def capture(self, x_tD: Tensor, arguments: Arguments) -> list[Tensor]:
-        """Run 1: return q, k, v as [t, heads, K], and the sinks [H] if there are any."""
+        """Run 1: return q, k, v as [t, heads, K], and the sinks [H] if there are any; or the inputs of the delta rule,
+        without the tokens of x before those of the arguments."""
         call = self.find_call(x_tD, arguments)
         assert call is not None
+        if isinstance(call, DeltaCall):
+            return [t[len(x_tD) - len(arguments) :] for t in call.inputs]
         v_GtK = F.pad(call.v_GtV, (0, self.facts.head_dim - self.facts.v_head_dim))
         qkv = [t.transpose(0, 1) for t in (call.q_HtK, call.k_GtK, v_GtK)]
         return [*qkv, call.options["s_aux"]] if self.facts.has_sinks else qkv
@@ -243,6 +253,8 @@ class LayerRuns:
             for router in self.routers:
                 stack.enter_context(router.register_forward_hook(self._record_router))
             answer = Answer(out_tHK[..., : self.facts.v_head_dim].contiguous())  # as transformers' own
+            if self.mixer:
+                stack.enter_context(self.mixer.answering(answer.out_tHV))
             return self.run_2(self.layer, x_tD, *arguments.with_mask(answer), self.facts.forward)
 
     def take_router_logits(self) -> list[Tensor]:
@@ -303,6 +315,7 @@ class GeneralLayer(LayerSchedule):
     batch: "Batch" = field(kw_only=True)
     saved_type = GeneralActivations
     batch_dims = (1,)
+    num_projected: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -339,18 +352,23 @@ class GeneralLayer(LayerSchedule):
     def _project_all_heads(self, saved: Any) -> None:
         saved.projected = []
         is_backward = saved.dout_sHK is not None
-        for rows, x_tD in self._input_tiles(saved):
+        for rows, x_tD, arguments in self._project_tiles(saved):
             if is_backward and self.layout.overlap:
-                tiles, graph = self._capture_with_graph(x_tD, saved.positions.tile(rows))
+                tiles, graph = self._capture_with_graph(x_tD, arguments)
                 saved.projection_graphs.append(graph)
             else:
                 with torch.no_grad():
-                    tiles = self.runs.capture(x_tD, saved.positions.tile(rows))
+                    tiles = self.runs.capture(x_tD, arguments)
             if not saved.projected:
-                saved.projected = [t.new_empty(len(saved.positions), *t.shape[1:]) for t in tiles[:3]]
+                full = [t.new_empty(len(saved.positions), *t.shape[1:]) for t in tiles[: self.num_projected]]
+                saved.projected = full
                 saved.sinks_H = tiles[3].detach() if self.parts.has_sinks else None
             for into_sHK, t_tHK in zip(saved.projected, tiles, strict=False):
                 into_sHK[rows] = t_tHK.detach()
+
+    def _project_tiles(self, saved: Any) -> Iterator[tuple[slice, Tensor, Arguments]]:
+        for rows, x_tD in self._input_tiles(saved):
+            yield rows, x_tD, saved.positions.tile(rows)
 
     def _capture_with_graph(self, x_tD: Tensor, arguments: Arguments) -> tuple[list[Tensor], ProjectionGraph]:
         with torch.enable_grad():
@@ -442,11 +460,11 @@ class GeneralLayer(LayerSchedule):
     ) -> None:
         all_heads, facts = (self.query_heads, self.kv_heads, self.kv_heads), self.parts
         counts = (facts.num_heads, facts.num_kv_heads, facts.num_kv_heads)
-        for rows, x_tD in self._input_tiles(saved):
+        for rows, x_tD, arguments in self._project_tiles(saved):
             if saved.projection_graphs:
                 graph = saved.projection_graphs.popleft()
             else:
-                _, graph = self._capture_with_graph(x_tD, saved.positions.tile(rows))
+                _, graph = self._capture_with_graph(x_tD, arguments)
             douts = [
                 self._sum_heads([d[:, rows] for d in ds], heads, count).to(x_tD.dtype)
                 for ds, heads, count in zip(head_grads, all_heads, counts, strict=True)

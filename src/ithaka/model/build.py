@@ -20,6 +20,7 @@ from ithaka.attention.fused import Positions
 from ithaka.attention.kernels import agree_on_kernel
 from ithaka.config import AdapterConfig, ConfigError, RopeConfig
 from ithaka.dist.mesh import Mesh, default_device, make_mesh
+from ithaka.layer.delta import DeltaLayer
 from ithaka.layer.general import GeneralLayer
 from ithaka.layer.linear import as_linear
 from ithaka.layer.loss import Head, LinearHead, ScaledHead, TokenResults, linear_cross_entropy, summed_cross_entropy
@@ -50,6 +51,8 @@ from ithaka.phases import mark_backward, phase
 from ithaka.plan.bytes import logits_tile_tokens
 from ithaka.plan.heads import head_table
 from ithaka.plan.shape import check_quantization
+
+LAYERS = {"attention": GeneralLayer, "delta rule": DeltaLayer}  # by the way in which a layer mixes tokens
 
 
 @dataclass
@@ -243,12 +246,15 @@ def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: St
             heads = config.num_attention_heads, config.num_key_value_heads
         else:
             heads = decoder.facts[index].num_heads, decoder.facts[index].num_kv_heads
-        name, table = f"layer {index}", head_table(*heads, layout.ulysses, layout.heads_per_stage)
+        has_states = decoder is not None and decoder.facts[index].delta is not None
+        split = (1, None) if has_states else (layout.ulysses, layout.heads_per_stage)
+        name, table = f"layer {index}", head_table(*heads, *split)
         others = (*groups, table, store, layout, keeps, partial(count_changes, layer))
         if decoder is None:
             layer.forward = StreamedLayer(name, layer, map_layer(model, index), *others)
         else:
-            layer.forward = GeneralLayer(name, layer, decoder.facts[index], *others, batch=decoder.batch)
+            facts = decoder.facts[index]
+            layer.forward = LAYERS[facts.mixer](name, layer, facts, *others, batch=decoder.batch)
         layer.gradient_checkpointing = False
         adapted = next((n for n, module in layer.named_modules() if hasattr(module, "parameter_name")), None)
         if adapted is not None and layer.forward.experts.block is None:

@@ -32,12 +32,17 @@ class Decoder:
     has_linear_head: bool  # the logits are what lm_head returns for the base model's output, and it is linear
 
     @property
+    def attention(self) -> list[CallFacts]:
+        """The facts about layers with attention: Ulysses splits their heads."""
+        return [facts for facts in self.facts if facts.delta is None] or self.facts
+
+    @property
     def num_heads(self) -> int:
-        return min(facts.num_heads for facts in self.facts)
+        return min(facts.num_heads for facts in self.attention)
 
     @property
     def head_dim(self) -> int:
-        return max(facts.head_dim for facts in self.facts)
+        return max(facts.head_dim for facts in self.attention)
 
     @property
     def softcap(self) -> float | None:

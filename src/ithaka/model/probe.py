@@ -8,6 +8,7 @@ and gradients must agree.
 import copy
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
+from ithaka.attention.delta_rule import DeltaInputs, run_delta_rule
 from ithaka.config import ConfigError
 from ithaka.layer.general import ATTENTION, Answer, Arguments, AttentionCall, Batch, CallFacts, LayerRuns, Mask
+from ithaka.layer.mixers import DeltaCall, DeltaFacts, DeltaMixer
 from ithaka.model.rotary import ExactRotary, rotary_modules
 
 LENGTHS = (24, 17)  # tokens of the two recorded calls
@@ -28,7 +31,7 @@ FAR_POSITION = 10_000_000
 TOLERANCE = 1e-3
 # Options of an attention call that change nothing, or that every model passes along.
 IGNORED_OPTIONS = ("position_ids", "cache_position", "use_cache", "output_router_logits")
-COMPUTED_OPTIONS = ("scaling", "sliding_window", "s_aux", "softcap")
+COMPUTED_OPTIONS = ("scaling", "sliding_window", "s_aux", "softcap", "use_qk_l2norm_in_kernel", "chunk_size")
 
 
 def refusal(model: PreTrainedModel, problem: str) -> ConfigError:
@@ -186,14 +189,18 @@ def _describe_arguments(calls: list[Any], index: int) -> Any:
 # ---- the attention call and its mask
 
 
-def read_call(model: PreTrainedModel, name: str, call: AttentionCall, mask: Mask) -> CallFacts:
-    """The facts about a layer's attention. Refuses options that we do not compute."""
+def read_call(model: PreTrainedModel, name: str, call: AttentionCall | DeltaCall, mask: Mask) -> CallFacts:
+    """The facts about a layer's attention or delta rule. Refuses options that we do not compute."""
     options = call.options
     for option, value in options.items():
         known = option in (*IGNORED_OPTIONS, *COMPUTED_OPTIONS) or value is None or value is False
         if not known and not (option == "dropout" and not value) and (option, value) != ("is_causal", True):
             shown = "a tensor" if isinstance(value, Tensor) else value
             raise refusal(model, f"passes {option}={shown} to the attention of {name}, which is not supported")
+    if isinstance(call, DeltaCall):
+        (_, J, K), (_, H, V) = call.inputs.k_sJK.shape, call.inputs.v_sHV.shape
+        delta = DeltaFacts(J, K, bool(options.get("use_qk_l2norm_in_kernel")), call.halo)
+        return CallFacts(H, H, V, V, K**-0.5, delta=delta)
     (num_heads, _, head_dim), (num_kv_heads, _, v_head_dim) = call.q_HtK.shape, call.v_GtV.shape
     if v_head_dim > head_dim:
         raise refusal(model, f"has heads of {head_dim} for q and {v_head_dim} for v in {name}")
@@ -285,6 +292,7 @@ class _Probe:
         self.float_leaves = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
         self.layer = copy.deepcopy(layer, dict(recorder.memo)).train()  # so that random numbers show
         randomize(self.layer, device, seed=1)
+        self.mixer = DeltaMixer.find(self.layer)
         for module in rotary_modules(self.layer):
             model._init_weights(module)
             module.forward = ExactRotary(module, recorder.batch)
@@ -380,13 +388,14 @@ class _Probe:
         arguments = self._arguments(0, LENGTHS[0], LENGTHS[0])
         shape = LENGTHS[0], facts.num_heads, facts.v_head_dim
         answer = Answer(torch.randn(shape, dtype=torch.float32, device=self.device))
-        with torch.enable_grad():
+        with torch.enable_grad(), self.mixer.answering(answer.out_tHV) if self.mixer else nullcontext():
             args, kwargs = arguments.with_mask(answer)
             y = type(self.layer).forward(self.layer, self._input()[None], *args, **kwargs)
         for hook in hooks:
             hook.remove()
-        if answer.num_calls != 1:
-            raise refusal(self.model, f"makes {answer.num_calls} attention calls in {self.name}")
+        num_calls = answer.num_calls + (self.mixer.num_calls if self.mixer else 0)
+        if num_calls != 1:
+            raise refusal(self.model, f"makes {num_calls} attention calls in {self.name}")
         num_outputs = len(y) if isinstance(y, tuple) else None
         y = y[0] if isinstance(y, tuple) else y
         grads = torch.autograd.grad(y.sum(), list(results.values()), allow_unused=True)
@@ -418,10 +427,17 @@ class _Probe:
         parts = [slice(0, PROBE_CUT), slice(PROBE_CUT, num_tokens)]
         end = first + num_tokens
         arguments = [self._arguments(first + rows.start, rows.stop - rows.start, end) for rows in parts]
+        halo = facts.delta.halo if facts.delta else 0
         with torch.enable_grad():
-            captured = [runs.capture(x[rows], args) for rows, args in zip(parts, arguments, strict=True)]
-            q, k, v = (torch.cat(tensors) for tensors in list(zip(*captured, strict=True))[:3])
-            out = plain_attention(q, k, v, captured[0][3] if facts.has_sinks else None, facts)
+            captured = [
+                runs.capture(x[max(0, rows.start - halo) : rows.stop], args)
+                for rows, args in zip(parts, arguments, strict=True)
+            ]
+            q, k, v, *others = (torch.cat(tensors) for tensors in zip(*captured, strict=True))
+            if facts.delta:
+                out = run_delta_rule(DeltaInputs(q, k, v, *others), facts.delta.normalizes)
+            else:
+                out = plain_attention(q, k, v, captured[0][3] if facts.has_sinks else None, facts)
             with runs.experts.repeat_tile(deque(), facts.skips_experts):
                 ys = [runs.finish(x[rows], out[rows], args) for rows, args in zip(parts, arguments, strict=True)]
         results = self._gradients(torch.cat(ys), x, arguments)
@@ -433,7 +449,7 @@ class _Probe:
         arguments = self._arguments(first, num_tokens, first + num_tokens, attention="eager")
         self.recorder.config._attn_implementation = "eager"
         args, kwargs = pytree.tree_unflatten(arguments.leaves, arguments.spec)
-        with torch.enable_grad():
+        with torch.enable_grad(), self.mixer.in_plain_torch() if self.mixer else nullcontext():
             y = type(self.layer).forward(self.layer, x[None], *args, **kwargs)
         before = pytree.tree_unflatten(arguments.leaves, arguments.spec)
         for where, value, old in (*zip(range(len(args)), args, before[0], strict=True), *_join(kwargs, before[1])):

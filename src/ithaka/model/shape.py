@@ -20,6 +20,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 from ithaka.config import ConfigError
 from ithaka.layer.general import Arguments, AttentionCall, CallFacts, LayerRuns, Mask
+from ithaka.layer.mixers import DeltaCall
 from ithaka.model.families import find_layers, has_known_layers
 from ithaka.model.probe import LENGTHS, Recorder, describe_layer, read_call, refusal, token_dims
 from ithaka.model.video_blocks import TOKEN_DIMS, Ltx, SelfAttention, Tokens, Wan, find_family, read_facts
@@ -176,7 +177,7 @@ class _Measurement:
             parameters, parameters, linears, is_streamed, stacked=sizes, **per_token, **products
         )
 
-    def _read_facts(self, call: AttentionCall, arguments: Arguments) -> CallFacts:
+    def _read_facts(self, call: AttentionCall | DeltaCall, arguments: Arguments) -> CallFacts:
         return read_call(self.model, self.name, call, arguments.mask)
 
     def _products(self, module: nn.Module) -> tuple[int, int]:
@@ -271,7 +272,7 @@ class _BlockMeasurement(_Measurement):
                 module.forward = _FusedNorm.apply  # type: ignore[method-assign]
         self._make_fake(model.rope)
 
-    def _read_facts(self, call: AttentionCall, arguments: Arguments) -> CallFacts:
+    def _read_facts(self, call: AttentionCall | DeltaCall, arguments: Arguments) -> CallFacts:
         return self.facts
 
     def _products(self, module: nn.Module) -> tuple[int, int]:

@@ -1,0 +1,342 @@
+"""The gated delta rule over one rank's tokens, in chunks, with an incoming state and packed documents.
+
+A token decays the state S, corrects what S predicts for its key, and reads its own result:
+
+    S <- exp(g) S;   S <- S + beta k (v - S^T k)^T;   out = S^T q
+
+A chunk of C tokens is an affine map of its incoming state, S' = A S + B and out = R S + O, so all chunks are prepared
+at once, with matrix products, and only S is passed from one to the next. Affine maps compose: a rank's tokens are one
+map (M, U) too, which is all that other ranks need to know about them. With M^T, the same holds for gradients, in
+reverse.
+
+A document starts with S = 0: the entries of A, R and the decays between tokens of different documents are 0.
+
+Segments of consecutive chunks bound the memory. Backward recomputes a segment from the state before it.
+
+Shapes: s tokens of this rank, t of a segment, n chunks, C tokens of a chunk, H value heads, J key heads, K and V their
+dims, X = K + V. States are [H, K, V], in fp32 or wider; affine maps are [H, K, X]: M and U side by side.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+CHUNK_TOKENS = 64
+SEGMENT_ROWS = 2**18  # tokens x heads
+SCAN_STEPS = 16  # chunks that are scanned one after the other; blocks of them are scanned at once
+NORM_EPS = 1e-6
+
+
+class LocalDocs:
+    """The documents of one rank's tokens, and of the `halo` tokens before them."""
+
+    def __init__(self, starts: Sequence[int], first: int, num_tokens: int, halo: int, device: Any) -> None:
+        """`starts`: (0, ..., S), those of the sequence. `first`: this rank's first token."""
+        inside = [start - first for start in starts[:-1] if first - halo < start < first + num_tokens]
+        self.starts, self._starts = [start for start in inside if start >= 0], inside
+        self.halo, self.num_tokens = halo, num_tokens
+        self.continued = 0 not in inside  # from the rank before
+        self.continues = first + num_tokens not in starts  # on the next rank
+        tokens = torch.arange(first - halo, first + num_tokens)
+        ids = torch.bucketize(tokens, torch.tensor(starts[:-1]), right=True)  # 0 before the sequence
+        self._ids = ids.to(torch.int32).to(device)
+
+    def ids(self, first: int, stop: int) -> Tensor:
+        """A number per document, for the tokens [first, stop). `first` may be as low as -halo."""
+        return self._ids[first + self.halo : stop + self.halo]
+
+    def has_start(self, rows: slice) -> bool:
+        return any(rows.start <= start < rows.stop for start in self._starts)
+
+
+class DeltaInputs(NamedTuple):
+    """q and k before their normalization; g <= 0 is the log of the decay."""
+
+    q_sJK: Tensor
+    k_sJK: Tensor
+    v_sHV: Tensor
+    g_sH: Tensor
+    beta_sH: Tensor
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """The rule over one rank's tokens. Neither direction communicates: the caller passes states between ranks."""
+
+    inputs: DeltaInputs
+    docs: LocalDocs  # with a halo of at least 1
+    normalizes: bool = True  # q and k to length 1
+
+    @property
+    def segments(self) -> list[slice]:
+        num_heads, num_tokens = self.inputs.v_sHV.shape[1], self.docs.num_tokens
+        step = max(1, SEGMENT_ROWS // num_heads // CHUNK_TOKENS) * CHUNK_TOKENS
+        return [slice(a, min(a + step, num_tokens)) for a in range(0, num_tokens, step)]
+
+    def zero_state(self) -> Tensor:
+        k, v = self.inputs.k_sJK, self.inputs.v_sHV
+        return torch.zeros(v.shape[1], k.shape[2], v.shape[2], dtype=_wide(v), device=v.device)
+
+    def summarize(self) -> Tensor:
+        """The affine map [H, K, X] from the state before this rank's tokens to the state after them."""
+        with torch.no_grad(), _matmul_precision(self.inputs.v_sHV):
+            last = self.docs.starts[-1] if self.docs.starts else 0  # no state comes from before it
+            maps = [self._prepare(rows).step() for rows in self.segments if rows.stop > last]
+            return compose(torch.stack([compose(m) for m in maps]))
+
+    def forward(self, state_HKV: Tensor) -> tuple[Tensor, Tensor]:
+        """Return out_sHV and the states before each segment, [., H, K, V]."""
+        out_sHV = torch.empty_like(self.inputs.v_sHV)
+        states = []
+        with torch.no_grad(), _matmul_precision(out_sHV):
+            for rows in self.segments:
+                states.append(state_HKV)
+                out_sHV[rows], state_HKV = self._run_segment(rows, self._segment_inputs(rows), state_HKV)
+        return out_sHV, torch.stack(states)
+
+    def summarize_grad(self, dout_sHV: Tensor) -> Tensor:
+        """The affine map [H, K, X] from the gradient of the last state to that of the first one."""
+        with torch.no_grad(), _matmul_precision(dout_sHV):
+            first = self.docs.starts[0] if self.docs.starts else self.docs.num_tokens  # no gradient from after it
+            maps = []
+            for rows in self.segments[::-1]:
+                if rows.start <= first:
+                    chunks = self._prepare(rows)
+                    dout = _to_chunks(dout_sHV[rows].to(chunks.k.dtype))
+                    transition = chunks.step()[..., : chunks.k.shape[-1]]
+                    added = chunks.read()[..., : chunks.k.shape[-1]].mT @ dout
+                    maps.append(compose(torch.cat([transition.mT, added], -1).flip(0)))
+            return compose(torch.stack(maps))
+
+    def backward(self, states: Tensor, dout_sHV: Tensor, dstate_HKV: Tensor) -> Tensor:
+        """Write the gradients of the inputs over the inputs; return the gradient of the incoming state."""
+        for rows, state_HKV in zip(self.segments[::-1], states.flip(0), strict=True):
+            with torch.enable_grad(), _matmul_precision(dout_sHV):
+                leaves = [t.detach().requires_grad_() for t in (*self._segment_inputs(rows), state_HKV)]
+                results = self._run_segment(rows, DeltaInputs(*leaves[:-1]), leaves[-1])
+                *grads, dstate_HKV = torch.autograd.grad(results, leaves, (dout_sHV[rows], dstate_HKV))
+            for t, grad in zip(self.inputs, grads, strict=True):
+                t[rows] = grad
+        return dstate_HKV
+
+    def _segment_inputs(self, rows: slice) -> DeltaInputs:
+        return DeltaInputs(*(t[rows] for t in self.inputs))
+
+    def _run_segment(self, rows: slice, inputs: DeltaInputs, state_HKV: Tensor) -> tuple[Tensor, Tensor]:
+        """Return out_tHV and the state after the segment."""
+        chunks = self._prepare(rows, inputs)
+        K = chunks.k.shape[-1]
+        transitions, added = chunks.step().split([K, chunks.v.shape[-1]], -1)
+        reads, out = chunks.read().split([K, chunks.v.shape[-1]], -1)
+        states = _Scan.apply(transitions, added, state_HKV)
+        out = (out + reads @ states[:-1]).transpose(1, 2).flatten(0, 1)[: rows.stop - rows.start]
+        return out.to(inputs.v_sHV.dtype), states[-1]
+
+    def _prepare(self, rows: slice, inputs: DeltaInputs | None = None) -> "Chunks":
+        q, k, v, g, beta = inputs or self._segment_inputs(rows)
+        q, k, v, g, beta = (_to_chunks(t.to(_wide(v))) for t in (q, k, v, g[..., None], beta[..., None]))
+        if self.normalizes:
+            q, k = (t * torch.rsqrt((t * t).sum(-1, keepdim=True) + NORM_EPS) for t in (q, k))
+        masks = None
+        if self.docs.has_start(rows):
+            ids = self.docs.ids(rows.start - 1, rows.stop)
+            last = -(-(rows.stop - rows.start) // CHUNK_TOKENS) * CHUNK_TOKENS
+            ids = torch.cat([ids, ids[-1:].expand(last - len(ids) + 1)])
+            before, ids = ids[:-1:CHUNK_TOKENS, None], ids[1:].view(-1, CHUNK_TOKENS)
+            masks = DocMasks(ids[:, None, :, None] == ids[:, None, None], *(
+                same[:, None] for same in (ids == before, ids == ids[:, -1:], ids[:, -1:] == before)
+            ))  # fmt: skip
+        return Chunks.prepare(q * k.shape[-1] ** -0.5, k, v, g[..., 0], beta[..., 0], masks)
+
+
+def run_delta_rule(inputs: DeltaInputs, normalizes: bool = True) -> Tensor:
+    """Differentiable rule over the few tokens of one document, [s, H, V]."""
+    s, device = len(inputs.v_sHV), inputs.v_sHV.device
+    rule = DeltaRule(inputs, LocalDocs((0, s), 0, s, 1, device), normalizes)
+    return rule._run_segment(slice(0, s), inputs, rule.zero_state())[0]
+
+
+class DocMasks(NamedTuple):
+    """Which of a chunk's tokens are in the same document, [n, 1, C, C]; in that of the incoming state, and of the
+    chunk's last token, [n, 1, C]; whether the last token is in that of the incoming state, [n, 1, 1]."""
+
+    same: Tensor
+    incoming: Tensor
+    last: Tensor
+    all: Tensor
+
+
+class Chunks(NamedTuple):
+    """Chunks as affine maps of their incoming states, by their factors. All are [n, H, ...]; `k` is [n, J, C, K]."""
+
+    q: Tensor  # [n, J, C, K]
+    k: Tensor
+    v: Tensor  # [n, H, C, V]
+    decay: Tensor  # [n, H, C, C]: from one token to a later one
+    entering: Tensor  # [n, H, C]: from the incoming state to a token
+    leaving: Tensor  # [n, H, C]: from a token to the outgoing state
+    passing: Tensor  # [n, H, 1]: from the incoming to the outgoing state
+    wu: Tensor  # [n, H, C, X]: what the tokens write, as a function of the state: u - w S
+
+    @classmethod
+    def prepare(cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, masks: DocMasks | None) -> "Chunks":
+        C = g.shape[-1]
+        visible = torch.ones(C, C, dtype=torch.bool, device=g.device).tril()
+        log = g.cumsum(-1)
+        entering, leaving, passing = log.exp(), (log[..., -1:] - log).exp(), log[..., -1:].exp()
+        if masks is not None:
+            visible = visible & masks.same
+            entering, leaving, passing = entering * masks.incoming, leaving * masks.last, passing * masks.all
+        decay = (log[..., :, None] - log[..., None, :]).masked_fill(~visible, float("-inf")).exp()
+        system = _group(k @ k.mT, decay) * beta[..., None]
+        solved = _Inverse.apply(system.tril(-1)) * beta[..., None, :]
+        w = _for_each_head(solved * entering[..., None, :], k)
+        return cls(q, k, v, decay, entering, leaving, passing, torch.cat([w, solved @ v], -1))
+
+    def step(self) -> Tensor:
+        """A and B, [n, H, K, X]."""
+        K, H = self.k.shape[-1], self.v.shape[1]
+        k = self.k.repeat_interleave(H // self.k.shape[1], 1) * self.leaving[..., None]
+        written = k.mT @ self.wu
+        diagonal = torch.eye(K, dtype=k.dtype, device=k.device) * self.passing[..., None]
+        return torch.cat([diagonal - written[..., :K], written[..., K:]], -1)
+
+    def read(self) -> Tensor:
+        """R and O, [n, H, C, X]."""
+        K, H = self.k.shape[-1], self.v.shape[1]
+        written = _group(self.q @ self.k.mT, self.decay) @ self.wu
+        q = self.q.repeat_interleave(H // self.q.shape[1], 1) * self.entering[..., None]
+        return torch.cat([q - written[..., :K], written[..., K:]], -1)
+
+
+def compose(maps: Tensor) -> Tensor:
+    """The composition of affine maps [n, H, K, X], of which the first is applied first."""
+    K = maps.shape[-2]
+    while len(maps) > 1:
+        odd, pairs = maps[len(maps) // 2 * 2 :], maps[: len(maps) // 2 * 2].unflatten(0, (-1, 2))
+        first, second = pairs.unbind(1)
+        product = second[..., :K] @ first
+        product[..., K:] += second[..., K:]
+        maps = torch.cat([product, odd])
+    return maps[0]
+
+
+def scan(transitions: Tensor, added: Tensor, state: Tensor) -> Tensor:
+    """The states before each chunk and after the last, [n + 1, H, K, V], of S <- A S + B."""
+    n, K = len(transitions), transitions.shape[-1]
+    if n <= SCAN_STEPS:
+        states = [state]
+        for a, b in zip(transitions, added, strict=True):
+            states.append(a @ states[-1] + b)
+        return torch.stack(states)
+    blocks = n // SCAN_STEPS * SCAN_STEPS
+    a, b = (t[:blocks].unflatten(0, (-1, SCAN_STEPS)) for t in (transitions, added))
+    eye = torch.eye(K, dtype=a.dtype, device=a.device).expand(*a[:, 0].shape)
+    maps = [torch.cat([eye, torch.zeros_like(b[:, 0])], -1)]  # from the start of each block to each of its chunks
+    for i in range(SCAN_STEPS):
+        maps.append(a[:, i] @ maps[-1])
+        maps[-1][..., K:] += b[:, i]
+    starts = scan(maps[-1][..., :K], maps[-1][..., K:], state)
+    result = state.new_empty(n + 1, *state.shape)
+    inside = result[:blocks].unflatten(0, (-1, SCAN_STEPS))
+    for i in range(SCAN_STEPS):
+        inside[:, i] = maps[i][..., :K] @ starts[:-1] + maps[i][..., K:]
+    result[blocks:] = scan(transitions[blocks:], added[blocks:], starts[-1])
+    return result
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, transitions, added, state):
+        states = scan(transitions, added, state)
+        ctx.save_for_backward(transitions, states)
+        return states
+
+    @staticmethod
+    def backward(ctx, dstates):
+        transitions, states = ctx.saved_tensors
+        sums = scan(transitions.mT.flip(0), dstates[:-1].flip(0), dstates[-1]).flip(0)
+        return sums[1:] @ states[:-1].mT, sums[1:], sums[0]
+
+
+class _Inverse(torch.autograd.Function):
+    """The inverse of 1 + L, for strictly lower triangular L [..., C, C], by halves: stable for any L."""
+
+    @staticmethod
+    def forward(ctx, lower):
+        C = lower.shape[-1]
+        inverse = torch.eye(C, dtype=lower.dtype, device=lower.device).expand_as(lower).contiguous()
+        size = 1
+        while size < C:
+            # Blocks of 2 * size on the diagonal: [[a, 0], [c, b]]^-1 = [[a^-1, 0], [-b^-1 c a^-1, b^-1]].
+            for first in range(0, C, 2 * size):
+                top, bottom = slice(first, first + size), slice(first + size, first + 2 * size)
+                product = inverse[..., bottom, bottom] @ lower[..., bottom, top] @ inverse[..., top, top]
+                inverse[..., bottom, top] = -product
+            size *= 2
+        ctx.save_for_backward(inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx, dinverse):
+        (inverse,) = ctx.saved_tensors
+        return -(inverse.mT @ dinverse @ inverse.mT).tril(-1)
+
+
+def _group(products_nJCC: Tensor, decay_nHCC: Tensor) -> Tensor:
+    """Products of key heads, with the decays of their value heads."""
+    J = products_nJCC.shape[1]
+    return (products_nJCC[:, :, None] * decay_nHCC.unflatten(1, (J, -1))).flatten(1, 2)
+
+
+def _for_each_head(a_nHCC: Tensor, k_nJCK: Tensor) -> Tensor:
+    """a @ k, with the key heads of the value heads."""
+    H, J = a_nHCC.shape[1], k_nJCK.shape[1]
+    return (a_nHCC.unflatten(1, (J, -1)).flatten(2, 3) @ k_nJCK).unflatten(2, (H // J, -1)).flatten(1, 2)
+
+
+def _to_chunks(t_tHK: Tensor) -> Tensor:
+    """[t, H, K] -> [n, H, C, K]. Zeros fill the last chunk: such tokens write nothing and do not decay."""
+    fill = -len(t_tHK) % CHUNK_TOKENS
+    return F.pad(t_tHK, (0, 0, 0, 0, 0, fill)).unflatten(0, (-1, CHUNK_TOKENS)).transpose(1, 2).contiguous()
+
+
+def _wide(t: Tensor) -> torch.dtype:
+    return torch.promote_types(t.dtype, torch.float32)
+
+
+@contextmanager
+def _matmul_precision(t: Tensor) -> Iterator[None]:
+    """In 16 bits, multiply fp32 matrices with TF32: its products are more precise than those of 16-bit inputs."""
+    settings: Any = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    if t.is_cuda and t.dtype.itemsize == 2:
+        settings.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+# ---- the short convolution before the rule
+
+
+def short_convolution(x_tN: Tensor, weight_NW: Tensor, bias_N: Tensor | None, ids_t: Tensor | None) -> Tensor:
+    """A causal convolution of each channel over the last W tokens of its document, [t, N] in fp32 or wider.
+
+    `ids_t`: a number per document; None: all tokens are in one. Tokens before the first count as 0.
+    """
+    wide, W = _wide(x_tN), weight_NW.shape[1]
+    x_tN, weight_NW = x_tN.to(wide), weight_NW.to(wide)
+    y_tN = x_tN * weight_NW[:, -1]
+    for back in range(1, min(W, len(x_tN))):
+        earlier_tN = x_tN[:-back] * weight_NW[:, W - 1 - back]
+        if ids_t is not None:
+            earlier_tN = earlier_tN * (ids_t[back:] == ids_t[:-back])[:, None]
+        y_tN = y_tN + F.pad(earlier_tN, (0, 0, back, 0))
+    return y_tN if bias_N is None else y_tN + bias_N.to(wide)

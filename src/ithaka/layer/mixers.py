@@ -1,0 +1,142 @@
+"""Modules that mix tokens with the gated delta rule: capture the call of the rule, or answer it.
+
+transformers has no registry for the rule, as it has for attention. A mixer is therefore a module whose forward calls
+the rule and the short convolution before it by their names; it runs with our functions under these names.
+
+Shapes as in attention/delta_rule.py; t tokens of a tile, with those before it that the convolution reads.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from ithaka.attention.delta_rule import DeltaInputs, short_convolution
+
+RULES = ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule")
+CONVOLUTION = "causal_conv1d_fn"
+
+
+class EndRun(BaseException):
+    """Ends a layer's forward at its attention call or rule. Not an Exception, so that no model catches it."""
+
+
+@dataclass(frozen=True)
+class DeltaFacts:
+    """A layer's gated delta rule, read from its call."""
+
+    num_key_heads: int
+    key_dim: int
+    normalizes: bool  # q and k to length 1
+    halo: int = 0  # earlier tokens that the convolutions read
+
+
+class DeltaCall(NamedTuple):
+    """One call of the rule, and the earlier tokens that the convolutions before it read."""
+
+    module: nn.Module
+    inputs: DeltaInputs
+    options: dict[str, Any]
+    halo: int
+
+
+class DeltaMixer:
+    """Runs one mixer with our convolution and rule."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.call: DeltaCall | None = None
+        self.num_calls = self.halo = 0
+        self.dtype: torch.dtype | None = None
+        self.traced = False
+        self.ids_t: Tensor | None = None
+        self.answer_tHV: Tensor | None = None
+        functions = {CONVOLUTION: self._convolve} | dict.fromkeys(RULES, self._apply_rule)
+        self._forward = self._with_functions(functions)
+
+    @classmethod
+    def find(cls, layer: nn.Module) -> "DeltaMixer | None":
+        """The layer's mixer, if it has one."""
+        return next((cls(module) for module in layer.modules() if _calls_rule(module)), None)
+
+    @contextmanager
+    def capturing(self, dtype: torch.dtype, ids_t: Tensor | None, traced: bool) -> Iterator[None]:
+        """Store the inputs of the rule in `call`, then end the run. A traced run continues with zeros instead.
+
+        `ids_t`: a number per document, for the convolution; None: all tokens are in one.
+        """
+        self.dtype, self.ids_t, self.traced, self.answer_tHV, self.halo = dtype, ids_t, traced, None, 0
+        with self._replace_forward(self._forward):
+            yield
+
+    @contextmanager
+    def answering(self, out_tHV: Tensor) -> Iterator[None]:
+        """Return a given output of the rule. The convolution returns zeros without storage, which nothing reads."""
+        self.answer_tHV, self.num_calls = out_tHV, 0
+        with self._replace_forward(self._forward):
+            yield
+        self.answer_tHV = None
+
+    @contextmanager
+    def in_plain_torch(self) -> Iterator[None]:
+        """Run transformers' own functions in plain PyTorch, also where a package replaces them."""
+        names = inspect.unwrap(type(self.module).forward).__globals__
+        with self._replace_forward(
+            self._with_functions({name: inspect.unwrap(names[name]) for name in (CONVOLUTION, *RULES) if name in names})
+        ):
+            yield
+
+    def _with_functions(self, functions: dict[str, Any]) -> Callable[..., Any]:
+        own: Any = inspect.unwrap(type(self.module).forward)
+        names = own.__globals__ | functions
+        del names["__name__"]  # so that a compiler does not look them up in the module
+        forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+        forward.__kwdefaults__ = own.__kwdefaults__
+        return MethodType(forward, self.module)
+
+    @contextmanager
+    def _replace_forward(self, forward: Callable[..., Any]) -> Iterator[None]:
+        self.module.forward = forward
+        try:
+            yield
+        finally:
+            del self.module.forward
+
+    def _convolve(
+        self, x_1Nt: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **others: Any
+    ) -> Tensor:
+        if self.answer_tHV is not None:
+            return x_1Nt.new_zeros(()).expand(x_1Nt.shape)
+        self.halo = max(self.halo, weight.shape[-1] - 1)
+        y_tN = short_convolution(x_1Nt[0].t(), weight, bias, self.ids_t)
+        y_tN = y_tN if activation is None else ACT2FN[activation](y_tN)
+        return y_tN.to(x_1Nt.dtype).t()[None]
+
+    def _apply_rule(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+    ) -> tuple[Tensor, None]:
+        self.num_calls += 1
+        if self.answer_tHV is not None:
+            return self.answer_tHV[None], None
+        assert self.dtype is not None
+        wide = torch.promote_types(self.dtype, torch.float32)
+        inputs = DeltaInputs(*(t[0].to(self.dtype) for t in (q, k, v)), *(t[0].to(wide) for t in (g, beta)))
+        self.call = DeltaCall(self.module, inputs, options, self.halo)
+        if not self.traced:
+            raise EndRun
+        return torch.zeros_like(v), None
+
+    def take_call(self) -> DeltaCall | None:
+        call, self.call = self.call, None
+        return call
+
+
+def _calls_rule(module: nn.Module) -> bool:
+    forward: Any = inspect.unwrap(type(module).forward)
+    return isinstance(forward, FunctionType) and any(name in forward.__code__.co_names for name in RULES)

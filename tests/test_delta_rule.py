@@ -1,0 +1,109 @@
+"""The gated delta rule over ranks and packed documents, against each document alone in transformers, in fp64."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+
+from decoders import Wide
+from ithaka.attention import delta_rule
+from ithaka.attention.delta_rule import DeltaInputs, DeltaRule, LocalDocs, compose, scan, short_convolution
+
+TOKENS, KEY_HEADS, HEADS, K, V = 90, 2, 4, 8, 6
+STARTS = (0, 7, 8, 9, 31, 32, 60, 90)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Several chunks, blocks of chunks and segments per rank."""
+    monkeypatch.setattr(delta_rule, "CHUNK_TOKENS", 4)
+    monkeypatch.setattr(delta_rule, "SEGMENT_ROWS", 24 * HEADS)
+    monkeypatch.setattr(delta_rule, "SCAN_STEPS", 2)
+
+
+@pytest.fixture(scope="module")
+def inputs() -> DeltaInputs:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(TOKENS, *shape, generator=generator, dtype=torch.float64)
+
+    g, beta = -0.3 * draw(HEADS).exp(), draw(HEADS).sigmoid()
+    return DeltaInputs(draw(KEY_HEADS, K), draw(KEY_HEADS, K), draw(HEADS, V), g, beta)
+
+
+def run_transformers(inputs: DeltaInputs, dout: Tensor, starts: tuple[int, ...]) -> list[Tensor]:
+    """The output and all gradients, each document on its own."""
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    outs = []
+    for a, b in pairwise(starts):
+        q, k, v, g, beta = (t[None, a:b] for t in leaves)
+        q, k = (t.repeat_interleave(HEADS // KEY_HEADS, 2) for t in (q, k))
+        with Wide():
+            out, _ = torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
+        outs.append(out[0])
+    out = torch.cat(outs)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def run_ranks(inputs: DeltaInputs, dout: Tensor, starts: tuple[int, ...], cp: int) -> list[Tensor]:
+    """The same, over `cp` ranks that pass on states."""
+    s = TOKENS // cp
+    parts = [DeltaInputs(*(t[rank * s : (rank + 1) * s].clone() for t in inputs)) for rank in range(cp)]
+    rules = [DeltaRule(part, LocalDocs(starts, rank * s, s, 1, "cpu")) for rank, part in enumerate(parts)]
+    state, outs, states = rules[0].zero_state(), [], []
+    for rule in rules:
+        out, own_states = rule.forward(state)
+        outs.append(out)
+        states.append(own_states)
+        summary = rule.summarize()
+        state = summary[..., :K] @ state + summary[..., K:]
+    dstate = rules[0].zero_state()
+    for rule, own_states, own_dout in zip(rules[::-1], states[::-1], dout.split(s)[::-1], strict=True):
+        summary = rule.summarize_grad(own_dout)
+        passed = summary[..., :K] @ dstate + summary[..., K:]
+        dstate = rule.backward(own_states, own_dout, dstate)
+        torch.testing.assert_close(passed, dstate, rtol=1e-10, atol=1e-12)
+    return [torch.cat(outs), *(torch.cat(grads) for grads in zip(*parts, strict=True))]
+
+
+@pytest.mark.parametrize("starts", [(0, TOKENS), STARTS], ids=["one document", "packed"])
+def test_output_and_gradients_are_those_of_each_document_alone(inputs, starts):
+    dout = torch.randn(TOKENS, HEADS, V, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    wanted = run_transformers(inputs, dout, starts)
+    for cp in (1, 2, 3, 5):
+        for got, expected in zip(run_ranks(inputs, dout, starts, cp), wanted, strict=True):
+            assert float((got - expected).abs().max() / expected.abs().max()) < 1e-12
+
+
+def test_a_scan_of_many_chunks_is_the_loop_over_them():
+    draw = torch.Generator().manual_seed(2)
+    maps = torch.randn(11, 3, K, K + V, generator=draw, dtype=torch.float64) / K**0.5
+    state = torch.randn(3, K, V, generator=draw, dtype=torch.float64)
+    states = [state]
+    for step in maps:
+        states.append(step[..., :K] @ states[-1] + step[..., K:])
+    torch.testing.assert_close(scan(maps[..., :K], maps[..., K:], state), torch.stack(states))
+    summary = compose(maps)
+    torch.testing.assert_close(summary[..., :K] @ state + summary[..., K:], states[-1])
+
+
+def test_keys_that_repeat_do_not_overflow(inputs):
+    """The inverse is exact for a system whose powers are not: equal keys, which overwrite each other."""
+    system = torch.ones(1, 64, 64).tril(-1)
+    inverse = delta_rule._Inverse.apply(system)
+    torch.testing.assert_close(inverse @ (system + torch.eye(64)), torch.eye(64)[None])
+
+
+def test_a_convolution_reads_its_own_document_only():
+    draw = torch.Generator().manual_seed(3)
+    x, weight = (torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((12, 5), (5, 4)))
+    starts = (0, 1, 2, 7, 12)
+    ids = LocalDocs(starts, 0, 12, 3, "cpu").ids(0, 12)
+    wanted = [
+        torch.nn.functional.conv1d(x[a:b].t()[None], weight[:, None], padding=3, groups=5)[0, :, : b - a].t()
+        for a, b in pairwise(starts)
+    ]
+    torch.testing.assert_close(short_convolution(x, weight, None, ids), torch.cat(wanted))
