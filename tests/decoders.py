@@ -26,6 +26,10 @@ DECODERS: dict[str, dict] = {
     "qwen2_moe": {},
     "starcoder2": {},
 }
+# Models with the gated delta rule; no rings.
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
+DELTA |= {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+HYBRIDS = dict.fromkeys(("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid"), DELTA)
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -62,7 +66,8 @@ SIZES = {
 
 
 def tiny_decoder(family: str, dtype: torch.dtype = torch.float64, **changes) -> PreTrainedModel:
-    return random_decoder(AutoConfig.for_model(family, **{**SIZES, **DECODERS.get(family, {}), **changes}), dtype)
+    sizes = {**SIZES, **DECODERS.get(family, {}), **HYBRIDS.get(family, {}), **changes}
+    return random_decoder(AutoConfig.for_model(family, **sizes), dtype)
 
 
 def random_decoder(config: PretrainedConfig, dtype: torch.dtype = torch.float64) -> PreTrainedModel:

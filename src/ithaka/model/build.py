@@ -107,6 +107,7 @@ def parallelize_model(
         head_dim = map_layer(model, 0).head_dim
     else:
         num_heads, head_dim, softcap = decoder.num_heads, decoder.head_dim, decoder.softcap
+        decoder.check_ring(model, layout.ring)
     check_parallelism(
         num_heads=num_heads,
         cp=layout.cp,

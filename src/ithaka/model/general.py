@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
+from ithaka.config import ConfigError
 from ithaka.layer.general import (
     Batch,
     CallFacts,
@@ -44,6 +45,14 @@ class Decoder:
     def head_dim(self) -> int:
         return max(facts.head_dim for facts in self.attention)
 
+    def check_ring(self, model: PreTrainedModel, ring: int) -> None:
+        if ring > 1 and any(facts.delta for facts in self.facts):
+            raise ConfigError(
+                f"parallel.ring={ring} is not supported for model_type={model.config.model_type}: a ring gives each "
+                "rank several parts of the sequence, but the gated delta rule passes its states from part to part in "
+                f"order; use parallel.ring=1, with parallel.cp of at most {self.num_heads}, the query heads"
+            )
+
     @property
     def softcap(self) -> float | None:
         return next((facts.softcap for facts in self.facts if facts.softcap is not None), None)
@@ -77,6 +86,12 @@ def attach_decoder(model: PreTrainedModel, decoder: Decoder) -> None:
 def run_decoder(model: PreTrainedModel, decoder: Decoder, call: CheckedCall) -> Tensor:
     """Run the model's own forward on this rank's tokens, up to its last norm; return x_sD."""
     share, batch = call.share, decoder.batch
+    if any(facts.delta for facts in decoder.facts) and max(share.docs.parents, default=-1) >= 0:
+        raise ValueError(
+            f"parents is not supported for model_type={model.config.model_type}: a document would start from the "
+            "state after its parent, which the gated delta rule keeps for the next token only; pass each branch as a "
+            "document of its own"
+        )
     batch.docs, batch.num_positions = share.docs, call.num_positions
     if batch.routing is not None:
         batch.routing = batch.routing.start_call(share.real_s)

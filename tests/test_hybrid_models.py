@@ -1,0 +1,130 @@
+"""Models with the gated delta rule: loss and every gradient equal those of each document alone in transformers."""
+
+import pytest
+import torch
+
+from decoders import HYBRIDS, tiny_decoder
+from general import add_lora, assert_equal, compare, worst
+from ithaka.attention import delta_rule
+from ithaka.attention.delta_rule import LocalDocs
+from ithaka.config import ConfigError
+from ithaka.layer.delta import DeltaLayer
+from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
+from parity import plain_sum, random_ids
+
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
+
+HOST = ActivationPolicy("host", "host")
+PROJECTIONS = ActivationPolicy("device", "device", projections=True)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Several chunks and segments per rank."""
+    monkeypatch.setattr(delta_rule, "CHUNK_TOKENS", 2)
+    monkeypatch.setattr(delta_rule, "SEGMENT_ROWS", 4 * 4)
+    monkeypatch.setattr(delta_rule, "SCAN_STEPS", 2)
+
+
+def documents(*lengths: int):
+    """Packed documents, and the loss of plain transformers run on each document by itself."""
+    ids = random_ids(1, sum(lengths))
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+    starts = torch.cat([torch.arange(n) for n in lengths])[None] == 0
+    labels = ids.masked_fill(starts, -100)
+
+    def each_alone(plain):
+        parts = [part for part in ids.split(lengths, dim=1) if part.shape[1] > 1]
+        return sum(plain_sum(plain, part, part) for part in parts) / (labels[:, 1:] != -100).sum()
+
+    return {"input_ids": ids, "labels": labels, "document_ids": numbers, "plain_loss": each_alone}
+
+
+def padding(left: int, right: int):
+    ids, mask = random_ids(2, 13), torch.ones(2, 13, dtype=torch.long)
+    mask[0, :left], mask[1, 13 - right :] = 0, 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[0, left] = -100
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+CASES = {  # layout, inputs; on four ranks of 24 tokens each has 6
+    "one document over four ranks, in tiles below the halo": (Layout(4, tile_tokens=2), {}),
+    "ends around rank boundaries": (Layout(4, tile_tokens=4), documents(5, 7, 7, 5)),
+    "ends within the convolution's reach": (Layout(4), documents(8, 2, 5, 9)),
+    "one-token documents around a boundary, and one over three ranks": (
+        Layout(4, tile_tokens=5, kept=(HOST,) * 3),
+        documents(4, 1, 1, 1, 15, 2),
+    ),
+    "shares below the convolution's reach": (Layout(4, kept=(PROJECTIONS,) * 3), documents(3, 4, 1)),
+    "a rank with padding only": (Layout(4, kept=(EVERYTHING,) * 3), documents(5)),
+    "padding before and after rows": (Layout(2, tile_tokens=5), padding(4, 6)),
+    "without overlap, everything recomputed": (Layout(2, tile_tokens=5, overlap=False), documents(9, 10)),
+}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return tiny_decoder("qwen3_5_text")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_each_document_alone(plain, case):
+    layout, inputs = CASES[case]
+    plain.zero_grad()
+    assert_equal(compare(plain, layout, **inputs))
+
+
+FAMILIES = [family for family in HYBRIDS if family != "qwen3_5_text"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family):
+    assert_equal(compare(tiny_decoder(family), Layout(2, tile_tokens=5), **documents(7, 1, 10)))
+
+
+def test_adapters_equal_peft():
+    names = ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "down_proj"]
+    plain = add_lora(tiny_decoder("qwen3_5_text"), target_modules=names)
+    errors = compare(plain, Layout(2, tile_tokens=5), **documents(7, 1, 10))
+    assert_equal(errors)
+    assert len(errors[0]) == 1 + sum(param.requires_grad for param in plain.parameters())
+
+
+def _leak_states(monkeypatch):
+    has_start = LocalDocs.has_start
+    monkeypatch.setattr(LocalDocs, "has_start", lambda self, rows: rows.start < 0 and has_start(self, rows))
+
+
+def _convolve_across_documents(monkeypatch):
+    has_start = LocalDocs.has_start
+    monkeypatch.setattr(LocalDocs, "has_start", lambda self, rows: rows.start % 4 == 0 and has_start(self, rows))
+
+
+def _lose_halo_gradient(monkeypatch):
+    monkeypatch.setattr(DeltaLayer, "_return_halo_grad", lambda self, *tensors: None)
+
+
+@pytest.mark.parametrize("bug", [_leak_states, _convolve_across_documents, _lose_halo_gradient])
+def test_bugs_are_seen(plain, bug, monkeypatch):
+    plain.zero_grad()
+    bug(monkeypatch)
+    error, _ = worst(compare(plain, Layout(2), **documents(5, 10, 1, 4)))
+    assert error > 1e-4
+
+
+def test_rings_and_shared_prefixes_are_refused(plain):
+    with pytest.raises(ConfigError, match=r"parallel.ring=2 is not supported for model_type=qwen3_5_text.*ring=1"):
+        compare(plain, Layout(2, ring=2))
+    inputs = documents(5, 10)
+    parents = torch.where(inputs["document_ids"] == 1, 0, -1)
+    with pytest.raises(ValueError, match="parents is not supported for model_type=qwen3_5_text"):
+        compare(plain, Layout(), **inputs, parents=parents)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("case", CASES)
+def test_every_family_and_case(family, case):
+    layout, inputs = CASES[case]
+    assert_equal(compare(tiny_decoder(family), layout, **inputs))
