@@ -163,7 +163,7 @@ def parallelize(
         if not isinstance(num_tokens, int) or num_tokens < 2:
             raise ConfigError(f"context={context!r} is not a number of tokens, at least 2; use 524288 or '512K'")
         if not is_diffusers_model(base):
-            _check_positions(base.config, num_tokens)
+            _check_positions(base.config.get_text_config(), num_tokens)
         start_process_group()
         dtype = dtype or str(base.dtype).removeprefix("torch.")
         run = plan_model_run(model, cp, ring, dtype, layout, num_tokens, batch, reference)
@@ -215,6 +215,9 @@ def shape_from_model(model: Any) -> ModelShape:
     base, is_video = _base_model(model), is_diffusers_model(_base_model(model))
     config = {"_class_name": type(base).__name__, **base.config} if is_video else base.config.to_dict()
     shape = shape_from_config(config, _model_name(base))
+    if shape.encoder:
+        trains = any(param.requires_grad for param in base.model.visual.parameters())
+        shape = dataclasses.replace(shape, freezes_encoder=not trains)
     adapter = find_active_adapter(base)
     if adapter is None:
         return shape

@@ -62,12 +62,12 @@ def _start_all_to_all(send: torch.Tensor, shape: tuple[int, ...], group: dist.Pr
 def start_round(t_SmK: torch.Tensor, round_: RingRound, group: dist.ProcessGroup) -> Exchange:
     """Start one ring round: send rows of this member's [S, m, K], receive [p, m, K] from the others."""
     send = torch.cat([t_SmK[row : row + length] for runs in round_.sent for row, length in runs] or [t_SmK[:0]])
-    return _start_uneven_all_to_all(send, round_.num_sent, round_.num_received, group)
+    return start_uneven_all_to_all(send, round_.num_sent, round_.num_received, group)
 
 
 def start_return(d_pmK: torch.Tensor, round_: RingRound, group: dist.ProcessGroup) -> Exchange:
     """Start sending the gradients of a round's received tokens back to their owners."""
-    return _start_uneven_all_to_all(d_pmK, round_.num_received, round_.num_sent, group)
+    return start_uneven_all_to_all(d_pmK, round_.num_received, round_.num_sent, group)
 
 
 def add_returned(sum_SmK: torch.Tensor, d_pmK: torch.Tensor, round_: RingRound) -> None:
@@ -77,9 +77,12 @@ def add_returned(sum_SmK: torch.Tensor, d_pmK: torch.Tensor, round_: RingRound) 
         sum_SmK[row : row + length] += d
 
 
-def _start_uneven_all_to_all(
+def start_uneven_all_to_all(
     send: torch.Tensor, num_sent: list[int], num_received: list[int], group: dist.ProcessGroup
 ) -> Exchange:
+    """Start an all-to-all of rows that are grouped by receiver; they arrive grouped by sender."""
+    if group.size() == 1:
+        return Exchange(send, None, None)
     received = send.new_empty(sum(num_received), *send.shape[1:])
     work = dist.all_to_all_single(received, send, num_received, num_sent, group=group, async_op=True)
     return Exchange(received, send, work)

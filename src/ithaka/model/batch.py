@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,9 +130,18 @@ def pack_batch(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> Packin
     given = {name: inputs[name] for name in INPUTS if inputs.get(name) is not None}
     tensors = {name: to_integers(name, value) for name, value in given.items()}
     positions_BN, mask_BN, documents_BN, _, parents_BN = map(tensors.get, INPUTS[2:])
+    positions_BN, _ = split_positions(positions_BN)
     if positions_BN is not None:
         positions_BN = positions_BN.expand(rows_BN.shape)
     return _pack(rows_BN.cpu(), positions_BN, mask_BN, documents_BN, parents_BN, mesh)
+
+
+def split_positions(positions: Any) -> tuple[Any, Any]:
+    """(text positions, 3-D positions), by transformers' convention: [B, N], [3, B, N] (time, height, width), or
+    [4, B, N] with the positions of text first, which alone start documents."""
+    if not isinstance(positions, Tensor) or positions.dim() != 3:
+        return positions, None
+    return (positions[0], positions[1:]) if len(positions) == 4 else (None, positions)
 
 
 def _pack(

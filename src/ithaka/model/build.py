@@ -41,11 +41,12 @@ from ithaka.model.calls import (
     mark_replaced_parameters,
     refuse_wrappers,
 )
-from ithaka.model.families import check_supported, has_known_layers, map_layer
+from ithaka.model.families import check_supported, find_decoder, find_layers, has_encoder, has_known_layers, map_layer
 from ithaka.model.general import Decoder, attach_decoder, make_head, prepare_decoder, run_decoder
 from ithaka.model.positions import compute_frequencies, set_positions
 from ithaka.model.quantized import choose_packed, convert_bitsandbytes, pack_weights
 from ithaka.model.save import generate, save_pretrained
+from ithaka.model.vision import VisionChecker, attach_encoder, embed_tokens_and_media
 from ithaka.model.weights import init_weights, load_adapter, load_weights, open_tensor_files
 from ithaka.phases import mark_backward, phase
 from ithaka.plan.bytes import logits_tile_tokens
@@ -102,9 +103,8 @@ def parallelize_model(
     decoder, device = None, mesh.device if mesh else default_device()
     if not has_known_layers(model):
         decoder = prepare_decoder(model, device)
-    num_heads, head_dim, softcap = model.config.num_attention_heads, 0, None
     if decoder is None:
-        head_dim = map_layer(model, 0).head_dim
+        num_heads, head_dim, softcap = model.config.num_attention_heads, map_layer(model, 0).head_dim, None
     else:
         num_heads, head_dim, softcap = decoder.num_heads, decoder.head_dim, decoder.softcap
         decoder.check_ring(model, layout.ring)
@@ -120,11 +120,14 @@ def parallelize_model(
     # Try the kernel here, so that it does not fail in the first step.
     layout = replace(layout, kernel=agree_on_kernel(layout.kernel, mesh.device, dtype, head_dim, softcap))
     pack_weights(model, dtype)
-    ends = model.model.embed_tokens, model.lm_head
+    ends = find_decoder(model).embed_tokens, model.lm_head
     is_tied = set.intersection(*(set(end.parameters()) for end in ends))  # tied weights belong to the root unit
-    apply_fsdp(model, [*model.model.layers, *(() if is_tied else ends)], mesh, layout, dtype)
+    encoder = [model.model.visual] if has_encoder(model) else []
+    apply_fsdp(model, [*encoder, *find_layers(model), *(() if is_tied else ends)], mesh, layout, dtype)
     _swap_forwards(model, mesh, layout, store or Store(mesh.device), decoder)
-    CallChecker(model, mesh)
+    if encoder:
+        attach_encoder(model)
+    (VisionChecker if encoder else CallChecker)(model, mesh)
     model.ithaka_mesh = mesh
     model.save_pretrained, model.generate = MethodType(save_pretrained, model), MethodType(generate, model)
     refuse_wrappers(model)
@@ -241,8 +244,8 @@ def apply_fsdp(
 
 def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: Store, decoder: Decoder | None) -> None:
     config, groups = model.config, (mesh.ulysses_group, mesh.ring_group)
-    all_keeps = layout.layer_policies(len(model.model.layers))
-    for index, (layer, keeps) in enumerate(zip(model.model.layers, all_keeps, strict=True)):
+    layers = find_layers(model)
+    for index, (layer, keeps) in enumerate(zip(layers, layout.layer_policies(len(layers)), strict=True)):
         if decoder is None:
             heads = config.num_attention_heads, config.num_key_value_heads
         else:
@@ -321,12 +324,13 @@ def _forward(
     share = call.share
     if share.labels_s is not None and not call.num_tokens and torch.is_grad_enabled():
         return _make_zero_output(model, call)
-    for index, layer in enumerate(model.model.layers):
+    for index, layer in enumerate(find_layers(model)):
         layer.forward.experts.given_sk = None if call.chosen_sLk is None else call.chosen_sLk[:, index]
     if model.ithaka_decoder is None:
         x_sD = _run_streamed_layers(model, call)
     else:
-        x_sD = run_decoder(model, model.ithaka_decoder, call)
+        inputs = None if call.media is None else embed_tokens_and_media(model, call)
+        x_sD = run_decoder(model, model.ithaka_decoder, call, inputs)
     head = model.lm_head(x_sD, call)
     if share.labels_s is None:
         guard_backward(model, [head])

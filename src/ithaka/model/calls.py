@@ -33,12 +33,14 @@ from ithaka.model.families import (
     GENERAL_PATCHABLE,
     HOOKABLE,
     PATCHABLE,
+    find_decoder,
     find_layers,
+    has_encoder,
     has_known_layers,
 )
 
-# What ranks exchange about a call: error, fingerprint, number of valid labels, number of positions.
-Report = tuple[RankError | None, dict[str, Any], int, int]
+# What ranks exchange about a call: error, fingerprint, number of valid labels, of positions and of frames.
+Report = tuple[RankError | None, dict[str, Any], *tuple[int, ...]]
 ARGUMENTS = (*INPUTS, "num_items_in_batch", "per_token", "temperature", "expert_indices")
 # Arguments that collators add for FlashAttention and linear attention. Documents are read from cu_seq_lens_q.
 KERNEL_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -75,6 +77,7 @@ class CheckedCall:
     per_token: bool  # return TokenResults for this rank's labels
     temperature: float = 1.0  # divides the logits, if per_token
     chosen_sLk: Tensor | None = None  # the experts of this rank's tokens in each layer, if the user gave them
+    media: Any = None  # of a vision-language model: this rank's images
 
 
 class CallChecker:
@@ -92,8 +95,8 @@ class CallChecker:
     def __call__(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[Any], dict]:
         if torch.compiler.is_compiling():  # Dynamo then falls back to eager, and the checks raise on all ranks
             raise ConfigError(COMPILED)
-        mesh, error, counts = self.mesh, None, (0, 0)
-        fingerprint: dict[str, Any] = {}
+        mesh, error, fingerprint = self.mesh, None, dict[str, Any]()
+        counts: tuple[int, ...] = (0, 0, 0)
         num_threads = torch.get_num_threads()
         try:
             check_torch_modes(mesh.device)
@@ -113,17 +116,17 @@ class CallChecker:
             layer.forward.hooked = hooked
         return (self._make_call(named, inputs, *totals),), {}
 
-    def _read_call(self, model: Any, named: dict[str, Any]) -> tuple[Any, tuple[int, int], dict[str, Any]]:
-        """What this rank needs of its call, (valid labels, positions), and what must agree between ranks."""
+    def _read_call(self, model: Any, named: dict[str, Any]) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
+        """What this rank needs of its call, (valid labels, positions, frames), and what must agree between ranks."""
         tensors, items = _parse_arguments(**named)
         fingerprint = _fingerprint_call(tensors, items, named) if self.mesh.world_size > 1 else {}
-        share = take_share(tensors, model.model.embed_tokens.num_embeddings, self.mesh)
+        share = take_share(tensors, find_decoder(model).embed_tokens.num_embeddings, self.mesh)
         shape, chosen_sLk = tensors["input_ids"].shape, None
         if (given := named.get("expert_indices")) is not None:
             chosen_sLk = _take_expert_indices(model, given, shape, share, self.mesh)
-        return (share, shape, items, chosen_sLk), (share.num_valid, share.num_positions), fingerprint
+        return (share, shape, items, chosen_sLk), (share.num_valid, share.num_positions, 0), fingerprint
 
-    def _make_call(self, named: dict[str, Any], inputs: Any, num_tokens: int, num_positions: int) -> Any:
+    def _make_call(self, named: dict[str, Any], inputs: Any, num_tokens: int, num_positions: int, _: int) -> Any:
         share, shape, items, chosen_sLk = inputs
         divisor = max(num_tokens, 1) if items is None else items or 1
         options = bool(named.get("per_token")), named.get("temperature") or 1.0
@@ -147,14 +150,14 @@ class CallChecker:
                     "change the model first, then parallelize; to compute in another dtype, set Layout(dtype=...)"
                 )
 
-    def _agree(self, report: Report) -> tuple[int, int]:
-        """Number of valid labels and positions in the global batch, without a device sync. Raises on all ranks or on
-        none."""
+    def _agree(self, report: Report) -> tuple[int, int, int]:
+        """Number of valid labels, positions and frames in the global batch, without a device sync. Raises on all ranks
+        or on none."""
         reports, cp = gather_objects(report), self.mesh.cp_size
         raise_first([error for error, *_ in reports])
         _raise_if_ranks_differ([fingerprint for _, fingerprint, *_ in reports], cp)
-        num_valid, num_positions = zip(*(report[2:] for report in reports[::cp]), strict=True)
-        return sum(num_valid), max(num_positions)
+        num_valid, num_positions, num_frames = zip(*(report[2:] for report in reports[::cp]), strict=True)
+        return sum(num_valid), max(num_positions), sum(num_frames)
 
 
 # ---- arguments of a call
@@ -372,6 +375,8 @@ def guard_backward(model: Any, outputs: Iterable[Tensor]) -> None:
     forwards: list[Any] = [layer.forward for layer in find_layers(model)]
     units = {forward.name: forward.num_changes for forward in forwards}
     units["the head"] = partial(count_changes, model, *([head] if (head := getattr(model, "lm_head", None)) else []))
+    if isinstance(model, PreTrainedModel) and has_encoder(model):
+        units["the encoder"] = partial(count_changes, model.model.visual)
     before = [count() for count in units.values()]
 
     def check(grad: Tensor) -> None:

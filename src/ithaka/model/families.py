@@ -12,7 +12,7 @@ from ithaka.layer.linear import as_linear, is_linear
 from ithaka.layer.streamed import LayerParts
 from ithaka.model.adapters import check_adapters
 from ithaka.model.positions import check_rope
-from ithaka.plan.shape import FAMILIES
+from ithaka.plan.shape import FAMILIES, VISION_FAMILIES
 
 # Modules whose weights are used directly, so nothing may wrap them but LoRA.
 FUSED_LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "lm_head")
@@ -21,8 +21,8 @@ HOOKABLE = re.compile(r"model\.embed_tokens|model\.layers\.\d+(\.mlp(\..*)?)?|")
 # Modules whose own forward still runs, so a replaced one takes effect.
 PATCHABLE = re.compile(r"model\.embed_tokens|.*(norm|rotary|mlp).*")
 # The same for layers on the general path, which run every module of theirs, once per tile.
-GENERAL_HOOKABLE = re.compile(r"model\.embed_tokens|model\.layers\.\d+|")
-GENERAL_PATCHABLE = re.compile(r"model\.embed_tokens|.*rotary.*|model\.layers\.\d+\..*")
+GENERAL_HOOKABLE = re.compile(r"model\.(language_model\.)?(embed_tokens|layers\.\d+)|")
+GENERAL_PATCHABLE = re.compile(r"model\.(language_model\.)?(embed_tokens|layers\.\d+\..*)|.*rotary.*")
 
 
 def has_known_layers(model: PreTrainedModel) -> bool:
@@ -31,9 +31,19 @@ def has_known_layers(model: PreTrainedModel) -> bool:
     return getattr(config, "model_type", None) in FAMILIES and not getattr(config, "output_router_logits", False)
 
 
+def has_encoder(model: Any) -> bool:
+    """Whether it is a vision-language model."""
+    return getattr(model.config, "model_type", None) in VISION_FAMILIES
+
+
+def find_decoder(model: Any) -> Any:
+    """The base model that has the embeddings, the decoder layers and the last norm."""
+    return model.model.language_model if has_encoder(model) else model.model
+
+
 def find_layers(model: Any) -> Any:
     """The decoder layers, or the blocks of a video transformer, as a ModuleList."""
-    base = getattr(model, "model", model)
+    base = find_decoder(model) if hasattr(model, "model") else model
     return next(getattr(base, name) for name in ("layers", "blocks", "transformer_blocks") if hasattr(base, name))
 
 
@@ -62,13 +72,13 @@ def check_supported(model: PreTrainedModel) -> None:
     if isinstance(model, FSDPModule):
         raise ConfigError("the model is already sharded; call parallelize once, on the model as Hugging Face loads it")
     config = model.config
-    if not isinstance(getattr(getattr(model, "model", None), "layers", None), nn.ModuleList):
+    if not has_encoder(model) and not isinstance(getattr(getattr(model, "model", None), "layers", None), nn.ModuleList):
         raise ConfigError(
             f"model_type={config.model_type} has no list of decoder layers at model.layers; use a decoder like llama "
-            "or gemma3_text (docs/models.md)"
+            f"or gemma3_text, or with images one of {', '.join(VISION_FAMILIES)} (docs/models.md)"
         )
     for name in ("attention_dropout", "router_jitter_noise"):
-        if value := getattr(config, name, None):
+        if value := getattr(config.get_text_config(), name, None):
             raise ConfigError(f"{name}={value} is not supported; set it to 0 or false in config.json")
     known = has_known_layers(model)
     if known:
@@ -83,7 +93,7 @@ def check_supported(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p:
             raise ConfigError(f"{name} is dropout with p={module.p}, which is not supported; set it to 0")
-        if re.fullmatch(r"model\.layers\.\d+", name) and module._compiled_call_impl is not None:
+        if re.fullmatch(r"model\.(language_model\.)?layers\.\d+", name) and module._compiled_call_impl is not None:
             raise ConfigError(f"{name} is compiled, which is not supported; use Layout(compile=True) or train.compile")
         if known and name.endswith(FUSED_LINEARS) and not is_linear(module):
             raise ConfigError(

@@ -19,6 +19,7 @@ from ithaka.layer.loss import GraphHead, Head, LinearHead
 from ithaka.layer.routing import Routing
 from ithaka.layer.tiles import sum_dtype
 from ithaka.model.calls import CheckedCall
+from ithaka.model.families import find_decoder
 from ithaka.model.probe import Recorder, copy_config, probe_layers, refusal
 from ithaka.model.rotary import ExactRotary, rotary_modules
 
@@ -60,9 +61,7 @@ class Decoder:
 
 def prepare_decoder(model: PreTrainedModel, device: torch.device) -> Decoder:
     """Return the facts about each layer. Raises ConfigError if the model cannot run; does not change it."""
-    base, batch = getattr(model, "model", None), Batch()
-    if base is None or not isinstance(getattr(base, "layers", None), nn.ModuleList):
-        raise refusal(model, "has no list of decoder layers at model.layers")
+    base, batch = find_decoder(model), Batch()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         recorder = Recorder(model)
         facts = probe_layers(model, recorder, device)
@@ -73,18 +72,21 @@ def prepare_decoder(model: PreTrainedModel, device: torch.device) -> Decoder:
 
 def attach_decoder(model: PreTrainedModel, decoder: Decoder) -> None:
     """Make the modules around the layers work with them."""
-    own_config = copy_config(model.config)  # other models made from the same one keep their attention
-    for module in model.modules():
-        if getattr(module, "config", None) is model.config and module is not model:
+    base = find_decoder(model)
+    config, own_config = base.config, copy_config(base.config)  # other models made from it keep their attention
+    for module in base.modules():
+        if getattr(module, "config", None) is config:
             module.config = own_config
-    for module in rotary_modules(model):
+    for module in rotary_modules(base):
         module.forward = ExactRotary(module, decoder.batch)
     if decoder.norm is not None:
         decoder.norm.forward = _pass_through  # `make_head` runs it
 
 
-def run_decoder(model: PreTrainedModel, decoder: Decoder, call: CheckedCall) -> Tensor:
-    """Run the model's own forward on this rank's tokens, up to its last norm; return x_sD."""
+def run_decoder(
+    model: PreTrainedModel, decoder: Decoder, call: CheckedCall, inputs: dict[str, Any] | None = None
+) -> Tensor:
+    """Run the model's own forward on this rank's tokens, or on `inputs` for them, up to its last norm; return x_sD."""
     share, batch = call.share, decoder.batch
     if any(facts.delta for facts in decoder.facts) and max(share.docs.parents, default=-1) >= 0:
         raise ValueError(
@@ -95,9 +97,9 @@ def run_decoder(model: PreTrainedModel, decoder: Decoder, call: CheckedCall) -> 
     batch.docs, batch.num_positions = share.docs, call.num_positions
     if batch.routing is not None:
         batch.routing = batch.routing.start_call(share.real_s)
-    inputs = {"input_ids": share.ids_s[None], "position_ids": share.positions_s[None]}
+    inputs = inputs or {"input_ids": share.ids_s[None], "position_ids": share.positions_s[None]}
     try:
-        return model.model(**inputs, use_cache=False).last_hidden_state[0]
+        return find_decoder(model)(**inputs, use_cache=False).last_hidden_state[0]
     finally:
         batch.docs = None
 
@@ -124,7 +126,7 @@ def _run_after_layers(
     base, own_head = model.model, model.lm_head
     result = _BaseModelOutput(last_hidden_state=hidden, router_logits=router_logits)
     base.forward = lambda *args, **kwargs: result
-    if hasattr(model.config, "output_router_logits"):
+    if hasattr(find_decoder(model).config, "output_router_logits"):
         inputs.setdefault("output_router_logits", False)
     model._modules["lm_head"] = lm_head
     try:
@@ -150,20 +152,22 @@ def _has_linear_head(model: PreTrainedModel) -> bool:
 
 def _find_routing(model: PreTrainedModel, num_layers: int) -> Routing | None:
     """The load-balancing loss, if the configuration has it. Refuses one that is not transformers' usual one."""
-    if not getattr(model.config, "output_router_logits", False):
+    base = find_decoder(model)
+    config = base.config
+    if not getattr(config, "output_router_logits", False):
         return None
-    recorder = (model.model._can_record_outputs or {}).get("router_logits")
-    top_k = getattr(model.config, "num_experts_per_tok", None) or getattr(model.config, "moe_k", None)
+    recorder = (base._can_record_outputs or {}).get("router_logits")
+    top_k = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None)
     if not isinstance(recorder, OutputRecorder) or top_k is None:
         raise refusal(model, "has output_router_logits=True, but does not record its routers as usual")
     logits = [torch.randn(5, model.num_experts, dtype=torch.float32) for _ in range(num_layers)]
     hidden, labels = torch.randn(1, 5, 4, dtype=torch.float32), torch.zeros(1, 5, dtype=torch.long)
-    head = _Constant(torch.zeros(1, 5, model.config.vocab_size, dtype=torch.float32))
+    head = _Constant(torch.zeros(1, 5, config.vocab_size, dtype=torch.float32))
     outputs = [
         _run_after_layers(model, hidden, head, labels=labels, output_router_logits=on, router_logits=tuple(logits))
         for on in (False, True)
     ]
-    coefficient = getattr(model.config, "router_aux_loss_coef", 0.0)
+    coefficient = getattr(config, "router_aux_loss_coef", 0.0)
     routing = Routing(top_k, coefficient, recorder, torch.ones(5, dtype=torch.bool))
     for layer_logits in logits:
         routing.add(layer_logits, slice(0, 5))

@@ -21,6 +21,7 @@ from ithaka.attention.delta_rule import DeltaInputs, run_delta_rule
 from ithaka.config import ConfigError
 from ithaka.layer.general import ATTENTION, Answer, Arguments, AttentionCall, Batch, CallFacts, LayerRuns, Mask
 from ithaka.layer.mixers import DeltaCall, DeltaFacts, DeltaMixer
+from ithaka.model.families import find_decoder, has_encoder
 from ithaka.model.rotary import ExactRotary, rotary_modules
 
 LENGTHS = (24, 17)  # tokens of the two recorded calls
@@ -71,10 +72,11 @@ class Recorder:
     """A copy of the model without its layers, on the CPU, with random parameters and a small vocabulary."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.config, self.batch = model, copy_config(model.config), Batch()
+        self.model, self.config, self.batch = model, copy_config(find_decoder(model).config), Batch()
         self.calls: list[Any] = []
-        base, layers = model.model, model.model.layers
-        self.memo = {id(param): param for param in model.parameters()} | {id(model.config): self.config}
+        base = find_decoder(model)
+        layers = base.layers
+        self.memo = {id(param): param for param in model.parameters()} | {id(base.config): self.config}
         base.layers = nn.ModuleList(_RecordedLayer(layer, self.calls) for layer in layers)
         try:
             self.base = copy.deepcopy(base, self.memo | {id(m): m for m in base.layers})
@@ -86,7 +88,7 @@ class Recorder:
                 module.padding_idx = None
         randomize(self.base, torch.device("cpu"))
         for module in rotary_modules(self.base):
-            model._init_weights(module)
+            base._init_weights(module)
             module.forward = ExactRotary(module, self.batch)
 
     def call(self, length: int, first: int = 0, attention: str = ATTENTION, end: int = 0) -> list[Any]:
@@ -96,7 +98,9 @@ class Recorder:
         self.batch.num_positions = end or first + length
         ids = (torch.arange(first, first + length) % PROBE_VOCABULARY)[None]
         positions = torch.arange(first, first + length)[None]
-        num_layers = len(self.model.model.layers)
+        if has_encoder(self.model):
+            positions = positions.expand(3, 1, -1)
+        num_layers = len(find_decoder(self.model).layers)
         try:
             with torch.no_grad():
                 self.output = self.base(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
@@ -223,7 +227,7 @@ def _read_mask(model: PreTrainedModel, name: str, call: AttentionCall, mask: Mas
     """(window, chunk) of the mask: the candidate that equals it on pairs around every length in the configuration."""
     window = call.options.get("sliding_window")
     sizes = [size for size in (window, mask.local_size) if size is not None]
-    lengths = sorted({*sizes, *_config_lengths(model.config)})
+    lengths = sorted({*sizes, *_config_lengths(find_decoder(model).config)})
     rows, keys = _boundary_pairs(lengths)
     zeros = torch.zeros_like(rows)
     try:
@@ -308,7 +312,7 @@ class _Probe:
                 self._run_general(0)
             except Exception:  # some code does not accept the stride of a skipped result
                 self.facts = replace(self.facts, skippable=())
-            for first in (0, 1 + max(_config_lengths(self.model.config), default=0)):
+            for first in (0, 1 + max(_config_lengths(find_decoder(self.model).config), default=0)):
                 self._compare(first)
             self._find_experts()
         except ConfigError:
@@ -502,7 +506,7 @@ def probe_layers(model: PreTrainedModel, recorder: Recorder, device: torch.devic
     calls, shorter = (recorder.call(length) for length in LENGTHS)
     kinds: dict[Any, list[_Probe]] = {}
     facts: list[CallFacts] = []
-    for index, layer in enumerate(model.model.layers):
+    for index, layer in enumerate(find_decoder(model).layers):
         dims = token_dims(model, f"model.layers.{index}", calls[index], shorter[index])
         probes = kinds.setdefault((describe_layer(layer), _describe_arguments(calls, index), dims), [])
         probe = next((probe for probe in probes if probe.matches(index)), None)

@@ -55,7 +55,7 @@ class ExactRotary:
             result = type(self.module).forward(self.module, *args, **kwargs)
 
         def convert(t: Tensor) -> Tensor:
-            t = t.narrow(positions.dim() - 1, 0, positions.shape[-1]) if extra and positions is not None else t
+            t = t.narrow(min(positions.dim() - 1, 1), 0, positions.shape[-1]) if extra and positions is not None else t
             wide = sum_dtype(dtype)
             return t.to(wide.to_complex() if t.is_complex() else wide)
 

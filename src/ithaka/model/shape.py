@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy
 import torch
 import transformers
 from torch import Tensor, nn
@@ -16,17 +17,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from ithaka.config import ConfigError
-from ithaka.layer.general import Arguments, AttentionCall, CallFacts, LayerRuns, Mask
+from ithaka.layer.general import Arguments, AttentionCall, CallFacts, LayerRuns, Mask, compute_like_autocast
 from ithaka.layer.mixers import DeltaCall
-from ithaka.model.families import find_layers, has_known_layers
+from ithaka.model.families import find_decoder, find_layers, has_encoder, has_known_layers
 from ithaka.model.probe import LENGTHS, Recorder, describe_layer, read_call, refusal, token_dims
 from ithaka.model.video_blocks import TOKEN_DIMS, Ltx, SelfAttention, Tokens, Wan, find_family, read_facts
-from ithaka.plan.shape import VIDEO_SCALES, MeasuredLayer, ModelShape
+from ithaka.plan.shape import VIDEO_SCALES, VISION_FAMILIES, Encoder, MeasuredLayer, ModelShape
 
 TOKENS = (128, 256)  # the lengths of two runs: their difference is what grows with the tokens
+FRAME_PATCHES = 1024  # of a frame of 512 x 512 pixels
 TEXT_TOKENS = 512  # Wan's text encoder pads prompts to this length
 COORDINATE_BYTES = 24  # three int64 coordinates per patch
 TOP_K = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk")  # experts per token, in configurations
@@ -46,13 +48,14 @@ def measure_model(values: Mapping[str, Any], source: str) -> ModelShape:
     try:
         config = AutoConfig.for_model(**copy.deepcopy(dict(values)))  # it changes rope_parameters
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            kind = AutoModelForImageTextToText if name in VISION_FAMILIES else AutoModelForCausalLM
+            model = kind.from_config(config, dtype=torch.bfloat16)
     except Exception as error:
         raise ConfigError(
             f"model_type={name} of {source} cannot be built by transformers ({type(error).__name__}: {error}); use a "
             "decoder that AutoModelForCausalLM builds, such as gemma3_text"
         ) from error
-    if not isinstance(getattr(getattr(model, "model", None), "layers", None), nn.ModuleList):
+    if not has_encoder(model) and not isinstance(getattr(getattr(model, "model", None), "layers", None), nn.ModuleList):
         raise ConfigError(
             f"model_type={name} of {source} has no list of decoder layers at model.layers; use a decoder such as "
             "llama, qwen3 or gemma3_text (docs/models.md)"
@@ -61,12 +64,12 @@ def measure_model(values: Mapping[str, Any], source: str) -> ModelShape:
 
 
 def measure_layers(model: PreTrainedModel) -> ModelShape:
-    config, recorder = model.config, Recorder(model)
+    config, recorder = find_decoder(model).config, Recorder(model)
     calls, shorter = (recorder.call(length) for length in LENGTHS)
     measured: dict[Any, tuple[CallFacts, MeasuredLayer]] = {}
     layers = []
     arguments_by_id: dict[int, int] = {}  # bytes of arguments with a dimension of tokens
-    for index, layer in enumerate(model.model.layers):
+    for index, layer in enumerate(find_layers(model)):
         dims = token_dims(model, f"model.layers.{index}", calls[index], shorter[index])
         leaves = zip(pytree.tree_leaves(calls[index][1:]), dims, strict=True)
         arguments_by_id |= {id(leaf): leaf.nbytes for leaf, dim in leaves if dim is not None}
@@ -82,7 +85,7 @@ def measure_layers(model: PreTrainedModel) -> ModelShape:
     others = sum(param.numel() for param in model.parameters() if id(param) not in ends)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     return ModelShape(
-        family=config.model_type,
+        family=model.config.model_type,
         num_layers=len(layers),
         hidden=model.get_input_embeddings().weight.shape[1],
         heads=widest.num_heads,
@@ -93,6 +96,47 @@ def measure_layers(model: PreTrainedModel) -> ModelShape:
         tied=tied,
         windows=tuple(facts.window or facts.chunk for facts in all_facts),
         measured=combine_layers(parts, others, arguments),
+        encoder=measure_encoder(model) if has_encoder(model) else None,
+    )
+
+
+def measure_encoder(model: Any) -> Encoder:
+    """Run one block of the encoder on fake tensors, and count the rest."""
+    visual, mode = model.model.visual, FakeTensorMode()
+    config, block, merged = visual.config, visual.blocks[0], visual.config.spatial_merge_size**2
+    dim, runs = block.norm1.weight.shape[0], []
+    with mode:
+        block = copy.deepcopy(block)
+        for name, param in list(block.named_parameters()):
+            owner = block.get_submodule(name.rpartition(".")[0])
+            owner._parameters[name.rpartition(".")[2]] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype))
+        for num_patches in TOKENS:
+            angles = torch.empty(num_patches, dim // block.attn.num_heads, dtype=torch.float32)
+            starts = numpy.arange(0, num_patches + 1, TOKENS[0] // 2)  # a fake tensor has no values
+            x, inputs = torch.empty(num_patches, dim, dtype=torch.bfloat16), {"position_embeddings": (angles, angles)}
+            with compute_like_autocast(x):
+                with torch.no_grad(), _LiveBytes() as forward:
+                    block(x, starts, **inputs)
+                with torch.enable_grad(), _LiveBytes() as backward:
+                    y = block(x.requires_grad_(), starts, **inputs)
+                    graph = backward.now
+                    torch.autograd.grad(y, [x], torch.empty_like(y))
+            runs.append((forward.peak, graph, forward.moved, backward.moved))
+    peak, graph, moved, backward_moved = ((b - a) // (TOKENS[1] - TOKENS[0]) for a, b in zip(*runs, strict=True))
+    matrices = {name: param.numel() for name, param in visual.named_parameters() if param.dim() > 1}
+    matrices.pop("pos_embed.weight", None)
+    merging = sum(size for name, size in matrices.items() if "merger" in name)  # runs on features
+    depth = len(visual.blocks)
+    return Encoder(
+        parameters=sum(param.numel() for param in visual.parameters()),
+        values=config.in_channels * config.temporal_patch_size * config.patch_size**2,
+        patches=merged,
+        outputs=1 + len(getattr(config, "deepstack_visual_indexes", ())),
+        forward_bytes=peak,
+        graph_bytes=depth * graph,
+        products=sum(matrices.values()) - merging + merging // merged + 2 * depth * FRAME_PATCHES * dim,
+        moved=depth * moved,
+        backward_moved=depth * backward_moved,
     )
 
 
@@ -120,7 +164,7 @@ class _Measurement:
     def __init__(self, model: PreTrainedModel, recorder: Recorder, index: int, dims: tuple[int | None, ...]) -> None:
         self.model, self.recorder, self.index, self.dims = model, recorder, index, dims
         self.name, self.mode = f"model.layers.{index}", FakeTensorMode()
-        self.layer = copy.deepcopy(model.model.layers[index], dict(recorder.memo)).train()
+        self.layer = copy.deepcopy(find_layers(model)[index], dict(recorder.memo)).train()
         self.facts = CallFacts(1, 1, 1, 1, 1.0)
         self._make_fake(self.layer)
 
@@ -182,7 +226,7 @@ class _Measurement:
 
     def _products(self, module: nn.Module) -> tuple[int, int]:
         """Multiply-adds per token with the module's own weights: dense ones, and those of the experts it is sent to."""
-        config, sizes = self.model.config, [p.shape for p in module.parameters(recurse=False)]
+        config, sizes = find_decoder(self.model).config, [p.shape for p in module.parameters(recurse=False)]
         top_k = next((k for k in (getattr(config, name, None) for name in TOP_K) if isinstance(k, int)), 1)
         flat = sum(size.numel() for size in sizes if len(size) == 2 and not self._is_expert_bias(size, sizes))
         return flat, sum(size.numel() // size[0] * top_k for size in sizes if len(size) == 3)

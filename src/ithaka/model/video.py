@@ -141,7 +141,7 @@ class _ClipChecker(CallChecker):
         super().__init__(model, mesh)
         self.transformer = transformer
 
-    def _read_call(self, model: Any, named: dict[str, Any]) -> tuple[Any, tuple[int, int], dict[str, Any]]:
+    def _read_call(self, model: Any, named: dict[str, Any]) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
         given = {name: value for name, value in named.items() if value is not None and name != "return_dict"}
         if unknown := sorted(given.keys() - set(self.names)) or given.get("attention_kwargs"):
             raise TypeError(f"{unknown} is not supported by a parallel model; leave it out")
@@ -167,9 +167,9 @@ class _ClipChecker(CallChecker):
             fingerprint |= {name: f"shape {tuple(tensors[name].shape)} with sum {sums[name]}" for name in sums}
             fingerprint |= {name: str(value) for name, value in given.items() if name not in tensors}
             fingerprint[MODES[1]] = torch.is_grad_enabled()
-        return clips, (num_clips, num_clips), fingerprint
+        return clips, (num_clips, num_clips, 0), fingerprint
 
-    def _make_call(self, named: dict[str, Any], inputs: Any, num_clips: int, most: int) -> _Clips:
+    def _make_call(self, named: dict[str, Any], inputs: Any, num_clips: int, most: int, _: int) -> _Clips:
         if num_clips != most * self.mesh.dp_size:
             raise ConfigError(f"data-parallel ranks have different numbers of clips, up to {most}; pass as many on all")
         return _Clips(inputs, named.get("return_dict", True) is not False)

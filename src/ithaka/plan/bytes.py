@@ -6,12 +6,12 @@ Letters as in plan/layer_bytes.py; V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ithaka.layout import Layout
 from ithaka.plan.hardware import GIB, Hardware
 from ithaka.plan.layer_bytes import LayerBytes, MemoryPoint, layer_peaks
-from ithaka.plan.shape import ModelShape, Work
+from ithaka.plan.shape import PATCHES_PER_TILE, ModelShape, Work
 
 LOGITS_TILE_BYTES = (2**29, 2**32)  # minimum and maximum bytes of logits in a tile of the loss
 LOGITS_TILES_PER_TILE = 4  # tiles of the loss in a tile of the layers
@@ -111,8 +111,12 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
     the compute dtype, gradients are reduced in the sum dtype."""
     gpu = _GpuPhases(shape, layout, hardware, work)
     phases = [("forward", gpu.forward()), ("loss", gpu.loss())]
+    if shape.encoder:
+        phases.append(("forward, encoder", gpu.forward_encoder()))
     if not work.trains:
         return phases
+    if shape.trained_encoder:
+        phases.append(("backward, encoder", gpu.backward_encoder()))
     return [
         *phases,
         *gpu.backward(),
@@ -146,6 +150,11 @@ class _GpuPhases:
         self.root += self.other
         self.embedded = shape.trained_parameters("embed_tokens")
         self.root_grad = self.embedded * self.e if shape.tied else 0
+        # As if all tokens were those of images. A trained encoder keeps its pixels for backward.
+        self.encoder: Any = (encoder := shape.encoder)
+        self.patches = self.s * encoder.patches if encoder else 0
+        self.pixels = self.patches * encoder.values * self.e if encoder else 0
+        self.deepstack = (encoder.outputs - 1) * self.x if encoder else 0
         self.groups = self._group_layers()
 
     def _group_layers(self) -> list[_LayerGroup]:
@@ -173,11 +182,30 @@ class _GpuPhases:
             "stage buffers": point.heads,
             "tiles": point.tile_bytes,
             "kept activations": kept,
-        }
+        } | ({"pixels": self.pixels * self.work.trains} if self.shape.trained_encoder else {})
+
+    def forward_encoder(self) -> Holders:
+        """The features of this rank's frames and those of its tokens, which may be the same on one rank."""
+        return self._encoder(self.encoder.forward_bytes, 2 * self.x) | {"pixels": self.pixels}
+
+    def backward_encoder(self) -> Holders:
+        """The gradients of features, and the graph of one tile. Gradients of parameters are summed over tiles."""
+        trained = self.shape.trained_encoder
+        return self._encoder(
+            self.encoder.graph_bytes, 0, self.shape.num_trained - trained, trained * (self.wide + self.e)
+        )
+
+    def _encoder(self, bytes_per_patch: int, stream: int, reduced: int = 0, pending: int = 0) -> Holders:
+        stream += (1 if self.layout.cp == 1 else 2) * self.encoder.outputs * self.x
+        tile = min(self.patches, PATCHES_PER_TILE) * bytes_per_patch * self.e // 2
+        point = MemoryPoint("encoder", stream, tile_bytes=tile)
+        return self.holders(point, self.root + self.encoder.parameters * self.e, reduced, pending)
 
     def forward(self) -> Holders:
         # A layer's own kept bytes are part of its forward point.
         points = [(group.kept_up_to - group.kept, group.forward) for group in self.groups]
+        if self.deepstack:  # its first layers still have features to add
+            points[0] = points[0][0], points[0][1]._replace(stream=points[0][1].stream + self.deepstack + self.x)
         kept, point = max(points, key=lambda entry: entry[0] + entry[1].live)
         return self.holders(point, self.root + self.layer + self.next_layer, kept=kept if self.work.trains else 0)
 
@@ -217,7 +245,10 @@ class _GpuPhases:
         weights = self.layer + self.other + (0 if self.is_single and not self.shape.tied else self.head)
         reduced = self.trained_lm_head + self.last_layer * self.shape.trained_layer
         pending = self.layer_grads * (self.last_layer > 0) + self.root_grad
-        return self.holders(self.groups[0].backward, weights, reduced, pending, self.groups[0].kept)
+        point = self.groups[0].backward
+        if self.shape.trained_encoder:  # the gradients of features wait for the encoder
+            point = point._replace(stream=point.stream + self.deepstack)
+        return self.holders(point, weights, reduced, pending, self.groups[0].kept)
 
     def backward_embedding(self) -> Holders:
         """First the dense gradient and its kernel's buffer, while the first layer's gradients are reduced; for tied

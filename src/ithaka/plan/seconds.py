@@ -270,7 +270,7 @@ def reduce_seconds(num_bytes: int, hardware: Hardware, replicas: int = 1) -> flo
 
 def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
     """One optimizer step: all layers and the loss in every micro-step, then the update. Without training: a forward."""
-    total = _loss_seconds(shape, layout, hardware, work)
+    total = _loss_seconds(shape, layout, hardware, work) + _encoder_seconds(shape, layout, hardware, work)
     has_backward = [work.trains and i >= shape.first_trained for i in range(shape.num_layers)]
     layers = zip(shape.windows, layout.layer_policies(shape.num_layers), has_backward, strict=True)
     for (window, policy, is_trained), count in Counter(layers).items():
@@ -282,6 +282,21 @@ def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Wo
     if layout.offload_optimizer:
         rate, sharers = HOST_UPDATE_BYTES_S, hardware.num_nodes / layout.replicas
     return total.times(work.accumulate) + Seconds(update=UPDATE_BYTES * shape.num_trained / sharers / rate)
+
+
+def _encoder_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
+    """As if all tokens were those of images. A trained encoder runs again in backward."""
+    encoder, is_trained = shape.encoder, work.trains and shape.trained_encoder > 0
+    if encoder is None:
+        return Seconds()
+    patches = work.local_tokens(layout.cp) * encoder.patches
+    layer = LayerSeconds(shape, layout, hardware, patches)
+    moved = encoder.moved + encoder.backward_moved * is_trained
+    matmuls = (4 if is_trained else 1) * layer.matmul(encoder.products, 1, GENERAL_SHARE)
+    num_bytes = encoder.parameters * layout.element_bytes
+    exchange = (1 + is_trained) * gather_seconds(num_bytes, hardware, layout.replicas)
+    exchange += reduce_seconds(shape.trained_encoder * layout.sum_bytes, hardware, layout.replicas) * is_trained
+    return Seconds(linear=matmuls + layer.move(patches * moved * EAGER_MOVES), exchange=exchange)
 
 
 def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:

@@ -54,6 +54,9 @@ FAMILIES: dict[str, Family] = {
 }
 # Video transformers -> frames and pixels per latent of their autoencoders.
 VIDEO_SCALES = {"WanTransformer3DModel": (4, 8), "LTXVideoTransformer3DModel": (8, 32)}
+# Vision-language models: an encoder whose frames are independent, and a language model with 3-D positions.
+VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+PATCHES_PER_TILE = 4096  # that the encoder computes at once, or one frame
 PLANNED_FAMILIES = [name for name, family in FAMILIES.items() if not family.experts]
 
 
@@ -100,6 +103,21 @@ class MeasuredLayer:
 
 
 @dataclass(frozen=True)
+class Encoder:
+    """The image encoder of a vision-language model, measured by model/shape.py. Bytes are per patch, in 16 bits."""
+
+    parameters: int
+    values: int  # of a patch
+    patches: int  # of a feature, which takes the place of a token
+    outputs: int  # features per token: one for the embeddings, and one for each DeepStack layer
+    forward_bytes: int  # peak of a block without gradients
+    graph_bytes: int  # of all blocks
+    products: int  # multiply-adds per patch with weights, and with other patches of its frame
+    moved: int  # bytes that element-wise kernels move, forward
+    backward_moved: int  # with its forward
+
+
+@dataclass(frozen=True)
 class ModelShape:
     family: str
     num_layers: int
@@ -119,6 +137,13 @@ class ModelShape:
     adapter: AdapterConfig | None = None  # None: all parameters are trained
     measured: MeasuredLayer | None = None  # a family without a formula, whose layers were measured
     reference: bool = False  # a frozen copy of the base model is kept too
+    encoder: Encoder | None = None  # of images; its parameters are part of `measured`
+    freezes_encoder: bool = False
+
+    @cached_property
+    def trained_encoder(self) -> int:
+        """Trained parameters of the encoder. An adapter freezes it."""
+        return self.encoder.parameters if self.encoder and not self.freezes_encoder and not self.adapter else 0
 
     @cached_property
     def mlp_parameters(self) -> int:
@@ -149,7 +174,8 @@ class ModelShape:
         """The same model with fewer layers. A measured model's parameters are taken in proportion."""
         measured = self.measured
         if measured:
-            total = measured.total_parameters * num_layers // self.num_layers
+            rest = self.encoder.parameters if self.encoder else 0
+            total = rest + (measured.total_parameters - rest) * num_layers // self.num_layers
             measured = replace(measured, total_parameters=total)
         return replace(self, num_layers=num_layers, windows=self.windows[:num_layers], measured=measured)
 
@@ -157,6 +183,7 @@ class ModelShape:
         """(trained, frozen) parameters of one rank. Trained ones are fp32, with a gradient and two AdamW moments."""
         saved = self.trained_parameters("lm_head") + self.trained_parameters("embed_tokens") * (not self.tied)
         frozen = (self.num_parameters - saved) * bool(self.adapter) + self.num_parameters * self.reference
+        frozen += self.num_parameters - self.num_trained if self.adapter is None else 0
         return -(-self.num_trained // num_ranks), -(-frozen // num_ranks)
 
     @cached_property
@@ -175,7 +202,10 @@ class ModelShape:
     def frozen_bytes(self, num_ranks: int, element_bytes: int) -> int:
         """Bytes of one rank's frozen parameters."""
         frozen, (packed, num_bytes) = self.shards(num_ranks)[1], self.packed_layer
-        layers = self.measured.total_parameters / self.measured.parameters if self.measured else self.num_layers
+        layers: float = self.num_layers
+        if self.measured:
+            rest = self.encoder.parameters if self.encoder else 0
+            layers = (self.measured.total_parameters - rest) / self.measured.parameters
         return frozen * element_bytes - int(layers * (packed * element_bytes - num_bytes)) // num_ranks
 
     def gathered_bytes(self, element_bytes: int) -> int:
@@ -251,7 +281,7 @@ class ModelShape:
     @cached_property
     def num_trained(self) -> int:
         if self.adapter is None:
-            return self.num_parameters
+            return self.num_parameters - (self.encoder.parameters if self.encoder and self.freezes_encoder else 0)
         layers = sum(sum(sizes.values()) for sizes in self.adapter_parameters)
         return layers + self.trained_head + self.trained_parameters("embed_tokens") * (not self.tied)
 
@@ -382,7 +412,8 @@ def _measure(values: str, source: str) -> ModelShape:
         if model["config"] == json.loads(values):
             shape = model["shape"] | {"windows": tuple(model["shape"]["windows"])}
             tuples = {key: tuple(map(tuple, shape["measured"][key])) for key in ("linears", "stacked")}
-            return ModelShape(**shape | {"measured": MeasuredLayer(**shape["measured"] | tuples)})
+            encoder = Encoder(**shape["encoder"]) if shape.get("encoder") else None
+            return ModelShape(**shape | {"measured": MeasuredLayer(**shape["measured"] | tuples), "encoder": encoder})
     return import_module("ithaka.model.shape").measure_model(json.loads(values), source)
 
 

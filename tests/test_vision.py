@@ -1,0 +1,199 @@
+"""Vision-language models: loss and every gradient equal plain transformers, in fp64 throughout."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from decoders import Wide
+from general import add_lora, assert_equal, gradient_errors, mean_loss, wide_runs
+from ithaka.dist.mesh import make_mesh
+from ithaka.layer.store import Store
+from ithaka.layout import Layout
+from ithaka.model import vision
+from ithaka.model.build import parallelize_model
+from parity import Errors, plain_sum, relative
+from threads import on_threads
+from vlms import media_inputs, tiny_vlm
+
+SIZES = {"images": [(4, 6), (2, 4)], "videos": [(3, 4, 4)]}
+
+
+@contextmanager
+def wide_encoder() -> Iterator[None]:
+    plain = vision.TiledEncoder.run
+
+    def run(self, *inputs):
+        with Wide():
+            return plain(self, *inputs)
+
+    with wide_runs(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vision.TiledEncoder, "run", run)
+        patch.setattr(vision, "PATCHES_PER_TILE", 20)
+        yield
+
+
+def compare(
+    plain: nn.Module,
+    inputs: dict[str, Tensor] | list[dict[str, Tensor]],
+    layout: Layout,
+    plain_loss: Callable[[nn.Module], Tensor] | None = None,
+    labels: Tensor | None = None,
+) -> list[Errors]:
+    """Errors of every rank. A list of inputs: one for each data-parallel rank."""
+    groups = inputs if isinstance(inputs, list) else [inputs]
+    models = [copy.deepcopy(plain) for _ in range(layout.cp * len(groups))]
+    with Wide():
+        if plain_loss is not None:
+            loss = plain_loss(plain)
+        else:
+            given = {name: value for name, value in inputs.items() if name != "input_ids"}
+            loss = mean_loss(plain, inputs["input_ids"], inputs["input_ids"] if labels is None else labels, **given)
+    loss.backward()
+
+    def work() -> Errors:
+        mesh = make_mesh(layout.cp, ring=layout.ring)
+        model = parallelize_model(models[mesh.rank], mesh=mesh, layout=layout, store=Store(mesh.device))
+        given = groups[mesh.dp_rank]
+        with Wide():
+            got = model(**given, labels=given["input_ids"] if labels is None else labels).loss
+        got.backward()
+        return {"loss": relative(got.detach(), loss.detach()), **gradient_errors(model, plain)}
+
+    with wide_encoder():
+        return on_threads(len(models), work)
+
+
+FAMILIES = ["qwen2_5_vl", "qwen3_vl"]
+FEW_IMAGES = {"images": [(2, 2)], "before": 20}  # at the end: most ranks encode no frame, or have no image token
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_equals_plain_transformers(family, cp):
+    inputs = media_inputs(family, **SIZES)
+    assert_equal(compare(tiny_vlm(family), inputs, Layout(cp, tile_tokens=7)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl_moe"])
+def test_related_models(family):
+    assert_equal(compare(tiny_vlm(family), media_inputs(family, **SIZES), Layout(2, tile_tokens=7)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_without_images_take_part(family):
+    assert_equal(compare(tiny_vlm(family), media_inputs(family, **FEW_IMAGES), Layout(4, ring=2)))
+
+
+def frozen(model: nn.Module, part: str = "visual") -> nn.Module:
+    for name, param in model.named_parameters():
+        param.requires_grad_(f".{part}." not in name)
+    return model
+
+
+@pytest.mark.parametrize("part", ["visual", "visual.blocks"])
+def test_frozen_parts_of_the_encoder(part):
+    assert_equal(compare(frozen(tiny_vlm("qwen3_vl"), part), media_inputs("qwen3_vl", **SIZES), Layout(2)))
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "down_proj"], ["v_proj", "qkv", "linear_fc1"]])
+def test_adapters_equal_peft(targets):
+    plain = add_lora(tiny_vlm("qwen3_vl"), target_modules=targets)
+    assert_equal(compare(plain, media_inputs("qwen3_vl", **SIZES), Layout(2, tile_tokens=9)))
+
+
+def test_a_batch_without_images():
+    assert_equal(compare(tiny_vlm("qwen3_vl"), media_inputs("qwen3_vl", []), Layout(2)))
+
+
+DOCUMENTS = [SIZES, {"images": [], "before": 6}, {"images": [(4, 4)], "videos": [(2, 2, 4)]}]
+
+
+def join(documents: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """One row with all documents."""
+    joined = {}
+    for name in {name for document in documents for name in document}:
+        parts = [document[name] for document in documents if name in document]
+        joined[name] = torch.cat(parts, dim=1 if name in ("input_ids", "mm_token_type_ids") else 0)
+    joined.pop("mm_token_type_ids", None)
+    lengths = torch.tensor([document["input_ids"].shape[1] for document in documents])
+    joined["document_ids"] = torch.arange(len(documents)).repeat_interleave(lengths)[None]
+    return joined
+
+
+def summed_loss(plain: nn.Module, documents: list[dict[str, Tensor]]) -> Tensor:
+    total, count = 0, 0
+    for document in documents:
+        given = {name: value for name, value in document.items() if name != "input_ids"}
+        total = total + plain_sum(plain, document["input_ids"], document["input_ids"], **given)
+        count += document["input_ids"].shape[1] - 1
+    return total / count
+
+
+@pytest.mark.parametrize(("family", "layout"), [("qwen2_5_vl", Layout(4, ring=2)), ("qwen3_vl", Layout(2))])
+def test_documents_do_not_mix(family, layout):
+    documents = [media_inputs(family, **sizes, seed=i) for i, sizes in enumerate(DOCUMENTS)]
+    joined = join(documents)
+    labels = joined["input_ids"].clone()
+    labels[:, 1:][joined["document_ids"].diff() > 0] = -100
+    assert_equal(compare(tiny_vlm(family), joined, layout, lambda plain: summed_loss(plain, documents), labels))
+
+
+def test_data_parallel_ranks_with_and_without_images():
+    """A group without images runs the encoder too: FSDP2 gathers its parameters on all ranks."""
+    rows = [media_inputs("qwen3_vl", **SIZES), media_inputs("qwen3_vl", [])]
+    assert_equal(compare(tiny_vlm("qwen3_vl"), rows, Layout(2), lambda plain: summed_loss(plain, rows)))
+
+
+def test_rows_with_padding():
+    rows = [media_inputs("qwen2_5_vl", **sizes, seed=i) for i, sizes in enumerate(DOCUMENTS[1:])]
+    longest = max(row["input_ids"].shape[1] for row in rows)
+    padded = [F.pad(row["input_ids"], (0, longest - row["input_ids"].shape[1])) for row in rows]
+    mask = torch.stack([torch.arange(longest) < row["input_ids"].shape[1] for row in rows]).long()
+    joined = join(rows) | {"input_ids": torch.cat(padded), "attention_mask": mask}
+    del joined["document_ids"]
+    labels = joined["input_ids"].masked_fill(mask == 0, -100)
+    assert_equal(compare(tiny_vlm("qwen2_5_vl"), joined, Layout(2), lambda plain: summed_loss(plain, rows), labels))
+
+
+def test_given_positions_are_used():
+    inputs = media_inputs("qwen3_vl", **SIZES)
+    model = tiny_vlm("qwen3_vl")
+    axes, _ = model.model.get_rope_index(**{k: v for k, v in inputs.items() if "pixel" not in k})
+    inputs["position_ids"] = axes * 2 + torch.arange(3)[:, None, None]
+    del inputs["mm_token_type_ids"]
+    assert_equal(compare(model, inputs, Layout(2)))
+
+
+REFUSED = {
+    "no grid": ({"image_grid_thw": None}, "image_grid_thw is missing; pass pixel_values and image_grid_thw together"),
+    "no pixels": ({"pixel_values": None, "image_grid_thw": None}, "input_ids has 8 image tokens; pass pixel_values"),
+    "odd grid": ({"image_grid_thw": torch.tensor([[1, 3, 4]])}, "multiples of 2"),
+    "other grid": ({"image_grid_thw": torch.tensor([[1, 2, 4]])}, r"needs \(8, 24\)"),
+    "too few tokens": (
+        {"input_ids": torch.zeros(1, 52, dtype=torch.long), "mm_token_type_ids": None},
+        "image_grid_thw has 8 features, but input_ids 0 image tokens",
+    ),
+    "other types": ({"mm_token_type_ids": torch.zeros(1, 52, dtype=torch.long)}, "mm_token_type_ids differs"),
+    "positions": ({"position_ids": torch.zeros(2, 1, 52, dtype=torch.long)}, r"pass \[3, 1, 52\], or 4"),
+    "features": ({"mm_encoder_outputs": {"image": 1}}, "mm_encoder_outputs is not supported"),
+    "split image": ({"document_ids": torch.arange(52)[None] // 7}, "a document ends within the tokens of"),
+}
+
+
+def test_calls_are_refused():
+    models = [tiny_vlm("qwen3_vl", torch.float32)]
+
+    def work() -> None:
+        model = parallelize_model(models[0])
+        inputs = {**media_inputs("qwen3_vl", **SIZES)}
+        for changes, message in REFUSED.values():
+            with pytest.raises((TypeError, ValueError), match=message):
+                model(**inputs | changes, labels=inputs["input_ids"])
+
+    on_threads(1, work)
