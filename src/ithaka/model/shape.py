@@ -104,9 +104,8 @@ def measure_encoder(model: Any) -> Encoder:
     """Run one block of the encoder on fake tensors, and count the rest."""
     visual, mode = model.model.visual, FakeTensorMode()
     config, block, merged = visual.config, visual.blocks[0], visual.config.spatial_merge_size**2
-    dim, runs = block.norm1.weight.shape[0], []
+    dim, runs, block = block.norm1.weight.shape[0], [], copy.deepcopy(block)
     with mode:
-        block = copy.deepcopy(block)
         for name, param in list(block.named_parameters()):
             owner = block.get_submodule(name.rpartition(".")[0])
             owner._parameters[name.rpartition(".")[2]] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype))

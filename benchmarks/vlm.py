@@ -1,0 +1,260 @@
+"""Training steps of Qwen3-VL-4B's shape on a long video, with Hugging Face and with ithaka, on one GPU.
+
+    python benchmarks/vlm.py --out DIR                                     # 64K and 256K tokens of frames
+    python benchmarks/vlm.py --out DIR --tokens 64K --sides ithaka         # some of it
+    python benchmarks/vlm.py --models tiny --tokens 32 --steps 1           # does it run? Also on a CPU
+
+All cases run in this process, one after another, on the same weights and frames of 512 x 512 pixels (256 tokens each):
+float32 weights and moments, bfloat16 computation, fused AdamW, FSDP2 on one rank, median of the timed steps. Every
+token has a label. Hugging Face uses gradient checkpointing, and computes logits and loss in checkpointed chunks of 4096
+tokens. Both sides run the encoder with --attention. "planned_GiB" and "planned_s" are the planner's, for all tokens of
+the sequence. Prints and writes one JSON line per case.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from ithaka.config import parse_count
+from ithaka.dist.mesh import end_process_group, free_memory, start_process_group
+from ithaka.hf import shape_from_model
+from ithaka.layout import ActivationPolicy, Layout
+from ithaka.model.build import parallelize_model
+from ithaka.plan.bytes import gpu_phases
+from ithaka.plan.hardware import Hardware, find_gpu
+from ithaka.plan.seconds import step_seconds
+from ithaka.plan.shape import Work
+
+GIB = 2**30
+LOSS_CHUNK = 4096
+IDS = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+ROPE = {"rope_type": "default", "rope_theta": 5e6}
+SHAPES: dict[str, dict[str, Any]] = {  # config.json of the released model, with fewer layers
+    "qwen3-vl-4b": {
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "rope_parameters": {**ROPE, "mrope_section": [24, 20, 20]},
+        },
+        "vision_config": {
+            "depth": 24,
+            "hidden_size": 1024,
+            "num_heads": 16,
+            "intermediate_size": 4096,
+            "out_hidden_size": 2560,
+            "patch_size": 16,
+            "deepstack_visual_indexes": [5, 11, 17],
+        },
+    },
+    "tiny": {
+        "text_config": {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "vocab_size": 256,
+            "rope_parameters": {**ROPE, "mrope_section": [4, 2, 2]},
+        },
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "intermediate_size": 48,
+            "out_hidden_size": 64,
+            "patch_size": 4,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    },
+}
+FRAMES = {"qwen3-vl-4b": 32, "tiny": 8}  # height and width in patches
+SIDES = ("hf fsdp2", "ithaka compiled", "ithaka")
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def dtype() -> torch.dtype:
+    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+
+
+def make_model(case: dict[str, Any]) -> Any:
+    shape = SHAPES[case["model"]]
+    text = shape["text_config"] | {"max_position_embeddings": 2**20}
+    if case["layers"]:
+        text["num_hidden_layers"] = case["layers"]
+    config = AutoConfig.for_model("qwen3_vl", **shape | {"text_config": text}, **IDS, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    with torch.device(device()):
+        model = AutoModelForImageTextToText.from_config(
+            config, dtype=torch.float32, attn_implementation=case["attention"]
+        )
+    model.model.visual.requires_grad_(not case["frozen"])
+    return model.train()
+
+
+def make_inputs(case: dict[str, Any]) -> dict[str, Tensor]:
+    """Frames with timestamps, then text; about a 64th of the tokens are text."""
+    generator, side = torch.Generator().manual_seed(1), FRAMES[case["model"]]
+    vocab = SHAPES[case["model"]]["text_config"]["vocab_size"]
+    config = SHAPES[case["model"]]["vision_config"]
+
+    def text(count: int) -> Tensor:
+        return torch.randint(10, vocab, (count,), generator=generator)
+
+    per_frame = side * side // 4
+    num_frames = max(1, case["frame_tokens"] // per_frame)
+    frame = torch.tensor([IDS["video_token_id"]]).repeat(per_frame)
+    start, end = torch.tensor([IDS["vision_start_token_id"]]), torch.tensor([IDS["vision_end_token_id"]])
+    parts = [part for _ in range(num_frames) for part in (text(2), start, frame, end)]
+    ids = torch.cat([*parts, text(per_frame)])[None]
+    num_patches, values = num_frames * side * side, 3 * 2 * config["patch_size"] ** 2
+    pixels = torch.randn(num_patches, values, generator=generator, dtype=torch.float32).to(dtype())
+    return {
+        "input_ids": ids,
+        "pixel_values_videos": pixels,
+        "video_grid_thw": torch.tensor([[num_frames, side, side]]),
+        "mm_token_type_ids": 2 * (ids == IDS["video_token_id"]).long(),
+    }
+
+
+def run_hf(case: dict[str, Any], model: Any) -> Any:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    start_process_group(device())
+    policy = MixedPrecisionPolicy(dtype(), torch.float32, cast_forward_inputs=False)
+    for module in (*model.model.language_model.layers, *model.model.visual.blocks, model.model.visual, model):
+        fully_shard(module, mp_policy=policy)
+    model.forward = lambda **inputs: chunked_loss(model, **inputs)
+
+    def forward(inputs: dict[str, Tensor]) -> Tensor:
+        return model(**{name: value.to(device()) for name, value in inputs.items()})
+
+    return forward
+
+
+def chunked_loss(model: Any, input_ids: Tensor, **inputs: Tensor) -> Tensor:
+    hidden = model.model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state[0, :-1]
+
+    def loss(h: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(model.lm_head(h).float(), labels, reduction="sum")
+
+    chunks = zip(hidden.split(LOSS_CHUNK), input_ids[0, 1:].split(LOSS_CHUNK), strict=True)
+    return sum(checkpoint(loss, *chunk, use_reentrant=False) for chunk in chunks) / len(hidden)
+
+
+def make_layout(case: dict[str, Any], num_layers: int) -> Layout:
+    kept = (ActivationPolicy(attention="device"),) * num_layers
+    name = str(dtype()).removeprefix("torch.")
+    return Layout(tile_tokens=case["tile"], kept=kept, dtype=name, compile=case["side"].endswith("compiled"))
+
+
+def run_ithaka(case: dict[str, Any], model: Any) -> Any:
+    start_process_group(device())
+    model = parallelize_model(model, layout=make_layout(case, len(model.model.language_model.layers)))
+    return lambda inputs: model(**inputs, labels=inputs["input_ids"]).loss
+
+
+def plan(case: dict[str, Any], model: Any, num_tokens: int) -> dict[str, float]:
+    gpu = find_gpu("H200")
+    shape, hardware, work = shape_from_model(model), Hardware(gpu, 1, 1, host_bytes=10**12), Work(num_tokens)
+    layout = make_layout(case, shape.num_layers)
+    phase, holders = max(gpu_phases(shape, layout, hardware, work), key=lambda entry: sum(entry[1].values()))
+    seconds = step_seconds(shape, layout, hardware, work).total
+    return {"planned_GiB": round(sum(holders.values()) / GIB, 2), "planned_s": round(seconds, 4), "planned_peak": phase}
+
+
+def measure(case: dict[str, Any], inputs: dict[str, Tensor]) -> dict[str, Any]:
+    model, is_ours = make_model(case), case["side"].startswith("ithaka")
+    planned = plan(case, model, inputs["input_ids"].numel()) if is_ours else {}
+    forward = (run_ithaka if is_ours else run_hf)(case, model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=True)
+    seconds, losses, peaks = [], [], []
+    for step in range(case["steps"] + 1):  # the first compiles and tries kernels
+        if step == 1 and torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        loss = forward(inputs)
+        losses.append(round(loss.item(), 5))
+        peaks.append(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return {
+        "total_tokens": inputs["input_ids"].numel(),
+        "patches": len(inputs["pixel_values_videos"]),
+        "layers": len(model.model.language_model.layers),
+        "step_s": round(statistics.median(seconds[1:]), 4),
+        "peak_GiB": round(peak / GIB, 2),
+        "forward_peak_GiB": round(peaks[1] / GIB, 2),
+        **planned,
+        "losses": losses,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "torch": torch.__version__,
+    }
+
+
+def run_case(case: dict[str, Any], inputs: dict[str, Tensor]) -> dict[str, Any]:
+    try:
+        return case | measure(case, inputs)
+    except Exception as error:
+        traceback.print_exc()
+        return case | {"failed": f"{type(error).__name__}: {error}"[:300]}
+    finally:
+        end_process_group()
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, metavar="DIR")
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["qwen3-vl-4b"])
+    parser.add_argument("--tokens", nargs="+", default=["64K", "256K"], help="tokens of frames")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--attention", default="sdpa", help="transformers' name, such as flash_attention_4")
+    parser.add_argument("--tile", default="8K", help="tokens of ithaka's tiles")
+    parser.add_argument("--layers", type=int, default=0, help="of the language model; 0: 4")
+    parser.add_argument("--frozen", action="store_true", help="do not train the encoder")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps, after one that is not")
+    options, rows = parser.parse_args(arguments), []
+    for model in options.models:
+        for tokens in options.tokens:
+            shared = {"model": model, "frame_tokens": parse_count(tokens), "attention": options.attention}
+            shared |= {"tile": parse_count(options.tile), "layers": options.layers, "frozen": options.frozen}
+            inputs = make_inputs(shared)
+            for side in options.sides:
+                row = run_case(shared | {"side": side, "steps": options.steps}, inputs)
+                free_memory()
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+                if options.out:
+                    options.out.mkdir(parents=True, exist_ok=True)
+                    with (options.out / "vlm.jsonl").open("a") as file:
+                        print(json.dumps(row), file=file)
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(any("failed" in row for row in main()))
