@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from decoders import tiny_decoder
+from ithaka.layer.expert_rows import Rows, add_products
 from ithaka.layer.experts import LayerExperts
 from parity import relative
 
@@ -37,3 +38,19 @@ def test_experts_on_a_gpu(family):
         results.append([y.detach().double(), *(grad.double() for grad in grads)])
     assert experts.block is not None and experts.block.gate.has_kernel
     assert max(relative(ours, exact) for ours, exact in zip(results[1], results[0], strict=True)) < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("D", "N"), [(1440, 2880), (1, 200), (16, 72), (768, 16)])
+def test_products_are_added_unrounded(D, N):
+    """To a sum that is not contiguous; the last expert has no row, and no group is a multiple of a block."""
+    generator = torch.Generator("cuda").manual_seed(2)
+    chosen = torch.rand(700, 7, generator=generator, device="cuda").topk(3).indices
+    rows = Rows.sort(chosen, 8)
+    a, b = (torch.randn(2100, size, generator=generator, device="cuda").bfloat16() for size in (D, N))
+    total = torch.randn(N, D, 8, generator=generator, device="cuda").permute(2, 1, 0)
+    expected = total.double()
+    for e, (first, end) in enumerate(zip([0, *rows.ends_E.tolist()], rows.ends_E.tolist(), strict=False)):
+        expected[e] += a[first:end].double().t() @ b[first:end].double()
+    add_products(total, a, b, rows.ends_E)
+    assert relative(total.double(), expected) < 1e-5

@@ -16,13 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from ithaka.attention.fused import runs_in_triton
-from ithaka.layer.tiles import sum_dtype
+from ithaka.layer.tiles import add_matmul, sum_dtype
 
 try:
     import triton
     import triton.language as tl
 except ImportError:  # CPU builds of PyTorch come without it
-    triton = _sum_choices_kernel = _gate_kernel = _gate_backward_kernel = None
+    triton = _sum_choices_kernel = _gate_kernel = _gate_backward_kernel = _add_products_kernel = None
 
 _BLOCK = 1024  # elements of a row that one program reads at once
 _ROWS = 8192  # rows that a gate without a kernel computes at once
@@ -55,11 +55,36 @@ def multiply_groups(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
     [n, N] -> [E, D, N]. Not differentiable."""
     if can_group(a, b):
         return F.grouped_mm(a, b, offs=ends_E)
-    ends = ends_E.tolist()
-    groups = [slice(first, end) for first, end in zip([0, *ends], ends, strict=False)]
     if b.dim() == 3:
-        return torch.cat([a[rows] @ b[e] for e, rows in enumerate(groups)])
-    return torch.stack([a[:, rows] @ b[rows] for rows in groups])
+        return torch.cat([a[rows] @ b[e] for e, rows in enumerate(_groups(ends_E))])
+    return torch.stack([a[:, rows] @ b[rows] for rows in _groups(ends_E)])
+
+
+def add_products(into_EDN: Tensor, a_nD: Tensor, b_nN: Tensor, ends_E: Tensor) -> None:
+    """Add a^T @ b of each group of rows to `into`, which has `sum_dtype`; no product is rounded before the addition.
+    PyTorch's grouped products are rounded to bfloat16."""
+    if a_nD.dtype == torch.bfloat16 and _runs_kernels(a_nD):
+        (num_experts, D, N), (a_nD, b_nN) = into_EDN.shape, (a_nD.contiguous(), b_nN.contiguous())
+        block_d, block_n = (max(16, min(most, _power_of_two(size))) for most, size in ((128, D), (256, N)))
+        grid = (-(-D // block_d) * -(-N // block_n), num_experts)
+        settings = {"BLOCK_D": block_d, "BLOCK_N": block_n, "BLOCK_R": 64, "num_stages": 3}
+        num_warps = 8 if block_d * block_n >= 128 * 128 else 4
+        tensors = (into_EDN, a_nD, b_nN, ends_E)
+        _launch(_add_products_kernel, grid, *tensors, D, N, *into_EDN.stride(), **settings, num_warps=num_warps)
+        return
+    for e, rows in enumerate(_groups(ends_E)):
+        add_matmul(into_EDN[e], a_nD[rows].t(), b_nN[rows])
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest power of two that is not below `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+def _groups(ends_E: Tensor) -> list[slice]:
+    """Waits for the device."""
+    ends = ends_E.tolist()
+    return [slice(first, end) for first, end in zip([0, *ends], ends, strict=False)]
 
 
 def can_group(a: Tensor, b: Tensor) -> bool:
@@ -163,6 +188,29 @@ if triton is not None:
             row = tl.load(row_of + token * K + choice).to(tl.int64)
             total += tl.load(rows + row * D + cols, inside, other=0.0).to(tl.float32)
         tl.store(into + token * D + cols, total.to(into.dtype.element_ty), inside)
+
+    @triton.jit
+    def _add_products_kernel(
+        into, a, b, ends, D, N, stride_e, stride_d, stride_n,
+        BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    ):  # fmt: skip
+        """One block of one expert's sum; the blocks of an expert run together, so that its rows stay in cache."""
+        expert, blocks_n = tl.program_id(1), tl.cdiv(N, BLOCK_N)
+        d = tl.program_id(0) // blocks_n * BLOCK_D + tl.arange(0, BLOCK_D)
+        n = tl.program_id(0) % blocks_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        first = tl.load(ends + expert - 1, expert > 0, other=0)
+        end = tl.load(ends + expert)
+        total = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)
+        for row in range(first, end, BLOCK_R):
+            rows = row + tl.arange(0, BLOCK_R)
+            inside, at = (rows < end)[:, None], rows.to(tl.int64)[:, None]
+            left = tl.load(a + at * D + d[None, :], inside & (d < D)[None, :], other=0.0)
+            right = tl.load(b + at * N + n[None, :], inside & (n < N)[None, :], other=0.0)
+            total = tl.dot(tl.trans(left), right, total)
+        if first < end:
+            at = into + expert.to(tl.int64) * stride_e + d[:, None] * stride_d + n[None, :] * stride_n
+            inside = (d < D)[:, None] & (n < N)[None, :]
+            tl.store(at, tl.load(at, inside, other=0.0) + total, inside)
 
     @triton.jit
     def _load_pairs(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ithaka.layer.expert_rows import Gate, Rows, multiply_groups, sum_choices
+from ithaka.layer.expert_rows import Gate, Rows, add_products, multiply_groups, sum_choices
 from ithaka.layer.tiles import GradSum, sum_dtype
 
 
@@ -57,16 +57,20 @@ class GroupedLinear:
             dx_nD += multiply_groups(self._down_grad(dy_nN, rows), self._a_ErD, rows.ends_E)
         return dx_nD
 
-    def weight_grads(self, dy_nN: Tensor, x_nD: Tensor, rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the trained tensors, except the bias, with one tile's gradients."""
+    def add_grads(self, dy_nN: Tensor, x_nD: Tensor, rows: Rows, grads: GradSum, is_only_tile: bool) -> None:
+        """Add one tile's gradients of the trained tensors, except the bias. The only tile's are rounded here."""
         if self.weight.requires_grad:
             left, right = (x_nD, dy_nN) if self.is_transposed else (dy_nN, x_nD)
-            yield self.weight, multiply_groups(left.t(), right, rows.ends_E)
+            if is_only_tile:
+                grads.add(self.weight, multiply_groups(left.t(), right, rows.ends_E))
+            else:
+                add_products(grads.sum_of(self.weight), left, right, rows.ends_E)
         if self.a_RD is not None and self.a_RD.requires_grad:
-            yield self.a_RD, multiply_groups(self._down_grad(dy_nN, rows).t(), x_nD, rows.ends_E).flatten(0, 1)
+            sum_ErD = grads.sum_of(self.a_RD).unflatten(0, (len(self.weight), -1))
+            add_products(sum_ErD, self._down_grad(dy_nN, rows), x_nD, rows.ends_E)
         if self.b_NR is not None and self.b_NR.requires_grad:
-            db_ErN = multiply_groups(self._down(x_nD, rows).t(), dy_nN, rows.ends_E)
-            yield self.b_NR, db_ErN.permute(2, 1, 0).flatten(1)
+            sum_ErN = grads.sum_of(self.b_NR).unflatten(1, (-1, len(self.weight))).permute(2, 1, 0)
+            add_products(sum_ErN, self._down(x_nD, rows), dy_nN, rows.ends_E)
 
     def _down(self, x_nD: Tensor, rows: Rows) -> Tensor:
         return multiply_groups(x_nD, self._a_ErD.transpose(1, 2), rows.ends_E).mul_(self.scale)
@@ -96,6 +100,7 @@ class ExpertBlock:
             module = module.base_layer
         self.experts, self.gate, self.num_experts = module, Gate(module), module.num_experts
         self.grads: GradSum | None = None  # where backward adds weight gradients; None: autograd returns them
+        self.is_only_tile = True  # in the layer's backward
         self.skips_output = False  # return zeros, because nothing needs the output
         self.chosen_tk: Tensor | None = None  # in the last call
         self.ends_E = torch.empty(0)
@@ -143,40 +148,26 @@ class _ExpertsFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy_tD):
-        (up, down), grads = ctx.block.maps(), _TileGrads(ctx.block.grads)
+        (up, down), own = ctx.block.maps(), GradSum()
+        grads, is_only_tile = (own, True) if ctx.block.grads is None else (ctx.block.grads, ctx.block.is_only_tile)
         rows, inputs_tD, weight_n, h_nF = ctx.kept
         ctx.kept = None  # h is overwritten
         dy_nD = dy_tD.to(inputs_tD.dtype)[rows.token_n]
         dh_nF, a_nF, dweight_n = ctx.block.gate.backward(h_nF, up.bias_EN, weight_n, down.input_grad(dy_nD, rows), rows)
-        grads.add(down.weight_grads(dy_nD, a_nF, rows))
+        down.add_grads(dy_nD, a_nF, rows, grads, is_only_tile)
         del dy_nD, a_nF
-        grads.add(up.weight_grads(dh_nF, inputs_tD[rows.token_n], rows))
+        up.add_grads(dh_nF, inputs_tD[rows.token_n], rows, grads, is_only_tile)
         dx_tD = sum_choices(up.input_grad(dh_nF, rows), rows, ctx.dtypes[0])
         dweight_tk = dweight_n[rows.row_tk]
         if up.bias_EN is not None and up.bias_EN.requires_grad:
-            ones_n8 = dh_nF.new_ones(len(dh_nF), 8)  # 16 bytes, as the kernel needs
-            grads.add([(up.bias_EN, multiply_groups(ones_n8.t(), dh_nF, rows.ends_E)[:, 0])])
+            add_products(grads.sum_of(up.bias_EN)[:, None], dh_nF.new_ones(len(dh_nF), 1), dh_nF, rows.ends_E)
         if down.bias_EN is not None:
             (expert_tk, weight_tk), wide = ctx.choices, dy_tD.dtype
             dweight_tk += (dy_tD @ down.bias_EN.to(wide).t()).gather(1, expert_tk)
             if down.bias_EN.requires_grad:
                 weight_tE = _spread(expert_tk, weight_tk.to(wide), len(down.bias_EN))
-                grads.add([(down.bias_EN, weight_tE.t() @ dy_tD)])
-        return dx_tD, None, dweight_tk.to(ctx.dtypes[1]), None, *map(grads.take, ctx.tensors)
-
-
-class _TileGrads:
-    """Adds gradients to the layer's sums, or collects them for autograd."""
-
-    def __init__(self, sums: GradSum | None) -> None:
-        self.sums, self.own = sums, GradSum()
-
-    def add(self, pairs: Any) -> None:
-        for tensor, grad in pairs:
-            (self.own if self.sums is None else self.sums).add(tensor, grad)
-
-    def take(self, tensor: Tensor) -> Tensor | None:
-        return self.own.take_as(tensor)
+                grads.add(down.bias_EN, weight_tE.t() @ dy_tD)
+        return dx_tD, None, dweight_tk.to(ctx.dtypes[1]), None, *map(own.take_as, ctx.tensors)
 
 
 def _spread(expert_tk: Tensor, weight_tk: Tensor, num_experts: int) -> Tensor:
@@ -252,12 +243,12 @@ class LayerExperts:
             self.block.skips_output = False
 
     @contextmanager
-    def add_grads_to(self, sums: GradSum) -> Iterator[None]:
-        """Run backward of tiles: weight gradients are added to `sums`."""
+    def add_grads_to(self, sums: GradSum, is_only_tile: bool = False) -> Iterator[None]:
+        """Run backward of a tile: weight gradients are added to `sums`, those of the only tile after rounding."""
         if self.block is None:
             yield
             return
-        self.block.grads = sums
+        self.block.grads, self.block.is_only_tile = sums, is_only_tile
         try:
             yield
         finally:

@@ -445,7 +445,7 @@ class GeneralLayer(LayerSchedule):
             if saved.routing is not None and saved.routing.grad_E is not None:
                 with torch.enable_grad():
                     pairs += [saved.routing.output_and_grad(logits_tE, rows) for logits_tE in router_logits]
-            with self.experts.add_grads_to(grads):
+            with self.experts.add_grads_to(grads, is_only_tile=len(x_tD) == len(dy_sD)):
                 dx_tD, dout_tHK = self._tile_backward(pairs, [x_tD, out_tHK], arguments, saved, rows, grads)
             saved.dout_sHK[rows], dy_sD[rows] = dout_tHK, dx_tD  # dout may alias dy
 

@@ -143,7 +143,7 @@ class StreamedLayer(LayerSchedule):
             else:
                 with self.experts.repeat_tile(saved.chosen, skips_output=True):
                     x_y = run_tile(self._norm_and_mlp, residual_tD)
-            with self.experts.add_grads_to(grads):
+            with self.experts.add_grads_to(grads, is_only_tile=len(dy_tD) == len(saved.positions)):
                 dy_tD += graph_backward(*x_y, params, dy_tD, grads)
             return
         residual_tD, h_tD = run_norm(norm2, residual_tD)

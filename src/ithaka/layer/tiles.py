@@ -59,10 +59,7 @@ class GradSum:
         if grad is None or heads_n is None:
             self.add(param, grad)
             return
-        total = self._sums.get(id(param))
-        if total is None:
-            total = torch.zeros(param.shape, dtype=sum_dtype(param.dtype), device=param.device)
-        total = self._put(param, total.to(sum_dtype(total.dtype)))
+        total = self.sum_of(param)
         head_dim = grad.shape[dim] // len(heads_n)
         head_grads = grad.unflatten(dim, (-1, head_dim)).to(total.dtype)
         total.unflatten(dim, (-1, head_dim)).index_add_(dim, heads_n, head_grads)
@@ -72,10 +69,14 @@ class GradSum:
         if grad is None or dim is None:  # autograd may return one tensor for `full` and for a parameter added to it
             self.add(full, None if grad is None else grad.clone())
             return
-        total = self._sums.get(id(full))
+        self.sum_of(full).narrow(dim, rows.start, rows.stop - rows.start).add_(grad)
+
+    def sum_of(self, param: Tensor) -> Tensor:
+        """The sum of `param` in `sum_dtype`, zeros at first, to add to in place."""
+        total = self._sums.get(id(param))
         if total is None:
-            total = self._put(full, torch.zeros_like(full, dtype=sum_dtype(full.dtype)))
-        total.narrow(dim, rows.start, rows.stop - rows.start).add_(grad)
+            total = torch.zeros(param.shape, dtype=sum_dtype(param.dtype), device=param.device)
+        return self._put(param, total.to(sum_dtype(total.dtype)))
 
     def take(self, param: Tensor) -> Tensor | None:
         """Remove and return the sum of `param`, in the dtype of the sum."""

@@ -170,8 +170,11 @@ class LayerBytes:
             return 0
         shape, e, wide = self.shape, self.layout.element_bytes, self.layout.sum_bytes
         if shape.measured and not shape.adapter and phase == "backward mlp":
-            # A tile's gradients exist together, then they are added to the sums.
-            return shape.mlp_parameters * (e if self.s <= (self.layout.tile_tokens or self.s) else e + wide)
+            if self.s <= (self.layout.tile_tokens or self.s):
+                return shape.mlp_parameters * e
+            # A tile's gradients exist together, then they are added to the sums. Those of experts are added directly.
+            experts = 0 if self.layout.compile else sum(size for _, size in shape.measured.stacked)
+            return shape.mlp_parameters * (e + wide) - experts * e
         if phase != "backward mlp" or shape.measured:
             return shape.trained_layer * wide
         if shape.adapter:
