@@ -1,4 +1,4 @@
-"""A process group that runs one process as rank 0 of N, with collectives as local copies.
+"""A process group that runs one process as one rank of N, with collectives as local copies.
 
 Shapes, buffers and kernels are those of a real run; received values are not. They are finite and random, never zero or
 uninitialized, because a GPU's speed depends on its data.
@@ -71,13 +71,13 @@ class LoopbackGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
-def start_loopback(num_ranks: int) -> None:
-    """Initialize torch.distributed with this process as rank 0 of `num_ranks`."""
+def start_loopback(num_ranks: int, rank: int = 0) -> None:
+    """Initialize torch.distributed with this process as one of `num_ranks`."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(
             BACKEND, lambda _, rank, size, __: LoopbackGroup(rank, size), devices=["cpu", "cuda"]
         )
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=num_ranks)
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=num_ranks)
 
 
 def _completed_work(result) -> dist.Work:
