@@ -263,6 +263,14 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 130 and "stopped early" in result.stderr and (tmp_path / "page.html").is_file()
     assert "loss by position" in result.stdout and "retrieval by depth\nnot measured" in result.stdout
+    # Without retrieval there is nothing to interrupt, and each document, long and short, takes one pass.
+    passes = []
+    measure = measuring.token_losses
+    monkeypatch.setattr(measuring, "token_losses", lambda *args: passes.append(args) or measure(*args))
+    result = CliRunner().invoke(app, [*arguments, "--samples", "0", "--json"])
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0 and not found["partial"] and found["retrieval"] == [] and len(passes) == 3
+    assert found["loss"] == pytest.approx(found["short_context_loss"])
 
 
 def test_two_models_under_torchrun_are_refused(tmp_path, monkeypatch):
@@ -325,4 +333,4 @@ def test_the_page_draws_the_loss_by_position_and_has_no_blank_rows():
     assert len(first) == 4 and len(second) == 2 and first[:2] == second
     assert first[0][1] == first[1][1] < first[2][1] == first[3][1], "a smaller loss is lower on the page"
     assert "1 to 64: 4 ± 0.5" in page and "error" not in page and "long_context_gain</td>" not in page
-    assert "<td></td>" not in page and "retrieval" not in page
+    assert "<td></td>" not in page and "retrieval" not in page and "key_tokens" not in page

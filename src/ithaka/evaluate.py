@@ -36,10 +36,10 @@ from ithaka.train.console import show_share
 
 RESULT_FILE = "result.json"
 SMALL_CONTEXT = 8192  # tokens
-FIGURES_LEGEND = (
-    "long_context_gain: loss with the full context minus loss with the last 4K tokens; below zero, long context helps. "
-    "key_tokens: share of tokens whose loss it lowers by more than 2, to below 2."
-)
+EXPLANATIONS = {
+    "long_context_gain": "loss with the full context minus loss with the last 4K tokens; below zero, the context helps",
+    "key_tokens": "share of tokens whose loss the long context lowers by more than 2, to below 2",
+}
 TABLES = (
     ("loss by position", "loss_by_position", ("from", "to")),
     ("loss of trained tokens by turn", "loss_by_turn", ("turn",)),
@@ -188,6 +188,12 @@ def make_tables(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[d
     yield "retrieval by depth", _merge_columns(retrieval, ("task", "context"))
 
 
+def explain_figures(results: Sequence[dict[str, Any]]) -> str:
+    """Explain the figures that were measured and are not self-explanatory."""
+    shown = (name for name in EXPLANATIONS if any(result.get(name) is not None for result in results))
+    return " ".join(f"{name}: {EXPLANATIONS[name]}." for name in shown)
+
+
 def _merge_columns(tables: Sequence[list[dict[str, Any]]], keys: Sequence[str]) -> list[dict[str, Any]]:
     """Join tables whose rows have equal `keys`."""
     joined = []
@@ -222,7 +228,7 @@ def render_results(results: Sequence[dict[str, Any]]) -> str:
         else:
             content = render_table([list(row.values()) for row in rows], list(rows[0])) if rows else "not measured"
         parts.append(f"<h2>{title}</h2><div class=scroll>{content}</div>")
-        parts += [f"<p class=note>{FIGURES_LEGEND}</p>"] * (title == "figures")
+        parts += [f"<p class=note>{explain_figures(results)}</p>"] * (title == "figures")
     if not any(result["retrieval"] for result in results):
         return _render(results, parts)
     parts.append("<h2>retrieval</h2><p class=note>Share of correct answers, by context (rows) and depth (columns).</p>")
@@ -244,19 +250,21 @@ def _render(results: Sequence[dict[str, Any]], parts: Sequence[str]) -> str:
 def render_chart(lines: Sequence[list[dict[str, Any]]]) -> str:
     """An SVG chart of the loss by position, on a logarithmic axis, with one line per model."""
     points = [row for rows in lines for row in rows if row["loss"] is not None]
-    left, top, width, height = 48, 12, 640, 220
+    left, top, width, height = 48, 28, 640, 220  # the names of the models are above the lines
     first = min(points, key=lambda row: row["to"])
     low, high = math.log2(max(first["from"], first["to"] / 2)), math.log2(max(row["to"] for row in points))
-    largest = max(row["loss"] + (row.get("error") or 0) for row in points) or 1.0
+    largest = max(row["loss"] for row in points) or 1.0
+    unit = 10 ** math.floor(math.log10(largest / 4))
+    step = unit * next(times for times in (1, 2, 2.5, 5, 10) if 4 * times * unit >= largest)
 
     def x(position: float) -> float:
         return left + width * min(max((math.log2(max(position, 1)) - low) / max(high - low, 1e-9), 0), 1)
 
     def y(loss: float) -> float:
-        return top + height * (1 - loss / largest)
+        return top + height * (1 - loss / (4 * step))
 
     parts = []
-    for loss in (largest * i / 4 for i in range(5)):
+    for loss in (step * i for i in range(5)):
         parts.append(f'<line class=grid x1="{left}" x2="{left + width}" y1="{y(loss):.1f}" y2="{y(loss):.1f}"/>')
         parts.append(f'<text x="{left - 6}" y="{y(loss) + 4:.1f}" text-anchor="end">{loss:.3g}</text>')
     for position in sorted({row["to"] for row in points}):
@@ -276,7 +284,7 @@ def render_chart(lines: Sequence[list[dict[str, Any]]]) -> str:
             )
         if name := column_names(lines)[number]:
             parts.append(
-                f'<text class="line{number}" x="{left + width - 14 * (2 - number)}" y="{top + 10}">{name}</text>'
+                f'<text class="line{number}" x="{left + width - 14 * (2 - number)}" y="{top - 12}">{name}</text>'
             )
     box = f'viewBox="0 0 {left + width + 20} {top + height + 28}"'
     return f'<svg class=lines role=img aria-label="Loss by position, in tokens" {box}>{"".join(parts)}</svg>'

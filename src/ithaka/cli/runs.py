@@ -281,7 +281,7 @@ def evaluate(
     for title, rows in evaluation.make_tables(results) if not as_json else ():
         print(f"{title}\n{format_table(rows) if rows else 'not measured'}\n")
     if not as_json:
-        print(evaluation.FIGURES_LEGEND)
+        print(evaluation.explain_figures(results))
     if any(result.get("partial") for result in results):
         print("stopped early: figures that were not measured are missing", file=sys.stderr)
         raise typer.Exit(ExitCode.SIGNALED + signal.SIGINT)
