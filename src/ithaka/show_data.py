@@ -61,8 +61,8 @@ def build_data_view(
             sequences = [describe_sequence(data, i, *limits[1:]) for i in np.unique(indices).tolist()]
         finally:
             data.close()
-    part = f"the first {figures['sequences']:,} sequences, about {figures['read_share']:.1%} of the data"
-    read = "all of the data" if figures["complete"] else part
+    share = f"{figures['tokens'] / max(figures['estimated_tokens'], 1):.1%} of the data"
+    read = "all of the data" if figures["complete"] else f"the first {figures['sequences']:,} sequences, about {share}"
     _, _, stop = facts.pop("trained", "").partition(";")
     facts["trained"] = f"{figures['trained_share']:.1%} of these tokens" + f";{stop}" * bool(stop)
     del facts["first tokens"]
@@ -102,20 +102,19 @@ def compute_figures(data: TrainData) -> dict[str, Any]:
         figures = {
             "files": len({part.file for shard in source.shards for part in shard.parts}),
             "documents": len(lengths),
-            "tokens": int(lengths.sum()),
+            "tokens": stream.taken_tokens[i],  # of long documents, those in pieces
             "trained_tokens": int(trained[i]),
             "estimated_tokens": estimated_tokens,
         }
         sources.append(
             {"name": source.name, **figures, "skipped": source.count("skipped"), "notes": source.count("notes")}
         )
-        complete &= is_complete and stream.taken_tokens[i] >= estimated_tokens
+        complete &= is_complete and figures["tokens"] >= estimated_tokens
     sums = {key: sum(source[key] for source in sources) for key in figures}
     lengths = documents["length"]
     powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
     return {
         "complete": complete,
-        "read_share": min(sum(stream.taken_tokens) / max(sums["estimated_tokens"], 1), 1.0),  # both count pieces
         **sums,
         "trained_share": sums["trained_tokens"] / sums["tokens"],
         "context": stream.context,
