@@ -280,8 +280,8 @@ def evaluate(
         print(json.dumps(results if len(results) > 1 else results[0], indent=2))
     for title, rows in evaluation.make_tables(results) if not as_json else ():
         print(f"{title}\n{format_table(rows) if rows else 'not measured'}\n")
-    if not as_json:
-        print(evaluation.explain_figures(results))
+    if not as_json and (explanation := evaluation.explain_figures(results)):
+        print(explanation)
     if any(result.get("partial") for result in results):
         print("stopped early: figures that were not measured are missing", file=sys.stderr)
         raise typer.Exit(ExitCode.SIGNALED + signal.SIGINT)
