@@ -103,6 +103,19 @@ def test_all_charts_are_drawn_without_errors(run_dir, browser, tmp_path, size, n
     assert (sum(map(int, background[4:-1].split(","))) < 150) == dark
 
 
+@needs_browser
+def test_the_load_of_experts_is_drawn_by_layer(run_dir, browser, tmp_path):
+    (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text())
+    loads = {f"experts/{what}/{i}": 0.125 * (i + 1) for i in range(7) for what in ("busiest", "entropy")}
+    steps = [{"step": i, "loss": 2.0, "aux_loss": 1.5 + i, **loads} for i in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    browser.open(write_report([tmp_path]))
+    assert browser.complaints() == []
+    assert len(drawn := browser.evaluate(DRAWN_PIXELS)) == 2 + 3 and min(drawn) > 500  # loss, perplexity
+    shown = browser.evaluate("document.body.innerText")
+    assert all(text in shown for text in ("Auxiliary loss", "Busiest expert", "Balance of experts", "6\t0.875\t0.875"))
+
+
 # Right edges of the cells in the row of the largest allocation, and whether its shape is visible.
 LARGEST_ROW = """(cells => [cells.map(cell => cell.getBoundingClientRect().right), cells[2].checkVisibility()])(
   [...document.querySelectorAll('.folds tbody tr')[0].children])"""

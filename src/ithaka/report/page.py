@@ -68,12 +68,13 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"RUN_DIR={run_dir} has no config.yaml; pass the directory of a run")
     records = read_metrics(run_dir / "metrics.jsonl")
-    evaluated = sorted({key for record in records for key in record if key.startswith("evaluate/")})
+    prefixes = ("evaluate/", "experts/", "aux_loss")
+    more = sorted({key for record in records for key in record if key.startswith(prefixes)})
     profiles = {int(file.parent.name[5:]): file for file in run_dir.glob("profile/step-*/profile.json")}
     evaluations = {int(file.stem[5:]): file for file in run_dir.glob("evaluations/step-*.json")}
     return {
         "name": run_dir.resolve().name,
-        "metrics": {key: [record.get(key) for record in records] for key in (*METRICS, *evaluated)},
+        "metrics": {key: [record.get(key) for record in records] for key in (*METRICS, *more)},
         **{key: max((record.get(key) or 0 for record in records), default=0) or None for key in PEAKS},
         "config": yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8")),
         **{name: _read_json(run_dir / f"{name}.json") for name in ("machine", "data", "plan")},

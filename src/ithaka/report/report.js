@@ -12,6 +12,7 @@ const KIND_COLOURS = { compute: "#4e79a7", exchange: "#e15759", copies: "#edc948
 // Colours and symbols of runs, chosen to be distinct for colour-blind readers.
 const RUN_COLOURS = ["#2f7fc1", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#7a5195"];
 const RUN_SYMBOLS = ["circle", "rect", "triangle", "diamond", "pin", "arrow"];
+const SHOWN_LAYERS = 6;  // with a curve each
 const LINES = ["solid", "dashed", "dotted", [10, 3, 2, 3]];  // one per series of a run
 
 // ---- numbers as text
@@ -252,7 +253,23 @@ function allCurves() {
   curves(grid, "Evaluation", "Loss on held-out documents with the longest context and with a short one.", [["evaluate/loss", "loss", true], ["evaluate/short_context_loss", "short context", true]], digits, PLAIN);
   curves(grid, "Long-context gain", "Loss with the full context minus loss with the last few thousand tokens. Negative: the long context helps.", [["evaluate/long_context_gain", "gain", true]], digits, PLAIN);
   curves(grid, "Retrieval", "Share of correct answers by context, over all tasks and depths.", contexts.map(c => ["found/" + c, tokens(c), true]), short, PLAIN);
+  curves(grid, "Auxiliary loss", "The routers' balance loss, before its coefficient.", [["aux_loss", "auxiliary loss", false]], digits, PLAIN);
+  const routed = expertLayers(), few = routed.filter((_, i) => i % Math.ceil(routed.length / SHOWN_LAYERS) === 0);
+  const loads = "Of some layers; all are in the table below.";
+  curves(grid, "Busiest expert", "Share of the choices that go to the busiest expert. " + loads, few.map(i => ["experts/busiest/" + i, "layer " + i, false]), short, PLAIN);
+  curves(grid, "Balance of experts", "Entropy of the load; 1 if all experts get the same. " + loads, few.map(i => ["experts/entropy/" + i, "layer " + i, false]), short, PLAIN);
   if (!grid.children.length) into.remove();
+}
+function expertLayers() {
+  const found = runs.flatMap(run => Object.keys(run.metrics)).map(key => key.match(/^experts\/busiest\/(\d+)$/)?.[1]);
+  return [...new Set(found.filter(Boolean))].sort((a, b) => a - b);
+}
+function experts() {
+  const layers = expertLayers();
+  if (!layers.length) return;
+  const last = (run, key) => { const v = lastOf(run.metrics[key] || []); return v == null ? "-" : v.toPrecision(3); };
+  perRun(section("Load of experts, latest step", "Share of the choices that go to a layer's busiest expert, and the entropy of its load."),
+    (run, box) => table(box, ["layer", "busiest", "entropy"], layers.map(i => [i, last(run, "experts/busiest/" + i), last(run, "experts/entropy/" + i)])));
 }
 
 function retrieval() {
@@ -465,6 +482,7 @@ addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout
 page.replaceChildren();
 summary();
 allCurves();
+experts();
 retrieval();
 differences();
 memory();
