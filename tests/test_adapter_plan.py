@@ -78,6 +78,15 @@ def test_a_four_bit_base_is_suggested_where_it_fits():
     assert adapted.adapter_that_fits(Work(2**20)) == {}
 
 
+def test_a_four_bit_base_is_suggested_next_to_leaving_out_settings():
+    kept = ["--set", "memory.offload=none", "--set", "memory.offload_optimizer=false"]
+    args = ["plan", "llama3-8b", "--gpus", "1xRTX4090", "--context", "16K", "--adapter", "8", *kept]
+    ways = json.loads(run(*args, "--json", code=3))["ways_out"]
+    assert ways["--set"] == "adapter.base=nf4" and ways["without"] == "--set"
+    text = run(*args, code=3)
+    assert "--set adapter.base=nf4" in text and "without --set" in text
+
+
 def test_a_saved_module_is_trained_in_full():
     saving = LLAMA.with_adapter(AdapterConfig(16, modules_to_save=("lm_head", "embed_tokens")))
     assert saving.num_trained == 32 * LAYER + 2 * V * D

@@ -6,6 +6,7 @@ from collections import deque
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn import functional as F
 
 from decoders import tiny_decoder
@@ -229,3 +230,19 @@ def test_the_load_of_experts_is_counted_in_training():
     assert loads["experts/busiest/0"] == 0.5
     assert loads["experts/entropy/0"] == pytest.approx(0.75)  # shares 1/2, 1/4, 1/4 and 0
     assert expert_loads(model) == {}
+
+
+def test_large_layers_are_not_gathered_ahead(monkeypatch):
+    """Without overlap: gradients are the same, and backward gathers each layer when it comes to it."""
+    ahead, unshard = [], FSDPParamGroup._prefetch_unshard
+
+    def record(group, kind):
+        ahead.append(not group.is_unsharded)
+        unshard(group, kind)
+
+    monkeypatch.setattr(FSDPParamGroup, "_prefetch_unshard", staticmethod(record))
+    for limit in (2**40, 0):
+        monkeypatch.setattr("ithaka.layout.PREFETCHED_BYTES", limit)
+        ahead.clear()
+        assert_equal(compare(tiny_decoder("gpt_oss", num_hidden_layers=3), Layout(2, overlap=False)))
+        assert sum(ahead) == 2 * (5 if limit else 1)  # ranks; lm_head, three layers and the embedding, or only lm_head

@@ -33,6 +33,9 @@ class ActivationPolicy:
 EVERYTHING = ActivationPolicy("device", "device", True, True)
 
 
+PREFETCHED_BYTES = 2 * 2**30  # larger layers are not gathered ahead without overlap
+
+
 @dataclass(frozen=True)
 class Layout:
     """Parallelism and memory settings of a model. By default every technique is off."""
@@ -69,6 +72,10 @@ class Layout:
     def x_bytes(self, hidden: int, num_tokens: int) -> int:
         """X: one tensor of the residual stream."""
         return num_tokens * hidden * self.element_bytes
+
+    def prefetches(self, layer_bytes: int) -> bool:
+        """Whether backward gathers a layer's weights, of `layer_bytes`, while the layer above still runs."""
+        return self.overlap or layer_bytes < PREFETCHED_BYTES
 
     def layer_policies(self, num_layers: int) -> tuple[ActivationPolicy, ...]:
         """One policy per layer of a model with `num_layers` layers."""

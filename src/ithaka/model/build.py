@@ -1,11 +1,11 @@
 """Apply parallelism to a model: meta init, FSDP2, streamed layers, weights."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
 from types import MethodType
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -210,7 +210,7 @@ def read_hf_config(source: Path | dict, rope: RopeConfig | None = None, context:
 
 def apply_fsdp(
     model: nn.Module,
-    units: Iterable[nn.Module],
+    units: Sequence[nn.Module],
     mesh: Mesh,
     layout: Layout,
     dtype: torch.dtype,
@@ -240,6 +240,9 @@ def apply_fsdp(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    for unit in cast(Sequence[Any], units):
+        if not layout.prefetches(sum(param.numel() for param in unit.parameters()) * dtype.itemsize):
+            unit.set_modules_to_backward_prefetch([unit])  # itself, which is gathered already
 
 
 def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: Store, decoder: Decoder | None) -> None:

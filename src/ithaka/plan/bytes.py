@@ -141,7 +141,8 @@ class _GpuPhases:
         self.head = shape.vocab * shape.hidden * self.e
         gathered = shape.gathered_bytes(self.e)
         self.layer = gathered + shape.packed_layer[0] * self.e  # with unpacked weights
-        self.next_layer = 0 if self.is_single else gathered  # prefetched weights
+        self.next_layer = 0 if self.is_single else gathered  # prefetched weights; in forward, as received
+        self.prefetched = self.next_layer if layout.prefetches(gathered) else 0
         self.layer_grads = shape.trained_layer * self.wide
         # A tied embedding belongs to FSDP2's root: always gathered, and its first gradient waits for its second.
         self.root, self.trained_lm_head = (self.head, 0) if shape.tied else (0, shape.trained_head)
@@ -228,7 +229,7 @@ class _GpuPhases:
     def backward(self) -> list[tuple[str, Holders]]:
         """The last layer of each group, when the group keeps the most. The gradients of the module above are being
         reduced: lm_head, or the next layer."""
-        prefetched = self.next_layer if self.last_layer else 0 if self.is_single or self.shape.tied else self.head
+        prefetched = self.prefetched if self.last_layer else 0 if self.is_single or self.shape.tied else self.head
         phases, num_done = [], 0
         for group in reversed(self.groups):
             pending = self.root_grad or self.shape.trained_head * self.wide

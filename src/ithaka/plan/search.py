@@ -29,7 +29,7 @@ from ithaka.layout import (
 )
 from ithaka.plan.bytes import Ledger, build_ledger
 from ithaka.plan.hardware import GPUS_PER_NODE, Hardware
-from ithaka.plan.seconds import Seconds, gather_seconds, reduce_seconds, step_seconds
+from ithaka.plan.seconds import Seconds, flop_seconds, gather_seconds, reduce_seconds, step_seconds
 from ithaka.plan.shape import ModelShape, Work
 
 TILE_BYTES = 2**29  # bytes of x in the largest tile: narrow models need more tokens to outweigh a kernel launch
@@ -65,6 +65,10 @@ class Plan:
     @cached_property
     def seconds(self) -> Seconds:
         return step_seconds(self.shape, self.layout, self.hardware, self.work)
+
+    @property
+    def flop_seconds(self) -> Seconds:
+        return flop_seconds(self.shape, self.layout, self.hardware, self.work)
 
     def with_changes(self, **changes: Any) -> Plan:
         """A copy with a changed layout (`Layout.with_changes`)."""

@@ -23,6 +23,7 @@ from ithaka.plan.shape import MeasuredLayer, ModelShape, Work
 MLP_SHARE = (0.82, 0.82)
 PROJECTION_SHARE = (0.62, 0.49)  # small matrices: slices of a few heads
 LOSS_SHARE = 0.91
+FLOP_SHARE = 0.886  # of large matmuls: 700 TFLOP/s on an H200
 # Measured layers: fractions of the matmul rate for dense matmuls and for grouped matmuls of experts; then the effective
 # traffic of element-wise kernels, eager and compiled, relative to the bytes counted in an eager run.
 GENERAL_SHARE, EXPERTS_SHARE = 0.8, 0.55
@@ -107,7 +108,8 @@ def layer_seconds(
     copies_back += max(0.0, disk - busy_back)
 
     forward = Seconds(attend, projections + mlp + unpack, exchange + max(0.0, gather - busy), copies)
-    exchange_back += max(0.0, gather + reduce - busy_back)
+    hidden = gather if layout.prefetches(trained * e + frozen) else 0.0
+    exchange_back += gather - hidden + max(0.0, hidden + reduce - busy_back)
     backward = Seconds(attend_back, mlp_back + projections_back + unpack, exchange_back, copies_back)
     return forward, backward + recomputed
 
@@ -212,8 +214,14 @@ class LayerSeconds:
         return num_matmuls * matmul + self.move(self.s * moved * moves)
 
     def adapters(self, names: Sequence[str], backward: bool) -> float:
-        sizes = [size for name, size in self.shape.linears.items() if name in names and name in self.shape.most_adapted]
-        passes = sum(ADAPTER_PASSES[backward][side] * size[side] for size in sizes for side in (0, 1))
+        """A token passes through the adapters of its own experts only."""
+        stacked, measured = dict(self.shape.measured.stacked) if self.shape.measured else {}, self.shape.measured
+        chosen = measured.experts / sum(stacked.values()) if stacked and measured else 1.0
+        passes = 0.0
+        for name, size in self.shape.linears.items():
+            if name in names and name in self.shape.most_adapted:
+                widths = sum(ADAPTER_PASSES[backward][side] * size[side] for side in (0, 1))
+                passes += widths * (chosen if name in stacked else 1)
         return self.move(passes * self.s * self.layout.element_bytes)
 
     def sum_grads(self, num_parameters: int) -> float:
@@ -276,12 +284,23 @@ def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Wo
     for (window, policy, is_trained), count in Counter(layers).items():
         forward, backward = layer_seconds(shape, layout, hardware, work, window, policy)
         total = total + (forward + backward if is_trained else forward).times(count)
-    if not work.trains:
-        return total
+    return total.times(work.accumulate) + _update_seconds(shape, layout, hardware) if work.trains else total
+
+
+def flop_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
+    """The time that a step's FLOPs take, without recomputation and element-wise kernels: attention at the kernel's
+    rates, matmuls at 700 TFLOP/s on an H200; and the update's at the rate of memory."""
+    layer = LayerSeconds(shape, layout, hardware, work.local_tokens(layout.cp))
+    attention = sum(sum(layer.attention(work, window)) for window in shape.windows)
+    linear = (3 - layer.is_frozen) * layer.matmul(shape.num_products, 1, FLOP_SHARE)
+    return Seconds(attention, linear).times(work.accumulate) + _update_seconds(shape, layout, hardware)
+
+
+def _update_seconds(shape: ModelShape, layout: Layout, hardware: Hardware) -> Seconds:
     rate, sharers = hardware.gpu.memory_bytes_s, hardware.num_gpus / layout.replicas
     if layout.offload_optimizer:
         rate, sharers = HOST_UPDATE_BYTES_S, hardware.num_nodes / layout.replicas
-    return total.times(work.accumulate) + Seconds(update=UPDATE_BYTES * shape.num_trained / sharers / rate)
+    return Seconds(update=UPDATE_BYTES * shape.num_trained / sharers / rate)
 
 
 def _encoder_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:

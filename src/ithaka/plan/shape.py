@@ -218,9 +218,19 @@ class ModelShape:
 
     @property
     def num_products(self) -> int:
-        """Multiply-adds per token of a measured model, with attention left out."""
-        assert self.measured
-        return self.num_layers * (self.measured.projections + self.measured.others) + self.vocab * self.hidden
+        """Multiply-adds per token, with attention left out."""
+        layer = sum(math.prod(size) for size in self.linears.values())
+        layer = self.measured.projections + self.measured.others if self.measured else layer
+        return self.num_layers * layer + self.vocab * self.hidden
+
+    @property
+    def num_active(self) -> int:
+        """Parameters that a token uses: of experts, those that it is sent to."""
+        layer = self.measured
+        if layer is None:
+            return self.num_parameters
+        stacked = sum(size for _, size in layer.stacked) * layer.total_parameters / layer.parameters
+        return self.num_parameters - round(stacked) + self.num_layers * layer.experts
 
     @cached_property
     def linears(self) -> dict[str, tuple[int, int]]:

@@ -90,6 +90,7 @@ def as_dict(plan: Plan, model: str, steps: int | None = None) -> dict[str, Any]:
         "tokens_per_step": plan.tokens_per_step,
         **run,
         **({"adapter": _adapter_savings(plan)} if plan.shape.adapter else {}),
+        **({"experts": _expert_costs(plan)} if plan.shape.num_active < plan.shape.num_parameters else {}),
         **{f"{tier.lower()}_peak_bytes": need - reserves.get(tier, 0) for tier, (need, _) in ledger.tiers.items()},
         **{f"{tier.lower()}_reserve_bytes": num_bytes for tier, num_bytes in reserves.items()},
         **{f"{tier.lower()}_bytes": have for tier, (_, have) in ledger.tiers.items()},
@@ -98,6 +99,7 @@ def as_dict(plan: Plan, model: str, steps: int | None = None) -> dict[str, Any]:
         "host_holders": ledger.host,
         "disk_holders": ledger.disk,
         "seconds": vars(plan.seconds),
+        "flop_seconds": vars(plan.flop_seconds),
         "assumed": list_assumptions(plan),
     }
 
@@ -151,6 +153,8 @@ def as_text(plan: Plan, model: str, steps: int | None = None, note: str = "") ->
         lines.append(f"{steps} steps: {format_duration(steps * plan.step_s)}, {count / 1e9:.4g} billion tokens")
     if plan.shape.adapter:
         lines.append(_format_adapter(plan))
+    if plan.shape.num_active < plan.shape.num_parameters:
+        lines += _format_experts(plan)
     settings = {name: format_value(value) for name, value in plan.settings.items()}
     width = max(6, *map(len, settings.values()))
     rows = [f"  {name:<24}  {settings[name]:>{width}}   {reason}" for name, reason in _explain_settings(plan).items()]
@@ -197,6 +201,48 @@ def _format_adapter(plan: Plan) -> str:
     return f"{sizes}; saves {format_bytes(gpu_bytes)} per GPU{host}{time}"
 
 
+def _expert_costs(plan: Plan) -> dict[str, int]:
+    """Parameters in all and per token, and a layer's bytes: as gathered, gathered ahead, unpacked, and the fp32 sums of
+    its weight gradients. `shortest_context`: below it, half of the step waits for the layers' weights."""
+    shape, layout = plan.shape, plan.layout
+    gathered, wide = shape.gathered_bytes(layout.element_bytes), layout.sum_bytes
+    is_single = plan.hardware.num_gpus == 1
+    contexts = (2**i * layout.cp for i in range(10, plan.work.context.bit_length()))
+    waits = (c for c in reversed([*contexts]) if _waiting_share(plan, c) > 0.5)
+    return {
+        "parameters": shape.num_parameters,
+        "active_parameters": shape.num_active,
+        "gathered_bytes": gathered,
+        "prefetched_bytes": gathered if layout.prefetches(gathered) and not is_single else 0,
+        "unpacked_bytes": shape.packed_layer[0] * layout.element_bytes,
+        "gradient_sum_bytes": shape.trained_layer * wide,
+        "shortest_context": 2 * next(waits, 0),
+    }
+
+
+def _waiting_share(plan: Plan, context: int) -> float:
+    """The part of a step at a shorter context that exchanges take."""
+    seconds = replace(plan, work=replace(plan.work, context=context)).seconds
+    return seconds.exchange / seconds.total
+
+
+def _format_experts(plan: Plan) -> list[str]:
+    total, active, gathered, prefetched, unpacked, sums, shortest = _expert_costs(plan).values()
+    parts = {"gathered": gathered, "prefetched": prefetched, "unpacked": unpacked, "fp32 sums of gradients": sums}
+    sizes = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items() if size)
+    ideal = plan.flop_seconds
+    rates = f"attention {format_duration(ideal.attention)}, matmuls {format_duration(ideal.linear)}, "
+    rates += f"update {format_duration(ideal.update)}"
+    lines = [
+        f"experts: {active / 1e9:.4g}B of {total / 1e9:.4g}B parameters are used per token; one layer: {sizes}",
+        f"FLOPs alone, without recomputation: {format_duration(ideal.total)} per step ({rates})",
+    ]
+    if shortest:
+        way_out = "it would need expert parallelism, which ithaka lacks"
+        lines.append(f"Below {format_tokens(shortest)} tokens, gathering weights takes most of a step: {way_out}")
+    return lines
+
+
 def _ways_out(plan: Plan) -> dict[str, str]:
     """Options that make the plan fit, each on its own, found by search."""
     space = SearchSpace(plan.shape, plan.hardware, plan.fixed)
@@ -211,12 +257,12 @@ def _ways_out(plan: Plan) -> dict[str, str]:
         if num_bytes := space.smallest_capacity(tier, plan.work):
             options[option] = f"{num_bytes // 10**9}GB"
     fits_without = plan.fixed and SearchSpace(plan.shape, plan.hardware).fits(plan.work)
-    return options | ({"--set": "left out"} if fits_without else {})
+    return options | ({"without": "--set"} if fits_without else {})
 
 
 def _format_ways_out(plan: Plan) -> str:
     options = _ways_out(plan)
-    without = ["without --set"] if options.get("--set") == "left out" and options.pop("--set") else []
+    without = [f"without {options.pop('without')}"] if "without" in options else []
     added = [f"with {format_choices(f'{option} {value}' for option, value in options.items())}"] if options else []
     if added or without:
         return f"It fits {format_choices(added + without)}."
@@ -377,7 +423,11 @@ def _explain_compile(plan: Plan) -> str:
     compiles = plan.layout.compile
     changed = replace(plan, layout=replace(plan.layout, compile=not compiles))
     speed = f"{format_rate(changed.tokens_per_s_per_gpu)} tok/s per GPU"
-    return f"{'on; without it' if compiles else 'off; with train.compile=true'}: {speed}"
+    has_experts = plan.shape.measured is not None and plan.shape.measured.stacked
+    note = (
+        " (compiled layers run transformers' experts instead of grouped products; not measured)" if has_experts else ""
+    )
+    return f"{'on; without it' if compiles else 'off; with train.compile=true'}: {speed}{note}"
 
 
 def _explain_kernel(plan: Plan) -> str:

@@ -1,0 +1,85 @@
+"""Plans of mixtures, against counts done by hand: Qwen3-30B-A3B has 128 experts of 3 x 2048 x 768, 8 per token."""
+
+import json
+
+import pytest
+
+from ithaka.config import AdapterConfig
+from ithaka.layout import make_layout
+from ithaka.plan.bytes import gpu_phases
+from ithaka.plan.hardware import parse_gpus
+from ithaka.plan.layer_bytes import LayerBytes
+from ithaka.plan.models import find_shape
+from ithaka.plan.seconds import ADAPTER_PASSES, LayerSeconds, flop_seconds, layer_seconds
+from ithaka.plan.shape import Work
+from test_plan_command import run
+
+QWEN, OSS = find_shape("qwen3-30b-a3b"), find_shape("gpt-oss-120b")
+H100, H200 = parse_gpus("8xH100"), parse_gpus("1xH200")
+EXPERTS = 128 * 3 * 2048 * 768
+TOKENS = 2**17
+
+
+def test_active_parameters_are_those_of_a_tokens_experts():
+    assert QWEN.num_parameters - QWEN.num_active == pytest.approx(48 * EXPERTS * 120 / 128, rel=1e-6)
+    assert (round(QWEN.num_active / 1e9, 2), round(OSS.num_active / 1e9, 1)) == (3.35, 5.8)
+    llama = find_shape("llama3-8b")
+    assert llama.num_active == llama.num_parameters
+
+
+def test_expert_gradients_are_added_to_the_sums_without_a_copy():
+    others = QWEN.mlp_parameters - EXPERTS
+    for tile, compiles, expected in (
+        (8192, False, 4 * EXPERTS + 6 * others),
+        (8192, True, 6 * (EXPERTS + others)),
+        (TOKENS, False, 2 * (EXPERTS + others)),
+    ):
+        layout = make_layout(48, cp=8, tile_tokens=tile, compile=compiles)
+        assert LayerBytes(QWEN, layout, TOKENS).weight_grads("backward mlp") == expected
+
+
+def test_large_layers_are_not_gathered_ahead_without_overlap():
+    adapted, work = OSS.with_adapter(AdapterConfig(16)), Work(2**20)
+    weights, waits = {}, {}
+    for overlap in (True, False):
+        layout = make_layout(36, cp=8, tile_tokens=8192, overlap=overlap)
+        weights[overlap] = dict(gpu_phases(adapted, layout, H100, work))["backward, last layer"]["layer weights"]
+        waits[overlap] = layer_seconds(adapted, layout, H100, work, None, layout.kept[0])[1].exchange
+    gathered = adapted.gathered_bytes(2)
+    assert weights[True] - weights[False] == gathered > 6e9
+    assert waits[False] - waits[True] == pytest.approx(gathered * 7 / 8 / H100.gpu.link_bytes_s)
+    small = [dict(gpu_phases(QWEN, make_layout(48, cp=8, overlap=overlap), H100, work)) for overlap in (True, False)]
+    assert small[0]["backward, last layer"]["layer weights"] == small[1]["backward, last layer"]["layer weights"]
+
+
+def test_adapters_of_experts_cost_what_a_token_uses():
+    adapted = QWEN.with_adapter(AdapterConfig(16, targets=("experts.gate_up_proj", "experts.down_proj")))
+    seconds = LayerSeconds(adapted, make_layout(48), H200, TOKENS).adapters(tuple(adapted.linears), False)
+    inputs, outputs = ADAPTER_PASSES[0]
+    widths = inputs * (2 * 768 + 2048) + outputs * (2048 + 768)  # stored as [E, outputs, inputs]
+    assert seconds == pytest.approx(8 * 2 * TOKENS * widths / H200.gpu.memory_bytes_s)
+    assert adapted.num_trained == 48 * 16 * 128 * (2 * 768 + 2048 + 2048 + 768)
+
+
+def test_the_plan_shows_experts_and_the_time_of_flops():
+    args = ("plan", "qwen3-30b-a3b", "--gpus", "8xH100", "--host-memory", "2TB", "--context", "1M")
+    answer, text = json.loads(run(*args, "--json")), run(*args)
+    experts, seconds = answer["experts"], answer["flop_seconds"]
+    assert experts["gathered_bytes"] == experts["prefetched_bytes"] == 2 * QWEN.layer_parameters
+    assert experts["gradient_sum_bytes"] == 4 * QWEN.layer_parameters
+    assert "3.353B of 30.53B parameters are used per token; one layer: 1.161 GiB gathered, 1.161 GiB prefetched" in text
+    assert seconds["linear"] == pytest.approx(6 * 2**17 * QWEN.num_products / 700e12, rel=1e-3)
+    pairs, rates = 2**20 * (2**20 + 1) / 2, H100.gpu
+    flops = 4 * 128 * 4 * pairs * 48  # per GPU: 4 of 32 heads
+    expected = flops / rates.attention_forward_flops + 2.5 * flops / rates.attention_backward_flops
+    assert seconds["attention"] == pytest.approx(expected, rel=1e-3)
+    assert sum(seconds.values()) < answer["step_s"]
+    assert "Below 16K tokens, gathering weights takes most of a step" in text and experts["shortest_context"] == 2**14
+    assert "parameters are used per token" not in run("plan", "llama3-8b", "--gpus", "8xH100")
+
+
+def test_frozen_weights_have_two_products():
+    layout, work = make_layout(32, tile_tokens=8192), Work(TOKENS)
+    full, frozen = (flop_seconds(find_shape("llama3-8b").with_adapter(adapter), layout, H200, work)
+                    for adapter in (None, AdapterConfig(16)))  # fmt: skip
+    assert frozen.linear == pytest.approx(full.linear * 2 / 3) and frozen.attention == full.attention
