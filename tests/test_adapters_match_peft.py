@@ -159,7 +159,6 @@ def two_adapters(model):
 
 Q_PROJ = partial(LoraConfig, target_modules=["q_proj"])
 REFUSED = [  # PEFT's configuration, and what the message mentions
-    (Q_PROJ(lora_dropout=0.1), "lora_dropout=0.1", "use lora_dropout=0"),
     (Q_PROJ(use_dora=True), "use_dora=True", "use use_dora=False"),
     (Q_PROJ(bias="all"), "bias=all", "use bias=none"),
     (Q_PROJ(lora_bias=True), "lora_bias=True", "use lora_bias=False"),

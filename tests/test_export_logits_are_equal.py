@@ -58,6 +58,8 @@ def test_exported_model_gives_the_trained_logits(ranks, tmp_path, family):
     ):
         assert fact in card
     assert f"| validation loss | {losses[0]:.4f} -> {losses[-1]:.4f} |" in card
+    write_card(config.train.run_dir, out, "org/name", step=1)
+    assert "| steps | 1, " in (out / "README.md").read_text(), "not those after the exported checkpoint"
 
 
 def test_export_has_the_tokenizer_with_its_tokens_and_template(ranks, tmp_path):

@@ -18,7 +18,7 @@ from transformers.utils import logging
 from ithaka.checkpoint.files import find_checkpoint, find_checkpoint_of_step, find_intact_checkpoint, read_state
 from ithaka.checkpoint.safe_load import SafeReader, load_into
 from ithaka.config import ConfigError, check_output, load_config
-from ithaka.hub import HUB_ID
+from ithaka.hub import HUB_ID, SNAPSHOT
 from ithaka.model.adapters import adapter_tensor_name, merge_adapter
 from ithaka.model.quantized import BASE_FACTS, describe_base, round_weights
 from ithaka.train.console import read_metrics
@@ -101,9 +101,10 @@ def _write(
     shutil.copytree(model_dir, out_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*not_exported))
 
 
-def write_card(run_dir: Path, out_dir: Path, name: str) -> None:
-    """Write README.md to `out_dir`: base, data, context, plan and losses of the run."""
-    config, metrics = load_config(run_dir / "config.yaml"), read_metrics(run_dir / "metrics.jsonl")
+def write_card(run_dir: Path, out_dir: Path, name: str, step: int | None = None) -> None:
+    """Write README.md to `out_dir`: base, data, context, plan and losses of the run, up to `step`."""
+    config = load_config(run_dir / "config.yaml")
+    metrics = [line for line in read_metrics(run_dir / "metrics.jsonl") if step is None or line["step"] <= step]
     plan_file = run_dir / "plan.json"
     is_adapter = (out_dir / "adapter_config.json").is_file()
     path = config.model.path
@@ -132,5 +133,5 @@ def _public_name(path: Path | None) -> str | None:
     """A hub name, or the last part of a path: folders of this machine do not belong in a model card."""
     if path is None or str(path).startswith("hf:"):
         return None if path is None else str(path)
-    snapshot = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/", str(path))
+    snapshot = SNAPSHOT.fullmatch(str(path))
     return f"{snapshot[1]}/{snapshot[2]}" if snapshot else path.name

@@ -434,6 +434,9 @@ class LongContext(Trainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """TRL divides one group's loss by the labels of all groups, and logs the mean over ranks: scale it back."""
+        dropout, step = getattr(_base_model(self.model), "ithaka_dropout", None), self.state.global_step + 1
+        if dropout is not None and dropout.step != step:
+            dropout.start_step(self.args.seed, step)
         loss = super().training_step(*args, **kwargs)
         return loss * self.ithaka_mesh.dp_size if self.for_trl else loss
 

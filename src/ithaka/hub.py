@@ -14,7 +14,7 @@ from ithaka.config import ConfigError, input_error
 _HUB_NAME = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 HUB_ID = rf"(?!.*(?:--|\.\.)){_HUB_NAME}/{_HUB_NAME}"  # owner/name, as the hub allows it
 # A snapshot in the cache: a run's config.yaml names it, so that it resumes with the same commit.
-_SNAPSHOT = re.compile(r".*/models--([\w.-]+?)--([\w.-]+)/snapshots/(\w+)")
+SNAPSHOT = re.compile(r".*/models--([\w.-]+?)--([\w.-]+)/snapshots/(\w+)")
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 _OTHER_FORMATS = ["*/*", "consolidated*"]  # subfolders and copies with other names
 
@@ -36,7 +36,7 @@ def fetch_model(path: Path | None, setting: str = "model.path=") -> Path | None:
     in the cache, and download it. Returns any other path unchanged. `setting` is named in errors."""
     if path is None or path.exists() or path.parent.is_dir() or path.parts[:1] == ("models",):
         return path
-    if snapshot := _SNAPSHOT.fullmatch(str(path)):
+    if snapshot := SNAPSHOT.fullmatch(str(path)):
         repo, revision = f"{snapshot[1]}/{snapshot[2]}", snapshot[3]
     else:
         repo, revision = split_revision(str(path))

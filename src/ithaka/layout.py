@@ -280,6 +280,13 @@ def check_fixed(fixed: Mapping[str, Any], num_heads: int, num_layers: int, num_r
             raise ConfigError(f"memory.{name}={count} exceeds the {num_layers} layers; use {keyword}")
 
 
+def check_optimizer(config: Config) -> None:
+    """Refuse to offload an optimizer that runs on the device only."""
+    if config.memory.offload_optimizer and config.optim.name != "adamw":
+        rule = f"cannot be used with optim.name={config.optim.name}, which updates on the device"
+        raise ConfigError(f"memory.offload_optimizer=true {rule}; use false, or optim.name=adamw")
+
+
 def smallest_ring(cp: int, num_heads: int) -> int:
     """The smallest ring whose Ulysses groups have at most one rank per query head."""
     return next(ring for ring in _divisors(cp) if cp // ring <= num_heads)

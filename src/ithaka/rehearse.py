@@ -64,6 +64,7 @@ def rehearse(
     adapter: AdapterConfig | None = None,
     trains: bool = True,
     steps: int = 2,
+    optimizer_name: Any = "adamw",
 ) -> RehearsalResult:
     """Run training steps (trains=False: forward passes) as rank 0 of `ranks`, and measure the last. `config` is the
     model's config.json; the layout sets the number of layers. Weights are random. `memory_only`: run one step, and
@@ -81,7 +82,7 @@ def rehearse(
         with phase("building the model"):
             build: Any = build_transformer if is_video else build_model
             model = build(truncated, mesh, layout, adapter=adapter, trains=trains).train(trains)
-        optimizer = make_optimizer(model, OptimConfig(lr=0.0)) if trains else None
+        optimizer = make_optimizer(model, OptimConfig(name=optimizer_name, lr=0.0)) if trains else None
         s = context // mesh.cp_size
         tiny_s = TINY_TOKENS if s >= 16 * TINY_TOKENS else max(2, s // 64)  # at least two: one token has no label
         steps = 1 if memory_only else steps
@@ -232,8 +233,11 @@ def rehearse_plan(plan: Plan, truncated: Plan, model: str) -> tuple[list[dict[st
         torch.cuda.set_per_process_memory_fraction(min(1.0, plan.hardware.gpu.memory_bytes / total_bytes))
     try:
         options = (truncated.work != plan.work, truncated.shape.adapter, plan.work.trains)
+        name = truncated.shape.optimizer
         with listening(memory_tracker):
-            measured = rehearse(config, truncated.layout, plan.hardware.num_gpus, plan.work.tokens, *options)
+            measured = rehearse(
+                config, truncated.layout, plan.hardware.num_gpus, plan.work.tokens, *options, optimizer_name=name
+            )
     except Exception as error:
         if not ran_out_of_memory(error):
             raise

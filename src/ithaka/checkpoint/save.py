@@ -26,6 +26,7 @@ from ithaka.dist.mesh import default_device, use_device
 from ithaka.exits import is_out_of_memory
 from ithaka.layer.store import Slab
 from ithaka.phases import phase
+from ithaka.plan.shape import MOMENT_BLOCK, has_moment_blocks
 
 T = TypeVar("T")
 
@@ -66,13 +67,34 @@ def _trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[
     return {name: t for name, t in weights.items() if name not in frozen}, optim
 
 
+def _plain_moments(state: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of an optimizer's state. Moments in 8 bits become codes and scales, both sharded by rows."""
+    moments = [value for each in state.values() for value in each.values() if isinstance(value, DTensor)]
+    if not any(hasattr(value.to_local(), "codes") for value in moments):
+        return state
+
+    def split(value: Any) -> Any:
+        if not isinstance(value, DTensor) or not has_moment_blocks(value.shape):
+            return value
+        local, row_blocks = value.to_local(), value.numel() // len(value) // MOMENT_BLOCK
+        codes, scale = getattr(local, "codes", local.byte()), getattr(local, "scale", local.float())  # maybe no rows
+        parts = {"codes": (codes, value.shape), "scale": (scale.view(-1, row_blocks), (len(value), row_blocks))}
+        spec = value.device_mesh, value.placements
+        return {
+            name: DTensor.from_local(part, *spec, run_check=False, shape=torch.Size(shape), stride=part.stride())
+            for name, (part, shape) in parts.items()
+        }
+
+    return {name: {key: split(value) for key, value in each.items()} for name, each in state.items()}
+
+
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Fill the model, the optimizer and the RNG from a checkpoint, and return its state.json. Collective.
 
     With another number of ranks, tensors are resharded and RNG states are not restored: those belong to ranks."""
     state, rank = read_state(path), dist.get_rank()
     weights, optim = _trained_state(model, optimizer)
-    tensors: dict[str, Any] = {"model": weights, "moments": optim["state"]}
+    tensors: dict[str, Any] = {"model": weights, "moments": _plain_moments(optim["state"])}
     if state["world_size"] == dist.get_world_size():
         saved = SafeReader(path).read_metadata().state_dict_metadata
         tensors["rng"] = {k: v for k, v in _rng_tensors(rank).items() if f"rng.{k}" in saved}
@@ -103,7 +125,7 @@ class Saver:
         assert not self.in_progress
         weights, optim = _trained_state(model, optimizer)
         # Not the optimizer's hyperparameters: they come from the config, and the learning rate from the step.
-        tensors = {"model": weights, "moments": optim["state"], "rng": _rng_tensors(dist.get_rank())}
+        tensors = {"model": weights, "moments": _plain_moments(optim["state"]), "rng": _rng_tensors(dist.get_rank())}
         done, device = Future[None](), default_device()
         self._in_progress = done
         self.step, self.started_at = state["step"], time.monotonic()

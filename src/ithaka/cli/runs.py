@@ -240,7 +240,7 @@ def export(
     if adapter is not None and adapter.base != "bf16":
         print(f"it was trained on a base in {adapter.base}, so the merged model is a different one: evaluate it")
     if push is not None:
-        write_card(run_dir, folder, push)
+        write_card(run_dir, folder, push, step)
         print(f"uploaded: {push_folder(folder, push, f'Upload {run_dir.absolute().name}')}")
     if (folder / "adapter_config.json").is_file() and (folder / "config.json").is_file():
         print("model.rope changed the positions: load the base model with this config.json, or export with --merge")

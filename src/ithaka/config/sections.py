@@ -74,6 +74,9 @@ class AdapterConfig(Section, name="adapter"):
     alpha: float = setting(32, gt=0)
     # Scale by alpha / sqrt(rank) instead (PEFT: use_rslora).
     rslora: bool = False
+    # Probability of dropping an element of the adapter's input (PEFT: lora_dropout). The mask is a function of
+    # train.seed, step, module, token and column, so it does not depend on tiles or ranks.
+    dropout: float = setting(0.0, ge=0, lt=1)
     # Modules to adapt (PEFT: target_modules), matched by the end of their names: q_proj, or 31.self_attn.q_proj.
     # all-linear: all linear modules of every layer.
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
@@ -259,7 +262,10 @@ class AttentionConfig(Section, name="attention"):
 
 @dataclass(frozen=True)
 class OptimConfig(Section, name="optim"):
-    # Peak learning rate of AdamW.
+    # adamw8bit: torchao's AdamW with moments in 8 bits, 2.1 instead of 8 bytes per trained parameter. muon: PyTorch's
+    # Muon for the matrices of layers, with updates of AdamW's size, and AdamW for the rest.
+    name: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    # Peak learning rate.
     lr: float = setting(3e-4, ge=0)
     # AdamW betas and epsilon.
     betas: tuple[float, float] = setting((0.9, 0.95), ge=0, lt=1)
@@ -359,6 +365,10 @@ class TrainConfig(Section, name="train"):
     # Classes of your own, as package.module:Class, called on rank 0 as Class(run_dir, config), with any of the methods
     # on_step(step, metrics), on_evaluation(step, figures), on_save(step, checkpoint) and on_end(status).
     callbacks: tuple[str, ...] = ()
+    # A loss of your own, as package.module:function: (tokens, labels) -> the losses of a rank's labels, in which
+    # tokens.logprobs and tokens.entropies are differentiable. Logits never exist in full. Validation still measures
+    # the cross-entropy. null: cross-entropy.
+    loss: str | None = None
     # Seconds after SIGTERM or SIGUSR1 to finish the step and save; after that the run exits at once, leaving the last
     # checkpoint. By default, Kubernetes, Slurm and torchrun kill after 30 seconds.
     grace_s: float = setting(25.0, ge=0)
@@ -417,6 +427,8 @@ class EntryConfig(Section, name="curriculum", example="{context: 64K, steps: 200
         super().__post_init__()
         check_keys(self.data or {}, DataConfig, "curriculum.data")
         check_keys(self.optim or {}, OptimConfig, "curriculum.optim")
+        if "name" in (self.optim or {}):
+            raise ConfigError("curriculum.optim.name: a run has one optimizer; set optim.name instead")
         for name in ("context", "steps"):
             if getattr(self, name) is None:
                 raise ConfigError(f"curriculum has an entry without {name}; add it: {self.section_example}")

@@ -1,4 +1,4 @@
-"""A linear map with an optional LoRA adapter: y = x W^T + b + scale (x A^T) B^T.
+"""A linear map with an optional LoRA adapter: y = x W^T + b + scale (drop(x) A^T) B^T.
 
 Gradients of frozen tensors are never computed.
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ithaka.layer.dropout import TokenDropout
 from ithaka.layer.tiles import GradSum, add_matmul, sum_dtype, wide_matmul
 
 
@@ -22,6 +23,8 @@ class Linear:
     a_rD: Tensor | None = None  # a_rD and b_Nr are both set or both None
     b_Nr: Tensor | None = None
     scale: float = 1.0
+    dropout: TokenDropout | None = None  # of the adapter's input; None: none
+    columns_D: Tensor | None = None  # the columns of the input after `select_heads`, if there is dropout
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -59,12 +62,15 @@ class Linear:
             add_matmul(y_tN, self.lora_down(x_tD), self.b_Nr.t())
 
     def lora_down(self, x_tD: Tensor) -> Tensor:
-        """Return the input of B, scale x A^T [t, r], rounded once."""
+        """Return the input of B, scale drop(x) A^T [t, r], rounded once."""
         assert self.a_rD is not None
-        return torch.addmm(x_tD.new_empty(1), x_tD, self.a_rD.t(), beta=0, alpha=self.scale)
+        return torch.addmm(x_tD.new_empty(1), self._drop(x_tD), self.a_rD.t(), beta=0, alpha=self.scale)
+
+    def _drop(self, x_tD: Tensor) -> Tensor:
+        return x_tD if self.dropout is None else self.dropout(x_tD, self.columns_D)
 
     def lora_down_grad(self, dy_tN: Tensor) -> Tensor | None:
-        """Return the gradient at x A^T [t, r], an input of `input_grad` and `add_grads`; None without an adapter."""
+        """Return the gradient at A's output [t, r], for `input_grad` and `add_grads`; None without an adapter."""
         if self.b_Nr is None:
             return None
         return torch.addmm(dy_tN.new_empty(1), dy_tN, self.b_Nr, beta=0, alpha=self.scale)
@@ -74,7 +80,14 @@ class Linear:
     ) -> Tensor:
         """Return dx [t, D], added to `into` or, without `adds`, written to it. `dz`: result of `lora_down_grad`."""
         dx_tD = dy_tN @ self.weight_ND if into_tD is None else into_tD.addmm_(dy_tN, self.weight_ND, beta=int(adds))
-        return dx_tD if dz_tr is None or self.a_rD is None else dx_tD.addmm_(dz_tr, self.a_rD)
+        if dz_tr is None or self.a_rD is None:
+            return dx_tD
+        return dx_tD.addmm_(dz_tr, self.a_rD) if self.dropout is None else self.add_dropped_grad(dx_tD, dz_tr)
+
+    def add_dropped_grad(self, dx_tD: Tensor, dz_tr: Tensor) -> Tensor:
+        """Add the gradient through the adapter and its dropout to dx."""
+        assert self.a_rD is not None
+        return dx_tD.add_(self._drop(dz_tr @ self.a_rD))
 
     def add_grads(self, dy_tN: Tensor, x_tD: Tensor, dz_tr: Tensor | None, grads: GradSum) -> None:
         """Add one tile's gradients of the parameters that require them."""
@@ -85,7 +98,7 @@ class Linear:
         if self.b_Nr is not None and self.b_Nr.requires_grad:
             grads.add_product(self.b_Nr, dy_tN, self.lora_down(x_tD))
         if dz_tr is not None and self.a_rD is not None and self.a_rD.requires_grad:
-            grads.add_product(self.a_rD, dz_tr, x_tD)
+            grads.add_product(self.a_rD, dz_tr, self._drop(x_tD))
 
     def select_heads(self, heads_n: Tensor | None, head_dim: int, dim: int = 0) -> "Linear":
         """Select heads of the output (dim 0) or the input (dim 1). None selects all and returns self."""
@@ -96,6 +109,10 @@ class Linear:
             if (full := getattr(self, name)) is not None:
                 heads = full.unflatten(dim, (-1, head_dim)).index_select(dim, heads_n).flatten(dim, dim + 1)
                 selected[name] = heads.requires_grad_(full.requires_grad)  # `add_grads` reads it, not autograd
+        if self.dropout is not None and dim == 1:
+            selected["columns_D"] = (
+                heads_n[:, None] * head_dim + torch.arange(head_dim, device=heads_n.device)
+            ).flatten()
         return replace(self, **selected)
 
     def add_head_grads(
@@ -122,9 +139,9 @@ def as_linear(module: nn.Module) -> Linear:
     if not names:
         return base
     (name,) = names
-    return replace(
-        base, a_rD=wrapper.lora_A[name].weight, b_Nr=wrapper.lora_B[name].weight, scale=wrapper.scaling[name]
-    )
+    drop, (a_rD, b_Nr) = wrapper.lora_dropout[name], (part[name].weight for part in (wrapper.lora_A, wrapper.lora_B))
+    dropout = drop if isinstance(drop, TokenDropout) else None
+    return replace(base, a_rD=a_rD, b_Nr=b_Nr, scale=wrapper.scaling[name], dropout=dropout)
 
 
 def is_linear(module: Any) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ithaka.attention.blocks import AttentionSpec, Docs
 from ithaka.dist.exchange import Exchange, start_heads_to_tokens, start_tokens_to_heads
+from ithaka.layer.dropout import DropoutState
 from ithaka.layer.fourbit import packed_weights, unpacked
 from ithaka.layer.mlp import MlpActivations
 from ithaka.layer.stages import StagedAttention
@@ -57,6 +58,7 @@ class SavedActivations:
     residuals: deque[Tensor] = field(default_factory=deque)  # per tile: x + attention, rounded
     mlp: deque[MlpActivations] = field(default_factory=deque)  # per tile; for a black-box MLP, results of `run_tile`
     chosen: deque[Tensor] = field(default_factory=deque)  # per tile of a mixture: the experts of its tokens
+    keys_s: Tensor | None = None  # of tokens, for dropout
     below: Callable[[], "SavedActivations | None"] = lambda: None  # the layer below, whose backward comes next
 
     def release_sources(self) -> None:
@@ -126,6 +128,7 @@ class LayerSchedule:
         self.query_heads = concat_heads([stage.query_heads for stage in self.table.stages])
         self.kv_heads = concat_heads([load.kv_heads for load in self.table.loads])
         self.packed = list(packed_weights(self.layer).values())
+        self.dropout: DropoutState | None = None  # if adapters have dropout
         self.hooked = False  # set at each call; if True, a user's hook may hold the gradients between layers
 
     def __call__(self, x_sD: Tensor, positions: Any, docs: Docs) -> Tensor:
@@ -135,7 +138,9 @@ class LayerSchedule:
         if torch.is_grad_enabled() and any(t.requires_grad for t in (x_sD, *inputs)):
             return _LayerFunction.apply(x_sD, self, positions, docs, *inputs)
         with phase(self.name), phase("forward"), unpacked(self.packed):
-            return self.forward(x_sD, self.saved_type(positions, docs, TensorHandle(x_sD)))
+            saved = self.saved_type(positions, docs, TensorHandle(x_sD))
+            saved.keys_s = self.dropout.keys_s if self.dropout is not None else None
+            return self.forward(x_sD, saved)
 
     # ---- what a subclass computes
 
@@ -300,7 +305,13 @@ class LayerSchedule:
 
     def _input_tiles(self, saved: SavedActivations) -> Iterator[tuple[slice, Tensor]]:
         slices = tile_slices(len(saved.positions), self.layout.tile_tokens)
-        return zip(slices, saved.x.tiles(slices, hold=self.layout.overlap), strict=True)
+        for rows, x_tD in zip(slices, saved.x.tiles(slices, hold=self.layout.overlap), strict=True):
+            self._start_tile(saved, rows)
+            yield rows, x_tD
+
+    def _start_tile(self, saved: SavedActivations, rows: slice) -> None:
+        if self.dropout is not None:
+            self.dropout.keys_t = None if saved.keys_s is None else saved.keys_s[rows]
 
     def _staged_attention(self, docs: Docs) -> StagedAttention:
         parts, layout = self.parts, self.layout
@@ -317,6 +328,7 @@ class _LayerFunction(torch.autograd.Function):
     def forward(ctx, x_sD, layer, positions, docs, *inputs):
         ctx.layer, ctx.inputs, ctx.hooked, ctx.num_changes = layer, inputs, layer.hooked, layer.num_changes()
         ctx.saved = layer.saved_type(positions, docs, layer.store.keep(x_sD, layer.policy.input), layer.policy)
+        ctx.saved.keys_s = layer.dropout.keys_s if layer.dropout is not None else None
         ctx.saved.below = layer.store.register_layer(ctx.saved)
         with phase(layer.name), phase("forward"), unpacked(layer.packed):
             return layer.forward(x_sD, ctx.saved)

@@ -77,25 +77,31 @@ class ProjectionsBackward:
 
     def __init__(self, slices: Sequence[HeadSlice], head_grads: Sequence[list[Tensor]]) -> None:
         self.slices, self.head_grads = slices, head_grads
-        # M rows: all heads, then the A of each adapter, which multiplies the result of `lora_down_grad`.
-        adapters = [part.linear.a_rD for part in slices if part.linear.a_rD is not None]
+        # M rows: all heads, then A of each adapter without dropout, which multiplies the result of `lora_down_grad`.
+        adapters = [part.linear.a_rD for part in slices if part.linear.a_rD is not None and not part.linear.dropout]
         self.weight_MD = torch.cat([*(part.linear.weight_ND for part in slices), *adapters])
         self.sums = GradSum()
 
     def run_tile(self, rows: slice, h_tD: Tensor, positions: Positions, grads: GradSum) -> Tensor:
         """Return dh_tD of the tokens `rows`. Adds weight gradients to the sums and norm gradients to `grads`."""
         d_tM = h_tD.new_empty(len(h_tD), len(self.weight_MD))
-        first, adapter_grads, inverse = 0, [], positions.inverse
+        first, adapter_grads, dropped_grads, inverse = 0, [], [], positions.inverse
         for part, part_grads in zip(self.slices, self.head_grads, strict=True):
             d_tN = d_tM[:, first : first + part.width]
             self._backward_to_linear(part, [d[:, rows] for d in part_grads], h_tD, inverse, d_tN, grads)
             dz_tr = part.linear.lora_down_grad(d_tN)
             part.linear.add_grads(d_tN, h_tD, dz_tr, self.sums)
-            adapter_grads += [] if dz_tr is None else [dz_tr]
+            if dz_tr is not None and part.linear.dropout is not None:
+                dropped_grads.append((part.linear, dz_tr))
+            elif dz_tr is not None:
+                adapter_grads.append(dz_tr)
             first += part.width
         if adapter_grads:
             torch.cat(adapter_grads, dim=1, out=d_tM[:, first:])
-        return d_tM @ self.weight_MD
+        dh_tD = d_tM @ self.weight_MD
+        for linear, dz_tr in dropped_grads:
+            linear.add_dropped_grad(dh_tD, dz_tr)
+        return dh_tD
 
     def finish(self, grads: GradSum) -> None:
         """Add the summed gradients of the selected heads to the gradients of the projections."""

@@ -155,6 +155,7 @@ class StreamedLayer(LayerSchedule):
         o_proj, c = self._output_projection(stage.query_heads), self.group.size()
         dout_csnK = dy_sD.new_empty(c, len(dy_sD), stage.num_slots, self.parts.head_dim)
         for rows in tile_slices(len(dy_sD), self.layout.tile_tokens):
+            self._start_tile(saved, rows)
             dy_dz = dy_sD[rows], o_proj.lora_down_grad(dy_sD[rows])
             if c == 1:
                 o_proj.input_grad(*dy_dz, dout_csnK[0, rows].flatten(1), adds=False)

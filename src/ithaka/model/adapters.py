@@ -21,10 +21,10 @@ ADAPTER_PREFIX = "base_model.model."  # prefix of tensor names in PEFT's files
 REQUIRED_OPTIONS = {
     "peft_type": "LORA",
     "bias": "none",
-    "lora_dropout": 0,
     "lora_bias": False,
     **dict.fromkeys(("layer_replication", "trainable_token_indices")),
 }
+REASONS = {"use_dora": " (its gradients need each module's full output again, and the norms of its merged weight)"}
 SUPPORTED_INITS = (True, False, "gaussian")  # the others change the base weights
 
 
@@ -42,9 +42,12 @@ def read_stored_settings(adapter: AdapterConfig, explicit: Set[str]) -> AdapterC
         "rank": stored.get("r"),
         "alpha": stored.get("lora_alpha"),
         "rslora": stored.get("use_rslora", False),
+        "dropout": stored.get("lora_dropout", 0.0),
         "targets": tuple(sorted([*targets, *experts])),
         "modules_to_save": tuple(sorted({name.rpartition(".")[2] for name in saved})),
     }
+    if "adapter.dropout" in explicit:  # not a property of the weights
+        del values["dropout"]
     for name, value in values.items():
         setting = getattr(adapter, name)
         is_same = set(setting) == set(value) if isinstance(setting, tuple) else setting == value
@@ -54,6 +57,12 @@ def read_stored_settings(adapter: AdapterConfig, explicit: Set[str]) -> AdapterC
     return dataclasses.replace(adapter, **values)
 
 
+def lora_options(adapter: AdapterConfig) -> dict[str, Any]:
+    """Options of PEFT's LoraConfig that have the same meaning for every model."""
+    names = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora", "lora_dropout": "dropout"}
+    return {option: getattr(adapter, name) for option, name in names.items()}
+
+
 def make_lora_config(adapter: AdapterConfig, base: Path | None, model: Any) -> Any:
     """PEFT's configuration, read from adapter.path or made from the settings."""
     from peft import LoraConfig, PeftConfig
@@ -61,7 +70,7 @@ def make_lora_config(adapter: AdapterConfig, base: Path | None, model: Any) -> A
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     if adapter.path is not None:
         config: Any = PeftConfig.from_pretrained(adapter.path)
-        config.inference_mode = False
+        config.inference_mode, config.lora_dropout = False, adapter.dropout
         if (init := config.init_lora_weights) not in SUPPORTED_INITS:
             rule = f"has init_lora_weights={init}, which changes the base weights"
             raise ConfigError(f"adapter.path={adapter.path} {rule}; use init_lora_weights=True, False or gaussian")
@@ -69,15 +78,16 @@ def make_lora_config(adapter: AdapterConfig, base: Path | None, model: Any) -> A
         targets = _find_linears(model) if adapter.targets == "all-linear" else list(adapter.targets)
         experts = [target for target in targets if _names_experts(target, model)] if isinstance(targets, list) else []
         config = LoraConfig(
-            r=adapter.rank,
-            lora_alpha=adapter.alpha,
-            use_rslora=adapter.rslora,
+            **lora_options(adapter),
             target_modules=[name for name in targets if name not in experts] if experts else targets,
             target_parameters=experts or None,
             modules_to_save=list(adapter.modules_to_save) or None,
             ensure_weight_tying=tied and bool(adapter.modules_to_save),
             task_type="CAUSAL_LM",
         )
+    if config.lora_dropout and config.target_parameters:
+        rule = f"cannot be used with adapters on experts ({', '.join(config.target_parameters)})"
+        raise ConfigError(f"adapter.dropout={config.lora_dropout} {rule}; leave them out of adapter.targets, or use 0")
     if tied and config.modules_to_save and not config.ensure_weight_tying:
         rule = f"unties modules_to_save={', '.join(config.modules_to_save)} from the weight that the model shares"
         raise ConfigError(f"adapter.path={adapter.path} {rule}; make the adapter with ensure_weight_tying=True")
@@ -118,19 +128,19 @@ def _names_experts(target: str, model: Any) -> bool:
     return "experts." in target and any(f".{name}".endswith(f".{target}") for name in stacked)
 
 
-def _check_lora_config(config: Any) -> None:
+def _check_lora_config(config: Any, **required: Any) -> None:
     variants = {f.name: f.default for f in dataclasses.fields(config) if f.metadata.get("is_lora_variant")}
-    for name, required in {**REQUIRED_OPTIONS, **variants}.items():
-        if ((value := getattr(config, name, required)) or None) != (required or None):
+    for name, only in {**REQUIRED_OPTIONS, **variants, **required}.items():
+        if ((value := getattr(config, name, only)) or None) != (only or None):
             value = getattr(value, "value", value)  # unwrap an enum
-            raise ConfigError(f"PEFT's {name}={value} is not supported; use {name}={required}")
+            raise ConfigError(f"PEFT's {name}={value} is not supported{REASONS.get(name, '')}; use {name}={only}")
 
 
-def check_adapters(model: nn.Module) -> None:
-    """Refuse PEFT modules that the layers do not compute."""
+def check_adapters(model: nn.Module, **required: Any) -> None:
+    """Refuse PEFT modules that the layers do not compute. `required`: further options with only one value."""
     active = set()
     for config in getattr(model, "peft_config", {}).values():
-        _check_lora_config(config)
+        _check_lora_config(config, **required)
     for name, module in model.named_modules():
         is_adapter = hasattr(module, "base_layer") and hasattr(module, "active_adapters")
         if is_adapter and not is_linear(module) and not is_expert_module(module):

@@ -21,15 +21,24 @@ from ithaka.attention.kernels import agree_on_kernel
 from ithaka.config import AdapterConfig, ConfigError, RopeConfig
 from ithaka.dist.mesh import Mesh, default_device, make_mesh
 from ithaka.layer.delta import DeltaLayer
+from ithaka.layer.dropout import POSITION_BITS, replace_dropout
 from ithaka.layer.general import GeneralLayer
 from ithaka.layer.linear import as_linear
-from ithaka.layer.loss import Head, LinearHead, ScaledHead, TokenResults, linear_cross_entropy, summed_cross_entropy
+from ithaka.layer.loss import (
+    IGNORE_INDEX,
+    Head,
+    LinearHead,
+    ScaledHead,
+    TokenResults,
+    linear_cross_entropy,
+    summed_cross_entropy,
+)
 from ithaka.layer.store import Store
 from ithaka.layer.streamed import StreamedLayer
 from ithaka.layer.tiles import sum_dtype
 from ithaka.layout import Layout, check_parallelism
 from ithaka.model.adapters import add_adapter, check_adapters
-from ithaka.model.batch import GatherTokens
+from ithaka.model.batch import GatherTokens, take_own_tokens
 from ithaka.model.calls import (
     CallChecker,
     CheckedCall,
@@ -97,9 +106,12 @@ def parallelize_model(
         model.save_pretrained = base.save_pretrained
         refuse_wrappers(model)
         return model
+    dropout = replace_dropout(model)
     check_supported(model)
     check_modules(model)
     layout = resolve_layout(cp, ring, mesh, layout)
+    if dropout is not None and layout.compile:
+        raise ConfigError("train.compile=true cannot be used with adapter.dropout; set one of them to false or 0")
     decoder, device = None, mesh.device if mesh else default_device()
     if not has_known_layers(model):
         decoder = prepare_decoder(model, device)
@@ -125,6 +137,9 @@ def parallelize_model(
     encoder = [model.model.visual] if has_encoder(model) else []
     apply_fsdp(model, [*encoder, *find_layers(model), *(() if is_tied else ends)], mesh, layout, dtype)
     _swap_forwards(model, mesh, layout, store or Store(mesh.device), decoder)
+    model.ithaka_dropout, model.ithaka_loss = dropout, None  # the trainer sets train.loss
+    for layer in find_layers(model):
+        layer.forward.dropout = dropout
     if encoder:
         attach_encoder(model)
     (VisionChecker if encoder else CallChecker)(model, mesh)
@@ -187,7 +202,7 @@ def build_model(
         module._buffers |= {
             name: buffer.to(mesh.device) for name, buffer in module._buffers.items() if buffer is not None
         }
-    return model
+    return model.train(trains)
 
 
 def has_weights(source: Path | dict) -> TypeGuard[Path]:
@@ -298,7 +313,7 @@ class _LossHead:
         tile = logits_tile_tokens(self.tile_tokens, len(x_sD), num_logits * x_sD.element_size())
         inputs = x_sD.contiguous(), labels_s, head, tile  # a user's hook may have returned a view
         rows_e = call.share.branch_rows_e
-        if call.per_token:
+        if call.per_token or (model.ithaka_loss and model.training):
             return linear_cross_entropy(*inputs, rows_e)
         return summed_cross_entropy(*inputs, call.divisor, rows_e)
 
@@ -327,6 +342,9 @@ def _forward(
     share = call.share
     if share.labels_s is not None and not call.num_tokens and torch.is_grad_enabled():
         return _make_zero_output(model, call)
+    if model.ithaka_dropout is not None:
+        dropout = model.ithaka_dropout
+        dropout.start_call(_number_tokens(call, dropout.num_calls) if model.training else None)
     for index, layer in enumerate(find_layers(model)):
         layer.forward.experts.given_sk = None if call.chosen_sLk is None else call.chosen_sLk[:, index]
     if model.ithaka_decoder is None:
@@ -338,8 +356,8 @@ def _forward(
     if share.labels_s is None:
         guard_backward(model, [head])
         return ParallelOutput(logits=head)
-    tokens = head if call.per_token else None
-    own = head if tokens is None else -tokens.logprobs.sum() / call.divisor
+    tokens = head if isinstance(head, TokenResults) else None
+    own = head if tokens is None else _token_losses(model, tokens, share.labels_s).sum() / call.divisor
     routing, aux_loss = model.ithaka_decoder and model.ithaka_decoder.batch.routing, None
     if routing is not None:
         own_aux = routing.loss(x_sD, call.mesh.cp_group)
@@ -351,11 +369,31 @@ def _forward(
     return ParallelOutput(
         loss=loss,
         num_tokens=call.num_tokens,
-        tokens=tokens,
+        tokens=tokens if call.per_token else None,
         docs=share.docs,
         own_loss=own.detach(),
         aux_loss=aux_loss,
     )
+
+
+def _token_losses(model: PreTrainedModel, tokens: TokenResults, labels_s: Tensor) -> Tensor:
+    """Cross-entropy or, in training, the losses that train.loss returns; 0 where there is no label."""
+    if model.ithaka_loss is None or not model.training:
+        return -tokens.logprobs
+    losses_s = model.ithaka_loss(tokens, labels_s)
+    if not isinstance(losses_s, Tensor) or losses_s.shape != labels_s.shape:
+        found = tuple(losses_s.shape) if isinstance(losses_s, Tensor) else type(losses_s).__name__
+        raise ConfigError(f"train.loss returned {found}; return one loss per label, of shape {tuple(labels_s.shape)}")
+    return torch.where(labels_s != IGNORE_INDEX, losses_s, 0)
+
+
+def _number_tokens(call: CheckedCall, num_calls: int) -> Tensor:
+    """This rank's tokens, numbered by their sequence in the step and their position in it. Micro-batch `num_calls` has
+    sequences in the order of data/stream.py."""
+    mesh, (num_rows, length) = call.mesh, call.shape
+    sequences_B = (num_calls * num_rows + torch.arange(num_rows)) * mesh.dp_size + mesh.dp_rank
+    tokens_BN = (sequences_B[:, None] << POSITION_BITS) + torch.arange(length)
+    return take_own_tokens(tokens_BN.flatten(), mesh, call.share.docs.deal, 0).to(mesh.device)
 
 
 def _run_streamed_layers(model: PreTrainedModel, call: CheckedCall) -> Tensor:

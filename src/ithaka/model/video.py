@@ -22,7 +22,7 @@ from ithaka.layer.general import Batch, GeneralLayer, Mask
 from ithaka.layer.store import Store
 from ithaka.layer.tiles import sum_dtype
 from ithaka.layout import Layout, check_parallelism
-from ithaka.model.adapters import check_adapters
+from ithaka.model.adapters import check_adapters, lora_options
 from ithaka.model.batch import GatherTokens, take_own_tokens
 from ithaka.model.build import apply_fsdp, resolve_layout
 from ithaka.model.calls import (
@@ -57,7 +57,7 @@ def parallelize_transformer(
     data-parallel groups add up, so divide each by the number of groups. The clips of a batch run one after another.
     """
     if hasattr(model, "get_base_model"):
-        check_adapters(model)
+        check_adapters(model, lora_dropout=0)
         base = parallelize_transformer(model.get_base_model(), cp, ring=ring, mesh=mesh, layout=layout, store=store)
         model.forward, model.save_pretrained = base.__call__, base.save_pretrained
         refuse_wrappers(model)
@@ -104,7 +104,7 @@ def build_transformer(
         from peft import LoraConfig
 
         targets = "all-linear" if adapter.targets == "all-linear" else list(adapter.targets)
-        model.add_adapter(LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=targets))
+        model.add_adapter(LoraConfig(**lora_options(adapter), target_modules=targets))
     return parallelize_transformer(model, mesh=mesh, layout=layout)
 
 

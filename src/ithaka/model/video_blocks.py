@@ -271,7 +271,7 @@ def find_family(model: Any) -> Wan | Ltx:
     if isinstance(model, FSDPModule):
         raise ConfigError("the model is already sharded; call parallelize once, on the model as diffusers loads it")
     check_modules(model)
-    check_adapters(model)
+    check_adapters(model, lora_dropout=0)
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p:
             raise ConfigError(f"{name} is dropout with p={module.p}, which is not supported; set it to 0")

@@ -89,8 +89,9 @@ def logits_tile_tokens(tile_tokens: int | None, s: int, row_bytes: int) -> int:
 
 
 def saved_bytes(shape: ModelShape, layout: Layout, hardware: Hardware) -> int:
-    """Bytes that a node's ranks copy for a background checkpoint: weights and two AdamW moments in fp32."""
-    return hardware.gpus_per_node * 12 * shape.shards(hardware.num_gpus // layout.replicas)[0]
+    """Bytes that a node's ranks copy for a background checkpoint: fp32 weights and moments."""
+    sharers = hardware.num_gpus // layout.replicas
+    return hardware.gpus_per_node * (4 * shape.shards(sharers)[0] + shape.moment_bytes(sharers))
 
 
 # ---- GPU memory
@@ -138,6 +139,7 @@ class _GpuPhases:
         # Trained parameters, and bytes of frozen ones.
         self.shards = (shape.shards(sharers)[0], shape.frozen_bytes(sharers, self.e))
         self.shards = (0, 0) if layout.offload_optimizer else self.shards
+        self.moments = 0 if layout.offload_optimizer else shape.moment_bytes(sharers)
         self.head = shape.vocab * shape.hidden * self.e
         gathered = shape.gathered_bytes(self.e)
         self.layer = gathered + shape.packed_layer[0] * self.e  # with unpacked weights
@@ -177,7 +179,7 @@ class _GpuPhases:
         return {
             "parameters": (4 if has_states else self.e) * trained + frozen,
             "gradients": grads + pending + point.grad_bytes,
-            "optimizer": 8 * trained * has_states,
+            "optimizer": self.moments * has_states,
             "layer weights": weights,
             "residual stream": point.stream + self.arguments * (point.phase != "update"),
             "stage buffers": point.heads,
@@ -278,7 +280,8 @@ def _host_and_disk(shape: ModelShape, layout: Layout, hardware: Hardware, work: 
     x = ranks * layout.x_bytes(shape.hidden, s)
     out = ranks * LayerBytes(shape, layout, s).outputs if outputs["host"] or outputs["disk"] else 0
     sharers = hardware.num_gpus // layout.replicas
-    states = ranks * (16 * shape.shards(sharers)[0] + shape.frozen_bytes(sharers, layout.element_bytes))
+    frozen = shape.frozen_bytes(sharers, layout.element_bytes)
+    states = ranks * (8 * shape.shards(sharers)[0] + shape.moment_bytes(sharers) + frozen)
     station = min(DISK_STATION_LAYERS, inputs["disk"]) * x + min(DISK_STATION_LAYERS, outputs["disk"]) * out
     host = {
         "layer inputs": inputs["host"] * x,

@@ -108,6 +108,9 @@ class LayerBytes:
     def _graph_bytes(self, layer: MeasuredLayer, run: int) -> int:
         """Bytes per token that run 1 or 2 of a measured layer saves for backward, in the layout's dtype."""
         per_token = (layer.project_graph, layer.finish_graph)[run - 1] * self.layout.element_bytes / 2
+        if self.shape.adapter and self.shape.adapter.dropout:  # each adapter saves its own input
+            widths = (self.shape.linears[name][0] for name in self.shape.most_adapted if name in self.shape.linears)
+            per_token += sum(widths) * self.layout.element_bytes
         return int(per_token * (COMPILED_GRAPH_SHARES[run - 1] if self.layout.compile else 1))
 
     def unsent(self, num_sent: int, held: int) -> int:
@@ -197,6 +200,8 @@ class LayerBytes:
             return self._measured_tile_bytes(shape.measured, work)
         t, e, wide = min(self.layout.tile_tokens or self.s, self.s), self.layout.element_bytes, self.layout.sum_bytes
         rank = shape.adapter.rank if shape.adapter else 0  # width between an adapter's two matrices
+        if shape.adapter and shape.adapter.dropout:  # and its input after dropout
+            rank += max(shape.mlp, shape.heads * shape.head_dim) if work.startswith("mlp") else hidden
         # Kept tensors are not temporaries: the rounded x + attention; gate and up, but then forward has a third [t, F].
         rounded, gate_up = wide != e and not self.residual, 2 if self.gate_up else 0
         if work == "mlp":  # x + attention as summed and as rounded, its norm, two of the MLP's width

@@ -18,7 +18,9 @@ from ithaka.plan.shape import FAMILIES, Family, Work, shape_from_config, yarn_fa
 # Settings that have an option of `ithaka plan`.
 OPTIONS = {"model.path": "the argument MODEL", "data.context": "--context", "train.batch": "--batch",
            "train.steps": "--steps"}  # fmt: skip
-ADAPTER_SETTINGS = {f"adapter.{name}" for name in ("rank", "targets", "modules_to_save", "base", "unquantized")}
+ADAPTER_SETTINGS = {
+    f"adapter.{name}" for name in ("rank", "dropout", "targets", "modules_to_save", "base", "unquantized")
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def make_request(
         raise ConfigError(f"--context {context} is not a number of tokens, at least 2; use for example 128K or 1M")
     explicit = explicit_settings(None, overrides)
     config = load_config(None, [*overrides, f"data.context={num_tokens}", f"train.batch={batch}"])  # finds typos
-    planned = (*SETTINGS, "train.accumulate", "train.compile", "attention.kernel")
+    planned = (*SETTINGS, "train.accumulate", "train.compile", "attention.kernel", "optim.name")
     for name in sorted(explicit.difference(planned, ADAPTER_SETTINGS)):
         if name in OPTIONS:
             raise ConfigError(f"--set {name} has its own option; use {OPTIONS[name]}")
@@ -95,6 +97,6 @@ def make_request(
             raise ConfigError(f"attention.kernel={kernel} {rule}; use {format_choices(('auto', *known))}")
         hardware = hardware.with_kernel(kernel)
     hf_config = find_config(model)
-    shape = shape_from_config(hf_config, model).with_adapter(config.adapter)
+    shape = replace(shape_from_config(hf_config, model).with_adapter(config.adapter), optimizer=config.optim.name)
     space = make_search_space(config, explicit, shape, hardware)
     return PlanRequest(model, hf_config, space, config, frozenset(explicit), work_from_config(config))

@@ -22,6 +22,7 @@ from ithaka.layout import (
     Layout,
     Tier,
     check_fixed,
+    check_optimizer,
     fixed_settings,
     make_layout,
     settings_from_layout,
@@ -137,10 +138,12 @@ def work_from_config(config: Config) -> Work:
 
 def make_search_space(config: Config, given: Collection[str], shape: ModelShape, hardware: Hardware) -> SearchSpace:
     """`given`: names of settings (parallel.cp) to take from `config`; the search chooses the others."""
+    check_optimizer(config)
     chosen = {name: operator.attrgetter(name)(config) for name in SETTINGS if name in given}
     fixed = fixed_settings(chosen, shape.num_layers, hardware.num_gpus)
     compiles = {"compile": True} if shape.measured and config.train.compile else {}
-    return SearchSpace(shape, hardware, fixed | compiles)
+    in_place = {} if shape.optimizer == "adamw" else {"offload_optimizer": False}
+    return SearchSpace(shape, hardware, fixed | compiles | in_place)
 
 
 def _rank_key(plan: Plan) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from importlib import import_module
@@ -58,6 +58,12 @@ VIDEO_SCALES = {"WanTransformer3DModel": (4, 8), "LTXVideoTransformer3DModel": (
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 PATCHES_PER_TILE = 4096  # that the encoder computes at once, or one frame
 PLANNED_FAMILIES = [name for name, family in FAMILIES.items() if not family.experts]
+MOMENT_BLOCK = 64  # consecutive elements of a row that share the scale of a moment in 8 bits
+
+
+def has_moment_blocks(shape: Sequence[int]) -> bool:
+    """Whether optim.name=adamw8bit stores the moments of a parameter in 8 bits."""
+    return len(shape) > 1 and math.prod(shape[1:]) % MOMENT_BLOCK == 0
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,7 @@ class ModelShape:
     reference: bool = False  # a frozen copy of the base model is kept too
     encoder: Encoder | None = None  # of images; its parameters are part of `measured`
     freezes_encoder: bool = False
+    optimizer: str = "adamw"  # as optim.name
 
     @cached_property
     def trained_encoder(self) -> int:
@@ -185,6 +192,17 @@ class ModelShape:
         frozen = (self.num_parameters - saved) * bool(self.adapter) + self.num_parameters * self.reference
         frozen += self.num_parameters - self.num_trained if self.adapter is None else 0
         return -(-self.num_trained // num_ranks), -(-frozen // num_ranks)
+
+    def moment_bytes(self, num_ranks: int) -> int:
+        """Bytes of one rank's optimizer state: two fp32 moments, two in 8 bits with their scales, or one for Muon. Of
+        adapters, 8-bit moments are planned in fp32, because the rows of B may be too short for blocks."""
+        trained, adapted = self.shards(num_ranks)[0], sum(sum(sizes.values()) for sizes in self.adapter_parameters)
+        wide, narrow_bytes = adapted // num_ranks, 2 * (1 + 4 / MOMENT_BLOCK)
+        if self.optimizer == "muon":
+            stacked = self.num_layers * sum(size for _, size in self.measured.stacked) if self.measured else 0
+            ends = self.trained_head + self.trained_parameters("embed_tokens") * (not self.tied)
+            wide, narrow_bytes = -(-(stacked * (not self.adapter) + ends) // num_ranks), 4
+        return 8 * trained if self.optimizer == "adamw" else 8 * wide + int(narrow_bytes * (trained - wide))
 
     @cached_property
     def packed_layer(self) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from ithaka.config import (
 )
 from ithaka.dist.agree import SharedError, gather_objects
 from ithaka.exits import TransientError
-from ithaka.layout import SETTINGS, check_fixed, fixed_settings, format_choices
+from ithaka.layout import SETTINGS, check_fixed, check_optimizer, fixed_settings, format_choices
 from ithaka.plan.shape import ModelShape
 from ithaka.preflight.run import Run
 
@@ -56,6 +56,9 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
     blocks = attention.block_q, attention.block_kv
     if blocks.count(None) == 1:
         raise ConfigError(f"attention.block_q, block_kv={blocks} go together; set both or neither")
+    check_optimizer(config)
+    if config.optim.name == "adamw8bit" and find_spec("torchao") is None:
+        raise ConfigError("optim.name=adamw8bit needs an extra: pip install -e '.[adamw8bit]', or use adamw")
     if config.adapter is not None and find_spec("peft") is None:
         raise ConfigError("adapter needs an extra: pip install -e '.[adapter]', or leave the section out")
     if config.adapter is not None and config.model.resize_embeddings:

@@ -225,8 +225,11 @@ def find_resume_point(run_dir: Path, config: Config, shape: ModelShape) -> tuple
     if config.train.seed != before.train.seed:
         why = f"is not the run's {before.train.seed}, which determines the order of its data"
         raise ConfigError(f"train.seed={config.train.seed} {why}; leave it out")
-    saved_model = run_dir / "model" / "config.json"
-    if saved_model.is_file() and read_shape(saved_model) != shape.with_adapter(None):
+    if config.optim.name != before.optim.name:
+        why = f"cannot continue from the state of optim.name={before.optim.name}"
+        raise ConfigError(f"optim.name={config.optim.name} {why}; leave it out, or start a new run")
+    saved_model, plain = run_dir / "model" / "config.json", dataclasses.replace(shape, adapter=None, optimizer="adamw")
+    if saved_model.is_file() and read_shape(saved_model) != plain:
         model = f"path={config.model.path}" if config.model.path else f"embedded={config.model.embedded}"
         why = f"differs in shape from the model of {run_dir}"
         raise ConfigError(f"model.{model} {why}; leave it out, or start a new run")

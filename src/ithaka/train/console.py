@@ -374,12 +374,12 @@ def _mlflow(run_dir: Path, config: Config, first_step: int, known_id: str | None
 TRACKERS: dict[str, Opener] = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
 
 
-def _make_callback(name: str, run_dir: Path, config: Config) -> Any:
-    """An instance of package.module:Class, from an installed package or the working directory."""
+def import_named(name: str) -> Any:
+    """The object package.module:name, from an installed package or the working directory."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     module, _, kind = name.partition(":")
-    return getattr(importlib.import_module(module), kind)(run_dir, config)
+    return getattr(importlib.import_module(module), kind)
 
 
 class Trackers:
@@ -401,7 +401,7 @@ class Trackers:
                 raise input_error(f"train.track={name} cannot start ({reason}); {fix}", error) from error
         for kind in config.train.callbacks:
             try:
-                self._callbacks[kind] = _make_callback(kind, run_dir, config)
+                self._callbacks[kind] = import_named(kind)(run_dir, config)
             except Exception as error:
                 self.close("failed")
                 reason, fix = f"{type(error).__name__}: {error}", "name a class as package.module:Class, or correct it"

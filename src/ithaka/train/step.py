@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from ithaka.layer.loss import IGNORE_INDEX, TokenResults
 from ithaka.model.batch import count_pairs, pack_batch, take_label_share
 from ithaka.model.families import find_layers
 from ithaka.phases import phase
+from ithaka.train.optimizers import MuonAndAdamW, make_adamw8bit
 
 _CHUNK_ELEMENTS = 1 << 20  # on a CPU, the norm of a chunk converts it to fp64
 
@@ -42,26 +44,30 @@ def learning_rate(step: int, optim: OptimConfig, num_steps: int) -> float:
     return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * left)
 
 
-def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters. Weight decay applies to matrices (including embeddings, as in nanoGPT and
-    the Hugging Face trainer), not to vectors (norms, biases). `train_step` sets the learning rate."""
+def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer of the trainable parameters. Weight decay applies to matrices (including embeddings, as in nanoGPT
+    and the Hugging Face trainer), not to vectors (norms, biases). `train_step` sets the learning rate."""
     factors, used = {str(pattern): float(factor) for pattern, factor in (optim.lr_factors or {}).items()}, set()
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {(1.0, True): [], (1.0, False): []}
+    groups: dict[tuple[float, bool, bool], list[nn.Parameter]] = {(1.0, True, False): [], (1.0, False, False): []}
     for name, p in model.named_parameters():
         if p.requires_grad:
             pattern = next((pattern for pattern in factors if re.search(pattern, name)), None)
             used.add(pattern)
-            groups.setdefault((factors[pattern] if pattern else 1.0, p.ndim >= 2), []).append(p)
+            by_muon = optim.name == "muon" and p.ndim == 2 and ".layers." in name
+            groups.setdefault((factors[pattern] if pattern else 1.0, p.ndim >= 2, by_muon), []).append(p)
     if unused := [pattern for pattern in factors if pattern not in used]:
         rule = "is the first match of no trained parameter"
         raise ConfigError(f"optim.lr_factors={unused[0]} {rule}; use part of a name, such as embed_tokens or norm")
     fused = all(p.device.type in ("cpu", "cuda") for params in groups.values() for p in params)
     settings = [
-        {"params": params, "weight_decay": optim.weight_decay * is_matrix, "lr_factor": factor}
-        for (factor, is_matrix), params in groups.items()
+        {"params": params, "weight_decay": optim.weight_decay * is_matrix, "lr_factor": factor, "muon": by_muon}
+        for (factor, is_matrix, by_muon), params in groups.items()
         if params
     ]
-    return torch.optim.AdamW(settings, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=fused)
+    options: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
+    if optim.name == "adamw":
+        return torch.optim.AdamW(settings, **options, fused=fused)
+    return make_adamw8bit(settings, **options) if optim.name == "adamw8bit" else MuonAndAdamW(settings, **options)
 
 
 def _local(grad: Tensor) -> Tensor:
@@ -154,10 +160,12 @@ def train_step(
     mesh: Mesh,
     windows: Sequence[int | None] = (),
     source_names: Sequence[str] = (),
+    seed_and_step: tuple[int, int] = (0, 0),
     accepts: Callable[[float, float], bool] = lambda loss, norm: True,
 ) -> StepResult:
-    """Run one update on this rank's micro-batches. `windows`: sliding window of each layer. The update is skipped if
-    `accepts(loss, gradient norm)` is false. If no rank has a label, nothing is computed and `label_tokens` is 0.
+    """Run one update on this rank's micro-batches. `windows`: sliding window of each layer. `seed_and_step`: of
+    adapter.dropout. The update is skipped if `accepts(loss, gradient norm)` is false. If no rank has a label, nothing
+    is computed and `label_tokens` is 0.
 
     The global number of valid labels is known before the first forward, so that every micro-batch is weighted by its
     tokens."""
@@ -170,7 +178,10 @@ def train_step(
     if not label_tokens:
         return StepResult(0.0, 0.0, 0, 0, {})
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_factor", 1.0)
+        rate = lr * group.get("lr_factor", 1.0)
+        group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate  # a tensor is torchao's
+    if (dropout := getattr(model, "ithaka_dropout", None)) is not None:
+        dropout.start_step(*seed_and_step)
     total_loss, aux_loss = torch.zeros(2, dtype=torch.float64, device=mesh.device).unbind()
     sources, max_pairs, own_losses, ring_bytes = SourceSums(source_names, mesh), [], [], 0
     has_aux_loss = False

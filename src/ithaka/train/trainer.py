@@ -33,7 +33,7 @@ from ithaka.model.build import build_model, has_weights
 from ithaka.phases import phase
 from ithaka.preflight.checks import check_same_inputs
 from ithaka.preflight.run import Run, can_save_in_background, store_host_bytes
-from ithaka.train.console import Console, note_startup, status
+from ithaka.train.console import Console, import_named, note_startup, status
 from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
 
 MIN_NORMS = 20  # steps before a gradient norm can count as a spike
@@ -88,6 +88,7 @@ class Trainer:
                 context=config.data.context,
             )
         note_startup("model")
+        self.model.ithaka_loss = _import_loss(config.train.loss)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.num_params = sum(param.numel() for param in self.model.parameters())
         self.num_trained = sum(param.numel() for param in self.model.parameters() if param.requires_grad)
@@ -225,6 +226,7 @@ class Trainer:
             mesh=self.mesh,
             windows=self.run.shape.windows,
             source_names=self.data.source_names,
+            seed_and_step=(config.train.seed, self.step + 1),
             accepts=self.accepts,
         )
         result = compute()
@@ -282,6 +284,14 @@ class Trainer:
 
 
 # ---- before the first step
+
+
+def _import_loss(name: str | None) -> Any:
+    try:
+        return None if name is None else import_named(name)
+    except Exception as error:
+        reason, fix = f"{type(error).__name__}: {error}", "name a function as package.module:function, or correct it"
+        raise ConfigError(f"train.loss={name} cannot be imported ({reason}); {fix}") from error
 
 
 def prepare(run: Run, trains: bool = True) -> Trainer:

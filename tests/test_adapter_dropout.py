@@ -1,0 +1,136 @@
+"""adapter.dropout: gradients equal PEFT's with the same mask, a function of seed, step, module, token and column."""
+
+import hashlib
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from decoders import tiny_decoder
+from general import add_lora, assert_equal, compare, mean_loss
+from ithaka.layer.dropout import DropoutState, TokenDropout
+from ithaka.layout import EVERYTHING, Layout
+from ithaka.model.build import parallelize_model
+from models import tiny_config, tiny_model
+from parity import random_ids
+from refusals import assert_refused
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+P = 0.3
+
+
+def word(*values) -> np.uint32:
+    return np.uint32(int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=4).digest(), "big"))
+
+
+def mixed(x):
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+def kept(name, rows, tokens, width, seed=0, step=0) -> torch.Tensor:
+    """The mask [rows, tokens, width], in unsigned arithmetic."""
+    low, high = np.meshgrid(np.arange(tokens, dtype=np.uint32), np.arange(rows, dtype=np.uint32) * np.uint32(16))
+    keys = mixed(mixed(mixed(low + word(seed, step)) + high) + word(name))
+    columns = mixed(np.arange(width, dtype=np.uint32) + word("column"))
+    bits = mixed(keys[..., None] + columns) & np.uint32(0x7FFFFFFF)
+    return torch.from_numpy(bits >= int(P * 2**31))
+
+
+class Injected(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x):
+        return x * kept(self.name, *x.shape) / (1 - P)
+
+
+def injected_loss(ids):
+    """The loss of PEFT's own forward with the mask."""
+
+    def loss(plain):
+        for name, module in plain.get_base_model().named_modules():
+            if hasattr(module, "lora_dropout"):
+                assert isinstance(module.lora_dropout["default"], nn.Dropout)
+                module.lora_dropout["default"] = Injected(name)
+        return mean_loss(plain, ids, ids)
+
+    return loss
+
+
+CASES = {  # family (None: the fast path), rows, data-parallel ranks, layout
+    "one rank": (None, 1, 1, Layout()),
+    "rows and tiles": (None, 2, 1, Layout(tile_tokens=7, heads_per_stage=2)),
+    "two ranks, kept": (None, 1, 1, Layout(2, tile_tokens=5, heads_per_stage=4, kept=(EVERYTHING, EVERYTHING))),
+    "uneven heads": (None, 1, 1, Layout(4, tile_tokens=3, overlap=False)),
+    "ring": (None, 1, 1, Layout(4, ring=2, tile_tokens=5)),
+    "data parallel": (None, 2, 2, Layout(2)),
+    "general": ("gemma3_text", 1, 1, Layout(tile_tokens=7)),
+    "general, two ranks": ("gemma3_text", 2, 1, Layout(2, tile_tokens=5, overlap=False)),
+    "general, four ranks": ("olmo3", 1, 1, Layout(4, tile_tokens=4, kept=(EVERYTHING, EVERYTHING))),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_equal_those_of_peft_with_the_same_mask(case):
+    family, rows, dp, layout = CASES[case]
+    heads = 6 if case == "uneven heads" else 8
+    plain = tiny_model(tiny_config("qwen3", heads=heads)) if family is None else tiny_decoder(family)
+    if family is not None:
+        layout = Layout(**{**vars(layout), "kept": layout.kept and (EVERYTHING,) * len(plain.model.layers)})
+    plain = add_lora(plain, target_modules=LINEARS, lora_dropout=P).train()
+    ids = random_ids(rows * dp, 24)
+    if dp > 1:  # sequences alternate between the data-parallel ranks; `compare` gives each a block
+        ids = ids.view(rows, dp, -1).transpose(0, 1).reshape(rows * dp, -1)
+        order = torch.arange(rows * dp).view(dp, rows).t().flatten()
+        errors = compare(plain, layout, lambda model: injected_loss(ids[order])(model), dp=dp, input_ids=ids)
+    else:
+        errors = compare(plain, layout, injected_loss(ids), input_ids=ids)
+    assert_equal(errors)
+
+
+def test_the_mask_changes_with_every_argument_and_keeps_the_right_share():
+    def mask(seed=0, step=1, name="q", sequence=0):
+        state = DropoutState()
+        state.start_step(seed, step)
+        state.start_call((sequence << 36) + torch.arange(400))
+        state.keys_t = state.keys_s
+        return TokenDropout(P, name, state)(torch.ones(400, 256)) > 0
+
+    masks = [mask(), mask(seed=1), mask(step=2), mask(name="k"), mask(sequence=1)]
+    for i, one in enumerate(masks):
+        assert abs(one.double().mean() - (1 - P)) < 0.005
+        assert (one.double().mean(0) - (1 - P)).abs().max() < 0.12 and (
+            one.double().mean(1) - (1 - P)
+        ).abs().max() < 0.15
+        for other in masks[:i]:
+            assert abs((one & other).double().mean() - (1 - P) ** 2) < 0.01
+    shifted = masks[0].roll(1, 0), masks[0].roll(1, 1)
+    assert all(abs((masks[0] & other).double().mean() - (1 - P) ** 2) < 0.01 for other in shifted)
+
+
+def test_evaluation_drops_nothing_and_unsupported_modules_are_refused():
+    ids = random_ids(1, 19)
+    plain = add_lora(tiny_model(tiny_config("llama")), target_modules=LINEARS, lora_dropout=P).eval()
+    with torch.no_grad():
+        wanted = plain(input_ids=ids).logits
+        model = parallelize_model(plain.train(), layout=Layout(tile_tokens=7))
+        dropped = model(input_ids=ids).logits
+        assert (dropped - wanted).abs().max() > 1e-3
+        model.eval()
+        torch.testing.assert_close(model(input_ids=ids).logits, wanted, rtol=1e-10, atol=1e-10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        head = get_peft_model(
+            tiny_model(tiny_config("llama", tie_word_embeddings=False)),
+            LoraConfig(target_modules=["lm_head"], lora_dropout=P),
+        )
+    assert_refused(lambda: parallelize_model(head), "lora_dropout=0.3", "lm_head", way_out="lora_dropout=0")
+    compiled = add_lora(tiny_model(tiny_config("llama")), target_modules=LINEARS, lora_dropout=P)
+    refused = lambda: parallelize_model(compiled, layout=Layout(compile=True))  # noqa: E731
+    assert_refused(refused, "adapter.dropout", "train.compile=true", way_out="set one of them")

@@ -1,0 +1,76 @@
+"""train.loss: a function of per-token results replaces the cross-entropy in training; examples/hooks.py."""
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from ithaka.config import ConfigError
+from ithaka.layout import Layout
+from ithaka.model.build import parallelize_model
+from ithaka.train.trainer import _import_loss
+from models import tiny_config, tiny_model
+from parity import check, gradient_errors, random_ids, relative
+from refusals import assert_refused
+from runs import metrics, run, tiny_run
+from threads import on_threads
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def examples(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield
+    sys.modules.pop("hooks", None)
+
+
+def focal_loss(tokens, labels):
+    assert labels.shape == tokens.logprobs.shape
+    return -tokens.logprobs * (1 - tokens.logprobs.exp()) + 0.1 * tokens.entropies + (labels == -100)
+
+
+def test_gradients_equal_those_of_the_plain_model():
+    plain, ids = tiny_model(tiny_config("llama")), random_ids(1, 23)
+    models, labels = [copy.deepcopy(plain) for _ in range(2)], ids.masked_fill(torch.arange(23) % 3 == 1, -100)
+    logprobs = F.log_softmax(plain(input_ids=ids, use_cache=False).logits[0, :-1], dim=-1)
+    own, valid = logprobs.gather(1, ids[0, 1:, None])[:, 0], labels[0, 1:] != -100
+    entropies = -(logprobs.exp() * logprobs).sum(-1)
+    expected = (-own * (1 - own.exp()) + 0.1 * entropies)[valid].mean()
+    expected.backward()
+
+    def work():
+        import torch.distributed as dist
+
+        model = parallelize_model(models[dist.get_rank()], layout=Layout(2, tile_tokens=5))
+        model.ithaka_loss = focal_loss
+        out = model(input_ids=ids, labels=labels)
+        out.loss.backward()
+        assert out.tokens is None
+        errors = {"loss": relative(out.loss.detach(), expected.detach()), **gradient_errors(model, plain)}
+        with torch.no_grad():
+            entropy = model.eval()(input_ids=ids, labels=labels).loss
+        return errors | {"validation": relative(entropy, -own.detach()[valid].mean())}
+
+    check(on_threads(2, work))
+
+
+def test_the_example_runs_and_wrong_names_and_shapes_are_refused(tmp_path):
+    hooks = {"loss": "hooks:weighted_loss", "callbacks": ["hooks:LossFile"]}
+    config, plain = tiny_run(tmp_path, train=hooks), tiny_run(tmp_path / "plain")
+    for each in (config, plain):
+        run(each)
+    lines = [json.loads(line) for line in (config.train.run_dir / "losses.jsonl").read_text().splitlines()]
+    losses, others = ([line.get("loss") for line in metrics(each.train.run_dir)] for each in (config, plain))
+    assert [line["loss"] for line in lines if "loss" in line] == losses and any("checkpoint" in line for line in lines)
+    assert losses[1] < 0.5 * others[1], "each loss is multiplied by a probability"
+    for name in ("hooks", "hooks:nothing", "nowhere:loss"):
+        assert_refused(lambda: _import_loss(name), f"train.loss={name}", way_out="package.module:function")  # noqa: B023
+    model, ids = parallelize_model(tiny_model(tiny_config("llama"))), random_ids(1, 9)
+    model.ithaka_loss = lambda tokens, labels: tokens.logprobs.sum()
+    with pytest.raises(ConfigError, match=r"train.loss returned \(\); return one loss per label, of shape \(9,\)"):
+        model(input_ids=ids, labels=ids)

@@ -1,0 +1,136 @@
+"""optim.name: adamw8bit follows AdamW, has the planned bytes and resumes; muon orthogonalizes full matrices."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from faults import moved
+from ithaka.config import OptimConfig
+from ithaka.config.sections import EntryConfig
+from ithaka.dist.mesh import make_mesh
+from ithaka.preflight import checks
+from ithaka.preflight.run import model_shape
+from ithaka.train.optimizers import MuonAndAdamW
+from ithaka.train.step import make_optimizer
+from ithaka.train.trainer import prepare
+from refusals import assert_refused
+from runs import copy_back_at, metrics, numbers, run, tiny_run, valid
+
+SIZES = {"hidden_size": 64, "intermediate_size": 192}  # rows of whole blocks
+
+
+def optimizer_run(folder, name, **sections):
+    return tiny_run(folder, model=SIZES, optim={"name": name, "lr": 1e-2}, **sections)
+
+
+def state_bytes(optimizer) -> int:
+    """Bytes of this rank's moments, without torchao's tables of 256 values."""
+    moments = [
+        value.to_local() for state in optimizer.state.values() for name, value in state.items() if name != "step"
+    ]
+    parts = [(m.codes, m.scale) if hasattr(m, "codes") else (m,) for m in moments]
+    return sum(part.nbytes for each in parts for part in each)
+
+
+def losses_of(config):
+    return [line["loss"] for line in metrics(config.train.run_dir) if "loss" in line and line["loss"] is not None]
+
+
+@pytest.mark.parametrize("name", ["adamw8bit", "muon"])
+def test_a_run_resumes_bitwise_and_on_other_ranks_and_has_the_planned_bytes(ranks, tmp_path, name):
+    if name == "adamw8bit":
+        pytest.importorskip("torchao")
+    config = optimizer_run(tmp_path, name)
+    ranks.run(2, run, config)
+    whole = numbers(config.train.run_dir)
+    again = moved(config, copy_back_at(config.train.run_dir, tmp_path / "again", 2))
+    ranks.run(2, run, again, again.train.run_dir)
+    assert numbers(again.train.run_dir) == whole
+    alone = moved(config, copy_back_at(config.train.run_dir, tmp_path / "alone", 2))
+    ranks.run(1, run, alone, alone.train.run_dir)
+    losses, others = losses_of(config), losses_of(alone)
+    assert others == pytest.approx(losses, rel=1e-4)
+    plain = tiny_run(tmp_path / "plain", model=SIZES, optim={"lr": 1e-2})
+    run(plain)
+    of_adamw = losses_of(plain)
+    assert losses != of_adamw and losses[0] == pytest.approx(of_adamw[0], rel=1e-5)
+    assert losses[-1] == pytest.approx(of_adamw[-1], rel=0.02 if name == "adamw8bit" else 0.3)
+    half = moved(config, copy_back_at(config.train.run_dir, tmp_path / "half", 2))
+    trainer = prepare(valid(half, half.train.run_dir), trains=False)
+    planned = model_shape(config).moment_bytes(1)
+    assert state_bytes(trainer.optimizer) == pytest.approx(planned, rel=0.02)
+    dist.destroy_process_group()
+    changed = dataclasses.replace(half, optim=dataclasses.replace(half.optim, name="adamw"))
+    refused = lambda: valid(changed, half.train.run_dir)  # noqa: E731
+    assert_refused(refused, f"optim.name={name}", way_out="start a new run")
+
+
+def test_unsupported_combinations_are_refused(tmp_path, monkeypatch):
+    for name in ("adamw8bit", "muon"):
+        config = optimizer_run(tmp_path, name, memory={"offload_optimizer": True})
+        refused = lambda: valid(config)  # noqa: B023, E731
+        assert_refused(refused, "memory.offload_optimizer=true", f"optim.name={name}", way_out="optim.name=adamw")
+    monkeypatch.setattr(checks, "find_spec", lambda package: None if package == "torchao" else True)
+    refused = lambda: valid(optimizer_run(tmp_path, "adamw8bit"))  # noqa: E731
+    assert_refused(refused, "optim.name=adamw8bit", way_out="pip install -e '.[adamw8bit]'")
+    refused = lambda: EntryConfig(context=61, steps=2, optim={"name": "muon"})  # noqa: E731
+    assert_refused(refused, "curriculum.optim.name", way_out="set optim.name")
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(24, 10), nn.Linear(10, 37), nn.Linear(37, 5)])
+        self.embed_tokens = nn.Embedding(7, 24)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = Layers()
+
+    def forward(self, ids):
+        return self.model(self.model.embed_tokens(ids))
+
+
+def muon_steps(model):
+    optimizer = make_optimizer(model, OptimConfig(name="muon", lr=0.05))
+    assert isinstance(optimizer, MuonAndAdamW)
+    for step in range(3):
+        model(torch.arange(7).roll(step)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+
+def sharded_steps():
+    torch.manual_seed(0)
+    model = Model().double()
+    alone = muon_steps(copy.deepcopy(model))
+    mesh = make_mesh(1)
+    for unit in (*model.model.layers, model):
+        fully_shard(unit, mesh=mesh.fsdp)  # averages the equal gradients of all ranks
+    return [float((a - b).norm() / a.norm()) for a, b in zip(alone, muon_steps(model), strict=True)]
+
+
+def test_muon_on_shards_equals_muon_on_full_matrices(ranks):
+    """In fp64: PyTorch orthogonalizes in bfloat16, in which sums in another order differ by percents."""
+    for errors in ranks.run(4, wide_sharded_steps):
+        assert max(errors) < 1e-10
+
+
+def wide_sharded_steps():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())
+        return sharded_steps()
