@@ -236,7 +236,7 @@ def test_settings_have_the_meaning_of_peft(settings, scale, targets):
         ({"peft_type": "IA3"}, ["adapter.path", "peft_type=IA3"], "peft_type=LORA"),
         ({"target_modules": ".*proj"}, ["adapter.path", "target_modules=.*proj"], "list of names"),
         ({"r": 7}, ["adapter.rank=16", "7", "adapter.path"], "leave it out"),
-        ({"lora_dropout": 0.1}, ["lora_dropout=0.1"], "lora_dropout=0"),
+        ({"use_dora": True}, ["use_dora=True", "gradients need"], "use_dora=False"),
         ({"init_lora_weights": "pissa"}, ["adapter.path", "init_lora_weights=pissa"], "init_lora_weights=True"),
     ],
 )
