@@ -16,7 +16,7 @@ from ithaka.train.trainer import _import_loss
 from models import tiny_config, tiny_model
 from parity import check, gradient_errors, random_ids, relative
 from refusals import assert_refused
-from runs import metrics, run, tiny_run
+from runs import numbers, run, tiny_run
 from threads import on_threads
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -65,7 +65,7 @@ def test_the_example_runs_and_wrong_names_and_shapes_are_refused(tmp_path):
     for each in (config, plain):
         run(each)
     lines = [json.loads(line) for line in (config.train.run_dir / "losses.jsonl").read_text().splitlines()]
-    losses, others = ([line.get("loss") for line in metrics(each.train.run_dir)] for each in (config, plain))
+    losses, others = ([step[1] for step in numbers(each.train.run_dir)] for each in (config, plain))
     assert [line["loss"] for line in lines if "loss" in line] == losses and any("checkpoint" in line for line in lines)
     assert losses[1] < 0.5 * others[1], "each loss is multiplied by a probability"
     for name in ("hooks", "hooks:nothing", "nowhere:loss"):

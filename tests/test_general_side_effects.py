@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from decoders import Wide, tiny_decoder
-from general import add_lora, assert_equal, compare, wide_runs
+from general import assert_equal, compare, wide_runs
 from ithaka.config import ConfigError
 from ithaka.layer.general import Capture, _attend
 from ithaka.layout import EVERYTHING, Layout

@@ -11,16 +11,22 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from faults import moved
-from ithaka.config import OptimConfig
+from ithaka.config import OptimConfig, load_config
 from ithaka.config.sections import EntryConfig
 from ithaka.dist.mesh import make_mesh
+from ithaka.layout import make_layout
+from ithaka.plan.bytes import gpu_phases, saved_bytes
+from ithaka.plan.hardware import parse_gpus
+from ithaka.plan.models import find_shape
+from ithaka.plan.search import make_search_space
+from ithaka.plan.shape import Work
 from ithaka.preflight import checks
 from ithaka.preflight.run import model_shape
 from ithaka.train.optimizers import MuonAndAdamW
 from ithaka.train.step import make_optimizer
 from ithaka.train.trainer import prepare
 from refusals import assert_refused
-from runs import copy_back_at, metrics, numbers, run, tiny_run, valid
+from runs import copy_back_at, numbers, run, tiny_run, valid
 
 SIZES = {"hidden_size": 64, "intermediate_size": 192}  # rows of whole blocks
 
@@ -39,7 +45,7 @@ def state_bytes(optimizer) -> int:
 
 
 def losses_of(config):
-    return [line["loss"] for line in metrics(config.train.run_dir) if "loss" in line and line["loss"] is not None]
+    return [loss for _, loss, *_ in numbers(config.train.run_dir)[1:]]
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", "muon"])
@@ -134,3 +140,20 @@ def wide_sharded_steps():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())
         return sharded_steps()
+
+
+def test_plans_count_the_state_and_never_offload_it():
+    shape, hardware, layout = find_shape("llama3-8b"), parse_gpus("8xH100"), make_layout(32, cp=8)
+    matrices = 32 * shape.layer_parameters
+    wanted = {"adamw": 8 * shape.num_parameters, "adamw8bit": 2.125 * shape.num_parameters}
+    wanted["muon"] = 4 * matrices + 8 * (shape.num_parameters - matrices)
+    for name, num_bytes in wanted.items():
+        planned = dataclasses.replace(shape, optimizer=name)
+        _, holders = gpu_phases(planned, layout, hardware, Work(1 << 17))[-1]
+        assert holders["optimizer"] == pytest.approx(num_bytes / 8, rel=1e-4)
+        saved = saved_bytes(planned, layout, hardware)
+        assert saved == pytest.approx(4 * shape.num_parameters + num_bytes, rel=1e-4)
+    config = load_config(None, ["optim.name=muon", "data.context=1M"])
+    space = make_search_space(config, (), dataclasses.replace(shape, optimizer="muon"), parse_gpus("1xH100-80GB"))
+    plan = space.choose(Work(1 << 20))
+    assert not plan.layout.offload_optimizer and not plan.fits

@@ -228,8 +228,9 @@ def shape_from_model(model: Any) -> ModelShape:
         return shape.with_adapter(AdapterConfig(rank=rank, targets=tuple(n for n in names if n.startswith("model."))))
     ends = dict(zip(SAVEABLE_MODULES, (base.get_input_embeddings(), base.get_output_embeddings()), strict=True))
     saved = (name for name, module in ends.items() if hasattr(module, "modules_to_save"))
-    four_bit: Any = {"base": "nf4"} if quant_method(base.config.to_dict()) == "bitsandbytes" else {}
-    return shape.with_adapter(AdapterConfig(rank, targets=tuple(modules), modules_to_save=tuple(saved), **four_bit))
+    others: Any = {"base": "nf4"} if quant_method(base.config.to_dict()) == "bitsandbytes" else {}
+    others["dropout"] = max(getattr(module.lora_dropout[adapter], "p", 0.0) for module in modules.values())
+    return shape.with_adapter(AdapterConfig(rank, targets=tuple(modules), modules_to_save=tuple(saved), **others))
 
 
 def _base_model(model: Any) -> Any:

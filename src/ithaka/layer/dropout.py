@@ -7,6 +7,7 @@ Shapes: s tokens on this rank, t tokens of a tile, D input features.
 """
 
 import hashlib
+from functools import cache
 from typing import Any
 
 import torch
@@ -67,20 +68,27 @@ class _Drop(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, keys_t: Tensor, keys_D: Tensor, p: float) -> Tensor:
         ctx.save_for_backward(keys_t, keys_D)
         ctx.p = p
-        return (_compiled_drop if runs_in_triton(x) else _drop)(x, keys_t, keys_D, p)
+        return _drop(x, keys_t, keys_D, p)
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> Any:
         keys_t, keys_D = ctx.saved_tensors
-        return (_compiled_drop if runs_in_triton(dy[0]) else _drop)(dy[0], keys_t, keys_D, ctx.p), None, None, None
+        return _drop(dy[0], keys_t, keys_D, ctx.p), None, None, None
 
 
 def _drop(x: Tensor, keys_t: Tensor, keys_D: Tensor, p: float) -> Tensor:
+    return (_compile_drop() if runs_in_triton(x) else _drop_eagerly)(x, keys_t, keys_D, p)
+
+
+@cache
+def _compile_drop() -> Any:
+    """One kernel, with the same bits."""
+    return torch.compile(_drop_eagerly, dynamic=True)
+
+
+def _drop_eagerly(x: Tensor, keys_t: Tensor, keys_D: Tensor, p: float) -> Tensor:
     keep_tD = (_mix(keys_t[:, None] + keys_D) & 0x7FFFFFFF) >= int(p * 2**31)
     return torch.where(keep_tD.view(x.shape), x * (1 / (1 - p)), 0)
-
-
-_compiled_drop = torch.compile(_drop, dynamic=True)  # one kernel, with the same bits
 
 
 def _mix(x: Tensor) -> Tensor:
