@@ -1,6 +1,7 @@
 """adapter.dropout: gradients equal PEFT's with the same mask, a function of seed, step, module, token and column."""
 
 import hashlib
+import json
 import warnings
 
 import numpy as np
@@ -10,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from decoders import tiny_decoder
+from faults import moved
 from general import add_lora, assert_equal, compare, mean_loss
 from ithaka.layer.dropout import DropoutState, TokenDropout
 from ithaka.layout import EVERYTHING, Layout
@@ -17,6 +19,7 @@ from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model
 from parity import random_ids
 from refusals import assert_refused
+from runs import copy_back_at, numbers, run, tiny_run
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 P = 0.3
@@ -134,3 +137,17 @@ def test_evaluation_drops_nothing_and_unsupported_modules_are_refused():
     compiled = add_lora(tiny_model(tiny_config("llama")), target_modules=LINEARS, lora_dropout=P)
     refused = lambda: parallelize_model(compiled, layout=Layout(compile=True))  # noqa: E731
     assert_refused(refused, "adapter.dropout", "train.compile=true", way_out="set one of them")
+
+
+def test_a_run_resumes_bitwise_with_the_masks_of_its_steps(tmp_path):
+    adapter = {"rank": 4, "dropout": P}
+    config = tiny_run(tmp_path, adapter=adapter, train={"accumulate": 2, "validate_every": 0})
+    plain = tiny_run(tmp_path / "plain", adapter={"rank": 4}, train={"accumulate": 2, "validate_every": 0})
+    for each in (config, plain):
+        run(each)
+    whole = numbers(config.train.run_dir)
+    again = moved(config, copy_back_at(config.train.run_dir, tmp_path / "again", 2))
+    run(again, again.train.run_dir)
+    assert numbers(again.train.run_dir) == whole
+    assert [step[1] for step in whole][1:] != [step[1] for step in numbers(plain.train.run_dir)][1:]
+    assert json.loads((config.train.run_dir / "model" / "adapter_config.json").read_text())["lora_dropout"] == P

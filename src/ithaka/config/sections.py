@@ -74,9 +74,6 @@ class AdapterConfig(Section, name="adapter"):
     alpha: float = setting(32, gt=0)
     # Scale by alpha / sqrt(rank) instead (PEFT: use_rslora).
     rslora: bool = False
-    # Probability of dropping an element of the adapter's input (PEFT: lora_dropout). The mask is a function of
-    # train.seed, step, module, token and column, so it does not depend on tiles or ranks.
-    dropout: float = setting(0.0, ge=0, lt=1)
     # Modules to adapt (PEFT: target_modules), matched by the end of their names: q_proj, or 31.self_attn.q_proj.
     # all-linear: all linear modules of every layer.
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
@@ -90,6 +87,9 @@ class AdapterConfig(Section, name="adapter"):
     unquantized: tuple[str, ...] = ("gate", "router")
     # A PEFT adapter directory to start from. null: new adapters, which leave the model's output unchanged at first.
     path: Path | None = None
+    # Probability of dropping an element of the adapter's input (PEFT: lora_dropout). The mask is a function of
+    # train.seed, step, module, token and column, so it does not depend on tiles or ranks.
+    dropout: float = setting(0.0, ge=0, lt=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
