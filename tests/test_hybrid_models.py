@@ -118,7 +118,7 @@ def test_rings_and_shared_prefixes_are_refused(plain):
         compare(plain, Layout(2, ring=2))
     inputs = documents(5, 10)
     parents = torch.where(inputs["document_ids"] == 1, 0, -1)
-    with pytest.raises(ValueError, match="parents is not supported for model_type=qwen3_5_text"):
+    with pytest.raises(ValueError, match="parents is not supported with the gated delta rule"):
         compare(plain, Layout(), **inputs, parents=parents)
 
 

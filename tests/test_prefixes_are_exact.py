@@ -18,6 +18,7 @@ from ithaka.layer.loss import LinearHead, linear_cross_entropy, summed_cross_ent
 from ithaka.layout import Layout
 from ithaka.model import prefixes
 from ithaka.model.batch import take_share
+from ithaka.model.build import parallelize_model
 from ithaka.model.prefixes import pack_prefixes, shared_logprobs
 from ithaka.plan.shape import Work
 from models import tiny_config, tiny_model
@@ -193,11 +194,13 @@ def test_forests_that_cannot_be_computed_are_refused():
     assert_refused(call(shift_labels=inputs["labels"]), "shift_labels", way_out="pass labels", error=ValueError)
 
     def ring():
-        mesh = make_mesh(2, ring=2)
-        with pytest.raises(ValueError, match="ring=2 is not supported: .*use ring=1"):
-            take_share(inputs, 61, mesh)
+        in_ring = parallelize_model(tiny_model(tiny_config("llama")), mesh=make_mesh(2, ring=2))
+        with pytest.raises(ValueError, match="parents is not supported with ring=2: .*use ring=1"):
+            in_ring(**inputs)
 
     on_threads(2, ring)
+    model.model.layers[0].forward.no_parents = "with recurrent layers: they have one state"
+    assert_refused(call(), "recurrent layers", way_out="as a row", error=ValueError)
 
 
 def test_gradients_of_a_shared_token_are_summed_in_fp32():

@@ -22,6 +22,9 @@ HostMemory = Annotated[
 ]
 Disk = Annotated[str | None, typer.Option(help="Disk space per node for activations; by default none.")]
 Video = Annotated[str | None, typer.Option(metavar="FxHxW", help="A clip instead of a context: 81x720x1280.")]
+Branches = Annotated[
+    str | None, typer.Option(metavar="NxTOKENS", help="Answers after one prompt of --context tokens: 8x2K.")
+]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences per micro-step.")]
 Adapter = Annotated[int | None, typer.Option(metavar="RANK", min=1, help="Train LoRA adapters of this rank.")]
 GpuFile = Annotated[Path | None, typer.Option(help="JSON file with the rates of another GPU; then use --gpus 8.")]
@@ -33,6 +36,7 @@ def plan(
     gpus: Gpus,
     context: Annotated[str | None, typer.Option(help="Tokens per sequence: 128K (the default), 1M.")] = None,
     video: Video = None,
+    branches: Branches = None,
     host_memory: HostMemory = None,
     disk: Disk = None,
     batch: Batch = 1,
@@ -57,6 +61,7 @@ def plan(
         "--video and --context": video and (context or max_context),
         "--max-context and --yaml": max_context and as_yaml,
         "--yaml and --json": as_yaml and as_json,
+        "--branches and --video, --max-context or --yaml": branches and (video or max_context or as_yaml),
     }
     for options, conflict in clashes.items():
         if conflict:
@@ -66,6 +71,7 @@ def plan(
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
     context = _context_of_video(model, video) if video else context
     request = make_request(model, hardware, context or "128K", batch, overrides or [], adapter, any_setting=as_yaml)
+    request = request.with_branches(branches) if branches else request
     if as_yaml and request.is_video:
         way_out = "use ithaka.parallelize(transformer, context=...)"
         raise ConfigError(f"--yaml writes a configuration for `ithaka train`, which trains language models; {way_out}")

@@ -12,6 +12,7 @@ from ithaka.config.sections import (
     Config,
     DataConfig,
     EntryConfig,
+    LossConfig,
     MemoryConfig,
     ModelConfig,
     OptimConfig,

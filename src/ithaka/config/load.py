@@ -118,6 +118,8 @@ def _merge(trees: Iterable[tuple[str, Tree]]) -> Config:
             if section not in SECTIONS:
                 suggestion = did_you_mean(section, [*SECTIONS, "curriculum"])
                 raise ConfigError(f"{section} in {origin} is not a section; {suggestion}")
+            if section == "loss" and isinstance(values, str):
+                values = {"type": values}
             if not isinstance(values, Mapping | None):
                 raise ConfigError(f"{section}={values!r} in {origin} is not a mapping; write keys below `{section}:`")
             if values is not None:

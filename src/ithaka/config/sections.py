@@ -134,7 +134,8 @@ class ReadingConfig(Section):
     # and rejected (trains on chosen), prompt and completion, instruction and output (Alpaca), input_ids, or text.
     format: RecordFormat = "auto"
     # Tokens with a loss; the others are context only. auto: assistant turns of messages, completions, or all tokens.
-    train_on: Literal["auto", "assistant", "completion", "all"] = "auto"
+    # loss.type=dpo sets it to pairs.
+    train_on: Literal["auto", "assistant", "completion", "all", "pairs"] = "auto"
     # Include the token that ends an assistant turn, a completion or a text in the loss.
     train_on_eos: bool = True
     # For a record that cannot be trained on: stop with an error, or skip and count it.
@@ -144,6 +145,11 @@ class ReadingConfig(Section):
     # {loss: false} reads the assistant's reasoning without training on it, {turns: last} keeps only that of the last
     # turn, {drop: true} none. null: train on all of it, and refuse records whose reasoning the chat template drops.
     reasoning: ReasoningConfig | None = None
+
+    @property
+    def unrolls(self) -> bool:
+        """Whether a conversation may become several samples."""
+        return self.reasoning is not None and self.reasoning.turns == "all" and not self.reasoning.drop
 
 
 @dataclass(frozen=True)
@@ -323,6 +329,25 @@ class OptimConfig(Section, name="optim"):
 
 
 @dataclass(frozen=True)
+class LossConfig(Section, name="loss"):
+    """What training minimizes. `loss: dpo` is short for `loss: {type: dpo}`."""
+
+    # cross_entropy: of the next token. dpo: direct preference optimization, on records with chosen and rejected. Its
+    # reference is the model without its adapter or, if all parameters are trained, a frozen copy of the first weights.
+    type: Literal["cross_entropy", "dpo"] = "cross_entropy"
+    # dpo: weight of the difference from the reference.
+    beta: float = setting(0.1, gt=0)
+    # dpo: probability that a pair's answers are swapped by mistake (robust DPO; 0: plain DPO).
+    label_smoothing: float = setting(0.0, ge=0, lt=0.5)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("beta", "label_smoothing") if self.type != "dpo" else ():
+            if (value := getattr(self, name)) != getattr(LossConfig, name):
+                raise ConfigError(f"loss.{name}={value} has no effect with loss.type={self.type}; set loss.type=dpo")
+
+
+@dataclass(frozen=True)
 class TrainConfig(Section, name="train"):
     # Optimizer steps of the run, including those before a resume.
     steps: int = setting(1000, ge=1)
@@ -445,12 +470,46 @@ class Config(Section):
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     # Several lengths in one run: [{context: 64K, steps: 200}, {context: 512K, steps: 50, rope: {theta: 1.3e8}}]. Each
     # entry has its own plan; weights, optimizer state and learning-rate schedule carry over.
     curriculum: tuple[EntryConfig, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss.type == "dpo":
+            self._check_dpo()
+            sources = [dataclasses.replace(source, train_on="pairs") for source in self.data.sources]
+            data = dataclasses.replace(self.data, train_on="pairs", sources=tuple(sources))
+            object.__setattr__(self, "data", data)
+        elif "pairs" in (each.train_on for each in self.data.all_sources()):
+            raise ConfigError("data.train_on=pairs needs loss.type=dpo; leave it out")
+
+    def _check_dpo(self) -> None:
+        """Refuse what does not combine with pairs."""
+        data, adapter = self.data, self.adapter
+        sides = sorted({each.train_on for each in data.all_sources()} - {"auto", "completion", "pairs"})
+        refused = {
+            f"data.train_on={', '.join(sides)}": (bool(sides), "DPO trains on completions; leave it out"),
+            "data.documents=together": (data.documents == "together", "answers must not see each other; use apart"),
+            f"data.long_documents={data.long_documents}": (
+                data.long_documents in ("end", "turns", "shorten_tools"), "a pair stays as it is; use drop or refuse",
+            ),
+            "curriculum": (bool(self.curriculum), "leave it out"),
+            "adapter.path": (
+                adapter is not None and adapter.path is not None,
+                "the reference is the model without any adapter; merge it first, with `ithaka export --merge`",
+            ),
+            "adapter.modules_to_save": (
+                adapter is not None and bool(adapter.modules_to_save), "the reference needs their first weights too",
+            ),
+        }  # fmt: skip
+        for name, (is_set, way_out) in refused.items():
+            if is_set:
+                raise ConfigError(f"{name} cannot be combined with loss.type=dpo: {way_out}")
 
     @property
     def ends(self) -> list[int]:
@@ -491,8 +550,8 @@ class Config(Section):
 
 
 SECTIONS: dict[str, type[Section]] = {section.section_name: section for section in (
-    ModelConfig, AdapterConfig, DataConfig, ParallelConfig, MemoryConfig, AttentionConfig, OptimConfig, TrainConfig,
-    ProfileConfig, EvaluateConfig)}  # fmt: skip
+    ModelConfig, AdapterConfig, DataConfig, ParallelConfig, MemoryConfig, AttentionConfig, OptimConfig, LossConfig,
+    TrainConfig, ProfileConfig, EvaluateConfig)}  # fmt: skip
 
 
 def check_effects(settings: Mapping[str, Any]) -> None:

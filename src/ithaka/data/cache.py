@@ -26,7 +26,7 @@ from ithaka.data.records import Document
 from ithaka.data.tokenizer import Tokenizer
 from ithaka.exits import ExitCode, TransientError, is_transient
 
-CACHE_FORMAT = 5
+CACHE_FORMAT = 6
 BATCH_CHARS = 1 << 23  # tokenized at once, on all cores
 TIMEOUT_S = 600.0  # without any progress of the rank that tokenizes
 POLL_S = 0.02
@@ -118,25 +118,30 @@ class TokenCache:
             raise error
 
     def _write_tokens(self, shard: Shard, file: BinaryIO) -> None:
-        """Write tokens (int32), document lengths and encoded turns (int64), counts of skipped documents and of notes
-        (JSON), and a footer (int64): bytes of JSON, number of documents, number of turns."""
+        """Write tokens (int32), document lengths, encoded turns and starts of further samples (int64), counts of
+        skipped documents and of notes (JSON), and a footer (int64): bytes of JSON, numbers of documents, turns and
+        samples."""
         lengths, skipped, notes = [], Counter[str](), Counter[str]()
         turns: list[int] = []
-        num_tokens = 0
+        samples: list[int] = []
+        num_tokens, is_new = 0, True
         for part in tokenize(shard, self.tokenizer):
             os.utime(self.directory)  # shows the waiting ranks that there is progress
+            is_new |= part.is_record
             if part.skip_reason:
                 skipped[part.skip_reason] += 1
                 continue
             file.write(part.tokens.tobytes())
-            lengths += [0] if part.is_start else []
+            lengths += [0] if is_new else []
+            samples += [num_tokens] if part.is_start and not is_new else []
             lengths[-1] += len(part.tokens)
+            is_new = False
             turns += [encode_turn(num_tokens + start, role) for start, role in part.turns]
             num_tokens += len(part.tokens)
             notes.update(part.notes)
         counts = json.dumps([skipped, notes]).encode()
-        file.write(np.asarray([*lengths, *turns], np.int64).tobytes() + counts)
-        file.write(np.asarray([len(counts), len(lengths), len(turns)], np.int64).tobytes())
+        file.write(np.asarray([*lengths, *turns, *samples], np.int64).tobytes() + counts)
+        file.write(np.asarray([len(counts), len(lengths), len(turns), len(samples)], np.int64).tobytes())
 
 
 class TokenizedPart(NamedTuple):
@@ -196,10 +201,11 @@ def _batch_documents(documents: Iterable[Document], batch_chars: int) -> Iterato
 
 
 def _map_file(path: Path) -> Documents:
-    end = path.stat().st_size - 24
-    num_bytes, num_documents, num_turns = (int(n) for n in np.fromfile(path, np.int64, 3, offset=end))
-    num_tokens = (end - num_bytes - 8 * (num_documents + num_turns)) // 4
-    integers = np.fromfile(path, np.int64, num_documents + num_turns, offset=4 * num_tokens)
+    end = path.stat().st_size - 32
+    num_bytes, *counts = (int(n) for n in np.fromfile(path, np.int64, 4, offset=end))
+    num_tokens = (end - num_bytes - 8 * sum(counts)) // 4
+    integers = np.fromfile(path, np.int64, sum(counts), offset=4 * num_tokens)
+    lengths, turns, samples = np.split(integers, np.cumsum(counts)[:-1])
     skipped, notes = json.loads(np.fromfile(path, np.uint8, num_bytes, offset=end - num_bytes).tobytes())
     tokens = np.memmap(path, np.int32, "r", shape=num_tokens) if num_tokens else np.empty(0, np.int32)
-    return Documents(tokens, integers[:num_documents], skipped, integers[num_documents:], notes)
+    return Documents(tokens, lengths, skipped, turns, notes, samples)

@@ -196,7 +196,7 @@ def split_preference(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any]
     shared = count_shared(chosen, rejected)
     if isinstance(chosen, str):  # do not cut a word; the space before it belongs to it
         shared = chosen.rfind(" ", 0, shared) if " " in chosen[:shared] else shared
-    shared = min(shared, len(chosen) - 1)  # equal answers: the last message is the completion
+    shared = min(shared, len(chosen) - 1, len(rejected) - 1)  # if one ends: its last message is the completion
     return chosen[: max(shared, 0)], chosen[max(shared, 0) :]
 
 

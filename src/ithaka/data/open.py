@@ -35,13 +35,14 @@ class SourceShards(NamedTuple):
 def open_data(
     data: DataConfig, *, tokenizer: Tokenizer, seed: int, dp_rank: int = 0, dp_size: int = 1,
     batch: int = 1, accumulate: int = 1, steps: int | None = None, validate_sequences: int | None = None,
-    cache_dir: Path, fills_cache: bool = True,
+    cache_dir: Path, fills_cache: bool = True, shares_prefixes: bool = True,
 ) -> TrainData:  # fmt: skip
     """Open the data of one data-parallel rank: `batch` sequences of `data.context` tokens per call, `accumulate` calls
     per step.
 
     All ranks of a cp group pass the same dp_rank. The remaining `steps` and `validate_sequences` (None: unknown) limit
     how much is tokenized at once. `cache_dir` holds the tokens; one rank per node writes them (`fills_cache`).
+    `shares_prefixes`: samples of one record become a forest, in which their common prefix is computed once.
     """
     cache = TokenCache(cache_dir, tokenizer, fills_cache)
     found, held_out, facts = _find_shards(data)
@@ -53,7 +54,10 @@ def open_data(
     marker = tuple(tokenizer.encode_batch([data.tool_marker])[0].tolist()) if has_marker else ()
     make_stream = functools.partial(
         SequenceStream, context=data.context, pad_id=tokenizer.pad_id,
-        long_documents=LongDocuments(data.long_documents, data.tool_tokens, marker),
+        long_documents=LongDocuments(
+            data.long_documents, data.tool_tokens, marker, shares_prefixes and data.documents == "apart",
+            data.train_on == "pairs",
+        ),
         documents_together=data.documents == "together",
     )  # fmt: skip
     group = batch * dp_size * accumulate

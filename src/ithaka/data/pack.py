@@ -14,17 +14,23 @@ copied into an additional shard, so that every segment is a range of tokens.
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from ithaka.config import ConfigError
 from ithaka.layer.loss import IGNORE_INDEX
+from ithaka.model.prefixes import MIN_TOKENS, Node, build_forest, count_equal
 
 SHORT_DOCUMENT_FRACTION = 1 / 8  # fraction of the context; sorting shorter documents saves under 0.4 % of padding
 Key = tuple[int, ...]  # seeds a hash
 SEGMENT_DTYPE = np.dtype([("shard", np.int32), ("source", np.int32), ("low", np.int64), ("length", np.int64)])
+
+
+# A node of a forest: its first token in the shard, its parent (-1: none) and its sample, both counted in the forest.
+NODE_DTYPE = np.dtype([("start", np.int64), ("parent", np.int64), ("sample", np.int64)])
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,8 @@ class Documents:
     skipped: Mapping[str, int] = field(default_factory=dict)  # number of skipped documents by reason
     turns: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # where messages start: `encode_turn`
     notes: Mapping[str, int] = field(default_factory=dict)  # counts of what was changed in the documents
+    samples: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # starts of further samples
+    nodes: np.ndarray = field(default_factory=lambda: np.empty(0, NODE_DTYPE))  # if the documents are forests
 
 
 ROLE_CODES = ("system", "user", "assistant", "tool")
@@ -46,11 +54,14 @@ def encode_turn(token: int, role: str) -> int:
 
 
 class LongDocuments(NamedTuple):
-    """How to cut documents that exceed the context: data.long_documents, tool_tokens and tool_marker."""
+    """How to cut documents that exceed the context (data.long_documents, tool_tokens and tool_marker), and how to join
+    the samples of a record."""
 
     mode: str = "split"
     tool_tokens: int = 1024
     marker: tuple[int, ...] = ()  # ids
+    shares: bool = False  # join samples of a record, with their common prefixes once
+    pairs: bool = False  # the two samples of a record stay together
 
 
 class CutDocuments(NamedTuple):
@@ -66,14 +77,16 @@ class CutDocuments(NamedTuple):
 @dataclass(frozen=True)
 class PackedSequence:
     tokens: np.ndarray  # int32 [S], as in Documents
-    starts: np.ndarray  # offsets of the documents, from 0
+    starts: np.ndarray  # offsets of the documents, from 0; a forest's nodes are documents
     length: int  # without padding
     sources: np.ndarray  # of each document
     documents_together: bool = False  # train on them as one text
+    parents: np.ndarray | None = None  # index of each document's parent, or -1; None: no forest
+    samples: np.ndarray | None = None  # which sample of the sequence each document is part of
 
     @property
     def borders(self) -> np.ndarray:
-        """Offsets where attention and positions start over."""
+        """Offsets where attention and positions start over, or continue from another document."""
         return self.starts[:1] if self.documents_together else self.starts
 
     @property
@@ -86,7 +99,7 @@ class PackedSequence:
         """int64 [S], not shifted. A token right after a border has no label: nothing predicts it."""
         labels_S = self.tokens.astype(np.int64)
         labels_S[labels_S < 0] = IGNORE_INDEX
-        labels_S[self.borders] = IGNORE_INDEX
+        labels_S[self.borders if self.parents is None else self.starts[self.parents < 0]] = IGNORE_INDEX
         labels_S[self.length :] = IGNORE_INDEX
         return labels_S
 
@@ -99,9 +112,22 @@ class PackedSequence:
 
     def source_ids(self) -> np.ndarray:
         """int64 [S]; 0 for padding."""
-        ids_S = np.zeros(len(self.tokens), dtype=np.int64)
-        ids_S[: self.length] = np.repeat(self.sources, np.diff(self.starts, append=self.length))
-        return ids_S
+        return self._by_token(self.sources, 0)
+
+    def parent_ids(self) -> np.ndarray:
+        """int64 [S]: the document id of each token's parent, or -1."""
+        return self._by_token(-1 if self.parents is None else self.parents, -1)
+
+    def sample_ids(self) -> np.ndarray:
+        """int64 [S]: the sample of each token with a label; -1 for padding."""
+        return self._by_token(-1 if self.samples is None else self.samples, -1)
+
+    def _by_token(self, values: np.ndarray | int, padding: int) -> np.ndarray:
+        values_S = np.full(len(self.tokens), padding, dtype=np.int64)
+        values_S[: self.length] = np.repeat(
+            np.broadcast_to(values, self.starts.shape), np.diff(self.starts, append=self.length)
+        )
+        return values_S
 
 
 @dataclass(frozen=True)
@@ -170,7 +196,100 @@ def find_labels(
 
 
 def cut_documents(documents: Documents, context: int, long: LongDocuments) -> CutDocuments:
-    """Cut documents of more than `context` tokens. Depends only on its arguments, so a run can resume anywhere."""
+    """Cut samples of more than `context` tokens, and join those of a record that fit together. Depends only on its
+    arguments, so a run can resume anywhere."""
+    if not (len(documents.samples) or long.pairs):
+        return _cut_samples(documents, context, long)
+    samples, records = split_samples(documents)
+    cut, num = _cut_samples(replace(documents, lengths=samples["length"]), context, long), len(documents.lengths)
+    left_out, removed = (np.bincount(records, n, num).astype(np.int64) for n in (cut.pieces_left_out, cut.removed))
+    shards, owners = (documents, *cut.shards[1:]), records[cut.owners]
+    cut = CutDocuments(shards, cut.segments, owners, left_out, removed)
+    return _join_samples(cut, context, long, np.bincount(records)) if long.shares or long.pairs else cut
+
+
+def split_samples(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
+    """The samples of all documents, as segments, and the index of each sample's document."""
+    firsts = documents.lengths.cumsum() - documents.lengths
+    starts = np.union1d(firsts, documents.samples)
+    samples = np.zeros(len(starts), SEGMENT_DTYPE)
+    samples["low"], samples["length"] = starts, np.diff(starts, append=documents.lengths.sum())
+    return samples, np.searchsorted(firsts, starts, side="right") - 1
+
+
+def _join_samples(cut: CutDocuments, context: int, long: LongDocuments, num_samples: np.ndarray) -> CutDocuments:
+    """Join consecutive pieces of a record into forests of at most `context` tokens, copied into another shard."""
+    counts = np.bincount(cut.owners, minlength=len(cut.removed))
+    edges = np.concatenate([[0], counts.cumsum()])
+    is_single = (counts[cut.owners] == 1) & (not long.pairs)
+    segments, owners = [cut.segments[is_single]], [cut.owners[is_single]]
+    tokens: list[np.ndarray] = []
+    nodes: list[np.ndarray] = []
+    position = 0
+    for record in np.flatnonzero(counts >= (0 if long.pairs else 2)).tolist():
+        pieces = [
+            np.asarray(cut.shards[shard].tokens[low : low + length])
+            for shard, _, low, length in cut.segments[edges[record] : edges[record + 1]].tolist()
+        ]
+        groups = group_samples(pieces, context, MIN_TOKENS if long.shares else None)
+        if long.pairs and (len(pieces), len(groups)) != (2, 1):
+            num_tokens = sum(map(len, pieces))
+            if num_samples[record] == 2 and long.mode != "drop":
+                rule = f"a pair of {num_tokens} tokens exceeds data.context={context}, which must hold both answers"
+                raise ConfigError(f"{rule}; increase data.context, or set data.long_documents=drop")
+            cut.pieces_left_out[record] += 1
+            cut.removed[record] += num_tokens
+            continue
+        for group, forest in groups:
+            at, total = position, 0
+            found = np.zeros(len(forest), NODE_DTYPE)
+            for number, (sample, start, stop, parent) in enumerate(forest):
+                found[number] = position + total, parent, sample
+                tokens.append(group[sample][start:stop])
+                total += stop - start
+            nodes.append(found)
+            segment = np.zeros(1, SEGMENT_DTYPE)
+            segment["shard"], segment["low"], segment["length"] = len(cut.shards), at, total
+            segments.append(segment)
+            owners.append(np.array([record]))
+            position += total
+    if tokens:
+        forests = Documents(np.concatenate(tokens), np.empty(0, np.int64), nodes=np.concatenate(nodes))
+        cut = cut._replace(shards=(*cut.shards, forests))
+    all_owners = np.concatenate(owners)
+    order = all_owners.argsort(kind="stable")
+    return cut._replace(segments=np.concatenate(segments)[order], owners=all_owners[order])
+
+
+def group_samples(
+    samples: Sequence[np.ndarray], context: int, min_tokens: int | None
+) -> list[tuple[list[np.ndarray], list[Node]]]:
+    """Group consecutive samples whose forest has at most `context` tokens: [(samples, nodes of their forest)].
+    Prefixes of fewer than `min_tokens` are not shared; None: none is."""
+    rows = []
+    for number, tokens in enumerate(samples):  # a token with a label belongs to one sample
+        labels = np.where(tokens >= 0, number + 1, 0)
+        labels[:1] = 0
+        rows.append(np.stack([tokens ^ (tokens >> 31), labels], 1).astype(np.int64))
+    groups: list[list[int]] = []
+    room = 0
+    for number, own in enumerate(rows):
+        shared = count_equal(own, rows[number - 1], min_tokens) if number and min_tokens else 0
+        added = len(own) - (shared if min_tokens and shared >= min_tokens else 0)
+        if not groups or added > room:
+            groups.append([])
+            room, added = context, len(own)
+        groups[-1].append(number)
+        room -= added
+    longest = max(map(len, rows), default=0) + 1
+    return [
+        ([samples[i] for i in group], build_forest([rows[i] for i in group], min_tokens or longest)[0])
+        for group in groups
+    ]
+
+
+def _cut_samples(documents: Documents, context: int, long: LongDocuments) -> CutDocuments:
+    """Cut documents of more than `context` tokens."""
     num, lows = len(documents.lengths), documents.lengths.cumsum() - documents.lengths
     segments = np.zeros(num, SEGMENT_DTYPE)
     segments["low"], segments["length"] = lows, documents.lengths

@@ -1,5 +1,6 @@
 """Turn a record into a document: its text or token ids, and which of them to train on."""
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ class RecordFormat(NamedTuple):
 FORMATS = {
     "messages": RecordFormat(["messages"], ["tools", "functions", "system", "images"], ["assistant", "all"]),
     "sharegpt": RecordFormat(["conversations"], ["tools", "system", "images"], ["assistant", "all"]),
-    "preference": RecordFormat(["chosen", "rejected"], ["prompt", "tools", "images"], ["completion", "all"]),
+    "preference": RecordFormat(["chosen", "rejected"], ["prompt", "tools", "images"], ["completion", "all", "pairs"]),
     "prompt_completion": RecordFormat(["prompt", "completion"], ["tools", "images"], ["completion", "all"]),
     "alpaca": RecordFormat(["instruction", "output"], ["input", "system", "history", "images"], ["assistant", "all"]),
     "input_ids": RecordFormat(["input_ids"], ["labels"], ["all"]),
@@ -72,13 +73,25 @@ def detect_format(record: Any, reading: ReadingConfig) -> tuple[str, list[str]]:
 
 def check_train_on(reading: ReadingConfig, format_name: str, train_on: Sequence[str]) -> None:
     if reading.train_on not in ("auto", *train_on):
+        if reading.train_on == "pairs":
+            raise ConfigError(f"loss.type=dpo needs records with chosen and rejected, not of format {format_name}")
         fix = f"use {' or '.join(train_on)}, or auto"
         raise ConfigError(f"data.train_on={reading.train_on} does not apply to data of format {format_name}; {fix}")
 
 
 def parse_record(record: Any, reading: ReadingConfig, chat: ChatTemplate, vocab_size: int) -> list[Document]:
-    """Return the documents of a record: one, unless reasoning is unrolled. Raise BadRecord with what is wrong."""
+    """Return the documents of a record: one, unless reasoning is unrolled, or a pair. Raise BadRecord with what is
+    wrong."""
     format_name, fields = detect_format(record, reading)
+    if reading.train_on == "pairs":
+        sides, own = ("chosen", "rejected"), dataclasses.replace(reading, train_on="auto")
+        records = record, record | dict(zip(sides, (record["rejected"], record["chosen"]), strict=True))
+        answers = [parse_record(each, own, chat, vocab_size) for each in records]
+        if unrolled := [side for side, samples in zip(sides, answers, strict=True) if len(samples) > 1]:
+            detail = f"{unrolled[0]} has reasoning that needs several samples; set data.reasoning to {{turns: last}}"
+            raise BadRecord("with reasoning in several turns", detail)
+        (chosen,), (rejected,) = answers
+        return [chosen, rejected._replace(is_record=False, notes={})]
     values = [record[field] for field in fields]
     if format_name == "text":
         text = _check_string(values[0], f"data.text_field={reading.text_field}")

@@ -26,6 +26,7 @@ from ithaka.config import ConfigError
 from ithaka.data import pack
 from ithaka.data.cache import TokenCache
 from ithaka.data.pack import (
+    NODE_DTYPE,
     SEGMENT_DTYPE,
     CutDocuments,
     Documents,
@@ -155,9 +156,8 @@ class Source:
         return taken, position
 
     def _select(self, shard: Shard, cut: CutDocuments, indices: np.ndarray) -> TakenDocuments:
-        lengths = cut.shards[0].lengths
-        documents = np.zeros(len(indices), SEGMENT_DTYPE)
-        documents["low"], documents["length"] = (lengths.cumsum() - lengths)[indices], lengths[indices]
+        documents, records = pack.split_samples(cut.shards[0])
+        documents = documents[np.isin(records, indices)]
         counts = (int(each[indices].sum()) for each in (cut.pieces_left_out, cut.removed))
         return TakenDocuments(shard, cut.shards, documents, pack.select_pieces(cut, indices), *counts)
 
@@ -241,7 +241,28 @@ class SequenceStream:
             tokens_S[end - length : end] = self._documents[shard].tokens[low : low + length]
         starts = np.concatenate([np.zeros(1, np.int64), ends])
         num_documents, length = max(len(segments), 1), int(starts[-1])
-        return PackedSequence(tokens_S, starts[:num_documents], length, segments["source"], self.documents_together)
+        sequence = PackedSequence(tokens_S, starts[:num_documents], length, segments["source"], self.documents_together)
+        return self._with_nodes(sequence, segments) if self.long.shares or self.long.pairs else sequence
+
+    def _with_nodes(self, sequence: PackedSequence, segments: np.ndarray) -> PackedSequence:
+        """Replace each forest, which is one segment, by its nodes."""
+        nodes = [np.zeros(0, NODE_DTYPE)]
+        sources, num_nodes, num_samples = [], 0, 0
+        for (shard, source, low, length), start in zip(segments.tolist(), sequence.starts.tolist(), strict=False):
+            known = self._documents[shard].nodes
+            own = known[slice(*np.searchsorted(known["start"], [low, low + length]))].copy()
+            if not len(own):
+                own = np.array([(low, -1, 0)], NODE_DTYPE)
+            own["start"] += start - low
+            own["parent"] += np.where(own["parent"] >= 0, num_nodes, 0)
+            own["sample"] += num_samples
+            num_nodes, num_samples = num_nodes + len(own), int(own["sample"].max()) + 1
+            sources += [source] * len(own)
+            nodes.append(own)
+        if len(nodes) == 1:
+            return sequence
+        starts, parents, samples = (np.concatenate(nodes)[name] for name in ("start", "parent", "sample"))
+        return replace(sequence, starts=starts, sources=np.array(sources), parents=parents, samples=samples)
 
     def current_round(self) -> PackedRound:
         """Return the round of the next sequence, loading it if necessary; empty at the end of a stream without keys."""
@@ -274,6 +295,11 @@ class SequenceStream:
             self.num_long += int(is_long.sum())
             if is_long.any() and self.long.mode == "refuse":
                 raise ConfigError(self._describe_long_document(documents[is_long][0]))
+            if i and any(len(self._documents[n].nodes) for n in np.unique(documents["shard"][is_long]).tolist()):
+                raise ConfigError(
+                    f"data.context={packing.context} cannot hold samples that were joined before the resume; resume "
+                    f"with data.context={self.position.packings[i - 1].context} or more"
+                )
             if self.long.mode == "drop" and i:
                 segments = segments[~is_long]
             segments = pack.split_long(segments, packing.context)
@@ -342,17 +368,36 @@ class Batch(NamedTuple):
     labels: torch.Tensor
     document_ids: torch.Tensor
     source_ids: torch.Tensor | None = None  # indices into TrainData.source_names; None if there is one source
+    parents: torch.Tensor | None = None  # document_ids of parents, or -1; None: no document has a parent
+    sample_ids: torch.Tensor | None = None  # at labels, if samples are pairs: 2 * pair, + 1 for rejected
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
         """Keyword arguments of the model."""
-        return {"input_ids": self.input_ids, "labels": self.labels, "document_ids": self.document_ids}
+        inputs = {"input_ids": self.input_ids, "labels": self.labels, "document_ids": self.document_ids}
+        return inputs if self.parents is None else inputs | {"parents": self.parents}
+
+    @property
+    def num_preferences(self) -> int:
+        """Pairs of a chosen and a rejected sample."""
+        return 0 if self.sample_ids is None else (int(self.sample_ids.max()) + 1) // 2
 
 
 def collate(sequences: Sequence[PackedSequence], with_sources: bool = False) -> Batch:
     """Stack B sequences of S tokens into tensors [B, S]."""
-    rows = [[s.ids, s.labels(), s.document_ids(), *([s.source_ids()] if with_sources else [])] for s in sequences]
-    return Batch(*(torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True)))
+
+    def stack(column: Callable[[PackedSequence], np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.stack([column(sequence) for sequence in sequences]))
+
+    batch = Batch(stack(lambda s: s.ids), stack(PackedSequence.labels), stack(PackedSequence.document_ids))
+    if with_sources:
+        batch = batch._replace(source_ids=stack(PackedSequence.source_ids))
+    if all(sequence.parents is None for sequence in sequences):
+        return batch
+    parents_BS, samples_BS = stack(PackedSequence.parent_ids), stack(PackedSequence.sample_ids)
+    counts_B = samples_BS.amax(1) + 1
+    samples_BS += torch.where(samples_BS >= 0, (counts_B.cumsum(0) - counts_B)[:, None], 0)
+    return batch._replace(parents=parents_BS if (parents_BS >= 0).any() else None, sample_ids=samples_BS)
 
 
 def num_valid(labels: torch.Tensor) -> int:
@@ -426,8 +471,8 @@ class TrainData:
         if state["data"] != self.fingerprint():
             raise ConfigError(
                 "data.path, its files, data.sources, data.text_field, data.long_documents, data.validation_fraction, "
-                "data.tokenizer or train.seed differ from the checkpoint's; restore them, or export the run and start "
-                "a new one from its weights"
+                "data.tokenizer, loss.type or train.seed, or for unrolled conversations parallel.ring, differ from the "
+                "checkpoint's; restore them, or export the run and start a new one from its weights"
             )
         assert self._prefetched is None, "load the state before the first batch"
         sources = tuple(SourcePosition(**source) for source in state["cursors"])
@@ -446,4 +491,11 @@ class TrainData:
         sources = [(source.weight, [shard.identity for shard in source.shards]) for source in self.stream.sources]
         key, tokenizer = self.stream.sources[0].key, self.cache.tokenizer.fingerprint
         long = self.stream.long if self.stream.long.mode == "shorten_tools" else self.stream.long.mode
-        return hashlib.sha256(repr((key, tokenizer, long, sources)).encode()).hexdigest()[:16]
+        joined = [self.stream.long.shares, self.stream.long.pairs] if self._joins_samples else []
+        return hashlib.sha256(repr((key, tokenizer, long, sources, *joined)).encode()).hexdigest()[:16]
+
+    @property
+    def _joins_samples(self) -> bool:
+        """Whether a record may have several samples, which are joined."""
+        shards = (shard for source in self.stream.sources for shard in source.shards)
+        return self.stream.long.pairs or (self.stream.long.shares and any(s.reading.unrolls for s in shards))

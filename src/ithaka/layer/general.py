@@ -321,6 +321,9 @@ class GeneralLayer(LayerSchedule):
         super().__post_init__()
         self.runs = LayerRuns(self.name, self.layer, self.parts, self.layout.compile)
         self.experts = self.runs.experts
+        if self.parts.delta is not None:
+            rule = "a document would start from the state after its parent, which is kept for the next token only"
+            self.no_parents = f"with the gated delta rule: {rule}"
         if self.batch.routing is not None:
             self.runs.routers = self.batch.routing.find_routers(self.layer)
             self.runs.router_index = self.batch.routing.recorder.index

@@ -129,6 +129,7 @@ class LayerSchedule:
         self.kv_heads = concat_heads([load.kv_heads for load in self.table.loads])
         self.packed = list(packed_weights(self.layer).values())
         self.dropout: DropoutState | None = None  # if adapters have dropout
+        self.no_parents = ""  # why a call may not have `parents`, as part of an error: "with ..."
         self.hooked = False  # set at each call; if True, a user's hook may hold the gradients between layers
 
     def __call__(self, x_sD: Tensor, positions: Any, docs: Docs) -> Tensor:

@@ -23,6 +23,7 @@ from ithaka.dist.exchange import all_gather, to_sequence_order
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.plan.ring import Deal, deal_tokens
+from ithaka.plan.shape import span_pairs
 
 INPUTS = ("input_ids", "labels", "position_ids", "attention_mask", "document_ids", "shift_labels", "parents")
 
@@ -149,14 +150,14 @@ def _pack(
     parents_BN: Tensor | None, mesh: Mesh,
 ) -> Packing:  # fmt: skip
     starts = _document_starts(rows_BN, positions_BN, mask_BN, documents_BN)
-    parents = _read_parents(starts, documents_BN, parents_BN, mask_BN, mesh)
+    parents = _read_parents(starts, documents_BN, parents_BN, mask_BN)
     deal = deal_tokens((*starts, rows_BN.numel()), mesh.ring_group.size(), mesh.ulysses_group.size())
     ends = tuple(dict.fromkeys((rows_BN.numel(), deal.num_tokens)))
     return Packing((*starts, *ends), parents + (-1,) * (len(ends) - 1) * bool(parents), deal, rows_BN.numel())
 
 
 def _read_parents(
-    starts: list[int], documents_BN: Tensor | None, parents_BN: Tensor | None, mask_BN: Tensor | None, mesh: Mesh
+    starts: list[int], documents_BN: Tensor | None, parents_BN: Tensor | None, mask_BN: Tensor | None
 ) -> tuple[int, ...]:
     """The index of each document's parent, or -1; () if parents were not passed."""
     if parents_BN is None:
@@ -164,11 +165,6 @@ def _read_parents(
     if documents_BN is None:
         raise ValueError(
             "parents was passed without document_ids; pass both: parents holds the document_ids of parents"
-        )
-    if (ring := mesh.ring_group.size()) > 1:
-        raise ValueError(
-            f"parents with ring={ring} is not supported: a ring sends a rank the keys of its own documents, not those "
-            "of their parents; use ring=1, with at most as many ranks per sequence as query heads"
         )
     N, parents = documents_BN.shape[1], list[int]()
     known: dict[tuple[int, int], int] = {}
@@ -316,12 +312,18 @@ def _document_starts(
     return starts_BN.reshape(-1).nonzero()[:, 0].tolist()
 
 
-def count_pairs(document_ids_BS: Tensor, windows: Sequence[int | None]) -> int:
-    """Query-key pairs of causal attention within documents, summed over layers."""
-    rows_B1 = torch.arange(len(document_ids_BS))[:, None] * (int(document_ids_BS.max()) + 1)
-    _, lengths = torch.unique_consecutive(document_ids_BS + rows_B1, return_counts=True)
+def count_pairs(documents_BS: Tensor, windows: Sequence[int | None], parents_BS: Tensor | None = None) -> int:
+    """Query-key pairs of causal attention within documents and to their ancestors, summed over layers."""
     total = 0
-    for window, layers in Counter(windows).items():
-        reach = lengths if window is None else lengths.clamp(max=window)
-        total += layers * int((reach * lengths - reach * (reach - 1) // 2).sum())
+    for row, documents_S in enumerate(documents_BS):
+        ids, lengths = (x.tolist() for x in torch.unique_consecutive(documents_S, return_counts=True))
+        befores = dict.fromkeys(ids, 0)  # tokens of ancestors
+        if parents_BS is not None:
+            firsts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+            sizes = dict(zip(ids, lengths, strict=True))
+            for document, parent in zip(ids, parents_BS[row, firsts].tolist(), strict=True):
+                befores[document] = befores[parent] + sizes[parent] if parent >= 0 else 0
+        spans = Counter(zip((befores[document] for document in ids), lengths, strict=True))
+        for window, layers in Counter(windows).items():
+            total += layers * sum(count * span_pairs(*span, window) for span, count in spans.items())
     return total

@@ -364,7 +364,7 @@ def _forward(
         # Averaged over data-parallel groups and, by their tokens, over micro-batches.
         own = own + routing.coefficient * call.num_tokens / call.divisor / call.mesh.dp_size * own_aux
         aux_loss = own_aux + (call.mesh.cp_size - 1) * own_aux.detach()  # its backward covers this rank's tokens
-    loss = _GlobalSum.apply(own)
+    loss = GlobalSum.apply(own)
     guard_backward(model, [loss, *(tokens or ()), *([] if aux_loss is None else [aux_loss])])
     return ParallelOutput(
         loss=loss,
@@ -424,15 +424,15 @@ def _make_zero_output(model: PreTrainedModel, call: CheckedCall) -> ParallelOutp
     return ParallelOutput(loss=loss, num_tokens=0, tokens=tokens_or_none, docs=share.docs, own_loss=zero)
 
 
-class _GlobalSum(torch.autograd.Function):
+class GlobalSum(torch.autograd.Function):
     """All-reduce; backward is the identity, because FSDP2 sums the gradients of all ranks."""
 
     @staticmethod
-    def forward(ctx, value):
+    def forward(ctx, value, group=None):
         total = value.clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     def backward(ctx, dtotal):
-        return dtotal
+        return dtotal, None

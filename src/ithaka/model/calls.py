@@ -120,6 +120,8 @@ class CallChecker:
         """What this rank needs of its call, (valid labels, positions, frames), and what must agree between ranks."""
         tensors, items = _parse_arguments(**named)
         fingerprint = _fingerprint_call(tensors, items, named) if self.mesh.world_size > 1 else {}
+        if "parents" in tensors and (reason := why_no_parents(model)):
+            raise ValueError(f"parents is not supported {reason}; leave it out, and pass each branch as a row")
         share = take_share(tensors, find_decoder(model).embed_tokens.num_embeddings, self.mesh)
         shape, chosen_sLk = tensors["input_ids"].shape, None
         if (given := named.get("expert_indices")) is not None:
@@ -183,6 +185,17 @@ def _parse_arguments(input_ids: Any = None, **named: Any) -> tuple[dict[str, Ten
     items = named.get("num_items_in_batch")
     items = items.item() if isinstance(items, Tensor) else items
     return {name: to_integers(name, value) for name, value in inputs.items()}, items
+
+
+def why_no_parents(model: Any) -> str:
+    """Why a call may not have `parents`; empty if it may. A layer says so in its `no_parents`, for example one with a
+    recurrent state."""
+    if (ring := model.ithaka_mesh.ring_group.size()) > 1:
+        return (
+            f"with ring={ring}: a ring sends a rank the keys of its own documents, not those of their parents; use "
+            "ring=1, with at most as many ranks per sequence as query heads"
+        )
+    return next(filter(None, (layer.forward.no_parents for layer in find_layers(model))), "")
 
 
 def _take_expert_indices(model: Any, given: Tensor, shape: torch.Size, share: Share, mesh: Mesh) -> Tensor:

@@ -88,12 +88,6 @@ def run_decoder(
 ) -> Tensor:
     """Run the model's own forward on this rank's tokens, or on `inputs` for them, up to its last norm; return x_sD."""
     share, batch = call.share, decoder.batch
-    if any(facts.delta for facts in decoder.facts) and max(share.docs.parents, default=-1) >= 0:
-        raise ValueError(
-            f"parents is not supported for model_type={model.config.model_type}: a document would start from the "
-            "state after its parent, which the gated delta rule keeps for the next token only; pass each branch as a "
-            "document of its own"
-        )
     batch.docs, batch.num_positions = share.docs, call.num_positions
     if batch.routing is not None:
         batch.routing = batch.routing.start_call(share.real_s)

@@ -5,9 +5,9 @@ of an episode, each of which repeats the history before it.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
 from ithaka.layer.loss import IGNORE_INDEX, TokenResults
+from ithaka.model.calls import why_no_parents
 from ithaka.model.logprobs import token_logprobs_and_aux
-from ithaka.plan.ring import causal_pairs
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import Work, span_pairs
 
 MIN_TOKENS = 128  # sharing fewer saves less than the calls of attention for another node cost
 
@@ -29,13 +29,23 @@ class PackedPrefixes:
 
     inputs: dict[str, Tensor]  # arguments of the model call, [1, N]: input_ids, labels, document_ids and parents
     indices: list[Tensor]  # per sequence: positions of its tokens in the packed sequence
-    num_tokens: tuple[int, int]  # before and after packing
-    num_pairs: tuple[int, int]  # query-key pairs of full attention: of all sequences, and packed
+    lengths: tuple[int, ...]  # of the sequences
+    spans: tuple[tuple[int, int], ...]  # of each node: tokens of its ancestors, and its own
 
     @property
     def work(self) -> Work:
         """What a planner needs to know (`SearchSpace.choose`)."""
-        return Work(self.num_tokens[1], num_pairs=self.num_pairs[1])
+        return Work(self.num_tokens[1], spans=self.spans)
+
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """Before and after packing."""
+        return sum(self.lengths), sum(length for _, length in self.spans)
+
+    @property
+    def num_pairs(self) -> tuple[int, int]:
+        """Query-key pairs of full attention: of all sequences, and packed."""
+        return sum(span_pairs(0, length) for length in self.lengths), sum(span_pairs(*span) for span in self.spans)
 
     def unpack(self, values_1N: Tensor) -> list[Tensor]:
         """Values per token, e.g. log-probabilities -> those of each sequence. Gradients of shared tokens add up."""
@@ -60,26 +70,23 @@ def pack_prefixes(
     `keys`: what else must be equal for tokens to be shared. A key has one value per sequence: one for all of its
     tokens, such as an adapter's name, or integers, [tokens, ...], such as the experts of a replayed routing.
     """
-    rows, min_tokens = _comparable_rows(sequences, labels, keys), min_tokens or MIN_TOKENS
-    root = _Node(0, 0, 0, None)
-    ends = [_insert(root, rows, number, min_tokens) for number in range(len(rows))]
+    rows = _comparable_rows(sequences, labels, keys)
+    nodes, ends = build_forest(rows, min_tokens or MIN_TOKENS)
     columns: dict[str, list[Tensor]] = defaultdict(list)
-    numbers, firsts, depths, num_tokens, num_pairs = {root: -1}, {root: 0}, {root: 0}, 0, 0
-    for node in _walk(root):
-        assert node.parent is not None
-        length, tokens = node.stop - node.start, slice(node.start, node.stop)
-        numbers[node], firsts[node], depths[node] = len(numbers) - 1, num_tokens, depths[node.parent] + length
-        num_tokens += length
-        num_pairs += causal_pairs(depths[node]) - causal_pairs(depths[node.parent])
-        columns["input_ids"].append(sequences[node.sequence][tokens])
-        columns["labels"].append((labels or sequences)[node.sequence][tokens])
-        for name, number in (("document_ids", numbers[node]), ("parents", numbers[node.parent])):
-            columns[name].append(torch.full((length,), number))
+    first, firsts, spans = 0, list[int](), list[tuple[int, int]]()
+    for number, (sequence, start, stop, parent) in enumerate(nodes):
+        firsts.append(first)
+        spans.append((start, stop - start))
+        first += stop - start
+        columns["input_ids"].append(sequences[sequence][start:stop])
+        columns["labels"].append((labels or sequences)[sequence][start:stop])
+        for name, value in (("document_ids", number), ("parents", parent)):
+            columns[name].append(torch.full((stop - start,), value))
     return PackedPrefixes(
         {name: torch.cat([piece.cpu() for piece in pieces]).long()[None] for name, pieces in columns.items()},
-        [torch.cat([firsts[n] + torch.arange(n.stop - n.start) for n in _path(end)]) for end in ends],
-        (sum(map(len, rows)), num_tokens),
-        (sum(causal_pairs(len(each)) for each in rows), num_pairs),
+        [torch.cat([firsts[n] + torch.arange(spans[n][1]) for n in _path(nodes, end)]) for end in ends],
+        tuple(map(len, rows)),
+        tuple(spans),
     )
 
 
@@ -87,11 +94,11 @@ def shared_logprobs(
     model: PreTrainedModel, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None, **inputs: Any
 ) -> tuple[TokenResults, Tensor | None]:
     """`token_logprobs_and_aux` of a padded batch, with common prefixes of its rows computed once. Labels are the tokens
-    themselves, or -100. Nothing is shared in a ring, with position_ids, or with a load-balancing loss, which counts
-    tokens."""
+    themselves, or -100. Nothing is shared if the model has no `parents`, with position_ids, or with a
+    load-balancing loss, which counts tokens."""
     mask_BN = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     routing = model.ithaka_decoder and model.ithaka_decoder.batch.routing
-    if model.ithaka_mesh.ring_group.size() > 1 or routing is not None or inputs.keys() - {"temperature"}:
+    if why_no_parents(model) or routing is not None or inputs.keys() - {"temperature"}:
         return token_logprobs_and_aux(model, input_ids, labels, attention_mask=mask_BN, **inputs)
     ids_BN, is_real_BN = input_ids.cpu(), mask_BN.cpu().bool()
     packed = pack_prefixes([row[real] for row, real in zip(ids_BN, is_real_BN, strict=True)])
@@ -134,45 +141,75 @@ def _comparable_rows(
     return rows
 
 
-# ---- the tree
+# ---- the forest
 
 
-@dataclass(eq=False)
-class _Node:
-    """Rows [start, stop) of a sequence."""
+class Node(NamedTuple):
+    """Rows [start, stop) of a sequence, shared by all sequences that go through this node."""
 
     sequence: int
     start: int
     stop: int
-    parent: "_Node | None"
-    children: dict[bytes, list["_Node"]] = field(default_factory=lambda: defaultdict(list))  # by their first row
+    parent: int  # index of a node, or -1
 
 
-def _insert(root: _Node, rows: list[np.ndarray], number: int, min_tokens: int) -> _Node:
-    """Add a sequence to the tree and return the node in which it ends. Nodes that it leaves halfway are split."""
-    own, node, at = rows[number], root, 0
-    while at < len(own):
-        for child in node.children[own[at].tobytes()]:
-            other = rows[child.sequence][child.start : child.stop]
-            num_equal = _count_equal(own[at:], other, min_tokens)
-            if num_equal >= min(min_tokens, len(other)):
+def build_forest(rows: Sequence[np.ndarray], min_tokens: int) -> tuple[list[Node], list[int]]:
+    """Nodes of a forest with the sequences `rows`, [tokens, ...] each, and the node in which each sequence ends.
+    Common prefixes of fewer than `min_tokens` are not shared.
+
+    Parents come before children, and the largest subtree first: attention then takes long paths as one document, and
+    batches answers of equal length.
+    """
+    nodes: list[list[int]] = []  # as Node, in order of creation
+    children: dict[tuple[int, bytes], list[int]] = defaultdict(list)  # by parent and first row
+    ends = list[int]()
+    for number, own in enumerate(rows):
+        at, parent = 0, -1
+        while at < len(own):
+            siblings = children[parent, own[at].tobytes()]
+            for child in siblings:
+                sequence, start, stop, _ = nodes[child]
+                num_equal = count_equal(own[at:], rows[sequence][start:stop], min_tokens)
+                if num_equal >= min(min_tokens, stop - start):
+                    break
+            else:
+                siblings.append(len(nodes))
+                nodes.append([number, at, len(own), parent])
+                parent = siblings[-1]
                 break
-        else:
-            leaf = _Node(number, at, len(own), node)
-            node.children[own[at].tobytes()].append(leaf)
-            return leaf
-        if num_equal < len(other):
-            upper = _Node(child.sequence, child.start, child.start + num_equal, node)
-            siblings = node.children[own[at].tobytes()]
-            siblings[siblings.index(child)] = upper
-            child.start, child.parent = upper.stop, upper
-            upper.children[other[num_equal].tobytes()].append(child)
-            child = upper
-        node, at = child, at + num_equal
-    return node
+            if start + num_equal < stop:  # split it: the upper part keeps its index, so that earlier ends move down
+                lower = len(nodes)
+                nodes.append([sequence, start + num_equal, stop, child])
+                nodes[child][2] = start + num_equal
+                for key in [key for key in children if key[0] == child]:
+                    children[lower, key[1]] = children.pop(key)
+                    for grandchild in children[lower, key[1]]:
+                        nodes[grandchild][3] = lower
+                children[child, rows[sequence][start + num_equal].tobytes()].append(lower)
+                ends = [lower if end == child else end for end in ends]
+            parent, at = child, at + num_equal
+        ends.append(parent)
+    return _sort_nodes(nodes, ends)
 
 
-def _count_equal(a: np.ndarray, b: np.ndarray, min_tokens: int) -> int:
+def _sort_nodes(nodes: list[list[int]], ends: list[int]) -> tuple[list[Node], list[int]]:
+    children, sizes = defaultdict[int, list[int]](list), [stop - start for _, start, stop, _ in nodes]
+    for number, (*_, parent) in enumerate(nodes):
+        children[parent].append(number)
+    top_down = list(children[-1])
+    for number in top_down:
+        top_down += children[number]
+    for number in reversed(top_down):
+        sizes[number] += sum(sizes[child] for child in children[number])
+    order, stack = list[int](), sorted(children[-1], key=sizes.__getitem__)
+    while stack:
+        order.append(stack.pop())
+        stack += sorted(children[order[-1]], key=sizes.__getitem__)
+    places = {old: new for new, old in enumerate(order)} | {-1: -1}
+    return [Node(*nodes[old])._replace(parent=places[nodes[old][3]]) for old in order], [places[end] for end in ends]
+
+
+def count_equal(a: np.ndarray, b: np.ndarray, min_tokens: int) -> int:
     """Equal leading rows. Most pairs of sequences differ early."""
     for size in (min_tokens, min(len(a), len(b))):
         size = min(size, len(a), len(b))
@@ -182,27 +219,9 @@ def _count_equal(a: np.ndarray, b: np.ndarray, min_tokens: int) -> int:
     return size
 
 
-def _walk(root: _Node) -> Iterator[_Node]:
-    """Parents before children, largest subtree first: attention then takes long paths as one document, and batches
-    answers of equal length."""
-    order, sizes, stack = [root], defaultdict[_Node, int](int), [root]
-    for node in order:
-        order += [child for group in node.children.values() for child in group]
-    for node in reversed(order):
-        sizes[node] += node.stop - node.start
-        if node.parent is not None:
-            sizes[node.parent] += sizes[node]
-    while stack:
-        node = stack.pop()
-        if node.parent is not None:
-            yield node
-        stack += sorted((child for group in node.children.values() for child in group), key=sizes.__getitem__)
-
-
-def _path(node: _Node) -> list[_Node]:
-    """From the root's child to the node."""
-    path = []
-    while node.parent is not None:
-        path.append(node)
-        node = node.parent
+def _path(nodes: Sequence[Node], number: int) -> list[int]:
+    """From a root to the node."""
+    path = [number]
+    while (parent := nodes[path[-1]].parent) >= 0:
+        path.append(parent)
     return path[::-1]

@@ -40,6 +40,21 @@ class PlanRequest:
         hardware = self.space.hardware.with_kernel(kernel)
         return replace(self, space=replace(self.space, hardware=hardware))
 
+    def with_branches(self, branches: str) -> PlanRequest:
+        """The same request with `branches`, NxTOKENS, after the context, which is computed once for all of them."""
+        count, _, tokens = map(parse_count, branches.partition("x"))
+        if not count or not tokens:
+            raise ConfigError(
+                f"--branches {branches} is not a number of branches and their tokens; use for example 8x2K"
+            )
+        if self.space.fixed.get("ring", 1) != 1:
+            raise ConfigError(
+                f"parallel.ring={self.space.fixed['ring']} has no shared prefixes; leave it out, or use 1"
+            )
+        prompt, space = self.work.context, replace(self.space, fixed={**self.space.fixed, "ring": 1})
+        spans = ((0, prompt), *((prompt, tokens),) * count)
+        return replace(self, space=space, work=replace(self.work, context=prompt + count * tokens, spans=spans))
+
     def plan(self, context: int = 0) -> Plan:
         return self.space.choose(replace(self.work, context=context or self.work.context))
 

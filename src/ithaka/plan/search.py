@@ -133,7 +133,9 @@ def forward_layout(shape: ModelShape, cp: int, tokens: int, dtype: str) -> Layou
 
 
 def work_from_config(config: Config) -> Work:
-    return Work(config.data.context, config.train.batch, accumulate=config.train.accumulate)
+    has_reference = config.loss.type == "dpo"
+    train = config.train
+    return Work(config.data.context, train.batch, accumulate=train.accumulate, reference=has_reference)
 
 
 def make_search_space(config: Config, given: Collection[str], shape: ModelShape, hardware: Hardware) -> SearchSpace:

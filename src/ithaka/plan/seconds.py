@@ -10,7 +10,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ithaka.config import LAYER_LINEARS
 from ithaka.layout import ActivationPolicy, Layout
@@ -284,7 +284,11 @@ def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Wo
     for (window, policy, is_trained), count in Counter(layers).items():
         forward, backward = layer_seconds(shape, layout, hardware, work, window, policy)
         total = total + (forward + backward if is_trained else forward).times(count)
-    return total.times(work.accumulate) + _update_seconds(shape, layout, hardware) if work.trains else total
+    if not work.trains:
+        return total
+    if work.reference:
+        total = total + step_seconds(shape, layout, hardware, replace(work, trains=False))
+    return total.times(work.accumulate) + _update_seconds(shape, layout, hardware)
 
 
 def flop_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:

@@ -343,9 +343,10 @@ class Work:
     context: int
     batch: int = 1
     document_tokens: int | None = None  # length of packed documents; None: one per sequence
-    num_pairs: int | None = None  # query-key pairs of full attention per head, if they are not those of documents
+    spans: tuple[tuple[int, int], ...] = ()  # nodes of a forest in each sequence: tokens of ancestors, and its own
     accumulate: int = 1  # micro-steps per optimizer step
     trains: bool = True  # False: forward only, without gradients
+    reference: bool = False  # also a forward of a reference model
     between_steps: bool = False  # with trains=False: during a run, whose weights and optimizer state stay in memory
 
     @property
@@ -357,7 +358,9 @@ class Work:
 
     @property
     def length(self) -> int:
-        """Tokens of a document."""
+        """Tokens of a document, or of the longest path of a forest."""
+        if self.spans:
+            return max(map(sum, self.spans))
         return min(self.document_tokens or self.context, self.context)
 
     def pairs(self, window: int | None, causal: bool = True) -> float:
@@ -365,9 +368,21 @@ class Work:
         length = self.length
         if not causal:
             return self.tokens * length
+        if self.spans:
+            return self.batch * sum(span_pairs(*span, window) for span in self.spans)
         if window is None or window >= length:
-            return self.num_pairs or self.tokens * length / 2
+            return self.tokens * length / 2
         return self.tokens / length * (window * length - window**2 / 2)
+
+
+def span_pairs(before: int, length: int, window: int | None = None) -> int:
+    """Query-key pairs of `length` tokens after `before` others, to which they attend too."""
+
+    def count(tokens: int) -> int:
+        reach = tokens if window is None else min(tokens, window)
+        return reach * tokens - reach * (reach - 1) // 2
+
+    return count(before + length) - count(before)
 
 
 def read_shape(path: Path) -> ModelShape:

@@ -19,6 +19,7 @@ from ithaka.plan.layer_bytes import LayerBytes
 from ithaka.plan.models import hub_id
 from ithaka.plan.request import PlanRequest
 from ithaka.plan.search import Plan, SearchSpace
+from ithaka.plan.shape import Work, span_pairs
 
 LINE_WIDTH = 118
 # Lines of a planned configuration for the user to fill in: an example, and a comment.
@@ -51,7 +52,7 @@ def answer_request(request: PlanRequest, max_context: bool, steps: int | None, a
     space, batch = request.space, request.work.batch
     context, limited_by = space.longest_context_and_limit(batch) if max_context else (0, "")
     plan = request.plan(context)
-    rope = request.missing_rope(plan.work.context)
+    rope = request.missing_rope(plan.work.length)
     if as_json:
         values = as_dict(plan, request.model, steps) | ({"max_context": context} if max_context else {})
         values |= {"missing_rope": rope} if rope else {}
@@ -165,7 +166,9 @@ def as_text(plan: Plan, model: str, steps: int | None = None, note: str = "") ->
 
 def _format_headline(plan: Plan, model: str) -> str:
     batch = f"{plan.work.batch} x " if plan.work.batch > 1 else ""
-    subject = f"{model}, {batch}{format_tokens(plan.work.context)} tokens, {plan.hardware.name}"
+    subject = (
+        f"{model}, {batch}{format_tokens(plan.work.context)} tokens{_format_forest(plan.work)}, {plan.hardware.name}"
+    )
     if plan.fits:
         speed = f"{format_rate(plan.tokens_per_s_per_gpu)} tok/s per GPU, {format_duration(plan.step_s)} per step"
         return f"{subject}: fits, {speed} (mostly {plan.limited_by})"
@@ -177,6 +180,17 @@ def _format_headline(plan: Plan, model: str) -> str:
         elif need > have:
             shortages.append(f"{format_bytes(need)} of {name}, but there is none ({option})")
     return f"{subject}: does not fit. The closest plan needs {' and '.join(shortages)}."
+
+
+def _format_forest(work: Work) -> str:
+    """What a shared prompt saves, compared with a prompt for each branch."""
+    if not work.spans:
+        return ""
+    (_, prompt), *branches = work.spans
+    apart = [prompt + tokens for _, tokens in branches]
+    fewer = sum(apart) / work.context, sum(span_pairs(0, n) for n in apart) * work.batch / work.pairs(None)
+    words = f"{len(branches)} branches of {format_tokens(branches[0][1])} after {format_tokens(prompt)}"
+    return f" ({words}: {fewer[0]:.1f}x fewer tokens and {fewer[1]:.1f}x fewer pairs than apart)"
 
 
 def _adapter_savings(plan: Plan) -> dict[str, int | float]:

@@ -228,7 +228,8 @@ def find_resume_point(run_dir: Path, config: Config, shape: ModelShape) -> tuple
     if config.optim.name != before.optim.name:
         why = f"cannot continue from the state of optim.name={before.optim.name}"
         raise ConfigError(f"optim.name={config.optim.name} {why}; leave it out, or start a new run")
-    saved_model, plain = run_dir / "model" / "config.json", dataclasses.replace(shape, adapter=None, optimizer="adamw")
+    saved_model = run_dir / "model" / "config.json"
+    plain = dataclasses.replace(shape.with_adapter(None), optimizer="adamw", reference=False)
     if saved_model.is_file() and read_shape(saved_model) != plain:
         model = f"path={config.model.path}" if config.model.path else f"embedded={config.model.embedded}"
         why = f"differs in shape from the model of {run_dir}"

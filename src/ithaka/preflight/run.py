@@ -86,7 +86,9 @@ def model_shape(config: Config) -> ModelShape:
     """The model's shape, with the vocabulary that model.resize_embeddings gives it."""
     path, name = config.model.path, config.model.embedded
     shape = read_shape(path) if path else shape_from_config(embedded_model(name), f"model.embedded={name}")
-    shape = dataclasses.replace(shape.with_adapter(config.adapter), optimizer=config.optim.name)
+    has_copy = config.loss.type == "dpo" and config.adapter is None
+    shape = shape.with_adapter(config.adapter)
+    shape = dataclasses.replace(shape, reference=has_copy, optimizer=config.optim.name)
     if not config.model.resize_embeddings:
         return shape
     from ithaka.data.tokenizer import load_tokenizer  # late: it imports transformers

@@ -68,8 +68,8 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"RUN_DIR={run_dir} has no config.yaml; pass the directory of a run")
     records = read_metrics(run_dir / "metrics.jsonl")
-    prefixes = ("evaluate/", "experts/", "aux_loss")
-    more = sorted({key for record in records for key in record if key.startswith(prefixes)})
+    shown = ("evaluate/", "experts/", "aux_loss", "rewards/", "val_rewards/")
+    more = sorted({key for record in records for key in record if key.startswith(shown)})
     profiles = {int(file.parent.name[5:]): file for file in run_dir.glob("profile/step-*/profile.json")}
     evaluations = {int(file.stem[5:]): file for file in run_dir.glob("evaluations/step-*.json")}
     return {

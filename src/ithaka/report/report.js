@@ -236,9 +236,12 @@ function allCurves() {
   controls(into);
   into.append(grid);
   const digits = v => v == null ? "-" : Number(v).toFixed(4), short = v => v == null ? "-" : Number(v).toPrecision(4);
-  for (const run of runs) for (const key of ["loss", "val_loss"]) run.metrics["exp_" + key] = run.metrics[key].map(v => v == null ? null : Math.exp(v));
-  curves(grid, "Loss", "Mean over the step's trained tokens; validation runs after the update.", [["loss", "loss", false], ["val_loss", "validation", true]], digits, PLAIN);
+  const preferences = run => run.config.loss?.type === "dpo";
+  for (const run of runs.filter(run => !preferences(run))) for (const key of ["loss", "val_loss"]) run.metrics["exp_" + key] = run.metrics[key].map(v => v == null ? null : Math.exp(v));
+  curves(grid, "Loss", `Mean over the step's ${runs.every(preferences) ? "pairs" : "trained tokens"}; validation runs after the update.`, [["loss", "loss", false], ["val_loss", "validation", true]], digits, PLAIN);
   curves(grid, "Perplexity", "exp(loss).", [["exp_loss", "perplexity", false], ["exp_val_loss", "validation", true]], short, PLAIN);
+  curves(grid, "Rewards", "beta times the log-probability of an answer relative to the reference, mean over pairs.", [["rewards/chosen", "chosen", false], ["rewards/rejected", "rejected", false], ["rewards/margins", "margin", false], ["val_rewards/margins", "validation margin", true]], digits, PLAIN);
+  curves(grid, "Preference accuracy", "Share of pairs whose chosen answer has the higher reward.", [["rewards/accuracies", "accuracy", false], ["val_rewards/accuracies", "validation", true]], short, PLAIN);
   curves(grid, "Learning rate", "At each step.", [["lr", "learning rate", false]], short, PLAIN);
   curves(grid, "Gradient norm", "Global norm, before clipping.", [["grad_norm", "gradient norm", false]], short, PLAIN);
   curves(grid, "Speed", "Input tokens per second, excluding validation and checkpoints.", [["tokens_per_s", "tokens/s", false]], amount, AMOUNTS);

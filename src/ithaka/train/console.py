@@ -42,6 +42,13 @@ IDS_FILE = "track.json"
 # Names from Hugging Face's Trainer. Other metrics are train/METRIC, and train/SOURCE_METRIC for one data source.
 METRIC_NAMES = {"val_loss": "eval/loss", "lr": "train/learning_rate", "tokens": "train/num_input_tokens_seen"}
 
+# Metrics of DPO that a line does not show.
+HIDDEN = (
+    "logps/",
+    "val_logps/",
+    *(f"{split}rewards/{side}" for split in ("", "val_") for side in ("chosen", "rejected")),
+)
+
 FinalStatus = Literal["finished", "failed", "killed"]  # killed: by a signal
 WANDB_EXIT_CODES: dict[FinalStatus, int] = {"finished": 0, "failed": 1, "killed": 255}  # the same as wandb's own
 
@@ -104,7 +111,7 @@ class Record:
     host_peak_bytes: int  # maximum resident set size over ranks since the start
     balance: float | None = None  # attention work, maximum / mean over ranks; None: equal on all ranks
     ring_bytes: int = 0  # k, v, dk and dv sent in this step, maximum over the ring's ranks
-    # "loss/NAME" and "val_loss/NAME" for each data source, top-level keys in metrics.jsonl. Empty with one source.
+    # "loss/NAME" and "val_loss/NAME" for each of several data sources, and metrics of DPO: keys in metrics.jsonl.
     sources: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -132,7 +139,11 @@ def describe(record: Record) -> str:
         "loss": record.loss is not None and f"{record.loss:.4f}",
         "val": record.val_loss is not None and f"{record.val_loss:.4f}",
         # Only an evaluation's totals, not each task at each length.
-        **{name: f"{mean:.4f}" for name, mean in record.sources.items() if name.count("/") == 1},
+        **{
+            name: f"{mean:.4f}"
+            for name, mean in record.sources.items()
+            if name.count("/") == 1 and not name.startswith(HIDDEN)
+        },
         "lr": record.lr is not None and f"{record.lr:.2e}",
         "grad": record.grad_norm is not None and f"{record.grad_norm:.3f}",
         "": record.tokens_per_s is not None and f"{format_count(record.tokens_per_s)} tok/s",
@@ -302,6 +313,9 @@ def rename_metrics(values: Mapping[str, Any]) -> dict[str, float]:
         if metric == "evaluate":
             renamed[key] = value
             continue
+        if metric.removeprefix("val_") in ("rewards", "logps"):  # TRL's names
+            renamed[("eval/" if metric.startswith("val_") else "train/") + key.removeprefix("val_")] = value
+            continue
         group, _, metric = METRIC_NAMES.get(metric, f"train/{metric}").partition("/")
         if key != "step" and value is not None:
             renamed[f"{group}/{source}_{metric}" if source else f"{group}/{metric}"] = value
@@ -414,7 +428,7 @@ class Trackers:
         logs = {name: tracker.log for name, tracker in self._open.items() if name not in self._failed}
         messages = self._failures(logs, (rename_metrics(values), step), "failed", "the run continues without it")
         named = {key: value for key, value in values.items() if value is not None}
-        figures = {key: value for key, value in named.items() if key.startswith(("val_loss", "evaluate/"))}
+        figures = {key: value for key, value in named.items() if key.startswith(("val_", "evaluate/"))}
         messages += self.notify("on_step", step, named)
         return messages + (self.notify("on_evaluation", step, figures) if figures else [])
 

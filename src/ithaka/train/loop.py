@@ -95,7 +95,8 @@ def validate_only(run: Run) -> None:
         raise SharedError(f"--evaluate-only: nothing is held out for validation; {fix}")
     if trainer.mesh.rank == 0:
         model = f"{run.run_dir}, step {trainer.step}" if run.checkpoint else run.config.model.path or "embedded model"
-        for name, value in {"validation loss": loss, "perplexity": math.exp(loss), **sources}.items():
+        perplexity = {"perplexity": math.exp(loss)} if trainer.dpo is None else {}
+        for name, value in {"validation loss": loss, **perplexity, **sources}.items():
             print(f"{name:<16} {value:.4f}", flush=True)
         print(f"for {model}, on up to {count} sequences of {run.config.data.context} tokens", flush=True)
 

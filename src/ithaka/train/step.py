@@ -25,6 +25,7 @@ from ithaka.model.batch import count_pairs, pack_batch, take_label_share
 from ithaka.model.families import find_layers
 from ithaka.phases import phase
 from ithaka.train.optimizers import MuonAndAdamW, make_adamw8bit
+from ithaka.train.preferences import DPO
 
 _CHUNK_ELEMENTS = 1 << 20  # on a CPU, the norm of a chunk converts it to fp64
 
@@ -143,7 +144,8 @@ class StepResult:
     grad_norm: float
     label_tokens: int
     num_pairs: int  # query-key pairs in attention, summed over layers
-    source_losses: dict[str, float]  # loss/NAME with several sources; of mixtures, aux_loss and the load of experts
+    # loss/NAME with several sources; of mixtures, aux_loss and the load of experts; of DPO, rewards and logps
+    source_losses: dict[str, float]
     # If the update was refused: this rank's part of the loss and the norm of its gradient shards.
     refused: tuple[float, float] | None = None
     balance: float | None = None  # attention work, maximum / mean over ranks; None: equal on all ranks
@@ -162,19 +164,21 @@ def train_step(
     source_names: Sequence[str] = (),
     seed_and_step: tuple[int, int] = (0, 0),
     accepts: Callable[[float, float], bool] = lambda loss, norm: True,
+    dpo: DPO | None = None,
 ) -> StepResult:
     """Run one update on this rank's micro-batches. `windows`: sliding window of each layer. `seed_and_step`: of
     adapter.dropout. The update is skipped if `accepts(loss, gradient norm)` is false. If no rank has a label, nothing
     is computed and `label_tokens` is 0.
 
-    The global number of valid labels is known before the first forward, so that every micro-batch is weighted by its
-    tokens."""
+    The global number of valid labels (for `dpo`, of preferences) is known before the first forward, so that every
+    micro-batch is weighted by its own."""
     labels = sum(num_valid(batch.labels) for batch in batches)
-    pairs = [count_pairs(batch.document_ids, windows) for batch in batches]
+    preferences = sum(batch.num_preferences for batch in batches)
+    pairs = [count_pairs(batch.document_ids, windows, batch.parents) for batch in batches]
     # The ranks of a cp group have the same batch: count it once.
-    counts = torch.tensor([labels, *pairs]) * (mesh.cp_rank == 0)
+    counts = torch.tensor([labels, preferences, *pairs]) * (mesh.cp_rank == 0)
     dist.all_reduce(counts)
-    label_tokens, *all_pairs = counts.tolist()
+    label_tokens, preferences, *all_pairs = counts.tolist()
     if not label_tokens:
         return StepResult(0.0, 0.0, 0, 0, {})
     for group in optimizer.param_groups:
@@ -186,19 +190,25 @@ def train_step(
     sources, max_pairs, own_losses, ring_bytes = SourceSums(source_names, mesh), [], [], 0
     has_aux_loss = False
     for batch, own_pairs in zip(batches, pairs, strict=True):
-        out = model(**batch.inputs, num_items_in_batch=label_tokens, per_token=sources.has_several)
-        sources.add(batch, out.tokens)
-        out.loss.backward()
-        total_loss += out.loss.detach()
-        own_losses.append(out.own_loss)
+        if dpo is None:
+            out = model(**batch.inputs, num_items_in_batch=label_tokens, per_token=sources.has_several)
+            sources.add(batch, out.tokens)
+            part, own = out.loss, out.own_loss
+        else:
+            part, out = dpo.compute(batch, preferences)
+            own = part.detach()
+        part.backward()
+        total_loss += part.detach()
+        own_losses.append(own)
         max_pairs.append(own_pairs * out.docs.deal.balance)
         ring_bytes += out.docs.sent_bytes
         if out.aux_loss is not None:
             has_aux_loss = True
             aux_loss += out.aux_loss.detach() * out.num_tokens / label_tokens
+    preference_loss, metrics = (None, {}) if dpo is None else dpo.take_means()
     with phase("optimizer"):
         norm = float(clip_gradients(model.parameters(), clip_norm, mesh.device))
-        loss, refused = float(total_loss), None
+        loss, refused = float(total_loss) if preference_loss is None else preference_loss, None
         if accepts(loss, norm):
             optimizer.step()
         else:
@@ -210,7 +220,7 @@ def train_step(
         maxima = torch.tensor([ring_bytes, *max_pairs], dtype=torch.float64)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         balance, ring_bytes = float(maxima[1:].sum()) * mesh.dp_size / max(1, sum(all_pairs)), int(maxima[0])
-    means = sources.means("loss") | expert_loads(model)
+    means = sources.means("loss") | expert_loads(model) | metrics
     if has_aux_loss:
         dist.all_reduce(aux_loss)
         means["aux_loss"] = float(aux_loss) / mesh.world_size
@@ -234,15 +244,18 @@ def expert_loads(model: nn.Module) -> dict[str, float]:
 
 @torch.no_grad()
 def validation_loss(
-    model: nn.Module, batches: Iterable[Batch], mesh: Mesh, source_names: Sequence[str] = ()
+    model: nn.Module, batches: Iterable[Batch], mesh: Mesh, source_names: Sequence[str] = (), dpo: DPO | None = None
 ) -> tuple[float | None, dict[str, float]]:
-    """Mean loss over the valid labels of all ranks (None without any), and of each source. Every rank must pass the
-    same number of batches."""
+    """Mean loss over the valid labels (for `dpo`, preferences) of all ranks (None without any), and of each source.
+    Every rank must pass the same number of batches."""
     sources = SourceSums(source_names, mesh)
     total, num_labels = torch.zeros((), dtype=torch.float64, device=mesh.device), 0
     was_training = model.training
     model.eval()
     for batch in batches:
+        if dpo is not None:
+            dpo.compute(batch, 1)
+            continue
         out = model(**batch.inputs, per_token=sources.has_several)
         sources.add(batch, out.tokens)
         total += out.loss.double() * out.num_tokens
@@ -250,4 +263,6 @@ def validation_loss(
     model.train(was_training)
     if isinstance(model, FSDPModule):
         model.reshard()  # after forward, the root keeps its parameters gathered for backward
+    if dpo is not None:
+        return dpo.take_means("val_")
     return float(total) / num_labels if num_labels else None, sources.means("val_loss")

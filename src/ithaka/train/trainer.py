@@ -30,10 +30,12 @@ from ithaka.exits import ExitCode, TransientError
 from ithaka.layer.store import Store
 from ithaka.measure import EvalText, check_prompts, flatten_metrics, measure_all, read_text
 from ithaka.model.build import build_model, has_weights
+from ithaka.model.calls import why_no_parents
 from ithaka.phases import phase
 from ithaka.preflight.checks import check_same_inputs
 from ithaka.preflight.run import Run, can_save_in_background, store_host_bytes
 from ithaka.train.console import Console, import_named, note_startup, status
+from ithaka.train.preferences import DPO
 from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
 
 MIN_NORMS = 20  # steps before a gradient norm can count as a spike
@@ -76,17 +78,21 @@ class Trainer:
         source = config.model.path or embedded_model(config.model.embedded)
         self.random_weights = run.checkpoint is None and not has_weights(source)
         with phase("building the model"), status("building the model"):
-            self.model = build_model(
+            build = partial(
+                build_model,
                 source,
                 mesh,
                 run.layout,
-                store=self.store,
                 seed=config.train.seed,
                 vocab_size=run.shape.vocab,
-                adapter=config.adapter,
                 rope=config.model.rope,
                 context=config.data.context,
             )
+            self.model = build(store=self.store, adapter=config.adapter)
+            self.dpo: DPO | None = None
+            if config.loss.type == "dpo":
+                reference = build(trains=False).requires_grad_(False).eval() if run.shape.reference else None
+                self.dpo = DPO(config.loss, self.model, mesh, reference)
         note_startup("model")
         self.model.ithaka_loss = _import_loss(config.train.loss)
         self.optimizer = make_optimizer(self.model, config.optim)
@@ -106,6 +112,7 @@ class Trainer:
                 validate_sequences=config.train.validate_sequences,
                 cache_dir=run.run_dir / "tokens",
                 fills_cache=is_local_rank_0(),
+                shares_prefixes=not why_no_parents(self.model),
             )
         if run.checkpoint is not None:
             state = files.read_state(run.checkpoint)
@@ -228,6 +235,7 @@ class Trainer:
             source_names=self.data.source_names,
             seed_and_step=(config.train.seed, self.step + 1),
             accepts=self.accepts,
+            dpo=self.dpo,
         )
         result = compute()
         if not result.label_tokens:
@@ -252,7 +260,7 @@ class Trainer:
     @phase("validation")
     def validate(self) -> tuple[float | None, dict[str, float]]:
         batches = self.data.validation_batches(self.config.train.validate_sequences)
-        return validation_loss(self.model, batches, self.mesh, self.data.source_names)
+        return validation_loss(self.model, batches, self.mesh, self.data.source_names, self.dpo)
 
     def read_evaluation(self) -> EvalText | None:
         """Text for the evaluation, or None if evaluation is off."""

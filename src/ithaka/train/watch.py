@@ -136,9 +136,9 @@ class Watch:
         """This rank's figures of a step; `report` takes those of all ranks."""
         shape, group = self.run.shape, self.trainer.mesh.ulysses_group
         bounds = [rank * shape.heads // group.size() for rank in (group.rank(), group.rank() + 1)]
-        pairs = sum(count_pairs(batch.document_ids, shape.windows) for batch in batches)
+        pairs = sum(count_pairs(batch.document_ids, shape.windows, batch.parents) for batch in batches)
         # How many times as many pairs there would be, without windows, if every sequence were a single document.
-        full_pairs = sum(count_pairs(batch.document_ids, [None]) for batch in batches)
+        full_pairs = sum(count_pairs(batch.document_ids, [None], batch.parents) for batch in batches)
         full_ratio = max(1.0, len(batches) * self.run.work.pairs(None) / full_pairs)
         attention_s, pauses = self.heartbeat.tracker.end_step(full_ratio)
         return self._slow_disk(step_s), attention_s, float(pairs * (bounds[1] - bounds[0])), *pauses

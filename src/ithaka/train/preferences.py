@@ -1,0 +1,87 @@
+"""Direct preference optimization (DPO): its loss and metrics on packed pairs of a chosen and a rejected sample.
+
+Shapes: P pairs of a batch; B rows of S tokens; s labels of this rank.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from ithaka.config import ConfigError, LossConfig
+from ithaka.data.stream import Batch
+from ithaka.dist.mesh import Mesh
+from ithaka.model.batch import pack_batch, take_label_share
+from ithaka.model.build import GlobalSum
+
+METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen",
+           "logps/rejected")  # fmt: skip
+
+
+class DPO:
+    """A loss for `train_step`. `reference`: a frozen, parallel copy of the first weights, or None if these are the
+    model without its adapter."""
+
+    def __init__(self, settings: LossConfig, model: Any, mesh: Mesh, reference: Any = None) -> None:
+        self.beta, self.smoothing = settings.beta, settings.label_smoothing
+        self.model, self.mesh, self.reference = model, mesh, reference
+        self._sums = torch.zeros(2 + len(METRICS), dtype=torch.float64, device=mesh.device)  # loss, METRICS, pairs
+        decoder = model.ithaka_decoder
+        if decoder is not None and decoder.batch.routing is not None:
+            rule = "loss.type=dpo cannot be combined with the model's load-balancing loss"
+            raise ConfigError(f"{rule}; set output_router_logits to false in its config.json")
+
+    def compute(self, batch: Batch, divisor: int) -> tuple[Tensor, Any]:
+        """This cp group's share of the loss, and the model's output. Also adds to the sums of `take_means`."""
+        with torch.no_grad(), self._use_reference() as reference:
+            before_P2, _ = self._sum_logprobs(reference, batch)
+        own_P2, out = self._sum_logprobs(self.model, batch)
+        rewards_P2 = self.beta * (own_P2 - before_P2)
+        margins_P = rewards_P2[:, 0] - rewards_P2[:, 1]
+        kept_P, swapped_P = -F.logsigmoid(margins_P), -F.logsigmoid(-margins_P)
+        # Robust DPO (arXiv 2403.00409): unbiased if this fraction of pairs is swapped.
+        losses_P = ((1 - self.smoothing) * kept_P - self.smoothing * swapped_P) / (1 - 2 * self.smoothing)
+        count = batch.num_preferences  # P is at least 1
+        figures = *rewards_P2.unbind(1), margins_P, (margins_P > 0).double(), *own_P2.unbind(1)
+        sums = torch.stack([values_P.detach()[:count].sum() for values_P in (losses_P, *figures)])
+        self._sums += torch.cat([sums, sums.new_tensor([count])])
+        return losses_P[:count].sum() / divisor, out
+
+    def take_means(self, prefix: str = "") -> tuple[float | None, dict[str, float]]:
+        """Mean loss and metrics over the pairs of all ranks since the last call; no loss without pairs."""
+        sums, self._sums = self._sums, torch.zeros_like(self._sums)
+        dist.all_reduce(sums)
+        *totals, count = (sums / self.mesh.cp_size).tolist()
+        if not count:
+            return None, {}
+        loss, *means = (total / count for total in totals)
+        return loss, {prefix + name: mean for name, mean in zip(METRICS, means, strict=True)}
+
+    def _sum_logprobs(self, model: Any, batch: Batch) -> tuple[Tensor, Any]:
+        """[P, 2] sums over each answer in float64, equal on all ranks of the cp group, and the model's output."""
+        out = model(**batch.inputs, per_token=True)
+        samples_BS = batch.labels.new_zeros(batch.labels.shape) if batch.sample_ids is None else batch.sample_ids
+        packing = pack_batch(batch.inputs, batch.labels, self.mesh)
+        samples_s = take_label_share(samples_BS, self.mesh, packing).clamp(min=0)  # without a label, 0 is added
+        sums = torch.zeros(2 * max(1, batch.num_preferences), dtype=torch.float64, device=self.mesh.device)
+        sums = sums.index_add(0, samples_s, out.tokens.logprobs.double())
+        return GlobalSum.apply(sums, self.mesh.cp_group).view(-1, 2), out
+
+    @contextmanager
+    def _use_reference(self) -> Iterator[Any]:
+        if self.reference is not None:
+            yield self.reference
+            self.reference.reshard()  # after forward, the root keeps its parameters gathered for backward
+            return
+        layers: list[Any] = [module for module in self.model.modules() if hasattr(module, "_disable_adapters")]
+        for layer in layers:  # PEFT's own method would also change requires_grad, which FSDP2 does not expect
+            layer._disable_adapters = True
+        try:
+            yield self.model
+        finally:
+            for layer in layers:
+                layer._disable_adapters = False

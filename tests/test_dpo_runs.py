@@ -1,0 +1,223 @@
+"""`ithaka train` with loss=dpo: equal to TRL's DPOTrainer in fp64, resumed bitwise, planned, and refused by name."""
+
+import contextlib
+import io
+import json
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from datasets import Dataset
+from peft import LoraConfig
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from trl import DPOConfig, DPOTrainer
+
+from ithaka.config import parse_config
+from ithaka.data import pack
+from ithaka.export import export
+from ithaka.layout import make_layout
+from ithaka.plan.hardware import find_hardware
+from ithaka.plan.search import Plan, work_from_config
+from ithaka.preflight.run import model_shape
+from models import tiny_config, tiny_model
+from refusals import assert_refused
+from runs import copy_back_at, metrics, numbers, run
+from test_preferences_and_rewards import tokenizer
+
+CLOSE = {"rel": 1e-6, "abs": 1e-6}  # TRL's fused head computes in fp32
+BETA, SMOOTHING, LR, STEPS = 0.3, 0.1, 1e-3, 3
+# Renders reasoning after the last user message only, as Qwen3's template does.
+DROPS_REASONING = """{%- set last = namespace(user=0) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}\
+{%- set last.user = loop.index0 -%}{%- endif -%}{%- endfor -%}{%- for m in messages -%}<|{{ m.role }}|>\
+{%- if m.reasoning_content and loop.index0 > last.user %}<think>{{ m.reasoning_content }}</think>{% endif -%}\
+{{ m.content }}<end>{%- endfor -%}{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
+TRL_NAMES = {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen",
+             "logps/rejected"}  # fmt: skip
+
+
+def pairs():
+    """Prompts of unequal lengths with a long common part; none fits into a sequence with another."""
+    return [
+        {
+            "prompt": f"{n} times {'and again ' * 6}{'?' * n}",
+            "chosen": f" It is {n * n}" + "!" * n,
+            "rejected": f" {n}.",
+        }
+        for n in range(1, 5)
+    ]
+
+
+def configure(folder, adapter, **train):
+    """Four sequences, which are one step: their order does not matter."""
+    rows = [pairs()[0], *pairs()]  # the very first record is held out
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return parse_config({
+        "model": {"path": str(folder / "model"), "dtype": "float64"},
+        "data": {"path": str(folder / "pairs.jsonl"), "context": 131, "validation_fraction": 1e-9},
+        "adapter": {"rank": 4, "alpha": 8, "targets": ["q_proj", "down_proj"]} if adapter else None,
+        "loss": {"type": "dpo", "beta": BETA, "label_smoothing": SMOOTHING},
+        "parallel": {"cp": 2},
+        "optim": {"lr": LR, "schedule": "constant", "weight_decay": 0.0, "clip_norm": None, "betas": [0.9, 0.95]},
+        "train": {"run_dir": str(folder / "run"), "steps": STEPS, "global_batch": 4, "save_every": 2, "keep_last": 3,
+                  "validate_every": 2, "validate_sequences": 1, **train},
+    })  # fmt: skip
+
+
+def plain(folder, adapter):
+    """TRL's logs and weights after as many steps."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
+    settings = {"max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": LR, "optim": "adamw_torch",
+                "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1e9, "adam_beta2": 0.95,
+                "loss_type": "robust", "beta": BETA, "label_smoothing": SMOOTHING, "logging_steps": 1,
+                "max_length": 256, "bf16": False,
+                "use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}  # fmt: skip
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]) if adapter else None
+    arguments = {"train_dataset": Dataset.from_list(pairs()), "processing_class": tokenizer(), "peft_config": lora}
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer = DPOTrainer(model, args=DPOConfig(str(folder / "trl"), **settings), **arguments)
+            if adapter:  # ithaka draws other first weights
+                first = load_file(folder / "first" / "adapter_model.safetensors")
+                for name, param in trainer.model.named_parameters():
+                    if param.requires_grad:
+                        param.data.copy_(first[name.replace(".default", "")])
+            trainer.train()
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    named = (trainer.model if adapter else model).named_parameters()
+    return trainer.state.log_history[:STEPS], {name.replace(".default", ""): param.detach() for name, param in named}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dpo")
+    config = tiny_config("llama", vocab_size=258, num_hidden_layers=2)
+    tiny_model(config, torch.float64).save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    return folder
+
+
+def run_sharing(min_tokens, *arguments):
+    pack.MIN_TOKENS = min_tokens
+    try:
+        return run(*arguments)
+    finally:
+        pack.MIN_TOKENS = 128
+
+
+@pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_losses_metrics_and_weights_are_trls(ranks, folder, adapter):
+    """On 2 x 2 ranks, with the prompt computed once; after a resume, bit for bit."""
+    own = folder / f"adapter={adapter}"
+    own.mkdir()
+    (own / "model").symlink_to(folder / "model")
+    config = configure(own, adapter)
+    if adapter:
+        train = replace(config.train, steps=1, run_dir=own / "first-run")
+        ranks.run(2, run, replace(config, train=train, optim=replace(config.optim, lr=0.0)))
+        export(train.run_dir, own / "first")
+    ranks.run(4, run_sharing, 16, config)
+    lines = [line for line in metrics(config.train.run_dir) if line["step"] > 0]
+    logs, weights = plain(own, adapter)
+    for line, log in zip(lines, logs, strict=True):
+        assert line["loss"] == pytest.approx(log["loss"], **CLOSE)
+        assert line["grad_norm"] == pytest.approx(log["grad_norm"], **CLOSE)
+        assert {name: line[name] for name in TRL_NAMES} == pytest.approx(
+            {name: log[name] for name in TRL_NAMES}, rel=1e-6
+        )
+    assert "val_rewards/margins" in lines[1]
+    export(config.train.run_dir, own / "exported")
+    saved = load_file(own / "exported" / ("adapter_model.safetensors" if adapter else "model.safetensors"))
+    for name, tensor in saved.items():
+        assert torch.allclose(tensor.double(), weights[name], rtol=1e-5, atol=1e-7), name
+    copied = copy_back_at(config.train.run_dir, own / "again", 2)
+    again = replace(config, train=replace(config.train, run_dir=copied))
+    ranks.run(4, run_sharing, 16, again, copied)
+    assert numbers(copied) == numbers(config.train.run_dir)
+
+
+def unshared(config):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ithaka.train.trainer.why_no_parents", lambda model: "for a test")
+        return run(config)
+
+
+def test_turns_of_an_unrolled_conversation_share_their_history(ranks, folder):
+    """One sample per turn, all in one sequence: the same losses and gradients, with fewer tokens computed."""
+    turns = [
+        message
+        for n in range(3)
+        for message in (
+            {"role": "user", "content": f"And {n} plus {n * n}, after all that was said before? " * 2},
+            {"role": "assistant", "reasoning_content": f"Add {n}.", "content": f"It is {n + n * n}, I think."},
+        )
+    ]
+    (folder / "think.jinja").write_text(DROPS_REASONING)
+    (folder / "turns.jsonl").write_text(2 * f"{json.dumps({'messages': turns})}\n")  # the first is held out
+    settings = {
+        "model": {"path": str(folder / "model"), "dtype": "float64"},
+        "data": {"path": str(folder / "turns.jsonl"), "context": 3000, "chat_template": str(folder / "think.jinja"),
+                 "reasoning": {"turns": "all"}, "validation_fraction": 1e-9},
+        "parallel": {"cp": 2},
+        "optim": {"lr": 1e-3, "schedule": "constant"},
+    }  # fmt: skip
+    seen, packed = {}, {}
+    for how, work in {"shared": partial(run_sharing, 16), "apart": unshared}.items():
+        config = parse_config(settings | {"train": {"run_dir": str(folder / how), "steps": 3, "validate_sequences": 1}})
+        ranks.run(2, work, config)
+        seen[how] = metrics(config.train.run_dir)
+        facts = json.loads((config.train.run_dir / "data.json").read_text())
+        packed[how] = float(facts["packing"].partition("%")[0])
+    assert packed["shared"] < 0.75 * packed["apart"]
+    for a, b in zip(seen["shared"], seen["apart"], strict=True):
+        for name in ("loss", "val_loss", "grad_norm"):
+            assert a[name] == pytest.approx(b[name], rel=1e-10), name
+
+
+def test_what_does_not_combine_with_pairs_is_refused():
+    dpo = {"loss": {"type": "dpo"}}
+    for section, values, way_out in (
+        ("data", {"train_on": "all"}, "leave it out"),
+        ("data", {"documents": "together"}, "use apart"),
+        ("data", {"long_documents": "turns"}, "use drop or refuse"),
+        ("adapter", {"path": "somewhere"}, "merge it first"),
+        ("adapter", {"modules_to_save": ["lm_head"]}, "first weights"),
+        ("curriculum", [{"context": 64, "steps": 1}], "leave it out"),
+    ):
+        names = [section] if section == "curriculum" else [f"{section}.{name}" for name in values]
+        assert_refused(lambda tree={**dpo, section: values}: parse_config(tree), *names, "dpo", way_out=way_out)
+    assert_refused(lambda: parse_config({"loss": {"beta": 0.2}}), "loss.beta=0.2", way_out="loss.type=dpo")
+    assert_refused(lambda: parse_config({"data": {"train_on": "pairs"}}), "data.train_on=pairs", way_out="leave it out")
+    assert parse_config({"loss": "dpo"}).data.train_on == "pairs"
+
+
+def test_a_pair_that_does_not_fit_is_refused_or_dropped():
+    long = pack.LongDocuments(pairs=True, shares=True)
+    tokens = np.arange(30, dtype=np.int32)
+    documents = pack.Documents(tokens, np.array([10, 20]), samples=np.array([4, 16]))
+    assert_refused(lambda: pack.cut_documents(documents, 19, long), "data.context=19", way_out="drop")
+    cut = pack.cut_documents(documents, 19, long._replace(mode="drop"))
+    assert cut.owners.tolist() == [0] and cut.removed.tolist() == [0, 20]
+    assert cut.shards[1].nodes.tolist() == [(0, -1, 1), (6, -1, 0)]
+
+
+def test_the_reference_is_planned(folder):
+    """A frozen copy takes memory unless there is an adapter; its forward takes time in both cases."""
+    model = {"path": str(folder / "model")}
+    hardware = find_hardware("1xH100-80GB")
+    for adapter in (None, {"rank": 4}):
+        plans = []
+        for loss in ("cross_entropy", "dpo"):
+            config = parse_config({"model": model, "loss": {"type": loss}, "adapter": adapter})
+            layout = make_layout(2, cp=1, ring=1, tile_tokens=4096, dtype="bfloat16")
+            plans.append(Plan(model_shape(config), layout, hardware, work_from_config(config)))
+        plain, dpo = plans
+        assert 1.2 < dpo.step_s / plain.step_s < 1.5
+        more = dpo.ledger.gpu["parameters"] - plain.ledger.gpu["parameters"]
+        assert more == (0 if adapter else 2 * plain.shape.num_parameters)
