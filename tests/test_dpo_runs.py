@@ -23,18 +23,20 @@ from ithaka.layout import make_layout
 from ithaka.plan.hardware import find_hardware
 from ithaka.plan.search import Plan, work_from_config
 from ithaka.preflight.run import model_shape
+from ithaka.train.console import read_metrics
 from models import tiny_config, tiny_model
 from refusals import assert_refused
-from runs import copy_back_at, metrics, numbers, run
+from runs import copy_back_at, run
 from test_preferences_and_rewards import tokenizer
 
 CLOSE = {"rel": 1e-6, "abs": 1e-6}  # TRL's fused head computes in fp32
-BETA, SMOOTHING, LR, STEPS = 0.3, 0.1, 1e-3, 3
+BETA, SMOOTHING, LR, STEPS = 0.3, 0.1, 2e-4, 3
 # Renders reasoning after the last user message only, as Qwen3's template does.
 DROPS_REASONING = """{%- set last = namespace(user=0) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}\
 {%- set last.user = loop.index0 -%}{%- endif -%}{%- endfor -%}{%- for m in messages -%}<|{{ m.role }}|>\
 {%- if m.reasoning_content and loop.index0 > last.user %}<think>{{ m.reasoning_content }}</think>{% endif -%}\
 {{ m.content }}<end>{%- endfor -%}{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
+UNEQUAL = ("tokens_per_s", "step_s", "mfu", "device_peak_bytes", "host_peak_bytes")  # in two runs that are the same
 TRL_NAMES = {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen",
              "logps/rejected"}  # fmt: skip
 
@@ -97,10 +99,14 @@ def plain(folder, adapter):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dpo")
-    config = tiny_config("llama", vocab_size=258, num_hidden_layers=2)
+    config = tiny_config("llama", vocab_size=258, num_hidden_layers=2, max_position_embeddings=4096)
     tiny_model(config, torch.float64).save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
     return folder
+
+
+def steps(run_dir):
+    return read_metrics(run_dir / "metrics.jsonl")
 
 
 def run_sharing(min_tokens, *arguments):
@@ -120,16 +126,16 @@ def test_losses_metrics_and_weights_are_trls(ranks, folder, adapter):
     config = configure(own, adapter)
     if adapter:
         train = replace(config.train, steps=1, run_dir=own / "first-run")
-        ranks.run(2, run, replace(config, train=train, optim=replace(config.optim, lr=0.0)))
+        ranks.run(2, run_sharing, 16, replace(config, train=train, optim=replace(config.optim, lr=0.0)))
         export(train.run_dir, own / "first")
     ranks.run(4, run_sharing, 16, config)
-    lines = [line for line in metrics(config.train.run_dir) if line["step"] > 0]
+    lines = steps(config.train.run_dir)[1:]
     logs, weights = plain(own, adapter)
     for line, log in zip(lines, logs, strict=True):
         assert line["loss"] == pytest.approx(log["loss"], **CLOSE)
         assert line["grad_norm"] == pytest.approx(log["grad_norm"], **CLOSE)
         assert {name: line[name] for name in TRL_NAMES} == pytest.approx(
-            {name: log[name] for name in TRL_NAMES}, rel=1e-6
+            {name: log[name] for name in TRL_NAMES}, **CLOSE
         )
     assert "val_rewards/margins" in lines[1]
     export(config.train.run_dir, own / "exported")
@@ -139,7 +145,8 @@ def test_losses_metrics_and_weights_are_trls(ranks, folder, adapter):
     copied = copy_back_at(config.train.run_dir, own / "again", 2)
     again = replace(config, train=replace(config.train, run_dir=copied))
     ranks.run(4, run_sharing, 16, again, copied)
-    assert numbers(copied) == numbers(config.train.run_dir)
+    for line, other in zip(steps(copied), steps(config.train.run_dir), strict=True):
+        assert all(line[name] == other[name] for name in other.keys() - {*UNEQUAL})
 
 
 def unshared(config):
@@ -162,7 +169,7 @@ def test_turns_of_an_unrolled_conversation_share_their_history(ranks, folder):
     (folder / "turns.jsonl").write_text(2 * f"{json.dumps({'messages': turns})}\n")  # the first is held out
     settings = {
         "model": {"path": str(folder / "model"), "dtype": "float64"},
-        "data": {"path": str(folder / "turns.jsonl"), "context": 3000, "chat_template": str(folder / "think.jinja"),
+        "data": {"path": str(folder / "turns.jsonl"), "context": 900, "chat_template": str(folder / "think.jinja"),
                  "reasoning": {"turns": "all"}, "validation_fraction": 1e-9},
         "parallel": {"cp": 2},
         "optim": {"lr": 1e-3, "schedule": "constant"},
@@ -171,13 +178,13 @@ def test_turns_of_an_unrolled_conversation_share_their_history(ranks, folder):
     for how, work in {"shared": partial(run_sharing, 16), "apart": unshared}.items():
         config = parse_config(settings | {"train": {"run_dir": str(folder / how), "steps": 3, "validate_sequences": 1}})
         ranks.run(2, work, config)
-        seen[how] = metrics(config.train.run_dir)
+        seen[how] = steps(config.train.run_dir)
         facts = json.loads((config.train.run_dir / "data.json").read_text())
         packed[how] = float(facts["packing"].partition("%")[0])
     assert packed["shared"] < 0.75 * packed["apart"]
     for a, b in zip(seen["shared"], seen["apart"], strict=True):
         for name in ("loss", "val_loss", "grad_norm"):
-            assert a[name] == pytest.approx(b[name], rel=1e-10), name
+            assert a[name] == (b[name] if b[name] is None else pytest.approx(b[name], rel=1e-10)), name
 
 
 def test_what_does_not_combine_with_pairs_is_refused():
