@@ -1,4 +1,4 @@
-"""Peak bytes from PyTorch's CPU allocator, measured independently of LiveBytes."""
+"""Peak bytes: of PyTorch's CPU allocator, measured independently of LiveBytes, and of layers in a rehearsal."""
 
 import gzip
 import json
@@ -7,10 +7,19 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from ithaka import rehearse
+from ithaka.config import OptimConfig
+from ithaka.dist.loopback import start_loopback
+from ithaka.dist.mesh import make_mesh
+from ithaka.layout import Layout
+from ithaka.model.build import build_model
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.memory import NOT_FREED
+from ithaka.train.step import make_optimizer
 
 
 def allocator_peak(work: Callable[[], Any]) -> int:
@@ -33,3 +42,17 @@ def traced_peak(trace: Path) -> int:
 
 def bytes_now(live: LiveBytes) -> int:
     return sum(allocation.num_bytes for allocation in live.allocations if allocation.stop_ns == NOT_FREED)
+
+
+def rehearsed_peaks(config: dict[str, Any], layout: Layout, tokens: int) -> Callable[[int, str], int]:
+    """Peak bytes by layer and direction of a training step of `tokens` tokens, on rank 0 of `layout.cp` on the CPU."""
+    device = torch.device("cpu")
+    start_loopback(layout.cp)
+    try:
+        model = build_model(config, make_mesh(layout.cp, device), layout)
+        _, peaks = rehearse._measure_step(model, make_optimizer(model, OptimConfig(lr=0.0)), device, tokens, True)
+    finally:
+        dist.destroy_process_group()
+    return lambda layer, direction: max(
+        peak for path, peak in peaks.items() if path[1:3] == (f"layer {layer}", direction)
+    )

@@ -11,21 +11,18 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 
-from ithaka import rehearse
+from allocations import rehearsed_peaks
 from ithaka.attention.blocks import Docs
 from ithaka.attention.fused import Positions
 from ithaka.attention.kernels import resolve_kernel
-from ithaka.config import AdapterConfig, OptimConfig
-from ithaka.dist.loopback import LoopbackGroup, start_loopback
-from ithaka.dist.mesh import make_mesh
+from ithaka.config import AdapterConfig
+from ithaka.dist.loopback import LoopbackGroup
 from ithaka.layer.store import Store
 from ithaka.layer.streamed import StreamedLayer
 from ithaka.layout import ActivationPolicy, Layout, make_layout
 from ithaka.model.adapters import add_adapter
-from ithaka.model.build import build_model
 from ithaka.model.families import map_layer
 from ithaka.phases import Holder
 from ithaka.plan import ring as ring_plan
@@ -37,7 +34,6 @@ from ithaka.plan.ring import Deal
 from ithaka.plan.shape import ModelShape, Work, shape_from_config
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.memory import MemoryMap
-from ithaka.train.step import make_optimizer
 from models import tiny_config, tiny_model
 
 TOKENS = 320  # per rank
@@ -243,17 +239,7 @@ def test_layers_that_keep_more_and_less(overlap):
                          input_tier=tiers[0], attention_tier=tiers[1], **counts)  # fmt: skip
     planned = gpu_phases(shape_from_config(config), layout, parse_gpus("2xH100"), Work(2 * TOKENS))
     highest = {name: sum(holders.values()) for name, holders in planned}
-    start_loopback(2)
-    try:
-        model = build_model(config, make_mesh(2, torch.device("cpu")), layout)
-        step = (model, make_optimizer(model, OptimConfig(lr=0.0)), torch.device("cpu"), 2 * TOKENS, True)
-        _, peaks = rehearse._measure_step(*step)
-    finally:
-        dist.destroy_process_group()
-
-    def measured(layer: int, direction: str) -> int:
-        return max(peak for path, peak in peaks.items() if path[1:3] == (f"layer {layer}", direction))
-
+    measured = rehearsed_peaks(config, layout, 2 * TOKENS)
     assert measured(3, "forward") == pytest.approx(highest["forward"], rel=0.03)
     for layer in range(4):
         name = "last layer" if layer == 3 else "first layer" if layer == 0 else f"layer {layer}"
