@@ -22,7 +22,7 @@ from ithaka.model.build import parallelize_model
 from ithaka.model.prefixes import pack_prefixes, shared_logprobs
 from ithaka.plan.shape import Work
 from models import tiny_config, tiny_model
-from parity import check, gradient_errors, parallel, relative
+from parity import Errors, check, gradient_errors, parallel, relative, shard_errors
 from refusals import assert_refused
 from threads import on_threads
 
@@ -71,12 +71,31 @@ def alone(plain, nodes, inputs, weights) -> Tensor:
     return total, len(seen)
 
 
-def compare(model, plain, nodes, rows=1) -> dict[str, float]:
+Expected = tuple[Tensor, dict[str, Tensor]]  # a loss, and its gradients by parameter
+
+
+def loss_weights(labels) -> dict[str, Tensor]:
+    """Weights of losses and entropies: a mean loss, and all different."""
+    ones = torch.tensor([1.0, 0.0], dtype=torch.float64).expand(*labels.shape, 2)
+    return {"mean": ones, "weighted": torch.linspace(-1, 2, ones.numel(), dtype=torch.float64).view_as(ones)}
+
+
+def expect(plain, nodes, rows=1) -> dict[str, Expected]:
+    """What `compare` expects, by the name of the weights: the same on all ranks."""
+    inputs, expected = packed(nodes, rows), {}
+    for name, weights in loss_weights(inputs["labels"]).items():
+        plain.zero_grad()
+        loss, count = alone(plain, nodes, inputs, weights)
+        loss = loss / count if name == "mean" else loss
+        loss.backward()
+        expected[name] = loss.detach(), {name: param.grad.clone() for name, param in plain.named_parameters()}
+    return expected
+
+
+def compare(model, expected: dict[str, Expected], nodes, rows=1) -> Errors:
     """The mean loss of a call, then a weighted loss of log-probabilities and entropies, as [B, N] and by shares."""
     inputs, errors = packed(nodes, rows), {}
-    shape = inputs["input_ids"].shape
-    ones = torch.stack([torch.ones(shape), torch.zeros(shape)], -1).double()
-    weights = torch.linspace(-1, 2, 2 * ones[..., 0].numel(), dtype=torch.float64).view_as(ones)
+    weights = loss_weights(inputs["labels"])["weighted"]
 
     def call():
         return model(**inputs).loss
@@ -94,16 +113,17 @@ def compare(model, plain, nodes, rows=1) -> dict[str, float]:
         torch.distributed.all_reduce(total)
         return own + (total - own).detach()
 
-    for name, ours, each in (("call", call, ones), ("gathered", gathered, weights), ("shared", shared, weights)):
-        for module in (model, plain):
-            module.zero_grad()
-        expected, count = alone(plain, nodes, inputs, each)
-        expected = expected / count if name == "call" else expected
-        expected.backward()
+    for name, ours, kind in (
+        ("call", call, "mean"),
+        ("gathered", gathered, "weighted"),
+        ("shared", shared, "weighted"),
+    ):
+        model.zero_grad()
         loss = ours()
         loss.backward()
-        errors[f"{name} loss"] = relative(loss.detach(), expected.detach())
-        errors |= {f"{name} {key}": error for key, error in gradient_errors(model, plain).items()}
+        wanted_loss, wanted = expected[kind]
+        errors[f"{name} loss"] = relative(loss.detach(), wanted_loss)
+        errors |= {f"{name} {key}": error for key, error in shard_errors(model, wanted).items()}
     return errors
 
 
@@ -121,10 +141,13 @@ def config_of(family):
     ids=str,
 )
 def test_a_forest_equals_its_branches(cp, family, layout):
+    cases = [(nodes, 1) for nodes in FORESTS.values()] + [(FORESTS["answers"], 2)]
+    plain = tiny_model(config_of(family))
+    expected = [expect(plain, *case) for case in cases]
+
     def work():
-        (model, _), plain = parallel(cp, config_of(family), layout), tiny_model(config_of(family))
-        cases = [(nodes, 1) for nodes in FORESTS.values()] + [(FORESTS["answers"], 2)]
-        return [compare(model, plain, *case) for case in cases]
+        model, _ = parallel(cp, config_of(family), layout)
+        return [compare(model, each, *case) for each, case in zip(expected, cases, strict=True)]
 
     check(on_threads(cp, work))
 
