@@ -223,7 +223,7 @@ def test_construction_in_python_is_checked_too():
     assert_refused(lambda: ParallelConfig(cp=1.5), "parallel.cp=1.5", way_out="integer")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     tile=st.one_of(st.just("all"), st.integers(1, 1 << 40)),
     keep=st.one_of(st.sampled_from(["none", "all"]), st.integers(0, 200)),

@@ -21,7 +21,9 @@ from test_data_sources import TEXTS, opened_at, write_jsonl, write_parquet
 
 BYTES = ByteTokenizer()
 KINDS = ["text", "directory", "jsonl", "parquet", "mixture"]
-few_kinds = pytest.mark.parametrize("data", ["jsonl", "mixture"], indirect=True)  # where the kind of file matters less
+few_kinds = pytest.mark.parametrize(  # where the kind of file matters less
+    "data", ["mixture", pytest.param("jsonl", marks=pytest.mark.slow)], indirect=True
+)
 
 
 @pytest.fixture(params=KINDS)

@@ -502,7 +502,9 @@ def test_the_rank_of_a_wrong_loss_is_named(ranks, whole, tmp_path):
     assert ": the hardware of rank 1 on " in told and "rank 0 on" not in told
 
 
-@pytest.mark.parametrize("fault, way", [(nan_twice, "skip"), (nan_always, "skip"), (nan_twice, "stop")])
+@pytest.mark.parametrize(
+    "fault, way", [(nan_always, "skip"), (nan_twice, "stop"), pytest.param(nan_twice, "skip", marks=pytest.mark.slow)]
+)
 def test_a_step_that_is_bad_twice_is_skipped_or_ends_the_run(ranks, whole, tmp_path, fault, way):
     config = moved(whole, tmp_path / "run", bad_step=way)
     (told, error), _ = ranks.run(2, told_by, fault, config)

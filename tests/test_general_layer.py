@@ -161,9 +161,17 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("kept", [(), (EVERYTHING, EVERYTHING)], ids=["recomputed", "kept"])
-def test_frozen_parameters_have_no_gradient(kept):
-    for frozen in FROZEN.values():
+@pytest.mark.parametrize(
+    "names,kept",
+    [
+        (FROZEN, ()),
+        (["attention", "everything below the last layer"], (EVERYTHING, EVERYTHING)),
+        pytest.param(FROZEN, (EVERYTHING, EVERYTHING), marks=pytest.mark.slow),
+    ],
+    ids=["recomputed", "kept", "all kept"],
+)
+def test_frozen_parameters_have_no_gradient(names, kept):
+    for frozen in map(FROZEN.get, names):
         plain = tiny_decoder("gpt_oss", num_hidden_layers=2)
         for name, param in plain.named_parameters():
             param.requires_grad_(not frozen(name))

@@ -112,8 +112,15 @@ def after_attention(mix):
     return After
 
 
-@pytest.mark.parametrize("where", [before_attention, after_attention])
-@pytest.mark.parametrize("mix", MIXERS)
+@pytest.mark.parametrize(
+    "mix,where",
+    [
+        # Each mixer in one place; the others with --slow.
+        pytest.param(mix, where, marks=pytest.mark.slow if (i + j) % 2 else ())
+        for i, mix in enumerate(MIXERS)
+        for j, where in enumerate((before_attention, after_attention))
+    ],
+)
 def test_token_mixing_outside_attention_is_refused(mix, where):
     model = plant(where(mix))
     assert_refuses(model, "layers.0 at position 0")

@@ -62,8 +62,15 @@ def record(calls, module, *values):
     calls.append([tensor.detach().clone() for tensor in tensors if isinstance(tensor, torch.Tensor)])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", REGISTER)
+@pytest.mark.parametrize(
+    "kind,layout",
+    [
+        # Each kind with one layout; the others with --slow.
+        pytest.param(kind, layout, marks=pytest.mark.slow if (i + j) % 2 else ())
+        for i, kind in enumerate(REGISTER)
+        for j, layout in enumerate(LAYOUTS)
+    ],
+)
 def test_a_hook_on_a_layer_is_called_once_with_the_values_of_plain_transformers(kind, layout):
     plain, calls = make(), {"plain": [], "parallel": []}
     model = parallelize_model(copy.deepcopy(plain), layout=LAYOUTS[layout])

@@ -76,18 +76,18 @@ class Case:
 ALL = (True, True)
 CASES = [
     Case(4, 2, 1, None),
-    Case(4, 2, 1, 1),
+    pytest.param(Case(4, 2, 1, 1), marks=pytest.mark.slow),
     Case(4, 2, 1, 1, overlap=False),
-    Case(8, 2, 2, 2),
+    pytest.param(Case(8, 2, 2, 2), marks=pytest.mark.slow),
     Case(8, 2, 2, 2, overlap=False),
     Case(8, 2, 2, 4, overlap=False, inputs="device", attention="device"),
     Case(8, 2, 2, None, inputs="device", attention="device"),
     Case(8, 2, 4, 4, overlap=False, attention=None),
-    Case(8, 2, 4, 4, inputs="device", attention=None),
+    pytest.param(Case(8, 2, 4, 4, inputs="device", attention=None), marks=pytest.mark.slow),
     Case(8, 8, 2, 4, overlap=False, attention="device"),
     Case(8, 4, 4, 4, inputs="disk", attention="disk", overlap=False),
-    Case(8, 1, 4, 4, overlap=False),
-    Case(8, 2, 2, 2, tile_tokens=64, overlap=False, dtype=torch.float64),
+    pytest.param(Case(8, 1, 4, 4, overlap=False), marks=pytest.mark.slow),
+    pytest.param(Case(8, 2, 2, 2, tile_tokens=64, overlap=False, dtype=torch.float64), marks=pytest.mark.slow),
     Case(7, 1, 4, 4, overlap=False),  # 7 heads on 4 ranks: an empty slot
     Case(7, 1, 4, 8),
     pytest.param(Case(9, 3, 2, 2, attention=None, overlap=False), marks=pytest.mark.slow),
@@ -98,7 +98,9 @@ CASES = [
     pytest.param(Case(8, 4, 4, 4, ring=4, overlap=False, inputs="device", attention="device"), marks=pytest.mark.slow),
     pytest.param(Case(9, 3, 6, 3, ring=3), marks=pytest.mark.slow),  # 9 heads on 2 ranks: an empty slot
     Case(4, 2, 1, None, 32, inputs="device", attention="device", more=ALL),
-    Case(8, 2, 2, 4, 32, overlap=False, inputs="device", attention="device", more=ALL),
+    pytest.param(
+        Case(8, 2, 2, 4, 32, overlap=False, inputs="device", attention="device", more=ALL), marks=pytest.mark.slow
+    ),
     Case(8, 2, 2, 2, 32, more=ALL),
     Case(8, 4, 4, 4, attention="device", more=(True, False)),
     pytest.param(

@@ -24,7 +24,9 @@ def uneven_rows(cp):
     return compare_with(lambda plain: plain_sum(plain, ids, labels) / count, cp, input_ids=ids, labels=labels)
 
 
-@pytest.mark.parametrize("cp,dp", [(1, 1), (2, 1), (4, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize(
+    "cp,dp", [(1, 1), (4, 1), (1, 4), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((2, 1), (2, 2)))]
+)
 def test_rows_with_different_numbers_of_labels(ranks, cp, dp):
     """With dp = 4 the last rank has no valid label at all."""
     check(ranks.run(cp * dp, uneven_rows, cp))
@@ -49,7 +51,9 @@ def in_micro_batches(cp):
     return {"loss": relative(loss, expected.detach()), **gradient_errors(model, plain)}
 
 
-@pytest.mark.parametrize("cp,dp", [(1, 1), (2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize(
+    "cp,dp", [(1, 1), (2, 2), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((2, 1), (4, 1)))]
+)
 def test_micro_batches_equal_one_big_batch(ranks, cp, dp):
     check(ranks.run(cp * dp, in_micro_batches, cp))
 

@@ -57,7 +57,13 @@ def profiles(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", ["everything kept", pytest.param("recomputed", marks=pytest.mark.slow), "attention kept", "on the host"]
+    "name",
+    [
+        "everything kept",
+        "on the host",
+        pytest.param("recomputed", marks=pytest.mark.slow),
+        pytest.param("attention kept", marks=pytest.mark.slow),
+    ],
 )
 def test_the_map_adds_up_to_the_measured_peak(profiles, name):
     folder, data = profiles(name)
@@ -79,7 +85,7 @@ def test_the_map_adds_up_to_the_measured_peak(profiles, name):
     ]
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_large_vocabulary_is_planned_and_attributed(tmp_path, tied):
     """The peak is in the embedding's backward; with tied weights, two gradients and their sum are live, each V x D."""
     data = profiled(tmp_path, MEMORY["recomputed"], context=32, vocab_size=40000, tie_word_embeddings=tied)

@@ -39,7 +39,15 @@ def assert_same(loaded, saved):
 
 @pytest.mark.parametrize(
     "num_ranks,tied,max_shard_size",
-    [(1, True, "8KB"), (1, False, "1GB"), (2, True, "1GB"), (2, False, "8KB"), (4, True, "8KB"), (4, False, "1GB")],
+    [
+        (1, True, "8KB"),
+        (2, True, "1GB"),
+        (4, False, "1GB"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, False, "1GB"), (2, False, "8KB"), (4, True, "8KB"))
+        ),
+    ],
 )
 def test_weights_are_loaded_from_a_directory(ranks, tmp_path, num_ranks, tied, max_shard_size):
     saved = save(tmp_path, max_shard_size=max_shard_size, tie_word_embeddings=tied)

@@ -82,9 +82,19 @@ def test_long_contexts_are_offloaded_and_explicit_settings_win(tmp_path):
     assert resolved.parallel.cp == plan.layout.cp
 
 
-@pytest.mark.parametrize("given_settings", [{}, {"parallel__cp": "auto"}, {"parallel__cp": 8}, {"parallel__cp": "all"},
-    {"memory__overlap": "false", "train__batch": 2}])  # fmt: skip
-@pytest.mark.parametrize("context", ["128K", "1M"])
+SET = [{}, {"parallel__cp": "auto"}, {"parallel__cp": 8}, {"parallel__cp": "all"}]
+SET.append({"memory__overlap": "false", "train__batch": 2})
+
+
+@pytest.mark.parametrize(
+    "context,given_settings",
+    [
+        *(("128K", given) for given in SET[::2]),
+        *(("1M", given) for given in (SET[0], *SET[1::2])),
+        *(pytest.param("128K", given, marks=pytest.mark.slow) for given in SET[1::2]),
+        *(pytest.param("1M", given, marks=pytest.mark.slow) for given in SET[2::2]),
+    ],
+)
 def test_train_and_plan_choose_the_same_settings(tmp_path, context, given_settings):
     """For the same model and machine: every setting, including the sequences per step."""
     config, explicit = llama(tmp_path, data__context=context, **given_settings)

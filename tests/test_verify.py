@@ -74,7 +74,10 @@ def checks_of(folder: Path, cp: int, adapter: AdapterConfig | None = None) -> di
 
 CASES = [
     ("llama", 4, 2, 3, None, {}),  # uneven heads, kv heads fewer than ranks, tied
-    ("llama", 4, 4, 1, None, {"tie_word_embeddings": False, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+    pytest.param(
+        *("llama", 4, 4, 1, None, {"tie_word_embeddings": False, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+        marks=pytest.mark.slow,
+    ),
     pytest.param("mistral", 4, 2, 1, None, {"sliding_window": 4096}, marks=pytest.mark.slow),
     ("qwen2", 4, 2, 1, None, {"max_window_layers": 3}),  # the last layer alone has a window
     ("qwen3", 4, 1, 2, LORA, {}),
