@@ -22,8 +22,9 @@ TESTS  := $(if $(GPU),-n 5 --dist loadgroup,-n 2 --dist worksteal)
 train: $(STAMP)
 	$(BIN)/ithaka train $(ARGS)
 
+# Writes bytecode: otherwise each process would rewrite the asserts of all tests again, which takes seconds.
 test: lint
-	$(BIN)/pytest $(TESTS) $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest $(TESTS) $(ARGS)
 
 docs: $(STAMP)
 	$(BIN)/python -m pip install -q -e '.[docs]'
