@@ -6,9 +6,7 @@ import sys
 import threading
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault(
-    "DISABLE_MLFLOW_INTEGRATION", "TRUE"
-)  # of Hugging Face: TRL would import it, which takes a second
+os.environ.setdefault("DISABLE_MLFLOW_INTEGRATION", "TRUE")  # TRL would import it, which takes a second
 
 import pytest
 

@@ -185,7 +185,10 @@ def unpacked_values(model):
     return found
 
 
-@pytest.mark.parametrize("stored, cp", [("bf16", 1), ("bf16", 2), ("bf16", 4), ("double", 2), ("single", 2)])
+@pytest.mark.parametrize(
+    "stored, cp",
+    [("bf16", 1), ("bf16", 4), ("double", 2), ("single", 2), pytest.param("bf16", 2, marks=pytest.mark.slow)],
+)
 def test_weights_from_files_are_those_of_bitsandbytes(saved, stored, cp):
     adapter, ids = AdapterConfig(rank=3, base="nf4"), random_ids(1, 24)
     plain = saved["models"]["double" if stored == "bf16" else stored]
@@ -207,7 +210,7 @@ def test_weights_from_files_are_those_of_bitsandbytes(saved, stored, cp):
             assert wrong <= (0.1 if stored == "bf16" else 0), name
 
 
-@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("double", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_model_loaded_in_four_bits_keeps_its_bits(saved, double):
     lora, ids = LoraConfig(r=3, target_modules=LINEARS), random_ids(1, 24)
     base = load_four_bit(saved["bf16"], double)  # once: two loads may differ in the codes of scales

@@ -184,7 +184,7 @@ def test_coordinates_of_patches():
 LINEARS = ["to_q", "to_k", "to_v", "to_out.0"]
 
 
-@pytest.mark.parametrize("kind", ["wan", "ltx"])
+@pytest.mark.parametrize("kind", ["wan", pytest.param("ltx", marks=pytest.mark.slow)])
 def test_adapters_equal_peft(kind):
     plain = add_lora(tiny(kind), target_modules=[*LINEARS, "net.0.proj", "net.2"])
     others = SIZES if kind == "ltx" else {}
