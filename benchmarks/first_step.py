@@ -42,9 +42,8 @@ def measure(source: Path, folder: Path, case: str, settings: list[str], limit_s:
         if time.monotonic() - start > limit_s:
             process.kill()
     code = process.wait()
-    metrics, parts = run_dir / "metrics.jsonl", {}
-    for line in metrics.read_text().splitlines() if metrics.exists() else ():
-        parts |= json.loads(line).get("startup_s", {})
+    reported = next((line.partition(": ")[2] for line in lines if line.startswith("First step after ")), "")
+    parts = {part.rpartition(" ")[0]: float(part.rpartition(" ")[2]) for part in reported.split(", ") if part}
     kernels = sum(1 for _ in (folder / "caches" / CACHES[0]).rglob("*.o"))
     row = {"case": case, "exit_code": code, "first_step_s": first_s, "all_s": time.monotonic() - start}
     row |= {"parts_s": parts, "cached_kernels": kernels}

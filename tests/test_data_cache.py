@@ -93,6 +93,23 @@ def test_one_rank_tokenises_for_all_ranks_of_a_node(ranks, data, tmp_path):
     assert [batch for step in zip(*(batches for _, batches in results), strict=True) for batch in step] == expected
 
 
+def choose_fillers(folder):
+    """Two nodes of two ranks; in the second case, the second node has a directory of its own."""
+    rank, chosen = dist.get_rank(), []
+    with mock.patch.dict(os.environ, {"RANK": str(rank), "LOCAL_RANK": str(rank % 2)}):
+        for name in ("shared", f"node-{rank // 2}"):
+            chosen.append(cache.decide_fills(folder / name / "tokens"))
+    with mock.patch.dict(os.environ, {"RANK": str(rank), "LOCAL_RANK": str(rank)}):
+        chosen.append(cache.decide_fills(folder / "one-node"))
+    return chosen
+
+
+def test_one_rank_tokenises_for_all_nodes_that_share_a_directory(ranks, tmp_path):
+    chosen = list(zip(*ranks.run(4, choose_fillers, tmp_path), strict=True))
+    assert chosen == [(True, False, False, False), (True, False, True, False), (True, False, False, False)]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() or path.name == "tokens"]
+
+
 def test_only_documents_needed_soon_are_tokenised(data, tmp_path):
     stream, tokenizer = opened(data, tmp_path)
     stream.next_batch()
@@ -104,7 +121,7 @@ def test_only_documents_needed_soon_are_tokenised(data, tmp_path):
 def test_a_rank_that_waits_too_long_names_the_file(data, tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "TIMEOUT_S", 0.1)
     stream, _ = opened(data, tmp_path, fills=False)
-    with pytest.raises(TransientError, match=r"a.jsonl .*rank 0 of this node.*run/tokens"):
+    with pytest.raises(TransientError, match=r"a.jsonl .*first rank of this node.*run/tokens"):
         stream.next_batch()
 
 

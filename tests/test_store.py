@@ -406,6 +406,24 @@ def test_the_file_is_created_in_disk_path(tmp_path, monkeypatch):
     assert [str(path) for path in made] == [str(tmp_path), tempfile.gettempdir()]
 
 
+def test_written_and_read_pages_leave_the_page_cache(monkeypatch, tmp_path):
+    """Once they are on disk: dirty pages cannot be dropped."""
+    calls, sync, advise = [], os.fdatasync, os.posix_fadvise
+
+    def advised(file, offset, num_bytes, advice):
+        calls.append((offset, num_bytes, advice))
+        advise(file, offset, num_bytes, advice)
+
+    monkeypatch.setattr(os, "fdatasync", lambda file: calls.append("synced") or sync(file))
+    monkeypatch.setattr(os, "posix_fadvise", advised)
+    store, tensor = Store(disk_path=tmp_path), numbers((1000,))
+    handle = store.keep(tensor, "disk")
+    handle.release_source()
+    assert torch.equal(handle.fetch(), tensor)
+    dropped = (0, tensor.nbytes, os.POSIX_FADV_DONTNEED)
+    assert calls == ["synced", dropped, dropped]
+
+
 # Any sequence of operations
 
 MOVES = ("keep", "fetch", "tiles", "hold", "read_ahead", "prefetch", "drop")

@@ -167,7 +167,7 @@ def start_run(
         if run.hardware.gpu.kernel == "fa4" and is_local_rank_0():
             group = run.shape.heads // run.shape.kv_heads
             compile_ahead(run.hardware.gpu.name, run.shape.head_dim, run.layout.dtype or "float32", group)
-        note_startup("settings, plan and checks")
+        note_startup("settings and plan")
         # Child processes release all memory when they exit.
         in_children = max_restarts > 0 or bool(run.config.curriculum and launch.num_gpus())
         before = latest_name(run.run_dir)

@@ -1,4 +1,5 @@
-"""Tokenize each document once per run, into one file per shard that every rank of the node maps into memory.
+"""Tokenize each document once per run, into one file per shard that every rank maps into memory. Nodes that share the
+run directory share the files.
 
 The files are in the run directory and are removed after the last step. Their names hash the tokenizer and the data
 files' paths, sizes and modification times, so changed data is tokenized again. Hashing contents instead would mean
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 
@@ -24,6 +26,8 @@ from ithaka.data.pack import Documents, encode_turn
 from ithaka.data.read import Shard
 from ithaka.data.records import Document
 from ithaka.data.tokenizer import Tokenizer
+from ithaka.dist.agree import gather_objects
+from ithaka.dist.rank import is_local_rank_0, is_rank_0
 from ithaka.exits import ExitCode, TransientError, is_transient
 
 CACHE_FORMAT = 6
@@ -32,8 +36,29 @@ TIMEOUT_S = 600.0  # without any progress of the rank that tokenizes
 POLL_S = 0.02
 
 
+def decide_fills(directory: Path) -> bool:
+    """Whether this process tokenizes: rank 0 does, and on each node that does not see its files, the first rank.
+    Collective."""
+    own_nodes = gather_objects(is_local_rank_0())
+    if sum(own_nodes) == 1:
+        return is_local_rank_0()
+    probe, made = directory / f"{uuid4().hex}.probe", not directory.exists()
+    if is_rank_0():
+        with contextlib.suppress(OSError):  # reported when tokens are written
+            directory.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+    name = gather_objects(probe.name)[0]
+    sees = (directory / name).exists()
+    gather_objects(sees)  # all have looked
+    if is_rank_0():
+        probe.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            directory.rmdir() if made else None
+    return is_rank_0() or (is_local_rank_0() and not sees)
+
+
 class TokenCache:
-    """The tokens of each shard. One process per node `fills` the cache; the others wait for its files."""
+    """The tokens of each shard. One process per directory `fills` the cache; the others wait for its files."""
 
     def __init__(self, directory: Path, tokenizer: Tokenizer, fills: bool = True):
         self.directory, self.tokenizer, self.fills, self.closed = directory, tokenizer, fills, False
@@ -81,8 +106,9 @@ class TokenCache:
                     last_change, last_progress_s = change, time.monotonic()
             if self.closed or time.monotonic() - last_progress_s > TIMEOUT_S:
                 raise TransientError(
-                    f"{shard.parts[0].file.path} was not tokenized: rank 0 of this node wrote nothing to "
-                    f"{self.directory} for {TIMEOUT_S:.0f} s; check its log, and that all ranks see this directory"
+                    f"{shard.parts[0].file.path} was not tokenized: the first rank of this node (or of all) wrote "
+                    f"nothing to {self.directory} for {TIMEOUT_S:.0f} s; check its log, and that "
+                    "all ranks see this directory"
                 )
             time.sleep(POLL_S)
 

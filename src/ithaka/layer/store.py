@@ -194,6 +194,14 @@ class DiskFile(_FreeLists):
     def read(self, into: memoryview, offset: int) -> None:
         self._transfer("read", lambda file, data, at: os.preadv(file, [data], at), into, offset)
 
+    def _drop_pages(self, verb: str, offset: int, num_bytes: int) -> None:
+        """Drop these pages from the page cache, which counts against the memory limit of a container. Pages can be
+        dropped only once they are on disk."""
+        if verb == "write":
+            os.fdatasync(self._file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), offset, num_bytes, os.POSIX_FADV_DONTNEED)
+
     @contextmanager
     def _timed_transfer(self, num_bytes: int) -> Iterator[None]:
         with self._changed:
@@ -214,6 +222,7 @@ class DiskFile(_FreeLists):
                     moved = call(self._file.fileno(), data[: 2**30], offset)
                     if moved == 0:
                         raise OSError(f"the file ends at {offset}")
+                    self._drop_pages(verb, offset, moved)
                     data, offset = data[moved:], offset + moved
         except OSError as error:
             raise self._error(f"could not {verb} {len(data)} bytes in {self.directory}", error) from error

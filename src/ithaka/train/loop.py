@@ -139,7 +139,7 @@ def _run_steps(
             speed = num_tokens / step_s, step_s, flops_utilization(trainer, num_tokens, result.num_pairs, step_s)
             console.step(Record(trainer.step, *losses, *counts, *speed, *peaks, *ring, result.source_losses | sources))
             if trainer.step == max(1, trainer.first_step):
-                _report_startup(console, trainer.step)
+                _report_startup(console)
             is_last = bool(stop_signal) or trainer.done
             _save_if_due(trainer, *save_state, is_best=is_best, is_last=is_last, only_profile=only_profile)
         final_status = "finished" if trainer.done else "killed"
@@ -163,11 +163,11 @@ def _run_steps(
     return 0
 
 
-def _report_startup(console: Console, step: int) -> None:
+def _report_startup(console: Console) -> None:
     note_startup("first step")
     seconds = startup_seconds()
-    parts = ", ".join(f"{what} {part_s:.1f}" for what, part_s in seconds.items() if part_s >= 0.05)
-    console.event(step, f"First step after {sum(seconds.values()):.1f} s: {parts}", startup_s=seconds)
+    parts = ", ".join(f"{what} {part_s:.1f}" for what, part_s in seconds.items())
+    console.print(f"First step after {sum(seconds.values()):.1f} s: {parts}")
 
 
 def _validate_before_first_step(trainer: Trainer, stop: list[Signals]) -> None:

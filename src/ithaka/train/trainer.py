@@ -20,12 +20,12 @@ import yaml
 from ithaka.attention.kernels import agree_on_kernel, resolve_kernel
 from ithaka.checkpoint import files, save
 from ithaka.config import CONFIG_FORMAT, ConfigError, embedded_model, to_dict, with_absolute_paths
+from ithaka.data.cache import decide_fills
 from ithaka.data.open import data_facts, epoch_steps, open_data
 from ithaka.data.stream import Batch
 from ithaka.data.tokenizer import load_tokenizer
 from ithaka.dist.agree import SharedError, gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import Mesh, make_mesh, start_process_group
-from ithaka.dist.rank import is_local_rank_0
 from ithaka.exits import ExitCode, TransientError
 from ithaka.layer.store import Store
 from ithaka.measure import EvalText, check_prompts, flatten_metrics, measure_all, read_text
@@ -51,7 +51,7 @@ class Diverged(RuntimeError):
 class Trainer:
     """Model, optimizer and data of one run on this rank, and its progress."""
 
-    def __init__(self, run: Run, mesh: Mesh) -> None:
+    def __init__(self, run: Run, mesh: Mesh, fills_cache: bool = True) -> None:
         """Restores the place in the data; `load` restores model and optimizer. Does not communicate."""
         self.run, self.config, self.mesh = run, run.config, mesh
         self.step = self.tokens = self.first_step = 0  # first_step: of this process
@@ -111,7 +111,7 @@ class Trainer:
                 steps=config.train.steps - max(run.last_step, config.start) if config.train.epochs is None else None,
                 validate_sequences=config.train.validate_sequences,
                 cache_dir=run.run_dir / "tokens",
-                fills_cache=is_local_rank_0(),
+                fills_cache=fills_cache,
                 shares_prefixes=not why_no_parents(self.model),
             )
         if run.checkpoint is not None:
@@ -316,7 +316,7 @@ def prepare(run: Run, trains: bool = True) -> Trainer:
         kernel = agree_on_kernel("auto", mesh.device, compute_dtype(run), run.shape.head_dim)
         run = dataclasses.replace(run, layout=dataclasses.replace(run.layout, kernel=kernel))
     note_startup("attention kernel")
-    trainer = raise_on_all_ranks(Trainer, run, mesh)
+    trainer = raise_on_all_ranks(Trainer, run, mesh, decide_fills(run.run_dir / "tokens"))
     settings = run.config.train
     keeps_best = settings.keep_best or settings.patience > 0
     trainer.saver = save.Saver(run.run_dir, settings.keep_last, can_save_in_background(run), keeps_best)
