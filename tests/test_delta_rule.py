@@ -80,12 +80,12 @@ def test_output_and_gradients_are_those_of_each_document_alone(inputs, starts):
 
 def test_a_scan_of_many_chunks_is_the_loop_over_them():
     draw = torch.Generator().manual_seed(2)
-    maps = torch.randn(11, 3, K, K + V, generator=draw, dtype=torch.float64) / K**0.5
+    maps = torch.randn(3, 11, K, K + V, generator=draw, dtype=torch.float64) / K**0.5
     state = torch.randn(3, K, V, generator=draw, dtype=torch.float64)
     states = [state]
-    for step in maps:
+    for step in maps.unbind(1):
         states.append(step[..., :K] @ states[-1] + step[..., K:])
-    torch.testing.assert_close(scan(maps[..., :K], maps[..., K:], state), torch.stack(states))
+    torch.testing.assert_close(scan(maps[..., :K], maps[..., K:], state), torch.stack(states, 1))
     summary = compose(maps)
     torch.testing.assert_close(summary[..., :K] @ state + summary[..., K:], states[-1])
 

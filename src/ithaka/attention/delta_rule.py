@@ -86,8 +86,8 @@ class DeltaRule:
         """The affine map [H, K, X] from the state before this rank's tokens to the state after them."""
         with torch.no_grad(), _matmul_precision(self.inputs.v_sHV):
             last = self.docs.starts[-1] if self.docs.starts else 0  # no state comes from before it
-            maps = [self._prepare(rows).step() for rows in self.segments if rows.stop > last]
-            return compose(torch.stack([compose(m) for m in maps]))
+            maps = [compose(self._prepare(rows).step()) for rows in self.segments if rows.stop > last]
+            return compose(torch.stack(maps, 1))
 
     def forward(self, state_HKV: Tensor) -> tuple[Tensor, Tensor]:
         """Return out_sHV and the states before each segment, [., H, K, V]."""
@@ -107,11 +107,10 @@ class DeltaRule:
             for rows in self.segments[::-1]:
                 if rows.start <= first:
                     chunks = self._prepare(rows)
-                    dout = _to_chunks(dout_sHV[rows].to(chunks.k.dtype))
-                    transition = chunks.step()[..., : chunks.k.shape[-1]]
-                    added = chunks.read()[..., : chunks.k.shape[-1]].mT @ dout
-                    maps.append(compose(torch.cat([transition.mT, added], -1).flip(0)))
-            return compose(torch.stack(maps))
+                    K, dout = chunks.k.shape[-1], _to_chunks(dout_sHV[rows], chunks.k.dtype)
+                    added = chunks.read()[..., :K].mT @ dout
+                    maps.append(compose(torch.cat([chunks.step()[..., :K].mT, added], -1).flip(1)))
+            return compose(torch.stack(maps, 1))
 
     def backward(self, states: Tensor, dout_sHV: Tensor, dstate_HKV: Tensor) -> Tensor:
         """Write the gradients of the inputs over the inputs; return the gradient of the incoming state."""
@@ -130,28 +129,32 @@ class DeltaRule:
     def _run_segment(self, rows: slice, inputs: DeltaInputs, state_HKV: Tensor) -> tuple[Tensor, Tensor]:
         """Return out_tHV and the state after the segment."""
         chunks = self._prepare(rows, inputs)
-        K = chunks.k.shape[-1]
-        transitions, added = chunks.step().split([K, chunks.v.shape[-1]], -1)
-        reads, out = chunks.read().split([K, chunks.v.shape[-1]], -1)
+        sizes = chunks.k.shape[-1], chunks.v.shape[-1]
+        transitions, added = chunks.step().split(sizes, -1)
+        reads, out = chunks.read().split(sizes, -1)
         states = _Scan.apply(transitions, added, state_HKV)
-        out = (out + reads @ states[:-1]).transpose(1, 2).flatten(0, 1)[: rows.stop - rows.start]
-        return out.to(inputs.v_sHV.dtype), states[-1]
+        out = (out + reads @ states[:, :-1]).to(inputs.v_sHV.dtype)
+        return out.flatten(1, 2).transpose(0, 1)[: rows.stop - rows.start], states[:, -1]
 
     def _prepare(self, rows: slice, inputs: DeltaInputs | None = None) -> "Chunks":
         q, k, v, g, beta = inputs or self._segment_inputs(rows)
-        q, k, v, g, beta = (_to_chunks(t.to(_wide(v))) for t in (q, k, v, g[..., None], beta[..., None]))
+        wide = _wide(v)
+        q, k, v, g, beta = (_to_chunks(t, wide) for t in (q, k, v, g[..., None], beta[..., None]))
+        scale = k.shape[-1] ** -0.5
         if self.normalizes:
-            q, k = (t * torch.rsqrt((t * t).sum(-1, keepdim=True) + NORM_EPS) for t in (q, k))
+            lengths = [torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (q, k)]
+            q_factor, k_factor = (torch.rsqrt(length**2 + NORM_EPS) for length in lengths)
+            q, k = q * (q_factor * scale), k * k_factor
+        else:
+            q = q * scale
         masks = None
         if self.docs.has_start(rows):
             ids = self.docs.ids(rows.start - 1, rows.stop)
             last = -(-(rows.stop - rows.start) // CHUNK_TOKENS) * CHUNK_TOKENS
             ids = torch.cat([ids, ids[-1:].expand(last - len(ids) + 1)])
             before, ids = ids[:-1:CHUNK_TOKENS, None], ids[1:].view(-1, CHUNK_TOKENS)
-            masks = DocMasks(ids[:, None, :, None] == ids[:, None, None], *(
-                same[:, None] for same in (ids == before, ids == ids[:, -1:], ids[:, -1:] == before)
-            ))  # fmt: skip
-        return Chunks.prepare(q * k.shape[-1] ** -0.5, k, v, g[..., 0], beta[..., 0], masks)
+            masks = DocMasks(ids[..., None] == ids[:, None], ids == before, ids == ids[:, -1:], ids[:, -1:] == before)
+        return Chunks.prepare(q, k, v, g[..., 0], beta[..., 0], masks)
 
 
 def run_delta_rule(inputs: DeltaInputs, normalizes: bool = True) -> Tensor:
@@ -162,8 +165,8 @@ def run_delta_rule(inputs: DeltaInputs, normalizes: bool = True) -> Tensor:
 
 
 class DocMasks(NamedTuple):
-    """Which of a chunk's tokens are in the same document, [n, 1, C, C]; in that of the incoming state, and of the
-    chunk's last token, [n, 1, C]; whether the last token is in that of the incoming state, [n, 1, 1]."""
+    """Which of a chunk's tokens are in the same document, [n, C, C]; in that of the incoming state, and of the chunk's
+    last token, [n, C]; whether the last token is in that of the incoming state, [n, 1]."""
 
     same: Tensor
     incoming: Tensor
@@ -172,16 +175,17 @@ class DocMasks(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Chunks as affine maps of their incoming states, by their factors. All are [n, H, ...]; `k` is [n, J, C, K]."""
+    """Chunks as affine maps of their incoming states, by their factors. All are [H, n, ...], q and k [J, n, C, K]: in
+    this order, the products of the chunks at equal positions in their blocks are one batch without a copy."""
 
-    q: Tensor  # [n, J, C, K]
+    q: Tensor
     k: Tensor
-    v: Tensor  # [n, H, C, V]
-    decay: Tensor  # [n, H, C, C]: from one token to a later one
-    entering: Tensor  # [n, H, C]: from the incoming state to a token
-    leaving: Tensor  # [n, H, C]: from a token to the outgoing state
-    passing: Tensor  # [n, H, 1]: from the incoming to the outgoing state
-    wu: Tensor  # [n, H, C, X]: what the tokens write, as a function of the state: u - w S
+    v: Tensor  # [H, n, C, V]
+    decay: Tensor  # [H, n, C, C]: from one token to a later one
+    entering: Tensor  # [H, n, C]: from the incoming state to a token
+    leaving: Tensor  # [H, n, C]: from a token to the outgoing state
+    passing: Tensor  # [H, n, 1]: from the incoming to the outgoing state
+    written: Tensor  # [H, n, C, X]: -w and u; the tokens write u - w S into the state
 
     @classmethod
     def prepare(cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, masks: DocMasks | None) -> "Chunks":
@@ -193,61 +197,59 @@ class Chunks(NamedTuple):
             visible = visible & masks.same
             entering, leaving, passing = entering * masks.incoming, leaving * masks.last, passing * masks.all
         decay = (log[..., :, None] - log[..., None, :]).masked_fill(~visible, float("-inf")).exp()
-        system = _group(k @ k.mT, decay) * beta[..., None]
-        solved = _Inverse.apply(system.tril(-1)) * beta[..., None, :]
-        w = _for_each_head(solved * entering[..., None, :], k)
-        return cls(q, k, v, decay, entering, leaving, passing, torch.cat([w, solved @ v], -1))
+        system = _for_value_heads(k @ k.mT, decay * beta[..., None])
+        targets = _Join.apply(_of_value_heads(k, v), v, -beta * entering, beta)
+        return cls(q, k, v, decay, entering, leaving, passing, _Inverse.apply(system) @ targets)
 
     def step(self) -> Tensor:
-        """A and B, [n, H, K, X]."""
-        K, H = self.k.shape[-1], self.v.shape[1]
-        k = self.k.repeat_interleave(H // self.k.shape[1], 1) * self.leaving[..., None]
-        written = k.mT @ self.wu
-        diagonal = torch.eye(K, dtype=k.dtype, device=k.device) * self.passing[..., None]
-        return torch.cat([diagonal - written[..., :K], written[..., K:]], -1)
+        """A and B, [H, n, K, X]."""
+        k = _of_value_heads(self.k, self.v) * self.leaving[..., None]
+        return _AddDiagonal.apply(k.mT @ self.written, self.passing)
 
     def read(self) -> Tensor:
-        """R and O, [n, H, C, X]."""
-        K, H = self.k.shape[-1], self.v.shape[1]
-        written = _group(self.q @ self.k.mT, self.decay) @ self.wu
-        q = self.q.repeat_interleave(H // self.q.shape[1], 1) * self.entering[..., None]
-        return torch.cat([q - written[..., :K], written[..., K:]], -1)
+        """R and O, [H, n, C, X]."""
+        written = _for_value_heads(self.q @ self.k.mT, self.decay) @ self.written
+        return _AddScaled.apply(written, _of_value_heads(self.q, self.v), self.entering)
 
 
 def compose(maps: Tensor) -> Tensor:
-    """The composition of affine maps [n, H, K, X], of which the first is applied first."""
+    """The composition of affine maps [H, n, K, X], of which the first is applied first."""
     K = maps.shape[-2]
-    while len(maps) > 1:
-        odd, pairs = maps[len(maps) // 2 * 2 :], maps[: len(maps) // 2 * 2].unflatten(0, (-1, 2))
-        first, second = pairs.unbind(1)
+    while maps.shape[1] > 1:
+        even = maps.shape[1] // 2 * 2
+        first, second = maps[:, 0:even:2], maps[:, 1:even:2]
         product = second[..., :K] @ first
         product[..., K:] += second[..., K:]
-        maps = torch.cat([product, odd])
-    return maps[0]
+        maps = product if even == maps.shape[1] else torch.cat([product, maps[:, even:]], 1)
+    return maps[:, 0]
 
 
 def scan(transitions: Tensor, added: Tensor, state: Tensor) -> Tensor:
-    """The states before each chunk and after the last, [n + 1, H, K, V], of S <- A S + B."""
-    n, K = len(transitions), transitions.shape[-1]
+    """The states before each chunk and after the last, [H, n + 1, K, V], of S <- A S + B."""
+    n = transitions.shape[1]
     if n <= SCAN_STEPS:
         states = [state]
-        for a, b in zip(transitions, added, strict=True):
-            states.append(a @ states[-1] + b)
-        return torch.stack(states)
+        for a, b in zip(transitions.unbind(1), added.unbind(1), strict=True):
+            states.append(torch.baddbmm(b, a, states[-1]))
+        return torch.stack(states, 1)
     blocks = n // SCAN_STEPS * SCAN_STEPS
-    a, b = (t[:blocks].unflatten(0, (-1, SCAN_STEPS)) for t in (transitions, added))
-    eye = torch.eye(K, dtype=a.dtype, device=a.device).expand(*a[:, 0].shape)
-    maps = [torch.cat([eye, torch.zeros_like(b[:, 0])], -1)]  # from the start of each block to each of its chunks
-    for i in range(SCAN_STEPS):
-        maps.append(a[:, i] @ maps[-1])
-        maps[-1][..., K:] += b[:, i]
-    starts = scan(maps[-1][..., :K], maps[-1][..., K:], state)
-    result = state.new_empty(n + 1, *state.shape)
-    inside = result[:blocks].unflatten(0, (-1, SCAN_STEPS))
-    for i in range(SCAN_STEPS):
-        inside[:, i] = maps[i][..., :K] @ starts[:-1] + maps[i][..., K:]
-    result[blocks:] = scan(transitions[blocks:], added[blocks:], starts[-1])
+    a, b = (t[:, :blocks].unflatten(1, (-1, SCAN_STEPS)).unbind(2) for t in (transitions, added))
+    maps = [(a[0], b[0])]  # from the start of each block to after each of its chunks
+    for i in range(1, SCAN_STEPS):
+        maps.append((a[i] @ maps[-1][0], _apply_maps(a[i], b[i], maps[-1][1])))
+    starts = scan(*maps[-1], state)
+    result = state.new_empty(len(state), n + 1, *state.shape[1:])
+    inside = result[:, :blocks].unflatten(1, (-1, SCAN_STEPS))
+    inside[:, :, 0] = starts[:, :-1]
+    for i in range(1, SCAN_STEPS):
+        inside[:, :, i] = _apply_maps(*maps[i - 1], starts[:, :-1])
+    result[:, blocks:] = scan(transitions[:, blocks:], added[:, blocks:], starts[:, -1])
     return result
+
+
+def _apply_maps(a: Tensor, b: Tensor, states: Tensor) -> Tensor:
+    """A S + B, for [H, n, ...]."""
+    return torch.baddbmm(b.flatten(0, 1), a.flatten(0, 1), states.flatten(0, 1)).unflatten(0, states.shape[:2])
 
 
 class _Scan(torch.autograd.Function):
@@ -260,24 +262,26 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dstates):
         transitions, states = ctx.saved_tensors
-        sums = scan(transitions.mT.flip(0), dstates[:-1].flip(0), dstates[-1]).flip(0)
-        return sums[1:] @ states[:-1].mT, sums[1:], sums[0]
+        sums = scan(transitions.mT.flip(1), dstates[:, :-1].flip(1), dstates[:, -1]).flip(1)
+        return sums[:, 1:] @ states[:, :-1].mT, sums[:, 1:], sums[:, 0]
 
 
 class _Inverse(torch.autograd.Function):
-    """The inverse of 1 + L, for strictly lower triangular L [..., C, C], by halves: stable for any L."""
+    """The inverse of 1 + L for the strictly lower triangle L of a matrix [..., C, C], by halves: stable for any L."""
 
     @staticmethod
-    def forward(ctx, lower):
-        C = lower.shape[-1]
-        inverse = torch.eye(C, dtype=lower.dtype, device=lower.device).expand_as(lower).contiguous()
-        size = 1
+    def forward(ctx, matrix):
+        C, size = matrix.shape[-1], 1
+        inverse = torch.eye(C, dtype=matrix.dtype, device=matrix.device).expand_as(matrix).contiguous()
         while size < C:
             # Blocks of 2 * size on the diagonal: [[a, 0], [c, b]]^-1 = [[a^-1, 0], [-b^-1 c a^-1, b^-1]].
-            for first in range(0, C, 2 * size):
-                top, bottom = slice(first, first + size), slice(first + size, first + 2 * size)
-                product = inverse[..., bottom, bottom] @ lower[..., bottom, top] @ inverse[..., top, top]
-                inverse[..., bottom, top] = -product
+            blocks, systems = (
+                t.unflatten(-1, (-1, 2 * size)).unflatten(-3, (-1, 2 * size)).diagonal(0, -4, -2).movedim(-1, -3)
+                for t in (inverse, matrix)
+            )
+            top, bottom = slice(0, size), slice(size, 2 * size)
+            product = blocks[..., bottom, bottom] @ systems[..., bottom, top] @ blocks[..., top, top]
+            blocks[..., bottom, top] = -product
             size *= 2
         ctx.save_for_backward(inverse)
         return inverse
@@ -285,25 +289,77 @@ class _Inverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dinverse):
         (inverse,) = ctx.saved_tensors
-        return -(inverse.mT @ dinverse @ inverse.mT).tril(-1)
+        return (inverse.mT @ dinverse @ inverse.mT).neg_().tril_(-1)
 
 
-def _group(products_nJCC: Tensor, decay_nHCC: Tensor) -> Tensor:
-    """Products of key heads, with the decays of their value heads."""
-    J = products_nJCC.shape[1]
-    return (products_nJCC[:, :, None] * decay_nHCC.unflatten(1, (J, -1))).flatten(1, 2)
+class _Join(torch.autograd.Function):
+    """[k * a, v * b] for factors a and b per token."""
+
+    @staticmethod
+    def forward(ctx, k, v, a, b):
+        ctx.save_for_backward(k, v, a, b)
+        joined = v.new_empty(*v.shape[:-1], k.shape[-1] + v.shape[-1])
+        torch.mul(k, a[..., None], out=joined[..., : k.shape[-1]])
+        torch.mul(v, b[..., None], out=joined[..., k.shape[-1] :])
+        return joined
+
+    @staticmethod
+    def backward(ctx, djoined):
+        k, v, a, b = ctx.saved_tensors
+        dk, dv = djoined.split((k.shape[-1], v.shape[-1]), -1)
+        return dk * a[..., None], dv * b[..., None], (dk * k).sum(-1), (dv * v).sum(-1)
 
 
-def _for_each_head(a_nHCC: Tensor, k_nJCK: Tensor) -> Tensor:
-    """a @ k, with the key heads of the value heads."""
-    H, J = a_nHCC.shape[1], k_nJCK.shape[1]
-    return (a_nHCC.unflatten(1, (J, -1)).flatten(2, 3) @ k_nJCK).unflatten(2, (H // J, -1)).flatten(1, 2)
+class _AddDiagonal(torch.autograd.Function):
+    """Add `values` [..., 1] to the diagonal, in place."""
+
+    @staticmethod
+    def forward(ctx, matrix, values):
+        ctx.mark_dirty(matrix)
+        matrix.diagonal(dim1=-2, dim2=-1).add_(values)
+        return matrix
+
+    @staticmethod
+    def backward(ctx, dmatrix):
+        return dmatrix, dmatrix.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
 
 
-def _to_chunks(t_tHK: Tensor) -> Tensor:
-    """[t, H, K] -> [n, H, C, K]. Zeros fill the last chunk: such tokens write nothing and do not decay."""
-    fill = -len(t_tHK) % CHUNK_TOKENS
-    return F.pad(t_tHK, (0, 0, 0, 0, 0, fill)).unflatten(0, (-1, CHUNK_TOKENS)).transpose(1, 2).contiguous()
+class _AddScaled(torch.autograd.Function):
+    """Add q * a, for a factor a per token, to the first columns, in place."""
+
+    @staticmethod
+    def forward(ctx, into, q, a):
+        ctx.save_for_backward(q, a)
+        ctx.mark_dirty(into)
+        into[..., : q.shape[-1]].addcmul_(q, a[..., None])
+        return into
+
+    @staticmethod
+    def backward(ctx, dinto):
+        q, a = ctx.saved_tensors
+        d = dinto[..., : q.shape[-1]]
+        return dinto, d * a[..., None], (d * q).sum(-1)
+
+
+def _for_value_heads(products_JnCC: Tensor, factors_HnCC: Tensor) -> Tensor:
+    """Products of key heads, times the factors of each of their value heads."""
+    J, H = len(products_JnCC), len(factors_HnCC)
+    if J == H:
+        return products_JnCC * factors_HnCC
+    return (products_JnCC[:, None] * factors_HnCC.unflatten(0, (J, -1))).flatten(0, 1)
+
+
+def _of_value_heads(k_JnCK: Tensor, v_HnCV: Tensor) -> Tensor:
+    """The key head of each value head."""
+    return k_JnCK if len(k_JnCK) == len(v_HnCV) else k_JnCK.repeat_interleave(len(v_HnCV) // len(k_JnCK), 0)
+
+
+def _to_chunks(t_tHK: Tensor, dtype: torch.dtype) -> Tensor:
+    """[t, H, K] -> [H, n, C, K]. Zeros fill the last chunk: such tokens write nothing and do not decay."""
+    if fill := -len(t_tHK) % CHUNK_TOKENS:
+        t_tHK = F.pad(t_tHK, (0, 0, 0, 0, 0, fill))
+    chunks_HnCK = t_tHK.unflatten(0, (-1, CHUNK_TOKENS)).permute(2, 0, 1, 3)
+    return chunks_HnCK.to(dtype, memory_format=torch.contiguous_format)
 
 
 def _wide(t: Tensor) -> torch.dtype:
