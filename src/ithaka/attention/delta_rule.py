@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ithaka.plan.layer_bytes import SEGMENT_ROWS  # tokens x heads
+
 CHUNK_TOKENS = 64
-SEGMENT_ROWS = 2**18  # tokens x heads
 SCAN_STEPS = 16  # chunks that are scanned one after the other; blocks of them are scanned at once
 NORM_EPS = 1e-6
 

@@ -113,10 +113,15 @@ def add_adapter(model: Any, adapter: AdapterConfig, base: Path | None) -> None:
             model.set_submodule(name, module.modules_to_save[ADAPTER_NAME])
 
 
+def is_stacked(param: Tensor) -> bool:
+    """Whether it has the weights of several experts. The convolution of the gated delta rule is [channels, 1, W]."""
+    return param.dim() == 3 and len(param) > 1 and param.shape[1] > 1
+
+
 def _find_linears(model: Any) -> str | list[str]:
     """all-linear, or names without a mixture's, if the model has experts: PEFT would adapt those too."""
     parts = [(part, child) for layer in model.model.layers for part, child in layer.named_children()]
-    mixtures = {part for part, child in parts if any(param.dim() > 2 for param in child.parameters())}
+    mixtures = {part for part, child in parts if any(map(is_stacked, child.parameters()))}
     modules = [item for part, child in parts if part not in mixtures for item in child.named_modules(prefix=part)]
     linears = {name.rpartition(".")[2] for name, module in modules if isinstance(module, nn.Linear)}
     return sorted(linears) if mixtures else "all-linear"

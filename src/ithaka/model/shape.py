@@ -22,10 +22,11 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoM
 from ithaka.config import ConfigError
 from ithaka.layer.general import Arguments, AttentionCall, CallFacts, LayerRuns, Mask, compute_like_autocast
 from ithaka.layer.mixers import DeltaCall
+from ithaka.model.adapters import is_stacked
 from ithaka.model.families import find_decoder, find_layers, has_encoder, has_known_layers
 from ithaka.model.probe import LENGTHS, Recorder, describe_layer, read_call, refusal, token_dims
 from ithaka.model.video_blocks import TOKEN_DIMS, Ltx, SelfAttention, Tokens, Wan, find_family, read_facts
-from ithaka.plan.shape import VIDEO_SCALES, VISION_FAMILIES, Encoder, MeasuredLayer, ModelShape
+from ithaka.plan.shape import VIDEO_SCALES, VISION_FAMILIES, DeltaShape, Encoder, MeasuredLayer, ModelShape
 
 TOKENS = (128, 256)  # the lengths of two runs: their difference is what grows with the tokens
 FRAME_PATCHES = 1024  # of a frame of 512 x 512 pixels
@@ -79,7 +80,8 @@ def measure_layers(model: PreTrainedModel) -> ModelShape:
             measured[kind] = _Measurement(model, recorder, index, dims).run()
         layers.append(measured[kind])
     all_facts, parts = zip(*layers, strict=True)
-    widest = max(all_facts, key=lambda facts: (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim)
+    attention = [facts for facts in all_facts if not facts.delta] or all_facts
+    widest = max(attention, key=lambda facts: (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim)
     arguments = sum(arguments_by_id.values()) // LENGTHS[0]
     ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
     others = sum(param.numel() for param in model.parameters() if id(param) not in ends)
@@ -94,8 +96,9 @@ def measure_layers(model: PreTrainedModel) -> ModelShape:
         mlp=getattr(config, "intermediate_size", 0) or 0,
         vocab=config.vocab_size,
         tied=tied,
-        windows=tuple(facts.window or facts.chunk for facts in all_facts),
+        windows=tuple(0 if facts.delta else facts.window or facts.chunk for facts in all_facts),
         measured=combine_layers(parts, others, arguments),
+        delta=next((_delta_shape(facts) for facts in all_facts if facts.delta), None),
         encoder=measure_encoder(model) if has_encoder(model) else None,
     )
 
@@ -137,6 +140,11 @@ def measure_encoder(model: Any) -> Encoder:
         moved=depth * moved,
         backward_moved=depth * backward_moved,
     )
+
+
+def _delta_shape(facts: CallFacts) -> DeltaShape:
+    assert facts.delta
+    return DeltaShape(facts.num_heads, facts.delta.num_key_heads, facts.delta.key_dim, facts.v_head_dim)
 
 
 def combine_layers(layers: tuple[MeasuredLayer, ...], total_parameters: int, arguments: int) -> MeasuredLayer:
@@ -203,14 +211,14 @@ class _Measurement:
         per_token = {name: round((long[name] - short[name]) / (TOKENS[1] - TOKENS[0])) for name in long}
         projected = sum(sum(self._products(module)) for module in used)
         dense, experts = map(sum, zip(*map(self._products, self.layer.modules()), strict=True))
-        mixtures = [name for name, child in self.layer.named_children() if any(p.dim() > 2 for p in child.parameters())]
+        mixtures = [name for name, child in self.layer.named_children() if any(map(is_stacked, child.parameters()))]
         linears = tuple(
             (name, module.in_features, module.out_features, name.partition(".")[0] in mixtures)
             for name, module in self.layer.named_modules()
             if type(module) is nn.Linear
         )
         # A stacked weight has an adapter per expert.
-        stacked = {name: p for name, p in self.layer.named_parameters() if p.dim() == 3 and len(p) > 1}
+        stacked = {name: p for name, p in self.layer.named_parameters() if is_stacked(p)}
         linears += tuple((name, len(p) * p.shape[1], len(p) * p.shape[2], True) for name, p in stacked.items())
         parameters = sum(param.numel() for param in self.layer.parameters())
         is_streamed = has_known_layers(self.model)
@@ -228,7 +236,7 @@ class _Measurement:
         config, sizes = find_decoder(self.model).config, [p.shape for p in module.parameters(recurse=False)]
         top_k = next((k for k in (getattr(config, name, None) for name in TOP_K) if isinstance(k, int)), 1)
         flat = sum(size.numel() for size in sizes if len(size) == 2 and not self._is_expert_bias(size, sizes))
-        return flat, sum(size.numel() // size[0] * top_k for size in sizes if len(size) == 3)
+        return flat, sum(p.numel() // len(p) * top_k for p in module.parameters(recurse=False) if is_stacked(p))
 
     @staticmethod
     def _is_expert_bias(size: torch.Size, sizes: list[torch.Size]) -> bool:
@@ -259,7 +267,8 @@ class _Measurement:
                 leaves = [t.detach().requires_grad_() for t in inputs]
                 with _LiveBytes() as live:
                     outputs = run(*leaves, arguments)
-                    outputs = [t for t in (outputs if isinstance(outputs, list) else [outputs]) if t.requires_grad][:3]
+                    outputs = outputs if isinstance(outputs, list) else [outputs]
+                    outputs = [t for t in outputs if t.requires_grad][: 5 if facts.delta else 3]
                     douts = [torch.empty_like(t) for t in outputs]
                     edges = [get_gradient_edge(t) for t in outputs]
                     del outputs

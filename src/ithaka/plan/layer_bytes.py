@@ -29,7 +29,13 @@ CALL_TOKENS, WHOLE_TOKENS = 512 * 1024, 256 * 1024
 COMPILED_GRAPH_SHARES, COMPILED_SHARE = (0.2, 0.62), 0.3
 BLOCK_BUFFERS = 4  # buffers of a block inside attention, in the sum dtype
 
-TileWork = Literal["none", "project", "project backward", "mlp", "mlp backward", "attend", "attend backward"]
+# The gated delta rule (attention/delta_rule.py): rows (tokens x heads) of a segment, and its buffers, forward and
+# backward, in rows of K + V elements in the sum dtype.
+SEGMENT_ROWS, SEGMENT_BUFFERS, SEGMENT_BUFFERS_BACKWARD = 2**18, 10, 17
+
+TileWork = Literal[
+    "none", "project", "project backward", "mlp", "mlp backward", "attend", "attend backward", "rule", "rule backward"
+]
 
 
 class MemoryPoint(NamedTuple):
@@ -87,14 +93,19 @@ class LayerBytes:
             self.gate_up = s * self._graph_bytes(shape.measured, 2) * policy.mlp
             if not shape.measured.is_streamed:
                 self._add_general(shape.measured, policy)
-        self.kept = self.x * (policy.input == "device") + self.outputs * (policy.attention == "device")
-        self.kept += self.qkv + self.residual + self.gate_up  # on the device
         is_stored = policy.input != "device"
         # With overlap, a stored input is fetched once and stays for all of backward; without, two tiles are fetched.
         self.fetched_input = self.x if layout.overlap and is_stored else 0
         self.fetched_tiles = 2 if is_stored and not layout.overlap else 0
         self.stages_ahead = 2 if layout.overlap else 1
         self.has_exchange = layout.ulysses > 1  # an exchange receives into a buffer of its own
+        self.policy = policy
+
+    @property
+    def kept(self) -> int:
+        """What the layer keeps on the device."""
+        stored = self.x * (self.policy.input == "device") + self.outputs * (self.policy.attention == "device")
+        return stored + self.qkv + self.residual + self.gate_up
 
     def _add_general(self, layer: MeasuredLayer, policy: ActivationPolicy) -> None:
         """What layer/general.py holds besides the tensors of stages: q, k and v of all heads until the last stage is
@@ -195,6 +206,12 @@ class LayerBytes:
             return 0
         if work in BLOCK_TOKENS:
             return self._block_bytes(work)
+        if work in ("rule", "rule backward"):
+            delta = self.shape.delta
+            assert delta
+            buffers = SEGMENT_BUFFERS if work == "rule" else SEGMENT_BUFFERS_BACKWARD
+            rows = min(SEGMENT_ROWS, self.s * delta.heads)
+            return buffers * rows * (delta.key_dim + delta.value_dim) * self.layout.sum_bytes
         shape, c, hidden = self.shape, self.layout.ulysses, self.shape.hidden
         if shape.measured and (work.startswith("mlp") or not shape.measured.is_streamed):
             return self._measured_tile_bytes(shape.measured, work)
@@ -245,6 +262,39 @@ class LayerBytes:
         # Whole sequences in one call. Backward sums dq, dk and dv; forward writes to our buffers, or attends to one
         # head of each group.
         return 2 * heads * elements * wide if work == "attend backward" else max(kv for _, kv in reads) * elements * e
+
+
+class DeltaBytes(LayerBytes):
+    """The same for a layer with the gated delta rule: all heads of this rank's tokens, without an exchange of them."""
+
+    def __init__(self, shape: ModelShape, layout: Layout, s: int, policy: ActivationPolicy | None = None) -> None:
+        super().__init__(shape, layout, s, policy)
+        delta, e, wide = shape.delta, layout.element_bytes, layout.sum_bytes
+        assert delta
+        rows, state = s * delta.heads, delta.heads * delta.key_dim * delta.value_dim * wide
+        keys = 2 * s * delta.key_heads * delta.key_dim * e
+        self.projected = keys + rows * (delta.value_dim * e + 2 * wide)  # q, k, v, g and beta
+        self.douts = rows * delta.value_dim * e
+        self.outputs = self.douts + -(-rows // SEGMENT_ROWS) * state
+        self.qkv = self.projected * self.policy.projections
+
+
+def delta_points(b: LayerBytes, phase: str, stream: int) -> Iterator[MemoryPoint]:
+    """The rule (`_attend` in layer/delta.py), in forward, and in backward where its output is recomputed."""
+    yield MemoryPoint(f"{phase} projections", stream, b.projected, "project")
+    yield MemoryPoint(f"{phase} attention", stream, b.projected + b.outputs, "rule")
+
+
+def delta_backward_points(b: LayerBytes) -> Iterator[MemoryPoint]:
+    """The rule's backward. q, k and v become their gradients, segment by segment."""
+    stream, projected = b.x + b.fetched_input, 0 if b.qkv else b.projected
+    states = 0 if b.keeps_attention and not b.fetches_attention else b.outputs - b.douts
+    freed = b.douts if b.keeps_attention and not b.fetches_attention else 0  # kept outputs, used by run 2
+    kept_later = b.residual + b.gate_up
+    live = projected + b.douts + states + b.graphs - freed - kept_later
+    yield MemoryPoint("backward projections", stream, live, "project")
+    yield MemoryPoint("backward attention", stream, live, "rule backward")
+    yield MemoryPoint("backward projections", stream, live - b.douts, "project backward")
 
 
 def _heads_per_call(max_heads: int, queries: int, kv: int) -> int:
@@ -331,29 +381,42 @@ def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoi
 def layer_points(b: LayerBytes) -> Iterator[MemoryPoint]:
     """Every point of a layer's forward and backward on one rank."""
     outputs, kept_later = b.outputs, b.residual + b.gate_up
-    yield from attention_points(b, "forward", b.x)
+    is_delta = isinstance(b, DeltaBytes)
+    yield from delta_points(b, "forward", b.x) if is_delta else attention_points(b, "forward", b.x)
     # y, computed from x and the outputs of all stages
     yield MemoryPoint("forward mlp", 2 * b.x, outputs + b.qkv + kept_later, "mlp")
     if b.keeps_attention:
         outputs = 0
     else:
-        yield from attention_points(b, "backward again", b.x + b.fetched_input)
+        again = "backward again", b.x + b.fetched_input
+        yield from delta_points(b, *again) if is_delta else attention_points(b, *again)
     # dy; everything else is one tile
     yield MemoryPoint("backward mlp", b.x + b.fetched_input, outputs + b.douts, "mlp backward")
-    yield from attention_backward_points(b, outputs - kept_later)
+    yield from delta_backward_points(b) if is_delta else attention_backward_points(b, outputs - kept_later)
+
+
+def kinds_of_layers(
+    shape: ModelShape, layout: Layout, s: int, policy: ActivationPolicy | None = None
+) -> list[LayerBytes]:
+    kinds = [LayerBytes, *([DeltaBytes] if shape.delta else [])]
+    return [kind(shape, layout, s, policy) for kind in kinds]
 
 
 @lru_cache(maxsize=8192)
 def layer_peaks(
     shape: ModelShape, layout: Layout, s: int, policy: ActivationPolicy
 ) -> tuple[int, MemoryPoint, MemoryPoint]:
-    """(bytes kept on the device, and the points of forward and of backward at which most bytes are live)."""
-    b = LayerBytes(shape, layout, s, policy)
-    ascending = sorted(layer_points(b), key=lambda point: point.full_length)
-    highest = {(point.phase, point.tile_work): point for point in ascending}.values()  # the last of each kind
-    points = [p._replace(tile_bytes=b.tile_bytes(p.tile_work), grad_bytes=b.weight_grads(p.phase)) for p in highest]
+    """(bytes kept on the device, and the points of forward and of backward at which most bytes are live), for the kind
+    of layer that needs most."""
+    kinds, points = kinds_of_layers(shape, layout, s, policy), []
+    for b in kinds:
+        ascending = sorted(layer_points(b), key=lambda point: point.full_length)
+        highest = {(point.phase, point.tile_work): point for point in ascending}.values()  # the last of each kind
+        points += [
+            p._replace(tile_bytes=b.tile_bytes(p.tile_work), grad_bytes=b.weight_grads(p.phase)) for p in highest
+        ]
     forward, backward = (
         max((p for p in points if p.phase.startswith(direction)), key=lambda point: (point.live, -point.tile_bytes))
         for direction in ("forward", "backward")
     )
-    return b.kept, forward, backward
+    return max(b.kept for b in kinds), forward, backward

@@ -243,7 +243,7 @@ class SearchSpace:
 
     def _rings(self, cp: int) -> list[tuple[int, int]]:
         heads, per_node = self.shape.heads, self.hardware.gpus_per_node
-        stage, ring = self.fixed.get("heads_per_stage") or 0, self.fixed.get("ring")
+        stage, ring = self.fixed.get("heads_per_stage") or 0, 1 if self.shape.delta else self.fixed.get("ring")
         groups = [n for n in range(1, min(cp, heads) + 1) if cp % n == 0 and stage % n == 0]
         groups = [n for n in groups if (per_node % n == 0 if ring is None else cp == n * ring)]
         best = {max(groups, default=0), max((n for n in groups if heads % n == 0), default=0)} - {0}

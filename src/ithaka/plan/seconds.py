@@ -16,7 +16,7 @@ from ithaka.config import LAYER_LINEARS
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.bytes import logits_tile_tokens
 from ithaka.plan.hardware import DISK_BYTES_S, HOST_UPDATE_BYTES_S, Hardware
-from ithaka.plan.layer_bytes import LayerBytes
+from ithaka.plan.layer_bytes import DeltaBytes, LayerBytes
 from ithaka.plan.shape import MeasuredLayer, ModelShape, Work
 
 # Fractions of the hardware's matmul rate, forward and backward.
@@ -39,6 +39,9 @@ STAGE_SECONDS = 0.00016  # per stage and direction, independent of s: slicing we
 NARROW_HEAD_SHARE, NARROW_HEAD_START, NARROW_HEAD_LEAST = (0.82, 0.8), 31 * 1024, 128 * 1024
 # Attention at head dim 256, and with a sliding window, whose blocks are mostly masked, as fractions of the same rate.
 WIDE_HEAD_SHARE, WINDOW_SHARE = (1.08, 0.59), (0.46, 0.43)
+# The gated delta rule: passes over [s, H, K + V] in the sum dtype, forward and backward, and of the maps of a rank's
+# tokens in each direction, where another rank continues the document.
+RULE_PASSES, RULE_MAP_PASSES = (52, 173), (33, 50)
 LOGIT_PASSES = 3  # over the logits: one for the loss, two for its gradient
 # Passes over the inputs and outputs of a linear map with an adapter, forward and backward: the adapter's tall matmuls
 # are memory-bound. Backward recomputes forward and has three gradients.
@@ -73,10 +76,10 @@ def layer_seconds(
 ) -> tuple[Seconds, Seconds]:
     """(forward, backward) of one layer on the rank with the most heads."""
     layer, gpu = LayerSeconds(shape, layout, hardware, work.local_tokens(layout.cp), policy), hardware.gpu
-    attend, attend_back = layer.attention(work, window)
+    attend, attend_back = layer.rule() if window == 0 else layer.attention(work, window)
     projections, mlp = layer.project(False), layer.mlp(False)
     projections_back, mlp_back = layer.project(True), layer.mlp(True)
-    exchange, exchange_back = layer.exchange()
+    exchange, exchange_back = (layer.exchange_states(),) * 2 if window == 0 else layer.exchange()
     if layout.ring > 1:
         ring, ring_back, last_round = layer.ring()
         exchange += max(0.0, ring - attend)
@@ -97,7 +100,8 @@ def layer_seconds(
 
     # Copies to and from the store. All GPUs of a node share its disk.
     is_stored, pcie = policy.input != "device", gpu.pcie_bytes_s * COPY_SHARE
-    outputs = layer.bytes.outputs if policy.attention in ("host", "disk") else 0
+    kind = DeltaBytes if window == 0 else LayerBytes
+    outputs = kind(shape, layout, layer.s).outputs if policy.attention in ("host", "disk") else 0
     stored = layer.x * is_stored + outputs
     to_disk = layer.x * (policy.input == "disk") + outputs * (policy.attention == "disk")
     disk = to_disk * hardware.gpus_per_node / DISK_BYTES_S
@@ -140,6 +144,23 @@ class LayerSeconds:
             share, share_back = share * WINDOW_SHARE[0], share_back * WINDOW_SHARE[1]
         forward = flops / (self.gpu.attention_forward_flops * share)
         return forward, 2.5 * flops / (self.gpu.attention_backward_flops * share_back)
+
+    def rule(self) -> tuple[float, float]:
+        """(forward, backward) of the gated delta rule, which is bound by memory."""
+        delta = self.shape.delta
+        assert delta
+        one_pass = self.move(self.s * delta.heads * (delta.key_dim + delta.value_dim) * self.layout.sum_bytes)
+        maps = RULE_MAP_PASSES if self.layout.cp > 1 else (0, 0)
+        forward, backward = (passes + extra for passes, extra in zip(RULE_PASSES, maps, strict=True))
+        return forward * one_pass, backward * one_pass
+
+    def exchange_states(self) -> float:
+        """One direction: every rank gathers the maps of all."""
+        delta, cp = self.shape.delta, self.layout.cp
+        assert delta
+        size = delta.heads * delta.key_dim * (delta.key_dim + delta.value_dim) * self.layout.sum_bytes
+        is_in_node = cp <= self.hardware.gpus_per_node
+        return (cp - 1) * size / (self.gpu.link_bytes_s if is_in_node else self.gpu.network_bytes_s)
 
     def wait(self, copy_s: float, busy_s: float) -> float:
         """Seconds that copies to the device add to work on the same tiles; nothing hides the first tile's copy."""

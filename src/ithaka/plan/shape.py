@@ -124,6 +124,16 @@ class Encoder:
 
 
 @dataclass(frozen=True)
+class DeltaShape:
+    """Heads of the gated delta rule, and their dims."""
+
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
     family: str
     num_layers: int
@@ -134,7 +144,8 @@ class ModelShape:
     mlp: int  # F
     vocab: int  # V
     tied: bool  # lm_head shares the embedding's weight
-    windows: tuple[int | None, ...]  # per layer: tokens that a query attends to, with its own; None: all earlier ones
+    # Per layer: tokens that a query attends to, with its own; None: all earlier ones; 0: it has the gated delta rule.
+    windows: tuple[int | None, ...]
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -143,6 +154,7 @@ class ModelShape:
     adapter: AdapterConfig | None = None  # None: all parameters are trained
     measured: MeasuredLayer | None = None  # a family without a formula, whose layers were measured
     reference: bool = False  # a frozen copy of the base model is kept too
+    delta: DeltaShape | None = None
     encoder: Encoder | None = None  # of images; its parameters are part of `measured`
     freezes_encoder: bool = False
     optimizer: str = "adamw"  # as optim.name
@@ -456,7 +468,9 @@ def _measure(values: str, source: str) -> ModelShape:
             shape = model["shape"] | {"windows": tuple(model["shape"]["windows"])}
             tuples = {key: tuple(map(tuple, shape["measured"][key])) for key in ("linears", "stacked")}
             encoder = Encoder(**shape["encoder"]) if shape.get("encoder") else None
-            return ModelShape(**shape | {"measured": MeasuredLayer(**shape["measured"] | tuples), "encoder": encoder})
+            delta = DeltaShape(**shape["delta"]) if shape.get("delta") else None
+            measured = MeasuredLayer(**shape["measured"] | tuples)
+            return ModelShape(**shape | {"measured": measured, "encoder": encoder, "delta": delta})
     return import_module("ithaka.model.shape").measure_model(json.loads(values), source)
 
 
