@@ -65,3 +65,11 @@ def test_bad_options_are_refused_before_anything_runs(benchmark, capsys, words):
     with pytest.raises(SystemExit):
         benchmark("against_liger").read_options(["--out", "x", *words.split()])
     assert f"{words}: " in capsys.readouterr().err
+
+
+def test_both_sides_train_alike_on_a_video(benchmark):
+    sides = ["hf fsdp2", "ithaka"]
+    plain, ours = benchmark("vlm").main(["--models", "tiny", "--tokens", "48", "--steps", "1", "--sides", *sides])
+    assert plain["losses"][0] - plain["losses"][-1] > 0.005
+    assert ours["losses"] == pytest.approx(plain["losses"], abs=2e-4)
+    assert ours["planned_GiB"] > 0
