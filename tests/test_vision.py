@@ -1,24 +1,37 @@
 """Vision-language models: loss and every gradient equal plain transformers, in fp64 throughout."""
 
+import contextlib
 import copy
+import io
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
+from datasets import Dataset
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
 
 from decoders import Wide
 from general import add_lora, assert_equal, gradient_errors, mean_loss, wide_runs
 from ithaka.dist.mesh import make_mesh
+from ithaka.hf import long_context
 from ithaka.layer.store import Store
 from ithaka.layout import Layout
 from ithaka.model import vision
 from ithaka.model.build import parallelize_model
 from parity import Errors, plain_sum, relative
 from threads import on_threads
-from vlms import media_inputs, tiny_vlm
+from vlms import media_inputs, model_for, picture, tiny_processor, tiny_vlm
 
 SIZES = {"images": [(4, 6), (2, 4)], "videos": [(3, 4, 4)]}
 
@@ -197,3 +210,55 @@ def test_calls_are_refused():
                 model(**inputs | changes, labels=inputs["input_ids"])
 
     on_threads(1, work)
+
+
+# ---- TRL
+
+
+def conversations() -> Dataset:
+    rows = []
+    for n in range(8):
+        pictures = [picture(n + i) for i in range(n % 3)]  # some have no image
+        question = {"role": "user", "content": "Which color is this?" + "?" * n}
+        rows.append({"images": pictures, "messages": [question, {"role": "assistant", "content": f"Number {n}."}]})
+    return Dataset.from_list(rows)
+
+
+def train_sft(cp: int, folder: Path) -> tuple[list[dict], dict[str, Tensor]]:
+    """Logs and trained weights of SFTTrainer; cp=0: the plain one."""
+    processor = tiny_processor()
+    settings = {"max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "gradient_accumulation_steps": 2}
+    settings |= {"per_device_train_batch_size": 2, "max_length": None, "bf16": False, "save_strategy": "no"}
+    settings |= {"use_cpu": True, "disable_tqdm": True, "report_to": [], "dataloader_pin_memory": False}
+    trainer_class: Any = SFTTrainer
+    if cp:
+        local = {"LOCAL_RANK": str(dist.get_rank()), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+        os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), **local}
+        trainer_class = partial(long_context(SFTTrainer), ithaka={"cp": cp, "context": "1K"})
+    try:
+        args = SFTConfig(str(folder), **settings)
+        data = {"train_dataset": conversations(), "processing_class": processor}
+        trainer = trainer_class(model=model_for(processor), args=args, **data)
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer.train()
+        if cp:
+            trainer.save_model(str(folder / "final"))
+        named = trainer.model.named_parameters()
+        full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in named}
+        return trainer.state.log_history, {name: p.detach() for name, p in full.items()}
+    finally:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if cp else ():
+            del os.environ[name]
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def test_sft_trainer_has_the_losses_of_plain_trl(ranks, tmp_path):
+    ((plain, weights),) = ranks.run(1, train_sft, 0, tmp_path / "plain")
+    for logs, found in ranks.run(2, train_sft, 2, tmp_path / "two", timeout_s=300):
+        for key in ("loss", "grad_norm", "mean_token_accuracy", "num_tokens"):
+            assert [log.get(key) for log in logs] == pytest.approx([log.get(key) for log in plain], abs=2e-4), key
+        assert all((found[name] - weights[name]).abs().max() < 2e-3 for name in weights)
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "two" / "final")
+    assert all(torch.equal(param, found[name]) for name, param in loaded.named_parameters())
+    assert AutoTokenizer.from_pretrained(tmp_path / "two" / "final").pad_token == "<|video_pad|>"

@@ -2,9 +2,20 @@
 
 from typing import Any
 
+import numpy
 import torch
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen2VLImageProcessorPil,
+    Qwen3VLProcessor,
+)
 
 from decoders import Wide
 from models import CONSTRUCTING
@@ -114,3 +125,59 @@ def media_inputs(
     if len(videos) and family == "qwen2_5_vl":
         inputs["second_per_grid_ts"] = torch.tensor([1.5] * len(videos))
     return inputs
+
+
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+TEMPLATE = """{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' -}}
+{%- if message.content is string -%}{{- message.content -}}{%- else -%}{%- for part in message.content -%}
+{%- if part.type == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- elif part.type == 'video' -%}{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
+{%- else -%}{{- part.text -}}{%- endif -%}
+{%- endfor -%}{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
+
+
+class TinyProcessor(Qwen3VLProcessor):
+    """Qwen3-VL's, without its video processor, which needs torchvision."""
+
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
+        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+        self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids([self.image_token, self.video_token])
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+def tiny_processor() -> TinyProcessor:
+    """One token per byte; patches of 4 x 4 pixels."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|video_pad|>")
+    sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    images = Qwen2VLImageProcessorPil(**sizes, size={"shortest_edge": 64, "longest_edge": 4096})
+    return TinyProcessor(images, tokenizer, chat_template=TEMPLATE)
+
+
+def model_for(processor: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A small Qwen3-VL with the processor's vocabulary and patches."""
+    ids = dict(zip(SPECIAL, processor.tokenizer.convert_tokens_to_ids(SPECIAL), strict=True))
+    config = vlm_config(
+        "qwen3_vl", vocab_size=len(processor.tokenizer), num_hidden_layers=1, max_position_embeddings=4096
+    )
+    config.vision_config.patch_size, config.vision_config.num_position_embeddings = 4, 64
+    config.image_token_id, config.video_token_id = ids["<|image_pad|>"], ids["<|video_pad|>"]
+    config.vision_start_token_id, config.vision_end_token_id = ids["<|vision_start|>"], ids["<|vision_end|>"]
+    torch.manual_seed(0)
+    with CONSTRUCTING:
+        return AutoModelForImageTextToText.from_config(config, dtype=dtype)
+
+
+def picture(seed: int) -> Image.Image:
+    """A gradient of random colors; sizes differ."""
+    generator = numpy.random.default_rng(seed)
+    height, width = 16 + 8 * (seed % 3), 24 + 8 * (seed % 2)
+    ramp = numpy.linspace(0, 1, width)[None, :, None] * numpy.linspace(0.5, 1, height)[:, None, None]
+    return Image.fromarray((255 * ramp * generator.random(3)).astype("uint8"))
