@@ -261,4 +261,4 @@ def test_sft_trainer_has_the_losses_of_plain_trl(ranks, tmp_path):
         assert all((found[name] - weights[name]).abs().max() < 2e-3 for name in weights)
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "two" / "final")
     assert all(torch.equal(param, found[name]) for name, param in loaded.named_parameters())
-    assert AutoTokenizer.from_pretrained(tmp_path / "two" / "final").pad_token == "<|video_pad|>"
+    assert AutoTokenizer.from_pretrained(tmp_path / "two" / "final").pad_token == "<|pad|>"

@@ -127,7 +127,8 @@ def media_inputs(
     return inputs
 
 
-SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+NAMES = ("im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad", "pad")
+SPECIAL = tuple(f"<|{name}|>" for name in NAMES)
 TEMPLATE = """{%- for message in messages -%}
 {{- '<|im_start|>' + message.role + '\\n' -}}
 {%- if message.content is string -%}{{- message.content -}}{%- else -%}{%- for part in message.content -%}
@@ -155,7 +156,7 @@ def tiny_processor() -> TinyProcessor:
     backend = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|video_pad|>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|pad|>")
     sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
     images = Qwen2VLImageProcessorPil(**sizes, size={"shortest_edge": 64, "longest_edge": 4096})
     return TinyProcessor(images, tokenizer, chat_template=TEMPLATE)

@@ -341,7 +341,7 @@ def _read_messages(file: Path) -> dict[str, Any]:
         record = json.loads(text.splitlines()[0] if file.suffix == ".jsonl" else text)
         record = record if isinstance(record, dict) else {"messages": record}
         raw = record.get("messages") or record["conversations"]
-        messages = [m for n, each in enumerate(raw, 1) for m, _, _ in to_messages(each, f"message {n}", True)]
+        messages = [m for n, each in enumerate(raw, 1) for m, _, _ in to_messages(each, f"message {n}", "drop")]
     except (OSError, ValueError, KeyError, IndexError) as error:
         fix = 'write [{"role": "user", "content": "..."}]'
         raise ConfigError(f"--messages={file} has no messages ({error}); {fix}, or a record with messages") from error

@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.utils import logging
 
 from ithaka.checkpoint.files import find_checkpoint, find_checkpoint_of_step, find_intact_checkpoint, read_state
 from ithaka.checkpoint.safe_load import SafeReader, load_into
 from ithaka.config import ConfigError, check_output, load_config
 from ithaka.hub import HUB_ID, SNAPSHOT
-from ithaka.model.adapters import adapter_tensor_name, merge_adapter
+from ithaka.model.adapters import adapter_tensor_name, auto_class, merge_adapter
 from ithaka.model.quantized import BASE_FACTS, describe_base, round_weights
 from ithaka.train.console import read_metrics
 
@@ -72,11 +72,14 @@ def _write(
 ) -> None:
     """`model_dir` is a copy of RUN_DIR/model, whose RoPE settings may be from a later step than the checkpoint."""
     state, config_file = read_state(checkpoint), model_dir / "config.json"
-    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | state["positions"]))
+    values = json.loads(config_file.read_text())
+    values.get("text_config", values).update(state["positions"])
+    config_file.write_text(json.dumps(values))
     not_exported = ["config.json"]
     if not (model_dir / "adapter_config.json").is_file():
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+            hf_config = AutoConfig.from_pretrained(model_dir)
+            model = auto_class(hf_config.model_type).from_config(hf_config)
         model.load_state_dict(weights, assign=True)
         model.tie_weights()
         model.save_pretrained(out_dir)  # writes the dtype to config.json, and a generation config replaced below

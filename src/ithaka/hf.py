@@ -287,6 +287,7 @@ class LongContext(Trainer):
 
     for_trl = shares_prefixes = False
     loss_is_mean = False  # a group's loss is a mean over its rows, to be averaged over groups
+    averages_batches = False  # micro-batches count equally, not by their labels
     rows_per_example = 1
     args: Any
 
@@ -306,6 +307,8 @@ class LongContext(Trainer):
         self.args = copy.copy(self.args)
         self.args.gradient_checkpointing = False  # the layers recompute already
         self.args.average_tokens_across_devices = False  # the loss already covers all ranks
+        if self.for_trl and not self.loss_is_mean and not self.model_accepts_loss_kwargs:
+            self.loss_is_mean = self.averages_batches = True  # as TRL does for vision-language models
         base = _base_model(self.model)
         if not own_forward:
             vars(base).pop("forward", None)  # TRL's patch for its loss; `_call` replaces it
@@ -442,7 +445,9 @@ class LongContext(Trainer):
         return loss * self.ithaka_mesh.dp_size if self.for_trl else loss
 
     def _get_num_items_in_batch(self, batch_samples: list, device: Any) -> int | None:
-        """Valid labels of all groups and micro-steps."""
+        """Valid labels of all groups and micro-steps. None: each micro-batch has a mean of its own."""
+        if self.averages_batches:
+            return None
         mesh, labelled = self.ithaka_mesh, [batch for batch in batch_samples if "labels" in batch]
         shifted = (batch["shift_labels"] if "shift_labels" in batch else batch["labels"][..., 1:] for batch in labelled)
         count = torch.tensor(sum(int((labels != IGNORE_INDEX).sum()) for labels in shifted), device=mesh.device)

@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -22,7 +22,7 @@ from uuid import uuid4
 import numpy as np
 
 from ithaka.config import ConfigError, input_error
-from ithaka.data.pack import Documents, encode_turn
+from ithaka.data.pack import Documents, encode_turn, mark_images
 from ithaka.data.read import Shard
 from ithaka.data.records import Document
 from ithaka.data.tokenizer import Tokenizer
@@ -145,11 +145,12 @@ class TokenCache:
 
     def _write_tokens(self, shard: Shard, file: BinaryIO) -> None:
         """Write tokens (int32), document lengths, encoded turns and starts of further samples (int64), counts of
-        skipped documents and of notes (JSON), and a footer (int64): bytes of JSON, numbers of documents, turns and
-        samples."""
+        skipped documents and of notes, paths of images (JSON), and a footer (int64): bytes of JSON, numbers of
+        documents, turns and samples."""
         lengths, skipped, notes = [], Counter[str](), Counter[str]()
         turns: list[int] = []
         samples: list[int] = []
+        images: list[str] = []
         num_tokens, is_new = 0, True
         for part in tokenize(shard, self.tokenizer):
             os.utime(self.directory)  # shows the waiting ranks that there is progress
@@ -157,7 +158,11 @@ class TokenCache:
             if part.skip_reason:
                 skipped[part.skip_reason] += 1
                 continue
-            file.write(part.tokens.tobytes())
+            tokens = part.tokens
+            if part.images:
+                tokens = mark_images(tokens, part.images, self.tokenizer.images.image_id, len(images))
+                images += [path for path, _ in part.images]
+            file.write(tokens.tobytes())
             lengths += [0] if is_new else []
             samples += [num_tokens] if part.is_start and not is_new else []
             lengths[-1] += len(part.tokens)
@@ -165,7 +170,7 @@ class TokenCache:
             turns += [encode_turn(num_tokens + start, role) for start, role in part.turns]
             num_tokens += len(part.tokens)
             notes.update(part.notes)
-        counts = json.dumps([skipped, notes]).encode()
+        counts = json.dumps([skipped, notes, images]).encode()
         file.write(np.asarray([*lengths, *turns, *samples], np.int64).tobytes() + counts)
         file.write(np.asarray([len(counts), len(lengths), len(turns), len(samples)], np.int64).tobytes())
 
@@ -182,6 +187,7 @@ class TokenizedPart(NamedTuple):
     notes: Mapping[str, int]
     is_record: bool
     spans: list[tuple[int, str]]
+    images: Sequence[tuple[str, int]] = ()
 
 
 def tokenize(
@@ -212,7 +218,8 @@ def tokenize(
             found = [(len(prefix) + i, *label[1:]) for i, label in zip(indices, labels, strict=False)]
             turns, spans = ([(i, label) for i, order, label in found if order == which] for which in (0, 1))
             is_record = document.is_start and document.is_record
-            yield TokenizedPart(tokens, document.is_start, reason, turns, document.notes, is_record, spans)
+            facts = turns, document.notes, is_record, spans, document.images
+            yield TokenizedPart(tokens, document.is_start, reason, *facts)
 
 
 def _batch_documents(documents: Iterable[Document], batch_chars: int) -> Iterator[list[Document]]:
@@ -232,6 +239,6 @@ def _map_file(path: Path) -> Documents:
     num_tokens = (end - num_bytes - 8 * sum(counts)) // 4
     integers = np.fromfile(path, np.int64, sum(counts), offset=4 * num_tokens)
     lengths, turns, samples = np.split(integers, np.cumsum(counts)[:-1])
-    skipped, notes = json.loads(np.fromfile(path, np.uint8, num_bytes, offset=end - num_bytes).tobytes())
+    skipped, notes, images = json.loads(np.fromfile(path, np.uint8, num_bytes, offset=end - num_bytes).tobytes())
     tokens = np.memmap(path, np.int32, "r", shape=num_tokens) if num_tokens else np.empty(0, np.int32)
-    return Documents(tokens, lengths, skipped, turns, notes, samples)
+    return Documents(tokens, lengths, skipped, turns, notes, samples, images=images)

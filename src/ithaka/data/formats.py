@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from ithaka.config import format_value
 
@@ -28,8 +28,12 @@ class BadRecord(ValueError):
         self.reason = reason
 
 
-def to_messages(raw: Any, label: str, drop_images: bool) -> Iterator[tuple[Message, bool, int]]:
-    """Convert a message of any format. Yield messages, whether to train on each, and the number of dropped images.
+# What to do with images: refuse or drop them, or the function that returns their text, given a part and a label.
+Images = Literal["refuse", "drop"] | Callable[[Mapping[str, Any], str], str]
+
+
+def to_messages(raw: Any, label: str, images: Images) -> Iterator[tuple[Message, bool, int]]:
+    """Convert a message of any format. Yield messages, whether to train on each, and the number of images.
 
     Only Anthropic messages yield several: each `tool_result` becomes its own message.
     """
@@ -52,11 +56,11 @@ def to_messages(raw: Any, label: str, drop_images: bool) -> Iterator[tuple[Messa
         message["tool_calls"] = [{"type": "function", "function": dict(call)}]
     if not message.get("tool_calls"):
         message.pop("tool_calls", None)  # some templates only check whether the field exists
-    for each, num_dropped in _split_parts(message, label, drop_images):
-        yield _convert_calls(_name_reasoning(each), label), all(flags.values()), num_dropped
+    for each, num_images in _split_parts(message, label, images):
+        yield _convert_calls(_name_reasoning(each), label), all(flags.values()), num_images
 
 
-def _split_parts(message: Message, label: str, drop_images: bool) -> Iterator[tuple[Message, int]]:
+def _split_parts(message: Message, label: str, images: Images) -> Iterator[tuple[Message, int]]:
     """Replace content parts by text, reasoning and tool calls. A tool's result becomes a message of its own."""
     content, is_assistant = message.get("content"), message["role"] == "assistant"
     if isinstance(content, str) or (content is None and is_assistant):
@@ -69,8 +73,8 @@ def _split_parts(message: Message, label: str, drop_images: bool) -> Iterator[tu
         raise BadRecord("with content that is no text", f"{label} has content other than text; remove it")
     parts = [part if isinstance(part, Mapping) else {"type": "text", "text": part} for part in content]
     num_images = sum(part.get("type") in MEDIA_PARTS for part in parts)
-    if num_images and not drop_images:
-        fix = "remove them, or set data.images to drop"
+    if num_images and images == "refuse":
+        fix = "remove them, or set data.images to drop, or to read for a vision-language model"
         raise BadRecord("with images", f"{label} has {num_images} images, audio or files; {fix}")
     texts: list[str] = []
     thoughts: list[str] = []
@@ -79,13 +83,14 @@ def _split_parts(message: Message, label: str, drop_images: bool) -> Iterator[tu
         kind = part.get("type", "text")
         text = part.get("thinking" if kind == "thinking" else "refusal" if kind == "refusal" else "text")
         if kind in MEDIA_PARTS:
+            texts += [] if isinstance(images, str) else [images(part, label)]
             continue
         if kind == "tool_result" and not is_assistant:
             if texts:
                 yield {**message, "content": "".join(texts)}, 0
                 texts = []
             result = {"role": "tool", "content": part.get("content") or "", "tool_call_id": part.get("tool_use_id")}
-            yield from _split_parts(result, label, drop_images)
+            yield from _split_parts(result, label, images)
         elif kind == "tool_use" and is_assistant:
             function = {"name": part.get("name"), "arguments": part.get("input")}
             calls.append({"type": "function", "id": part.get("id"), "function": function})

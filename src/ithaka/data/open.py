@@ -79,6 +79,10 @@ def check_data(data: DataConfig, vocab_size: int, model_path: Path | None = None
             "data.tokenizer to the model's own tokenizer or, if this is that tokenizer with added tokens, set "
             "model.resize_embeddings=true"
         )
+    reads_images = any(each.images == "read" for each in (data, *data.all_sources()))
+    if reads_images and data.long_documents not in ("drop", "refuse"):
+        rule = "may cut an image, which data.images=read cannot train on"
+        raise ConfigError(f"data.long_documents={data.long_documents} {rule}; use drop or refuse")
     sources, held_out, facts = _find_shards(data)
     for source in sources:
         fix = "add documents, or use another path"

@@ -44,9 +44,20 @@ class Documents:
     notes: Mapping[str, int] = field(default_factory=dict)  # counts of what was changed in the documents
     samples: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # starts of further samples
     nodes: np.ndarray = field(default_factory=lambda: np.empty(0, NODE_DTYPE))  # if the documents are forests
+    images: Sequence[str] = ()  # paths; a token of image i is ~(IMAGE_BASE + i)
 
 
+IMAGE_BASE = 1 << 30  # above all ids
 ROLE_CODES = ("system", "user", "assistant", "tool")
+
+
+def mark_images(tokens: np.ndarray, images: Sequence[tuple[str, int]], image_id: int, first: int) -> np.ndarray:
+    """Replace the image tokens of a document, which stand for `images` of (path, tokens), by numbers from `first` on:
+    so they stay with their image when documents are packed."""
+    places = np.flatnonzero((tokens == image_id) | (tokens == ~image_id))
+    counts = [num_tokens for _, num_tokens in images]
+    tokens[places] = ~(IMAGE_BASE + first + np.repeat(np.arange(len(counts)), counts))
+    return tokens
 
 
 def encode_turn(token: int, role: str) -> int:
@@ -83,6 +94,7 @@ class PackedSequence:
     documents_together: bool = False  # train on them as one text
     parents: np.ndarray | None = None  # index of each document's parent, or -1; None: no forest
     samples: np.ndarray | None = None  # which sample of the sequence each document is part of
+    images: tuple[str, ...] = ()  # paths
 
     @property
     def borders(self) -> np.ndarray:

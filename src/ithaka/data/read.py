@@ -10,6 +10,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from ithaka.config import ConfigError, ReadingConfig
 from ithaka.data import pack
 from ithaka.data.files import File, open_dataset
 from ithaka.data.formats import BadRecord
+from ithaka.data.images import RecordImages
 from ithaka.data.pack import Split
 from ithaka.data.records import Document, check_train_on, detect_format, parse_record
 from ithaka.data.tokenizer import Tokenizer
@@ -91,7 +93,10 @@ class Shard:
 
     def _parse(self, record: Any, tokenizer: Tokenizer) -> list[Document] | BadRecord:
         try:
-            return parse_record(_parse_json(record), self.reading, tokenizer.chat, tokenizer.vocab_size)
+            read_images = None
+            if self.reading.images == "read":
+                read_images = partial(RecordImages, tokenizer.images, self.parts[0].file.path.parent)
+            return parse_record(_parse_json(record), self.reading, tokenizer.chat, tokenizer.vocab_size, read_images)
         except BadRecord as error:
             return error
 

@@ -12,6 +12,7 @@ from ithaka.config import ConfigError, ReadingConfig
 from ithaka.data import formats
 from ithaka.data.chat import TEMPLATE_REFUSES, ChatTemplate, Sample, TrainedRanges
 from ithaka.data.formats import BadRecord, Message
+from ithaka.data.images import RecordImages
 from ithaka.layer.loss import IGNORE_INDEX
 
 
@@ -46,6 +47,7 @@ class Document(NamedTuple):
     spans: Sequence[tuple[int, str]] = ()  # where each kind of text starts, see chat.SPAN_KINDS
     is_record: bool = True  # False: another sample of the same record
     notes: Mapping[str, int] = {}  # counts of what was changed or left out
+    images: Sequence[tuple[str, int]] = ()  # path and number of tokens
 
 
 def detect_format(record: Any, reading: ReadingConfig) -> tuple[str, list[str]]:
@@ -79,9 +81,12 @@ def check_train_on(reading: ReadingConfig, format_name: str, train_on: Sequence[
         raise ConfigError(f"data.train_on={reading.train_on} does not apply to data of format {format_name}; {fix}")
 
 
-def parse_record(record: Any, reading: ReadingConfig, chat: ChatTemplate, vocab_size: int) -> list[Document]:
+def parse_record(
+    record: Any, reading: ReadingConfig, chat: ChatTemplate, vocab_size: int,
+    read_images: Callable[[Any], RecordImages] | None = None,
+) -> list[Document]:  # fmt: skip
     """Return the documents of a record: one, unless reasoning is unrolled, or a pair. Raise BadRecord with what is
-    wrong."""
+    wrong. `read_images` gets the images that the record lists outside its messages."""
     format_name, fields = detect_format(record, reading)
     if reading.train_on == "pairs":
         sides, own = ("chosen", "rejected"), dataclasses.replace(reading, train_on="auto")
@@ -117,23 +122,26 @@ def parse_record(record: Any, reading: ReadingConfig, chat: ChatTemplate, vocab_
     if (images := record.get("images")) and reading.images == "refuse":
         count = len(images) if isinstance(images, list) else 1
         raise BadRecord("with images", f"has {count} images; remove them, or set data.images to drop")
-    return _parse_conversation(prompt, completion, record.get("tools") or record.get("functions"), reading, chat)
+    reader, tools = read_images(images) if read_images else None, record.get("tools") or record.get("functions")
+    return _parse_conversation(prompt, completion, tools, reading, chat, reader)
 
 
 def _parse_conversation(
-    prompt: list[Any], completion: Any, tools: Any, reading: ReadingConfig, chat: ChatTemplate
-) -> list[Document]:
+    prompt: list[Any], completion: Any, tools: Any, reading: ReadingConfig, chat: ChatTemplate,
+    reader: RecordImages | None,
+) -> list[Document]:  # fmt: skip
     """Render messages. Those of the `prompt` are not trained on unless data.train_on=all."""
     if not isinstance(completion, list) or not completion:
         raise BadRecord("without messages", "messages is not a list, or an empty one; drop the record")
     messages: list[Message] = []
     trainable: list[bool] = []
     notes = Counter[str]()
+    images: formats.Images = "drop" if reading.images == "drop" else "refuse" if reader is None else reader.render
     for n, raw in enumerate([*prompt, *completion], 1):
-        for message, trains, num_images in formats.to_messages(raw, f"message {n}", reading.images == "drop"):
+        for message, trains, num_images in formats.to_messages(raw, f"message {n}", images):
             messages.append(message)
             trainable.append(trains and (n > len(prompt) or reading.train_on == "all"))
-            notes["dropped images"] += num_images
+            notes["dropped images" if reader is None else "images"] += num_images
     if reading.train_on != "all" and not any(
         message["role"] == "assistant" and (trains or n >= len(prompt))
         for n, (message, trains) in enumerate(zip(messages, trainable, strict=True))
@@ -145,7 +153,7 @@ def _parse_conversation(
     return [
         Document(
             _check_unicode(sample.text), sample.trained, turns=sample.turns, spans=sample.spans, notes=sample.notes,
-            is_record=i == 0,
+            is_record=i == 0, images=() if reader is None else reader.of_sample(sample.text),
         )
         for i, sample in enumerate(samples)
     ]  # fmt: skip

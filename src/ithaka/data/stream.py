@@ -236,12 +236,18 @@ class SequenceStream:
     def build_sequence(self, segments: np.ndarray) -> PackedSequence:
         """Concatenate the tokens of `segments` of the current round, and pad."""
         tokens_S = np.full(self.context, self.pad_id, dtype=np.int32)
-        ends = segments["length"].cumsum()
+        ends, images = segments["length"].cumsum(), list[str]()
         for (shard, _, low, length), end in zip(segments.tolist(), ends.tolist(), strict=True):
-            tokens_S[end - length : end] = self._documents[shard].tokens[low : low + length]
+            documents, own = self._documents[shard], tokens_S[end - length : end]
+            own[:] = documents.tokens[low : low + length]
+            if documents.images:
+                is_image = own <= ~pack.IMAGE_BASE
+                images += [documents.images[i] for i in np.unique(~own[is_image] - pack.IMAGE_BASE)]
+                own[is_image] = ~self.sources[0].cache.tokenizer.images.image_id
         starts = np.concatenate([np.zeros(1, np.int64), ends])
         num_documents, length = max(len(segments), 1), int(starts[-1])
         sequence = PackedSequence(tokens_S, starts[:num_documents], length, segments["source"], self.documents_together)
+        sequence = replace(sequence, images=tuple(images)) if images else sequence
         return self._with_nodes(sequence, segments) if self.long.shares or self.long.pairs else sequence
 
     def _with_nodes(self, sequence: PackedSequence, segments: np.ndarray) -> PackedSequence:
@@ -370,11 +376,12 @@ class Batch(NamedTuple):
     source_ids: torch.Tensor | None = None  # indices into TrainData.source_names; None if there is one source
     parents: torch.Tensor | None = None  # document_ids of parents, or -1; None: no document has a parent
     sample_ids: torch.Tensor | None = None  # at labels, if samples are pairs: 2 * pair, + 1 for rejected
+    images: Mapping[str, torch.Tensor] = {}  # pixels and sizes of all images, as arguments of the model
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
         """Keyword arguments of the model."""
-        inputs = {"input_ids": self.input_ids, "labels": self.labels, "document_ids": self.document_ids}
+        inputs = {"input_ids": self.input_ids, "labels": self.labels, "document_ids": self.document_ids, **self.images}
         return inputs if self.parents is None else inputs | {"parents": self.parents}
 
     @property
@@ -430,7 +437,13 @@ class TrainData:
     def _read(self) -> tuple[Batch, StreamPosition]:
         is_mine = [i % self.dp_size == self.dp_rank for i in range(self.batch * self.dp_size)]
         rows = [self.stream.next_sequence(materialize=mine) for mine in is_mine]
-        return collate([row for row in rows if row is not None], len(self.source_names) > 1), self.stream.position
+        own = [row for row in rows if row is not None]
+        return self._collate(own, len(self.source_names) > 1), self.stream.position
+
+    def _collate(self, sequences: Sequence[PackedSequence], with_sources: bool) -> Batch:
+        """A batch with its images, which are read here."""
+        batch, paths = collate(sequences, with_sources), [path for each in sequences for path in each.images]
+        return batch._replace(images=self.cache.tokenizer.images.load(paths)) if paths else batch
 
     def validation_sequences(self, count: int) -> list[PackedSequence]:
         """Return the first `count` held-out sequences, or all if there are fewer; the same on every rank."""
@@ -449,7 +462,7 @@ class TrainData:
         blank = self.stream.build_sequence(np.empty(0, SEGMENT_DTYPE))
         for low in range(0, len(sequences), self.batch * self.dp_size):
             rows = sequences[low : low + self.batch * self.dp_size][self.dp_rank :: self.dp_size]
-            yield collate(rows + [blank] * (self.batch - len(rows)), with_sources)
+            yield self._collate(rows + [blank] * (self.batch - len(rows)), with_sources)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the global position as JSON-compatible values; the same on every rank."""

@@ -17,6 +17,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ithaka.config import ConfigError, input_error
 from ithaka.data.chat import BUILTIN_TEMPLATES, ChatTemplate, TrainedRanges, fix_date, read_builtin_template
+from ithaka.data.images import ImageReader
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -28,6 +29,8 @@ class Tokenizer:
     one, ends each document.
     """
 
+    model_path: Path | None = None
+
     def __init__(self, hf: Any):
         self.hf, self.chat = hf, ChatTemplate(hf)
         self.eos_id: int | None = hf.eos_token_id
@@ -37,6 +40,13 @@ class Tokenizer:
         self.vocab_size: int = max(hf.get_vocab().values()) + 1
         adds_bos = hf("a")["input_ids"][:1] == [hf.bos_token_id]
         self.document_prefix: tuple[int, ...] = (hf.bos_token_id,) if adds_bos else ()
+
+    @functools.cached_property
+    def images(self) -> ImageReader:
+        """Reads images for the model. ConfigError if it takes none."""
+        if self.model_path is None:
+            raise ConfigError("data.images=read needs a vision-language model; set model.path, or data.images to drop")
+        return ImageReader(self.model_path, self.hf)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -140,6 +150,7 @@ def load_tokenizer(name: str | None, model_path: Path | None, chat_template: Pat
     if name is not None:
         path, setting = Path(name).expanduser(), f"data.tokenizer={name}"
     tokenizer = ByteTokenizer() if name == "bytes" or path is None else _load_pretrained(path, setting)
+    tokenizer.model_path = model_path
     if chat_template is not None and str(chat_template) in BUILTIN_TEMPLATES:
         tokenizer.hf.chat_template = read_builtin_template(str(chat_template))
     elif chat_template is not None:

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ithaka.config import AdapterConfig, ConfigError, format_value
 from ithaka.layer.experts import is_expert_module
 from ithaka.layer.linear import is_linear
-from ithaka.plan.shape import quant_method, read_json
+from ithaka.plan.shape import VISION_FAMILIES, quant_method, read_json
 
 ADAPTER_NAME = "default"  # PEFT's name for the first adapter
 ADAPTER_PREFIX = "base_model.model."  # prefix of tensor names in PEFT's files
@@ -26,6 +27,11 @@ REQUIRED_OPTIONS = {
 }
 REASONS = {"use_dora": " (its gradients need each module's full output again, and the norms of its merged weight)"}
 SUPPORTED_INITS = (True, False, "gaussian")  # the others change the base weights
+
+
+def auto_class(model_type: str) -> Any:
+    """transformers' class that builds models of this type."""
+    return AutoModelForImageTextToText if model_type in VISION_FAMILIES else AutoModelForCausalLM
 
 
 def read_stored_settings(adapter: AdapterConfig, explicit: Set[str]) -> AdapterConfig:
@@ -120,10 +126,14 @@ def is_stacked(param: Tensor) -> bool:
 
 def _find_linears(model: Any) -> str | list[str]:
     """all-linear, or names without a mixture's, if the model has experts: PEFT would adapt those too."""
-    parts = [(part, child) for layer in model.model.layers for part, child in layer.named_children()]
+    vision = model.config.model_type in VISION_FAMILIES
+    layers = model.model.language_model.layers if vision else model.model.layers
+    parts = [(part, child) for layer in layers for part, child in layer.named_children()]
     mixtures = {part for part, child in parts if any(map(is_stacked, child.parameters()))}
     modules = [item for part, child in parts if part not in mixtures for item in child.named_modules(prefix=part)]
     linears = {name.rpartition(".")[2] for name, module in modules if isinstance(module, nn.Linear)}
+    if vision:  # the encoder stays frozen
+        return rf"model\.language_model\..*\.({'|'.join(sorted(linears))})"
     return sorted(linears) if mixtures else "all-linear"
 
 
@@ -203,7 +213,7 @@ def merge_adapter(
     with PEFT's configuration, and with a config.json if training changed the base's positions. `tensors`: the
     adapter's, named as in PEFT's files. `change` is called with the base model first."""
     from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
-    from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
+    from transformers import AutoConfig, Mxfp4Config
     from transformers.utils import logging
 
     config = AutoConfig.from_pretrained(adapter if (adapter / "config.json").is_file() else base)
@@ -214,7 +224,7 @@ def merge_adapter(
         config.quantization_config = stored_config["quantization_config"]
     if method == "mxfp4":
         options["quantization_config"] = Mxfp4Config(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(base, config=config, dtype="auto", **options)
+    model = auto_class(config.model_type).from_pretrained(base, config=config, dtype="auto", **options)
     model = model.dequantize() if method == "bitsandbytes" else model
     if change is not None and method != "bitsandbytes":  # whose weights have been rounded already
         change(model)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import ModelOutput
 
@@ -37,7 +37,7 @@ from ithaka.layer.store import Store
 from ithaka.layer.streamed import StreamedLayer
 from ithaka.layer.tiles import sum_dtype
 from ithaka.layout import Layout, check_parallelism
-from ithaka.model.adapters import add_adapter, check_adapters
+from ithaka.model.adapters import add_adapter, auto_class, check_adapters
 from ithaka.model.batch import GatherTokens, take_own_tokens
 from ithaka.model.calls import (
     CallChecker,
@@ -184,9 +184,11 @@ def build_model(
     """
     dtype = getattr(torch, layout.dtype or "float32") if layout else torch.float32
     config = read_hf_config(source, rope, context)
-    stored_vocab, config.vocab_size = config.vocab_size, vocab_size or config.vocab_size
+    text = config.get_text_config()
+    stored_vocab, text.vocab_size = text.vocab_size, vocab_size or text.vocab_size
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=sum_dtype(dtype) if trains and not adapter else dtype)
+        stored_dtype = sum_dtype(dtype) if trains and not adapter else dtype
+        model = auto_class(config.model_type).from_config(config, dtype=stored_dtype)
         if adapter is not None:
             add_adapter(model, adapter, source if isinstance(source, Path) else None)
         choose_packed(model, adapter, open_tensor_files(source) if has_weights(source) else {})
@@ -219,7 +221,7 @@ def read_hf_config(source: Path | dict, rope: RopeConfig | None = None, context:
     if quantization := getattr(config, "quantization_config", None):
         check_quantization(quantization, str(source))
         del config.quantization_config  # `load_weights` reads MXFP4 and bitsandbytes' 4 bits
-    set_positions(config, rope, context, trained=has_weights(source))
+    set_positions(config.get_text_config(), rope, context, trained=has_weights(source))
     return config
 
 

@@ -17,16 +17,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from ithaka.config import ConfigError
 from ithaka.layer.general import Arguments, AttentionCall, CallFacts, LayerRuns, Mask, compute_like_autocast
 from ithaka.layer.mixers import DeltaCall
-from ithaka.model.adapters import is_stacked
+from ithaka.model.adapters import auto_class, is_stacked
 from ithaka.model.families import find_decoder, find_layers, has_encoder, has_known_layers
 from ithaka.model.probe import LENGTHS, Recorder, describe_layer, read_call, refusal, token_dims
 from ithaka.model.video_blocks import TOKEN_DIMS, Ltx, SelfAttention, Tokens, Wan, find_family, read_facts
-from ithaka.plan.shape import VIDEO_SCALES, VISION_FAMILIES, DeltaShape, Encoder, MeasuredLayer, ModelShape
+from ithaka.plan.shape import VIDEO_SCALES, DeltaShape, Encoder, MeasuredLayer, ModelShape
 
 TOKENS = (128, 256)  # the lengths of two runs: their difference is what grows with the tokens
 FRAME_PATCHES = 1024  # of a frame of 512 x 512 pixels
@@ -49,8 +49,7 @@ def measure_model(values: Mapping[str, Any], source: str) -> ModelShape:
     try:
         config = AutoConfig.for_model(**copy.deepcopy(dict(values)))  # it changes rope_parameters
         with torch.device("meta"):
-            kind = AutoModelForImageTextToText if name in VISION_FAMILIES else AutoModelForCausalLM
-            model = kind.from_config(config, dtype=torch.bfloat16)
+            model = auto_class(config.model_type).from_config(config, dtype=torch.bfloat16)
     except Exception as error:
         raise ConfigError(
             f"model_type={name} of {source} cannot be built by transformers ({type(error).__name__}: {error}); use a "

@@ -21,6 +21,7 @@ from ithaka.attention.kernels import agree_on_kernel, resolve_kernel
 from ithaka.checkpoint import files, save
 from ithaka.config import CONFIG_FORMAT, ConfigError, embedded_model, to_dict, with_absolute_paths
 from ithaka.data.cache import decide_fills
+from ithaka.data.images import PROCESSOR_FILES
 from ithaka.data.open import data_facts, epoch_steps, open_data
 from ithaka.data.stream import Batch
 from ithaka.data.tokenizer import load_tokenizer
@@ -144,7 +145,7 @@ class Trainer:
         state |= {"epochs": self.epochs, "steps": self.config.train.steps}
         state |= {"places": self.data_positions} if self.data_positions else {}
         names = "rope_parameters", "max_position_embeddings"  # which change with model.rope, also within a run
-        state["positions"] = {name: getattr(self.model.config, name) for name in names}
+        state["positions"] = {name: getattr(self.model.config.get_text_config(), name) for name in names}
         self.saver.save(self.model, self.optimizer, state)
 
     def skip_save(self) -> None:
@@ -392,6 +393,10 @@ def _write_run_dir(trainer: Trainer) -> None:
     for part in (adapter, trainer.model.config, trainer.model.generation_config, trainer.tokenizer.hf):
         if part is not None:
             part.save_pretrained(folder)
+    path = trainer.config.model.path
+    for file in [path / name for name in PROCESSOR_FILES] if path is not None else []:
+        if file.is_file():
+            shutil.copy(file, folder)
     own = (run.config.model.path or folder) / "generation_config.json"
     if own.is_file() and own.parent != folder:
         shutil.copy(own, folder)
