@@ -28,6 +28,7 @@ from ithaka.plan.hardware import GIB, available_memory
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import Seconds, layer_seconds
+from ithaka.plan.shape import refuse_vision
 from ithaka.plan.show import format_bytes
 from ithaka.preflight.run import STORE_HOLDERS
 from ithaka.profile.live import LiveBytes
@@ -69,6 +70,7 @@ def rehearse(
     """Run training steps (trains=False: forward passes) as rank 0 of `ranks`, and measure the last. `config` is the
     model's config.json; the layout sets the number of layers. Weights are random. `memory_only`: run one step, and
     limit attention to documents of 128 Ki tokens; allocations do not change."""
+    refuse_vision("rehearse", config.get("model_type"))
     layers, is_video = len(layout.kept), "_class_name" in config
     if is_video and memory_only:
         raise ConfigError("--memory-only cuts attention into documents, which a clip does not have; leave it out")

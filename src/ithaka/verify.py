@@ -33,7 +33,7 @@ from ithaka.model.build import has_weights, parallelize_model, read_hf_config
 from ithaka.model.logprobs import token_logprobs
 from ithaka.model.quantized import round_weights
 from ithaka.model.weights import end_parameters, open_tensor_files
-from ithaka.plan.shape import read_shape, shape_from_config
+from ithaka.plan.shape import read_shape, refuse_vision, shape_from_config
 from ithaka.preflight.checks import check_weights
 
 TOLERANCE = 1e-4  # relative; a wrong index, factor or mask gives at least 1e-2
@@ -89,6 +89,7 @@ def write_truncated_model(source: Path | dict, out: Path, settings: Config | Non
     """Write a Hugging Face directory with two layers (of different types if the model has them) and a small vocabulary.
     Return the origin of its weights."""
     config = read_hf_config(source, settings.model.rope if settings is not None else None)
+    refuse_vision("verify", config.model_type)
     num_layers, num_dense = config.num_hidden_layers, getattr(config, "first_k_dense_replace", None)
     lists = {key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == num_layers}
     kinds = [(i < (num_dense or 0), *(value[i] for value in lists.values())) for i in range(num_layers)]

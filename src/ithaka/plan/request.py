@@ -67,14 +67,19 @@ class PlanRequest:
         if self.is_video:
             return sys.maxsize  # the clip's sides have limits, not the number of its patches
         family = FAMILIES.get(self.hf_config["model_type"], Family())
-        return self.hf_config.get("max_position_embeddings") or family.positions
+        return self._text_config.get("max_position_embeddings") or family.positions
+
+    @property
+    def _text_config(self) -> Mapping[str, Any]:
+        """config.json, or the part of a vision-language model's that describes its language model."""
+        return self.hf_config.get("text_config") or self.hf_config
 
     def missing_rope(self, context: int) -> dict[str, Any] | None:
         """The model.rope that a context beyond a trained model's positions needs, unless the user set one."""
         from_scratch = Path(self.model).expanduser().is_file()
         if context <= self.positions or from_scratch or "model.rope" in self.explicit:
             return None
-        rope = self.hf_config.get("rope_parameters") or self.hf_config.get("rope_scaling") or {}
+        rope = self._text_config.get("rope_parameters") or self._text_config.get("rope_scaling") or {}
         return {"type": "yarn", "factor": yarn_factor(self.positions, rope, context)}
 
     def forward_plan(self) -> Plan:

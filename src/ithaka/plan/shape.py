@@ -419,6 +419,13 @@ def read_json(file: Path, name: str = "model.path=", way_out: str = GIVE_MODEL) 
     raise ConfigError(f"{name}{file} cannot be read ({reason}); {way_out}")
 
 
+def refuse_vision(command: str, model_type: Any) -> None:
+    """Refuse a vision-language model."""
+    if model_type in VISION_FAMILIES:
+        rule = f"`ithaka {command}` has no images, which model_type={model_type} trains on"
+        raise ConfigError(f"{rule}; use `ithaka plan`, and ithaka.parallelize or `ithaka train` on a few steps")
+
+
 def quant_method(config: Mapping[str, Any]) -> str | None:
     """How the weights of a config.json are quantized; None if they are not."""
     quantization = config.get("quantization_config")
