@@ -114,7 +114,7 @@ def make_model(case: dict[str, Any]) -> Any:
 
 
 def make_inputs(case: dict[str, Any]) -> dict[str, Tensor]:
-    """Frames with timestamps, then text; about a 64th of the tokens are text."""
+    """Frames with timestamps, then text."""
     generator, side = torch.Generator().manual_seed(1), FRAMES[case["model"]]
     vocab = SHAPES[case["model"]]["text_config"]["vocab_size"]
     config = SHAPES[case["model"]]["vision_config"]
@@ -127,9 +127,13 @@ def make_inputs(case: dict[str, Any]) -> dict[str, Tensor]:
     frame = torch.tensor([IDS["video_token_id"]]).repeat(per_frame)
     start, end = torch.tensor([IDS["vision_start_token_id"]]), torch.tensor([IDS["vision_end_token_id"]])
     parts = [part for _ in range(num_frames) for part in (text(2), start, frame, end)]
-    ids = torch.cat([*parts, text(per_frame)])[None]
+    num_tokens = sum(map(len, parts)) + per_frame
+    num_text = per_frame + -num_tokens % min(case["tile"], num_tokens)  # all tiles are alike
+    ids = torch.cat([*parts, text(num_text)])[None]
     num_patches, values = num_frames * side * side, 3 * 2 * config["patch_size"] ** 2
-    pixels = torch.randn(num_patches, values, generator=generator, dtype=torch.float32).to(dtype())
+    with torch.device(device()):
+        torch.manual_seed(2)
+        pixels = torch.randn(num_patches, values, dtype=dtype()).cpu()
     return {
         "input_ids": ids,
         "pixel_values_videos": pixels,
@@ -183,10 +187,17 @@ def plan(case: dict[str, Any], model: Any, num_tokens: int) -> dict[str, float]:
     return {"planned_GiB": round(sum(holders.values()) / GIB, 2), "planned_s": round(seconds, 4), "planned_peak": phase}
 
 
+def report(case: dict[str, Any], event: str) -> None:
+    """Progress, on standard error: the first step compiles kernels and, if asked to, layers."""
+    print(f"{time.strftime('%H:%M:%S')} {case['side']}, {case['frame_tokens']} tokens: {event}", file=sys.stderr)
+    sys.stderr.flush()
+
+
 def measure(case: dict[str, Any], inputs: dict[str, Tensor]) -> dict[str, Any]:
     model, is_ours = make_model(case), case["side"].startswith("ithaka")
     planned = plan(case, model, inputs["input_ids"].numel()) if is_ours else {}
     forward = (run_ithaka if is_ours else run_hf)(case, model)
+    report(case, "built")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=True)
     seconds, losses, peaks = [], [], []
     for step in range(case["steps"] + 1):  # the first compiles and tries kernels
@@ -195,6 +206,7 @@ def measure(case: dict[str, Any], inputs: dict[str, Tensor]) -> dict[str, Any]:
         begin = time.perf_counter()
         loss = forward(inputs)
         losses.append(round(loss.item(), 5))
+        report(case, f"forward {step}: {time.perf_counter() - begin:.2f} s")
         peaks.append(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
         loss.backward()
         optimizer.step()
@@ -202,6 +214,7 @@ def measure(case: dict[str, Any], inputs: dict[str, Tensor]) -> dict[str, Any]:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
+        report(case, f"step {step}: {seconds[-1]:.2f} s")
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     return {
         "total_tokens": inputs["input_ids"].numel(),

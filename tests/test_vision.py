@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,23 @@ from trl import SFTConfig, SFTTrainer
 
 from decoders import Wide
 from general import add_lora, assert_equal, gradient_errors, mean_loss, wide_runs
+from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
-from ithaka.hf import long_context
+from ithaka.hf import long_context, shape_from_model
 from ithaka.layer.store import Store
 from ithaka.layout import Layout
 from ithaka.model import vision
 from ithaka.model.build import parallelize_model
+from ithaka.plan.bytes import gpu_phases
+from ithaka.plan.hardware import Hardware, find_gpu
+from ithaka.plan.models import find_shape
+from ithaka.plan.seconds import step_seconds
+from ithaka.plan.shape import Work
+from ithaka.rehearse import rehearse
+from ithaka.verify import write_truncated_model
 from parity import Errors, plain_sum, relative
 from threads import on_threads
-from vlms import media_inputs, model_for, picture, tiny_processor, tiny_vlm
+from vlms import media_inputs, model_for, picture, tiny_processor, tiny_vlm, vlm_config
 
 SIZES = {"images": [(4, 6), (2, 4)], "videos": [(3, 4, 4)]}
 
@@ -262,3 +271,38 @@ def test_sft_trainer_has_the_losses_of_plain_trl(ranks, tmp_path):
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "two" / "final")
     assert all(torch.equal(param, found[name]) for name, param in loaded.named_parameters())
     assert AutoTokenizer.from_pretrained(tmp_path / "two" / "final").pad_token == "<|pad|>"
+
+
+# ---- plans
+
+
+def test_the_plan_counts_the_encoder():
+    model = tiny_vlm("qwen3_vl", torch.float32)
+    shape, visual = shape_from_model(model), sum(p.numel() for p in model.model.visual.parameters())
+    total = sum(param.numel() for param in model.parameters())
+    assert (shape.num_parameters, shape.num_trained, shape.trained_encoder) == (total, total, visual)
+    assert (shape.encoder.parameters, shape.encoder.outputs, shape.encoder.values) == (visual, 3, 24)
+    assert shape_from_model(frozen(model)).num_trained == total - visual
+    hardware, work = Hardware(find_gpu("H200"), 1, 1, host_bytes=10**12), Work(1024)
+    phases = dict(gpu_phases(shape, Layout(dtype="bfloat16"), hardware, work))
+    without = dict(gpu_phases(shape_from_model(frozen(model)), Layout(dtype="bfloat16"), hardware, work))
+    assert phases["forward"]["pixels"] == 1024 * 4 * 24 * 2
+    assert "backward, encoder" in phases and "backward, encoder" not in without and "pixels" not in without["loss"]
+    seconds = [step_seconds(each, Layout(), hardware, work).total for each in (shape, replace(shape, encoder=None))]
+    assert seconds[0] > seconds[1]
+
+
+def test_built_in_models_have_their_published_sizes():
+    for name, billions in (("qwen3-vl-4b", 4.438), ("qwen3-vl-8b", 8.767), ("qwen2.5-vl-7b", 8.292)):
+        shape = find_shape(name)
+        assert shape.num_parameters / 1e9 == pytest.approx(billions, abs=1e-3)
+    assert (shape.encoder.outputs, shape.encoder.patches) == (1, 4)
+
+
+def test_commands_without_images_are_refused():
+    for command in (
+        lambda config: rehearse(config, Layout(), 1, 64),
+        lambda config: write_truncated_model(config, Path()),
+    ):
+        with pytest.raises(ConfigError, match="has no images, which model_type=qwen3_vl trains on"):
+            command(vlm_config("qwen3_vl").to_dict())

@@ -11,6 +11,7 @@ in model/batch.py.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -242,10 +243,17 @@ def attach_encoder(model: PreTrainedModel) -> None:
     for module in visual.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = False  # a tile recomputes all blocks
+    visual.patch_embed.forward = MethodType(_embed_patches, visual.patch_embed)
     visual.forward = TiledEncoder(visual)
     decoder: Any = find_decoder(model)
     if hasattr(decoder, "_deepstack_process"):
         decoder._deepstack_process = _add_to_rows
+
+
+def _embed_patches(module: Any, pixels_PC: Tensor) -> Tensor:
+    """The convolution of each patch with a kernel of its own size, as a matmul: cuDNN's may be slow in 16 bits."""
+    weight = module.proj.weight.flatten(1)
+    return F.linear(pixels_PC.to(weight.dtype), weight, module.proj.bias)
 
 
 def _add_to_rows(x_1sD: Tensor, rows_n: Tensor, features_nD: Tensor) -> Tensor:

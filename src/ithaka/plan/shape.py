@@ -56,7 +56,7 @@ FAMILIES: dict[str, Family] = {
 VIDEO_SCALES = {"WanTransformer3DModel": (4, 8), "LTXVideoTransformer3DModel": (8, 32)}
 # Vision-language models: an encoder whose frames are independent, and a language model with 3-D positions.
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-PATCHES_PER_TILE = 4096  # that the encoder computes at once, or one frame
+PATCHES_PER_TILE = 8192  # that the encoder computes at once, or one frame
 PLANNED_FAMILIES = [name for name, family in FAMILIES.items() if not family.experts]
 MOMENT_BLOCK = 64  # consecutive elements of a row that share the scale of a moment in 8 bits
 

@@ -270,12 +270,11 @@ def describe_run(trainer: Trainer) -> dict[str, str]:
     if config.curriculum:
         facts["entry"] = f"{config.entry + 1} of {len(config.ends)}, steps {config.start + 1} to {config.train.steps}"
     if config.model.rope is not None:
-        values = {
-            name.removeprefix("rope_"): value for name, value in rope_parameters(model.config.get_text_config()).items()
-        }
+        text = model.config.get_text_config()
+        values = {name.removeprefix("rope_"): value for name, value in rope_parameters(text).items()}
         values |= {name: f"({len(value)})" for name, value in values.items() if isinstance(value, list)}
         shown = ", ".join(f"{name} {value}" for name, value in values.items())
-        facts["rope"] = f"{shown}, for {model.config.get_text_config().max_position_embeddings} positions"
+        facts["rope"] = f"{shown}, for {text.max_position_embeddings} positions"
     return facts | trainer.data_facts | dict(trainer.run.changed)
 
 
