@@ -99,7 +99,7 @@ def test_unreadable_images_are_bad_records(folder):
 
 REFUSED = {
     "cut images": ({"long_documents": "split"}, "data.long_documents=split may cut an image"),
-    "no reader": ({"images": "refuse"}, "set data.images to drop, or to read for a vision-language model"),
+    "no reader": ({"images": "refuse"}, "set data.images to read for a vision-language model"),
 }
 
 

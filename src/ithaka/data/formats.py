@@ -74,7 +74,7 @@ def _split_parts(message: Message, label: str, images: Images) -> Iterator[tuple
     parts = [part if isinstance(part, Mapping) else {"type": "text", "text": part} for part in content]
     num_images = sum(part.get("type") in MEDIA_PARTS for part in parts)
     if num_images and images == "refuse":
-        fix = "remove them, or set data.images to drop, or to read for a vision-language model"
+        fix = "remove them, set data.images to read for a vision-language model, or set data.images to drop"
         raise BadRecord("with images", f"{label} has {num_images} images, audio or files; {fix}")
     texts: list[str] = []
     thoughts: list[str] = []
