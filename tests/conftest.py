@@ -119,9 +119,10 @@ def probes_once():
     """Cache what the probe found out about the layers of a configuration: every rank of every case asks for it. Not for
     tests that change the code of a layer, or that test the probe."""
     from ithaka.model import general, probe
+    from ithaka.model.families import find_layers
 
     def remember(model, recorder, device):
-        layers = tuple(map(probe.describe_layer, model.model.layers))
+        layers = tuple(map(probe.describe_layer, find_layers(model)))
         key = type(model), model.config.to_json_string(), layers, device
         with _probing:
             if key not in _answers:

@@ -31,6 +31,7 @@ from ithaka.layer.store import Store
 from ithaka.layout import Layout
 from ithaka.model import vision
 from ithaka.model.build import parallelize_model
+from ithaka.model.save import iterate_weights
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.plan.models import find_shape
@@ -42,6 +43,7 @@ from parity import Errors, plain_sum, relative
 from threads import on_threads
 from vlms import media_inputs, model_for, picture, tiny_processor, tiny_vlm, vlm_config
 
+pytestmark = pytest.mark.usefixtures("probes_once")
 SIZES = {"images": [(4, 6), (2, 4)], "videos": [(3, 4, 4)]}
 
 
@@ -127,6 +129,41 @@ def test_frozen_parts_of_the_encoder(part):
 def test_adapters_equal_peft(targets):
     plain = add_lora(tiny_vlm("qwen3_vl"), target_modules=targets)
     assert_equal(compare(plain, media_inputs("qwen3_vl", **SIZES), Layout(2, tile_tokens=9)))
+
+
+def test_adapters_are_merged_for_an_engine():
+    plain = add_lora(tiny_vlm("qwen3_vl"), target_modules=["v_proj", "qkv", "linear_fc1"])
+    models = [copy.deepcopy(plain)]
+    (found,) = on_threads(1, lambda: dict(iterate_weights(parallelize_model(models[0]))))
+    wanted = plain.merge_and_unload().state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.allclose(found[name], wanted[name]) for name in wanted)
+
+
+def loss_and_gradients(model: nn.Module, inputs: dict[str, Tensor], mode: Any) -> Tensor:
+    with mode:
+        ids, is_ours = inputs["input_ids"], hasattr(model, "ithaka_mesh")
+        found = model(**inputs, **({"labels": ids} if is_ours else {}))
+        loss = found.loss if is_ours else F.cross_entropy(found.logits[0, :-1].double(), ids[0, 1:])
+    loss.backward()
+    full = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    return torch.cat([grad.double().flatten() for grad in full])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_as_precise_as_autocast(family):
+    exact, inputs = tiny_vlm(family), media_inputs(family, **SIZES)
+    plain, models = copy.deepcopy(exact).float(), [copy.deepcopy(exact).float()]
+    narrow = {name: t.float() if t.is_floating_point() else t for name, t in inputs.items()}
+    wanted = loss_and_gradients(exact, inputs, Wide())
+    theirs = loss_and_gradients(plain, narrow, torch.autocast("cpu", torch.bfloat16))
+
+    def work() -> Tensor:
+        model = parallelize_model(models[0], layout=Layout(dtype="bfloat16", tile_tokens=9))
+        return loss_and_gradients(model, narrow, contextlib.nullcontext())
+
+    (ours,) = on_threads(1, work)
+    assert relative(ours, wanted) < 1.15 * relative(theirs, wanted)
 
 
 def test_a_batch_without_images():
@@ -283,6 +320,8 @@ def test_the_plan_counts_the_encoder():
     assert (shape.num_parameters, shape.num_trained, shape.trained_encoder) == (total, total, visual)
     assert (shape.encoder.parameters, shape.encoder.outputs, shape.encoder.values) == (visual, 3, 24)
     assert shape_from_model(frozen(model)).num_trained == total - visual
+    adapted = shape_from_model(add_lora(tiny_vlm("qwen3_vl"), target_modules=["q_proj", "qkv"]))
+    assert adapted.num_trained == 3 * 3 * (32 + 64)  # the language model's
     hardware, work = Hardware(find_gpu("H200"), 1, 1, host_bytes=10**12), Work(1024)
     phases = dict(gpu_phases(shape, Layout(dtype="bfloat16"), hardware, work))
     without = dict(gpu_phases(shape_from_model(frozen(model)), Layout(dtype="bfloat16"), hardware, work))

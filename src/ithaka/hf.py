@@ -36,6 +36,7 @@ from ithaka.layout import Layout, layout_from_config
 from ithaka.model import build
 from ithaka.model.adapters import find_active_adapter
 from ithaka.model.calls import KERNEL_ARGUMENTS, check_arguments
+from ithaka.model.families import has_encoder
 from ithaka.model.logprobs import token_logprobs_and_aux
 from ithaka.model.positions import rope_parameters
 from ithaka.model.prefixes import shared_logprobs
@@ -223,14 +224,17 @@ def shape_from_model(model: Any) -> ModelShape:
         return shape
     modules = {name: module for name, module in base.named_modules() if adapter in getattr(module, "lora_A", ())}
     rank = max(module.r[adapter] for module in modules.values())
-    if is_video:  # the planner's name of a layer
-        names = (re.sub(r"^(transformer_)?blocks\.", "model.layers.", name) for name in modules)
-        return shape.with_adapter(AdapterConfig(rank=rank, targets=tuple(n for n in names if n.startswith("model."))))
+    layers = r"^((transformer_)?blocks|model\.language_model\.layers)\."  # not the planner's names
+    targets = tuple(re.sub(layers, "model.layers.", name) for name in modules)
+    if is_video or shape.encoder:
+        targets = tuple(target for target in targets if target.startswith("model.layers."))
+    if is_video:
+        return shape.with_adapter(AdapterConfig(rank=rank, targets=targets))
     ends = dict(zip(SAVEABLE_MODULES, (base.get_input_embeddings(), base.get_output_embeddings()), strict=True))
     saved = (name for name, module in ends.items() if hasattr(module, "modules_to_save"))
     others: Any = {"base": "nf4"} if quant_method(base.config.to_dict()) == "bitsandbytes" else {}
     others["dropout"] = max(getattr(module.lora_dropout[adapter], "p", 0.0) for module in modules.values())
-    return shape.with_adapter(AdapterConfig(rank, targets=tuple(modules), modules_to_save=tuple(saved), **others))
+    return shape.with_adapter(AdapterConfig(rank, targets=targets, modules_to_save=tuple(saved), **others))
 
 
 def _base_model(model: Any) -> Any:
@@ -304,6 +308,9 @@ class LongContext(Trainer):
         super().__init__(*positional, **named)
         _refuse_arguments(self.args)
         self._refuse_launcher()
+        if self.loss_is_mean and has_encoder(_base_model(self.model)):
+            model_type = _base_model(self.model).config.model_type
+            raise ConfigError(f"model_type={model_type} is supported by long_context(SFTTrainer) only; use that")
         self.args = copy.copy(self.args)
         self.args.gradient_checkpointing = False  # the layers recompute already
         self.args.average_tokens_across_devices = False  # the loss already covers all ranks

@@ -22,6 +22,7 @@ from ithaka.layer.fourbit import (
     quantize_nf4,
 )
 from ithaka.model.adapters import base_tensor_name
+from ithaka.model.families import find_layers
 
 BASE_FACTS = "base_quantization"  # key of an adapter file's metadata
 PACKED_AS = "packed_as"  # attribute of a module: parameter name -> arguments of PackedWeight
@@ -43,7 +44,7 @@ def choose_packed(model: Any, adapter: AdapterConfig | None, files: Mapping[str,
     if adapter.base == "mxfp4":
         _choose_mxfp4(model, files)
         return
-    for path, module in model.model.layers.named_modules():
+    for path, module in find_layers(model).named_modules():
         if f".{path}".removesuffix(".base_layer").endswith(tuple(f".{name}" for name in adapter.unquantized)):
             continue
         num_dims = 2 if isinstance(module, nn.Linear) else 3  # experts

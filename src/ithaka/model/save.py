@@ -26,6 +26,9 @@ from ithaka.model.weights import named_tensors
 # Arguments of save_pretrained in transformers and PEFT -> the only value supported here.
 DEFAULT_ARGUMENTS = {"is_main_process": True, "state_dict": None, "push_to_hub": False, "safe_serialization": True}
 
+# Parameters that are gathered together: of a layer, of a block of an encoder, or of the rest of an encoder.
+UNIT = re.compile(r"model\.(language_model\.)?layers\.\d+\.|model\.visual\.(blocks\.\d+\.)?|.*")
+
 
 def save_pretrained(model: Any, save_directory: str | Path, max_shard_size: int | str = "5GB", **others: Any) -> None:
     """Write a Hugging Face directory, or PEFT's if the model has an adapter; for a model of diffusers, its directory or
@@ -95,7 +98,7 @@ def iterate_weights(model: Any, merge: bool = True) -> Iterator[tuple[str, Tenso
         params = {name: param for name, param in params.items() if param.requires_grad or f".{adapter}." in name}
     else:
         check_merge(base)
-    for _, names in groupby(params, lambda name: re.match(r"model\.layers\.\d+\.|.*", name)[0]):  # type: ignore[index]
+    for _, names in groupby(params, lambda name: UNIT.match(name)[0]):  # type: ignore[index]
         tensors = {}
         for name in names:
             shard: Any = params[name].detach().to(base.ithaka_mesh.device)
