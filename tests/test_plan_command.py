@@ -333,15 +333,17 @@ def test_a_planned_file_is_complete(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", [name for name in MODELS if "model_type" in MODELS[name]])
 def test_training_accepts_the_suggested_rope(name):
     """No RoPE scaling is suggested within the model's positions."""
-    positions = MODELS[name]["max_position_embeddings"]
+    positions = MODELS[name].get("text_config", MODELS[name])["max_position_embeddings"]
     request = make_request(name, find_hardware("8xH100", None, None, None), "1M", 1, [])
     assert request.missing_rope(positions) is None
     for context in (positions + 1, 2**20):
-        plain = partial(set_positions, AutoConfig.for_model(**MODELS[name]), None, context, trained=True)
+        plain = partial(
+            set_positions, AutoConfig.for_model(**MODELS[name]).get_text_config(), None, context, trained=True
+        )
         way_out = format_value(request.missing_rope(context))
         assert_refused(plain, f"data.context={context}", f"{positions}", way_out=way_out)
         rope = RopeConfig(**request.missing_rope(context))
-        set_positions(AutoConfig.for_model(**MODELS[name]), rope, context, trained=True)
+        set_positions(AutoConfig.for_model(**MODELS[name]).get_text_config(), rope, context, trained=True)
 
 
 def test_text_json_and_yaml_suggest_a_rope(tmp_path):

@@ -99,6 +99,7 @@ def test_unreadable_images_are_bad_records(folder):
 
 REFUSED = {
     "cut images": ({"long_documents": "split"}, "data.long_documents=split may cut an image"),
+    "several samples": ({"reasoning": {"turns": "all"}}, "cannot be combined with .* data.reasoning of all turns"),
     "no reader": ({"images": "refuse"}, "set data.images to read for a vision-language model"),
 }
 

@@ -79,10 +79,13 @@ def check_data(data: DataConfig, vocab_size: int, model_path: Path | None = None
             "data.tokenizer to the model's own tokenizer or, if this is that tokenizer with added tokens, set "
             "model.resize_embeddings=true"
         )
-    reads_images = any(each.images == "read" for each in (data, *data.all_sources()))
-    if reads_images and data.long_documents not in ("drop", "refuse"):
+    readings = [each for each in (data, *data.all_sources()) if each.images == "read"]
+    if readings and data.long_documents not in ("drop", "refuse"):
         rule = "may cut an image, which data.images=read cannot train on"
         raise ConfigError(f"data.long_documents={data.long_documents} {rule}; use drop or refuse")
+    if any(each.unrolls or each.train_on == "pairs" for each in readings):
+        rule = "cannot be combined with data.train_on=pairs, nor with data.reasoning of all turns"
+        raise ConfigError(f"data.images=read {rule}; use {{turns: last}}, or other data")
     sources, held_out, facts = _find_shards(data)
     for source in sources:
         fix = "add documents, or use another path"
