@@ -1,6 +1,7 @@
 """Four-bit base models: bitsandbytes' bits, and exact gradients of adapters on the dequantized weights."""
 
 import copy
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
 from decoders import DECODERS, Wide, tiny_decoder
 from general import add_lora, wide_runs
@@ -23,7 +25,7 @@ from ithaka.layer.store import Store
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.adapters import base_tensor_name
 from ithaka.model.build import build_model, parallelize_model
-from ithaka.model.quantized import PACKED_AS
+from ithaka.model.quantized import PACKED_AS, describe_base, round_weights
 from models import tiny_config, tiny_model
 from parity import check, plain_sum, random_ids, relative, shard_errors
 from refusals import assert_refused
@@ -226,6 +228,34 @@ def test_a_model_loaded_in_four_bits_keeps_its_bits(saved, double):
     loss.backward()
     assert relative(loss.detach(), expected_loss) < 0.02
     assert all(weight.weight.untyped_storage().nbytes() == 0 for weight in packed_weights(model).values())
+
+
+def test_weights_are_quantized_from_bf16(tmp_path):
+    """Whatever dtype they are stored and computed in: as transformers does with dtype=bfloat16."""
+    plain = tiny_model(tiny_config("llama", num_hidden_layers=1, hidden_size=256, intermediate_size=64, heads=8))
+    plain.float().save_pretrained(tmp_path)
+    adapter, found = AdapterConfig(rank=3, base="nf4"), []
+    for dtype in ("bfloat16", "float32"):
+        found.append(unpacked_values(build_model(tmp_path, make_mesh(1), Layout(dtype=dtype), adapter=adapter)))
+        rounded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
+        round_weights(rounded, adapter)
+        found.append({name: rounded.get_parameter(name).detach().bfloat16() for name in found[0]})
+    for name in found[0]:
+        assert all(torch.equal(values[name], found[0][name]) for values in found), name
+
+
+def test_an_adapter_records_how_its_base_is_stored(saved):
+    adapter = AdapterConfig(rank=3)
+    for stored, codes in (("double", "nf4"), ("single", "fp4")):
+        facts = describe_base(adapter, json.loads((saved[stored] / "config.json").read_text()))
+        assert (facts["base"], facts["double_quantization"]) == (codes, stored == "double")
+    assert describe_base(adapter, {}) == {}
+
+
+def test_experts_in_the_order_of_a_kernel_are_refused():
+    model = tiny_decoder("gpt_oss", torch.bfloat16, num_hidden_layers=1)
+    model.model.layers[0].mlp.experts = Mxfp4GptOssExperts(model.config)
+    assert_refused(lambda: parallelize_model(model), "mlp.experts", "MXFP4", way_out="Mxfp4Config(dequantize=True)")
 
 
 def test_eight_bits_are_refused():

@@ -21,6 +21,7 @@ from ithaka.config import ConfigError, check_output, load_config
 from ithaka.hub import HUB_ID, SNAPSHOT
 from ithaka.model.adapters import adapter_tensor_name, auto_class, merge_adapter
 from ithaka.model.quantized import BASE_FACTS, describe_base, round_weights
+from ithaka.plan.shape import read_json
 from ithaka.train.console import read_metrics
 
 
@@ -97,8 +98,10 @@ def _write(
             not_exported = ["config.json", "adapter_config.json"]
         else:
             out_dir.mkdir(parents=True, exist_ok=True)
-            facts = {BASE_FACTS: json.dumps(describe_base(packed))} if packed else {}
-            save_file(tensors, out_dir / "adapter_model.safetensors", metadata={"format": "pt", **facts})
+            stored = read_json(base / "config.json") if base is not None and base.is_dir() else {}
+            facts = describe_base(adapter, stored) if adapter is not None else {}
+            metadata = {"format": "pt", **({BASE_FACTS: json.dumps(facts)} if facts else {})}
+            save_file(tensors, out_dir / "adapter_model.safetensors", metadata=metadata)
             # With model.rope, the adapter's base needs this config.json as well.
             not_exported = ["generation_config.json", *([] if settings.rope is not None else ["config.json"])]
     shutil.copytree(model_dir, out_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*not_exported))

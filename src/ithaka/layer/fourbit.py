@@ -210,11 +210,11 @@ class PackedWeight:
             into.copy_(pack_rows(codes, exponents.flatten(), self.layout))
 
     def quantize(self, full: Any, local: Tensor, rows: slice) -> None:
-        """Quantize this rank's shard of the parameter, `rows` of its first dim, from slices of the full weight. Every
-        rank calls it, for the offset of the full matrix."""
+        """Quantize this rank's shard of the parameter, `rows` of its first dim, from slices of the full weight, rounded
+        to bf16: as transformers does with dtype=bfloat16. Every rank calls it, for the offset of the full matrix."""
         raw, width = local.view(torch.uint8), self.shape[-1]
         device = full.device if isinstance(full, Tensor) and full.is_cuda else raw.device
-        options: Any = {"device": device, "dtype": local.dtype if local.itemsize == 2 else torch.float32}
+        options: Any = {"device": device, "dtype": torch.bfloat16}
         if len(self.shape) == 3:
             for into, matrix in zip(raw, full[rows], strict=True):
                 flat = matrix.flatten().to(**options)

@@ -76,17 +76,23 @@ def round_weights(model: Any, adapter: AdapterConfig) -> None:
         for name in module.__dict__.get(PACKED_AS, ()):
             rows, param = [], module._parameters[name]
             for matrix in param.data.view(-1, *param.shape[-2:]):
-                scales = block_scales(flat := matrix.flatten().float())
+                scales = block_scales(flat := matrix.flatten().bfloat16())
                 rows.append(quantize_nf4(flat, scales, scales.double().mean().float()))
                 dequantize(rows[-1], NF4, matrix)
             module.__dict__[PACKED_AS][name] = (NF4, torch.cat(rows))
 
 
-def describe_base(adapter: AdapterConfig) -> dict[str, Any]:
-    """How an adapter's base was quantized, for its file."""
-    facts = {"block": NF4.block, "double_quantization": True, "experts": "each matrix by itself"}
-    facts = facts if adapter.base == "nf4" else {}
-    return {"base": adapter.base, "unquantized": list(adapter.unquantized), **facts}
+def describe_base(adapter: AdapterConfig, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """How an adapter's base is quantized, for its file; empty if it is not. `stored`: the base's config.json."""
+    settings = stored.get("quantization_config") or {}
+    if settings.get("quant_method") == "bitsandbytes":  # used as stored, whatever `adapter.base` is
+        codes, is_double = settings.get("bnb_4bit_quant_type", "fp4"), settings.get("bnb_4bit_use_double_quant", False)
+        skipped = settings.get("llm_int8_skip_modules") or []
+        return {"base": codes, "unquantized": skipped, "block": NF4.block, "double_quantization": is_double}
+    if adapter.base == "bf16":
+        return {}
+    facts = {"block": NF4.block, "double_quantization": True, "experts": "one matrix at a time"}
+    return {"base": adapter.base, "unquantized": list(adapter.unquantized), **(facts if adapter.base == "nf4" else {})}
 
 
 def pack_weights(model: nn.Module, dtype: torch.dtype) -> None:
@@ -125,6 +131,9 @@ def convert_bitsandbytes(model: nn.Module) -> None:
     wrappers of them by its plain ones."""
     for path, module in list(model.named_modules()):
         kind = f"{type(module).__module__}.{type(module).__name__}"
+        if kind == "transformers.integrations.mxfp4.Mxfp4GptOssExperts":
+            way_out = "load it with Mxfp4Config(dequantize=True), or train its files with adapter.base=mxfp4"
+            raise ConfigError(f"{path} has MXFP4 weights in the order of a kernel, which is not supported; {way_out}")
         if kind == "bitsandbytes.nn.modules.Linear8bitLt":
             way_out = "load it with BitsAndBytesConfig(load_in_4bit=True), or in bfloat16"
             raise ConfigError(f"{path} has 8 bits (load_in_8bit), which is not supported; {way_out}")

@@ -438,9 +438,7 @@ def _explain_compile(plan: Plan) -> str:
     changed = replace(plan, layout=replace(plan.layout, compile=not compiles))
     speed = f"{format_rate(changed.tokens_per_s_per_gpu)} tok/s per GPU"
     has_experts = plan.shape.measured is not None and plan.shape.measured.stacked
-    note = (
-        " (compiled layers run transformers' experts instead of grouped products; not measured)" if has_experts else ""
-    )
+    note = "; compiled layers run transformers' experts, which was not measured" if has_experts else ""
     return f"{'on; without it' if compiles else 'off; with train.compile=true'}: {speed}{note}"
 
 
