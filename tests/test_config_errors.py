@@ -68,7 +68,7 @@ BAD_OVERRIDES = [
     ("adapter.targets=[]", "adapter.targets=[]", "all-linear"),
     ("adapter.modules_to_save=[norm]", "adapter.modules_to_save=norm", "embed_tokens, lm_head"),
     ("adapter.zzz=0.1", "adapter.zzz=0.1", "use one of adapter.rank"),
-    ("adapter.dropout=1", "adapter.dropout=1", "below 1"),
+    ("adapter.dropout=1", "adapter.dropout=1", "less than 1"),
     ("train.steps=0", "train.steps=0", "at least 1"),
     ("train.steps", "--set train.steps", "--set train.steps=100"),
     ("steps=5", "--set steps=5", "--set train.steps=100"),
