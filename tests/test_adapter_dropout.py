@@ -79,7 +79,10 @@ CASES = {  # family (None: the fast path), rows, data-parallel ranks, layout
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = {"ring", "general", "general, four ranks", "rows and tiles"}  # the others cover most of them
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
 def test_gradients_equal_those_of_peft_with_the_same_mask(case):
     family, rows, dp, layout = CASES[case]
     heads = 6 if case == "uneven heads" else 8
