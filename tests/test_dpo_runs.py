@@ -183,8 +183,8 @@ def test_turns_of_an_unrolled_conversation_share_their_history(ranks, folder):
         packed[how] = float(facts["packing"].partition("%")[0])
     assert packed["shared"] < 0.75 * packed["apart"]
     for a, b in zip(seen["shared"], seen["apart"], strict=True):
-        for name in ("loss", "val_loss", "grad_norm"):
-            assert a[name] == (b[name] if b[name] is None else pytest.approx(b[name], rel=1e-10)), name
+        for name in ("loss", "val_loss", "grad_norm"):  # 1e-8: norms round to fp32, as in transformers
+            assert a[name] == (b[name] if b[name] is None else pytest.approx(b[name], rel=1e-8)), name
 
 
 def test_what_does_not_combine_with_pairs_is_refused():
