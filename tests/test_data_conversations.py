@@ -15,6 +15,7 @@ from ithaka.config import ConfigError, DataConfig, ReadingConfig
 from ithaka.data.cache import TokenCache
 from ithaka.data.files import find_files
 from ithaka.data.open import check_data, data_facts, open_data
+from ithaka.data.pack import split_samples
 from ithaka.data.read import make_shards
 from ithaka.data.tokenizer import ByteTokenizer, Tokenizer
 from templates import chat_tokenizer
@@ -42,11 +43,12 @@ def written(path, *records):
 
 
 def tokens_of(path, tokenizer, **settings):
-    """The marked tokens of each document, and what was skipped."""
+    """The marked tokens of each sample, and what was skipped."""
     documents, skipped = [], {}
     cache = TokenCache(path.parent / "tokens", tokenizer)
     for each in map(cache.load, make_shards(find_files(path).files, ReadingConfig(**settings))):
-        documents += np.split(np.asarray(each.tokens), np.cumsum(each.lengths)[:-1]) if len(each.lengths) else []
+        starts = split_samples(each)[0]["low"]
+        documents += np.split(np.asarray(each.tokens), starts[1:]) if len(starts) else []
         skipped |= each.skipped
     cache.close()
     return [document.tolist() for document in documents], skipped
