@@ -136,9 +136,9 @@ class PackedSequence:
 
     def _by_token(self, values: np.ndarray | int, padding: int) -> np.ndarray:
         values_S = np.full(len(self.tokens), padding, dtype=np.int64)
-        values_S[: self.length] = np.repeat(
-            np.broadcast_to(values, self.starts.shape), np.diff(self.starts, append=self.length)
-        )
+        if self.length:
+            values = np.broadcast_to(values, self.starts.shape)
+            values_S[: self.length] = np.repeat(values, np.diff(self.starts, append=self.length))
         return values_S
 
 

@@ -484,8 +484,8 @@ class TrainData:
         if state["data"] != self.fingerprint():
             raise ConfigError(
                 "data.path, its files, data.sources, data.text_field, data.long_documents, data.validation_fraction, "
-                "data.tokenizer, loss.type or train.seed, or for unrolled conversations parallel.ring, differ from the "
-                "checkpoint's; restore them, or export the run and start a new one from its weights"
+                "data.tokenizer or train.seed differ from the checkpoint's, or loss.type or, for unrolled "
+                "conversations, parallel.ring; restore them, or export the run and start a new one from its weights"
             )
         assert self._prefetched is None, "load the state before the first batch"
         sources = tuple(SourcePosition(**source) for source in state["cursors"])
