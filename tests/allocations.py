@@ -50,7 +50,7 @@ def rehearsed_peaks(config: dict[str, Any], layout: Layout, tokens: int) -> Call
     start_loopback(layout.cp)
     try:
         model = build_model(config, make_mesh(layout.cp, device), layout)
-        _, peaks = rehearse._measure_step(model, make_optimizer(model, OptimConfig(lr=0.0)), device, tokens, True)
+        _, peaks = rehearse._measure_step(model, make_optimizer(model, OptimConfig(lr=0.0)), device, tokens, True, 1)
     finally:
         dist.destroy_process_group()
     return lambda layer, direction: max(
