@@ -33,6 +33,9 @@ from ithaka.layer.mixers import DeltaMixer
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
 from ithaka.phases import listening, phase
+from ithaka.plan.hardware import parse_gpus
+from ithaka.plan.search import Plan
+from ithaka.plan.shape import Work, shape_from_config
 from ithaka.profile.timeline import PhaseTimer
 
 GIB = 2**30
@@ -101,7 +104,16 @@ def run_ithaka(case: dict[str, Any]) -> Any:
         compile=case["side"].endswith("compiled"),
     )
     parallelize_model(model, mesh=make_mesh(ranks, device()), layout=layout)
+    case |= plan_case(case, layout)
     return model, lambda ids: model(input_ids=ids, labels=ids), nullcontext
+
+
+def plan_case(case: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    """What the planner says about this model on H200s, without the reserve."""
+    shape = shape_from_config((TINY if case["tiny"] else SHAPE) | {"max_position_embeddings": case["tokens"]})
+    plan = Plan(shape, layout, parse_gpus(f"{case['ranks']}xH200"), Work(case["tokens"]))
+    peak = plan.ledger.gpu_peak - plan.ledger.gpu["reserve"]
+    return {"planned_s": round(plan.step_s, 4), "planned_GiB": round(peak / GIB, 2)}
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from decoders import DECODERS, tiny_decoder
+from decoders import DECODERS, HYBRIDS, tiny_decoder
 from ithaka.config import AdapterConfig, ConfigError, ModelConfig, RopeConfig, load_config, to_yaml
 from ithaka.dist.mesh import make_mesh
 from ithaka.export import export
@@ -37,6 +37,7 @@ def saved_decoder(folder, family, **changes):
     """Files as transformers writes them for the hub, of a model with two layers of different kinds."""
     kinds = ["sliding_attention", "full_attention"]
     types = {"layer_types": kinds} if family in ("gpt_oss", "gemma2", "gemma3_text", "olmo3", "cohere2") else {}
+    types |= {"layer_types": ["linear_attention", "full_attention"]} if family in HYBRIDS else {}
     model = tiny_decoder(family, torch.float32, num_hidden_layers=2, **types, **changes)
     for name, buffer in model.named_buffers():
         if "correction" in name:
@@ -84,12 +85,15 @@ def load_and_save(folder, out):
         return model(input_ids=IDS).logits, tensors
 
 
+ALWAYS = ("glm4_moe", "mixtral", "gemma2", "qwen3_5_text")
+
+
 # Buffers in files (GLM), renamed experts (Mixtral), a scale of the embeddings that is in no file (Gemma 2).
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(family, marks=() if family in ("glm4_moe", "mixtral", "gemma2") else pytest.mark.slow)
-        for family in (*DECODERS, "mixtral", "qwen3_moe")
+        pytest.param(family, marks=() if family in ALWAYS else pytest.mark.slow)
+        for family in (*DECODERS, *HYBRIDS, "mixtral", "qwen3_moe")
     ],
 )
 def test_loaded_files_are_saved_byte_for_byte(ranks, tmp_path, family):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from decoders import DECODERS, SIZES, Wide
+from decoders import DECODERS, HYBRIDS, SIZES, Wide
 from general import mean_loss
 from ithaka.attention.kernels import available_kernels
 from models import CONSTRUCTING
@@ -29,7 +29,8 @@ GPU_CASES = [("gemma3_text", {"head_dim": 256}), ("gpt_oss", {}), ("olmo3", {}),
 def initial_model(family: str, seed: int, **sizes: int) -> PreTrainedModel:
     changes = {**BF16_SIZES, **sizes, "initializer_range": INITIALIZER_RANGE}
     changes |= {"num_key_value_heads": 4} if family == "deepseek_v3" else {}
-    config = AutoConfig.for_model(family, **{**SIZES, **DECODERS[family], **changes})
+    changes |= {"layer_types": ["linear_attention", "full_attention"]} if family in HYBRIDS else {}
+    config = AutoConfig.for_model(family, **{**SIZES, **(DECODERS | HYBRIDS)[family], **changes})
     config._experts_implementation = "eager"  # grouped_mm, the default of mixtures, has no fp64
     torch.manual_seed(seed)
     with CONSTRUCTING:
@@ -65,6 +66,7 @@ def round_like_ours(model: PreTrainedModel) -> PreTrainedModel:
 
 
 SLOW = [pytest.param(family, 3, marks=pytest.mark.slow) for family in ("olmo2", "glm4", "gemma3_text", "deepseek_v3")]
+SLOW += [pytest.param("qwen3_5_text", 2, marks=pytest.mark.slow)]
 REASON = "1.20: probably since the experts' biases are in bf16, which autocast keeps in fp32"
 ABOVE = pytest.param("gpt_oss", 3, marks=[pytest.mark.slow, pytest.mark.xfail(reason=REASON)])
 

@@ -10,6 +10,7 @@ from ithaka.attention.delta_rule import LocalDocs
 from ithaka.config import ConfigError
 from ithaka.layer.delta import DeltaLayer
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
+from ithaka.model.build import parallelize_model
 from parity import plain_sum, random_ids
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
@@ -120,6 +121,12 @@ def test_rings_and_shared_prefixes_are_refused(plain):
     parents = torch.where(inputs["document_ids"] == 1, 0, -1)
     with pytest.raises(ValueError, match="parents is not supported with the gated delta rule"):
         compare(plain, Layout(), **inputs, parents=parents)
+
+
+def test_mamba_is_refused():
+    sizes = {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+    with pytest.raises(ConfigError, match=r"model_type=bamba mixes tokens with Mamba's recurrence.*gated delta rule"):
+        parallelize_model(tiny_decoder("bamba", num_hidden_layers=2, **sizes))
 
 
 @pytest.mark.slow

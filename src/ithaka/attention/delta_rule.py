@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ithaka.plan.layer_bytes import SEGMENT_ROWS  # tokens x heads
+from ithaka.plan.layer_bytes import CHUNK_TOKENS, SEGMENT_ROWS
 
-CHUNK_TOKENS = 64
 SCAN_STEPS = 16  # chunks that are scanned one after the other; blocks of them are scanned at once
 NORM_EPS = 1e-6
 
@@ -122,6 +121,7 @@ class DeltaRule:
                 *grads, dstate_HKV = torch.autograd.grad(results, leaves, (dout_sHV[rows], dstate_HKV))
             for t, grad in zip(self.inputs, grads, strict=True):
                 t[rows] = grad
+            del leaves, results, grads  # before the next segment's
         return dstate_HKV
 
     def _segment_inputs(self, rows: slice) -> DeltaInputs:

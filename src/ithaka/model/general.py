@@ -62,6 +62,8 @@ class Decoder:
 def prepare_decoder(model: PreTrainedModel, device: torch.device) -> Decoder:
     """Return the facts about each layer. Raises ConfigError if the model cannot run; does not change it."""
     base, batch = find_decoder(model), Batch()
+    if any(hasattr(module, "A_log") and hasattr(module, "D") for module in model.modules()):
+        raise refusal(model, "mixes tokens with Mamba's recurrence, whose states are not passed between ranks")
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         recorder = Recorder(model)
         facts = probe_layers(model, recorder, device)

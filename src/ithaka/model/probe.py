@@ -38,7 +38,7 @@ COMPUTED_OPTIONS = ("scaling", "sliding_window", "s_aux", "softcap", "use_qk_l2n
 def refusal(model: PreTrainedModel, problem: str) -> ConfigError:
     return ConfigError(
         f"model_type={model.config.model_type} {problem}, so its layers cannot be split over tokens exactly; use a "
-        "decoder whose layers mix tokens only through transformers' attention interface"
+        "decoder whose layers mix tokens only through transformers' attention interface or the gated delta rule"
     )
 
 

@@ -29,9 +29,11 @@ CALL_TOKENS, WHOLE_TOKENS = 512 * 1024, 256 * 1024
 COMPILED_GRAPH_SHARES, COMPILED_SHARE = (0.2, 0.62), 0.3
 BLOCK_BUFFERS = 4  # buffers of a block inside attention, in the sum dtype
 
-# The gated delta rule (attention/delta_rule.py): rows (tokens x heads) of a segment, and its buffers, forward and
-# backward, in rows of K + V elements in the sum dtype.
-SEGMENT_ROWS, SEGMENT_BUFFERS, SEGMENT_BUFFERS_BACKWARD = 2**18, 10, 17
+# The gated delta rule (attention/delta_rule.py): tokens of a chunk, rows (tokens x heads) of a segment, and the buffers
+# of a segment, forward and backward, in the sum dtype: of vectors (K + V per row), of states (K by K + V per chunk) and
+# of the chunks' matrices. Counted on tensors without memory.
+CHUNK_TOKENS, SEGMENT_ROWS = 64, 2**18
+SEGMENT_BUFFERS, SEGMENT_BUFFERS_BACKWARD = (4.3, 2.6, 0.9), (6.5, 4.5, 6.0)
 
 TileWork = Literal[
     "none", "project", "project backward", "mlp", "mlp backward", "attend", "attend backward", "rule", "rule backward"
@@ -209,9 +211,10 @@ class LayerBytes:
         if work in ("rule", "rule backward"):
             delta = self.shape.delta
             assert delta
-            buffers = SEGMENT_BUFFERS if work == "rule" else SEGMENT_BUFFERS_BACKWARD
-            rows = min(SEGMENT_ROWS, self.s * delta.heads)
-            return buffers * rows * (delta.key_dim + delta.value_dim) * self.layout.sum_bytes
+            vectors, states, matrices = SEGMENT_BUFFERS if work == "rule" else SEGMENT_BUFFERS_BACKWARD
+            width = delta.key_dim + delta.value_dim
+            per_row = vectors * width + states * delta.key_dim * width / CHUNK_TOKENS + matrices * CHUNK_TOKENS
+            return int(per_row * min(SEGMENT_ROWS, self.s * delta.heads) * self.layout.sum_bytes)
         shape, c, hidden = self.shape, self.layout.ulysses, self.shape.hidden
         if shape.measured and (work.startswith("mlp") or not shape.measured.is_streamed):
             return self._measured_tile_bytes(shape.measured, work)
