@@ -106,6 +106,8 @@ def describe(finding: Finding) -> str:
     words = [" and ".join(sorted(reach, key=["full", "window", "chunk"].index))] if reach else [finding.why]
     if sinks := [bool(each.get("has_sinks")) for each in layers if each.get("has_sinks")]:
         words.append("sinks" if len(sinks) == len(layers) else "sinks in some layers")
+    if any(each.get("delta") for each in layers):
+        words.append("gated delta rule")
     if any(each.get("softcap") for each in layers):
         words.append("softcap")
     if any(each["head_dim"] != each["v_head_dim"] for each in layers):

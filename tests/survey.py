@@ -371,7 +371,7 @@ def read_layers(model: PreTrainedModel) -> list[dict[str, Any]]:
     if has_known_layers(model):
         parts = [map_layer(model, i) for i in range(num_layers)]
         return [{"head_dim": p.head_dim, "v_head_dim": p.head_dim, "window": p.window} for p in parts]
-    names = ["head_dim", "v_head_dim", "window", "chunk", "softcap", "has_sinks"]
+    names = ["head_dim", "v_head_dim", "window", "chunk", "softcap", "has_sinks", "delta"]
     decoder = prepare_decoder(model, torch.device("cpu"))
     return [{name: getattr(facts, name) for name in names} for facts in decoder.facts]
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from allocations import rehearsed_peaks
-from decoders import DECODERS, SIZES
+from decoders import DECODERS, HYBRIDS, SIZES
 from ithaka.config import AdapterConfig
 from ithaka.layout import make_layout
 from ithaka.model.shape import measure_layers, measure_model
@@ -70,10 +70,15 @@ CASES = [
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 
 
-@pytest.mark.parametrize("family,overlap,stage,tokens,tile,changes", [("olmo2", True, None, 128, 64, WIDE), *SLOW])
+OLMO = ("olmo2", True, None, 128, 64, WIDE)
+DELTA = {"layer_types": ["linear_attention"] * 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+HYBRID = ("qwen3_5_text", True, None, 256, 64, DELTA)
+
+
+@pytest.mark.parametrize("family,overlap,stage,tokens,tile,changes", [OLMO, HYBRID, *SLOW])
 def test_general_layers_peak_as_planned(family, overlap, stage, tokens, tile, changes):
     """Every layer of a step on rank 0 of 2, in bf16. Tiles count kernels of a GPU, a CPU has some more."""
-    sizes = {**SIZES, **DECODERS.get(family, {}), "model_type": family, **changes}
+    sizes = {**SIZES, **(DECODERS | HYBRIDS).get(family, {}), "model_type": family, **changes}
     sizes = AutoConfig.for_model(**sizes | {"num_hidden_layers": 2, "sliding_window": 64}).to_dict()
     counts = {"keep_attention": 1, "input_tier": "device" if overlap else "host"}
     layout = make_layout(2, cp=2, heads_per_stage=stage, tile_tokens=tile, dtype="bfloat16", overlap=overlap, **counts)

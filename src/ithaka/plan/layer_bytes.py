@@ -33,7 +33,7 @@ BLOCK_BUFFERS = 4  # buffers of a block inside attention, in the sum dtype
 # of a segment, forward and backward, in the sum dtype: of vectors (K + V per row), of states (K by K + V per chunk) and
 # of the chunks' matrices. Counted on tensors without memory.
 CHUNK_TOKENS, SEGMENT_ROWS = 64, 2**18
-SEGMENT_BUFFERS, SEGMENT_BUFFERS_BACKWARD = (4.3, 2.6, 0.9), (6.5, 4.5, 6.0)
+SEGMENT_BUFFERS, SEGMENT_BUFFERS_BACKWARD = (4.3, 2.6, 0.9), (6.75, 4.9, 6.4)
 
 TileWork = Literal[
     "none", "project", "project backward", "mlp", "mlp backward", "attend", "attend backward", "rule", "rule backward"
