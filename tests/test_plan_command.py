@@ -337,9 +337,8 @@ def test_training_accepts_the_suggested_rope(name):
     request = make_request(name, find_hardware("8xH100", None, None, None), "1M", 1, [])
     assert request.missing_rope(positions) is None
     for context in (positions + 1, 2**20):
-        plain = partial(
-            set_positions, AutoConfig.for_model(**MODELS[name]).get_text_config(), None, context, trained=True
-        )
+        config = AutoConfig.for_model(**MODELS[name]).get_text_config()
+        plain = partial(set_positions, config, None, context, trained=True)
         way_out = format_value(request.missing_rope(context))
         assert_refused(plain, f"data.context={context}", f"{positions}", way_out=way_out)
         rope = RopeConfig(**request.missing_rope(context))
