@@ -254,6 +254,8 @@ def test_calls_are_refused():
         for changes, message in REFUSED.values():
             with pytest.raises((TypeError, ValueError), match=message):
                 model(**inputs | changes, labels=inputs["input_ids"])
+        with pytest.raises(ConfigError, match=r"generate\(pixel_values=...\) is not supported"):
+            model.generate(**inputs)
 
     on_threads(1, work)
 
@@ -273,7 +275,7 @@ def conversations() -> Dataset:
 def train_sft(cp: int, folder: Path) -> tuple[list[dict], dict[str, Tensor]]:
     """Logs and trained weights of SFTTrainer; cp=0: the plain one."""
     processor = tiny_processor()
-    settings = {"max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "gradient_accumulation_steps": 2}
+    settings = {"max_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "gradient_accumulation_steps": 2}
     settings |= {"per_device_train_batch_size": 2, "max_length": None, "bf16": False, "save_strategy": "no"}
     settings |= {"use_cpu": True, "disable_tqdm": True, "report_to": [], "dataloader_pin_memory": False}
     trainer_class: Any = SFTTrainer

@@ -169,6 +169,8 @@ def _write_config(base: Any, directory: Path) -> None:
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """transformers' generate, for short samples: without a cache, every token costs a full forward. Every rank calls
     it, with the same prompts in a cp group. Each group samples from its first rank's generator."""
+    if images := [name for name in kwargs if name.startswith("pixel_values")]:
+        raise ConfigError(f"generate({images[0]}=...) is not supported; save the model, and use plain transformers")
     mesh, was_training = model.ithaka_mesh, model.training
     seed = [int(torch.randint(2**62, ()))]
     dist.broadcast_object_list(seed, group=mesh.cp_group, group_src=0)
