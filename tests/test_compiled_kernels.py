@@ -51,6 +51,13 @@ def test_helpers_compile_what_is_missing_and_ranks_wait_for_them(root):
         helper.wait()
 
 
+def test_helpers_do_not_wait_for_themselves(root):
+    wait = "import pathlib; from ithaka.attention.compiled import wait_for_helpers; wait = lambda folder: "
+    program = f"{wait}wait_for_helpers(pathlib.Path(folder)); wait"
+    (helper,) = compiled.start_helpers("H200", program, [(str(root),)])
+    assert helper.wait(timeout=60) == 0
+
+
 def test_nobody_waits_longer_than_the_limit(root, monkeypatch):
     monkeypatch.setattr(compiled, "WAIT_S", 0.2)
     (helper,) = compiled.start_helpers("H200", "__import__('time').sleep", [(30,)])

@@ -87,7 +87,11 @@ def start_helpers(gpu: str, program: str, kernels: Sequence[tuple[Any, ...]]) ->
         started = []
         for kernel in missing:
             then = f"import pathlib; pathlib.Path({str(done[kernel])!r}).touch()"
-            code = f"import sys; sys.path[:] = {sys.path!r}; {program}(*{kernel!r}); {then}"
+            # A helper does not wait for the others, or for itself.
+            setup = (
+                f"import sys; sys.path[:] = {sys.path!r}; from ithaka.attention import compiled; compiled.WAIT_S = 0"
+            )
+            code = f"{setup}; {program}(*{kernel!r}); {then}"
             # A helper inherits the lock with the open file, and releases it when it ends.
             started.append(
                 subprocess.Popen(
