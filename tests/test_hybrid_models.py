@@ -1,13 +1,16 @@
 """Models with the gated delta rule: loss and every gradient equal those of each document alone in transformers."""
 
+import copy
+
 import pytest
 import torch
 
 from decoders import HYBRIDS, tiny_decoder
-from general import add_lora, assert_equal, compare, worst
+from general import add_lora, assert_equal, compare, gradient_errors, worst
 from ithaka.attention import delta_rule
 from ithaka.attention.delta_rule import LocalDocs
 from ithaka.config import ConfigError
+from ithaka.dist.mesh import make_mesh
 from ithaka.layer.delta import DeltaLayer
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
@@ -90,6 +93,20 @@ def test_adapters_equal_peft():
     errors = compare(plain, Layout(2, tile_tokens=5), **documents(7, 1, 10))
     assert_equal(errors)
     assert len(errors[0]) == 1 + sum(param.requires_grad for param in plain.parameters())
+
+
+def errors_over_gloo():
+    plain = tiny_decoder("qwen3_5_text", torch.float32)
+    model = parallelize_model(copy.deepcopy(plain), mesh=make_mesh(2), layout=Layout(2, tile_tokens=5))
+    ids = random_ids(1, 24)
+    plain(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    model(input_ids=ids, labels=ids).loss.backward()
+    return gradient_errors(model, plain)
+
+
+def test_processes_pass_states(ranks):
+    """Threads accept tensors that gloo does not."""
+    assert_equal(ranks.run(2, errors_over_gloo), tolerance=1e-3)
 
 
 def _leak_states(monkeypatch):

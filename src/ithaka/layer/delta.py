@@ -164,5 +164,5 @@ def _apply_map(map_HKX: Tensor, state_HKV: Tensor) -> Tensor:
 def _gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The tensors of all ranks, [c, ...]."""
     gathered = own.new_empty(group.size(), *own.shape)
-    all_gather(gathered, own, group=group)
+    all_gather(gathered.flatten(0, 1), own, group=group)
     return gathered
