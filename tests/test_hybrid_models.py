@@ -72,19 +72,18 @@ def plain():
     return tiny_decoder("qwen3_5_text")
 
 
-@pytest.mark.parametrize("case", CASES)
+ALWAYS = [case for case in CASES if case.startswith(("one", "ends around", "shares", "padding"))]
+
+
+@pytest.mark.parametrize("case", ALWAYS)
 def test_equals_each_document_alone(plain, case):
     layout, inputs = CASES[case]
     plain.zero_grad()
     assert_equal(compare(plain, layout, **inputs))
 
 
-FAMILIES = [family for family in HYBRIDS if family != "qwen3_5_text"]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families(family):
-    assert_equal(compare(tiny_decoder(family), Layout(2, tile_tokens=5), **documents(7, 1, 10)))
+def test_fused_projections_and_experts():
+    assert_equal(compare(tiny_decoder("qwen3_next"), Layout(2, tile_tokens=5), **documents(7, 1, 10)))
 
 
 def test_adapters_equal_peft():
