@@ -102,12 +102,14 @@ def media_inputs(
         return torch.randint(50, (n,), generator=generator).tolist()
 
     ids = text(before)
-    for height, width in images:
+    for height, width in images[:1]:
         ids += [START, *[IMAGE] * (height * width // 4), END, *text(4)]
     for frames, height, width in videos:
         parts = [frames] if "qwen2" in family else [1] * frames  # Qwen3-VL has text between frames
         for part in parts:
             ids += [START, *[VIDEO] * (part * height * width // 4), END, *text(2)]
+    for height, width in images[1:]:  # after the videos, so that features have another order than tokens
+        ids += [START, *[IMAGE] * (height * width // 4), END, *text(4)]
     ids += text(5)
     inputs: dict[str, Tensor] = {"input_ids": torch.tensor([ids])}
     grids = {"image": torch.tensor([(1, *size) for size in images]), "video": torch.tensor(list(videos))}
