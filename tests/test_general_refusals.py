@@ -387,7 +387,6 @@ def test_a_layer_that_reads_the_attention_weights_is_refused():
     [
         ("mamba", {}, "no list of decoder layers"),
         ("lfm2", {"layer_types": ["full_attention", "conv"]}, "layers.1 that makes no attention call"),
-        ("qwen3_next", {"num_hidden_layers": 4}, "makes no attention call"),
         ("bloom", {"n_head": 8}, "model.layers"),
         ("mpt", {"n_heads": 8, "d_model": 32, "n_layers": 2}, "model.layers"),
     ],

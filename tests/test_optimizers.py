@@ -48,7 +48,7 @@ def losses_of(config):
     return [loss for _, loss, *_ in numbers(config.train.run_dir)[1:]]
 
 
-@pytest.mark.parametrize("name", ["adamw8bit", "muon"])
+@pytest.mark.parametrize("name", ["adamw8bit", pytest.param("muon", marks=pytest.mark.slow)])
 def test_a_run_resumes_bitwise_and_on_other_ranks_and_has_the_planned_bytes(ranks, tmp_path, name):
     if name == "adamw8bit":
         pytest.importorskip("torchao")

@@ -143,7 +143,7 @@ def leaking_document(patch):
 
 
 def halved_gradient(patch):
-    patch.setattr(build._GlobalSum, "backward", staticmethod(lambda ctx, dtotal: (dtotal / 2, None)))
+    patch.setattr(build.GlobalSum, "backward", staticmethod(lambda ctx, dtotal: (dtotal / 2, None)))
 
 
 def skipped_norm(patch):

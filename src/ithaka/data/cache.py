@@ -42,18 +42,15 @@ def decide_fills(directory: Path) -> bool:
     own_nodes = gather_objects(is_local_rank_0())
     if sum(own_nodes) == 1:
         return is_local_rank_0()
-    probe, made = directory / f"{uuid4().hex}.probe", not directory.exists()
+    folder = next(folder for folder in (directory, *directory.parents) if folder.is_dir())
+    probe = folder / f".{uuid4().hex}.probe"
     if is_rank_0():
         with contextlib.suppress(OSError):  # reported when tokens are written
-            directory.mkdir(parents=True, exist_ok=True)
             probe.touch()
-    name = gather_objects(probe.name)[0]
-    sees = (directory / name).exists()
+    sees = (folder / gather_objects(probe.name)[0]).exists()
     gather_objects(sees)  # all have looked
     if is_rank_0():
         probe.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            directory.rmdir() if made else None
     return is_rank_0() or (is_local_rank_0() and not sees)
 
 
