@@ -152,7 +152,8 @@ class ModelPair:
         self.plain = load_truncated_model(directory, adapter).to(mesh.device) if mesh.rank == 0 else None
         model = load_truncated_model(directory, adapter)
         layout = replace(layout, kept=layout.kept[-model.config.num_hidden_layers :])
-        self.head_dim = getattr(model.model.layers[0].self_attn, "head_dim", None)
+        attention = [layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn")]
+        self.head_dim = getattr(attention[0], "head_dim", None) if attention else None
         self.model = parallelize_model(model, mesh=mesh, layout=layout)
 
     def compare_losses(self, ids: Tensor, labels: Tensor, loss_sum: Callable | None = None, **inputs: Tensor) -> Errors:
