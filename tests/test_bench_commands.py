@@ -112,6 +112,7 @@ def test_the_gate_fails_where_a_layer_is_slower_or_larger_than_recorded(tmp_path
             assert json.loads(file.read_text()) == before  # recorded figures stay
 
 
+@pytest.mark.slow
 def test_plans_are_rehearsed_at_two_contexts():
     """The peak at the plan's context, the time at one that takes fewer seconds."""
     result = benchmark("rehearse_plans", "--small", "--seconds", "0", "--cases", "1M, adapters, mxfp4", "--layers", 1)

@@ -37,7 +37,7 @@ def test_at_least_60_types_are_exact_and_none_is_wrong():
     assert families <= set(errors)
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen2", "diffllama"])
+@pytest.mark.parametrize("model_type", [pytest.param("gpt_oss", marks=pytest.mark.slow), "qwen2", "diffllama"])
 def test_types_are_still_classified_as_listed(model_type):
     """One on each path."""
     finding = examine(model_type)
