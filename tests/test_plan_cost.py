@@ -34,8 +34,8 @@ def test_half_of_the_rehearsals_are_held_out():
         assert (row["set"] == "held-out") == (row["context"] == "512K" or row["model"] == "qwen3-32b"), row
     found = summarize("held-out")
     worst = {what: max(-low, high) for what, (_, _, low, high) in found.items()}
-    memory_error = f"{found['peak'][1]:.1%} in the median and {worst['peak']:.1%} at worst"
-    time_error = f"{found['layer'][1]:.1%} and {worst['layer']:.1%}"
+    memory_error = f"{found['peak'][1]:.1%} median, {worst['peak']:.1%} max"
+    time_error = f"{found['layer'][1]:.1%} median, {worst['layer']:.1%} max"
     for page in ("README.md", "docs/how-much-context.md"):
         text = " ".join((Path(__file__).parents[1] / page).read_text(encoding="utf-8").split()).replace(" %", "%")
         assert memory_error in text and time_error in text, (page, memory_error, time_error)
