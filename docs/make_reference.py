@@ -39,7 +39,7 @@ def _format_default(value: object) -> str:
 
 API_HEAD = """# Python API
 
-What `import ithaka` offers for your own loop; [Hugging Face's trainers, and a loop of your own](hugging-face.md)
+What `import ithaka` offers for your own loop; [Hugging Face trainers and custom training loops](hugging-face.md)
 shows it in use.
 This page is generated from the code by `python docs/make_reference.py`.
 """
