@@ -1,6 +1,6 @@
-"""A callback and a loss of your own. From this folder, with any configuration:
+"""A callback and a custom loss. From this folder, with any configuration:
 
-ithaka train first.yaml --set train.callbacks=[hooks:LossFile] --set train.loss=hooks:weighted_loss
+ithaka train first.yaml --set train.callbacks=[hooks:LossFile] --set loss.type=hooks:weighted_loss
 """
 
 import json

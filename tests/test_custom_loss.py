@@ -1,4 +1,4 @@
-"""train.loss: a function of per-token results replaces the cross-entropy in training; examples/hooks.py."""
+"""A custom loss: a function of per-token results replaces the cross-entropy in training; examples/hooks.py."""
 
 import copy
 import json
@@ -60,17 +60,17 @@ def test_gradients_equal_those_of_the_plain_model():
 
 
 def test_the_example_runs_and_wrong_names_and_shapes_are_refused(tmp_path):
-    hooks = {"loss": "hooks:weighted_loss", "callbacks": ["hooks:LossFile"]}
-    config, plain = tiny_run(tmp_path, train=hooks), tiny_run(tmp_path / "plain")
+    config = tiny_run(tmp_path, train={"callbacks": ["hooks:LossFile"]}, loss={"type": "hooks:weighted_loss"})
+    plain = tiny_run(tmp_path / "plain")
     for each in (config, plain):
         run(each)
     lines = [json.loads(line) for line in (config.train.run_dir / "losses.jsonl").read_text().splitlines()]
     losses, others = ([step[1] for step in numbers(each.train.run_dir)] for each in (config, plain))
     assert [line["loss"] for line in lines if "loss" in line] == losses and any("checkpoint" in line for line in lines)
     assert losses[1] < 0.5 * others[1], "each loss is multiplied by a probability"
-    for name in ("hooks", "hooks:nothing", "nowhere:loss"):
-        assert_refused(lambda: _import_loss(name), f"train.loss={name}", way_out="package.module:function")  # noqa: B023
+    for name in ("hooks:nothing", "nowhere:loss"):
+        assert_refused(lambda: _import_loss(name), f"loss.type={name}", way_out="package.module:function")  # noqa: B023
     model, ids = parallelize_model(tiny_model(tiny_config("llama"))), random_ids(1, 9)
     model.ithaka_loss = lambda tokens, labels: tokens.logprobs.sum()
-    with pytest.raises(ConfigError, match=r"train.loss returned \(\); return one loss per label, of shape \(9,\)"):
+    with pytest.raises(ConfigError, match=r"loss.type returned \(\); return one loss per label, of shape \(9,\)"):
         model(input_ids=ids, labels=ids)

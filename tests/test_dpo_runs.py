@@ -200,6 +200,9 @@ def test_what_does_not_combine_with_pairs_is_refused():
         names = [section] if section == "curriculum" else [f"{section}.{name}" for name in values]
         assert_refused(lambda tree={**dpo, section: values}: parse_config(tree), *names, "dpo", way_out=way_out)
     assert_refused(lambda: parse_config({"loss": {"beta": 0.2}}), "loss.beta=0.2", way_out="loss.type=dpo")
+    assert_refused(lambda: parse_config({"loss": "dop"}), "loss.type=dop", way_out="dpo or package.module:function")
+    own = {"type": "hooks:weighted_loss", "label_smoothing": 0.1}
+    assert_refused(lambda: parse_config({"loss": own}), "loss.label_smoothing=0.1", way_out="loss.type=dpo")
     assert_refused(lambda: parse_config({"data": {"train_on": "pairs"}}), "data.train_on=pairs", way_out="leave it out")
     assert parse_config({"loss": "dpo"}).data.train_on == "pairs"
 

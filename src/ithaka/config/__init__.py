@@ -12,15 +12,13 @@ from ithaka.config.sections import (
     Config,
     DataConfig,
     EntryConfig,
-    LossConfig,
     MemoryConfig,
     ModelConfig,
-    OptimConfig,
     ParallelConfig,
     ReadingConfig,
     ReasoningConfig,
     RopeConfig,
     SourceConfig,
-    TrainConfig,
     check_effects,
 )
+from ithaka.config.training import LossConfig, OptimConfig, TrainConfig

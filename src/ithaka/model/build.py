@@ -137,7 +137,7 @@ def parallelize_model(
     encoder = [model.model.visual] if has_encoder(model) else []
     apply_fsdp(model, [*encoder, *find_layers(model), *(() if is_tied else ends)], mesh, layout, dtype)
     _swap_forwards(model, mesh, layout, store or Store(mesh.device), decoder)
-    model.ithaka_dropout, model.ithaka_loss = dropout, None  # the trainer sets train.loss
+    model.ithaka_dropout, model.ithaka_loss = dropout, None  # the trainer sets a custom loss
     for layer in find_layers(model):
         layer.forward.dropout = dropout
     if encoder:
@@ -379,13 +379,13 @@ def _forward(
 
 
 def _token_losses(model: PreTrainedModel, tokens: TokenResults, labels_s: Tensor) -> Tensor:
-    """Cross-entropy or, in training, the losses that train.loss returns; 0 where there is no label."""
+    """Cross-entropy or, in training, the custom losses; 0 where there is no label."""
     if model.ithaka_loss is None or not model.training:
         return -tokens.logprobs
     losses_s = model.ithaka_loss(tokens, labels_s)
     if not isinstance(losses_s, Tensor) or losses_s.shape != labels_s.shape:
         found = tuple(losses_s.shape) if isinstance(losses_s, Tensor) else type(losses_s).__name__
-        raise ConfigError(f"train.loss returned {found}; return one loss per label, of shape {tuple(labels_s.shape)}")
+        raise ConfigError(f"loss.type returned {found}; return one loss per label, of shape {tuple(labels_s.shape)}")
     return torch.where(labels_s != IGNORE_INDEX, losses_s, 0)
 
 

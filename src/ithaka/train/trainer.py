@@ -95,7 +95,7 @@ class Trainer:
                 reference = build(trains=False).requires_grad_(False).eval() if run.shape.reference else None
                 self.dpo = DPO(config.loss, self.model, mesh, reference)
         note_startup("model")
-        self.model.ithaka_loss = _import_loss(config.train.loss)
+        self.model.ithaka_loss = _import_loss(config.loss.function)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.num_params = sum(param.numel() for param in self.model.parameters())
         self.num_trained = sum(param.numel() for param in self.model.parameters() if param.requires_grad)
@@ -300,7 +300,7 @@ def _import_loss(name: str | None) -> Any:
         return None if name is None else import_named(name)
     except Exception as error:
         reason, fix = f"{type(error).__name__}: {error}", "name a function as package.module:function, or correct it"
-        raise ConfigError(f"train.loss={name} cannot be imported ({reason}); {fix}") from error
+        raise ConfigError(f"loss.type={name} cannot be imported ({reason}); {fix}") from error
 
 
 def prepare(run: Run, trains: bool = True) -> Trainer:

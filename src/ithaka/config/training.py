@@ -1,0 +1,184 @@
+"""Settings of training itself: optimizer, loss, steps, profiles and evaluation. See `sections`."""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ithaka.config.fields import ConfigError, Section, format_value, setting
+
+LOSSES = ("cross_entropy", "dpo")
+
+
+@dataclass(frozen=True)
+class OptimConfig(Section, name="optim"):
+    # adamw8bit: torchao's AdamW with moments in 8 bits, 2.1 instead of 8 bytes per trained parameter. muon: PyTorch's
+    # Muon for the matrices of layers, with updates of AdamW's size, and AdamW for the rest.
+    name: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    # Peak learning rate.
+    lr: float = setting(3e-4, ge=0)
+    # AdamW betas and epsilon.
+    betas: tuple[float, float] = setting((0.9, 0.95), ge=0, lt=1)
+    eps: float = setting(1e-8, gt=0)
+    # Applies to matrices only, not to norms and biases.
+    weight_decay: float = setting(0.1, ge=0)
+    # Learning rate after the warm-up: cosine or linear decay to min_lr_ratio * lr, constant, or wsd (warm-up, stable,
+    # decay): constant, then a linear decay over the last cooldown_steps.
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    # Step at which the decay ends. null: train.steps when the run started. Resuming with more steps keeps that value,
+    # unless the run ended before its decay began.
+    decay_steps: int | None = setting(None, ge=1)
+    # Steps of the decay of schedule=wsd. null: a tenth of decay_steps.
+    cooldown_steps: int | None = setting(None, ge=1)
+    # Steps of linear warm-up from 0 to lr.
+    warmup_steps: int = setting(0, ge=0)
+    # Final learning rate, as a fraction of lr.
+    min_lr_ratio: float = setting(0.1, ge=0, le=1)
+    # Factors on the learning rate of parameters whose names match a regular expression; the first match counts:
+    # {embed_tokens: 0.1, "mlp.gate.weight|lm_head": 0.5}. A factor of 0 freezes them.
+    lr_factors: dict | None = None
+    # Gradient clipping: maximum global norm. null: no clipping.
+    clip_norm: float | None = setting(1.0, gt=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for pattern, factor in (self.lr_factors or {}).items():
+            name = f"optim.lr_factors={format_value({pattern: factor})}"
+            if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+                raise ConfigError(f"{name} has no factor; use a number of at least 0, such as 0.1")
+            try:
+                re.compile(str(pattern))
+            except re.error as error:
+                raise ConfigError(
+                    f"{name} is not a valid regular expression ({error}); escape it, or use a name"
+                ) from None
+
+    def decay_start(self, end: int) -> int:
+        """Step at which the decay of a schedule that ends at step `end` starts."""
+        if self.schedule != "wsd":
+            return self.warmup_steps
+        return max(self.warmup_steps, end - (self.cooldown_steps or math.ceil(end / 10)))
+
+    def check_schedule(self) -> None:
+        """Refuse a decay that ends during the warm-up, does not fit after it, or does not exist."""
+        end, warmup, cooldown = self.decay_steps, self.warmup_steps, self.cooldown_steps or 0
+        if self.schedule != "constant" and end is not None and end <= warmup:
+            raise ConfigError(f"optim.decay_steps={end} ends within optim.warmup_steps={warmup}; give more, or null")
+        if cooldown and self.schedule != "wsd":
+            rule = f"has no effect with optim.schedule={self.schedule}"
+            raise ConfigError(f"optim.cooldown_steps={cooldown} {rule}; use optim.schedule=wsd, or null")
+        if cooldown and end is not None and warmup + cooldown > end:
+            rule = f"does not fit between optim.warmup_steps={warmup} and optim.decay_steps={end}"
+            raise ConfigError(f"optim.cooldown_steps={cooldown} {rule}; use at most {end - warmup}")
+
+
+@dataclass(frozen=True)
+class LossConfig(Section, name="loss"):
+    """What training minimizes. `loss: dpo` is short for `loss: {type: dpo}`."""
+
+    # cross_entropy: of the next token. dpo: direct preference optimization, on records with chosen and rejected. Its
+    # reference is the model without its adapter or, if all parameters are trained, a frozen copy of the first weights.
+    # package.module:function: your own, (tokens, labels) -> the losses of a rank's labels. tokens.logprobs and
+    # tokens.entropies are differentiable; logits never exist in full. Validation still measures the cross-entropy.
+    type: str = "cross_entropy"
+    # dpo: weight of the difference from the reference.
+    beta: float = setting(0.1, gt=0)
+    # dpo: probability that a pair's answers are swapped by mistake (robust DPO; 0: plain DPO).
+    label_smoothing: float = setting(0.0, ge=0, lt=0.5)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.type not in LOSSES and not re.fullmatch(r"\w+(\.\w+)*:\w+", self.type):
+            raise ConfigError(f"loss.type={self.type} is no loss; use {', '.join(LOSSES)} or package.module:function")
+        for name in ("beta", "label_smoothing") if self.type != "dpo" else ():
+            if (value := getattr(self, name)) != getattr(LossConfig, name):
+                raise ConfigError(f"loss.{name}={value} has no effect with loss.type={self.type}; set loss.type=dpo")
+
+    @property
+    def function(self) -> str | None:
+        """The name of a custom loss."""
+        return None if self.type in LOSSES else self.type
+
+
+@dataclass(frozen=True)
+class TrainConfig(Section, name="train"):
+    # Optimizer steps of the run, including those before a resume.
+    steps: int = setting(1000, ge=1)
+    # Passes over the data, instead of steps; with several sources, over their total number of tokens. 0.5: half a pass.
+    epochs: float | None = setting(None, gt=0)
+    # Sequences per data-parallel rank and micro-step.
+    batch: int = setting(1, ge=1)
+    # Gradient accumulation: micro-steps per optimizer step.
+    accumulate: int = setting(1, ge=1)
+    # Sequences per optimizer step, over all ranks. Sets accumulate, so that the batch does not depend on the number of
+    # GPUs. null: batch x accumulate x data-parallel ranks.
+    global_batch: int | None = setting(None, ge=1)
+    # Steps between validations. 0: validate only at the end.
+    validate_every: int = setting(100, ge=0)
+    # Sequences per validation, over all ranks. 0: never validate.
+    validate_sequences: int = setting(8, ge=0)
+    # Minutes between checkpoints. 0: no checkpoints by time.
+    save_minutes: float = setting(15.0, ge=0)
+    # Steps between checkpoints, in addition to save_minutes. 0: no checkpoints by step. The last step is always saved.
+    save_every: int = setting(0, ge=0)
+    # Checkpoints to keep; older ones are deleted.
+    keep_last: int = setting(2, ge=1)
+    # Also save and keep the checkpoint with the lowest validation loss; the run prints its step, for `ithaka export`.
+    keep_best: bool = False
+    # Early stopping: validations in a row without a lower loss before the run ends; implies keep_best. 0: never.
+    patience: int = setting(0, ge=0)
+    # A step with a non-finite or spiking loss or gradient is recomputed. If it fails again: stop, or skip the batch and
+    # log its documents; the third skip in a row stops the run.
+    bad_step: Literal["stop", "skip"] = "stop"
+    # Spike threshold: gradient norm relative to the median of the last 100 steps. null: no spike detection.
+    spike: float | None = setting(None, gt=1)
+    # Seed of the initial weights and the data order.
+    seed: int = setting(0, ge=0)
+    # Apply torch.compile to layers on the general path (docs/models.md), and to the MLP of others.
+    compile: bool = False
+    # Accumulate gradients in a fixed order: GPU runs are bitwise reproducible, the attention backward is 10 % slower.
+    deterministic: bool = False
+    # Experiment trackers to log to; each needs its package: [tensorboard, wandb].
+    track: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ()
+    # Classes of your own, as package.module:Class, called on rank 0 as Class(run_dir, config), with any of the methods
+    # on_step(step, metrics), on_evaluation(step, figures), on_save(step, checkpoint) and on_end(status).
+    callbacks: tuple[str, ...] = ()
+    # Seconds after SIGTERM or SIGUSR1 to finish the step and save; after that the run exits at once, leaving the last
+    # checkpoint. By default, Kubernetes, Slurm and torchrun kill after 30 seconds.
+    grace_s: float = setting(25.0, ge=0)
+    # Run directory. null: runs/<date>-<time>. Required for `--resume auto`.
+    run_dir: Path | None = None
+
+    def micro_steps(self, dp: int) -> int:
+        """Micro-steps per optimizer step on `dp` data-parallel ranks."""
+        per = self.batch * dp
+        if self.global_batch is None:
+            return self.accumulate
+        if self.global_batch % per:
+            rule = f"is not a multiple of {per} (train.batch={self.batch} x {dp} data-parallel ranks)"
+            near = " or ".join(str(per * n) for n in (self.global_batch // per, self.global_batch // per + 1) if n)
+            raise ConfigError(f"train.global_batch={self.global_batch} {rule}; use {near}, or another parallel.cp")
+        return self.global_batch // per
+
+
+@dataclass(frozen=True)
+class ProfileConfig(Section, name="profile"):
+    # Steps between profiles of rank 0: a trace, a memory map and phase times in the run directory. 0: never.
+    every: int = setting(0, ge=0)
+
+
+@dataclass(frozen=True)
+class EvaluateConfig(Section, name="evaluate"):
+    """`ithaka evaluate` during training. Results are also written to evaluations/step-N.json."""
+
+    # Steps between evaluations; the last step is always evaluated. 0: never.
+    every: int = setting(0, ge=0)
+    # Context lengths, which may exceed data.context; the loss is measured at the longest. []: data.context.
+    contexts: tuple[int, ...] = setting((), ge=2)
+    # Held-out data, as data.path. null: Python's standard library.
+    data: Path | None = None
+    # Long documents to read.
+    documents: int = setting(8, ge=1)
+    # Samples per retrieval task, length and depth.
+    samples: int = setting(2, ge=1)
