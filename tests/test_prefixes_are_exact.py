@@ -2,6 +2,7 @@
 
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from allocations import allocator_peak
 from decoders import tiny_decoder
 from general import add_lora, assert_equal
 from general import compare as compare_decoders
+from ithaka.data.pack import group_samples
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.linear import Linear
 from ithaka.layer.loss import LinearHead, linear_cross_entropy, summed_cross_entropy
@@ -263,6 +265,15 @@ def test_the_packer_shares_every_common_prefix():
         assert [each.tolist() for each in packed.unpack(share.positions_s[None])] == [
             list(range(len(each))) for each in sequences
         ]
+
+
+def test_samples_are_joined_only_if_their_forest_fits_the_context():
+    """Samples 2 and 3 have 12 tokens in common, but share 10: behind the branch of sample 1, 2 are too few."""
+    history = ~np.arange(12, dtype=np.int32)
+    samples = [np.append(history[:length], np.int32(20 + length)) for length in (10, 12, 12)]
+    for context, groups in ((13, [11, 13, 13]), (14, [14, 13]), (16, [14, 13]), (17, [17])):
+        found = group_samples(samples, context, min_tokens=8)
+        assert [sum(node.stop - node.start for node in forest) for _, forest in found] == groups
 
 
 def test_the_plan_counts_tokens_and_pairs_of_a_forest():

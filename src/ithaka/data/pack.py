@@ -283,21 +283,22 @@ def group_samples(
         labels = np.where(tokens >= 0, number + 1, 0)
         labels[:1] = 0
         rows.append(np.stack([tokens ^ (tokens >> 31), labels], 1).astype(np.int64))
-    groups: list[list[int]] = []
-    room = 0
+    least = min_tokens or max(map(len, rows), default=0) + 1
+    groups: list[list[int]] = [[]]
+    size = 0  # of the last group's forest, at most
     for number, own in enumerate(rows):
-        shared = count_equal(own, rows[number - 1], min_tokens) if number and min_tokens else 0
-        added = len(own) - (shared if min_tokens and shared >= min_tokens else 0)
-        if not groups or added > room:
-            groups.append([])
-            room, added = context, len(own)
+        shared = count_equal(own, rows[number - 1], least) if groups[-1] else 0
+        # Behind a branch, the forest shares up to least - 1 tokens less than the two samples have in common.
+        shared = 0 if shared < least else shared - (least - 1) * (len(groups[-1]) > 1)
+        size += len(own) - shared
+        if size > context and groups[-1]:
+            forest, _ = build_forest([rows[i] for i in (*groups[-1], number)], least)
+            size = sum(node.stop - node.start for node in forest)
+            if size > context:
+                groups.append([])
+                size = len(own)
         groups[-1].append(number)
-        room -= added
-    longest = max(map(len, rows), default=0) + 1
-    return [
-        ([samples[i] for i in group], build_forest([rows[i] for i in group], min_tokens or longest)[0])
-        for group in groups
-    ]
+    return [([samples[i] for i in group], build_forest([rows[i] for i in group], least)[0]) for group in groups]
 
 
 def _cut_samples(documents: Documents, context: int, long: LongDocuments) -> CutDocuments:
