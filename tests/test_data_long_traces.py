@@ -114,6 +114,13 @@ def test_tool_outputs_are_not_shortened_where_they_are_trained(tmp_path):
     assert data.stream.removed_tokens == 0 and data.stream.num_long == 2
 
 
+def test_a_checkpoint_depends_on_shared_prefixes_only_with_several_samples_per_record(tmp_path):
+    data = opened(tmp_path, "shorten_tools", path=written(tmp_path / "a.jsonl", [trace(0)]))
+    before, data.stream.long = data.fingerprint(), data.stream.long._replace(shares=not data.stream.long.shares)
+    data.close()
+    assert data.fingerprint() == before
+
+
 def test_a_head_without_room_and_text_are_split(tmp_path):
     messages = [{"role": "system", "content": "the " * 60}, *trace(0, turns=1)[1:]]
     data = opened(tmp_path, "turns", path=written(tmp_path / "a.jsonl", [messages, messages]))

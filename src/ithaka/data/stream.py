@@ -503,9 +503,10 @@ class TrainData:
         """Hash of everything that determines the tokens and their order; moving the files does not change it."""
         sources = [(source.weight, [shard.identity for shard in source.shards]) for source in self.stream.sources]
         key, tokenizer = self.stream.sources[0].key, self.cache.tokenizer.fingerprint
-        long = self.stream.long if self.stream.long.mode == "shorten_tools" else self.stream.long.mode
-        joined = [self.stream.long.shares, self.stream.long.pairs] if self._joins_samples else []
-        return hashlib.sha256(repr((key, tokenizer, long, sources, *joined)).encode()).hexdigest()[:16]
+        long = self.stream.long
+        cutting = (long.mode, long.tool_tokens, long.marker) if long.mode == "shorten_tools" else long.mode
+        joined = [long.shares, long.pairs] if self._joins_samples else []
+        return hashlib.sha256(repr((key, tokenizer, cutting, sources, *joined)).encode()).hexdigest()[:16]
 
     @property
     def _joins_samples(self) -> bool:
