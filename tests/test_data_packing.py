@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from ithaka.config import ConfigError, DataConfig
 from ithaka.data import pack
 from ithaka.data import stream as data_stream
+from ithaka.data.batch import collate, num_valid
 from ithaka.data.open import data_facts
 from ithaka.data.pack import (
     SEGMENT_DTYPE,
@@ -29,7 +30,7 @@ from ithaka.data.pack import (
     permutation,
     split_long,
 )
-from ithaka.data.stream import SequenceStream, Source, collate, num_valid
+from ithaka.data.stream import SequenceStream, Source
 from test_data_sources import opened_at, write_jsonl
 
 PAD = 9999

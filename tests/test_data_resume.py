@@ -14,8 +14,8 @@ import torch
 from ithaka.config import ConfigError, DataConfig
 from ithaka.data import cache, read
 from ithaka.data import stream as data_stream
+from ithaka.data.batch import num_valid
 from ithaka.data.cache import TokenCache
-from ithaka.data.stream import num_valid
 from ithaka.data.tokenizer import ByteTokenizer
 from test_data_sources import TEXTS, opened_at, write_jsonl, write_parquet
 

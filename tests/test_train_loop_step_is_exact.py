@@ -18,8 +18,9 @@ import runs
 import templates
 from allocations import allocator_peak
 from ithaka.config import OptimConfig
+from ithaka.data.batch import Batch
 from ithaka.data.open import open_data
-from ithaka.data.stream import Batch, TrainData
+from ithaka.data.stream import TrainData
 from ithaka.data.tokenizer import Tokenizer
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.loss import IGNORE_INDEX

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ithaka.config import ConfigError, LossConfig
-from ithaka.data.stream import Batch
+from ithaka.data.batch import Batch
 from ithaka.dist.mesh import Mesh
 from ithaka.model.batch import pack_batch, take_label_share
 from ithaka.model.build import GlobalSum

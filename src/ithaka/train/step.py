@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from ithaka.config import ConfigError, OptimConfig
-from ithaka.data.stream import Batch, num_valid
+from ithaka.data.batch import Batch, num_valid
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import IGNORE_INDEX, TokenResults
 from ithaka.model.batch import count_pairs, pack_batch, take_label_share

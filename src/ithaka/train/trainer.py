@@ -20,10 +20,10 @@ import yaml
 from ithaka.attention.kernels import agree_on_kernel, resolve_kernel
 from ithaka.checkpoint import files, save
 from ithaka.config import CONFIG_FORMAT, ConfigError, embedded_model, to_dict, with_absolute_paths
+from ithaka.data.batch import Batch
 from ithaka.data.cache import decide_fills
 from ithaka.data.images import PROCESSOR_FILES
 from ithaka.data.open import data_facts, epoch_steps, open_data
-from ithaka.data.stream import Batch
 from ithaka.data.tokenizer import load_tokenizer
 from ithaka.dist.agree import SharedError, gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import Mesh, make_mesh, start_process_group

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from ithaka.config import shell_command
-from ithaka.data.stream import Batch
+from ithaka.data.batch import Batch
 from ithaka.exits import is_out_of_memory
 from ithaka.layer.store import StoreError
 from ithaka.model.batch import count_pairs

@@ -1,0 +1,55 @@
+"""Batches: packed sequences as tensors for the model."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ithaka.data.pack import PackedSequence
+from ithaka.layer.loss import IGNORE_INDEX
+
+
+class Batch(NamedTuple):
+    """Tensors int64 [B, S] on the CPU. labels are not shifted, and -100 where ignored, as in Hugging Face."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    document_ids: torch.Tensor
+    source_ids: torch.Tensor | None = None  # indices into TrainData.source_names; None if there is one source
+    parents: torch.Tensor | None = None  # document_ids of parents, or -1; None: no document has a parent
+    sample_ids: torch.Tensor | None = None  # at labels, if samples are pairs: 2 * pair, + 1 for rejected
+    images: Mapping[str, torch.Tensor] = {}  # pixels and sizes of all images, as arguments of the model
+
+    @property
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """Keyword arguments of the model."""
+        inputs = {"input_ids": self.input_ids, "labels": self.labels, "document_ids": self.document_ids, **self.images}
+        return inputs if self.parents is None else inputs | {"parents": self.parents}
+
+    @property
+    def num_preferences(self) -> int:
+        """Pairs of a chosen and a rejected sample."""
+        return 0 if self.sample_ids is None else (int(self.sample_ids.max()) + 1) // 2
+
+
+def collate(sequences: Sequence[PackedSequence], with_sources: bool = False) -> Batch:
+    """Stack B sequences of S tokens into tensors [B, S]."""
+
+    def stack(column: Callable[[PackedSequence], np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.stack([column(sequence) for sequence in sequences]))
+
+    batch = Batch(stack(lambda s: s.ids), stack(PackedSequence.labels), stack(PackedSequence.document_ids))
+    if with_sources:
+        batch = batch._replace(source_ids=stack(PackedSequence.source_ids))
+    if all(sequence.parents is None for sequence in sequences):
+        return batch
+    parents_BS, samples_BS = stack(PackedSequence.parent_ids), stack(PackedSequence.sample_ids)
+    counts_B = samples_BS.amax(1) + 1
+    samples_BS += torch.where(samples_BS >= 0, (counts_B.cumsum(0) - counts_B)[:, None], 0)
+    return batch._replace(parents=parents_BS if (parents_BS >= 0).any() else None, sample_ids=samples_BS)
+
+
+def num_valid(labels: torch.Tensor) -> int:
+    """Count the targets in labels [..., S], once shifted by one."""
+    return int((labels[..., 1:] != IGNORE_INDEX).sum())
