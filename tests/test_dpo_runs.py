@@ -194,7 +194,7 @@ def test_what_does_not_combine_with_pairs_is_refused():
         ("data", {"documents": "together"}, "use apart"),
         ("data", {"long_documents": "turns"}, "use drop or refuse"),
         ("adapter", {"path": "somewhere"}, "merge it first"),
-        ("adapter", {"modules_to_save": ["lm_head"]}, "first weights"),
+        ("adapter", {"modules_to_save": ["lm_head"]}, "leave it out"),
         ("curriculum", [{"context": 64, "steps": 1}], "leave it out"),
     ):
         names = [section] if section == "curriculum" else [f"{section}.{name}" for name in values]

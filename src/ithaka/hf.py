@@ -109,7 +109,7 @@ def _name_arguments() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        error.args = (str(error).replace("parallel.", ""),)
+        error.args = (re.sub(r"(?<![\w./-])parallel\.(?=[a-z])", "", str(error)),)
         raise
 
 

@@ -328,7 +328,7 @@ class Config(Section):
             f"data.train_on={', '.join(sides)}": (bool(sides), "DPO trains on completions; leave it out"),
             "data.documents=together": (data.documents == "together", "answers must not see each other; use apart"),
             f"data.long_documents={data.long_documents}": (
-                data.long_documents in ("end", "turns", "shorten_tools"), "a pair stays as it is; use drop or refuse",
+                data.long_documents in ("end", "turns", "shorten_tools"), "pairs are not cut; use drop or refuse",
             ),
             "curriculum": (bool(self.curriculum), "leave it out"),
             "adapter.path": (
@@ -336,7 +336,8 @@ class Config(Section):
                 "the reference is the model without any adapter; merge it first, with `ithaka export --merge`",
             ),
             "adapter.modules_to_save": (
-                adapter is not None and bool(adapter.modules_to_save), "the reference needs their first weights too",
+                adapter is not None and bool(adapter.modules_to_save),
+                "the reference needs their initial weights; leave it out",
             ),
         }  # fmt: skip
         for name, (is_set, way_out) in refused.items():

@@ -77,20 +77,21 @@ class OptimConfig(Section, name="optim"):
 class LossConfig(Section, name="loss"):
     """What training minimizes. `loss: dpo` is short for `loss: {type: dpo}`."""
 
-    # cross_entropy: of the next token. dpo: direct preference optimization, on records with chosen and rejected. Its
-    # reference is the model without its adapter or, if all parameters are trained, a frozen copy of the first weights.
-    # package.module:function: your own, (tokens, labels) -> the losses of a rank's labels. tokens.logprobs and
-    # tokens.entropies are differentiable; logits never exist in full. Validation still measures the cross-entropy.
+    # cross_entropy: next-token prediction. dpo: direct preference optimization, on records with chosen and rejected;
+    # its reference is the model without its adapter or, if all parameters are trained, a frozen copy of the initial
+    # weights. package.module:function: a custom loss, (tokens, labels) -> one loss per label of a rank. tokens.logprobs
+    # and tokens.entropies are differentiable; logits never exist in full. Validation still measures the cross-entropy.
     type: str = "cross_entropy"
     # dpo: weight of the difference from the reference.
     beta: float = setting(0.1, gt=0)
-    # dpo: probability that a pair's answers are swapped by mistake (robust DPO; 0: plain DPO).
+    # dpo: assumed fraction of pairs whose answers are swapped (robust DPO; 0: plain DPO).
     label_smoothing: float = setting(0.0, ge=0, lt=0.5)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.type not in LOSSES and not re.fullmatch(r"\w+(\.\w+)*:\w+", self.type):
-            raise ConfigError(f"loss.type={self.type} is no loss; use {', '.join(LOSSES)} or package.module:function")
+            losses = ", ".join(LOSSES)
+            raise ConfigError(f"loss.type={self.type} is not a loss; use {losses} or package.module:function")
         for name in ("beta", "label_smoothing") if self.type != "dpo" else ():
             if (value := getattr(self, name)) != getattr(LossConfig, name):
                 raise ConfigError(f"loss.{name}={value} has no effect with loss.type={self.type}; set loss.type=dpo")
@@ -141,7 +142,7 @@ class TrainConfig(Section, name="train"):
     deterministic: bool = False
     # Experiment trackers to log to; each needs its package: [tensorboard, wandb].
     track: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ()
-    # Classes of your own, as package.module:Class, called on rank 0 as Class(run_dir, config), with any of the methods
+    # Custom classes, as package.module:Class, called on rank 0 as Class(run_dir, config), with any of the methods
     # on_step(step, metrics), on_evaluation(step, figures), on_save(step, checkpoint) and on_end(status).
     callbacks: tuple[str, ...] = ()
     # Seconds after SIGTERM or SIGUSR1 to finish the step and save; after that the run exits at once, leaving the last

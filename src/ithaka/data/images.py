@@ -1,4 +1,4 @@
-"""Images in conversations: the text that stands for an image, and its pixels, which are read with their batch."""
+"""Images in conversations: placeholder tokens in the text, and pixels, which are read with their batch."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -47,7 +47,7 @@ class RecordImages:
         self.found: list[tuple[str, int]] = []  # path, and number of tokens
 
     def render(self, part: Mapping[str, Any], label: str) -> str:
-        """The text that stands for a part. Raise BadRecord if it is no image that can be read."""
+        """Return the placeholder text of an image part. Raise BadRecord if it is not an image that can be read."""
         kind = part.get("type")
         if kind not in IMAGE_PARTS:
             fix = "write frames as images, or remove it"
@@ -71,8 +71,8 @@ class RecordImages:
         self.found.append((str(path.absolute()), num_tokens))
         return self.reader.start + self.reader.token * num_tokens + self.reader.end
 
-    def of_sample(self, text: str) -> list[tuple[str, int]]:
-        """The images of a sample, which may be a first part of the conversation."""
+    def select(self, text: str) -> list[tuple[str, int]]:
+        """Select the images of a sample, which may be a prefix of the conversation."""
         if self.unnamed:
             raise BadRecord("with images that no message has", f"has {len(self.unnamed)} images too many; remove them")
         sums = list(accumulate((num_tokens for _, num_tokens in self.found), initial=0))

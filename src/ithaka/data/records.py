@@ -153,7 +153,7 @@ def _parse_conversation(
     return [
         Document(
             _check_unicode(sample.text), sample.trained, turns=sample.turns, spans=sample.spans, notes=sample.notes,
-            is_record=i == 0, images=() if reader is None else reader.of_sample(sample.text),
+            is_record=i == 0, images=() if reader is None else reader.select(sample.text),
         )
         for i, sample in enumerate(samples)
     ]  # fmt: skip
@@ -177,7 +177,8 @@ def _render_variants(messages: list[Message], render: Callable[[list[Message]], 
         except BadRecord as error:
             if error.reason != TEMPLATE_REFUSES:
                 raise
-            refused = error if refused is None or error.__cause__ is None else refused  # rather not a template's crash
+            # Prefer the template's own message to a crash.
+            refused = error if refused is None or error.__cause__ is None else refused
     assert refused is not None
     raise refused
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from ithaka.attention.fused import runs_in_triton
 from ithaka.config import ConfigError
 
-POSITION_BITS = 36  # of a token's number; the rest is the number of its sequence in the step
+POSITION_BITS = 36  # low bits of a token's number: its position; the high bits number its sequence in the step
 
 
 class DropoutState:
-    """What the dropout of one model depends on: the trainer sets seed and step. A call in training mode sets the keys
-    of its tokens; layers set those of the tile that they compute. Without keys, nothing is dropped."""
+    """The dropout state of one model. The trainer sets seed and step, a call in training mode sets the keys of its
+    tokens, and layers set those of the tile that they compute. Without keys, nothing is dropped."""
 
     def __init__(self) -> None:
         self.seed = self.step = self.num_calls = 0  # num_calls: in training mode, in this step

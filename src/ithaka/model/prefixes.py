@@ -29,8 +29,8 @@ class PackedPrefixes:
 
     inputs: dict[str, Tensor]  # arguments of the model call, [1, N]: input_ids, labels, document_ids and parents
     indices: list[Tensor]  # per sequence: positions of its tokens in the packed sequence
-    lengths: tuple[int, ...]  # of the sequences
-    spans: tuple[tuple[int, int], ...]  # of each node: tokens of its ancestors, and its own
+    lengths: tuple[int, ...]  # tokens of each sequence
+    spans: tuple[tuple[int, int], ...]  # per node: tokens of its ancestors, and its own
 
     @property
     def work(self) -> Work:

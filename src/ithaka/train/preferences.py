@@ -23,8 +23,8 @@ METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/acc
 
 
 class DPO:
-    """A loss for `train_step`. `reference`: a frozen, parallel copy of the first weights, or None if these are the
-    model without its adapter."""
+    """The DPO loss of `train_step`. `reference`: a frozen, parallel copy of the initial model; None: the model without
+    its adapter."""
 
     def __init__(self, settings: LossConfig, model: Any, mesh: Mesh, reference: Any = None) -> None:
         self.beta, self.smoothing = settings.beta, settings.label_smoothing
