@@ -215,6 +215,14 @@ def test_a_pair_that_does_not_fit_is_refused_or_dropped():
     cut = pack.cut_documents(documents, 19, long._replace(mode="drop"))
     assert cut.owners.tolist() == [0] and cut.removed.tolist() == [0, 20]
     assert cut.shards[1].nodes.tolist() == [(0, -1, 1), (6, -1, 0)]
+    prompt = ~np.arange(15, dtype=np.int32)
+    tokens = np.concatenate([prompt, [1, 2], prompt, [3]]).astype(np.int32)
+    documents = pack.Documents(tokens, np.array([33]), samples=np.array([17]))  # their ends fit, without the prompt
+    for mode in ("split", "refuse"):
+        assert_refused(
+            lambda mode=mode: pack.cut_documents(documents, 14, long._replace(mode=mode)),
+            "a pair of 33 tokens", "data.context=14", way_out="drop",
+        )  # fmt: skip
 
 
 def test_the_reference_is_planned(folder):

@@ -213,7 +213,8 @@ def cut_documents(documents: Documents, context: int, long: LongDocuments) -> Cu
     if not (len(documents.samples) or long.pairs):
         return _cut_samples(documents, context, long)
     samples, records = split_samples(documents)
-    cut, num = _cut_samples(replace(documents, lengths=samples["length"]), context, long), len(documents.lengths)
+    by = long._replace(mode="drop") if long.pairs else long  # never cut a prompt off its answer
+    cut, num = _cut_samples(replace(documents, lengths=samples["length"]), context, by), len(documents.lengths)
     left_out, removed = (np.bincount(records, n, num).astype(np.int64) for n in (cut.pieces_left_out, cut.removed))
     shards, owners = (documents, *cut.shards[1:]), records[cut.owners]
     cut = CutDocuments(shards, cut.segments, owners, left_out, removed)
@@ -245,12 +246,12 @@ def _join_samples(cut: CutDocuments, context: int, long: LongDocuments, num_samp
         ]
         groups = group_samples(pieces, context, MIN_TOKENS if long.shares else None)
         if long.pairs and (len(pieces), len(groups)) != (2, 1):
-            num_tokens = sum(map(len, pieces))
             if num_samples[record] == 2 and long.mode != "drop":
+                num_tokens = cut.shards[0].lengths[record]
                 rule = f"a pair of {num_tokens} tokens exceeds data.context={context}, which must hold both answers"
                 raise ConfigError(f"{rule}; increase data.context, or set data.long_documents=drop")
             cut.pieces_left_out[record] += 1
-            cut.removed[record] += num_tokens
+            cut.removed[record] += sum(map(len, pieces))
             continue
         for group, forest in groups:
             at, total = position, 0
