@@ -1,6 +1,7 @@
 """FlashAttention 4's compiled kernels are cached in a folder that only this user can write to, and by one process."""
 
 import os
+import signal
 import sys
 import time
 import types
@@ -51,21 +52,36 @@ def test_helpers_compile_what_is_missing_and_ranks_wait_for_them(root):
         helper.wait()
 
 
-def test_helpers_do_not_wait_for_themselves(root):
-    wait = "import pathlib; from ithaka.attention.compiled import wait_for_helpers; wait = lambda folder: "
-    program = f"{wait}wait_for_helpers(pathlib.Path(folder)); wait"
-    (helper,) = compiled.start_helpers("H200", program, [(str(root),)])
-    assert helper.wait(timeout=60) == 0
+def test_helpers_do_not_wait_for_each_other(root):
+    program = "import ithaka.attention.compiled as c; wait = lambda: c.wait_for_helpers(c.cache_root()); wait"
+    start = time.monotonic()
+    (helper,) = compiled.start_helpers("H200", program, [()])
+    assert helper.wait() == 0 and time.monotonic() - start < 60
+
+
+def test_a_run_goes_on_without_helpers(root, monkeypatch):
+    def refuse(*_, **__):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(compiled.subprocess, "Popen", refuse)
+    with pytest.warns(UserWarning, match="1 of 1 could not start .*; ranks compile"):
+        assert compiled.start_helpers("H200", "print", [(0,)]) == []
+    monkeypatch.setattr(compiled.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(37, "No locks available")))
+    with pytest.warns(UserWarning, match="cannot be written .No locks"):
+        assert compiled.start_helpers("H200", "print", [(0,)]) == []
 
 
 def test_nobody_waits_longer_than_the_limit(root, monkeypatch):
-    monkeypatch.setattr(compiled, "WAIT_S", 0.2)
+    """Not even if a helper hangs, which is killed."""
     (helper,) = compiled.start_helpers("H200", "__import__('time').sleep", [(30,)])
+    monkeypatch.setattr(compiled, "WAIT_S", 0.2)
     start = time.monotonic()
     compiled.wait_for_helpers(root)
     assert 0.1 < time.monotonic() - start < 10
     helper.kill()
-    helper.wait()
+    monkeypatch.setattr(compiled, "WAIT_S", 1)
+    (helper,) = compiled.start_helpers("B200", "__import__('time').sleep", [(30,)])
+    assert helper.wait() == -signal.SIGALRM
 
 
 def test_caches_are_on_disk_though_another_library_imported_the_package(root, monkeypatch):

@@ -2,6 +2,8 @@
 
 A kernel takes 4 to 8 s to compile, a run needs a dozen, and one process cannot compile two at once. Cached kernels are
 machine code that this process runs, so the cache is a folder that only this user can write to.
+
+Without a usable folder or with failed helpers, a rank compiles the kernels that it needs, as it would without a cache.
 """
 
 import fcntl
@@ -10,35 +12,55 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "apache-tvm-ffi")
-WAIT_S = 120.0  # for helpers, at most
+WAIT_S = 120  # a helper is killed after this time, so no rank waits longer
 LOCK = "compiling.lock"
+IS_HELPER = "ITHAKA_COMPILES_KERNELS"  # set in the environment of helpers
 
 
 def cache_root() -> Path | None:
-    """The folder of compiled kernels; None, with a warning, if it is not only ours to write."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    root = Path(os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR") or Path(home) / "ithaka" / "flash-attn-4")
+    """The folder of compiled kernels; None, with a warning, if it cannot be used or others can write to it."""
+    root = Path(os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR") or _user_cache() / "ithaka" / "flash-attn-4")
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = root.stat()
         problem = "belongs to another user" if info.st_uid != os.getuid() else ""
         problem = problem or "is writable by others" * bool(info.st_mode & 0o022)
+        with (root / LOCK).open("a") as lock:
+            _try_lock(lock, fcntl.LOCK_SH)  # not all file systems have locks, which FlashAttention 4 needs too
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
     if problem:
-        way = "set FLASH_ATTENTION_CUTE_DSL_CACHE_DIR to a folder of your own"
-        warnings.warn(f"kernels are compiled in every process: {root} {problem}; {way}", stacklevel=2)
+        _warn(f"{root} {problem}")
         return None
     return root
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+
+
+def _warn(problem: str) -> None:
+    way = "set FLASH_ATTENTION_CUTE_DSL_CACHE_DIR to a folder of your own"
+    warnings.warn(f"kernels are compiled in every process: {problem}; {way}", stacklevel=3)
+
+
+def _try_lock(file: IO[str], kind: int) -> bool:
+    """Whether this process has the lock now."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def versions() -> str:
@@ -60,13 +82,22 @@ def import_fa4() -> Any:
     root = cache_root()
     if root is None:
         return interface
-    wait_for_helpers(root)
-    folder = root / f"sm{interface._get_device_arch()}-{_digest(versions())}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    # Not by environment variables, which it reads when it is imported: another library may have done that earlier.
-    for name, function in vars(interface).items():
-        if isinstance(getattr(function, "compile_cache", None), cache_utils.JITCache):
-            function.compile_cache = cache_utils.JITPersistentCache(folder / name)
+    try:
+        wait_for_helpers(root)
+        folder = root / f"sm{interface._get_device_arch()}-{_digest(versions())}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        # Not by environment variables, which it reads when it is imported: another library may have done that earlier.
+        functions = {
+            name: function
+            for name, function in vars(interface).items()
+            if isinstance(getattr(function, "compile_cache", None), cache_utils.JITCache)
+        }
+        caches = {name: cache_utils.JITPersistentCache(folder / name) for name in functions}
+    except OSError as error:
+        _warn(f"{root} cannot be written ({error.strerror})")
+        return interface
+    for name, function in functions.items():
+        function.compile_cache = caches[name]
     return interface
 
 
@@ -76,49 +107,56 @@ def start_helpers(gpu: str, program: str, kernels: Sequence[tuple[Any, ...]]) ->
     The helpers hold a shared lock, which `import_fa4` waits for, so that no rank compiles the same kernels.
     """
     root = cache_root()
+    started: list[subprocess.Popen[bytes]] = []
     if root is None:
-        return []
+        return started
     done = {kernel: root / f"{_digest((gpu, versions(), kernel))}.done" for kernel in kernels}
     missing = [kernel for kernel, file in done.items() if not file.exists()]
     if not missing:
-        return []
-    with (root / LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        started = []
-        for kernel in missing:
-            then = f"import pathlib; pathlib.Path({str(done[kernel])!r}).touch()"
-            # A helper does not wait for the others, or for itself.
-            setup = (
-                f"import sys; sys.path[:] = {sys.path!r}; from ithaka.attention import compiled; compiled.WAIT_S = 0"
-            )
-            code = f"{setup}; {program}(*{kernel!r}); {then}"
-            # A helper inherits the lock with the open file, and releases it when it ends.
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", code],
-                    pass_fds=[lock.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
-                )
-            )
         return started
+    setup = f"import signal, sys; signal.alarm({WAIT_S}); sys.path[:] = {sys.path!r}"
+    try:
+        with (root / LOCK).open("a") as lock:
+            if not _try_lock(lock, fcntl.LOCK_SH):
+                return started
+            for kernel in missing:
+                then = f"import pathlib; pathlib.Path({str(done[kernel])!r}).touch()"
+                # A helper inherits the lock with the open file, and releases it when it ends.
+                started.append(
+                    subprocess.Popen(
+                        [sys.executable, "-c", f"{setup}; {program}(*{kernel!r}); {then}"],
+                        pass_fds=[lock.fileno()],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        start_new_session=True,
+                        env={**os.environ, "OMP_NUM_THREADS": "1", IS_HELPER: "1"},
+                    )
+                )
+    except OSError as error:
+        _warn_about_helpers(f"{len(missing) - len(started)} of {len(missing)} could not start ({error.strerror})")
+    threading.Thread(target=_reap, args=(started,), daemon=True).start()
+    return started
+
+
+def _reap(helpers: Sequence[subprocess.Popen[bytes]]) -> None:
+    failed = sum(helper.wait() != 0 for helper in helpers)
+    if failed:
+        _warn_about_helpers(f"{failed} of {len(helpers)} failed")
+
+
+def _warn_about_helpers(problem: str) -> None:
+    warnings.warn(f"helper processes that compile kernels: {problem}; ranks compile these kernels", stacklevel=2)
 
 
 def wait_for_helpers(root: Path) -> None:
     """Return when no process holds the lock, or after WAIT_S: kernels that are then missing are compiled here."""
-    if not (root / LOCK).exists():
+    if IS_HELPER in os.environ:  # holds the lock itself
         return
-    with (root / LOCK).open("r+") as lock:
+    with (root / LOCK).open("a") as lock:
         until_s = time.monotonic() + WAIT_S
-        while time.monotonic() < until_s:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                time.sleep(0.05)
+        while time.monotonic() < until_s and not _try_lock(lock, fcntl.LOCK_EX):
+            time.sleep(0.05)
 
 
 def _digest(key: Any) -> str:

@@ -164,7 +164,7 @@ def start_run(
         if run.plan is not None and is_rank_0():
             model, steps = run.config.model, train.steps if train.epochs is None else None
             print(show.as_text(run.plan, str(model.path or model.embedded), steps), flush=True)
-        if run.hardware.gpu.kernel == "fa4" and is_local_rank_0():
+        if run.hardware.gpu.kernel == "fa4" and launch.num_gpus() and is_local_rank_0():
             group = run.shape.heads // run.shape.kv_heads
             compile_ahead(run.hardware.gpu.name, run.shape.head_dim, run.layout.dtype or "float32", group)
         note_startup("settings and plan")
