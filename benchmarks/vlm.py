@@ -195,7 +195,9 @@ def report(case: dict[str, Any], event: str) -> None:
 
 def measure(case: dict[str, Any], inputs: dict[str, Tensor]) -> dict[str, Any]:
     model, is_ours = make_model(case), case["side"].startswith("ithaka")
+    report(case, "model made")
     planned = plan(case, model, inputs["input_ids"].numel()) if is_ours else {}
+    report(case, f"planned; {'the first build compiles kernels for their trial' if is_ours else 'building'}")
     forward = (run_ithaka if is_ours else run_hf)(case, model)
     report(case, "built")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=True)

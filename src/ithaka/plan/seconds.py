@@ -40,8 +40,10 @@ NARROW_HEAD_SHARE, NARROW_HEAD_START, NARROW_HEAD_LEAST = (0.82, 0.8), 31 * 1024
 # Attention at head dim 256, and with a sliding window, whose blocks are mostly masked, as fractions of the same rate.
 WIDE_HEAD_SHARE, WINDOW_SHARE = (1.08, 0.59), (0.46, 0.43)
 # The gated delta rule: passes over [s, H, K + V] in the sum dtype, forward and backward, and of the maps of a rank's
-# tokens in each direction, where another rank continues the document. Those of an earlier version on an H200 (148 and
-# 387 at 64K), times the ratio of the bytes that its operations move.
+# tokens in each direction, where another rank continues the document. An earlier version took 148 and 387 (0.066 and
+# 0.173 s per layer at 64K tokens with 32 heads of 128 on an H200: LOG.md, "hybrid layers, first measurement"), with
+# which its steps at 16K, 64K and 128K are planned 4 % below to 1 % above those measured. These are scaled by the ratio
+# of the bytes that its operations move, and have not been measured.
 RULE_PASSES, RULE_MAP_PASSES = (96, 285), (61, 92)
 LOGIT_PASSES = 3  # over the logits: one for the loss, two for its gradient
 # Passes over the inputs and outputs of a linear map with an adapter, forward and backward: the adapter's tall matmuls
