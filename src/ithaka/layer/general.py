@@ -312,7 +312,7 @@ class GeneralLayer(LayerSchedule):
     """Replaces a decoder layer's forward: (x [1, s, D], *args, **kwargs) -> y [1, s, D]."""
 
     parts: CallFacts
-    batch: "Batch" = field(kw_only=True)
+    batch: "BatchFacts" = field(kw_only=True)
     saved_type = GeneralActivations
     batch_dims = (1,)
     num_projected: ClassVar[int] = 3
@@ -543,7 +543,7 @@ class GeneralLayer(LayerSchedule):
 
 
 @dataclass
-class Batch:
+class BatchFacts:
     """What the layers of one model need to know about the current batch, besides their arguments."""
 
     docs: Docs | None = None

@@ -43,7 +43,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Packing:
+class PackedBatch:
     """The documents of a batch, and which rank has which tokens."""
 
     starts: tuple[int, ...]  # cumulative starts of documents, (0, ..., S); padding is a document
@@ -126,7 +126,7 @@ def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
     )
 
 
-def pack_batch(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> Packing:
+def pack_batch(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> PackedBatch:
     """How `take_share` packs the tokens of a call with these inputs. `rows_BN`: any tensor of the batch's shape."""
     given = {name: inputs[name] for name in INPUTS if inputs.get(name) is not None}
     tensors = {name: to_integers(name, value) for name, value in given.items()}
@@ -148,12 +148,12 @@ def split_positions(positions: Any) -> tuple[Any, Any]:
 def _pack(
     rows_BN: Tensor, positions_BN: Tensor | None, mask_BN: Tensor | None, documents_BN: Tensor | None,
     parents_BN: Tensor | None, mesh: Mesh,
-) -> Packing:  # fmt: skip
+) -> PackedBatch:  # fmt: skip
     starts = _document_starts(rows_BN, positions_BN, mask_BN, documents_BN)
     parents = _read_parents(starts, documents_BN, parents_BN, mask_BN)
     deal = deal_tokens((*starts, rows_BN.numel()), mesh.ring_group.size(), mesh.ulysses_group.size())
     ends = tuple(dict.fromkeys((rows_BN.numel(), deal.num_tokens)))
-    return Packing((*starts, *ends), parents + (-1,) * (len(ends) - 1) * bool(parents), deal, rows_BN.numel())
+    return PackedBatch((*starts, *ends), parents + (-1,) * (len(ends) - 1) * bool(parents), deal, rows_BN.numel())
 
 
 def _read_parents(
@@ -190,7 +190,7 @@ def _read_parents(
     return tuple(parents)
 
 
-def take_label_share(rows_BN: Tensor, mesh: Mesh, packing: Packing, fill: float = 0) -> Tensor:
+def take_label_share(rows_BN: Tensor, mesh: Mesh, packing: PackedBatch, fill: float = 0) -> Tensor:
     """This rank's share, [s] or [s + e] on its device, of [B, N] values that are stored at their labels' tokens.
 
     `fill` is for tokens that predict no label: the last of a row, and padding.

@@ -10,7 +10,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from ithaka.config import ConfigError
 from ithaka.layer.general import (
-    Batch,
+    BatchFacts,
     CallFacts,
     compute_like_autocast,
 )
@@ -29,7 +29,7 @@ class Decoder:
     """How the general layers run a model."""
 
     facts: list[CallFacts]  # per layer
-    batch: Batch
+    batch: BatchFacts
     norm: nn.Module | None  # the last module of the base model, which the head runs tile by tile
     has_linear_head: bool  # the logits are what lm_head returns for the base model's output, and it is linear
 
@@ -61,7 +61,7 @@ class Decoder:
 
 def prepare_decoder(model: PreTrainedModel, device: torch.device) -> Decoder:
     """Return the facts about each layer. Raises ConfigError if the model cannot run; does not change it."""
-    base, batch = find_decoder(model), Batch()
+    base, batch = find_decoder(model), BatchFacts()
     if any(hasattr(module, "A_log") and hasattr(module, "D") for module in model.modules()):
         raise refusal(model, "mixes tokens with Mamba's recurrence, whose states are not passed between ranks")
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

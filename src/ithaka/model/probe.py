@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ithaka.attention.delta_rule import DeltaInputs, run_delta_rule
 from ithaka.config import ConfigError
-from ithaka.layer.general import ATTENTION, Answer, Arguments, AttentionCall, Batch, CallFacts, LayerRuns, Mask
+from ithaka.layer.general import ATTENTION, Answer, Arguments, AttentionCall, BatchFacts, CallFacts, LayerRuns, Mask
 from ithaka.layer.mixers import DeltaCall, DeltaFacts, DeltaMixer
 from ithaka.model.families import find_decoder, has_encoder
 from ithaka.model.rotary import ExactRotary, rotary_modules
@@ -72,7 +72,7 @@ class Recorder:
     """A copy of the model without its layers, on the CPU, with random parameters and a small vocabulary."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.config, self.batch = model, copy_config(find_decoder(model).config), Batch()
+        self.model, self.config, self.batch = model, copy_config(find_decoder(model).config), BatchFacts()
         self.calls: list[Any] = []
         base = find_decoder(model)
         layers = base.layers
@@ -236,7 +236,7 @@ def _read_mask(model: PreTrainedModel, name: str, call: AttentionCall, mask: Mas
         problem = f"has a mask in {name} that depends on more than positions ({type(error).__name__}: {error})"
         raise refusal(model, problem) from error
     for window, chunk in ((None, None), *((size, None) for size in sizes), *((None, size) for size in sizes)):
-        if torch.equal(visible.expand(rows.shape), visible_keys(rows, keys, window, chunk)):
+        if torch.equal(visible.expand(rows.shape), attends_to(rows, keys, window, chunk)):
             if call.options.get("sliding_window") not in (None, window):
                 break
             return window, chunk
@@ -246,7 +246,7 @@ def _read_mask(model: PreTrainedModel, name: str, call: AttentionCall, mask: Mas
     )
 
 
-def visible_keys(rows: Tensor, keys: Tensor, window: int | None, chunk: int | None) -> Tensor:
+def attends_to(rows: Tensor, keys: Tensor, window: int | None, chunk: int | None) -> Tensor:
     visible = keys <= rows
     if window is not None:
         visible = visible & (keys > rows - window)
@@ -493,7 +493,7 @@ def plain_attention(q_SHK: Tensor, k_SGK: Tensor, v_SGK: Tensor, sinks_H: Tensor
     if facts.softcap is not None:
         scores_HSS = facts.softcap * torch.tanh(scores_HSS / facts.softcap)
     index = torch.arange(len(q_SHK), device=q_SHK.device)
-    visible = visible_keys(index[:, None], index, facts.window, facts.chunk)
+    visible = attends_to(index[:, None], index, facts.window, facts.chunk)
     scores_HSS = scores_HSS.masked_fill(~visible, float("-inf"))
     if sinks_H is not None:
         scores_HSS = torch.cat([scores_HSS, sinks_H[:, None, None].expand(-1, len(index), 1)], dim=-1)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ithaka.layer.general import Batch
+from ithaka.layer.general import BatchFacts
 from ithaka.layer.tiles import sum_dtype
 
 
@@ -36,7 +36,7 @@ class ExactRotary:
     it is passed as one more token, whose result is dropped.
     """
 
-    def __init__(self, module: nn.Module, batch: Batch) -> None:
+    def __init__(self, module: nn.Module, batch: BatchFacts) -> None:
         self.module, self.batch = module, batch
         types = getattr(module, "rope_type", "default")
         types = set(types.values()) if isinstance(types, dict) else {types}

@@ -18,7 +18,7 @@ from ithaka.attention.blocks import Docs
 from ithaka.attention.kernels import agree_on_kernel
 from ithaka.config import AdapterConfig, ConfigError
 from ithaka.dist.mesh import Mesh, default_device, make_mesh
-from ithaka.layer.general import Batch, GeneralLayer, Mask
+from ithaka.layer.general import BatchFacts, GeneralLayer, Mask
 from ithaka.layer.store import Store
 from ithaka.layer.tiles import sum_dtype
 from ithaka.layout import Layout, check_parallelism
@@ -73,7 +73,7 @@ def parallelize_transformer(
     dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
     layout = replace(layout, kernel=agree_on_kernel(layout.kernel, mesh.device, dtype, facts.head_dim))
     apply_fsdp(model, blocks, mesh, layout, dtype, root_dtype=sum_dtype(dtype))
-    transformer = VideoTransformer(family, mesh, layout, dtype, Batch())
+    transformer = VideoTransformer(family, mesh, layout, dtype, BatchFacts())
     table = head_table(facts.num_heads, facts.num_heads, layout.ulysses, layout.heads_per_stage)
     store = store or Store(mesh.device)
     for index, (block, keeps) in enumerate(zip(blocks, layout.layer_policies(len(blocks)), strict=True)):
@@ -183,7 +183,7 @@ class VideoTransformer:
     mesh: Mesh
     layout: Layout
     dtype: torch.dtype
-    batch: Batch
+    batch: BatchFacts
 
     def forward(self, model: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(call, _Clips):
