@@ -35,8 +35,9 @@ def cache_root() -> Path | None:
         info = root.stat()
         problem = "belongs to another user" if info.st_uid != os.getuid() else ""
         problem = problem or "is writable by others" * bool(info.st_mode & 0o022)
-        with (root / LOCK).open("a") as lock:
-            _try_lock(lock, fcntl.LOCK_SH)  # not all file systems have locks, which FlashAttention 4 needs too
+        if not problem:
+            with (root / LOCK).open("a") as lock:
+                _try_lock(lock, fcntl.LOCK_SH)  # not all file systems have locks, which FlashAttention 4 needs too
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
     if problem:
