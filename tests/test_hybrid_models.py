@@ -14,6 +14,8 @@ from ithaka.dist.mesh import make_mesh
 from ithaka.layer.delta import DeltaLayer
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
+from ithaka.plan.hardware import parse_gpus
+from ithaka.plan.request import make_request
 from parity import plain_sum, random_ids
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
@@ -133,6 +135,8 @@ def test_bugs_are_seen(plain, bug, monkeypatch):
 def test_rings_and_shared_prefixes_are_refused(plain):
     with pytest.raises(ConfigError, match=r"parallel.ring=2 is not supported for model_type=qwen3_5_text.*ring=1"):
         compare(plain, Layout(2, ring=2))
+    with pytest.raises(ConfigError, match=r"parallel.ring=2 is not supported for model_type=qwen3_5_text.*use 1"):
+        make_request("qwen3.5-9b", parse_gpus("8xH200"), "64K", 1, ["parallel.ring=2"])
     inputs = documents(5, 10)
     parents = torch.where(inputs["document_ids"] == 1, 0, -1)
     with pytest.raises(ValueError, match="parents is not supported with the gated delta rule"):

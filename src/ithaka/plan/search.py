@@ -143,6 +143,9 @@ def make_search_space(config: Config, given: Collection[str], shape: ModelShape,
     check_optimizer(config)
     chosen = {name: operator.attrgetter(name)(config) for name in SETTINGS if name in given}
     fixed = fixed_settings(chosen, shape.num_layers, hardware.num_gpus)
+    if shape.delta and (ring := fixed.get("ring") or 1) > 1:
+        rule = f"is not supported for model_type={shape.family}, which passes states from rank to rank in order"
+        raise ConfigError(f"parallel.ring={ring} {rule}; leave it out, or use 1")
     compiles = {"compile": True} if shape.measured and config.train.compile else {}
     in_place = {} if shape.optimizer == "adamw" else {"offload_optimizer": False}
     return SearchSpace(shape, hardware, fixed | compiles | in_place)
