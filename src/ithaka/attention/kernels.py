@@ -256,7 +256,7 @@ def compile_ahead(gpu: str, head_dim: int, dtype: str, group: int) -> None:
 def compile_fa4(
     head_dim: int, dtype: str, group: int, causal: bool, window: int | None, packed: bool, backward: bool
 ) -> None:
-    """Compile one kernel into the cache without running it. Only fake tensors: no GPU memory is used."""
+    """Compile one kernel into the cache without running it. Tensors are fake: only a CUDA context needs GPU memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(), torch.device("cuda"):

@@ -327,11 +327,12 @@ class _EncodeTiles(torch.autograd.Function):
                 with torch.enable_grad():
                     outs = encoder.run(pixels_PC[patches], grids_f3[frames])
                 tile_douts = [dout[features].to(out.dtype) for out, dout in zip(outs, douts, strict=True)]
-                for param, grad in zip(params, torch.autograd.grad(outs, params, tile_douts), strict=True):
+                found = torch.autograd.grad(outs, params, tile_douts, allow_unused=True)
+                for param, grad in zip(params, found, strict=True):
                     grads.add(param, grad)
         # A rank without frames has zeros: FSDP2 reduces the same gradients on all ranks.
-        found = [grads.take_as(param) for param in params]
-        filled = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(params, found, strict=True)]
+        sums = [grads.take_as(param) for param in params]
+        filled = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(params, sums, strict=True)]
         return None, None, None, *filled
 
 
