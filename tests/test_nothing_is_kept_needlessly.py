@@ -65,8 +65,9 @@ def drop_graphs(tier):
 @pytest.mark.parametrize("tier", ("host", "disk"))
 def test_a_dropped_graph_leaks_nothing(ranks, tier):
     for used in ranks.run(2, drop_graphs, tier):
-        assert used[0][0 if tier == "host" else 1] > 0
-        assert used[0] == used[1] == used[2]
+        # How many slabs are on their way to disk at once depends on how fast it is.
+        first, second, third = (on_host if tier == "host" else on_disk for on_host, on_disk in used)
+        assert first == second == third > 0
 
 
 def two_forwards(cp, layout):
