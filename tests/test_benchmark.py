@@ -67,6 +67,7 @@ def test_bad_options_are_refused_before_anything_runs(benchmark, capsys, words):
     assert f"{words}: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_both_sides_train_alike_on_a_video(benchmark):
     sides = ["hf fsdp2", "ithaka"]
     plain, ours = benchmark("vlm").main(["--models", "tiny", "--tokens", "48", "--steps", "1", "--sides", *sides])

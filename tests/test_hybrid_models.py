@@ -124,7 +124,13 @@ def _lose_halo_gradient(monkeypatch):
     monkeypatch.setattr(DeltaLayer, "_return_halo_grad", lambda self, *tensors: None)
 
 
-@pytest.mark.parametrize("bug", [_leak_states, _convolve_across_documents, _lose_halo_gradient])
+@pytest.mark.parametrize(
+    "bug",
+    [
+        _leak_states,
+        *(pytest.param(bug, marks=pytest.mark.slow) for bug in (_convolve_across_documents, _lose_halo_gradient)),
+    ],
+)
 def test_bugs_are_seen(plain, bug, monkeypatch):
     plain.zero_grad()
     bug(monkeypatch)

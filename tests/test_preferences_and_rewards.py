@@ -234,7 +234,7 @@ CASES = {
 
 
 CASES["grpo, vllm"] = ("grpo", False, {**GRPO, "use_vllm": True, "vllm_mode": "server", "max_steps": 4})
-SLOW = ("grpo, vllm", "dpo copy", "kto", "rloo", "grpo by group")
+SLOW = ("grpo, vllm", "dpo copy", "dpo adapter", "kto", "rloo", "grpo by group")
 
 
 @pytest.mark.parametrize(

@@ -293,6 +293,7 @@ def test_the_plan_counts_tokens_and_pairs_of_a_forest():
     assert work.pairs(None) == sum(area[p.mask](p) * p.count * b.count for b in blocks for p in b.pairs)
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_as_many_tokens():
     """The ledger of a plan for the packed tokens holds: no buffer grows with the number of branches."""
     model, _ = parallel(1, tiny_config("llama", vocab_size=61))

@@ -139,7 +139,7 @@ def test_a_cpu_is_not_reported_as_a_gpu(model):
         assert words not in result.stdout
 
 
-@pytest.mark.parametrize("memory_only", [True, False])
+@pytest.mark.parametrize("memory_only", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_attention_cut_short_makes_no_step(memory_only, monkeypatch):
     monkeypatch.setattr(rehearsal, "_on_gpu", lambda: True)
     plan = SearchSpace(find_shape("llama3-8b"), parse_gpus("8xH100")).choose(Work(2**20))

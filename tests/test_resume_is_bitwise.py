@@ -41,6 +41,7 @@ def test_resume_on_other_ranks_agrees_up_to_rounding(ranks, tmp_path):
     assert others == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_repeatedly_resumes_bit_for_bit(ranks, tmp_path):
     """Killed before the run ends, at a random pass of three points; `make faults` kills a hundred runs, at five."""
     whole, choice = faults.configured(tmp_path / "whole"), random.Random(5)
