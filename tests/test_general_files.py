@@ -157,6 +157,7 @@ def drawn(sources):
     return [{name: param.detach().full_tensor() for name, param in model.named_parameters()} for model in models]
 
 
+@pytest.mark.slow
 def test_drawn_weights_have_the_distributions_of_transformers(ranks):
     """With norms around 1 + 0 (Gemma), sinks and biases (gpt-oss), the same on any number of ranks."""
     large = {"hidden_size": 64, "vocab_size": 301, "num_hidden_layers": 2, "pad_token_id": None}

@@ -108,7 +108,17 @@ CASES = {  # family, changes to its configuration, layout, inputs
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = (
+    "data parallel",
+    "experts, both kinds of document inputs",
+    "one norm before and after the layers",
+    "a layer without rope",
+)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
+)
 def test_equals_plain_transformers(case):
     family, changes, layout, inputs = CASES[case]
     compares_logits = "plain_loss" not in inputs and "attention_mask" not in inputs

@@ -329,6 +329,7 @@ def test_tokens_that_differ_in_label_adapter_or_routing_are_not_shared():
     assert_refused(lambda: pack_prefixes(both, [no, no[1:]]), "sequence 1", way_out="[tokens]")
 
 
+@pytest.mark.slow
 def test_ten_steps_of_a_policy_equal_those_without_sharing():
     """Groups of four answers, advantages per answer, a clipped ratio to the first step's log-probabilities."""
 

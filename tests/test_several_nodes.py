@@ -34,6 +34,7 @@ def agent(port, arguments):
     return 0
 
 
+@pytest.mark.slow
 def test_two_agents_train_one_model(tmp_path):
     """As docs/several-nodes.md starts them; every rank has the plan of two nodes."""
     config = tiny_run(tmp_path, parallel={"cp": 2, "ring": 2, "replicas": 2}, train={"steps": 1, "validate_every": 0})

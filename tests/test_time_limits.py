@@ -236,6 +236,7 @@ def slow_at_first_then_asleep(patch):
         patch.setattr(torch.optim.AdamW, "step", slow_update)
 
 
+@pytest.mark.slow
 def test_unmeasured_phases_may_be_slow_but_measured_steps_may_not(tmp_path):
     train = {"steps": 9, "validate_every": 0, "save_every": 0}
     config, victims = tiny_run(tmp_path, train=train, memory={"offload_optimizer": True}), Ranks(2)

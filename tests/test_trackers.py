@@ -90,7 +90,9 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "mlflow" else n for n in READERS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("mlflow", "wandb") else n for n in READERS]
+)
 def test_tracker_files_have_every_step_and_the_exit_status(name, tmp_path, monkeypatch):
     pytest.importorskip(name)
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -97,7 +97,7 @@ FEW_IMAGES = {"images": [(2, 2)], "before": 20}  # at the end: most ranks encode
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_equals_plain_transformers(family, cp):
     inputs = media_inputs(family, **SIZES)
     assert_equal(compare(tiny_vlm(family), inputs, Layout(cp, tile_tokens=7)))
@@ -109,7 +109,7 @@ def test_related_models(family):
     assert_equal(compare(tiny_vlm(family), media_inputs(family, **SIZES), Layout(2, tile_tokens=7)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES[-1:])
 def test_ranks_without_images_take_part(family):
     assert_equal(compare(tiny_vlm(family), media_inputs(family, **FEW_IMAGES), Layout(4, ring=2)))
 
@@ -120,12 +120,14 @@ def frozen(model: nn.Module, part: str = "visual") -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("part", ["visual", "visual.blocks"])
+@pytest.mark.parametrize("part", [pytest.param("visual", marks=pytest.mark.slow), "visual.blocks"])
 def test_frozen_parts_of_the_encoder(part):
     assert_equal(compare(frozen(tiny_vlm("qwen3_vl"), part), media_inputs("qwen3_vl", **SIZES), Layout(2)))
 
 
-@pytest.mark.parametrize("targets", [["q_proj", "down_proj"], ["v_proj", "qkv", "linear_fc1"]])
+@pytest.mark.parametrize(
+    "targets", [pytest.param(["q_proj", "down_proj"], marks=pytest.mark.slow), ["v_proj", "qkv", "linear_fc1"]]
+)
 def test_adapters_equal_peft(targets):
     plain = add_lora(tiny_vlm("qwen3_vl"), target_modules=targets)
     assert_equal(compare(plain, media_inputs("qwen3_vl", **SIZES), Layout(2, tile_tokens=9)))
@@ -150,7 +152,9 @@ def loss_and_gradients(model: nn.Module, inputs: dict[str, Tensor], mode: Any) -
     return torch.cat([grad.double().flatten() for grad in full])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.slow) if f == FAMILIES[0] else f for f in FAMILIES]
+)
 def test_bfloat16_is_as_precise_as_autocast(family):
     exact, inputs = tiny_vlm(family), media_inputs(family, **SIZES)
     plain, models = copy.deepcopy(exact).float(), [copy.deepcopy(exact).float()]
@@ -301,6 +305,7 @@ def train_sft(cp: int, folder: Path) -> tuple[list[dict], dict[str, Tensor]]:
         GradientState._reset_state()
 
 
+@pytest.mark.slow
 def test_sft_trainer_has_the_losses_of_plain_trl(ranks, tmp_path):
     ((plain, weights),) = ranks.run(1, train_sft, 0, tmp_path / "plain")
     for logs, found in ranks.run(2, train_sft, 2, tmp_path / "two", timeout_s=300):

@@ -208,13 +208,16 @@ class ModelShape:
     def moment_bytes(self, num_ranks: int) -> int:
         """Bytes of one rank's optimizer state: two fp32 moments, two in 8 bits with their scales, or one for Muon. Of
         adapters, 8-bit moments are planned in fp32, because the rows of B may be too short for blocks."""
-        trained, adapted = self.shards(num_ranks)[0], sum(sum(sizes.values()) for sizes in self.adapter_parameters)
+        trained = self.shards(num_ranks)[0]
+        if self.optimizer == "adamw":
+            return 8 * trained
+        adapted = sum(sum(sizes.values()) for sizes in self.adapter_parameters)
         wide, narrow_bytes = adapted // num_ranks, 2 * (1 + 4 / MOMENT_BLOCK)
         if self.optimizer == "muon":
             stacked = self.num_layers * sum(size for _, size in self.measured.stacked) if self.measured else 0
             ends = self.trained_head + self.trained_parameters("embed_tokens") * (not self.tied)
             wide, narrow_bytes = -(-(stacked * (not self.adapter) + ends) // num_ranks), 4
-        return 8 * trained if self.optimizer == "adamw" else 8 * wide + int(narrow_bytes * (trained - wide))
+        return 8 * wide + int(narrow_bytes * (trained - wide))
 
     @cached_property
     def packed_layer(self) -> tuple[int, int]:
