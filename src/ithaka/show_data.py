@@ -102,7 +102,7 @@ def compute_figures(data: TrainData) -> dict[str, Any]:
         figures = {
             "files": len({part.file for shard in source.shards for part in shard.parts}),
             "documents": len(lengths),
-            "tokens": stream.taken_tokens[i],  # of long documents, those in pieces
+            "tokens": stream.taken_tokens[i],  # long documents count the tokens of their pieces
             "trained_tokens": int(trained[i]),
             "estimated_tokens": estimated_tokens,
         }

@@ -23,7 +23,7 @@ class Linear:
     a_rD: Tensor | None = None  # a_rD and b_Nr are both set or both None
     b_Nr: Tensor | None = None
     scale: float = 1.0
-    dropout: TokenDropout | None = None  # of the adapter's input; None: none
+    dropout: TokenDropout | None = None  # applied to the adapter's input
     columns_D: Tensor | None = None  # the columns of the input after `select_heads`, if there is dropout
 
     @property

@@ -58,7 +58,7 @@ class SavedActivations:
     residuals: deque[Tensor] = field(default_factory=deque)  # per tile: x + attention, rounded
     mlp: deque[MlpActivations] = field(default_factory=deque)  # per tile; for a black-box MLP, results of `run_tile`
     chosen: deque[Tensor] = field(default_factory=deque)  # per tile of a mixture: the experts of its tokens
-    keys_s: Tensor | None = None  # of tokens, for dropout
+    keys_s: Tensor | None = None  # one key per token, for adapter dropout
     below: Callable[[], "SavedActivations | None"] = lambda: None  # the layer below, whose backward comes next
 
     def release_sources(self) -> None:

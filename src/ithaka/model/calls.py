@@ -77,7 +77,7 @@ class CheckedCall:
     per_token: bool  # return TokenResults for this rank's labels
     temperature: float = 1.0  # divides the logits, if per_token
     chosen_sLk: Tensor | None = None  # the experts of this rank's tokens in each layer, if the user gave them
-    media: Any = None  # of a vision-language model: this rank's images
+    media: Any = None  # this rank's images, for vision-language models
 
 
 class CallChecker:

@@ -29,9 +29,9 @@ CALL_TOKENS, WHOLE_TOKENS = 512 * 1024, 256 * 1024
 COMPILED_GRAPH_SHARES, COMPILED_SHARE = (0.2, 0.62), 0.3
 BLOCK_BUFFERS = 4  # buffers of a block inside attention, in the sum dtype
 
-# The gated delta rule (attention/delta_rule.py): tokens of a chunk, rows (tokens x heads) of a segment, and the buffers
-# of a segment, forward and backward, in the sum dtype: of vectors (K + V per row), of states (K by K + V per chunk) and
-# of the chunks' matrices. Counted on tensors without memory.
+# The gated delta rule (attention/delta_rule.py): tokens per chunk and rows (tokens x heads) per segment. Then a
+# segment's buffers in the sum dtype, forward and backward: vectors (K + V per row), states (K by K + V per chunk) and
+# chunk matrices. Counted with fake tensors.
 CHUNK_TOKENS, SEGMENT_ROWS = 64, 2**18
 SEGMENT_BUFFERS, SEGMENT_BUFFERS_BACKWARD = (4.3, 2.6, 0.9), (6.75, 4.9, 6.4)
 

@@ -23,7 +23,7 @@ from ithaka.plan.shape import MeasuredLayer, ModelShape, Work
 MLP_SHARE = (0.82, 0.82)
 PROJECTION_SHARE = (0.62, 0.49)  # small matrices: slices of a few heads
 LOSS_SHARE = 0.91
-FLOP_SHARE = 0.886  # of large matmuls: 700 TFLOP/s on an H200
+FLOP_SHARE = 0.886  # fraction of the peak rate that large matmuls reach: 700 TFLOP/s on an H200
 # Measured layers: fractions of the matmul rate for dense matmuls and for grouped matmuls of experts; then the effective
 # traffic of element-wise kernels, eager and compiled, relative to the bytes counted in an eager run.
 GENERAL_SHARE, EXPERTS_SHARE = 0.8, 0.55
@@ -39,11 +39,11 @@ STAGE_SECONDS = 0.00016  # per stage and direction, independent of s: slicing we
 NARROW_HEAD_SHARE, NARROW_HEAD_START, NARROW_HEAD_LEAST = (0.82, 0.8), 31 * 1024, 128 * 1024
 # Attention at head dim 256, and with a sliding window, whose blocks are mostly masked, as fractions of the same rate.
 WIDE_HEAD_SHARE, WINDOW_SHARE = (1.08, 0.59), (0.46, 0.43)
-# The gated delta rule: passes over [s, H, K + V] in the sum dtype, forward and backward, and of the maps of a rank's
-# tokens in each direction, where another rank continues the document. An earlier version took 148 and 387 (0.066 and
-# 0.173 s per layer at 64K tokens with 32 heads of 128 on an H200: LOG.md, "hybrid layers, first measurement"), with
-# which its steps at 16K, 64K and 128K are planned 4 % below to 1 % above those measured. These are scaled by the ratio
-# of the bytes that its operations move, and have not been measured.
+# The gated delta rule: passes over [s, H, K + V] in the sum dtype, forward and backward; then the extra passes for a
+# rank's affine maps, needed where another rank continues the document. Not measured: the figures of an earlier version,
+# 148 and 387 passes (0.066 and 0.173 s per layer, 64K tokens, 32 heads of 128, one H200; LOG.md, "hybrid layers, first
+# measurement"), scaled by the bytes that the current one moves. With those, planned steps at 16K, 64K and 128K were
+# within 4 % of the measured ones.
 RULE_PASSES, RULE_MAP_PASSES = (96, 285), (61, 92)
 LOGIT_PASSES = 3  # over the logits: one for the loss, two for its gradient
 # Passes over the inputs and outputs of a linear map with an adapter, forward and backward: the adapter's tall matmuls

@@ -113,11 +113,11 @@ class Encoder:
     """The image encoder of a vision-language model, measured by model/shape.py. Bytes are per patch, in 16 bits."""
 
     parameters: int
-    values: int  # of a patch
+    values: int  # input values per patch
     patches: int  # of a feature, which takes the place of a token
     outputs: int  # features per token: one for the embeddings, and one for each DeepStack layer
     forward_bytes: int  # peak of a block without gradients
-    graph_bytes: int  # of all blocks
+    graph_bytes: int  # saved for backward by all blocks
     products: int  # multiply-adds per patch with weights, and with other patches of its frame
     moved: int  # bytes that element-wise kernels move, forward
     backward_moved: int  # with its forward
@@ -155,7 +155,7 @@ class ModelShape:
     measured: MeasuredLayer | None = None  # a family without a formula, whose layers were measured
     reference: bool = False  # a frozen copy of the base model is kept too
     delta: DeltaShape | None = None
-    encoder: Encoder | None = None  # of images; its parameters are part of `measured`
+    encoder: Encoder | None = None  # image encoder; `measured` includes its parameters
     freezes_encoder: bool = False
     optimizer: str = "adamw"  # as optim.name
 
