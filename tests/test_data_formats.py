@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -210,11 +211,19 @@ def test_hub_names_are_read_with_datasets(monkeypatch):
     rows = {"train": TEXTS[:9], "dev": TEXTS[9:10]}
     asked = []
 
-    def load(*names, **revision):
-        asked.append((*names, *revision.values()))
-        return {split: dataset_of(rows[split]) for split in rows}
+    class Builder:
+        config, cache_dir = SimpleNamespace(data_files=None), Path(__file__).parent
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
+        def __init__(self, *names, **revision):
+            asked.append((*names, *revision.values()))
+
+        def download_and_prepare(self):
+            pass
+
+        def as_dataset(self):
+            return {split: dataset_of(rows[split]) for split in rows}
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", Builder)
     for path, texts, validation in (
         ("hf://someone/texts", TEXTS[:9], 1),
         ("hf://someone/texts@v2:en/dev", TEXTS[9:10], 0),  # nothing is left to validate on

@@ -96,6 +96,7 @@ def wrapped(error: Exception) -> Exception:
         (wrapped(OSError(errno.ESTALE, "")), ExitCode.TRANSIENT),
         (wrapped(socket.gaierror(socket.EAI_AGAIN, "")), ExitCode.TRANSIENT),
         (SharedTransientError("x"), ExitCode.TRANSIENT),
+        (type("ReadError", (type("TransportError", (Exception,), {}),), {})("x"), ExitCode.TRANSIENT),  # as httpx's
         *((OSError(number, ""), ExitCode.FAILED) for number in (errno.ENOENT, errno.EACCES, errno.ENOSPC)),
         (StoreError("host", "x"), ExitCode.FAILED),  # the loop explains it as out of memory
         (RuntimeError("x"), ExitCode.FAILED),

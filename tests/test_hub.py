@@ -1,13 +1,18 @@
-"""Models by hub name, against a local server: names, revisions, sizes, interrupted downloads, offline mode, tokens."""
+"""Models and data by hub name, against a local server: names, revisions, sizes, interrupted downloads, offline mode,
+tokens, and streamed datasets."""
 
 import base64
+import io
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from refusals import assert_refused
@@ -19,6 +24,62 @@ FILES = {
     "pytorch_model.bin": b"x" * 10,
     "original/model.safetensors": b"y" * 10,
 }
+TEXTS = [f"{i} {random.Random(i).randbytes(900).hex()}" for i in range(40)]
+
+
+def to_parquet(texts):
+    buffer = io.BytesIO()
+    pa.parquet.write_table(pa.table({"text": texts}), buffer, row_group_size=5)
+    return buffer.getvalue()
+
+
+DATA = {
+    "README.md": b"---\nconfigs:\n- {config_name: default, data_files: 'data/*.parquet'}\n- config_name: lines\n"
+    b"  data_files: [{split: train, path: lines/train.jsonl}, {split: dev, path: lines/dev.jsonl}]\n---\n",
+    "data/0.parquet": to_parquet(TEXTS[:20]),
+    "data/1.parquet": to_parquet(TEXTS[20:]),
+    "lines/train.jsonl": b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS[:30]),
+    "lines/dev.jsonl": b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS[30:]),
+}  # of the dataset org/texts
+STREAM = """
+import itertools, json
+from pathlib import Path
+from ithaka.config import DataConfig
+from ithaka.data import files, open, read
+from ithaka.data.tokenizer import load_tokenizer
+files.STREAMED_BYTES, read.SHARD_BYTES = 0, 4096
+caches, tokenizer = (Path(f"tokens{i}") for i in itertools.count()), load_tokenizer("bytes", None)
+
+def opened(path, state=None, **settings):
+    config = DataConfig(path=Path(path), context=3000, **settings)
+    open.check_data(config, 300)
+    data = open.open_data(config, tokenizer=tokenizer, seed=1, cache_dir=next(caches))
+    if state is not None:
+        data.load_state_dict(state)
+    return data
+
+def read_batches(data, num):
+    return [data.next_batch().input_ids.tolist() for _ in range(num)]
+
+def held_out(data):
+    return [sequence.tokens.tolist() for sequence in data.validation_sequences(2)]
+
+names = {"hf://org/texts": "local/data/*.parquet", "hf://org/texts@main:lines/train": "local/lines/train.jsonl"}
+for path, local in names.items():
+    dev = {} if "data" in local else {"validation_path": Path("local/lines/dev.jsonl")}
+    streamed, downloaded = opened(path), opened(local, **dev)
+    assert held_out(streamed) == held_out(downloaded)
+    first = read_batches(streamed, 7)
+    state = streamed.state_dict()
+    rest = read_batches(streamed, 40)  # beyond an epoch
+    assert first + rest == read_batches(downloaded, 47)
+    assert rest == read_batches(opened(path, state), 40) == read_batches(opened(local, state, **dev), 40)
+    print(json.dumps(next(iter(streamed.facts.values()))))
+files.STREAMED_BYTES = 1e9
+files.open_dataset.cache_clear()
+[file] = files.find_files("hf://org/texts").files
+print(json.dumps([file.kind, files.open_dataset(str(file.path))["train"]["text"][:]]))
+"""
 CODE = """
 import json, sys
 from pathlib import Path
@@ -83,15 +144,31 @@ class Handler(BaseHTTPRequestHandler):
                 location = f"http://localhost:{hub.other.server_port}{self.path}"
                 return self.answer(302, b"", headers | {"Location": location})
             return self.answer(200, data, headers)
+        if path[:4] == ["api", "datasets", "org", "texts"]:
+            tree = [{"type": "file", "path": n, "size": len(d), "oid": "c" * 40} for n, d in DATA.items()]
+            tree += [{"type": "directory", "path": name, "oid": "e" * 40} for name in ("data", "lines")]
+            tree = [each for each in tree if each["path"].rpartition("/")[0] == "/".join(path[6:])]
+            body = {"id": "org/texts", "sha": COMMITS["main"], "siblings": []} if "tree" not in path else tree
+            return self.answer(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        if path[:4] == ["datasets", "org", "texts", "resolve"]:
+            data = DATA.get("/".join(path[5:]))
+            headers = {"ETag": f'"{len(data or b""):040d}"', "X-Repo-Commit": COMMITS["main"], "Accept-Ranges": "bytes"}
+            if data and path[-1] != "README.md" and self.command == "GET" and hub.other is not None:
+                location = f"http://localhost:{hub.other.server_port}{self.path}"
+                return self.answer(302, b"", headers | {"Location": location})
+            return (
+                self.answer(200, data, headers) if data else self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+            )
         missing = "RevisionNotFound" if "tiny" in path else "RepoNotFound"
         return self.answer(404, b"{}", {"X-Error-Code": missing})
 
     def answer(self, code, body, headers):
         wanted = self.headers.get("Range") if code == 200 else None
-        start = int((wanted or "bytes=0-").removeprefix("bytes=").partition("-")[0])
-        total, body = len(body), body[start:]
-        if start:
-            code, headers = 206, headers | {"Content-Range": f"bytes {start}-{total - 1}/{total}"}
+        start, _, end = (wanted or "bytes=0-").removeprefix("bytes=").partition("-")
+        total, body = len(body), body[int(start) : int(end or len(body)) + 1]
+        if wanted:
+            span = f"bytes {start}-{int(start) + len(body) - 1}/{total}"
+            code, headers = 206, headers | {"Content-Range": span}
         self.send_response(code)
         for name, value in {**headers, "Content-Length": len(body)}.items():
             self.send_header(name, str(value))
@@ -110,11 +187,11 @@ def hub():
     server.shutdown()
 
 
-def fetched(hub, cache, *names, **environment):
+def fetched(hub, cache, *names, code=CODE, **environment):
     """What each name is found as, in a process of its own: huggingface_hub reads its settings once."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_CACHE": str(cache), "HF_TOKEN": "secret"}
     env |= {"HF_ENDPOINT": f"http://localhost:{hub.server_port}", "HF_HUB_DISABLE_XET": "1", **environment}
-    command = [sys.executable, "-c", CODE, *names]
+    command = [sys.executable, "-c", code, *names]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=cache.parent, timeout=60)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -149,6 +226,25 @@ def test_models_are_found_downloaded_and_refused_by_name(hub, tmp_path):
     told, (main, none) = fetched(hub, cache, "org/tiny", "org/none", HF_HUB_OFFLINE="1")
     assert told == hub.seen == [] and main == str(root / COMMITS["main"])
     assert_refused(none["error"], "model.path=org/none", "HF_HUB_OFFLINE", way_out="with a connection")
+
+
+def test_large_datasets_are_streamed_in_the_order_of_their_files(hub, tmp_path):
+    """Bitwise as from local files, also after resuming; by ranges, with retries, and without sending on the token."""
+    for name, data in DATA.items():
+        (tmp_path / "local" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "local" / name).write_bytes(data)
+    cache, hub.other = tmp_path / "cache", Hub()
+    hub.other.cuts = 1
+    told, (parquet, lines, small) = fetched(hub, cache, code=STREAM, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0")
+    hub.other.shutdown()
+    assert parquet.startswith("2 files (parquet), ") and lines.startswith("1 file (jsonl), ")
+    assert all(each.endswith(f"streamed from org/texts@{COMMITS['main']}") for each in (parquet, lines))
+    streamed = [each for each in hub.other.seen if each[3]]
+    assert hub.other.cuts == 0 and {path.rpartition(".")[2] for _, path, *_ in streamed} == {"parquet", "jsonl"}
+    assert {token for *_, token, _ in hub.other.seen} == {None}
+    assert {token for _, path, token, _ in hub.seen if "resolve" in path} == {"Bearer secret"}
+    assert told == ["downloading org/texts: 0.00 GB in 2 files"]
+    assert small == ["arrow", TEXTS]
 
 
 def test_folders_are_pushed_in_one_commit(hub, tmp_path):

@@ -165,8 +165,8 @@ class SourceConfig(ReadingConfig, name="data.sources", example="{path: a.jsonl, 
 @dataclass(frozen=True)
 class DataConfig(ReadingConfig, name="data"):
     # A file of text, JSONL, JSON or Parquet; a directory or glob of these, or of source code; a datasets.save_to_disk
-    # folder; or a dataset on the Hugging Face hub: hf://org/name, hf://org/name@revision:configuration/split. null:
-    # Python's standard library.
+    # folder; or a dataset on the Hugging Face hub: hf://org/name, hf://org/name@revision:configuration/split, which is
+    # streamed if it has more than 10 GB of Parquet or JSONL. null: Python's standard library.
     path: Path | None = None
     # Several datasets to mix, instead of path: [{path: a.jsonl, weight: 3}, {path: b, weight: 1}].
     sources: tuple[SourceConfig, ...] = ()

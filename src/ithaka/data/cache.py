@@ -22,6 +22,7 @@ from uuid import uuid4
 import numpy as np
 
 from ithaka.config import ConfigError, input_error
+from ithaka.data.files import is_streamed
 from ithaka.data.pack import Documents, encode_turn, mark_images
 from ithaka.data.read import Shard
 from ithaka.data.records import Document
@@ -110,7 +111,10 @@ class TokenCache:
             time.sleep(POLL_S)
 
     def _path(self, shard: Shard) -> Path:
-        stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in shard.paths]
+        stats = [
+            str(path) if is_streamed(path) else (str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns)
+            for path in shard.paths
+        ]  # a streamed file's path names its commit
         key = repr((CACHE_FORMAT, shard.identity, stats, self.tokenizer.fingerprint))
         return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.tokens"
 
@@ -126,7 +130,7 @@ class TokenCache:
                 self._write_tokens(shard, file)
             part.replace(path)
         except Exception as error:
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) or is_transient(error):
                 message = (
                     f"{shard.parts[0].file.path} cannot be read, or its tokens cannot be written ({error}); restore "
                     "the file, free disk space, or set another train.run_dir"

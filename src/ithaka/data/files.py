@@ -3,12 +3,13 @@
 import codecs
 import functools
 import glob
+import io
 import os
 import re
 import sysconfig
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from ithaka.config import ConfigError, input_error
 
@@ -25,12 +26,14 @@ VALIDATION_SPLITS = ("validation", "valid", "val", "dev")
 NOT_STANDARD_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 # hf://org/name@revision:configuration/split, the last three optional; pathlib drops one of the slashes.
 HUB_DATASET = re.compile(r"hf:/{1,2}([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?::([\w.-]+))?(?:/([\w.-]+))?")
+STREAMED_BYTES = 10e9  # a larger dataset on the hub is read from there while training
+STREAM_BUFFER_BYTES = 1 << 20
 SNIFF_BYTES = 1 << 16
 USE_SUPPORTED = "use UTF-8 text, JSONL, JSON, Parquet or a folder written by datasets.save_to_disk"
 
 
 class File(NamedTuple):
-    path: Path  # for kind arrow: a folder written by datasets.save_to_disk, or hf://org/name
+    path: Path  # for kind arrow: a folder written by datasets.save_to_disk, or hf://org/name; see also is_streamed
     kind: FileKind
     split: str | None = None  # for kind arrow
 
@@ -137,7 +140,7 @@ def _read_head(path: Path) -> bytes:
 def _find_splits(path: str, setting: str, split: str | None = None) -> DataFiles:
     """Find the splits of a dataset: `split`, by default train, and one to validate on if it has another."""
     try:
-        splits = open_dataset(path)
+        splits = open_dataset(str(Path(path)))  # as in File
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
         message = f"{setting}={path} cannot be loaded with the package datasets ({reason}); use another path"
@@ -146,13 +149,21 @@ def _find_splits(path: str, setting: str, split: str | None = None) -> DataFiles
     if name not in splits:
         fix = f"use {path}/{next(iter(splits))}" if path.startswith("hf:") else "save one split on its own"
         raise ConfigError(f"{setting}={path} has no split {name}, only {', '.join(splits)}; {fix}")
-    validation = [File(Path(path), "arrow", other) for other in VALIDATION_SPLITS if other in splits and other != name]
-    return DataFiles([File(Path(path), "arrow", name)], validation[:1])
+
+    def files_of(name: str) -> list[File]:
+        if not isinstance(splits[name], list):
+            return [File(Path(path), "arrow", name)]
+        return [File(Path(url), KIND_OF_SUFFIX[Path(url).suffix]) for url in splits[name]]
+
+    validation = [other for other in VALIDATION_SPLITS if other in splits and other != name]
+    return DataFiles(files_of(name), files_of(validation[0]) if validation else ())
 
 
 @functools.lru_cache
 def open_dataset(path: str) -> dict[str, Any]:
-    """Map split names to memory-mapped tables. `path` was written by datasets.save_to_disk, or is hf://org/name."""
+    """Map split names to memory-mapped tables. `path` was written by datasets.save_to_disk, or is hf://org/name.
+
+    For a large dataset of Parquet or JSONL files on the hub, map them to the addresses of these instead."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -164,5 +175,42 @@ def open_dataset(path: str) -> dict[str, Any]:
         if not constants.HF_HUB_OFFLINE:
             # Fail fast: `datasets` itself retries for half a minute.
             HfApi().dataset_info(hub[1], revision=hub[2], timeout=10)
-        dataset = datasets.load_dataset(hub[1], hub[3], revision=hub[2])
+        builder = datasets.load_dataset_builder(hub[1], hub[3], revision=hub[2])
+        urls = {str(split): list(each) for split, each in (builder.config.data_files or {}).items()}
+        paths = [Path(url) for each in urls.values() for url in each]
+        num_bytes = sum(map(count_bytes, paths))
+        # Independent of the cache and the disk: the order of the documents differs.
+        if num_bytes > STREAMED_BYTES and all(path.suffix in KIND_OF_SUFFIX for path in paths):
+            return urls
+        if not Path(builder.cache_dir).exists() and os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"downloading {hub[1]}: {num_bytes / 1e9:.2f} GB in {len(paths)} files")
+        builder.download_and_prepare()
+        dataset = builder.as_dataset()
     return dataset if isinstance(dataset, dict) else {"train": dataset}
+
+
+def is_streamed(path: Path) -> bool:
+    """Whether a file is on the hub. Its path names the commit: hf:/datasets/org/name@commit/file."""
+    return path.parts[:2] == ("hf:", "datasets")
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file. Of one on the hub, only what is read is fetched."""
+    if not is_streamed(path):
+        return path.open("rb")
+    from huggingface_hub import HfFileSystem
+
+    remote = HfFileSystem().open(_to_url(path), cache_type="none")
+    return io.BufferedReader(remote, STREAM_BUFFER_BYTES)
+
+
+def count_bytes(path: Path) -> int:
+    if not is_streamed(path):
+        return path.stat().st_size
+    from huggingface_hub import HfFileSystem
+
+    return int(HfFileSystem().info(_to_url(path))["size"])
+
+
+def _to_url(path: Path) -> str:
+    return str(path).replace("hf:/", "hf://", 1)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ithaka.config import ConfigError, DataConfig
 from ithaka.data.cache import TokenCache, tokenize
 from ithaka.data.chat import TODAY
-from ithaka.data.files import find_files
+from ithaka.data.files import find_files, is_streamed
 from ithaka.data.pack import LongDocuments, Split, imbalance, permutation
 from ithaka.data.read import Shard, make_shards
 from ithaka.data.stream import SequenceStream, Source, TrainData
@@ -136,6 +136,8 @@ def _find_shards(data: DataConfig) -> tuple[list[SourceShards], list[list[Shard]
         kinds, num_files = ", ".join(sorted({file.kind for file in found.files})), len(found.files)
         megabytes = sum(shard.num_bytes for shard in train) / 1e6
         facts[name] = f"{num_files:,} file{'s' * (num_files != 1)} ({kinds}), {megabytes:,.1f} MB"
+        if is_streamed(found.files[0].path):
+            facts[name] += f", streamed from {'/'.join(found.files[0].path.parts[2:4])}"
         if found.ignored:
             examples = ", ".join(found.ignored[:3]) + ", ..." * (len(found.ignored) > 3)
             topic = f"left out of {name}" if data.sources else "left out"

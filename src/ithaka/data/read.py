@@ -6,11 +6,12 @@ within 2 MiB, a JSON file, a Parquet row group, rows of an Arrow table.
 
 import codecs
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ import pyarrow.parquet
 
 from ithaka.config import ConfigError, ReadingConfig
 from ithaka.data import pack
-from ithaka.data.files import File, open_dataset
+from ithaka.data.files import File, count_bytes, is_streamed, open_dataset, open_file
 from ithaka.data.formats import BadRecord
 from ithaka.data.images import RecordImages
 from ithaka.data.pack import Split
@@ -33,6 +34,7 @@ SHARD_BYTES = 1 << 21
 TEXT_CHUNK_BYTES = 1 << 20  # text is read in chunks of this size
 PART_BYTES = 1 << 26  # larger text files are divided into parts
 BATCH_RECORDS = 64
+FOOTER_READERS = 16  # Parquet footers read from the hub at a time
 
 
 class Part(NamedTuple):
@@ -63,7 +65,7 @@ class Shard:
 
     @property
     def paths(self) -> list[Path]:
-        """The files on disk."""
+        """The files, on disk or streamed."""
         if self.parts[0].file.kind == "arrow":
             return [Path(each["filename"]) for each in _open_table(self.parts[0].file).cache_files]
         return [part.file.path for part in self.parts]
@@ -95,7 +97,7 @@ class Shard:
         try:
             read_images = None
             if self.reading.images == "read":
-                read_images = partial(RecordImages, tokenizer.images, self.parts[0].file.path.parent)
+                read_images = functools.partial(RecordImages, tokenizer.images, self.parts[0].file.path.parent)
             return parse_record(_parse_json(record), self.reading, tokenizer.chat, tokenizer.vocab_size, read_images)
         except BadRecord as error:
             return error
@@ -116,6 +118,9 @@ def make_shards(files: Sequence[File], reading: ReadingConfig, split: Split | No
                 f"{texts[0].path} is plain text, but data.format={reading.format}; use auto, or write records as JSONL"
             )
     shards = _make_text_shards(texts, reading, split)
+    if streamed := [file.path for file in files if file.kind == "parquet" and is_streamed(file.path)]:
+        with ThreadPoolExecutor(FOOTER_READERS) as pool:
+            list(pool.map(_read_streamed_footer, streamed))
     for index, file in enumerate(files):
         if file.kind != "text":
             columns, ranges = _divide_records(file, reading)
@@ -214,6 +219,8 @@ def _format_location(part: Part, row: int) -> str:
     location = f"record {part.start + row + 1}"
     if part.file.kind == "parquet":
         location = f"row group {part.start} row {row}"
+    elif is_streamed(part.file.path):
+        location = f"line {row + 1} after byte {part.start}"
     elif part.file.kind == "jsonl":
         with part.file.path.open("rb") as file:
             lines = (n for n, line in enumerate(file, 1) if file.tell() - len(line) >= part.start and line.strip())
@@ -232,7 +239,7 @@ def _read_records(part: Part, columns: Sequence[str]) -> Iterator[list[Any]]:
         except ValueError as error:
             raise ConfigError(f"{path} is not JSON ({error}); repair it, or write it as JSONL") from error
     elif part.file.kind == "parquet":
-        with pa.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+        with _open_parquet(path) as file:
             for batch in file.iter_batches(BATCH_RECORDS, row_groups=[part.start], columns=columns):
                 yield [_drop_nulls(row) for row in batch.to_pylist()]
     else:
@@ -242,8 +249,20 @@ def _read_records(part: Part, columns: Sequence[str]) -> Iterator[list[Any]]:
             yield [_drop_nulls(row) for row in rows]
 
 
+def _open_parquet(path: Path) -> Any:
+    if not is_streamed(path):
+        return pa.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
+    # pre_buffer: fetch the columns of a row group in few requests.
+    return pa.parquet.ParquetFile(open_file(path), metadata=_read_streamed_footer(path), pre_buffer=True)
+
+
+@functools.lru_cache(1 << 14)
+def _read_streamed_footer(path: Path) -> Any:
+    return pa.parquet.read_metadata(open_file(path))
+
+
 def _read_lines(part: Part) -> Iterator[bytes]:
-    with part.file.path.open("rb") as file:
+    with open_file(part.file.path) as file:
         if part.start:
             # A line that crosses the start belongs to an earlier shard. It may cross the end as well.
             file.seek(part.start - 1)
@@ -262,9 +281,10 @@ def _divide_records(file: File, reading: ReadingConfig) -> tuple[tuple[str, ...]
     if file.kind == "json":
         return (), [(0, 1, file.path.stat().st_size)]
     if file.kind == "jsonl":
-        size = file.path.stat().st_size
-        with file.path.open("rb") as lines:
-            first = next(filter(bytes.strip, lines), b"")
+        size, first = count_bytes(file.path), b""
+        if not is_streamed(file.path):
+            with file.path.open("rb") as lines:
+                first = next(filter(bytes.strip, lines), b"")
         try:
             if first and reading.bad_records == "refuse":
                 detect_format(_parse_json(first), reading)
@@ -273,7 +293,7 @@ def _divide_records(file: File, reading: ReadingConfig) -> tuple[tuple[str, ...]
         return (), [(low, high, high - low) for low, high in pairwise([*range(0, size, SHARD_BYTES), size])]
     if file.kind == "parquet":
         try:
-            with pa.parquet.ParquetFile(file.path) as parquet:
+            with _open_parquet(file.path) as parquet:
                 names, metadata = parquet.schema_arrow.names, parquet.metadata
         except pa.ArrowInvalid as error:
             raise ConfigError(f"{file.path} is not valid Parquet ({error}); write it again") from error
