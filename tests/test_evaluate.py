@@ -316,10 +316,11 @@ def test_a_run_evaluates_itself(ranks, tmp_path):
     exported = AutoModelForCausalLM.from_pretrained(export(config.train.run_dir, tmp_path / "out"))
     expected = [plain_losses(exported, each).mean() for each in read_text(texts, BYTES, 900, 2).long]
     assert found[1]["loss"] == pytest.approx(float(torch.stack(expected).mean()), rel=1e-5)
-    plain = tiny_run(tmp_path / "plain", model=model, train=steps)
-    run(plain)
-    losses = [record["loss"] for record in metrics(plain.train.run_dir)]
-    assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-5)
+    plain = tiny_run(tmp_path / "plain", model=model, train=steps, evaluate={**how, "every": 9, "samples": 0})
+    run(plain)  # evaluated after the last step only, without retrieval
+    *others, last = metrics(plain.train.run_dir)
+    assert [record["loss"] for record in records] == pytest.approx([each["loss"] for each in (*others, last)], rel=1e-5)
+    assert last["evaluate/loss"] == pytest.approx(found[1]["loss"], rel=1e-5) and "evaluate/retrieval" not in last
     too_long = tiny_run(tmp_path / "long", model=model, train=steps, evaluate={**how, "contexts": ["4K"]})
     assert_refused(lambda: run(too_long), "evaluate.data=", "4096 tokens", way_out="shorter")
 

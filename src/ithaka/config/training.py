@@ -181,5 +181,5 @@ class EvaluateConfig(Section, name="evaluate"):
     data: Path | None = None
     # Long documents to read.
     documents: int = setting(8, ge=1)
-    # Samples per retrieval task, length and depth.
-    samples: int = setting(2, ge=1)
+    # Samples per retrieval task, length and depth. 0: none.
+    samples: int = setting(2, ge=0)

@@ -269,7 +269,8 @@ class Trainer:
         if not how.every:
             return None
         text = read_text(how.data, self.tokenizer, max(self.contexts), how.documents, where="evaluate.data")
-        check_prompts(text, self.tokenizer, self.contexts)
+        if how.samples:
+            check_prompts(text, self.tokenizer, self.contexts)
         return text
 
     @phase("evaluation")
