@@ -1,8 +1,8 @@
-"""GRPO on sums, with a pretrained chat model: the reward rises as it learns to answer with the number only.
+"""GRPO with a pretrained chat model, which learns to answer which of two numbers is larger, with the number only.
 
 A plain copy of the model samples with transformers' generate and its cache; it gets the trained weights after every
-step. The reward of a completion is 1 for the right number alone, and 0.3 for text that ends with it. The curve goes to
-OUT_DIR/rewards.jsonl and, if matplotlib is installed, to rewards.png.
+step. If the first number of a completion is right, its reward is 0.3 + 0.7 / words: 1 for the number alone. The curve
+goes to OUT_DIR/rewards.jsonl and, if matplotlib is installed, to rewards.png.
 
     python examples/grpo_arithmetic.py OUT_DIR --model HuggingFaceTB/SmolLM2-135M-Instruct
     torchrun --nproc-per-node 2 examples/grpo_arithmetic.py ...     # two ranks share each sequence
@@ -62,19 +62,18 @@ class Sampler(TrainerCallback):
 def make_prompts(tokenizer: Any, count: int) -> Dataset:
     draw, rows = random.Random(0), []
     for _ in range(count):
-        a, b = draw.randint(1, 20), draw.randint(1, 20)
-        turn = {"role": "user", "content": f"What is {a} + {b}? Answer with the number only."}
+        a, b = draw.sample(range(1, 100), 2)
+        turn = {"role": "user", "content": f"Which number is larger, {a} or {b}? Answer with the number only."}
         prompt = tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
-        rows.append({"prompt": prompt, "total": a + b})
+        rows.append({"prompt": prompt, "right": str(max(a, b))})
     return Dataset.from_list(rows)
 
 
-def reward_sums(completions: list[str], total: list[int], **columns: Any) -> list[float]:
+def reward_answers(completions: list[str], right: list[str], **columns: Any) -> list[float]:
     rewards = []
-    for text, right in zip(completions, total, strict=True):
-        numbers = re.findall(r"\d+", text)
-        ends_right = bool(numbers) and numbers[-1] == str(right)
-        rewards.append(1.0 if text.strip() == str(right) else 0.3 * ends_right)
+    for text, number in zip(completions, right, strict=True):
+        is_right = re.findall(r"\d+", text)[:1] == [number]
+        rewards.append(is_right * (0.3 + 0.7 / max(1, len(text.split()))))
     return rewards
 
 
@@ -89,7 +88,7 @@ def make_trainer(output_dir: str, path: str, steps: int, batch: int, lr: float) 
                 "report_to": [], "disable_tqdm": True}  # fmt: skip
     trainer = long_context(GRPOTrainer)(
         model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
-        reward_funcs=reward_sums,
+        reward_funcs=reward_answers,
         args=GRPOConfig(output_dir, **settings),
         train_dataset=make_prompts(tokenizer, max(1, steps * batch // GENERATIONS)),
         processing_class=tokenizer,

@@ -6,7 +6,7 @@
 
 The clips are drawn here: a disc or a square that moves in one of four directions, with the prompt as a few vectors, so
 that the example runs anywhere. To train on your own, return latents of an autoencoder and the output of a text encoder
-from `draw_clip`. Without --model, a small transformer learns from scratch; --frames FILE then writes clips that it
+from `draw_clips`. Without --model, a small transformer learns from scratch; --frames FILE writes clips that it
 generates.
 """
 
@@ -27,45 +27,43 @@ SHAPES, DIRECTIONS = ("disc", "square"), ((0, 1), (0, -1), (1, 0), (-1, 0))
 FRAMES, SIDE = 6, 8
 
 
-def draw_clip(prompt: tuple[int, int], generator: torch.Generator, config: Any) -> tuple[Tensor, Tensor]:
-    """Return latents [1, channels, frames, height, width] in [-1, 1], and the prompt as vectors [1, L, text_dim]."""
-    shape, direction = prompt
-    start = torch.randint(SIDE, (2,), generator=generator)
-    axis = torch.arange(SIDE)
-    frames = []
-    for frame in range(FRAMES):
-        y, x = ((start[i] + frame * DIRECTIONS[direction][i]) % SIDE for i in (0, 1))
-        dy, dx = ((axis - center + SIDE // 2) % SIDE - SIDE // 2 for center in (y, x))
-        inside = dy[:, None] ** 2 + dx**2 <= 5 if shape == 0 else (dy.abs()[:, None] <= 1) & (dx.abs() <= 1)
-        color = torch.tensor([1.0, 0.3, -0.6] if shape == 0 else [-0.6, 0.3, 1.0])
-        frames.append(torch.where(inside, color[:, None, None], torch.tensor(-1.0)))
-    clip = torch.stack(frames, dim=1)
-    latents = clip.repeat(-(-config.in_channels // 3), 1, 1, 1)[: config.in_channels][None]
-    text = torch.zeros(1, 2, config.text_dim)
-    text[0, 0, shape] = text[0, 1, 2 + direction] = 4.0
+def draw_clips(shapes: Tensor, directions: Tensor, generator: torch.Generator, config: Any) -> tuple[Tensor, Tensor]:
+    """Return latents [B, channels, frames, height, width] in [-1, 1], and prompts as vectors [B, L, text_dim]."""
+    start = torch.randint(SIDE, (len(shapes), 2), generator=generator)
+    frames, axis = torch.arange(FRAMES), torch.arange(SIDE)
+    centers = start[:, None] + frames[:, None] * torch.tensor(DIRECTIONS)[directions][:, None]  # [B, frames, 2]
+    dy, dx = ((axis - centers[..., i, None] + SIDE // 2) % SIDE - SIDE // 2 for i in (0, 1))
+    dy, dx, is_disc = dy[..., None], dx[..., None, :], shapes.view(-1, 1, 1, 1) == 0
+    inside = torch.where(is_disc, dy**2 + dx**2 <= 5, (dy.abs() <= 1) & (dx.abs() <= 1))[:, None]
+    colors = torch.tensor([[1.0, 0.3, -0.6], [-0.6, 0.3, 1.0]])[shapes].view(-1, 3, 1, 1, 1)
+    clips = torch.where(inside, colors, torch.tensor(-1.0))
+    latents = clips.repeat(1, -(-config.in_channels // 3), 1, 1, 1)[:, : config.in_channels]
+    text, row = torch.zeros(len(shapes), 2, config.text_dim), torch.arange(len(shapes))
+    text[row, 0, shapes] = text[row, 1, 2 + directions] = 4.0
     return latents, text
 
 
-def flow_matching_loss(model: Any, seed: int) -> Tensor:
-    """The error of the predicted velocity, noise - clean, at a random time. The same on all ranks."""
+def flow_matching_loss(model: Any, seed: int, batch: int = 1) -> Tensor:
+    """The error of the predicted velocity, noise - clean, at random times. The same on all ranks."""
     config, generator = model.config, torch.Generator().manual_seed(seed)
-    prompt = (int(torch.randint(2, (), generator=generator)), int(torch.randint(4, (), generator=generator)))
-    clean, text = draw_clip(prompt, generator, config)
-    noise, time = torch.randn(clean.shape, generator=generator), torch.rand(1, generator=generator)
+    shapes, directions = (torch.randint(n, (batch,), generator=generator) for n in (2, 4))
+    clean, text = draw_clips(shapes, directions, generator, config)
+    noise, time = torch.randn(clean.shape, generator=generator), torch.rand(batch, generator=generator)
     device = next(model.parameters()).device
     clean, text, noise, time = (t.to(device) for t in (clean, text, noise, time))
-    noisy = (1 - time) * clean + time * noise
+    share = time.view(-1, 1, 1, 1, 1)
+    noisy = (1 - share) * clean + share * noise
     velocity = model(hidden_states=noisy, timestep=1000 * time, encoder_hidden_states=text).sample
     return F.mse_loss(velocity.float(), noise - clean)
 
 
-def train(model: Any, steps: int, lr: float, report: Any = print) -> list[float]:
+def train(model: Any, steps: int, lr: float, report: Any = print, batch: int = 1) -> list[float]:
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 50, 1.05 - step / steps))
     losses = []
     for step in range(steps):
-        loss = flow_matching_loss(model, step)
+        loss = flow_matching_loss(model, step, batch)
         loss.backward()
         optimizer.step()
         schedule.step()
@@ -81,12 +79,13 @@ def train(model: Any, steps: int, lr: float, report: Any = print) -> list[float]
 def generate(model: Any, prompt: tuple[int, int], num_steps: int = 24) -> Tensor:
     """Integrate the velocity from noise, [3, frames, height, width]. Every rank calls it."""
     generator = torch.Generator().manual_seed(1000 + 10 * prompt[0] + prompt[1])
-    clean, text = draw_clip(prompt, generator, model.config)
-    sample = torch.randn(clean.shape, generator=generator)
+    clean, text = draw_clips(*torch.tensor(prompt).split(1), generator, model.config)
+    device = next(model.parameters()).device
+    sample, text = torch.randn(clean.shape, generator=generator).to(device), text.to(device)
     for i in range(num_steps, 0, -1):
-        inputs = {"timestep": torch.tensor([1000.0 * i / num_steps]), "encoder_hidden_states": text}
-        sample = sample - model(hidden_states=sample, **inputs).sample.float().cpu() / num_steps
-    return sample[0, :3]
+        inputs = {"timestep": torch.tensor([1000.0 * i / num_steps], device=device), "encoder_hidden_states": text}
+        sample = sample - model(hidden_states=sample, **inputs).sample.float() / num_steps
+    return sample[0, :3].cpu()
 
 
 def write_grid(model: Any, file: str) -> None:
@@ -106,6 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="the transformer folder of a Wan model; by default a small one from scratch")
     parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--batch", type=int, default=1, help="clips per step; ithaka runs them one after another")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters instead of all parameters")
     parser.add_argument("--context", help="plan for clips of this many patches, such as 76K; on GPUs")
@@ -130,7 +130,9 @@ def main() -> None:
         rank = dist.get_rank()
         dtype = "bfloat16" if torch.cuda.is_available() else None
         model = ithaka.parallelize(model, cp=dist.get_world_size(), context=options.context, dtype=dtype)
-    train(model, options.steps, options.lr, print if rank == 0 else lambda text: None)
+    elif torch.cuda.is_available():
+        model = model.cuda()
+    train(model, options.steps, options.lr, print if rank == 0 else lambda text: None, options.batch)
     if options.frames:
         write_grid(model, options.frames)
     if options.out:

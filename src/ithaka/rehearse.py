@@ -5,13 +5,13 @@ X is the bytes of one residual-stream tensor on one rank: s * D * 2 in bf16.
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
 
 from ithaka.attention.kernels import resolve_kernel
 from ithaka.config import AdapterConfig, ConfigError, OptimConfig
@@ -34,6 +34,7 @@ from ithaka.preflight.run import STORE_HOLDERS
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.timeline import PhaseTimer
 from ithaka.train.loop import OutOfMemoryError
+from ithaka.train.preferences import use_reference
 from ithaka.train.step import make_optimizer
 from ithaka.train.watch import OutOfMemoryTracker, explain_out_of_memory, ran_out_of_memory
 
@@ -66,10 +67,13 @@ def rehearse(
     trains: bool = True,
     steps: int = 2,
     optimizer_name: Any = "adamw",
+    reference: bool = False,
+    document_tokens: int | None = None,
 ) -> RehearsalResult:
     """Run training steps (trains=False: forward passes) as rank 0 of `ranks`, and measure the last. `config` is the
     model's config.json; the layout sets the number of layers. Weights are random. `memory_only`: run one step, and
-    limit attention to documents of 128 Ki tokens; allocations do not change."""
+    limit attention to documents of 128 Ki tokens; allocations do not change. `reference`: log-probabilities of the
+    model without its adapter, or of a frozen copy, then those of the model and their backward, as for DPO and GRPO."""
     refuse_vision("rehearse", config.get("model_type"))
     layers, is_video = len(layout.kept), "_class_name" in config
     if is_video and memory_only:
@@ -84,12 +88,15 @@ def rehearse(
         with phase("building the model"):
             build: Any = build_transformer if is_video else build_model
             model = build(truncated, mesh, layout, adapter=adapter, trains=trains).train(trains)
+            copy = build(truncated, mesh, layout, trains=False).eval() if reference and adapter is None else None
         optimizer = make_optimizer(model, OptimConfig(name=optimizer_name, lr=0.0)) if trains else None
+        step = partial(_run_step, model, optimizer, partial(use_reference, model, copy) if reference else None)
         s = context // mesh.cp_size
         tiny_s = TINY_TOKENS if s >= 16 * TINY_TOKENS else max(2, s // 64)  # at least two: one token has no label
         steps = 1 if memory_only else steps
-        _, tiny_peaks = _measure_step(model, optimizer, mesh.device, mesh.cp_size * tiny_s, False, 2)
-        seconds, peaks = _measure_step(model, optimizer, mesh.device, context, memory_only, steps)
+        document = MEMORY_ONLY_DOCUMENT if memory_only else document_tokens
+        _, tiny_peaks = _measure_step(step, _make_inputs(model, mesh.cp_size * tiny_s), mesh.device, 2)
+        seconds, peaks = _measure_step(step, _make_inputs(model, context, document), mesh.device, steps)
         peak_path, store = max(peaks, key=lambda path: (peaks[path], len(path))), find_layers(model)[0].forward.store
         forward_s, backward_s = (
             sum(seconds.get(("step", f"layer {i}", name), 0.0) for i in range(layers))
@@ -111,39 +118,30 @@ def rehearse(
 
 
 def _measure_step(
-    model: PreTrainedModel,
-    optimizer: Optimizer | None,
-    device: torch.device,
-    context: int,
-    memory_only: bool,
-    steps: int,
+    step: Any, inputs: dict[str, Any], device: torch.device, steps: int
 ) -> tuple[dict[PhasePath, float], dict[PhasePath, int]]:
     """Return seconds and peak bytes by phase of the last step. On a CPU, one more step counts live bytes."""
-    inputs = _make_inputs(model, context, memory_only)
     for _ in range(steps):
         timer = PhaseTimer(device)
         with listening(timer):
-            _run_step(model, optimizer, inputs)
+            step(inputs)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return timer.seconds(), timer.peaks
     with LiveBytes() as live:
-        live.tag_states(model, optimizer)
-        _run_step(model, optimizer, inputs)
+        live.tag_states(*step.args[:2])
+        step(inputs)
     return timer.seconds(), live.phase_peaks()
 
 
-def _make_inputs(model: Any, context: int, memory_only: bool) -> dict[str, Any]:
+def _make_inputs(model: Any, context: int, document: int | None = None) -> dict[str, Any]:
     if is_diffusers_model(model):
         return make_clip(model, context)
     ids = torch.randint(model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(1))
-    return {
-        "input_ids": ids,
-        "document_ids": torch.arange(context)[None] // MEMORY_ONLY_DOCUMENT if memory_only else None,
-    }
+    return {"input_ids": ids, "document_ids": torch.arange(context)[None] // document if document else None}
 
 
-def _run_step(model: Any, optimizer: Optimizer | None, inputs: dict[str, Any]) -> None:
+def _run_step(model: Any, optimizer: Optimizer | None, use_reference: Any, inputs: dict[str, Any]) -> None:
     """Run a training step; without an optimizer, the forward pass of an evaluation."""
     with phase("step"):
         if is_diffusers_model(model):
@@ -151,6 +149,11 @@ def _run_step(model: Any, optimizer: Optimizer | None, inputs: dict[str, Any]) -
                 loss = model(**inputs).sample.square().mean()
         elif optimizer is None:
             loss = token_losses(model, inputs["input_ids"], document_ids=inputs["document_ids"]).mean()
+        elif use_reference is not None:
+            options = {**inputs, "labels": inputs["input_ids"], "per_token": True}
+            with torch.no_grad(), use_reference() as reference:
+                before = reference(**options).tokens.logprobs
+            loss = -(model(**options).tokens.logprobs - before).exp().mean()
         else:
             loss = model(**inputs, labels=inputs["input_ids"]).loss
         if optimizer is not None:
@@ -235,11 +238,11 @@ def rehearse_plan(plan: Plan, truncated: Plan, model: str) -> tuple[list[dict[st
         torch.cuda.set_per_process_memory_fraction(min(1.0, plan.hardware.gpu.memory_bytes / total_bytes))
     try:
         options = (truncated.work != plan.work, truncated.shape.adapter, plan.work.trains)
-        name = truncated.shape.optimizer
+        named: dict[str, Any] = {"optimizer_name": truncated.shape.optimizer, "reference": plan.work.reference}
+        if plan.work.batch > 1:
+            named["document_tokens"] = plan.work.context
         with listening(memory_tracker):
-            measured = rehearse(
-                config, truncated.layout, plan.hardware.num_gpus, plan.work.tokens, *options, optimizer_name=name
-            )
+            measured = rehearse(config, truncated.layout, plan.hardware.num_gpus, plan.work.tokens, *options, **named)
     except Exception as error:
         if not ran_out_of_memory(error):
             raise
@@ -248,12 +251,13 @@ def rehearse_plan(plan: Plan, truncated: Plan, model: str) -> tuple[list[dict[st
 
 
 def _planned_seconds(plan: Plan) -> tuple[Seconds, Seconds]:
-    """Planned seconds of all layers: forward, and backward if the plan trains."""
+    """Planned seconds of all layers: forward, with that of a reference, and backward if the plan trains."""
     total = Seconds(), Seconds()
     for (window, policy), group in groupby(zip(plan.shape.windows, plan.layout.kept, strict=True)):
         per_layer = layer_seconds(plan.shape, plan.layout, plan.hardware, plan.work, window, policy)
         num_layers = len(list(group))
-        total = total[0] + per_layer[0].times(num_layers), total[1] + per_layer[1].times(num_layers * plan.work.trains)
+        num_forward = num_layers * (1 + plan.work.reference)
+        total = total[0] + per_layer[0].times(num_forward), total[1] + per_layer[1].times(num_layers * plan.work.trains)
     return total
 
 

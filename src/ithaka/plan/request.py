@@ -12,7 +12,7 @@ from ithaka.config import Config, ConfigError, explicit_settings, load_config, p
 from ithaka.layout import SETTINGS, format_choices
 from ithaka.plan.hardware import H200_ATTENTION, Hardware
 from ithaka.plan.models import find_config
-from ithaka.plan.search import Plan, SearchSpace, forward_plan, make_search_space, work_from_config
+from ithaka.plan.search import Plan, SearchSpace, forward_plan, make_search_space, shape_to_train, work_from_config
 from ithaka.plan.shape import FAMILIES, Family, Work, shape_from_config, yarn_factor
 
 # Settings that have an option of `ithaka plan`.
@@ -105,7 +105,7 @@ def make_request(
         raise ConfigError(f"--context {context} is not a number of tokens, at least 2; use for example 128K or 1M")
     explicit = explicit_settings(None, overrides)
     config = load_config(None, [*overrides, f"data.context={num_tokens}", f"train.batch={batch}"])  # finds typos
-    planned = (*SETTINGS, "train.accumulate", "train.compile", "attention.kernel", "optim.name")
+    planned = (*SETTINGS, "train.accumulate", "train.compile", "attention.kernel", "optim.name", "loss.type")
     for name in sorted(explicit.difference(planned, ADAPTER_SETTINGS)):
         if name in OPTIONS:
             raise ConfigError(f"--set {name} has its own option; use {OPTIONS[name]}")
@@ -117,6 +117,6 @@ def make_request(
             raise ConfigError(f"attention.kernel={kernel} {rule}; use {format_choices(('auto', *known))}")
         hardware = hardware.with_kernel(kernel)
     hf_config = find_config(model)
-    shape = replace(shape_from_config(hf_config, model).with_adapter(config.adapter), optimizer=config.optim.name)
+    shape = shape_to_train(shape_from_config(hf_config, model), config)
     space = make_search_space(config, explicit, shape, hardware)
     return PlanRequest(model, hf_config, space, config, frozenset(explicit), work_from_config(config))

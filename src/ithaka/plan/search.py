@@ -138,6 +138,12 @@ def work_from_config(config: Config) -> Work:
     return Work(config.data.context, train.batch, accumulate=train.accumulate, reference=has_reference)
 
 
+def shape_to_train(shape: ModelShape, config: Config) -> ModelShape:
+    """The shape with the run's adapter, optimizer and reference, which is a copy if all parameters are trained."""
+    has_copy = config.loss.type == "dpo" and config.adapter is None
+    return replace(shape.with_adapter(config.adapter), reference=has_copy, optimizer=config.optim.name)
+
+
 def make_search_space(config: Config, given: Collection[str], shape: ModelShape, hardware: Hardware) -> SearchSpace:
     """`given`: names of settings (parallel.cp) to take from `config`; the search chooses the others."""
     check_optimizer(config)

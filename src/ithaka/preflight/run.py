@@ -12,7 +12,7 @@ from ithaka.config import Config, ConfigError, check_writable, embedded_model, p
 from ithaka.layout import Layout, format_choices
 from ithaka.plan.bytes import CHECKPOINT_COPY, Holders, Ledger, build_ledger, saved_bytes
 from ithaka.plan.hardware import GPUS, Hardware, available_memory, find_gpu, free_disk, gpu_named
-from ithaka.plan.search import Plan, SearchSpace, make_search_space, work_from_config
+from ithaka.plan.search import Plan, SearchSpace, make_search_space, shape_to_train, work_from_config
 from ithaka.plan.shape import ModelShape, Work, read_shape, shape_from_config
 from ithaka.plan.show import format_bytes
 
@@ -86,9 +86,7 @@ def model_shape(config: Config) -> ModelShape:
     """The model's shape, with the vocabulary that model.resize_embeddings gives it."""
     path, name = config.model.path, config.model.embedded
     shape = read_shape(path) if path else shape_from_config(embedded_model(name), f"model.embedded={name}")
-    has_copy = config.loss.type == "dpo" and config.adapter is None
-    shape = shape.with_adapter(config.adapter)
-    shape = dataclasses.replace(shape, reference=has_copy, optimizer=config.optim.name)
+    shape = shape_to_train(shape, config)
     if not config.model.resize_embeddings:
         return shape
     from ithaka.data.tokenizer import load_tokenizer  # late: it imports transformers

@@ -37,7 +37,7 @@ class DPO:
 
     def compute(self, batch: Batch, divisor: int) -> tuple[Tensor, Any]:
         """This cp group's share of the loss, and the model's output. Also adds to the sums of `take_means`."""
-        with torch.no_grad(), self._use_reference() as reference:
+        with torch.no_grad(), use_reference(self.model, self.reference) as reference:
             before_P2, _ = self._sum_logprobs(reference, batch)
         own_P2, out = self._sum_logprobs(self.model, batch)
         rewards_P2 = self.beta * (own_P2 - before_P2)
@@ -71,17 +71,19 @@ class DPO:
         sums = sums.index_add(0, samples_s, out.tokens.logprobs.double())
         return GlobalSum.apply(sums, self.mesh.cp_group).view(-1, 2), out
 
-    @contextmanager
-    def _use_reference(self) -> Iterator[Any]:
-        if self.reference is not None:
-            yield self.reference
-            self.reference.reshard()  # after forward, the root keeps its parameters gathered for backward
-            return
-        layers: list[Any] = [module for module in self.model.modules() if hasattr(module, "_disable_adapters")]
-        for layer in layers:  # PEFT's own method would also change requires_grad, which FSDP2 does not expect
-            layer._disable_adapters = True
-        try:
-            yield self.model
-        finally:
-            for layer in layers:
-                layer._disable_adapters = False
+
+@contextmanager
+def use_reference(model: Any, reference: Any = None) -> Iterator[Any]:
+    """The reference to call: a copy, or the model without its adapter."""
+    if reference is not None:
+        yield reference
+        reference.reshard()  # after forward, the root keeps its parameters gathered for backward
+        return
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    for layer in layers:  # PEFT's own method would also change requires_grad, which FSDP2 does not expect
+        layer._disable_adapters = True
+    try:
+        yield model
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
