@@ -1,22 +1,35 @@
-"""`ithaka train` on conversations with images: their tokens and pixels, a run on two ranks, and its export."""
+"""`ithaka train` on images and videos in conversations: their tokens and pixels, a run on two ranks, its export."""
 
 import json
 
+import numpy
 import pytest
 import torch
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from transformers.video_utils import VideoMetadata
 
 from faults import moved
 from ithaka.config import ConfigError, parse_config
+from ithaka.data import images
 from ithaka.data.open import check_data, data_facts, open_data
 from ithaka.data.tokenizer import load_tokenizer
 from ithaka.export import export
 from runs import copy_back_at, numbers, run
 from vlms import model_for, picture, tiny_processor
 
+VIDEOS = {1: 4, 5: 3, 7: 2}  # conversation -> frames; a folder, except for the second
+
+
+def frames(n: int) -> list[int]:
+    """Of one size."""
+    return [n % 6 + 6 * i for i in range(VIDEOS[n])]
+
 
 def conversation(n: int) -> list[dict]:
     parts: list = [{"type": "image", "image": f"pictures/{n + i}.png"} for i in range(n % 3)]
+    if n in VIDEOS:  # before the last image
+        listed = [f"pictures/{seed}.png" for seed in frames(n)]
+        parts.insert(len(parts) - 1, {"type": "video", "video": listed if n == 5 else f"clips/{n}", "fps": 4})
     question = {"role": "user", "content": [*parts, {"type": "text", "text": f"What is number {n}?"}]}
     return [question, {"role": "assistant", "content": f"Picture {n}."}]
 
@@ -29,49 +42,88 @@ def folder(tmp_path_factory):
     processor.tokenizer.chat_template = processor.chat_template
     processor.tokenizer.save_pretrained(folder / "model")
     processor.image_processor.save_pretrained(folder / "model")
-    (folder / "data" / "pictures").mkdir(parents=True)
-    for n in range(12):
-        picture(n).save(folder / "data" / "pictures" / f"{n}.png")
+    sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    videos = sizes | {"size": {"shortest_edge": 64, "longest_edge": 4096}, "cap_pixels_per_frame": False}
+    (folder / "model" / "video_preprocessor_config.json").write_text(json.dumps(videos))
+    pictures = folder / "data" / "pictures"
+    pictures.mkdir(parents=True)
+    for n in range(24):
+        picture(n).save(pictures / f"{n}.png")
+    for n in (1, 7):
+        (folder / "data" / "clips" / str(n)).mkdir(parents=True)
+        for i, seed in enumerate(frames(n)):
+            picture(seed).save(folder / "data" / "clips" / str(n) / f"{i:03}.png")
     lines = [json.dumps({"messages": conversation(n)}) for n in range(10)]
     (folder / "data" / "talks.jsonl").write_text("\n".join(lines))
     return folder
 
 
 def settings(folder, data=None, **train):
-    reading = {"path": str(folder / "data" / "talks.jsonl"), "images": "read", "long_documents": "drop", "context": 180}
+    reading = {"path": str(folder / "data" / "talks.jsonl"), "images": "read", "long_documents": "drop", "context": 240}
     defaults = {"run_dir": str(folder / "run"), "steps": 4, "save_every": 2, "keep_last": 3}
     defaults |= {"validate_every": 3, "validate_sequences": 2}
     tree = {"model": {"path": str(folder / "model")}, "data": {**reading, "validation_fraction": 0.2, **(data or {})}}
     return parse_config({**tree, "optim": {"lr": 1e-2}, "train": {**defaults, **train}, "parallel": {"cp": 2}})
 
 
-def opened(folder, **data):
+def opened(folder, cp=(0, 1), **data):
     config = settings(folder, data).data
     tokenizer = load_tokenizer(None, folder / "model")
-    return open_data(config, tokenizer=tokenizer, seed=1, cache_dir=folder / "cache"), tokenizer
+    return open_data(config, tokenizer=tokenizer, seed=1, cache_dir=folder / "cache", cp=cp), tokenizer
 
 
-def test_images_have_the_tokens_and_pixels_of_the_processor(folder):
+def process(processor, n: int) -> dict:
+    """What the processor makes of a conversation."""
+    videos = [torch.stack([pil_to_tensor(picture(seed)) for seed in frames(n)])] if n in VIDEOS else []
+    metadata = [{"total_num_frames": len(each), "fps": 4, "frames_indices": list(range(len(each)))} for each in videos]
+    text = tiny_processor().apply_chat_template(conversation(n), tokenize=False)
+    options = {"video_metadata": metadata, "do_sample_frames": False, "do_convert_rgb": False} if videos else {}
+    pictures = [picture(n + i) for i in range(n % 3)]
+    return processor(images=pictures or None, videos=videos or None, text=[text], return_tensors="pt", **options)
+
+
+def pil_to_tensor(image) -> torch.Tensor:
+    return torch.from_numpy(numpy.asarray(image).copy()).permute(2, 0, 1)
+
+
+def test_images_and_videos_have_the_tokens_and_pixels_of_the_processor(folder, monkeypatch):
     data, tokenizer = opened(folder, validation_fraction=0)
-    processor, seen = tiny_processor(), 0
+    pixels = {"pixel_values": [], "pixel_values_videos": []}
     facts = data_facts(data, 4)
-    assert facts["images"] == str(sum(n % 3 for n in range(10)))
-    batch = data.next_batch()
-    ends = (batch.document_ids[0].diff() != 0).nonzero()[:, 0].add(1).tolist()
-    for ids in batch.input_ids[0].tensor_split(ends):
-        text = tokenizer.decode(ids)
-        n = next((n for n in range(10) if f"number {n}?" in text), None)
-        if n is None:
-            continue  # padding
-        pictures = [picture(n + i) for i in range(n % 3)]
-        plain_text = processor.apply_chat_template(conversation(n), tokenize=False)
-        wanted = processor(images=pictures or None, text=[plain_text], return_tensors="pt")
-        assert torch.equal(ids, wanted["input_ids"][0])
-        for pixels in [wanted["pixel_values"]] if pictures else []:
-            assert torch.equal(batch.images["pixel_values"][seen : seen + len(pixels)], pixels)
-            seen += len(pixels)
-    assert seen == len(batch.images["pixel_values"]) > 0
+    assert (facts["images"], facts["videos"]) == (str(sum(n % 3 for n in range(10))), str(len(VIDEOS)))
+    read = []
+    monkeypatch.setattr(images, "_open_image", lambda path, plain=images._open_image: read.append(path) or plain(path))
+    batches = [data.next_batch() for _ in range(3)]
+    for batch in batches:
+        ends = (batch.document_ids[0].diff() != 0).nonzero()[:, 0].add(1).tolist()
+        wanted = {name: [] for name in ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")}
+        for ids in batch.input_ids[0].tensor_split(ends):
+            n = next((n for n in range(10) if f"number {n}?" in tokenizer.decode(ids)), None)
+            if n is None:
+                continue  # padding
+            found = process(tokenizer.images.processor, n)
+            assert torch.equal(ids, found["input_ids"][0])
+            for name in wanted.keys() & found.keys():
+                wanted[name].append(found[name])
+        for name, parts in wanted.items():
+            assert (name in batch.images) == bool(parts)
+            if parts:
+                got = batch.images[name]
+                assert torch.equal(got[:] if "pixel" in name else got, torch.cat(parts)), name
+                pixels.get(name, []).extend(parts)
+    assert all(pixels.values())
     data.close()
+    num_read = len(read)
+    ranks = [opened(folder, cp=(rank, 3), validation_fraction=0)[0] for rank in range(3)]
+    read.clear()
+    for batch in batches:
+        shares = [each.next_batch().images for each in ranks]
+        for name in batch.images:
+            parts = [share[name].part_PC for share in shares] if "pixel" in name else [shares[0][name]]
+            assert torch.equal(torch.cat(parts), batch.images[name][:])
+    for each in ranks:
+        each.close()
+    assert len(read) <= num_read, "a rank reads frames of the others"
 
 
 def broken(folder, name, content=None):
@@ -111,13 +163,56 @@ def test_settings_are_refused(folder, case):
         check_data(settings(folder, changes).data, 1000, folder / "model")
 
 
-def test_videos_are_refused(folder):
-    part = {"type": "video", "video": "a.mp4"}
-    talk = json.dumps({"messages": [{"role": "user", "content": [part]}, conversation(0)[1]]})
-    (folder / "data" / "video.jsonl").write_text(talk)
-    with pytest.raises(ConfigError, match="has a part of type video, which is not read; write frames as images"):
-        changes = {"path": str(folder / "data" / "video.jsonl"), "validation_fraction": 0}
-        check_data(settings(folder, changes).data, 1000, folder / "model")
+def check_video(folder, video, **part):
+    """Check data whose only conversation has this video."""
+    part = {"type": "video", "video": video, **part}
+    talk = {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "A" * 240}]}
+    (folder / "data" / "video.jsonl").write_text(json.dumps(talk))
+    changes = {"path": str(folder / "data" / "video.jsonl"), "validation_fraction": 0}
+    check_data(settings(folder, changes).data, 1000, folder / "model")
+
+
+def test_unreadable_videos_are_refused(folder, monkeypatch):
+    (folder / "data" / "mixed").mkdir()
+    for n in (1, 2):
+        picture(n).save(folder / "data" / "mixed" / f"{n}.png")
+    (folder / "data" / "clip.mp4").write_bytes(b"no video")
+    check_video(folder, "clips/1")
+    for video, message in (
+        ("clips/2", "clips/2 is missing"),
+        (["pictures/1.png", "pictures/99.png"], "is missing"),
+        ("mixed", "is broken .has frames of 2 sizes"),
+        ("https://host/clip.mp4", "has the video https://host/clip.mp4; write a path"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_video(folder, video)
+    monkeypatch.setattr(images, "DECODERS", {"no_such_decoder": "pyav"})
+    with pytest.raises(ConfigError, match="clip.mp4 is a video file, which needs a decoder; pip install no_such_"):
+        check_video(folder, "clip.mp4")
+
+
+def test_a_video_file_is_sampled(folder, monkeypatch):
+    """With a decoder that reads a file of pictures."""
+
+    def load(path, backend, sample_indices_fn):
+        metadata = VideoMetadata(24, fps=8.0)
+        indices = sample_indices_fn(metadata=metadata)
+        metadata.frames_indices = indices
+        decoded.append([int(i) for i in indices])
+        return numpy.stack([numpy.asarray(picture(6 * i)) for i in decoded[-1]]), metadata
+
+    decoded: list = []
+    monkeypatch.setattr(images, "DECODERS", {"json": "json"})
+    monkeypatch.setattr(images, "load_video", load)
+    reader = load_tokenizer(None, folder / "model").images
+    text, video = reader.measure_video("clip.mp4", 2)
+    assert (video.frames, decoded) == ([0, 5, 9, 14, 18, 23], [[23]])  # 6 of 3 seconds
+    assert "<0.3 seconds>" in text and text.count("<|video_pad|>") == video.num_tokens
+    parts = [reader.load([video], rank, 2)["pixel_values_videos"].part_PC for rank in range(2)]
+    assert decoded[1:] == [[0, 5], [9, 14, 18, 23]]
+    frames = torch.stack([pil_to_tensor(picture(6 * i)) for i in video.frames])
+    whole = reader.processor.video_processor(videos=[frames], do_sample_frames=False, do_convert_rgb=False)
+    assert torch.equal(torch.cat(parts), whole["pixel_values_videos"])
 
 
 def test_a_run_is_resumed_and_exported(folder, ranks, tmp_path):
@@ -130,9 +225,9 @@ def test_a_run_is_resumed_and_exported(folder, ranks, tmp_path):
     assert numbers(again.train.run_dir) == losses
     export(folder / "run", tmp_path / "out")
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").eval()
-    images = AutoImageProcessor.from_pretrained(tmp_path / "out")
-    assert images.patch_size == 4
-    pixels = images(images=[picture(1)], return_tensors="pt")
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
+    assert processor.patch_size == 4 and (tmp_path / "out" / "video_preprocessor_config.json").is_file()
+    pixels = processor(images=[picture(1)], return_tensors="pt")
     config, num_tokens = model.config, len(pixels["pixel_values"]) // 4
     ids = [config.vision_start_token_id, *[config.image_token_id] * num_tokens, config.vision_end_token_id, 5]
     inputs = {"input_ids": torch.tensor([ids]), "mm_token_type_ids": torch.tensor([ids]) == config.image_token_id}

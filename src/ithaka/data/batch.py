@@ -1,7 +1,7 @@
 """Batches: packed sequences as tensors for the model."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +19,10 @@ class Batch(NamedTuple):
     source_ids: torch.Tensor | None = None  # indices into TrainData.source_names; None if there is one source
     parents: torch.Tensor | None = None  # document_ids of parents, or -1; None: no document has a parent
     sample_ids: torch.Tensor | None = None  # at labels, if samples are pairs: 2 * pair, + 1 for rejected
-    images: Mapping[str, torch.Tensor] = {}  # pixels and sizes of all images, as arguments of the model
+    images: Mapping[str, Any] = {}  # pixels and sizes of images and videos, as arguments of the model
 
     @property
-    def inputs(self) -> dict[str, torch.Tensor]:
+    def inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model."""
         inputs = {"input_ids": self.input_ids, "labels": self.labels, "document_ids": self.document_ids, **self.images}
         return inputs if self.parents is None else inputs | {"parents": self.parents}

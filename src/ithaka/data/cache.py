@@ -23,6 +23,7 @@ import numpy as np
 
 from ithaka.config import ConfigError, input_error
 from ithaka.data.files import is_streamed
+from ithaka.data.images import Medium
 from ithaka.data.pack import Documents, encode_turn, mark_images
 from ithaka.data.read import Shard
 from ithaka.data.records import Document
@@ -31,7 +32,7 @@ from ithaka.dist.agree import gather_objects
 from ithaka.dist.rank import is_local_rank_0, is_rank_0
 from ithaka.exits import ExitCode, TransientError, is_transient
 
-CACHE_FORMAT = 6
+CACHE_FORMAT = 7
 BATCH_CHARS = 1 << 23  # tokenized at once, on all cores
 TIMEOUT_S = 600.0  # without any progress of the rank that tokenizes
 POLL_S = 0.02
@@ -146,12 +147,12 @@ class TokenCache:
 
     def _write_tokens(self, shard: Shard, file: BinaryIO) -> None:
         """Write tokens (int32), document lengths, encoded turns and starts of further samples (int64), counts of
-        skipped documents and of notes, paths of images (JSON), and a footer (int64): bytes of JSON, numbers of
+        skipped documents and of notes, images (JSON), and a footer (int64): bytes of JSON, numbers of
         documents, turns and samples."""
         lengths, skipped, notes = [], Counter[str](), Counter[str]()
         turns: list[int] = []
         samples: list[int] = []
-        images: list[str] = []
+        images: list[Medium] = []
         num_tokens, is_new = 0, True
         for part in tokenize(shard, self.tokenizer):
             os.utime(self.directory)  # shows the waiting ranks that there is progress
@@ -161,8 +162,8 @@ class TokenCache:
                 continue
             tokens = part.tokens
             if part.images:
-                tokens = mark_images(tokens, part.images, self.tokenizer.images.image_id, len(images))
-                images += [path for path, _ in part.images]
+                tokens = mark_images(tokens, part.images, self.tokenizer.images.ids.values(), len(images))
+                images += part.images
             file.write(tokens.tobytes())
             lengths += [0] if is_new else []
             samples += [num_tokens] if part.is_start and not is_new else []
@@ -188,7 +189,7 @@ class TokenizedPart(NamedTuple):
     notes: Mapping[str, int]
     is_record: bool
     spans: list[tuple[int, str]]
-    images: Sequence[tuple[str, int]] = ()
+    images: Sequence[Medium] = ()
 
 
 def tokenize(
@@ -242,4 +243,4 @@ def _map_file(path: Path) -> Documents:
     lengths, turns, samples = np.split(integers, np.cumsum(counts)[:-1])
     skipped, notes, images = json.loads(np.fromfile(path, np.uint8, num_bytes, offset=end - num_bytes).tobytes())
     tokens = np.memmap(path, np.int32, "r", shape=num_tokens) if num_tokens else np.empty(0, np.int32)
-    return Documents(tokens, lengths, skipped, turns, notes, samples, images=images)
+    return Documents(tokens, lengths, skipped, turns, notes, samples, images=[Medium(*each) for each in images])

@@ -34,15 +34,16 @@ class SourceShards(NamedTuple):
 
 def open_data(
     data: DataConfig, *, tokenizer: Tokenizer, seed: int, dp_rank: int = 0, dp_size: int = 1,
-    batch: int = 1, accumulate: int = 1, steps: int | None = None, validate_sequences: int | None = None,
-    cache_dir: Path, fills_cache: bool = True, shares_prefixes: bool = True,
+    cp: tuple[int, int] = (0, 1), batch: int = 1, accumulate: int = 1, steps: int | None = None,
+    validate_sequences: int | None = None, cache_dir: Path, fills_cache: bool = True, shares_prefixes: bool = True,
 ) -> TrainData:  # fmt: skip
     """Open the data of one data-parallel rank: `batch` sequences of `data.context` tokens per call, `accumulate` calls
     per step.
 
-    All ranks of a cp group pass the same dp_rank. The remaining `steps` and `validate_sequences` (None: unknown) limit
-    how much is tokenized at once. `cache_dir` holds the tokens; one rank per node writes them (`fills_cache`).
-    `shares_prefixes`: samples of one record become a forest, in which their common prefix is computed once.
+    All ranks of a cp group pass the same dp_rank, and as `cp` their rank in it and its size: they divide the images.
+    The remaining `steps` and `validate_sequences` (None: unknown) limit how much is tokenized at once. `cache_dir`
+    holds the tokens; one rank per node writes them (`fills_cache`). `shares_prefixes`: samples of one record become a
+    forest, in which their common prefix is computed once.
     """
     cache = TokenCache(cache_dir, tokenizer, fills_cache)
     found, held_out, facts = _find_shards(data)
@@ -63,7 +64,7 @@ def open_data(
     group = batch * dp_size * accumulate
     stream = make_stream(sources, group=group, needed=None if steps is None else steps * group)
     validation = make_stream(unshuffled, needed=validate_sequences) if unshuffled else None
-    return TrainData(stream, validation, facts, dp_rank=dp_rank, dp_size=dp_size, batch=batch)
+    return TrainData(stream, validation, facts, dp_rank=dp_rank, dp_size=dp_size, batch=batch, cp=cp)
 
 
 def check_data(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> int:

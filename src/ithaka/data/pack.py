@@ -13,10 +13,10 @@ copied into an additional shard, so that every segment is a range of tokens.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,18 +44,18 @@ class Documents:
     notes: Mapping[str, int] = field(default_factory=dict)  # counts of what was changed in the documents
     samples: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # starts of further samples
     nodes: np.ndarray = field(default_factory=lambda: np.empty(0, NODE_DTYPE))  # if the documents are forests
-    images: Sequence[str] = ()  # paths; a token of image i is ~(IMAGE_BASE + i)
+    images: Sequence[Any] = ()  # data.images.Medium; a token of number i is ~(IMAGE_BASE + i)
 
 
 IMAGE_BASE = 1 << 30  # above all ids
 ROLE_CODES = ("system", "user", "assistant", "tool")
 
 
-def mark_images(tokens: np.ndarray, images: Sequence[tuple[str, int]], image_id: int, first: int) -> np.ndarray:
-    """Replace the image tokens of a document, which stand for `images` of (path, tokens), by numbers from `first` on:
-    so they stay with their image when documents are packed."""
-    places = np.flatnonzero((tokens == image_id) | (tokens == ~image_id))
-    counts = [num_tokens for _, num_tokens in images]
+def mark_images(tokens: np.ndarray, images: Sequence[Any], ids: Iterable[int], first: int) -> np.ndarray:
+    """Replace the tokens of a document's images and videos, which have these `ids`, by numbers from `first` on: so they
+    stay with their image when documents are packed."""
+    places = np.flatnonzero(np.isin(np.maximum(tokens, ~tokens), list(ids)))
+    counts = [image.num_tokens for image in images]
     tokens[places] = ~(IMAGE_BASE + first + np.repeat(np.arange(len(counts)), counts))
     return tokens
 
@@ -94,7 +94,7 @@ class PackedSequence:
     documents_together: bool = False  # train on them as one text
     parents: np.ndarray | None = None  # index of each document's parent, or -1; None: no forest
     samples: np.ndarray | None = None  # which sample of the sequence each document is part of
-    images: tuple[str, ...] = ()  # paths
+    images: tuple[Any, ...] = ()  # data.images.Medium
 
     @property
     def borders(self) -> np.ndarray:

@@ -12,8 +12,9 @@ from ithaka.config import ConfigError, ReadingConfig
 from ithaka.data import formats
 from ithaka.data.chat import TEMPLATE_REFUSES, ChatTemplate, Sample, TrainedRanges
 from ithaka.data.formats import BadRecord, Message
-from ithaka.data.images import RecordImages
+from ithaka.data.images import Medium, RecordImages
 from ithaka.layer.loss import IGNORE_INDEX
+from ithaka.model.batch import MEDIA
 
 
 class RecordFormat(NamedTuple):
@@ -22,12 +23,13 @@ class RecordFormat(NamedTuple):
     train_on: list[str]  # supported values of data.train_on; the first is the default
 
 
+LISTS = [f"{kind}s" for kind in MEDIA]  # of images and videos outside the messages
 FORMATS = {
-    "messages": RecordFormat(["messages"], ["tools", "functions", "system", "images"], ["assistant", "all"]),
-    "sharegpt": RecordFormat(["conversations"], ["tools", "system", "images"], ["assistant", "all"]),
-    "preference": RecordFormat(["chosen", "rejected"], ["prompt", "tools", "images"], ["completion", "all", "pairs"]),
-    "prompt_completion": RecordFormat(["prompt", "completion"], ["tools", "images"], ["completion", "all"]),
-    "alpaca": RecordFormat(["instruction", "output"], ["input", "system", "history", "images"], ["assistant", "all"]),
+    "messages": RecordFormat(["messages"], ["tools", "functions", "system", *LISTS], ["assistant", "all"]),
+    "sharegpt": RecordFormat(["conversations"], ["tools", "system", *LISTS], ["assistant", "all"]),
+    "preference": RecordFormat(["chosen", "rejected"], ["prompt", "tools", *LISTS], ["completion", "all", "pairs"]),
+    "prompt_completion": RecordFormat(["prompt", "completion"], ["tools", *LISTS], ["completion", "all"]),
+    "alpaca": RecordFormat(["instruction", "output"], ["input", "system", "history", *LISTS], ["assistant", "all"]),
     "input_ids": RecordFormat(["input_ids"], ["labels"], ["all"]),
 }
 FORMATS["anthropic"] = FORMATS["messages"]  # content blocks are recognized in each message
@@ -47,7 +49,7 @@ class Document(NamedTuple):
     spans: Sequence[tuple[int, str]] = ()  # where each kind of text starts, see chat.SPAN_KINDS
     is_record: bool = True  # False: another sample of the same record
     notes: Mapping[str, int] = {}  # counts of what was changed or left out
-    images: Sequence[tuple[str, int]] = ()  # path and number of tokens
+    images: Sequence[Medium] = ()
 
 
 def detect_format(record: Any, reading: ReadingConfig) -> tuple[str, list[str]]:
@@ -86,7 +88,7 @@ def parse_record(
     read_images: Callable[[Any], RecordImages] | None = None,
 ) -> list[Document]:  # fmt: skip
     """Return the documents of a record: one, unless reasoning is unrolled, or a pair. Raise BadRecord with what is
-    wrong. `read_images` gets the images that the record lists outside its messages."""
+    wrong. `read_images` gets the images and videos that the record lists outside its messages."""
     format_name, fields = detect_format(record, reading)
     if reading.train_on == "pairs":
         sides, own = ("chosen", "rejected"), dataclasses.replace(reading, train_on="auto")
@@ -119,10 +121,12 @@ def parse_record(
         return [Document(text, None if reading.train_on == "all" else trained, add_bos_eos=True, spans=spans)]
     if record.get("system"):
         prompt = [{"role": "system", "content": record["system"]}, *prompt]
-    if (images := record.get("images")) and reading.images == "refuse":
-        count = len(images) if isinstance(images, list) else 1
-        raise BadRecord("with images", f"has {count} images; remove them, or set data.images to drop")
-    reader, tools = read_images(images) if read_images else None, record.get("tools") or record.get("functions")
+    media = {kind: record.get(name) for kind, name in zip(MEDIA, LISTS, strict=True)}
+    for kind, listed in media.items():
+        if listed and reading.images == "refuse":
+            count = len(listed) if isinstance(listed, list) else 1
+            raise BadRecord(f"with {kind}s", f"has {count} {kind}s; remove them, or set data.images to drop")
+    reader, tools = read_images(media) if read_images else None, record.get("tools") or record.get("functions")
     return _parse_conversation(prompt, completion, tools, reading, chat, reader)
 
 
@@ -141,7 +145,8 @@ def _parse_conversation(
         for message, trains, num_images in formats.to_messages(raw, f"message {n}", images):
             messages.append(message)
             trainable.append(trains and (n > len(prompt) or reading.train_on == "all"))
-            notes["dropped images" if reader is None else "images"] += num_images
+            notes["dropped images"] += num_images if reader is None else 0
+    notes.update(f"{medium.kind}s" for medium in (reader.found if reader else ()))
     if reading.train_on != "all" and not any(
         message["role"] == "assistant" and (trains or n >= len(prompt))
         for n, (message, trains) in enumerate(zip(messages, trainable, strict=True))

@@ -25,6 +25,7 @@ from ithaka.config import ConfigError
 from ithaka.data import pack
 from ithaka.data.batch import Batch, collate
 from ithaka.data.cache import TokenCache
+from ithaka.data.images import Medium
 from ithaka.data.pack import (
     NODE_DTYPE,
     SEGMENT_DTYPE,
@@ -235,14 +236,16 @@ class SequenceStream:
     def build_sequence(self, segments: np.ndarray) -> PackedSequence:
         """Concatenate the tokens of `segments` of the current round, and pad."""
         tokens_S = np.full(self.context, self.pad_id, dtype=np.int32)
-        ends, images = segments["length"].cumsum(), list[str]()
+        ends, images = segments["length"].cumsum(), list[Medium]()
         for (shard, _, low, length), end in zip(segments.tolist(), ends.tolist(), strict=True):
             documents, own = self._documents[shard], tokens_S[end - length : end]
             own[:] = documents.tokens[low : low + length]
             if documents.images:
                 is_image = own <= ~pack.IMAGE_BASE
-                images += [documents.images[i] for i in np.unique(~own[is_image] - pack.IMAGE_BASE)]
-                own[is_image] = ~self.sources[0].cache.tokenizer.images.image_id
+                numbers, inverse = np.unique(~own[is_image] - pack.IMAGE_BASE, return_inverse=True)
+                found, ids = [documents.images[i] for i in numbers], self.sources[0].cache.tokenizer.images.ids
+                own[is_image] = np.array([~ids[image.kind] for image in found], np.int32)[inverse]
+                images += found
         starts = np.concatenate([np.zeros(1, np.int64), ends])
         num_documents, length = max(len(segments), 1), int(starts[-1])
         sequence = PackedSequence(tokens_S, starts[:num_documents], length, segments["source"], self.documents_together)
@@ -371,11 +374,11 @@ class TrainData:
 
     def __init__(
         self, stream: SequenceStream, validation: SequenceStream | None, facts: dict[str, str], *,
-        dp_rank: int, dp_size: int, batch: int,
+        dp_rank: int, dp_size: int, batch: int, cp: tuple[int, int],
     ):  # fmt: skip
         """`facts` describe the data by topic, as far as known without reading it."""
         self.stream, self.validation, self.facts = stream, validation, facts
-        self.dp_rank, self.dp_size, self.batch = dp_rank, dp_size, batch
+        self.dp_rank, self.dp_size, self.batch, self.cp = dp_rank, dp_size, batch, cp
         self.source_names, self.cache = [source.name for source in stream.sources], stream.sources[0].cache
         self.position = stream.position  # after the last returned batch; the stream is ahead of it
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="prefetch batch")
@@ -396,8 +399,8 @@ class TrainData:
 
     def _collate(self, sequences: Sequence[PackedSequence], with_sources: bool) -> Batch:
         """A batch with its images, which are read here."""
-        batch, paths = collate(sequences, with_sources), [path for each in sequences for path in each.images]
-        return batch._replace(images=self.cache.tokenizer.images.load(paths)) if paths else batch
+        batch, images = collate(sequences, with_sources), [image for each in sequences for image in each.images]
+        return batch._replace(images=self.cache.tokenizer.images.load(images, *self.cp)) if images else batch
 
     def validation_sequences(self, count: int) -> list[PackedSequence]:
         """Return the first `count` held-out sequences, or all if there are fewer; the same on every rank."""

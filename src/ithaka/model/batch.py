@@ -27,6 +27,9 @@ from ithaka.plan.shape import span_pairs
 
 INPUTS = ("input_ids", "labels", "position_ids", "attention_mask", "document_ids", "shift_labels", "parents")
 
+# Arguments of vision-language models, for images and for videos: pixels, and patches in time, height and width.
+MEDIA = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
+
 
 @dataclass(frozen=True)
 class Share:
@@ -327,3 +330,23 @@ def count_pairs(documents_BS: Tensor, windows: Sequence[int | None], parents_BS:
         for window, layers in Counter(windows).items():
             total += layers * sum(count * span_pairs(*span, window) for span, count in spans.items())
     return total
+
+
+def divide_frames(patches_f: Tensor, num_ranks: int) -> Tensor:
+    """The first frame that each rank encodes, [ranks + 1]: images, then videos, about as many patches on each."""
+    ends_f, ranks = patches_f.cumsum(0), torch.arange(num_ranks + 1)
+    total = int(patches_f.sum())
+    cuts = torch.searchsorted(2 * ends_f - patches_f, ranks * 2 * total // num_ranks)
+    cuts[-1] = len(patches_f)
+    return cuts
+
+
+class OwnPixels:
+    """Pixels of a call, of which this rank has those that it encodes. `name` identifies all of them."""
+
+    def __init__(self, part_PC: Tensor, num_patches: int, name: str) -> None:
+        self.part_PC, self.shape, self.name = part_PC, (num_patches, part_PC.shape[1]), name
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        assert len(range(self.shape[0])[rows]) == len(self.part_PC), "read for another rank"
+        return self.part_PC

@@ -24,15 +24,14 @@ from ithaka.dist.exchange import start_uneven_all_to_all
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.general import compute_like_autocast
 from ithaka.layer.tiles import GradSum
-from ithaka.model.batch import Share, split_positions, take_own_tokens, to_integers
+from ithaka.model.batch import MEDIA, OwnPixels, Share, divide_frames, split_positions, take_own_tokens, to_integers
 from ithaka.model.calls import CallChecker, CheckedCall
 from ithaka.model.families import find_decoder
 from ithaka.phases import mark_backward, phase
 from ithaka.plan.ring import Deal
 from ithaka.plan.shape import PATCHES_PER_TILE
 
-KINDS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
-ARGUMENTS = (*(name for names in KINDS.values() for name in names), "mm_token_type_ids", "second_per_grid_ts")
+ARGUMENTS = (*(name for names in MEDIA.values() for name in names), "mm_token_type_ids", "second_per_grid_ts")
 
 
 class Media:
@@ -105,6 +104,8 @@ class VisionChecker(CallChecker):
 
 def _describe(tensor: Any) -> str:
     """Shape and hash of a tensor; of a large one, only evenly spaced values are hashed."""
+    if isinstance(tensor, OwnPixels):
+        return f"shape {tensor.shape} of {tensor.name}"
     flat = torch.as_tensor(tensor).detach().reshape(-1)
     values: Any = flat[:: 1 + len(flat) // 2**16].cpu().double().numpy()
     return f"shape {tuple(torch.as_tensor(tensor).shape)} with hash {hashlib.sha1(values).hexdigest()[:16]}"
@@ -116,11 +117,11 @@ class _Frames:
     def __init__(self, model: Any, given: dict[str, Any], ids_S: Tensor) -> None:
         config = model.config
         self.merged = config.vision_config.spatial_merge_size**2  # patches of a feature
-        self.given, self.grids, self.pixels = given, dict[str, Tensor](), list[Tensor]()
+        self.given, self.grids, self.pixels = given, dict[str, Tensor](), list[Any]()
         self.features_S = torch.full_like(ids_S, -1)  # the feature at each token
         self.types_S = torch.zeros_like(ids_S)
         grids: list[Tensor] = []
-        for index, (kind, names) in enumerate(KINDS.items(), 1):
+        for index, (kind, names) in enumerate(MEDIA.items(), 1):
             at_S = ids_S == getattr(config, f"{kind}_token_id")
             grid, pixels = self._read(kind, names, int(at_S.sum()), model)
             first = self.num_features(grids)
@@ -153,8 +154,10 @@ class _Frames:
         if grid.dim() != 2 or grid.shape[1] != 3 or (grid < 1).any() or (grid[:, 1:] % size.spatial_merge_size).any():
             rule = f"pass rows of time, height and width in patches, multiples of {size.spatial_merge_size}"
             raise ValueError(f"{names[1]} has shape {tuple(grid.shape)} or bad values; {rule}")
-        if not isinstance(pixels, Tensor) or pixels.shape != (wanted := (int(grid.prod(1).sum()), num_values)):
-            shape = tuple(pixels.shape) if isinstance(pixels, Tensor) else type(pixels).__name__
+        if not isinstance(pixels, Tensor | OwnPixels) or pixels.shape != (
+            wanted := (int(grid.prod(1).sum()), num_values)
+        ):
+            shape = tuple(pixels.shape) if hasattr(pixels, "shape") else type(pixels).__name__
             raise ValueError(f"{names[0]} has shape {shape}; {names[1]} needs {wanted}")
         if num_tokens != self.num_features([grid]):
             rule = f"{names[1]} has {self.num_features([grid])} features, but input_ids {num_tokens} {kind} tokens"
@@ -163,21 +166,17 @@ class _Frames:
 
     def take_share(self, share: Share, mesh: Mesh) -> Media:
         """This rank's frames, as many patches as on the others, and the routes of all features."""
-        c, patches_f = mesh.cp_size, self.grids_f3.prod(1)
-        ends_f = patches_f.cumsum(0)
-        total = int(ends_f[-1]) if self.num_frames else 0
-        middles_f = 2 * ends_f - patches_f
-        cuts = torch.searchsorted(middles_f, torch.arange(c + 1) * 2 * total // c)
-        cuts[-1] = self.num_frames
-        bounds = F.pad(ends_f, (1, 0))[cuts]  # in patches, by rank
+        patches_f = self.grids_f3.prod(1)
+        cuts = divide_frames(patches_f, mesh.cp_size)
+        bounds = F.pad(patches_f.cumsum(0), (1, 0))[cuts]  # in patches, by rank
         first, last = bounds[mesh.cp_rank : mesh.cp_rank + 2].tolist()
         parts = []
         for pixels in self.pixels:
             parts.append(pixels[max(first, 0) : max(last, 0)].to(mesh.device))
-            first, last = first - len(pixels), last - len(pixels)
+            first, last = first - pixels.shape[0], last - pixels.shape[0]
         pixels_PC = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else torch.zeros(0, 1, device=mesh.device)
         grids_f3 = self.grids_f3[cuts[mesh.cp_rank] : cuts[mesh.cp_rank + 1]]
-        features_cs = _by_rank(self.features_S, share.docs.deal, c)
+        features_cs = _by_rank(self.features_S, share.docs.deal, mesh.cp_size)
         return Media(pixels_PC, grids_f3, make_route(features_cs, bounds // self.merged, mesh))
 
 
@@ -215,7 +214,7 @@ def _compute_positions(model: Any, frames: _Frames, ids_S: Tensor, starts: Seque
         if start >= len(ids_S):
             break  # padding
         types, inputs = frames.types_S[start:stop], {}
-        for index, kind in enumerate(KINDS, 1):
+        for index, kind in enumerate(MEDIA, 1):
             num_tokens = int((types == index).sum())
             if not num_tokens:
                 continue
@@ -223,7 +222,7 @@ def _compute_positions(model: Any, frames: _Frames, ids_S: Tensor, starts: Seque
             used[kind] = int(torch.searchsorted(ends[kind], counts[kind])) + 1
             if ends[kind][used[kind] - 1] != counts[kind]:
                 raise ValueError(f"a document ends within the tokens of {kind} {used[kind] - 1}; move document_ids")
-            inputs[KINDS[kind][1]] = frames.grids[kind][first : used[kind]]
+            inputs[MEDIA[kind][1]] = frames.grids[kind][first : used[kind]]
             if kind == "video" and seconds is not None:
                 inputs["second_per_grid_ts"] = seconds[first : used[kind]]
         if inputs:

@@ -107,6 +107,7 @@ class Trainer:
                 seed=config.train.seed,
                 dp_rank=mesh.dp_rank,
                 dp_size=mesh.dp_size,
+                cp=(mesh.cp_rank, mesh.cp_size),
                 batch=config.train.batch,
                 accumulate=config.train.accumulate,
                 steps=config.train.steps - max(run.last_step, config.start) if config.train.epochs is None else None,
