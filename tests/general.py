@@ -48,12 +48,12 @@ def layer_name(param_name: str) -> str:
 
 def gradient_errors(model: nn.Module, plain: nn.Module) -> Errors:
     """The largest error in this rank's shard of each gradient, in units of the layer's largest gradient."""
-    wanted = {name: param.grad for name, param in plain.named_parameters()}
+    wanted = {name: param.grad for name, param in plain.named_parameters() if param.requires_grad}
     largest: dict[str, float] = {}
     for name, grad in wanted.items():
         size = 0.0 if grad is None else float(grad.abs().max())
         largest[layer_name(name)] = max(largest.get(layer_name(name), 0.0), size)
-    params, errors = dict(model.named_parameters()), {}
+    params, errors = {name: param for name, param in model.named_parameters() if param.requires_grad}, {}
     assert set(params) == set(wanted)
     for name, expected in wanted.items():
         grad = params[name].grad

@@ -24,13 +24,15 @@ from trl import SFTConfig, SFTTrainer
 
 from decoders import Wide
 from general import add_lora, assert_equal, gradient_errors, mean_loss, wide_runs
-from ithaka.config import ConfigError
+from ithaka.config import AdapterConfig, ConfigError
 from ithaka.dist.mesh import make_mesh
 from ithaka.hf import long_context, shape_from_model
+from ithaka.layer import fourbit
 from ithaka.layer.store import Store
 from ithaka.layout import Layout
 from ithaka.model import vision
 from ithaka.model.build import parallelize_model
+from ithaka.model.quantized import PACKED_AS, round_weights
 from ithaka.model.save import iterate_weights
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import Hardware, find_gpu
@@ -126,10 +128,26 @@ def test_frozen_parts_of_the_encoder(part):
 
 
 @pytest.mark.parametrize(
-    "targets", [pytest.param(["q_proj", "down_proj"], marks=pytest.mark.slow), ["v_proj", "qkv", "linear_fc1"]]
+    ("targets", "base"),
+    [
+        pytest.param(["q_proj", "down_proj"], "bf16", marks=pytest.mark.slow),
+        pytest.param(["v_proj", "qkv", "linear_fc1"], "bf16", marks=pytest.mark.slow),
+        (["v_proj", "qkv", "linear_fc1"], "nf4"),
+    ],
 )
-def test_adapters_equal_peft(targets):
-    plain = add_lora(tiny_vlm("qwen3_vl"), target_modules=targets)
+def test_adapters_equal_peft(targets, base, monkeypatch):
+    """A four-bit base packs the language model; the encoder keeps its dtype."""
+
+    def dequantize(*args, plain=fourbit.dequantize):
+        with torch._C.DisableTorchFunction():  # not `Wide`: weights are products in fp32
+            plain(*args)
+
+    monkeypatch.setattr(fourbit, "dequantize", dequantize)
+    model = tiny_vlm("qwen3_vl")
+    round_weights(model, AdapterConfig(rank=3, base=base))
+    packed = {name.partition("layers")[0] for name, module in model.named_modules() if PACKED_AS in vars(module)}
+    assert packed == ({"model.language_model."} if base == "nf4" else set())
+    plain = add_lora(model, target_modules=targets)
     assert_equal(compare(plain, media_inputs("qwen3_vl", **SIZES), Layout(2, tile_tokens=9)))
 
 
