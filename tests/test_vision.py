@@ -24,15 +24,15 @@ from trl import SFTConfig, SFTTrainer
 
 from decoders import Wide
 from general import add_lora, assert_equal, gradient_errors, mean_loss, wide_runs
+from ithaka import verify
 from ithaka.config import AdapterConfig, ConfigError
 from ithaka.dist.mesh import make_mesh
 from ithaka.hf import long_context, shape_from_model
 from ithaka.layer import fourbit
 from ithaka.layer.store import Store
-from ithaka.layout import Layout
-from ithaka.model import vision
+from ithaka.layout import ActivationPolicy, Layout
+from ithaka.model import quantized, vision
 from ithaka.model.build import parallelize_model
-from ithaka.model.quantized import PACKED_AS, round_weights
 from ithaka.model.save import iterate_weights
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import Hardware, find_gpu
@@ -40,7 +40,6 @@ from ithaka.plan.models import find_shape
 from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import Work
 from ithaka.rehearse import rehearse
-from ithaka.verify import write_truncated_model
 from parity import Errors, plain_sum, relative
 from threads import on_threads
 from vlms import media_inputs, model_for, picture, tiny_processor, tiny_vlm, vlm_config
@@ -136,17 +135,18 @@ def test_frozen_parts_of_the_encoder(part):
     ],
 )
 def test_adapters_equal_peft(targets, base, monkeypatch):
-    """A four-bit base packs the language model; the encoder keeps its dtype."""
+    """In a four-bit model of bitsandbytes, the encoder is packed as well."""
 
     def dequantize(*args, plain=fourbit.dequantize):
         with torch._C.DisableTorchFunction():  # not `Wide`: weights are products in fp32
             plain(*args)
 
     monkeypatch.setattr(fourbit, "dequantize", dequantize)
+    monkeypatch.setattr(quantized, "find_layers", lambda model: model.model)
     model = tiny_vlm("qwen3_vl")
-    round_weights(model, AdapterConfig(rank=3, base=base))
-    packed = {name.partition("layers")[0] for name, module in model.named_modules() if PACKED_AS in vars(module)}
-    assert packed == ({"model.language_model."} if base == "nf4" else set())
+    quantized.round_weights(model, AdapterConfig(rank=3, base=base))
+    packed = {name.split(".")[1] for name, module in model.named_modules() if quantized.PACKED_AS in vars(module)}
+    assert packed == ({"language_model", "visual"} if base == "nf4" else set())
     plain = add_lora(model, target_modules=targets)
     assert_equal(compare(plain, media_inputs("qwen3_vl", **SIZES), Layout(2, tile_tokens=9)))
 
@@ -363,10 +363,29 @@ def test_built_in_models_have_their_published_sizes():
     assert (shape.encoder.outputs, shape.encoder.patches) == (1, 4)
 
 
-def test_commands_without_images_are_refused():
-    for command in (
-        lambda config: rehearse(config, Layout(), 1, 64),
-        lambda config: write_truncated_model(config, Path()),
-    ):
-        with pytest.raises(ConfigError, match="has no images, which model_type=qwen3_vl trains on"):
-            command(vlm_config("qwen3_vl").to_dict())
+# ---- commands
+
+
+def test_rehearse_runs_the_encoder(monkeypatch):
+    patches = []
+    plain = vision.TiledEncoder.encode
+    monkeypatch.setattr(vision.TiledEncoder, "encode", lambda *a: patches.append(int(a[2].prod(1).sum())) or plain(*a))
+    config = vlm_config("qwen3_vl").to_dict()
+    result = rehearse(config, Layout(2, kept=(ActivationPolicy(),) * 2), 2, 1024, steps=1)
+    assert max(patches) == 2 * 1024  # half of four frames
+    assert result.x_bytes == 512 * 32 * 2 and result.forward_s > 0
+
+
+@pytest.mark.parametrize("family", [FAMILIES[1], pytest.param(FAMILIES[0], marks=pytest.mark.slow)])
+def test_verify_compares_images(family, tmp_path, monkeypatch):
+    tiny_vlm(family, torch.float32).save_pretrained(tmp_path / "model")
+    assert verify.write_truncated_model(tmp_path / "model", tmp_path) == "its own"
+    models = [verify.load_truncated_model(tmp_path, None) for _ in range(3)]
+    assert len(models[0].model.language_model.layers) == len(models[0].model.visual.blocks) == 2
+    monkeypatch.setattr(verify, "load_truncated_model", lambda *_: copy.deepcopy(models.pop()))
+
+    def check() -> dict[str, bool]:
+        layout = verify.make_layout(None, 2, 4)
+        return {each["part"]: each["ok"] for each in verify.run_checks(tmp_path, make_mesh(2), layout, None)}
+
+    assert all(on_threads(2, check)[0].values())

@@ -20,15 +20,15 @@ from ithaka.dist.mesh import default_device, make_mesh
 from ithaka.layout import Layout, default_dtype
 from ithaka.measure import token_losses
 from ithaka.model.build import build_model
-from ithaka.model.families import find_layers
+from ithaka.model.families import find_layers, has_encoder
 from ithaka.model.video import build_transformer, make_clip
 from ithaka.model.video_blocks import is_diffusers_model
+from ithaka.model.vision import make_frames
 from ithaka.phases import PhasePath, listening, phase
 from ithaka.plan.hardware import GIB, available_memory
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import Seconds, layer_seconds
-from ithaka.plan.shape import refuse_vision
 from ithaka.plan.show import format_bytes
 from ithaka.preflight.run import STORE_HOLDERS
 from ithaka.profile.live import LiveBytes
@@ -74,13 +74,14 @@ def rehearse(
     model's config.json; the layout sets the number of layers. Weights are random. `memory_only`: run one step, and
     limit attention to documents of 128 Ki tokens; allocations do not change. `reference`: log-probabilities of the
     model without its adapter, or of a frozen copy, then those of the model and their backward, as for DPO and GRPO."""
-    refuse_vision("rehearse", config.get("model_type"))
     layers, is_video = len(layout.kept), "_class_name" in config
     if is_video and memory_only:
         raise ConfigError("--memory-only cuts attention into documents, which a clip does not have; leave it out")
-    truncated = {**config, "num_layers" if is_video else "num_hidden_layers": layers}
-    if truncated.get("layer_types"):
-        truncated["layer_types"] = truncated["layer_types"][:layers]
+    text = config.get("text_config") or config
+    cut = {"num_layers" if is_video else "num_hidden_layers": layers}
+    if text.get("layer_types"):
+        cut["layer_types"] = text["layer_types"][:layers]
+    truncated = {**config, **(cut if text is config else {"text_config": {**text, **cut}})}
     start_loopback(ranks)
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
@@ -105,7 +106,7 @@ def rehearse(
         return RehearsalResult(
             x_bytes=layout.x_bytes(config["num_attention_heads"] * config["attention_head_dim"], s)
             if is_video
-            else layout.x_bytes(model.config.hidden_size, s),
+            else layout.x_bytes(model.config.get_text_config().hidden_size, s),
             layer_bytes=_layers_peak(peaks) - _layers_peak(tiny_peaks),
             peak_bytes=peaks[peak_path],
             peak_phase=" / ".join(peak_path[1:]) or "outside layers and loss",
@@ -137,8 +138,10 @@ def _measure_step(
 def _make_inputs(model: Any, context: int, document: int | None = None) -> dict[str, Any]:
     if is_diffusers_model(model):
         return make_clip(model, context)
-    ids = torch.randint(model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids, "document_ids": torch.arange(context)[None] // document if document else None}
+    vocab = model.config.get_text_config().vocab_size
+    ids = torch.randint(vocab, (1, context), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids, "document_ids": torch.arange(context)[None] // document if document else None}
+    return inputs | make_frames(model, ids) if has_encoder(model) else inputs
 
 
 def _run_step(model: Any, optimizer: Optimizer | None, use_reference: Any, inputs: dict[str, Any]) -> None:
@@ -148,7 +151,8 @@ def _run_step(model: Any, optimizer: Optimizer | None, use_reference: Any, input
             with torch.set_grad_enabled(optimizer is not None):
                 loss = model(**inputs).sample.square().mean()
         elif optimizer is None:
-            loss = token_losses(model, inputs["input_ids"], document_ids=inputs["document_ids"]).mean()
+            given = {name: value for name, value in inputs.items() if name != "input_ids"}
+            loss = token_losses(model, inputs["input_ids"], **given).mean()
         elif use_reference is not None:
             options = {**inputs, "labels": inputs["input_ids"], "per_token": True}
             with torch.no_grad(), use_reference() as reference:

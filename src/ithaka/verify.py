@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ithaka.config import AdapterConfig, Config, ConfigError
@@ -28,12 +28,14 @@ from ithaka.dist.mesh import Mesh, end_process_group, make_mesh
 from ithaka.launch import check_cpu_ranks, max_cpu_ranks, num_gpus, run_ranks
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.layout import ActivationPolicy, Layout, layout_from_config
-from ithaka.model.adapters import add_adapter, read_stored_settings
+from ithaka.model.adapters import add_adapter, auto_class, read_stored_settings
+from ithaka.model.batch import MEDIA
 from ithaka.model.build import has_weights, parallelize_model, read_hf_config
+from ithaka.model.families import find_layers, has_encoder
 from ithaka.model.logprobs import token_logprobs
 from ithaka.model.quantized import round_weights
 from ithaka.model.weights import end_parameters, open_tensor_files
-from ithaka.plan.shape import read_shape, refuse_vision, shape_from_config
+from ithaka.plan.shape import read_json, read_shape, shape_from_config
 from ithaka.preflight.checks import check_weights
 
 TOLERANCE = 1e-4  # relative; a wrong index, factor or mask gives at least 1e-2
@@ -89,40 +91,65 @@ def write_truncated_model(source: Path | dict, out: Path, settings: Config | Non
     """Write a Hugging Face directory with two layers (of different types if the model has them) and a small vocabulary.
     Return the origin of its weights."""
     config = read_hf_config(source, settings.model.rope if settings is not None else None)
-    refuse_vision("verify", config.model_type)
-    num_layers, num_dense = config.num_hidden_layers, getattr(config, "first_k_dense_replace", None)
-    lists = {key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == num_layers}
+    text = config.get_text_config()
+    num_layers, num_dense = text.num_hidden_layers, getattr(text, "first_k_dense_replace", None)
+    lists = {key: value for key, value in vars(text).items() if isinstance(value, list) and len(value) == num_layers}
     kinds = [(i < (num_dense or 0), *(value[i] for value in lists.values())) for i in range(num_layers)]
     layers = [0, next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 1)][:num_layers]
-    config.num_hidden_layers, config.vocab_size = len(layers), min(MAX_VOCAB, config.vocab_size)
-    config.bos_token_id = config.eos_token_id = config.pad_token_id = None  # may exceed the truncated vocabulary
+    text.num_hidden_layers, text.vocab_size = len(layers), min(MAX_VOCAB, text.vocab_size)
+    text.bos_token_id = text.eos_token_id = text.pad_token_id = None  # may exceed the truncated vocabulary
     for key, value in lists.items():
-        setattr(config, key, [value[i] for i in layers])
+        setattr(text, key, [value[i] for i in layers])
     if num_dense is not None:
-        config.first_k_dense_replace = sum(i < num_dense for i in layers)
-    if getattr(config, "sliding_window", None):
-        config.sliding_window = min(MAX_WINDOW, config.sliding_window)
+        text.first_k_dense_replace = sum(i < num_dense for i in layers)
+    if getattr(text, "sliding_window", None):
+        text.sliding_window = min(MAX_WINDOW, text.sliding_window)
+    if text is not config:
+        _truncate_encoder(config, text.vocab_size)
+    model_class = auto_class(config.model_type)
     if not has_weights(source):
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(out)
+        model_class.from_config(config).save_pretrained(out)
         return "random"
     config.save_pretrained(out)
     with torch.device("meta"):
-        ends = end_parameters(AutoModelForCausalLM.from_config(config))
+        model = model_class.from_config(config)
+    # Older files of vision-language models have other prefixes.
+    known, ends = (
+        {_without_prefix(name) for name in model.state_dict()},
+        set(map(_without_prefix, end_parameters(model))),
+    )
     tensors = {}
     for name, file in open_tensor_files(source).items():
-        layer = re.match(r"model\.layers\.(\d+)", name)
-        if layer is None or int(layer[1]) in layers:
-            new_name = f"model.layers.{layers.index(int(layer[1]))}{name[layer.end() :]}" if layer else name
-            rows = config.vocab_size if name in ends else None
+        layer = re.match(r"(model\.(?:language_model\.)?layers\.)(\d+)", name)
+        if layer is None and text is not config and _without_prefix(name) not in known:
+            continue  # of the encoder
+        if layer is None or int(layer[2]) in layers:
+            new_name = f"{layer[1]}{layers.index(int(layer[2]))}{name[layer.end() :]}" if layer else name
+            rows = text.vocab_size if _without_prefix(name) in ends else None
             tensors[new_name] = file.get_slice(name)[:rows].contiguous()
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     return "its own"
 
 
+def _without_prefix(name: str) -> str:
+    return re.sub(r"^(model\.|language_model\.)*", "", name)
+
+
+def _truncate_encoder(config: Any, vocab_size: int) -> None:
+    """Keep two blocks of an image encoder, with a full and a windowed one, and features for the first layer."""
+    vision, kept = config.vision_config, {"deepstack_visual_indexes": [0], "fullatt_block_indexes": [1]}
+    vision.depth = min(2, vision.depth)
+    for name in kept.keys() & vars(vision).keys():
+        setattr(vision, name, kept[name])
+    for i, name in enumerate(("image", "video", "vision_start", "vision_end"), 1):
+        setattr(config, f"{name}_token_id", vocab_size - i)
+
+
 def load_truncated_model(directory: Path, adapter: AdapterConfig | None) -> PreTrainedModel:
     """Load the truncated model in float64. Adapters are random: with B at its initial zero, A has no gradient."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, experts_implementation="eager")
+    load = auto_class(read_json(directory / "config.json")["model_type"]).from_pretrained
+    model = load(directory, dtype=torch.float64, experts_implementation="eager")
     if adapter is not None:
         round_weights(model, adapter)
         if not isinstance(adapter.targets, str):  # drop layer indices, which may exceed the truncated model
@@ -151,8 +178,8 @@ class ModelPair:
         self.direction_errors: Errors = {}  # per-head gradient direction errors, by name
         self.plain = load_truncated_model(directory, adapter).to(mesh.device) if mesh.rank == 0 else None
         model = load_truncated_model(directory, adapter)
-        layout = replace(layout, kept=layout.kept[-model.config.num_hidden_layers :])
-        attention = [layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn")]
+        layout = replace(layout, kept=layout.kept[-len(find_layers(model)) :])
+        attention = [layer.self_attn for layer in find_layers(model) if hasattr(layer, "self_attn")]
         self.head_dim = getattr(attention[0], "head_dim", None) if attention else None
         self.model = parallelize_model(model, mesh=mesh, layout=layout)
 
@@ -190,7 +217,8 @@ class ModelPair:
 
 def run_checks(directory: Path, mesh: Mesh, layout: Layout, adapter: AdapterConfig | None) -> Checks:
     pair, cp = ModelPair(directory, mesh, layout), layout.cp
-    vocab, full_length = pair.model.config.vocab_size, pair.model.config.max_position_embeddings
+    text = pair.model.config.get_text_config()
+    vocab, full_length = text.vocab_size - 4 * has_encoder(pair.model), text.max_position_embeddings
 
     def random_ids(*shape: int) -> Tensor:
         return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(2))
@@ -214,7 +242,7 @@ def run_checks(directory: Path, mesh: Mesh, layout: Layout, adapter: AdapterConf
     labels = ids.masked_fill(~(mask & F.pad(mask[:, :-1], (1, 0))), IGNORE_INDEX)
     yield _worst_check("padding", pair.compare_losses(ids, labels, attention_mask=mask.long()))
     yield from _check_documents(pair, random_ids, (5, 1, cp + 4, 7))
-    num_tokens = min(10, getattr(pair.model.config, "sliding_window", None) or 10)
+    num_tokens = min(10, getattr(text, "sliding_window", None) or 10)
     ids, mask = random_ids(1, num_tokens), torch.full((1, 1, num_tokens, num_tokens), -math.inf).double().triu(1)
     for part, last, allowed in (("rope", 300, TOLERANCE), ("exact positions", full_length, None)):
         positions = torch.arange(0, last, (last - 1) // (num_tokens - 1))[None, :num_tokens]
@@ -222,11 +250,33 @@ def run_checks(directory: Path, mesh: Mesh, layout: Layout, adapter: AdapterConf
         inputs = {"position_ids": positions, "document_ids": torch.zeros_like(ids)}
         error = pair.compare_logits(ids, {"position_ids": positions, "attention_mask": mask}, **inputs)
         yield make_check(part, f"logits, {num_tokens} tokens over {last} positions", error, allowed)
+    if has_encoder(pair.model):
+        ids, media = _make_media(pair.model, random_ids(1, 2 * cp + 5))
+        yield _worst_check("images and video", pair.compare_losses(ids, ids, None, **media))
     if adapter is not None:
         del pair
         gc.collect()  # FSDP2 has reference cycles, and two truncated 8B models fill a laptop
         ids = random_ids(1, 8 * cp + 3)
         yield _worst_check("adapter", ModelPair(directory, mesh, layout, adapter).compare_losses(ids, ids))
+
+
+def _make_media(model: PreTrainedModel, text: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """A row and the arguments of two images and a video of two steps in time, which text surrounds."""
+    config, side = model.config, model.config.vision_config.spatial_merge_size
+    start, end = torch.tensor([config.vision_start_token_id]), torch.tensor([config.vision_end_token_id])
+    grids = {"image": [[1, 2 * side, 3 * side], [1, side, 2 * side]], "video": [[2, side, side]]}
+    parts, inputs, vision = [text[0, :3]], dict[str, Tensor](), model.model.visual.config
+    for kind, steps in {"image": [6, 2], "video": [2] if "qwen2" in config.model_type else [1, 1]}.items():
+        for num_tokens in steps:  # Qwen3-VL has text between the steps of a video
+            parts += [start, torch.full((num_tokens,), getattr(config, f"{kind}_token_id")), end, text[0, 3:5]]
+        pixels, name = MEDIA[kind]
+        inputs[name] = torch.tensor(grids[kind])
+        num_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        generator = torch.Generator().manual_seed(3)
+        inputs[pixels] = torch.randn(int(inputs[name].prod(1).sum()), num_values, generator=generator).double()
+    ids = torch.cat([*parts, text[0, 5:]])[None]
+    types = (ids == config.image_token_id) + 2 * (ids == config.video_token_id)
+    return ids, inputs | {"mm_token_type_ids": types.long()}
 
 
 def _check_documents(pair: ModelPair, random_ids: Callable[..., Tensor], lengths: tuple[int, ...]) -> Checks:
@@ -243,7 +293,7 @@ def _check_documents(pair: ModelPair, random_ids: Callable[..., Tensor], lengths
     with torch.no_grad():
         before = token_logprobs(pair.model, ids, labels, document_ids=documents).logprobs.cpu()
         for changing in (documents % 2 == 0, documents % 2 == 1):
-            changed = torch.where(changing, (ids + 1) % pair.model.config.vocab_size, ids)
+            changed = torch.where(changing, (ids + 1) % ids.max(), ids)
             after = token_logprobs(pair.model, changed, labels, document_ids=documents).logprobs.cpu()
             error = max(error, float((before - after)[~changing].abs().max()))
     yield make_check("document isolation, bitwise", "logprobs when neighbors change", error, 0.0)

@@ -26,10 +26,9 @@ from ithaka.model.adapters import auto_class, is_stacked
 from ithaka.model.families import find_decoder, find_layers, has_encoder, has_known_layers
 from ithaka.model.probe import LENGTHS, Recorder, describe_layer, read_call, refusal, token_dims
 from ithaka.model.video_blocks import TOKEN_DIMS, Ltx, SelfAttention, Tokens, Wan, find_family, read_facts
-from ithaka.plan.shape import VIDEO_SCALES, DeltaShape, Encoder, MeasuredLayer, ModelShape
+from ithaka.plan.shape import FRAME_PATCHES, VIDEO_SCALES, DeltaShape, Encoder, MeasuredLayer, ModelShape
 
 TOKENS = (128, 256)  # the lengths of two runs: their difference is what grows with the tokens
-FRAME_PATCHES = 1024  # of a frame of 512 x 512 pixels
 TEXT_TOKENS = 512  # Wan's text encoder pads prompts to this length
 COORDINATE_BYTES = 24  # three int64 coordinates per patch
 TOP_K = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk")  # experts per token, in configurations

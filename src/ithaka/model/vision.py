@@ -9,6 +9,7 @@ in model/batch.py.
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 
 from ithaka.dist.exchange import start_uneven_all_to_all
 from ithaka.dist.mesh import Mesh
+from ithaka.layer.fourbit import packed_weights, unpacked
 from ithaka.layer.general import compute_like_autocast
 from ithaka.layer.tiles import GradSum
 from ithaka.model.batch import MEDIA, OwnPixels, Share, divide_frames, split_positions, take_own_tokens, to_integers
@@ -29,7 +31,7 @@ from ithaka.model.calls import CallChecker, CheckedCall
 from ithaka.model.families import find_decoder
 from ithaka.phases import mark_backward, phase
 from ithaka.plan.ring import Deal
-from ithaka.plan.shape import PATCHES_PER_TILE
+from ithaka.plan.shape import FRAME_PATCHES, PATCHES_PER_TILE
 
 ARGUMENTS = (*(name for names in MEDIA.values() for name in names), "mm_token_type_ids", "second_per_grid_ts")
 
@@ -233,6 +235,24 @@ def _compute_positions(model: Any, frames: _Frames, ids_S: Tensor, starts: Seque
     return torch.cat(positions, dim=1)
 
 
+def make_frames(model: Any, ids_1S: Tensor) -> dict[str, Any]:
+    """Arguments for a row of images, as plans assume. Their tokens replace those in `ids_1S`; pixels are for this
+    rank."""
+    vision, num_tokens = model.model.visual.config, ids_1S.shape[1]
+    merge, mesh = vision.spatial_merge_size, model.ithaka_mesh
+    side = math.isqrt(FRAME_PATCHES) // merge * merge
+    per_frame = side**2 // merge**2
+    grids = torch.tensor([[1, side, side]]).expand(num_tokens // per_frame, 3)
+    config, used = model.config, len(grids) * per_frame
+    ids_1S[ids_1S >= min(config.image_token_id, config.video_token_id)] = 0
+    ids_1S[:, :used] = config.image_token_id
+    cuts = divide_frames(grids.prod(1), mesh.cp_size)
+    num_own = int(cuts[mesh.cp_rank + 1] - cuts[mesh.cp_rank]) * side**2
+    part_PC = torch.randn(num_own, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
+    pixels = {"pixel_values": OwnPixels(part_PC, len(grids) * side**2, "random"), "image_grid_thw": grids}
+    return {"position_ids": torch.arange(num_tokens).expand(3, 1, -1), **(pixels if used else {})}
+
+
 # ---- the encoder
 
 
@@ -266,6 +286,9 @@ class TiledEncoder:
 
     visual: Any
 
+    def __post_init__(self) -> None:
+        self.packed = list(packed_weights(self.visual).values())
+
     def __call__(self, pixels_PC: Tensor, grids_f3: Tensor) -> tuple[Tensor, ...]:
         params = self.params()
         if params and torch.is_grad_enabled():
@@ -293,7 +316,7 @@ class TiledEncoder:
         num_outputs, dim = 1 + len(getattr(config, "deepstack_visual_indexes", ())), self.output_dim
         num_features = int(grids_f3.prod(1).sum()) // config.spatial_merge_size**2
         outs = tuple(weight.new_empty(num_features, dim) for _ in range(num_outputs))
-        with torch.no_grad():
+        with torch.no_grad(), unpacked(self.packed):
             for frames, patches, features in self.tiles(grids_f3):
                 for out_MD, found in zip(outs, self.run(pixels_PC[patches], grids_f3[frames]), strict=True):
                     out_MD[features] = found
@@ -321,7 +344,7 @@ class _EncodeTiles(torch.autograd.Function):
     def backward(ctx, *douts):
         encoder, (pixels_PC, grids_f3), grads = ctx.encoder, ctx.inputs, GradSum()
         params = encoder.params()
-        with phase("encoder backward"):
+        with phase("encoder backward"), unpacked(encoder.packed):
             for frames, patches, features in encoder.tiles(grids_f3):
                 with torch.enable_grad():
                     outs = encoder.run(pixels_PC[patches], grids_f3[frames])

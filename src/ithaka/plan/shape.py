@@ -57,6 +57,7 @@ VIDEO_SCALES = {"WanTransformer3DModel": (4, 8), "LTXVideoTransformer3DModel": (
 # Vision-language models: an encoder whose frames are independent, and a language model with 3-D positions.
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 PATCHES_PER_TILE = 8192  # that the encoder computes at once, or one frame
+FRAME_PATCHES = 1024  # in plans: frames of 512 x 512 pixels
 PLANNED_FAMILIES = [name for name, family in FAMILIES.items() if not family.experts]
 MOMENT_BLOCK = 64  # consecutive elements of a row that share the scale of a moment in 8 bits
 
@@ -420,13 +421,6 @@ def read_json(file: Path, name: str = "model.path=", way_out: str = GIVE_MODEL) 
     except ValueError:
         reason = "not valid JSON"
     raise ConfigError(f"{name}{file} cannot be read ({reason}); {way_out}")
-
-
-def refuse_vision(command: str, model_type: Any) -> None:
-    """Refuse a vision-language model."""
-    if model_type in VISION_FAMILIES:
-        rule = f"`ithaka {command}` has no images, which model_type={model_type} trains on"
-        raise ConfigError(f"{rule}; use `ithaka plan`, and ithaka.parallelize or `ithaka train` on a few steps")
 
 
 def quant_method(config: Mapping[str, Any]) -> str | None:
