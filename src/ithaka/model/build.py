@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState, alloc_storage
 from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import ModelOutput
@@ -252,6 +254,8 @@ def apply_fsdp(
         shard(unit, dtype)
     shard(model, root_dtype or dtype)
     if mesh.fsdp.size() == 1:
+        _gather_in_one_pass(model)
+        _reduce_in_one_pass(model)
         return  # the settings below would cost a pass and a copy
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -260,6 +264,54 @@ def apply_fsdp(
     for unit in cast(Sequence[Any], units):
         if not layout.prefetches(sum(param.numel() for param in unit.parameters()) * dtype.itemsize):
             unit.set_modules_to_backward_prefetch([unit])  # itself, which is gathered already
+
+
+class _OneRankParam(FSDPParam):
+    """A parameter on one rank. FSDP2 casts it, then copies the result to where it gathers; this one casts it there."""
+
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:
+        is_sharded, data, dtype = self.sharded_state == ShardedState.SHARDED, self._sharded_param_data, self.param_dtype
+        has_own_way = hasattr(self._sharded_local_tensor, "fsdp_pre_all_gather")
+        if not is_sharded or has_own_way or self.offload_to_cpu or dtype is None:
+            return super().all_gather_inputs
+        self.init_all_gather_outputs([data.numel()], [dtype], 1, self.device)
+        (gathered,) = self.all_gather_outputs
+        alloc_storage(gathered)
+        with torch.autograd._unsafe_preserve_version_counter(gathered):
+            gathered.copy_(data)
+        return [gathered]  # FSDP2 copies it onto itself, which does nothing
+
+
+class _OneRankReduce(ReduceScatter):
+    """Gradients on one rank. FSDP2 casts them into one buffer and copies it to another; here both are the same."""
+
+    def __init__(self) -> None:
+        self._input: Tensor | None = None  # allocated before the output, of the same size
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffer, self._input = self._input, None
+        if buffer is None:
+            buffer = self._input = torch.empty(*size, dtype=dtype, device=device)
+        elif buffer.is_cuda:
+            buffer.record_stream(torch.cuda.current_stream())  # FSDP2 reads its output on a stream of its own
+        return buffer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("one rank reduces nothing")
+
+
+def _gather_in_one_pass(model: nn.Module) -> None:
+    for module in model.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for param in group.fsdp_params if group is not None else ():
+            param.__class__ = _OneRankParam
+
+
+def _reduce_in_one_pass(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(_OneRankReduce())
 
 
 def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: Store, decoder: Decoder | None) -> None:
