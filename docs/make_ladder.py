@@ -27,7 +27,7 @@ RUNGS = {
 }
 
 WIDTH, ROW, TOP, LEFT, RIGHT = 760, 30, 44, 232, 66
-FLOOR, CEILING = 4 * 1024, 16 * 1024**2  # tokens at the two ends of the scale
+FLOOR, CEILING = 4 * 1024, 32 * 1024**2  # tokens at the two ends of the scale
 TEXT, BAR, NEW = "#767d86", "#767d8666", "#3f87d9"  # read on white and on black
 
 

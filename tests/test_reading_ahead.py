@@ -2,6 +2,7 @@
 
 import gc
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -56,15 +57,18 @@ def test_a_layer_reads_its_own_before_the_next_ones(ranks):
     assert all(sum(others) == 0 for _, *others in seen)
 
 
-@pytest.mark.parametrize("num_layers", [1.0, 1.6, 3.0])
+@pytest.mark.parametrize("num_layers, stages", [(1.0, 1), (1.6, 1), (3.0, 1), (3.0, 2)])
 @pytest.mark.parametrize("cp", [1, 2])
-def test_small_pools_are_exact(ranks, cp, num_layers):
-    ids = random_ids(1, 24)
+def test_small_pools_are_exact(ranks, cp, num_layers, stages):
+    """In several stages without overlap, dq is in the pool too. Plans have three layers in it."""
+    ids, layout = random_ids(1, 24), LAYOUT
+    if stages > 1:
+        layout = replace(LAYOUT, heads_per_stage=4 // stages, overlap=False)
     host_bytes = int(num_layers * LAYER_BYTES / cp)
-    check(ranks.run(cp, small_pool, cp, ids, host_bytes))
+    check(ranks.run(cp, small_pool, cp, ids, host_bytes, layout))
 
 
-def small_pool(cp, ids, host_bytes):
+def small_pool(cp, ids, host_bytes, layout):
     write = store_module.DiskFile.write
 
     def slowly(self, data, offset):
@@ -74,7 +78,7 @@ def small_pool(cp, ids, host_bytes):
     store_module.DiskFile.write = slowly
     try:
         expected = lambda model: plain_sum(model, ids, ids) / 23  # noqa: E731
-        return compare_with(expected, cp, config(), LAYOUT, host_bytes=host_bytes, input_ids=ids, labels=ids)
+        return compare_with(expected, cp, config(), layout, host_bytes=host_bytes, input_ids=ids, labels=ids)
     finally:
         store_module.DiskFile.write = write
 

@@ -138,9 +138,7 @@ class DeltaLayer(GeneralLayer):
             halo_hD = x_tD[-self._num_halo :].clone()
             yield rows, x_tD, arguments
 
-    def _projections_backward(
-        self, saved: Any, head_grads: Sequence[list[Tensor]], dy_sD: Tensor, grads: GradSum
-    ) -> None:
+    def _projections_backward(self, saved: Any, head_grads: Sequence[list[Any]], dy_sD: Tensor, grads: GradSum) -> None:
         (douts,), h = head_grads, self._num_halo
         dhalo_hD = torch.zeros_like(saved.halo_hD)
         for rows, x_tD, arguments in self._project_tiles(saved):

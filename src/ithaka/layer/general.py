@@ -34,6 +34,7 @@ from ithaka.layer.mixers import DeltaCall, DeltaFacts, DeltaMixer, EndRun
 from ithaka.layer.routing import Routing
 from ithaka.layer.schedule import LayerSchedule, SavedActivations, StageOutput
 from ithaka.layer.stages import StagedAttention
+from ithaka.layer.store import TensorHandle
 from ithaka.layer.tiles import GradSum, sum_dtype, tile_slices
 from ithaka.plan.heads import Heads, Stage, flatten_heads
 
@@ -459,7 +460,7 @@ class GeneralLayer(LayerSchedule):
         return dout_csnK
 
     def _projections_backward(
-        self, saved: Any, head_grads: Sequence[list[Tensor]], dy_sD: Tensor, grads: GradSum
+        self, saved: Any, head_grads: Sequence[list[TensorHandle]], dy_sD: Tensor, grads: GradSum
     ) -> None:
         all_heads, facts = (self.query_heads, self.kv_heads, self.kv_heads), self.parts
         counts = (facts.num_heads, facts.num_kv_heads, facts.num_kv_heads)
@@ -469,7 +470,7 @@ class GeneralLayer(LayerSchedule):
             else:
                 _, graph = self._capture_with_graph(x_tD, arguments)
             douts = [
-                self._sum_heads([d[:, rows] for d in ds], heads, count).to(x_tD.dtype)
+                self._sum_heads([d.fetch()[:, rows] for d in ds], heads, count).to(x_tD.dtype)
                 for ds, heads, count in zip(head_grads, all_heads, counts, strict=True)
             ]
             if saved.dsinks_H is not None and rows.start == 0:

@@ -89,19 +89,28 @@ def wait_all(in_flight: InFlight) -> list[Tensor]:
 class HeadGradExchange:
     """Sends the head gradients of one projection, by stage or load, back to the ranks of the tokens."""
 
-    def __init__(self, group: dist.ProcessGroup, overlap: bool) -> None:
-        self.group, self.overlap = group, overlap
+    def __init__(self, group: dist.ProcessGroup, overlap: bool, store: Store) -> None:
+        self.group, self.overlap, self.store = group, overlap, store
         self._exchanges: dict[int, Exchange] = {}
+        self._handles: dict[int, TensorHandle] = {}
 
     @phase("exchange")
-    def add(self, key: int, d_SnK: Tensor) -> None:
+    def add(self, key: int, d_SnK: Tensor, tier: str | None = None) -> None:
+        """`tier`: where the result waits for `take`; None: on the device."""
         self._exchanges[key] = start_heads_to_tokens(d_SnK, self.group)
         if not self.overlap:
-            self.wait()
+            self.wait(tier)
 
-    def wait(self) -> list[Tensor]:
-        """Return all gradients, [c, s, n, K] each, ordered by key. Releases the tensors sent."""
-        return [self._exchanges[key].wait() for key in sorted(self._exchanges)]
+    def wait(self, tier: str | None = None) -> None:
+        """Wait for everything sent, and release it."""
+        for key in tuple(self._exchanges):
+            self._handles[key] = self.store.keep(self._exchanges.pop(key).wait(), tier)
+            self._handles[key].release_source()
+
+    def take(self) -> list[TensorHandle]:
+        """Return all gradients, [c, s, n, K] each, ordered by key."""
+        self.wait()
+        return [self._handles.pop(key) for key in sorted(self._handles)]
 
 
 @dataclass(eq=False, repr=False)
@@ -121,6 +130,7 @@ class LayerSchedule:
 
     saved_type: ClassVar[type[SavedActivations]] = SavedActivations
     batch_dims: ClassVar[tuple[int, ...]] = ()  # leading dims of the output
+    reads_grads_by_tile: ClassVar[bool] = False  # `_projections_backward` needs one tile of head_grads at a time
 
     def __post_init__(self) -> None:
         self.rank = self.group.rank()
@@ -130,6 +140,8 @@ class LayerSchedule:
         self.packed = list(packed_weights(self.layer).values())
         self.dropout: DropoutState | None = None  # if adapters have dropout
         self.no_parents = ""  # why a call may not have `parents`, as part of an error: "with ..."
+        # In a plan without overlap memory is short. The outputs of attention, already used, leave room on the host.
+        self.stores_dq = self.reads_grads_by_tile and not self.layout.overlap
         self.hooked = False  # set at each call; if True, a user's hook may hold the gradients between layers
 
     def __call__(self, x_sD: Tensor, positions: Any, docs: Docs) -> Tensor:
@@ -168,7 +180,7 @@ class LayerSchedule:
         raise NotImplementedError
 
     def _projections_backward(
-        self, saved: SavedActivations, head_grads: Sequence[list[Tensor]], dy_sD: Tensor, grads: GradSum
+        self, saved: SavedActivations, head_grads: Sequence[list[TensorHandle]], dy_sD: Tensor, grads: GradSum
     ) -> None:
         """Backward of `_project`: add the gradient through q, k and v to dy.
 
@@ -262,13 +274,16 @@ class LayerSchedule:
     ) -> None:
         """Add the gradient through attention and norm1 to dy, which becomes dx. Consumes `outputs`."""
         stages, attention = self.table.stages, self._staged_attention(saved.docs)
-        dq, dk, dv = (HeadGradExchange(self.group, self.layout.overlap) for _ in range(3))
+        dq, dk, dv = (HeadGradExchange(self.group, self.layout.overlap, self.store) for _ in range(3))
         first = stages[: self.num_in_flight]
         sent = deque(self._send_backward(saved, stage, outputs.popleft(), dy_sD) for stage in first)
         for i in range(len(stages)):
             if self.layout.overlap and outputs:
                 outputs[0].out.prefetch()
-            dq.add(i, self._attend_heads_backward(i, attention, wait_all(sent.popleft()), saved))
+            is_stored = self.stores_dq and saved.policy.attention in ("host", "disk") and i + 1 < len(stages)
+            dq_SnK = self._attend_heads_backward(i, attention, wait_all(sent.popleft()), saved)
+            dq.add(i, dq_SnK, "host" if is_stored else None)
+            del dq_SnK
             for load in self.table.loads_ending(i):
                 dkv = attention.take_grads(load)
                 dk.add(load, next(dkv))
@@ -278,7 +293,7 @@ class LayerSchedule:
             for exchange in (dq, dk, dv):
                 exchange.wait()
         with phase("projections"):
-            self._projections_backward(saved, [dq.wait(), dk.wait(), dv.wait()], dy_sD, grads)
+            self._projections_backward(saved, [dq.take(), dk.take(), dv.take()], dy_sD, grads)
 
     def _send_backward(self, saved: SavedActivations, stage: Stage, output: StageOutput, dy_sD: Tensor) -> InFlight:
         """Send q, the attention output and its gradient, and k and v of a new load. lse, and q, k and v that were saved

@@ -72,23 +72,27 @@ class ProjectionsBackward:
     """Backward of q, k and v to their common input, in one matrix product per tile.
 
     With one product, the sum over heads is rounded once, for any number of stages.
-    `head_grads`: for each projection, the gradients [c, s, n, K] of each stage or load, in order.
     """
 
-    def __init__(self, slices: Sequence[HeadSlice], head_grads: Sequence[list[Tensor]]) -> None:
-        self.slices, self.head_grads = slices, head_grads
+    def __init__(self, slices: Sequence[HeadSlice]) -> None:
+        self.slices = slices
         # M rows: all heads, then A of each adapter without dropout, which multiplies the result of `lora_down_grad`.
         adapters = [part.linear.a_rD for part in slices if part.linear.a_rD is not None and not part.linear.dropout]
         self.weight_MD = torch.cat([*(part.linear.weight_ND for part in slices), *adapters])
         self.sums = GradSum()
 
-    def run_tile(self, rows: slice, h_tD: Tensor, positions: Positions, grads: GradSum) -> Tensor:
-        """Return dh_tD of the tokens `rows`. Adds weight gradients to the sums and norm gradients to `grads`."""
+    def run_tile(
+        self, head_grads: Sequence[Sequence[Tensor]], h_tD: Tensor, positions: Positions, grads: GradSum
+    ) -> Tensor:
+        """Return dh_tD. Adds weight gradients to the sums and norm gradients to `grads`.
+
+        `head_grads`: for each projection, the gradients [c, t, n, K] of each stage or load, in order.
+        """
         d_tM = h_tD.new_empty(len(h_tD), len(self.weight_MD))
         first, adapter_grads, dropped_grads, inverse = 0, [], [], positions.inverse
-        for part, part_grads in zip(self.slices, self.head_grads, strict=True):
+        for part, part_grads in zip(self.slices, head_grads, strict=True):
             d_tN = d_tM[:, first : first + part.width]
-            self._backward_to_linear(part, [d[:, rows] for d in part_grads], h_tD, inverse, d_tN, grads)
+            self._backward_to_linear(part, part_grads, h_tD, inverse, d_tN, grads)
             dz_tr = part.linear.lora_down_grad(d_tN)
             part.linear.add_grads(d_tN, h_tD, dz_tr, self.sums)
             if dz_tr is not None and part.linear.dropout is not None:
@@ -110,7 +114,12 @@ class ProjectionsBackward:
 
     @staticmethod
     def _backward_to_linear(
-        part: HeadSlice, head_grads: list[Tensor], h_tD: Tensor, inverse: Positions, into_tN: Tensor, grads: GradSum
+        part: HeadSlice,
+        head_grads: Sequence[Tensor],
+        h_tD: Tensor,
+        inverse: Positions,
+        into_tN: Tensor,
+        grads: GradSum,
     ) -> None:
         """Write the gradient at the linear map's output: through the inverse rotation, then through the norm."""
         into_tnK = into_tN.unflatten(1, (-1, part.projection.head_dim))

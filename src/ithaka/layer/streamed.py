@@ -9,6 +9,7 @@ rounded once.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from ithaka.layer.linear import Linear, as_linear
 from ithaka.layer.mlp import GatedMlp, MlpActivations, as_gated_mlp
 from ithaka.layer.schedule import LayerSchedule, SavedActivations, StageOutput
 from ithaka.layer.stages import HeadSlice, Projection, ProjectionsBackward, join_heads
+from ithaka.layer.store import TensorHandle
 from ithaka.layer.tiles import GradSum, apply_norm, graph_backward, norm_backward, run_norm, run_tile, tile_slices
 from ithaka.phases import Holder, tag
 from ithaka.plan.heads import Heads, Stage, flatten_heads
@@ -47,6 +49,8 @@ class StreamedLayer(LayerSchedule):
     """A layer of known parts, with hand-written backwards."""
 
     parts: LayerParts
+
+    reads_grads_by_tile: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,14 +169,16 @@ class StreamedLayer(LayerSchedule):
         return dout_csnK
 
     def _projections_backward(
-        self, saved: SavedActivations, head_grads: Sequence[list[Tensor]], dy_sD: Tensor, grads: GradSum
+        self, saved: SavedActivations, head_grads: Sequence[list[TensorHandle]], dy_sD: Tensor, grads: GradSum
     ) -> None:
         """Add the gradient of all heads, through the projections and norm1, to dy."""
         norm1 = self.parts.norm1
-        projections = ProjectionsBackward(self._head_slices(self.query_heads, self.kv_heads), head_grads)
-        for rows, x_tD in self._input_tiles(saved):
+        projections = ProjectionsBackward(self._head_slices(self.query_heads, self.kv_heads))
+        slices = tile_slices(len(dy_sD), self.layout.tile_tokens)
+        tiles = [zip(*(handle.tiles(slices, dim=1) for handle in handles), strict=True) for handles in head_grads]
+        for (rows, x_tD), *grads_ctnK in zip(self._input_tiles(saved), *tiles, strict=True):
             x_tD, h_tD = run_norm(norm1, x_tD)
-            dh_tD = projections.run_tile(rows, h_tD.detach(), saved.positions[rows], grads)
+            dh_tD = projections.run_tile(grads_ctnK, h_tD.detach(), saved.positions[rows], grads)
             norm_backward(dy_sD[rows], norm1, x_tD, h_tD, dh_tD, grads)
         projections.finish(grads)
 

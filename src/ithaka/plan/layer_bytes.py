@@ -100,6 +100,9 @@ class LayerBytes:
         self.fetched_input = self.x if layout.overlap and is_stored else 0
         self.fetched_tiles = 2 if is_stored and not layout.overlap else 0
         self.stages_ahead = 2 if layout.overlap else 1
+        # dq of all stages but the last waits on the host (`stores_dq` in layer/schedule.py).
+        is_streamed = not shape.measured or shape.measured.is_streamed
+        self.stores_dq = is_streamed and not layout.overlap and self.fetches_attention
         self.has_exchange = layout.ulysses > 1  # an exchange receives into a buffer of its own
         self.policy = policy
 
@@ -236,7 +239,8 @@ class LayerBytes:
             width = c * self.query_slots * shape.head_dim
             kv_width = 2 * c * max(stage.new_kv for stage in self.slots) * shape.head_dim
             return (width + kv_width) * hidden * e + t * e * ((2 + self.fetched_tiles) * hidden + 5 * width + rank)
-        width = (4 + self.fetched_tiles) * hidden + 2 * self.qkv_width + 7 * rank
+        stored_dq = (self.num_stages - 1) * self.query_slots * c * shape.head_dim * self.stores_dq
+        width = (4 + self.fetched_tiles) * hidden + 2 * self.qkv_width + 2 * stored_dq + 7 * rank
         return self.qkv_width * hidden * e + t * e * width
 
     def _measured_tile_bytes(self, layer: MeasuredLayer, work: TileWork) -> int:
@@ -372,7 +376,7 @@ def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoi
         live = head_grads + own + later + prefetched + b.held_kv[i]
         live += b.kv_grad_sums(b.slots[i].summed_kv) + b.ring_backward_bytes(i) + held(following)
         yield MemoryPoint(attend, stream, live + outputs_left(min(following, b.num_stages), i), "attend backward")
-        head_grads += b.q + last_used_kv[i]
+        head_grads += last_used_kv[i] + (0 if b.stores_dq and i + 1 < b.num_stages else b.q)
         if is_more:
             send_buffers = b.q + last_used_kv[i] if b.layout.overlap and b.has_exchange else 0
             left = b.left_kv[i] + b.kv_grad_sums(b.slots[i].left_summed_kv)
