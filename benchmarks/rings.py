@@ -1,9 +1,9 @@
 """Measure one layer of Llama-3-8B as rank 0 of a ring of nodes, and of one Ulysses group of as many ranks.
 
     python benchmarks/rings.py                                # 2 x 8 and 4 x 8 ranks at 256K and 1M
-    python benchmarks/rings.py --contexts 4M --steps 1        # minutes
+    python benchmarks/rings.py --contexts 4M --steps 1 --sides ring,Ulysses         # three minutes
 
-Exchanges are local copies, and planned seconds leave exchanges out. Sides: `ring`; `ring, not aligned`, whose pairs are
+Exchanges are local copies, and planned seconds leave exchanges out. Sides: `ring`; `unaligned`, a ring whose pairs are
 cut at the blocks of keys and again at the rounds; `Ulysses`, without a ring. A GPU's speed drifts, so each ring is
 measured next to its group. Prints a JSON line per measurement.
 """
@@ -30,7 +30,7 @@ from ithaka.plan.search import Plan
 from ithaka.plan.seconds import layer_seconds
 from ithaka.plan.shape import Work, shape_from_config
 
-SIDES = ("ring", "ring, not aligned", "Ulysses")
+SIDES = ("ring", "unaligned", "Ulysses")
 
 
 @contextmanager
@@ -84,6 +84,7 @@ def main(
     nodes: Annotated[str, typer.Option(help="Nodes of 8 GPUs.")] = "2,4",
     contexts: Annotated[str, typer.Option(help="Context lengths.")] = "256K,1M",
     stages: Annotated[str, typer.Option(help="Stages of a rank's heads; 1: all heads at once.")] = "1",
+    sides: Annotated[str, typer.Option(help="Sides to measure.")] = ",".join(SIDES),
     steps: Annotated[int, typer.Option(min=1, help="Steps; the last one is measured.")] = 2,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds of measurements.")] = 1,
     tiny: Annotated[bool, typer.Option("--tiny", help="A small model, to try the script without a GPU.")] = False,
@@ -92,6 +93,8 @@ def main(
     config = find_config("llama3-8b")
     if tiny:
         config |= {"hidden_size": 256, "intermediate_size": 256, "head_dim": 8, "vocab_size": 512}
+    if unknown := set(sides.split(",")) - set(SIDES):
+        raise typer.BadParameter(f"{', '.join(unknown)}; use {', '.join(SIDES)}", param_hint="--sides")
     cases = [
         (parse_count(context), int(num_nodes), int(num_stages))
         for context in contexts.split(",")
@@ -100,13 +103,13 @@ def main(
     ]
     for context, num_nodes, num_stages in cases * repeats:
         backward_s = {}
-        for side in SIDES:
+        for side in sides.split(","):
             ring = 1 if side == "Ulysses" else num_nodes
-            with unaligned_pairs(side == SIDES[1]):
+            with unaligned_pairs(side == "unaligned"):
                 row = measure(config, ring_layout(num_nodes, ring, num_stages), context, steps)
             backward_s[side] = row["backward_s"]
             about = {"context": context, "ranks": f"{num_nodes} x 8", "stages": num_stages, "side": side}
-            ratios = {f"backward x {side}": s / backward_s[SIDES[0]] for side, s in backward_s.items()}
+            ratios = {f"backward x {other}": row["backward_s"] / s for other, s in backward_s.items()}
             print(json.dumps(about | row | ratios), flush=True)
 
 
