@@ -30,7 +30,8 @@ def measure(source: Path, folder: Path, case: str, settings: list[str], limit_s:
     run_dir = folder / f"run {case}"
     words = [word for setting in ("train.steps=3", "train.save_minutes=0", *settings) for word in ("--set", setting)]
     caches = {name: str(folder / "caches" / name) for name in CACHES}
-    environment = {**os.environ, **caches, "PYTHONPATH": str(source), "PYTHONUNBUFFERED": "1"}
+    paths = os.pathsep.join(filter(None, (str(source), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, **caches, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "ithaka", "train", "--run-dir", str(run_dir), *words]
     start, first_s, lines = time.monotonic(), None, []
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
