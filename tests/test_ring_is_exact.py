@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import ithaka
 from ithaka.attention.blocks import Docs
 from ithaka.config import ConfigError, parse_config
+from ithaka.dist import exchange
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.sharded import sharded_attention
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout, check_fixed, layout_from_config
@@ -166,8 +167,12 @@ def table_of(num_heads, mesh):
 
 @pytest.mark.parametrize("kernel", ["cpu", "fa4"])
 @pytest.mark.parametrize("ring,causal", [(2, False), (4, True)])
-def test_sharded_attention(fa4, ring, causal, kernel):
+def test_sharded_attention(fa4, ring, causal, kernel, monkeypatch):
+    """In the one round of so few tokens, a rank sends k and v in both directions, and dk and dv."""
+    calls, start = [], exchange.start_uneven_all_to_all
+    monkeypatch.setattr(exchange, "start_uneven_all_to_all", lambda *args: calls.append(args) or start(*args))
     check(on_threads(4, lambda: sharded(ring, causal, kernel)))
+    assert len(calls) == 4 * 6
 
 
 # ---- the deal
