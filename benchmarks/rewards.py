@@ -63,9 +63,9 @@ SIZES = {
 NUM_WORDS = 200  # tokens that occur
 PROMPT, RANK = 64, 16
 ROWS = {"grpo": 1, "dpo": 2}  # of a micro-step
-PIECE = 16384  # tokens of a piece of attention in `longest`
 MARGIN = 0.97  # each length tried is at most this fraction of the one before
 ON_GPU = torch.cuda.is_available()
+PIECE = 16384 if ON_GPU else 64  # tokens of a piece of attention in `longest`
 
 
 class Clock(TrainerCallback):
@@ -96,15 +96,15 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
 
 
-def model_config(arguments: argparse.Namespace, tokens: int) -> Any:
-    sizes = SIZES[arguments.size] | ({"num_hidden_layers": arguments.layers} if arguments.layers else {})
+def model_config(size: str, tokens: int, layers: int | None = None) -> Any:
+    sizes = SIZES[size] | ({"num_hidden_layers": layers} if layers else {})
     return AutoConfig.for_model("llama", **sizes, max_position_embeddings=max(tokens, 2048))
 
 
 def make_model(arguments: argparse.Namespace, tokens: int, folder: str, **options: Any) -> Any:
     """A model with random weights. It is saved first if TRL loads a copy of it as the reference."""
     torch.manual_seed(0)
-    config, lora = model_config(arguments, tokens), arguments.lora
+    config, lora = model_config(arguments.size, tokens, arguments.layers), arguments.lora
     with torch.device(default_device() if lora else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if ON_GPU else torch.float32, **options)
     if lora:
@@ -182,13 +182,14 @@ def measure_update(
 
 @contextlib.contextmanager
 def attention_in_pieces(implementation: str) -> Iterator[None]:
-    """Cut the attention of plain models into pieces of PIECE tokens: the same allocations, in linear time."""
+    """Cut the attention of plain models into pieces of PIECE tokens: the same allocations, in linear time. Rows have no
+    padding, so that masks are not needed."""
     attend = ALL_ATTENTION_FUNCTIONS[implementation]
 
     def attend_in_pieces(module: Any, q: Any, k: Any, v: Any, mask: Any, **named: Any) -> Any:
         tokens = q.shape[2]
-        if tokens % PIECE or mask is not None:
-            return attend(module, q, k, v, mask, **named)
+        assert tokens % PIECE == 0, tokens
+        named.pop("position_ids", None)
         q, k, v = (x.transpose(1, 2).reshape(-1, PIECE, *x.shape[1::2]).transpose(1, 2) for x in (q, k, v))
         out, weights = attend(module, q, k, v, None, **named)
         return out.reshape(-1, tokens, *out.shape[2:]), weights
@@ -202,16 +203,15 @@ def attention_in_pieces(implementation: str) -> Iterator[None]:
 
 def find_longest(arguments: argparse.Namespace, name: str, limit_gib: float) -> Iterator[dict[str, Any]]:
     """Updates of plain TRL: two short ones, then from the extrapolated length down to one that fits."""
-    arguments = argparse.Namespace(**{**vars(arguments), "steps": 0})
-    lengths, peaks = (2 * PIECE, 4 * PIECE) if ON_GPU else (256, 512), []
+    arguments = argparse.Namespace(**{**vars(arguments), "steps": 0, "layers": None})
+    lengths, peaks = (2 * PIECE, 4 * PIECE), []
     with attention_in_pieces(arguments.attention):
         for tokens in lengths:
             yield (result := measure_update(arguments, name, "plain", tokens, stops=name == "grpo"))
-            peaks.append(result["peak_gib"] or tokens / 256)
+            peaks.append(result["peak_gib"] or tokens * limit_gib / 1000)
         slope = (peaks[1] - peaks[0]) / (lengths[1] - lengths[0])
-        tokens = int(lengths[0] + (limit_gib - peaks[0]) / slope) if ON_GPU else 1024
-        while tokens >= lengths[0]:
-            tokens = tokens // PIECE * PIECE if ON_GPU else tokens
+        tokens = int(lengths[0] + (limit_gib - peaks[0]) / slope)
+        while (tokens := tokens // PIECE * PIECE) > lengths[1]:
             yield (result := measure_update(arguments, name, "plain", tokens, stops=name == "grpo"))
             if result["fits"]:
                 return
@@ -221,7 +221,7 @@ def find_longest(arguments: argparse.Namespace, name: str, limit_gib: float) -> 
 def make_plan(arguments: argparse.Namespace, name: str, gpus: str, lora: bool, tokens: int | None = None) -> Plan:
     """The plan of a micro-step at `tokens` per row, by default the most that fit."""
     with tempfile.TemporaryDirectory() as folder:
-        model_config(arguments, 2048).save_pretrained(folder)
+        model_config(arguments.size, 2048).save_pretrained(folder)
         shape = shape_from_config(find_config(folder)).with_adapter(AdapterConfig(rank=RANK) if lora else None)
     hardware = parse_gpus(gpus)
     space = SearchSpace(replace(shape, reference=not lora), hardware, {"cp": hardware.num_gpus})
@@ -241,7 +241,7 @@ def rehearse(arguments: argparse.Namespace, name: str, gpus: str, longest: bool 
     plan = make_plan(arguments, name, gpus, True, None if longest and ON_GPU else arguments.tokens)
     truncated = rehearsal.truncate_plan(plan, arguments.rehearsed_layers, memory_only=longest)
     with tempfile.TemporaryDirectory() as folder:
-        model_config(arguments, plan.work.tokens).save_pretrained(folder)
+        model_config(arguments.size, plan.work.tokens).save_pretrained(folder)
         rows, phase = rehearsal.rehearse_plan(plan, truncated, folder)
     free_memory()
     figures = {row["what"]: [row["planned"] and round(row["planned"], 3), round(row["measured"], 3)] for row in rows}
@@ -252,7 +252,7 @@ def measure_weights(arguments: argparse.Namespace) -> dict[str, Any]:
     """Seconds of `iterate_weights` with a copy of each tensor to the host, after a first one."""
     torch.manual_seed(0)
     with default_device():
-        model = AutoModelForCausalLM.from_config(model_config(arguments, 2048), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(model_config(arguments.size, 2048), dtype=torch.bfloat16)
     model, seconds = ithaka.parallelize(model), []
     for _ in range(arguments.steps + 1):
         start = time.perf_counter()
@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", choices=["ithaka", "plain"], default=["ithaka"], help="in this order")
     parser.add_argument("--tokens", type=int, default=131072, help="per row, with a short prompt")
     parser.add_argument("--size", choices=SIZES, default="llama-3b")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has, for dpo and grpo")
     parser.add_argument("--rehearsed-layers", type=int, default=2)
     parser.add_argument("--gpu", default="H100-80GB", help="plan for this GPU, within its memory")
     parser.add_argument("--lora", action="store_true", help="for updates and longest")

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -557,6 +558,22 @@ def test_bad_records_are_named_or_skipped_and_counted(tmp_path, tokenizer_with, 
         tokens_of(tmp_path / "a.jsonl", tokenizer)
     documents, skipped = tokens_of(tmp_path / "a.jsonl", tokenizer, bad_records="skip")
     assert len(documents) == 2 and skipped == {reason: 1}
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_a_pair_with_an_answer_that_trains_nothing_is_bad(tmp_path, tokenizer_with, side):
+    pair = {"prompt": [says("user", "2 + 2?")], "chosen": [says("assistant", "4")], "rejected": [says("assistant", "")]}
+    text = {"prompt": "2 + 2? ", "chosen": "4", "rejected": "5"}
+    for good, bad, options in (
+        (pair, pair | {side: [says("assistant", "x", weight=0)]}, {}),
+        (text, text | {side: ""}, {"train_on_eos": False}),
+    ):
+        path = written(tmp_path / "a.jsonl", good, bad, good)
+        read = partial(tokens_of, path, tokenizer_with(templates.CHATML), train_on="pairs", **options)
+        with pytest.raises(ConfigError, match=f"a.jsonl line 2: {side} has nothing to train; .*drop the record"):
+            read()
+        documents, skipped = read(bad_records="skip")
+        assert len(documents) == 4 and skipped == {"with nothing to train": 1}
 
 
 @pytest.mark.parametrize("answers", [2, 3])

@@ -20,6 +20,8 @@ from ithaka.plan.shape import Work, shape_from_config
 from models import tiny_config
 from refusals import assert_command_refused
 
+LOSSES = ("cross_entropy", "dpo")
+
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
@@ -91,6 +93,17 @@ def test_adapters_are_rehearsed(model):
     answer = json.loads(rehearse(model, *told, "--adapter", "4", "--set", "adapter.targets=[1.mlp.up_proj]").stdout)
     peak = answer["rows"][0]
     assert peak["measured"] == pytest.approx(peak["planned"], rel=0.02)
+
+
+def test_a_reference_is_rehearsed(model):
+    """A frozen copy takes memory, and its forward time; rows of a batch are documents."""
+    model.write_text(json.dumps(json.loads(model.read_text()) | {"vocab_size": 20000}))
+    told = ("--gpus", "1xH100-80GB", "--context", "4", "--batch", "2", "--layers", "1", "--json")
+    plain, dpo = (json.loads(rehearse(model, *told, "--set", f"loss.type={loss}").stdout)["rows"] for loss in LOSSES)
+    assert dpo[0]["measured"] == pytest.approx(dpo[0]["planned"], rel=0.02)
+    assert dpo[0]["measured"] > 1.1 * plain[0]["measured"]
+    forward = [next(row["planned"] for row in rows if row["what"] == "layer forward") for rows in (plain, dpo)]
+    assert forward[1] == pytest.approx(2 * forward[0])
 
 
 def test_an_evaluation_is_rehearsed(model):

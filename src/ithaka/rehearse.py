@@ -89,9 +89,9 @@ def rehearse(
         with phase("building the model"):
             build: Any = build_transformer if is_video else build_model
             model = build(truncated, mesh, layout, adapter=adapter, trains=trains).train(trains)
-            copy = build(truncated, mesh, layout, trains=False).eval() if reference and adapter is None else None
+            other = build(truncated, mesh, layout, trains=False).eval() if reference and not adapter else None
         optimizer = make_optimizer(model, OptimConfig(name=optimizer_name, lr=0.0)) if trains else None
-        step = partial(_run_step, model, optimizer, partial(use_reference, model, copy) if reference else None)
+        step = partial(_run_step, model, optimizer, (other or model) if reference else None)
         s = context // mesh.cp_size
         tiny_s = TINY_TOKENS if s >= 16 * TINY_TOKENS else max(2, s // 64)  # at least two: one token has no label
         steps = 1 if memory_only else steps
@@ -130,7 +130,10 @@ def _measure_step(
         torch.cuda.synchronize(device)
         return timer.seconds(), timer.peaks
     with LiveBytes() as live:
-        live.tag_states(*step.args[:2])
+        model, optimizer, reference = step.args
+        live.tag_states(model, optimizer)
+        if reference not in (None, model):
+            live.tag_states(reference, None)
         step(inputs)
     return timer.seconds(), live.phase_peaks()
 
@@ -144,8 +147,9 @@ def _make_inputs(model: Any, context: int, document: int | None = None) -> dict[
     return inputs | make_frames(model, ids) if has_encoder(model) else inputs
 
 
-def _run_step(model: Any, optimizer: Optimizer | None, use_reference: Any, inputs: dict[str, Any]) -> None:
-    """Run a training step; without an optimizer, the forward pass of an evaluation."""
+def _run_step(model: Any, optimizer: Optimizer | None, reference: Any, inputs: dict[str, Any]) -> None:
+    """Run a training step; without an optimizer, the forward pass of an evaluation. If the reference is the model, its
+    adapter is disabled."""
     with phase("step"):
         if is_diffusers_model(model):
             with torch.set_grad_enabled(optimizer is not None):
@@ -153,10 +157,10 @@ def _run_step(model: Any, optimizer: Optimizer | None, use_reference: Any, input
         elif optimizer is None:
             given = {name: value for name, value in inputs.items() if name != "input_ids"}
             loss = token_losses(model, inputs["input_ids"], **given).mean()
-        elif use_reference is not None:
+        elif reference is not None:
             options = {**inputs, "labels": inputs["input_ids"], "per_token": True}
-            with torch.no_grad(), use_reference() as reference:
-                before = reference(**options).tokens.logprobs
+            with torch.no_grad(), use_reference(model, None if reference is model else reference) as other:
+                before = other(**options).tokens.logprobs
             loss = -(model(**options).tokens.logprobs - before).exp().mean()
         else:
             loss = model(**inputs, labels=inputs["input_ids"]).loss
