@@ -2,14 +2,13 @@
 
 A plain copy of the model samples with transformers' generate and its cache; it gets the trained weights after every
 step. If the first number of a completion is right, its reward is 0.3 + 0.7 / words: 1 for the number alone. The curve
-goes to OUT_DIR/rewards.jsonl and, if matplotlib is installed, to rewards.png.
+goes to OUT_DIR/rewards.jsonl and rewards.svg.
 
     python examples/grpo_arithmetic.py OUT_DIR --model HuggingFaceTB/SmolLM2-135M-Instruct
     torchrun --nproc-per-node 2 examples/grpo_arithmetic.py ...     # two ranks share each sequence
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import random
@@ -26,6 +25,7 @@ from ithaka import iterate_weights
 from ithaka.hf import long_context
 
 LENGTH, GENERATIONS = 16, 8  # tokens per completion; completions per prompt
+GRAY, BLUE = "#767d86", "#3f87d9"  # read on white and on black
 
 
 class Sampler(TrainerCallback):
@@ -103,14 +103,28 @@ def write_curve(folder: Path, history: list[dict[str, Any]]) -> None:
     keys = ("step", "reward", "reward_std", "sampling/kl", "sampling/clipped_fraction", "completions/mean_length")
     rows = [{key: log[key] for key in keys if key in log} for log in history if "reward" in log]
     (folder / "rewards.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if importlib.util.find_spec("matplotlib"):
-        from matplotlib.figure import Figure
+    (folder / "rewards.svg").write_text(draw_curve([(row["step"], row["reward"]) for row in rows]))
 
-        figure = Figure(figsize=(6, 3), layout="constrained")
-        axes = figure.subplots()
-        axes.plot([row["step"] for row in rows], [row["reward"] for row in rows])
-        axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1))
-        figure.savefig(folder / "rewards.png", dpi=150)
+
+def draw_curve(points: list[tuple[int, float]]) -> str:
+    """An SVG of mean rewards, from 0 to 1, by step."""
+    width, height, left, top, last = 560, 220, 40, 16, max(step for step, _ in points)
+    line = " ".join(f"{left + width * step / last:.1f},{top + height * (1 - reward):.1f}" for step, reward in points)
+    marks = [
+        f'<path d="M{left} {top + height * (1 - y):.0f}h{width}" stroke="{GRAY}" stroke-opacity=".4"/>'
+        f'<text x="{left - 6}" y="{top + height * (1 - y) + 4:.0f}" text-anchor="end">{y:g}</text>'
+        for y in (0, 0.25, 0.5, 0.75, 1)
+    ]
+    marks += [
+        f'<text x="{left + width * i / 4:.0f}" y="{top + height + 18}" text-anchor="middle">{last * i // 4}</text>'
+        for i in range(5)
+    ]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 20} {top + height + 40}" '
+        f'font-family="sans-serif" font-size="12" fill="{GRAY}">{"".join(marks)}'
+        f'<text x="{left + width / 2}" y="{top + height + 36}" text-anchor="middle">step</text>'
+        f'<polyline points="{line}" fill="none" stroke="{BLUE}" stroke-width="2"/></svg>\n'
+    )
 
 
 def main() -> None:
