@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import faults
 from faults import moved
@@ -41,10 +42,17 @@ def test_resume_on_other_ranks_agrees_up_to_rounding(ranks, tmp_path):
     assert others == pytest.approx(losses, rel=1e-5)
 
 
+def compute_in_bf16():
+    """Changes how PyTorch multiplies in this process, on some CPUs (trainer._settle_matmuls)."""
+    ones = torch.ones(32, 32, dtype=torch.bfloat16)
+    torch.nn.functional.linear(ones, ones)
+
+
 @pytest.mark.slow
 def test_a_run_that_is_killed_repeatedly_resumes_bit_for_bit(ranks, tmp_path):
     """Killed before the run ends, at a random pass of three points; `make faults` kills a hundred runs, at five."""
     whole, choice = faults.configured(tmp_path / "whole"), random.Random(5)
+    ranks.run(2, compute_in_bf16)  # the killed ranks are new processes, which did not
     ranks.run(2, run, whole)
     config = moved(whole, tmp_path / "run")
     for point, most in {"save": 2, "backward": 4, "publish": 5}.items():

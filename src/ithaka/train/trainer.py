@@ -8,6 +8,7 @@ import shutil
 import socket
 import statistics
 import time
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -315,6 +316,7 @@ def prepare(run: Run, trains: bool = True) -> Trainer:
             raise SharedError(f"checkpoint {run.checkpoint} is of an earlier entry of curriculum; {way}")
     mesh = make_mesh(run.layout.cp, ring=run.layout.ring, replicas=run.layout.replicas)
     _set_determinism(run.config.train.deterministic)
+    _settle_matmuls()
     if run.layout.kernel == "auto":  # one given by name is refused with the rest, if it does not work
         kernel = agree_on_kernel("auto", mesh.device, compute_dtype(run), run.shape.head_dim)
         run = dataclasses.replace(run, layout=dataclasses.replace(run.layout, kernel=kernel))
@@ -346,6 +348,15 @@ def _set_determinism(deterministic: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it fills every buffer
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as cuBLAS asks for it, before its first call
+
+
+def _settle_matmuls() -> None:
+    """On an Arm CPU without bf16, PyTorch switches from oneDNN to BLAS, in fp32 too, at the first bf16 linear layer or
+    `a @ b.T`. Trigger it before the first step, or a resumed run would compute its first step with oneDNN again."""
+    ones = torch.ones(32, 32, dtype=torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.nn.functional.linear(ones, ones)
 
 
 def _decide_steps(trainer: Trainer) -> None:
