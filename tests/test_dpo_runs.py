@@ -22,6 +22,7 @@ from ithaka.export import export
 from ithaka.layout import make_layout
 from ithaka.plan.hardware import find_hardware
 from ithaka.plan.search import Plan, work_from_config
+from ithaka.plan.show import as_text
 from ithaka.preflight.run import model_shape
 from ithaka.train.console import read_metrics
 from models import tiny_config, tiny_model
@@ -239,3 +240,5 @@ def test_the_reference_is_planned(folder):
         assert 1.2 < dpo.step_s / plain.step_s < 1.5
         more = dpo.ledger.gpu["parameters"] - plain.ledger.gpu["parameters"]
         assert more == (0 if adapter else 2 * plain.shape.num_parameters)
+        words = "the model without its adapter" if adapter else "a frozen copy"
+        assert f"\nreference: {words}; its forward" in as_text(dpo, "m") and "reference" not in as_text(plain, "m")

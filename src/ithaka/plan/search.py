@@ -323,7 +323,8 @@ class SearchSpace:
         own = self.shape.adapter
         for base in ("bf16", "nf4") if self.shape.causal else ("bf16",):  # video transformers are not packed
             adapter = replace(own or AdapterConfig(rank=ADAPTER_RANK), base=base)
-            if adapter != own and replace(self, shape=self.shape.with_adapter(adapter)).fits(work):
+            shape = replace(self.shape.with_adapter(adapter), reference=False)
+            if adapter != own and replace(self, shape=shape).fits(work):
                 four_bit = {"base": base} if base != "bf16" else {}
                 return four_bit if own else {"rank": ADAPTER_RANK, **four_bit}
         return {}

@@ -154,6 +154,10 @@ def as_text(plan: Plan, model: str, steps: int | None = None, note: str = "") ->
         lines.append(f"{steps} steps: {format_duration(steps * plan.step_s)}, {count / 1e9:.4g} billion tokens")
     if plan.shape.adapter:
         lines.append(_format_adapter(plan))
+    if plan.work.reference:
+        kind = "a frozen copy" if plan.shape.reference else "the model without its adapter"
+        forward_s = plan.step_s - replace(plan, work=replace(plan.work, reference=False)).step_s
+        lines.append(f"reference: {kind}; its forward pass takes {format_duration(forward_s)} per step")
     if plan.shape.num_active < plan.shape.num_parameters:
         lines += _format_experts(plan)
     settings = {name: format_value(value) for name, value in plan.settings.items()}
@@ -195,7 +199,8 @@ def _format_forest(work: Work) -> str:
 
 def _adapter_savings(plan: Plan) -> dict[str, int | float]:
     """The trained and frozen parameters, and what freezing saves with the same settings."""
-    shape, full = plan.shape, replace(plan, shape=plan.shape.with_adapter(None))
+    shape = plan.shape
+    full = replace(plan, shape=replace(shape.with_adapter(None), reference=plan.work.reference))
     return {
         "rank": shape.adapter.rank if shape.adapter else 0,
         "trained_parameters": shape.num_trained,
