@@ -8,7 +8,8 @@ All cases run in this process, one after another, on the same weights and frames
 float32 weights and moments, bfloat16 computation, fused AdamW, FSDP2 on one rank, median of the timed steps. Every
 token has a label. Hugging Face uses gradient checkpointing, and computes logits and loss in checkpointed chunks of 4096
 tokens. Both sides run the encoder with --attention. "planned_GiB" and "planned_s" are the planner's, for all tokens of
-the sequence. Prints and writes one JSON line per case.
+the sequence; "phases_s" are measured, with the encoder's forward in "embedding". Prints and writes one JSON line per
+case.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import statistics
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,12 @@ from ithaka.dist.mesh import end_process_group, free_memory, start_process_group
 from ithaka.hf import shape_from_model
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
+from ithaka.phases import listening
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import Work
+from ithaka.profile.timeline import PhaseTimer
 
 GIB = 2**30
 LOSS_CHUNK = 4096
@@ -114,7 +118,7 @@ def make_model(case: dict[str, Any]) -> Any:
 
 
 def make_inputs(case: dict[str, Any]) -> dict[str, Tensor]:
-    """Frames with timestamps, then text."""
+    """Frames with timestamps, then text. Sets the case's tile."""
     generator, side = torch.Generator().manual_seed(1), FRAMES[case["model"]]
     vocab = SHAPES[case["model"]]["text_config"]["vocab_size"]
     config = SHAPES[case["model"]]["vision_config"]
@@ -128,8 +132,9 @@ def make_inputs(case: dict[str, Any]) -> dict[str, Tensor]:
     start, end = torch.tensor([IDS["vision_start_token_id"]]), torch.tensor([IDS["vision_end_token_id"]])
     parts = [part for _ in range(num_frames) for part in (text(2), start, frame, end)]
     num_tokens = sum(map(len, parts)) + per_frame
-    num_text = per_frame + -num_tokens % min(case["tile"], num_tokens)  # all tiles are alike
-    ids = torch.cat([*parts, text(num_text)])[None]
+    num_tiles = -(-num_tokens // case["tile"])
+    case["tile"] = -(-num_tokens // num_tiles)  # all tiles are alike
+    ids = torch.cat([*parts, text(per_frame + num_tiles * case["tile"] - num_tokens)])[None]
     num_patches, values = num_frames * side * side, 3 * 2 * config["patch_size"] ** 2
     with torch.device(device()):
         torch.manual_seed(2)
@@ -183,8 +188,11 @@ def plan(case: dict[str, Any], model: Any, num_tokens: int) -> dict[str, float]:
     shape, hardware, work = shape_from_model(model), Hardware(gpu, 1, 1, host_bytes=10**12), Work(num_tokens)
     layout = make_layout(case, shape.num_layers)
     phase, holders = max(gpu_phases(shape, layout, hardware, work), key=lambda entry: sum(entry[1].values()))
-    seconds = step_seconds(shape, layout, hardware, work).total
-    return {"planned_GiB": round(sum(holders.values()) / GIB, 2), "planned_s": round(seconds, 4), "planned_peak": phase}
+    seconds, text_s = (
+        step_seconds(each, layout, hardware, work).total for each in (shape, replace(shape, encoder=None))
+    )
+    planned_s = {"planned_s": round(seconds, 4), "planned_encoder_s": round(seconds - text_s, 4)}
+    return {"planned_GiB": round(sum(holders.values()) / GIB, 2), **planned_s, "planned_peak": phase}
 
 
 def report(case: dict[str, Any], event: str) -> None:
@@ -205,12 +213,14 @@ def measure(case: dict[str, Any], inputs: dict[str, Tensor]) -> dict[str, Any]:
     for step in range(case["steps"] + 1):  # the first compiles and tries kernels
         if step == 1 and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        begin = time.perf_counter()
-        loss = forward(inputs)
+        begin, timer = time.perf_counter(), PhaseTimer(device())
+        with listening(timer):
+            loss = forward(inputs)
         losses.append(round(loss.item(), 5))
         report(case, f"forward {step}: {time.perf_counter() - begin:.2f} s")
         peaks.append(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
-        loss.backward()
+        with listening(timer):
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if torch.cuda.is_available():
@@ -226,6 +236,7 @@ def measure(case: dict[str, Any], inputs: dict[str, Tensor]) -> dict[str, Any]:
         "peak_GiB": round(peak / GIB, 2),
         "forward_peak_GiB": round(peaks[1] / GIB, 2),
         **planned,
+        "phases_s": {path[0]: round(s, 4) for path, s in timer.seconds().items() if len(path) == 1},
         "losses": losses,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
@@ -249,7 +260,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--tokens", nargs="+", default=["64K", "256K"], help="tokens of frames")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     parser.add_argument("--attention", default="sdpa", help="transformers' name, such as flash_attention_4")
-    parser.add_argument("--tile", default="8K", help="tokens of ithaka's tiles")
+    parser.add_argument("--tile", default="8K", help="at most so many tokens in ithaka's tiles")
     parser.add_argument("--layers", type=int, default=0, help="of the language model; 0: 4")
     parser.add_argument("--frozen", action="store_true", help="do not train the encoder")
     parser.add_argument("--steps", type=int, default=3, help="timed steps, after one that is not")

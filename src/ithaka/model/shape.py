@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-import numpy
 import torch
 import transformers
 from torch import Tensor, nn
@@ -20,12 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from ithaka.config import ConfigError
-from ithaka.layer.general import Arguments, AttentionCall, CallFacts, LayerRuns, Mask, compute_like_autocast
+from ithaka.layer.general import Arguments, AttentionCall, CallFacts, LayerRuns, Mask
 from ithaka.layer.mixers import DeltaCall
 from ithaka.model.adapters import auto_class, is_stacked
 from ithaka.model.families import find_decoder, find_layers, has_encoder, has_known_layers
 from ithaka.model.probe import LENGTHS, Recorder, describe_layer, read_call, refusal, token_dims
 from ithaka.model.video_blocks import TOKEN_DIMS, Ltx, SelfAttention, Tokens, Wan, find_family, read_facts
+from ithaka.model.vision import FrameAttention
 from ithaka.plan.shape import FRAME_PATCHES, VIDEO_SCALES, DeltaShape, Encoder, MeasuredLayer, ModelShape
 
 TOKENS = (128, 256)  # the lengths of two runs: their difference is what grows with the tokens
@@ -109,18 +109,18 @@ def measure_encoder(model: Any) -> Encoder:
     with mode:
         for name, param in list(block.named_parameters()):
             owner = block.get_submodule(name.rpartition(".")[0])
-            owner._parameters[name.rpartition(".")[2]] = nn.Parameter(torch.empty(param.shape, dtype=param.dtype))
+            owner._parameters[name.rpartition(".")[2]] = nn.Parameter(torch.empty(param.shape, dtype=torch.bfloat16))
         for num_patches in TOKENS:
             angles = torch.empty(num_patches, dim // block.attn.num_heads, dtype=torch.float32)
-            starts = numpy.arange(0, num_patches + 1, TOKENS[0] // 2)  # a fake tensor has no values
+            lengths = [TOKENS[0] // 2] * (2 * num_patches // TOKENS[0])  # a fake tensor has no values
+            block.attn.forward = FrameAttention(block.attn, dict.fromkeys([None], lengths).__getitem__)
             x, inputs = torch.empty(num_patches, dim, dtype=torch.bfloat16), {"position_embeddings": (angles, angles)}
-            with compute_like_autocast(x):
-                with torch.no_grad(), _LiveBytes() as forward:
-                    block(x, starts, **inputs)
-                with torch.enable_grad(), _LiveBytes() as backward:
-                    y = block(x.requires_grad_(), starts, **inputs)
-                    graph = backward.now
-                    torch.autograd.grad(y, [x], torch.empty_like(y))
+            with torch.no_grad(), _LiveBytes() as forward:
+                block(x, None, **inputs)
+            with torch.enable_grad(), _LiveBytes() as backward:
+                y = block(x.requires_grad_(), None, **inputs)
+                graph = backward.now
+                torch.autograd.grad(y, [x, *block.parameters()], torch.empty_like(y))
             runs.append((forward.peak, graph, forward.moved, backward.moved))
     peak, graph, moved, backward_moved = ((b - a) // (TOKENS[1] - TOKENS[0]) for a, b in zip(*runs, strict=True))
     matrices = {name: param.numel() for name, param in visual.named_parameters() if param.dim() > 1}

@@ -10,8 +10,9 @@ in model/batch.py.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from types import MethodType
 from typing import Any
 
@@ -24,7 +25,6 @@ from transformers import PreTrainedModel
 from ithaka.dist.exchange import start_uneven_all_to_all
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.fourbit import packed_weights, unpacked
-from ithaka.layer.general import compute_like_autocast
 from ithaka.layer.tiles import GradSum
 from ithaka.model.batch import MEDIA, OwnPixels, Share, divide_frames, split_positions, take_own_tokens, to_integers
 from ithaka.model.calls import CallChecker, CheckedCall
@@ -263,7 +263,9 @@ def attach_encoder(model: PreTrainedModel) -> None:
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = False  # a tile recomputes all blocks
     visual.patch_embed.forward = MethodType(_embed_patches, visual.patch_embed)
-    visual.forward = TiledEncoder(visual)
+    visual.forward = encoder = TiledEncoder(visual)
+    for block in visual.blocks:
+        block.attn.forward = FrameAttention(block.attn, encoder.find_lengths)
     decoder: Any = find_decoder(model)
     if hasattr(decoder, "_deepstack_process"):
         decoder._deepstack_process = _add_to_rows
@@ -273,6 +275,50 @@ def _embed_patches(module: Any, pixels_PC: Tensor) -> Tensor:
     """The convolution of each patch with a kernel of its own size, as a matmul: cuDNN's may be slow in 16 bits."""
     weight = module.proj.weight.flatten(1)
     return F.linear(pixels_PC.to(weight.dtype), weight, module.proj.bias)
+
+
+@dataclass(eq=False, repr=False)
+class FrameAttention:
+    """Replaces the forward of an encoder's attention, which calls a kernel for each frame and waits for their lengths:
+    frames of the same size are one call."""
+
+    attention: Any
+    find_lengths: Callable[[Any], list[int]]  # of frames or windows, given their cumulative lengths
+
+    def __call__(self, hidden_states: Tensor, cu_seqlens: Any, position_embeddings: Any = None, **_: Any) -> Tensor:
+        qkv_P3HK = self.attention.qkv(hidden_states).unflatten(-1, (3, self.attention.num_heads, -1))
+        qk_P2HK, v_P1HK = qkv_P3HK.split((2, 1), dim=1)
+        heads = *_Rotate.apply(qk_P2HK, *position_embeddings).unbind(1), v_P1HK[:, 0]
+        outs, start = [], 0
+        for length, group in groupby(self.find_lengths(cu_seqlens)):
+            start, first = start + length * len(list(group)), start
+            frames = (t[first:start].unflatten(0, (-1, length)).transpose(1, 2) for t in heads)
+            outs.append(F.scaled_dot_product_attention(*frames).transpose(1, 2).flatten(0, 1))
+        out_PHK = torch.cat(outs) if len(outs) > 1 else outs[0]
+        return self.attention.proj(out_PHK.flatten(1))
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotary embeddings of q and k, in fp32 and rounded once; nothing else is kept."""
+
+    @staticmethod
+    def forward(ctx, x_P2HK, cos_PK, sin_PK):
+        half = cos_PK.shape[-1] // 2
+        ctx.angles = [t[:, None, None, :half].float() for t in (cos_PK, sin_PK)]
+        return _rotate(x_P2HK, *ctx.angles)
+
+    @staticmethod
+    def backward(ctx, dout_P2HK):
+        cos, sin = ctx.angles
+        return _rotate(dout_P2HK, cos, -sin), None, None
+
+
+def _rotate(x_P2HK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    (a, b), out = x_P2HK.chunk(2, -1), torch.empty_like(x_P2HK)
+    half = a.shape[-1]
+    out[..., :half] = (a * cos).addcmul_(b, sin, value=-1)
+    out[..., half:] = (b * cos).addcmul_(a, sin)
+    return out
 
 
 def _add_to_rows(x_1sD: Tensor, rows_n: Tensor, features_nD: Tensor) -> Tensor:
@@ -329,9 +375,17 @@ class TiledEncoder:
 
     def run(self, pixels_PC: Tensor, grids_f3: Tensor) -> list[Tensor]:
         """The encoder's own forward on some frames."""
-        with compute_like_autocast(pixels_PC):
-            out = type(self.visual).forward(self.visual, pixels_PC, grid_thw=grids_f3.to(pixels_PC.device))
+        sizes, counts = torch.unique_consecutive(grids_f3[:, 1:], dim=0, return_counts=True)
+        videos = torch.cat([counts[:, None], sizes], dim=1)  # equal frames as one video: their positions are made once
+        self.lengths = {len(grids_f3) + 1: grids_f3.prod(1).tolist()}
+        out = type(self.visual).forward(self.visual, pixels_PC, grid_thw=videos.to(pixels_PC.device))
         return [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
+
+    def find_lengths(self, starts: Tensor) -> list[int]:
+        """Frames are known on the host; windows are read from the device once per tile."""
+        if len(starts) not in self.lengths:
+            self.lengths[len(starts)] = starts.diff().tolist()
+        return self.lengths[len(starts)]
 
 
 class _EncodeTiles(torch.autograd.Function):
