@@ -18,9 +18,9 @@ from ithaka.dist.mesh import make_mesh
 from ithaka.export import export
 from ithaka.layer.linear import as_linear
 from ithaka.layout import Layout
-from ithaka.model.adapters import read_stored_settings
 from ithaka.model.build import build_model
 from ithaka.model.quantized import round_weights
+from ithaka.preflight.run import read_stored_settings
 from ithaka.train.step import learning_rate
 from ithaka.train.trainer import prepare
 from models import tiny_model

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 import types
@@ -9,6 +10,8 @@ import types
 import pytest
 
 from ithaka.attention import compiled
+from ithaka.plan.hardware import find_hardware
+from ithaka.preflight import preflight
 
 FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
@@ -108,3 +111,16 @@ def test_caches_are_on_disk_though_another_library_imported_the_package(root, mo
         folders.append(forward.compile_cache.folder)
     assert all(folder.name == "_flash_attn_fwd" and folder.parent.name.startswith("sm90-") for folder in folders)
     assert folders[0] != folders[1]
+
+
+def test_helpers_start_before_slow_imports_and_checks(tmp_path, monkeypatch):
+    """Importing transformers takes seconds, in which the helpers compile."""
+    script = "import sys, ithaka.preflight.preflight; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+    events = []
+    monkeypatch.setattr(preflight.launch, "num_gpus", lambda: 1)
+    monkeypatch.setattr(preflight, "compile_ahead", lambda *kernel: events.append(kernel))
+    monkeypatch.setattr(preflight, "check_inputs", lambda run: events.append("inputs") or 0)
+    config = preflight.resolve(None, [], run_dir=tmp_path / "run")
+    preflight.validate_run(config, 1, hardware=find_hardware("H200"))
+    assert [event[0] if event != "inputs" else event for event in events] == ["H200-141GB", "inputs"]

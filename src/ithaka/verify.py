@@ -28,7 +28,7 @@ from ithaka.dist.mesh import Mesh, end_process_group, make_mesh
 from ithaka.launch import check_cpu_ranks, max_cpu_ranks, num_gpus, run_ranks
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.layout import ActivationPolicy, Layout, layout_from_config
-from ithaka.model.adapters import add_adapter, auto_class, read_stored_settings
+from ithaka.model.adapters import add_adapter, auto_class
 from ithaka.model.batch import MEDIA
 from ithaka.model.build import has_weights, parallelize_model, read_hf_config
 from ithaka.model.families import find_layers, has_encoder
@@ -37,6 +37,7 @@ from ithaka.model.quantized import round_weights
 from ithaka.model.weights import end_parameters, open_tensor_files
 from ithaka.plan.shape import read_json, read_shape, shape_from_config
 from ithaka.preflight.checks import check_weights
+from ithaka.preflight.run import read_stored_settings
 
 TOLERANCE = 1e-4  # relative; a wrong index, factor or mask gives at least 1e-2
 MAX_VOCAB, MAX_WINDOW, MAX_TILE = 1024, 11, 16

@@ -12,7 +12,7 @@ import typer
 
 from ithaka.cli.options import AsJson, Force, Overrides, format_table, loading, parse_tokens
 from ithaka.config import ConfigError, check_output, embedded_model, explicit_settings, load_config
-from ithaka.dist.rank import is_local_rank_0, is_rank_0
+from ithaka.dist.rank import is_rank_0
 from ithaka.exits import ExitCode, is_transient
 from ithaka.hub import create_repository, fetch_model, push_folder
 
@@ -125,7 +125,6 @@ def start_run(
     folder = None if run_dir is None else parse_path(run_dir, "--run-dir")
     with loading() as status:
         from ithaka import launch
-        from ithaka.attention.kernels import compile_ahead
         from ithaka.checkpoint.files import latest_name
         from ithaka.plan import show
         from ithaka.preflight.preflight import AUTO, preflight
@@ -164,9 +163,6 @@ def start_run(
         if run.plan is not None and is_rank_0():
             model, steps = run.config.model, train.steps if train.epochs is None else None
             print(show.as_text(run.plan, str(model.path or model.embedded), steps), flush=True)
-        if run.hardware.gpu.kernel == "fa4" and launch.num_gpus() and is_local_rank_0():
-            group = run.shape.heads // run.shape.kv_heads
-            compile_ahead(run.hardware.gpu.name, run.shape.head_dim, run.layout.dtype or "float32", group)
         note_startup("settings and plan")
         # Child processes release all memory when they exit.
         in_children = max_restarts > 0 or bool(run.config.curriculum and launch.num_gpus())

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from ithaka.config import AdapterConfig, ConfigError, format_value
+from ithaka.config import AdapterConfig, ConfigError
 from ithaka.layer.experts import is_expert_module
 from ithaka.layer.linear import is_linear
 from ithaka.plan.shape import VISION_FAMILIES, quant_method, read_json
@@ -32,35 +32,6 @@ SUPPORTED_INITS = (True, False, "gaussian")  # the others change the base weight
 def auto_class(model_type: str) -> Any:
     """transformers' class that builds models of this type."""
     return AutoModelForImageTextToText if model_type in VISION_FAMILIES else AutoModelForCausalLM
-
-
-def read_stored_settings(adapter: AdapterConfig, explicit: Set[str]) -> AdapterConfig:
-    """Replace the settings with those stored in adapter.path, if it is set. Settings in `explicit` must agree."""
-    if adapter.path is None:
-        return adapter
-    stored = read_json(adapter.path / "adapter_config.json", "adapter.path=", "give a directory that PEFT wrote")
-    targets, saved = stored.get("target_modules"), stored.get("modules_to_save") or ()
-    experts = stored.get("target_parameters") or []
-    if (peft_type := stored.get("peft_type")) != "LORA" or not isinstance(targets, list):
-        way_out = "use an adapter with peft_type=LORA whose target_modules are a list of names"
-        raise ConfigError(f"adapter.path={adapter.path} has peft_type={peft_type}, target_modules={targets}; {way_out}")
-    values: dict[str, Any] = {
-        "rank": stored.get("r"),
-        "alpha": stored.get("lora_alpha"),
-        "rslora": stored.get("use_rslora", False),
-        "dropout": stored.get("lora_dropout", 0.0),
-        "targets": tuple(sorted([*targets, *experts])),
-        "modules_to_save": tuple(sorted({name.rpartition(".")[2] for name in saved})),
-    }
-    if "adapter.dropout" in explicit:  # not a property of the weights
-        del values["dropout"]
-    for name, value in values.items():
-        setting = getattr(adapter, name)
-        is_same = set(setting) == set(value) if isinstance(setting, tuple) else setting == value
-        if f"adapter.{name}" in explicit and not is_same:
-            rule = f"conflicts with {format_value(value)} in adapter.path={adapter.path}"
-            raise ConfigError(f"adapter.{name}={format_value(setting)} {rule}; leave it out")
-    return dataclasses.replace(adapter, **values)
 
 
 def lora_options(adapter: AdapterConfig) -> dict[str, Any]:

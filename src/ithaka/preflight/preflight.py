@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from ithaka import launch
+from ithaka.attention.kernels import compile_ahead
 from ithaka.checkpoint import files
 from ithaka.config import (
     CPU_DEFAULT,
@@ -31,9 +32,9 @@ from ithaka.config import (
 )
 from ithaka.dist.agree import gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import start_process_group
+from ithaka.dist.rank import is_local_rank_0
 from ithaka.hub import fetch_model
 from ithaka.layout import layout_from_config
-from ithaka.model.adapters import read_stored_settings
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import ModelShape, quant_method, read_json, read_shape
@@ -45,7 +46,15 @@ from ithaka.preflight.checks import (
     check_settings,
     check_weights,
 )
-from ithaka.preflight.run import Run, check_fits, detect_machine, model_shape, plan_run, weakest_machine
+from ithaka.preflight.run import (
+    Run,
+    check_fits,
+    detect_machine,
+    model_shape,
+    plan_run,
+    read_stored_settings,
+    weakest_machine,
+)
 
 AUTO = Path("auto")  # --resume auto: resume in train.run_dir if it has a checkpoint, else start there
 
@@ -120,6 +129,9 @@ def validate_run(
             if config.curriculum:
                 fix = "add entries to the file and use --resume auto"
             raise ConfigError(f"train.{name}={value} is already reached by checkpoint {checkpoint}; to continue, {fix}")
+    if run.hardware.gpu.kernel == "fa4" and launch.num_gpus() and is_local_rank_0():
+        group = run.shape.heads // run.shape.kv_heads  # while this process imports transformers and checks the inputs
+        compile_ahead(run.hardware.gpu.name, run.shape.head_dim, run.layout.dtype or "float32", group)
     return dataclasses.replace(run, data_bytes=check_inputs(run))
 
 

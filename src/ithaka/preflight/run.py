@@ -5,15 +5,25 @@ import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ithaka.attention.kernels import expected_kernel
 from ithaka.checkpoint import files
-from ithaka.config import Config, ConfigError, check_writable, embedded_model, parse_config, to_dict
+from ithaka.config import (
+    AdapterConfig,
+    Config,
+    ConfigError,
+    check_writable,
+    embedded_model,
+    format_value,
+    parse_config,
+    to_dict,
+)
 from ithaka.layout import Layout, format_choices
 from ithaka.plan.bytes import CHECKPOINT_COPY, Holders, Ledger, build_ledger, saved_bytes
 from ithaka.plan.hardware import GPUS, Hardware, available_memory, find_gpu, free_disk, gpu_named
 from ithaka.plan.search import Plan, SearchSpace, make_search_space, shape_to_train, work_from_config
-from ithaka.plan.shape import ModelShape, Work, read_shape, shape_from_config
+from ithaka.plan.shape import ModelShape, Work, read_json, read_shape, shape_from_config
 from ithaka.plan.show import format_bytes
 
 FALLBACK_GPU = "H100"  # its rates rank plans for a GPU that is not in the table
@@ -80,6 +90,35 @@ class Run:
 
 
 # ---- the machine, and the settings planned for it
+
+
+def read_stored_settings(adapter: AdapterConfig, explicit: Set[str]) -> AdapterConfig:
+    """Replace the settings with those stored in adapter.path, if it is set. Settings in `explicit` must agree."""
+    if adapter.path is None:
+        return adapter
+    stored = read_json(adapter.path / "adapter_config.json", "adapter.path=", "give a directory that PEFT wrote")
+    targets, saved = stored.get("target_modules"), stored.get("modules_to_save") or ()
+    experts = stored.get("target_parameters") or []
+    if (peft_type := stored.get("peft_type")) != "LORA" or not isinstance(targets, list):
+        way_out = "use an adapter with peft_type=LORA whose target_modules are a list of names"
+        raise ConfigError(f"adapter.path={adapter.path} has peft_type={peft_type}, target_modules={targets}; {way_out}")
+    values: dict[str, Any] = {
+        "rank": stored.get("r"),
+        "alpha": stored.get("lora_alpha"),
+        "rslora": stored.get("use_rslora", False),
+        "dropout": stored.get("lora_dropout", 0.0),
+        "targets": tuple(sorted([*targets, *experts])),
+        "modules_to_save": tuple(sorted({name.rpartition(".")[2] for name in saved})),
+    }
+    if "adapter.dropout" in explicit:  # not a property of the weights
+        del values["dropout"]
+    for name, value in values.items():
+        setting = getattr(adapter, name)
+        is_same = set(setting) == set(value) if isinstance(setting, tuple) else setting == value
+        if f"adapter.{name}" in explicit and not is_same:
+            rule = f"conflicts with {format_value(value)} in adapter.path={adapter.path}"
+            raise ConfigError(f"adapter.{name}={format_value(setting)} {rule}; leave it out")
+    return dataclasses.replace(adapter, **values)
 
 
 def model_shape(config: Config) -> ModelShape:
