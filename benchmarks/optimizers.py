@@ -1,10 +1,10 @@
 """Train with each optimizer from the same weights and data; compare losses, seconds and bytes of state with the plan.
 
     python benchmarks/optimizers.py --model SmolLM2-135M-Instruct --out runs/optimizers        # 200 steps of 2K tokens
-    python benchmarks/optimizers.py --model small.json --tokenizer bytes --names adamw --out DIR --steps 4 --context 64
+    python benchmarks/optimizers.py --model small.json --tokenizer bytes --out DIR --steps 4 --context 64   # a CPU
 
-The second line is a check on a CPU, where Muon is slow. adamw8bit needs torchao. Without --data, the runs read Python's
-standard library.
+adamw8bit needs torchao; on a CPU, leave out Muon, which is slow there (--names adamw,adamw8bit). Without --data, the
+runs read Python's standard library.
 """
 
 from __future__ import annotations

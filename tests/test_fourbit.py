@@ -13,6 +13,7 @@ from bitsandbytes.nn import Linear8bitLt
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
@@ -20,16 +21,20 @@ from decoders import DECODERS, Wide, tiny_decoder
 from general import add_lora, wide_runs
 from ithaka.config import AdapterConfig
 from ithaka.dist.mesh import make_mesh
+from ithaka.evaluate import evaluate, sample
 from ithaka.layer.fourbit import NF4, ROW, SCALES_AT, block_scales, dequantize, packed_weights, quantize_nf4
 from ithaka.layer.store import Store
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
-from ithaka.model.adapters import base_tensor_name
+from ithaka.model.adapters import base_tensor_name, load_dequantized
 from ithaka.model.build import build_model, parallelize_model
 from ithaka.model.quantized import PACKED_AS, describe_base, round_weights
+from ithaka.verify import load_truncated_model, write_truncated_model
 from models import tiny_config, tiny_model
 from parity import check, plain_sum, random_ids, relative, shard_errors
 from refusals import assert_refused
 from test_adapters_match_peft import LINEARS, with_lora
+from test_data_sources import BYTES
+from test_general_files import saved_in_mxfp4
 from threads import on_threads
 
 
@@ -158,6 +163,7 @@ def test_gradients_are_those_of_peft_on_the_dequantized_weights(family, cp, layo
 def saved(tmp_path_factory):
     """A bf16 model, and the same in 4 bits as transformers saves it, double or not; and those models."""
     changes = {"hidden_size": 256, "intermediate_size": 200, "head_dim": 32, "tie_word_embeddings": False}
+    changes |= {"vocab_size": BYTES.vocab_size}
     folders = {name: tmp_path_factory.mktemp(name) for name in ("bf16", "double", "single")}
     tiny_model(tiny_config("llama", heads=8, **changes), torch.bfloat16).save_pretrained(folders["bf16"])
     models = {name: load_four_bit(folders["bf16"], name == "double") for name in ("double", "single")}
@@ -250,6 +256,28 @@ def test_an_adapter_records_how_its_base_is_stored(saved):
         facts = describe_base(adapter, json.loads((saved[stored] / "config.json").read_text()))
         assert (facts["base"], facts["double_quantization"]) == (codes, stored == "double")
     assert describe_base(adapter, {}) == {}
+
+
+@pytest.mark.parametrize("stored", ["double", "mxfp4"])
+def test_commands_read_four_bit_files(saved, tmp_path, stored):
+    """verify compares the values of the files; evaluate and sample merge an adapter into them."""
+    if stored == "mxfp4":
+        saved = {stored: saved_in_mxfp4(tmp_path / stored, "gpt_oss", vocab_size=BYTES.vocab_size)}
+    BYTES.hf.save_pretrained(folder := saved[stored])
+    model = load_dequantized(folder, dtype="auto").float()
+    write_truncated_model(folder, tmp_path / "truncated")
+    truncated = load_truncated_model(tmp_path / "truncated", None)
+    for name, param in truncated.named_parameters():
+        assert torch.equal(param, model.get_parameter(name)[: param.shape[0]].double()), name
+
+    text, ids = tmp_path / "long.jsonl", torch.arange(48)[None]
+    text.write_text(json.dumps({"text": bytes(range(48)).decode() * 4}) + "\n")
+    peft = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False))
+    peft.save_pretrained(tmp_path / "adapter")
+    expected = F.cross_entropy(peft(input_ids=ids).logits[0, :-1].float(), ids[0, 1:])
+    found = evaluate(tmp_path / "adapter", [48], text, 1, 1, 0)
+    assert found["loss"] == pytest.approx(float(expected), rel=1e-2)
+    assert isinstance(sample(tmp_path / "adapter", "a", 2, 0.0), str)
 
 
 def test_experts_in_the_order_of_a_kernel_are_refused():

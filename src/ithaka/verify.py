@@ -28,7 +28,7 @@ from ithaka.dist.mesh import Mesh, end_process_group, make_mesh
 from ithaka.launch import check_cpu_ranks, max_cpu_ranks, num_gpus, run_ranks
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.layout import ActivationPolicy, Layout, layout_from_config
-from ithaka.model.adapters import add_adapter, auto_class
+from ithaka.model.adapters import add_adapter, auto_class, load_dequantized
 from ithaka.model.batch import MEDIA
 from ithaka.model.build import has_weights, parallelize_model, read_hf_config
 from ithaka.model.families import find_layers, has_encoder
@@ -112,7 +112,6 @@ def write_truncated_model(source: Path | dict, out: Path, settings: Config | Non
         torch.manual_seed(0)
         model_class.from_config(config).save_pretrained(out)
         return "random"
-    config.save_pretrained(out)
     with torch.device("meta"):
         model = model_class.from_config(config)
     # Older files of vision-language models have other prefixes.
@@ -120,6 +119,9 @@ def write_truncated_model(source: Path | dict, out: Path, settings: Config | Non
         {_without_prefix(name) for name in model.state_dict()},
         set(map(_without_prefix, end_parameters(model))),
     )
+    assert isinstance(source, Path)
+    config.quantization_config = read_json(source / "config.json").get("quantization_config")
+    config.save_pretrained(out)
     tensors = {}
     for name, file in open_tensor_files(source).items():
         layer = re.match(r"(model\.(?:language_model\.)?layers\.)(\d+)", name)
@@ -149,8 +151,9 @@ def _truncate_encoder(config: Any, vocab_size: int) -> None:
 
 def load_truncated_model(directory: Path, adapter: AdapterConfig | None) -> PreTrainedModel:
     """Load the truncated model in float64. Adapters are random: with B at its initial zero, A has no gradient."""
-    load = auto_class(read_json(directory / "config.json")["model_type"]).from_pretrained
-    model = load(directory, dtype=torch.float64, experts_implementation="eager")
+    model = load_dequantized(directory, dtype=torch.float64, experts_implementation="eager")
+    for param in model.parameters():  # quantized ones are bfloat16
+        param.data = param.data.double()
     if adapter is not None:
         round_weights(model, adapter)
         if not isinstance(adapter.targets, str):  # drop layer indices, which may exceed the truncated model

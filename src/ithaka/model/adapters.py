@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Mxfp4Config
 
 from ithaka.config import AdapterConfig, ConfigError
 from ithaka.layer.experts import is_expert_module
@@ -177,6 +177,21 @@ def merge_tensors(base: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return merged
 
 
+def load_dequantized(folder: Path, config: Any = None, **options: Any) -> Any:
+    """Load a model with plain transformers. Four-bit weights are replaced by the values they stand for."""
+    stored = read_json(folder / "config.json")
+    config = config or AutoConfig.from_pretrained(folder)
+    if method := quant_method(stored):  # a run's config.json does not have it
+        config.quantization_config = stored["quantization_config"]
+    if method == "mxfp4":
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
+    model = auto_class(config.model_type).from_pretrained(folder, config=config, **options)
+    model = model.dequantize() if method == "bitsandbytes" else model
+    if method:
+        model._weight_conversions = []  # they would save the weights under the names of packed ones
+    return model
+
+
 def merge_adapter(
     base: Path, adapter: Path, tensors: dict[str, Tensor], out: Path, change: Callable[[Any], None] | None = None
 ) -> None:
@@ -184,20 +199,12 @@ def merge_adapter(
     with PEFT's configuration, and with a config.json if training changed the base's positions. `tensors`: the
     adapter's, named as in PEFT's files. `change` is called with the base model first."""
     from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
-    from transformers import AutoConfig, Mxfp4Config
     from transformers.utils import logging
 
     config = AutoConfig.from_pretrained(adapter if (adapter / "config.json").is_file() else base)
     logging.disable_progress_bar()
-    stored_config, options = read_json(base / "config.json"), {}
-    method = quant_method(stored_config)
-    if method:  # a run's config.json does not have it
-        config.quantization_config = stored_config["quantization_config"]
-    if method == "mxfp4":
-        options["quantization_config"] = Mxfp4Config(dequantize=True)
-    model = auto_class(config.model_type).from_pretrained(base, config=config, dtype="auto", **options)
-    model = model.dequantize() if method == "bitsandbytes" else model
-    if change is not None and method != "bitsandbytes":  # whose weights have been rounded already
+    model = load_dequantized(base, config, dtype="auto")
+    if change is not None and quant_method(read_json(base / "config.json")) != "bitsandbytes":  # rounded already
         change(model)
     stored = {name: t.dtype for name, t in model.state_dict().items()}  # some tensors are always in float32
     peft_model = get_peft_model(model.float(), PeftConfig.from_pretrained(adapter))
@@ -205,6 +212,4 @@ def merge_adapter(
     merged = peft_model.merge_and_unload()
     for name, t in merged.state_dict(keep_vars=True).items():
         t.data = t.data.to(stored[name])
-    if options:
-        merged._weight_conversions = []  # they would give the weights the names of packed ones
     merged.save_pretrained(out)
