@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="a directory or a hub id")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=64, help="completions per step and cp group")
-    parser.add_argument("--lr", type=float, default=2e-6)
+    parser.add_argument("--lr", type=float, default=1e-5)
     arguments = parser.parse_args()
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     trainer = make_trainer(str(arguments.output_dir), arguments.model, arguments.steps, arguments.batch, arguments.lr)
