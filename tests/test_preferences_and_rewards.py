@@ -14,7 +14,9 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from peft import LoraConfig
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM
 from transformers.trainer_callback import PrinterCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer
@@ -170,8 +172,15 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None):
         if kind == "rloo":  # it has no rollout_func
             texts = trainer.processing_class.batch_decode
             trainer._generate_single_turn = lambda ids, *_: answers(texts(ids), trainer)["completion_ids"]
+        is_trained: list[bool] = []  # of each pass through an embedding
+        hook = register_module_forward_pre_hook(
+            lambda module, _: is_trained.append(torch.is_grad_enabled()) if isinstance(module, nn.Embedding) else None
+        )
         with contextlib.redirect_stdout(io.StringIO()):
             trainer.train(resume_from_checkpoint=resume)
+        hook.remove()
+        if kind == "dpo":  # with long_context, the reference runs before the model keeps activations
+            assert is_trained[:2] == ([False, True] if cp else [True, False])
         assert bool(packed) == bool(cp and kind in ("grpo", "rloo"))
         assert all(both[1] < both[0] for both in (each.num_tokens for each in packed))
         trainer.save_model(str(folder / "final"))

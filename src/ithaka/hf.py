@@ -53,7 +53,7 @@ from ithaka.preflight.run import (
     uses_planner,
     weakest_machine,
 )
-from ithaka.rewards import Preferences, Rewards, group_processes
+from ithaka.rewards import Pairs, Preferences, Rewards, group_processes
 from ithaka.train.step import clip_gradients
 
 SETTINGS = ("cp", "ring", "context", "layout")
@@ -87,7 +87,7 @@ REFUSED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
 # TRL's trainers -> the mixins that go before LongContext.
 TRL_TRAINERS: dict[str, tuple[type, ...]] = {
     "SFTTrainer": (),
-    "DPOTrainer": (Preferences,),
+    "DPOTrainer": (Pairs,),
     "KTOTrainer": (Preferences,),
     "GRPOTrainer": (Rewards,),
     "RLOOTrainer": (Rewards,),

@@ -95,6 +95,21 @@ class Preferences(Base):
         return build.parallelize_model(reference, mesh=self.ithaka_mesh, layout=layout)
 
 
+class Pairs(Preferences):
+    """Mixin for DPOTrainer. TRL runs the reference after the model, whose activations are in memory then: run it
+    before."""
+
+    def _compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+        chosen, rejected = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
+        self.precompute_ref_logps = True
+        try:
+            return super()._compute_loss(
+                model, {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}, *args, **named
+            )
+        finally:
+            self.precompute_ref_logps = False
+
+
 # ---- rewards
 
 
