@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Literal
@@ -33,6 +33,7 @@ class ActivationPolicy:
 EVERYTHING = ActivationPolicy("device", "device", True, True)
 
 
+KEPT_SETTINGS = ("input_tier", "keep_attention", "attention_tier", "keep_projections", "keep_everything")
 PREFETCHED_BYTES = 2 * 2**30  # larger layers are not gathered ahead without overlap
 
 
@@ -114,12 +115,19 @@ class Layout:
 
     def with_changes(self, **changes: Any) -> Layout:
         """A copy with some fields changed; `kept` is changed by the five properties above."""
-        names = ("input_tier", "keep_attention", "attention_tier", "keep_projections", "keep_everything")
-        kept_settings = {name: changes.pop(name) if name in changes else getattr(self, name) for name in names}
-        return replace(self, kept=make_layout(len(self.kept), **kept_settings).kept, **changes)
+        kept_settings = {n: changes.pop(n) if n in changes else getattr(self, n) for n in KEPT_SETTINGS}
+        return replace(self, kept=_make_policies(len(self.kept), **kept_settings), **changes)
 
 
-def make_layout(
+def make_layout(num_layers: int, **settings: Any) -> Layout:
+    """A layout from settings for all layers (the arguments of `_make_policies`) instead of a policy per layer, and
+    other fields of a layout."""
+    of_layers = {name: settings.pop(name) for name in KEPT_SETTINGS if name in settings}
+    return Layout(kept=_make_policies(num_layers, **of_layers), **settings)
+
+
+@lru_cache(maxsize=4096)
+def _make_policies(
     num_layers: int,
     *,
     input_tier: Tier = "device",
@@ -127,18 +135,15 @@ def make_layout(
     attention_tier: Tier = "device",
     keep_projections: int = 0,
     keep_everything: int = 0,
-    **fields: Any,
-) -> Layout:
-    """A layout from settings for all layers instead of a policy per layer. The last layers keep the most: their
-    backward runs first and frees it before the layers below recompute."""
+) -> tuple[ActivationPolicy, ...]:
+    """The last layers keep the most: their backward runs first and frees it before the layers below recompute."""
     num_everything = min(keep_everything, num_layers)
     num_projections = max(min(keep_projections, num_layers), num_everything)
     num_attention = max(min(keep_attention, num_layers), num_projections)
     kept = (ActivationPolicy(input_tier),) * (num_layers - num_attention)
     kept += (ActivationPolicy(input_tier, attention_tier),) * (num_attention - num_projections)
     kept += (ActivationPolicy(input_tier, attention_tier, True),) * (num_projections - num_everything)
-    kept += (ActivationPolicy(input_tier, attention_tier, True, True),) * num_everything
-    return Layout(kept=kept, **fields)
+    return kept + (ActivationPolicy(input_tier, attention_tier, True, True),) * num_everything
 
 
 # ---- layouts and configurations

@@ -5,7 +5,7 @@ Letters as in plan/layer_bytes.py; V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ithaka.layout import Layout
@@ -161,11 +161,9 @@ class _GpuPhases:
         self.groups = self._group_layers()
 
     def _group_layers(self) -> list[_LayerGroup]:
-        # Without fields that change no layer's bytes: a key for the cache.
-        layout = replace(self.layout, kept=(), offload_optimizer=False)
         groups, kept_up_to = [], 0
         for policy, count in self.layout.policy_groups(self.shape.num_layers, self.shape.first_trained):
-            kept, forward, backward = layer_peaks(self.shape, layout, self.s, policy)
+            kept, forward, backward = layer_peaks(self.shape, self.layout, self.s, policy)
             kept_up_to += count * kept
             groups.append(_LayerGroup(count, kept, forward, backward, kept_up_to))
         return groups

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
+from dataclasses import replace
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ithaka.config import LAYER_LINEARS
 from ithaka.layout import ActivationPolicy, Layout
@@ -409,16 +410,29 @@ def kinds_of_layers(
     return [kind(shape, layout, s, policy) for kind in kinds]
 
 
-@lru_cache(maxsize=8192)
 def layer_peaks(
     shape: ModelShape, layout: Layout, s: int, policy: ActivationPolicy
 ) -> tuple[int, MemoryPoint, MemoryPoint]:
     """(bytes kept on the device, and the points of forward and of backward at which most bytes are live), for the kind
     of layer that needs most."""
-    kinds, points = kinds_of_layers(shape, layout, s, policy), []
-    for b in kinds:
-        ascending = sorted(layer_points(b), key=lambda point: point.full_length)
-        highest = {(point.phase, point.tile_work): point for point in ascending}.values()  # the last of each kind
+    policy = ActivationPolicy(
+        "device" if policy.input == "device" else "host",
+        "host" if policy.attention == "disk" else policy.attention,  # the same on the device
+        policy.projections,
+        policy.mlp,
+    )
+    fields = layout.cp, layout.ring, layout.heads_per_stage, layout.overlap, layout.dtype, layout.compile
+    return _tile_peaks(shape, s, policy, layout.tile_tokens, fields)
+
+
+@lru_cache(maxsize=8192)
+def _tile_peaks(
+    shape: ModelShape, s: int, policy: ActivationPolicy, tile_tokens: int | None, fields: tuple[Any, ...]
+) -> tuple[int, MemoryPoint, MemoryPoint]:
+    points = []
+    for b, highest in _full_length_peaks(shape, s, policy, *fields):
+        b = copy(b)
+        b.layout = replace(b.layout, tile_tokens=tile_tokens)
         points += [
             p._replace(tile_bytes=b.tile_bytes(p.tile_work), grad_bytes=b.weight_grads(p.phase)) for p in highest
         ]
@@ -426,4 +440,19 @@ def layer_peaks(
         max((p for p in points if p.phase.startswith(direction)), key=lambda point: (point.live, -point.tile_bytes))
         for direction in ("forward", "backward")
     )
-    return max(b.kept for b in kinds), forward, backward
+    return max(b.kept for b, _ in _full_length_peaks(shape, s, policy, *fields)), forward, backward
+
+
+@lru_cache(maxsize=8192)
+def _full_length_peaks(
+    shape: ModelShape, s: int, policy: ActivationPolicy,
+    cp: int, ring: int, heads_per_stage: int | None, overlap: bool, dtype: str | None, compile: bool,
+) -> list[tuple[LayerBytes, list[MemoryPoint]]]:  # fmt: skip
+    """For each kind of layer, the highest point of each phase and tile work, without the bytes of tiles: they are the
+    same for all tile sizes."""
+    layout = Layout(cp, heads_per_stage, ring=ring, overlap=overlap, dtype=dtype, compile=compile)
+    peaks = []
+    for b in kinds_of_layers(shape, layout, s, policy):
+        ascending = sorted(layer_points(b), key=lambda point: point.full_length)
+        peaks.append((b, [*{(point.phase, point.tile_work): point for point in ascending}.values()]))
+    return peaks

@@ -303,11 +303,13 @@ def reduce_seconds(num_bytes: int, hardware: Hardware, replicas: int = 1) -> flo
 def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
     """One optimizer step: all layers and the loss in every micro-step, then the update. Without training: a forward."""
     total = _loss_seconds(shape, layout, hardware, work) + _encoder_seconds(shape, layout, hardware, work)
-    has_backward = [work.trains and i >= shape.first_trained for i in range(shape.num_layers)]
-    layers = zip(shape.windows, layout.layer_policies(shape.num_layers), has_backward, strict=True)
-    for (window, policy, is_trained), count in Counter(layers).items():
-        forward, backward = layer_seconds(shape, layout, hardware, work, window, policy)
-        total = total + (forward + backward if is_trained else forward).times(count)
+    layers = [(window, work.trains and i >= shape.first_trained) for i, window in enumerate(shape.windows)]
+    last = 0
+    for policy, num_layers in layout.policy_groups(shape.num_layers):
+        first, last = last, last + num_layers
+        for (window, is_trained), count in Counter(layers[first:last]).items():
+            forward, backward = layer_seconds(shape, layout, hardware, work, window, policy)
+            total = total + (forward + backward if is_trained else forward).times(count)
     if not work.trains:
         return total
     if work.reference:

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -160,6 +160,13 @@ class ModelShape:
     freezes_encoder: bool = False
     optimizer: str = "adamw"  # as optim.name
 
+    def __hash__(self) -> int:
+        return self._hash  # a part of every key in the planner's caches
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))
+
     @cached_property
     def trained_encoder(self) -> int:
         """Trained parameters of the encoder. An adapter freezes it."""
@@ -201,10 +208,13 @@ class ModelShape:
 
     def shards(self, num_ranks: int) -> tuple[int, int]:
         """(trained, frozen) parameters of one rank. Trained ones are fp32, with a gradient and two AdamW moments."""
+        return -(-self.num_trained // num_ranks), -(-self._num_frozen // num_ranks)
+
+    @cached_property
+    def _num_frozen(self) -> int:
         saved = self.trained_parameters("lm_head") + self.trained_parameters("embed_tokens") * (not self.tied)
         frozen = (self.num_parameters - saved) * bool(self.adapter) + self.num_parameters * self.reference
-        frozen += self.num_parameters - self.num_trained if self.adapter is None else 0
-        return -(-self.num_trained // num_ranks), -(-frozen // num_ranks)
+        return frozen + (self.num_parameters - self.num_trained if self.adapter is None else 0)
 
     def moment_bytes(self, num_ranks: int) -> int:
         """Bytes of one rank's optimizer state: two fp32 moments, two in 8 bits with their scales, or one for Muon. Of
