@@ -1,7 +1,11 @@
 """torch is imported late: the xdist controller does not need it."""
 
+import fcntl
 import gc
+import hashlib
+import json
 import os
+import pickle
 import sys
 import threading
 
@@ -44,11 +48,16 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def processes():
+def processes(tmp_path_factory):
     """Set up forking before any test starts threads."""
     import torch
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    # Compiles 800 regular expressions at its first call, which otherwise is in every fork.
+    get_checkpoint_conversion_mapping("llama")
+    folder = tmp_path_factory.getbasetemp()
+    _share_measurements((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "measured")
     # For its log, a rendezvous asks `inspect` for the source of every frame, which looks through all imported modules.
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     if torch.cuda.is_available():
@@ -56,6 +65,28 @@ def processes():
         PRELOAD.clear()
     else:
         fork_from_here()
+
+
+def _share_measurements(folder):
+    """Measure the shape of a model once for all test processes; every rank of a run asks for it. Tests of measuring
+    have imported the function before."""
+    from ithaka.model import shape as module
+
+    measure = module.measure_model
+    folder.mkdir(exist_ok=True)
+
+    def measure_once(values, source):
+        name = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        with (folder / name).open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # ranks ask at the same time
+            file.seek(0)
+            if content := file.read():
+                return pickle.loads(content)
+            shape = measure(values, source)
+            file.write(pickle.dumps(shape))
+            return shape
+
+    module.measure_model = measure_once
 
 
 @pytest.fixture(scope="session")

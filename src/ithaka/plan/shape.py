@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -161,11 +161,8 @@ class ModelShape:
     optimizer: str = "adamw"  # as optim.name
 
     def __hash__(self) -> int:
-        return self._hash  # a part of every key in the planner's caches
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, each.name) for each in fields(self)))
+        """Of a few fields: it is computed for every lookup in the planner's caches."""
+        return hash((self.num_layers, self.hidden, self.heads, self.mlp, self.vocab))
 
     @cached_property
     def trained_encoder(self) -> int:
