@@ -85,7 +85,9 @@ class Browser:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._left:
-            self._left += os.read(self._read, 1 << 20)
+            part = os.read(self._read, 1 << 20)
+            assert part, "the browser has ended"
+            self._left += part
         message, _, self._left = self._left.partition(b"\0")
         return json.loads(message)
 

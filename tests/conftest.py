@@ -1,8 +1,10 @@
 """torch is imported late: the xdist controller does not need it."""
 
 import fcntl
+import functools
 import gc
 import hashlib
+import importlib.metadata
 import json
 import os
 import pickle
@@ -16,6 +18,7 @@ import pytest
 
 from programs import PRELOAD, fork_from_here
 
+importlib.metadata.version = functools.cache(importlib.metadata.version)  # every run asks, and it parses e-mail headers
 os.fsync = lambda file: None  # tests end processes, and only the end of a machine loses what was written
 
 

@@ -242,14 +242,16 @@ CASES = {
 }
 
 
+# As the last one, in fewer steps.
+CASES["grpo, six steps"] = ("grpo", True, {**CASES["grpo by batch"][2], "max_steps": 6})
 CASES["grpo, vllm"] = ("grpo", False, {**GRPO, "use_vllm": True, "vllm_mode": "server", "max_steps": 4})
-SLOW = ("grpo, vllm", "dpo copy", "dpo adapter", "kto", "rloo", "grpo by group")
+SLOW = ("grpo, vllm", "dpo copy", "dpo adapter", "kto", "rloo", "grpo by group", "grpo by batch")
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
 )
-def test_ten_steps_equal_those_of_one_process(ranks, saved_model, case):
+def test_steps_equal_those_of_one_process(ranks, saved_model, case):
     """And those after a resume from the fourth, on two ranks."""
     kind, lora, changes = CASES[case]
     length = {} if kind in ("grpo", "rloo") else {"max_length": 64}

@@ -87,7 +87,7 @@ DRAWN_PIXELS = """[...document.querySelectorAll('.chart')].map(box => {
 
 
 @needs_browser
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["desktop", "phone", pytest.param("dark", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_runs", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_all_charts_are_drawn_without_errors(run_dir, browser, tmp_path, size, num_runs):
     page = write_report([run_dir] * num_runs, tmp_path / "page.html")
@@ -122,7 +122,7 @@ LARGEST_ROW = """(cells => [cells.map(cell => cell.getBoundingClientRect().right
 
 
 @needs_browser
-@pytest.mark.parametrize("size", ["desktop", "phone"])
+@pytest.mark.parametrize("size", ["phone", pytest.param("desktop", marks=pytest.mark.slow)])
 def test_shapes_of_the_largest_allocations_are_visible(run_dir, browser, size):
     width, dark = SIZES[size]
     browser.open(run_dir / "report.html", width, dark=dark)
@@ -175,7 +175,7 @@ TICK_LABELS = """charts.flatMap(chart => ['xAxis', 'yAxis'].map(name =>
 
 
 @needs_browser
-@pytest.mark.parametrize("size", ["desktop", "phone"])
+@pytest.mark.parametrize("size", ["phone", pytest.param("desktop", marks=pytest.mark.slow)])
 def test_tick_labels_of_an_axis_are_distinct(run_dir, browser, tmp_path, size):
     """Also for nearly equal values, and for a memory map that is zoomed in."""
     for name in ("config.yaml", "profile"):

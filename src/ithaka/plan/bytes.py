@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ithaka.layout import Layout
 from ithaka.plan.hardware import GIB, Hardware
-from ithaka.plan.layer_bytes import MemoryPoint, kinds_of_layers, layer_peaks
+from ithaka.plan.layer_bytes import MemoryPoint, kinds_of_layers, layer_peaks, layer_sizes
 from ithaka.plan.shape import PATCHES_PER_TILE, ModelShape, Work
 
 LOGITS_TILE_BYTES = (2**29, 2**32)  # minimum and maximum bytes of logits in a tile of the loss
@@ -277,7 +277,8 @@ def _host_and_disk(shape: ModelShape, layout: Layout, hardware: Hardware, work: 
         outputs[policy.attention] += count
     x = ranks * layout.x_bytes(shape.hidden, s)
     stores_outputs = outputs["host"] or outputs["disk"]
-    out = ranks * max(b.outputs for b in kinds_of_layers(shape, layout, s)) if stores_outputs else 0
+    outputs_bytes = (layer_sizes(shape, layout, s, kind).outputs for kind in kinds_of_layers(shape))
+    out = ranks * max(outputs_bytes) if stores_outputs else 0
     sharers = hardware.num_gpus // layout.replicas
     frozen = shape.frozen_bytes(sharers, layout.element_bytes)
     states = ranks * (8 * shape.shards(sharers)[0] + shape.moment_bytes(sharers) + frozen)

@@ -403,11 +403,17 @@ def layer_points(b: LayerBytes) -> Iterator[MemoryPoint]:
     yield from delta_backward_points(b) if is_delta else attention_backward_points(b, outputs - kept_later)
 
 
-def kinds_of_layers(
-    shape: ModelShape, layout: Layout, s: int, policy: ActivationPolicy | None = None
-) -> list[LayerBytes]:
-    kinds = [LayerBytes, *([DeltaBytes] if shape.delta else [])]
-    return [kind(shape, layout, s, policy) for kind in kinds]
+def kinds_of_layers(shape: ModelShape) -> list[Any]:
+    """LayerBytes and its subclasses."""
+    return [LayerBytes, *([DeltaBytes] if shape.delta else [])]
+
+
+# Results are cached by the fields of a layout that change them.
+
+
+def layer_sizes(shape: ModelShape, layout: Layout, s: int, kind: Any = LayerBytes) -> LayerBytes:
+    """The sizes of a layer's tensors, apart from those of tiles and of what it keeps."""
+    return _layer_sizes(kind, shape, s, ActivationPolicy(), _fields(layout))
 
 
 def layer_peaks(
@@ -421,38 +427,44 @@ def layer_peaks(
         policy.projections,
         policy.mlp,
     )
-    fields = layout.cp, layout.ring, layout.heads_per_stage, layout.overlap, layout.dtype, layout.compile
-    return _tile_peaks(shape, s, policy, layout.tile_tokens, fields)
+    return _layer_peaks(shape, s, policy, layout.tile_tokens, _fields(layout))
+
+
+def _fields(layout: Layout) -> tuple[Any, ...]:
+    return layout.cp, layout.ring, layout.heads_per_stage, layout.overlap, layout.dtype, layout.compile
 
 
 @lru_cache(maxsize=8192)
-def _tile_peaks(
+def _layer_sizes(kind: Any, shape: ModelShape, s: int, policy: ActivationPolicy, fields: tuple[Any, ...]) -> LayerBytes:
+    cp, ring, heads_per_stage, overlap, dtype, compiles = fields
+    layout = Layout(cp, heads_per_stage, ring=ring, overlap=overlap, dtype=dtype, compile=compiles)
+    return kind(shape, layout, s, policy)
+
+
+@lru_cache(maxsize=8192)
+def _full_length_peaks(
+    kind: Any, shape: ModelShape, s: int, policy: ActivationPolicy, fields: tuple[Any, ...]
+) -> list[MemoryPoint]:
+    """The highest point of each phase and tile work, without the bytes of tiles."""
+    points = layer_points(_layer_sizes(kind, shape, s, policy, fields))
+    ascending = sorted(points, key=lambda point: point.full_length)
+    return [*{(point.phase, point.tile_work): point for point in ascending}.values()]
+
+
+@lru_cache(maxsize=8192)
+def _layer_peaks(
     shape: ModelShape, s: int, policy: ActivationPolicy, tile_tokens: int | None, fields: tuple[Any, ...]
 ) -> tuple[int, MemoryPoint, MemoryPoint]:
-    points = []
-    for b, highest in _full_length_peaks(shape, s, policy, *fields):
-        b = copy(b)
-        b.layout = replace(b.layout, tile_tokens=tile_tokens)
+    points, kept = [], 0
+    for kind in kinds_of_layers(shape):
+        b = copy(_layer_sizes(kind, shape, s, policy, fields))
+        b.layout, kept = replace(b.layout, tile_tokens=tile_tokens), max(kept, b.kept)
         points += [
-            p._replace(tile_bytes=b.tile_bytes(p.tile_work), grad_bytes=b.weight_grads(p.phase)) for p in highest
+            p._replace(tile_bytes=b.tile_bytes(p.tile_work), grad_bytes=b.weight_grads(p.phase))
+            for p in _full_length_peaks(kind, shape, s, policy, fields)
         ]
     forward, backward = (
         max((p for p in points if p.phase.startswith(direction)), key=lambda point: (point.live, -point.tile_bytes))
         for direction in ("forward", "backward")
     )
-    return max(b.kept for b, _ in _full_length_peaks(shape, s, policy, *fields)), forward, backward
-
-
-@lru_cache(maxsize=8192)
-def _full_length_peaks(
-    shape: ModelShape, s: int, policy: ActivationPolicy,
-    cp: int, ring: int, heads_per_stage: int | None, overlap: bool, dtype: str | None, compile: bool,
-) -> list[tuple[LayerBytes, list[MemoryPoint]]]:  # fmt: skip
-    """For each kind of layer, the highest point of each phase and tile work, without the bytes of tiles: they are the
-    same for all tile sizes."""
-    layout = Layout(cp, heads_per_stage, ring=ring, overlap=overlap, dtype=dtype, compile=compile)
-    peaks = []
-    for b in kinds_of_layers(shape, layout, s, policy):
-        ascending = sorted(layer_points(b), key=lambda point: point.full_length)
-        peaks.append((b, [*{(point.phase, point.tile_work): point for point in ascending}.values()]))
-    return peaks
+    return kept, forward, backward

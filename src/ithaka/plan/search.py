@@ -73,7 +73,8 @@ class Plan:
 
     def with_changes(self, **changes: Any) -> Plan:
         """A copy with a changed layout (`Layout.with_changes`)."""
-        return replace(self, layout=self.layout.with_changes(**changes))
+        layout = self.layout.with_changes(**changes)
+        return Plan(self.shape, layout, self.hardware, self.work, self.fixed, self.others)
 
     @property
     def kind(self) -> tuple[Any, ...]:

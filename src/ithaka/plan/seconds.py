@@ -16,7 +16,7 @@ from ithaka.config import LAYER_LINEARS
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.bytes import logits_tile_tokens
 from ithaka.plan.hardware import DISK_BYTES_S, HOST_UPDATE_BYTES_S, Hardware
-from ithaka.plan.layer_bytes import DeltaBytes, LayerBytes
+from ithaka.plan.layer_bytes import DeltaBytes, LayerBytes, layer_sizes
 from ithaka.plan.shape import MeasuredLayer, ModelShape, Work
 
 # Fractions of the hardware's matmul rate, forward and backward.
@@ -104,7 +104,7 @@ def layer_seconds(
     # Copies to and from the store. All GPUs of a node share its disk.
     is_stored, pcie = policy.input != "device", gpu.pcie_bytes_s * COPY_SHARE
     kind = DeltaBytes if window == 0 else LayerBytes
-    outputs = kind(shape, layout, layer.s).outputs if policy.attention in ("host", "disk") else 0
+    outputs = layer_sizes(shape, layout, layer.s, kind).outputs if policy.attention in ("host", "disk") else 0
     stored = layer.x * is_stored + outputs
     to_disk = layer.x * (policy.input == "disk") + outputs * (policy.attention == "disk")
     disk = to_disk * hardware.gpus_per_node / DISK_BYTES_S
@@ -128,7 +128,7 @@ class LayerSeconds:
         self, shape: ModelShape, layout: Layout, hardware: Hardware, s: int, policy: ActivationPolicy | None = None
     ) -> None:
         self.shape, self.layout, self.hardware, self.gpu, self.s = shape, layout, hardware, hardware.gpu, s
-        self.policy, self.bytes = policy or ActivationPolicy(), LayerBytes(shape, layout, s)
+        self.policy, self.bytes = policy or ActivationPolicy(), layer_sizes(shape, layout, s)
         self.x, self.num_stages, self.qkv_width = self.bytes.x, self.bytes.num_stages, self.bytes.qkv_width
         self.is_frozen = shape.adapter is not None
         self.num_tiles = -(-s // (layout.tile_tokens or s))
