@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import io
-import os
 import warnings
 from functools import partial
 from pathlib import Path
@@ -13,15 +12,14 @@ import datasets
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
 from peft import PeftModel
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 from transformers.trainer_callback import PrinterCallback
 from trl import SFTTrainer
 
 from decoders import SIZES
 from ithaka.hf import long_context
+from trainers import full_weights, trainer_environment
 
 TOLERANCE = 1e-5  # fp32
 
@@ -61,12 +59,10 @@ def run(name, cp, folder, resume=None, rows=None, family=None, **changes):
         evaluated = module.rows(3, seed=2)
         module.rows = lambda count, seed: rows if count == 40 else evaluated
     trainer_class = {"hf_trainer": Trainer, "sft": SFTTrainer}[name]
-    if cp:  # as set by torchrun
-        local = {"LOCAL_RANK": str(dist.get_rank()), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-        os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(world), **local}
+    if cp:
         trainer_class = partial(long_context(trainer_class), ithaka={"cp": cp})
         changes |= {"per_device_train_batch_size": 2 * cp // world}
-    try:
+    with trainer_environment(cp):
         trainer = module.make_trainer(partial(trainer_class, **OPTIMIZER), str(folder), **QUIET, **changes)
         trainer.remove_callback(PrinterCallback)
         hooks = trainer.model.get_input_embeddings()._forward_hooks.values()
@@ -76,14 +72,7 @@ def run(name, cp, folder, resume=None, rows=None, family=None, **changes):
         reports = bool(cp and rows) and resume is None and dist.get_rank() == 0
         assert printed.getvalue().count("no rank has a label") == reports
         trainer.save_model(str(folder / "final"))
-        named = trainer.model.named_parameters()
-        whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in named}
-        return trainer.state.log_history, {name: tensor.detach() for name, tensor in whole.items()}
-    finally:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if cp else ():
-            del os.environ[name]
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        return trainer.state.log_history, full_weights(trainer.model)
 
 
 def decoder_config(family, _, **sizes):

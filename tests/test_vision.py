@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import io
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -42,6 +39,7 @@ from ithaka.plan.shape import Work
 from ithaka.rehearse import rehearse
 from parity import Errors, plain_sum, relative
 from threads import on_threads
+from trainers import full_weights, trainer_environment
 from vlms import media_inputs, model_for, picture, tiny_processor, tiny_vlm, vlm_config
 
 pytestmark = pytest.mark.usefixtures("probes_once")
@@ -302,10 +300,8 @@ def train_sft(cp: int, folder: Path) -> tuple[list[dict], dict[str, Tensor]]:
     settings |= {"use_cpu": True, "disable_tqdm": True, "report_to": [], "dataloader_pin_memory": False}
     trainer_class: Any = SFTTrainer
     if cp:
-        local = {"LOCAL_RANK": str(dist.get_rank()), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-        os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), **local}
         trainer_class = partial(long_context(SFTTrainer), ithaka={"cp": cp, "context": "1K"})
-    try:
+    with trainer_environment(cp):
         args = SFTConfig(str(folder), **settings)
         data = {"train_dataset": conversations(), "processing_class": processor}
         trainer = trainer_class(model=model_for(processor), args=args, **data)
@@ -313,14 +309,7 @@ def train_sft(cp: int, folder: Path) -> tuple[list[dict], dict[str, Tensor]]:
             trainer.train()
         if cp:
             trainer.save_model(str(folder / "final"))
-        named = trainer.model.named_parameters()
-        full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in named}
-        return trainer.state.log_history, {name: p.detach() for name, p in full.items()}
-    finally:
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if cp else ():
-            del os.environ[name]
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        return trainer.state.log_history, full_weights(trainer.model)
 
 
 @pytest.mark.slow

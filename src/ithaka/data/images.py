@@ -73,7 +73,11 @@ class ImageReader:
         self.ids: dict[str, int] = {kind: config[f"{kind}_token_id"] for kind in MEDIA}
         self.start, self.end, *tokens = hf.convert_ids_to_tokens([config[key] for key in keys])
         self.tokens: dict[str, str] = dict(zip(MEDIA, tokens, strict=True))
-        self.images: Any = AutoImageProcessor.from_pretrained(str(model_path), local_files_only=True)
+        try:
+            self.images: Any = AutoImageProcessor.from_pretrained(str(model_path), local_files_only=True)
+        except ImportError as error:
+            rule = "this version of transformers reads no images without torchvision"
+            raise ConfigError(f"data.images=read: {rule}; pip install torchvision, or a newer transformers") from error
 
     @cached_property
     def processor(self) -> Any:

@@ -1,0 +1,29 @@
+"""What Hugging Face's trainers need in a rank of the tests' process groups."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+@contextmanager
+def trainer_environment(cp: int) -> Iterator[None]:
+    """The variables that torchrun sets, unless cp is 0; accelerate's state ends with the context."""
+    ranks = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items() if cp else ():
+            patch.setenv(name, str(value))
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+
+
+def full_weights(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters()
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in named}
