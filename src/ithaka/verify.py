@@ -255,7 +255,7 @@ def run_checks(directory: Path, mesh: Mesh, layout: Layout, adapter: AdapterConf
         error = pair.compare_logits(ids, {"position_ids": positions, "attention_mask": mask}, **inputs)
         yield make_check(part, f"logits, {num_tokens} tokens over {last} positions", error, allowed)
     if has_encoder(pair.model):
-        ids, media = _make_media(pair.model, random_ids(1, 2 * cp + 5))
+        media = _add_media(pair.model, ids := random_ids(1, 2 * cp + 20))
         yield _worst_check("images and video", pair.compare_losses(ids, ids, None, **media))
     if adapter is not None:
         del pair
@@ -264,23 +264,19 @@ def run_checks(directory: Path, mesh: Mesh, layout: Layout, adapter: AdapterConf
         yield _worst_check("adapter", ModelPair(directory, mesh, layout, adapter).compare_losses(ids, ids))
 
 
-def _make_media(model: PreTrainedModel, text: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """A row and the arguments of two images and a video of two steps in time, which text surrounds."""
-    config, side = model.config, model.config.vision_config.spatial_merge_size
-    start, end = torch.tensor([config.vision_start_token_id]), torch.tensor([config.vision_end_token_id])
+def _add_media(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
+    """The arguments of two images and a video, whose tokens replace some of `ids`."""
+    config, vision, side = model.config, model.model.visual.config, model.config.vision_config.spatial_merge_size
     grids = {"image": [[1, 2 * side, 3 * side], [1, side, 2 * side]], "video": [[2, side, side]]}
-    parts, inputs, vision = [text[0, :3]], dict[str, Tensor](), model.model.visual.config
-    for kind, steps in {"image": [6, 2], "video": [2] if "qwen2" in config.model_type else [1, 1]}.items():
-        for num_tokens in steps:  # Qwen3-VL has text between the steps of a video
-            parts += [start, torch.full((num_tokens,), getattr(config, f"{kind}_token_id")), end, text[0, 3:5]]
-        pixels, name = MEDIA[kind]
+    inputs, first, generator = dict[str, Tensor](), 3, torch.Generator().manual_seed(3)
+    for kind, (pixels, name) in MEDIA.items():
         inputs[name] = torch.tensor(grids[kind])
+        num_patches = int(inputs[name].prod(1).sum())
         num_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        generator = torch.Generator().manual_seed(3)
-        inputs[pixels] = torch.randn(int(inputs[name].prod(1).sum()), num_values, generator=generator).double()
-    ids = torch.cat([*parts, text[0, 5:]])[None]
-    types = (ids == config.image_token_id) + 2 * (ids == config.video_token_id)
-    return ids, inputs | {"mm_token_type_ids": types.long()}
+        inputs[pixels] = torch.randn(num_patches, num_values, generator=generator).double()
+        ids[:, first : first + num_patches // side**2] = getattr(config, f"{kind}_token_id")
+        first += num_patches // side**2 + 2
+    return inputs | {"position_ids": torch.arange(ids.shape[1]) * torch.tensor([1, 2, 3])[:, None, None]}
 
 
 def _check_documents(pair: ModelPair, random_ids: Callable[..., Tensor], lengths: tuple[int, ...]) -> Checks:
