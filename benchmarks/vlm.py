@@ -34,7 +34,7 @@ from ithaka.dist.mesh import end_process_group, free_memory, start_process_group
 from ithaka.hf import shape_from_model
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
-from ithaka.phases import listening
+from ithaka.phases import listening, phase
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.plan.seconds import step_seconds
@@ -187,12 +187,12 @@ def plan(case: dict[str, Any], model: Any, num_tokens: int) -> dict[str, float]:
     gpu = find_gpu("H200")
     shape, hardware, work = shape_from_model(model), Hardware(gpu, 1, 1, host_bytes=10**12), Work(num_tokens)
     layout = make_layout(case, shape.num_layers)
-    phase, holders = max(gpu_phases(shape, layout, hardware, work), key=lambda entry: sum(entry[1].values()))
+    name, holders = max(gpu_phases(shape, layout, hardware, work), key=lambda entry: sum(entry[1].values()))
     seconds, text_s = (
         step_seconds(each, layout, hardware, work).total for each in (shape, replace(shape, encoder=None))
     )
     planned_s = {"planned_s": round(seconds, 4), "planned_encoder_s": round(seconds - text_s, 4)}
-    return {"planned_GiB": round(sum(holders.values()) / GIB, 2), **planned_s, "planned_peak": phase}
+    return {"planned_GiB": round(sum(holders.values()) / GIB, 2), **planned_s, "planned_peak": name}
 
 
 def report(case: dict[str, Any], event: str) -> None:
@@ -209,34 +209,29 @@ def measure(case: dict[str, Any], inputs: dict[str, Tensor]) -> dict[str, Any]:
     forward = (run_ithaka if is_ours else run_hf)(case, model)
     report(case, "built")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=True)
-    seconds, losses, peaks = [], [], []
+    seconds, losses = [], []
     for step in range(case["steps"] + 1):  # the first compiles and tries kernels
-        if step == 1 and torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
         begin, timer = time.perf_counter(), PhaseTimer(device())
-        with listening(timer):
+        with listening(timer), phase("step"):
             loss = forward(inputs)
-        losses.append(round(loss.item(), 5))
-        report(case, f"forward {step}: {time.perf_counter() - begin:.2f} s")
-        peaks.append(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
-        with listening(timer):
+            losses.append(round(loss.item(), 5))
+            report(case, f"forward {step}: {time.perf_counter() - begin:.2f} s")
             loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
         report(case, f"step {step}: {seconds[-1]:.2f} s")
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     return {
         "total_tokens": inputs["input_ids"].numel(),
         "patches": len(inputs["pixel_values_videos"]),
         "layers": len(model.model.language_model.layers),
         "step_s": round(statistics.median(seconds[1:]), 4),
-        "peak_GiB": round(peak / GIB, 2),
-        "forward_peak_GiB": round(peaks[1] / GIB, 2),
+        "peak_GiB": round(timer.peaks[("step",)] / GIB, 2),
         **planned,
-        "phases_s": {path[0]: round(s, 4) for path, s in timer.seconds().items() if len(path) == 1},
+        "phases_s": {path[1]: round(s, 4) for path, s in timer.seconds().items() if len(path) == 2},
+        "phases_GiB": {"/".join(path[1:]): round(p / GIB, 2) for path, p in timer.peaks.items() if len(path) in (2, 3)},
         "losses": losses,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
