@@ -2,7 +2,7 @@
 
     python benchmarks/hybrid.py --out results.jsonl              # 16K, 64K and 128K; 512K as a middle rank of 8
     python benchmarks/hybrid.py --sides ithaka --tokens 64K      # some of it
-    python benchmarks/hybrid.py --rule-only                      # the rule alone: time by segment, error against fp64
+    python benchmarks/hybrid.py --rule-only                      # the rule alone, plain and in kernels: times, errors
     python benchmarks/hybrid.py --tiny                           # does it run? Also on a CPU
 
 All cases run in one process, on the same random weights: float32 weights and moments, bfloat16 computation, fused
@@ -17,14 +17,17 @@ import json
 import statistics
 import time
 import traceback
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ithaka.attention import delta_rule
+from ithaka.attention import delta_kernels, delta_rule
+from ithaka.attention.delta_kernels import runs_in_kernels
 from ithaka.attention.delta_rule import DeltaInputs, DeltaRule, LocalDocs
 from ithaka.config import parse_count
 from ithaka.dist.loopback import start_loopback
@@ -161,49 +164,92 @@ def make_rule(num_tokens: int, heads: tuple[int, int], dims: int, double: bool =
     return DeltaRule(DeltaInputs(*(t.double() if double else t for t in inputs)), docs)
 
 
-def time_rule(tiny: bool) -> list[dict[str, Any]]:
-    """Seconds of the rule alone, as a middle rank's, and its error in bfloat16 against float64."""
-    results: list[dict[str, Any]] = []
+KERNEL_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"COLUMNS": 16},
+    {"SCAN_OPTIONS": {"num_warps": 8, "num_stages": 2}},
+    {"SCAN_OPTIONS": {"num_warps": 4, "num_stages": 1}, "COLUMNS": 16},
+    {"SCAN_OPTIONS": {"num_warps": 4, "num_stages": 3}},
+    {"CHUNK_OPTIONS": {"num_warps": 4, "num_stages": 1}},
+    {"CHUNK_OPTIONS": {"num_warps": 8, "num_stages": 2}},
+    {"WIDE": False},
+    {"WIDE": False, "COLUMNS": 16},
+    {"WIDE": False, "CHUNK_OPTIONS": {"num_warps": 4, "num_stages": 1}},
+]
+
+
+def time_rule(tiny: bool) -> Iterator[dict[str, Any]]:
+    """Seconds and errors of the rule alone, as a middle rank's: in plain PyTorch, and its kernels with their own and
+    other settings."""
     heads, dims, tokens = ((2, 4), 16, 256) if tiny else ((32, 32), 128, 65536)
-    own = delta_rule.SEGMENT_ROWS
-    for rows in (own // 4, own // 2, own, own * 2):
-        delta_rule.SEGMENT_ROWS = rows
-        rule = make_rule(tokens, heads, dims)
-        state, dout = rule.zero_state(), torch.randn_like(rule.inputs.v_sHV)
-        steps: dict[str, Any] = {
-            "summarize": rule.summarize,
-            "forward": lambda rule=rule, state=state: rule.forward(state),
-            "summarize_grad": lambda rule=rule, dout=dout: rule.summarize_grad(dout),
-        }
-        _, states = rule.forward(state)
-        steps["backward"] = lambda rule=rule, states=states, dout=dout, state=state: rule.backward(states, dout, state)
-        found: dict[str, Any] = {"rule": tokens, "segment_rows": rows}
-        for name, step in steps.items():
-            step()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-            begin = time.perf_counter()
-            step()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-                found[f"{name}_GiB"] = round((torch.cuda.max_memory_allocated() - before) / GIB, 2)
-            found[f"{name}_s"] = round(time.perf_counter() - begin, 4)
-        results.append(found)
-    delta_rule.SEGMENT_ROWS = own
-    few = 256 if tiny else 4096
-    ours, exact = (make_rule(few, heads, dims, double) for double in (False, True))
+    has_kernels = runs_in_kernels(*make_rule(64, heads, dims).inputs[1:3])
+    rows = delta_rule.SEGMENT_ROWS
+    yield time_case(tokens, heads, dims, {"kernels": False})
+    for options in KERNEL_OPTIONS * has_kernels:
+        yield time_case(tokens, heads, dims, {"kernels": True} | options)
+    for other in (rows // 2, rows * 2):
+        yield time_case(tokens, heads, dims, {"kernels": has_kernels, "SEGMENT_ROWS": other})
+
+
+def time_case(tokens: int, heads: tuple[int, int], dims: int, case: dict[str, Any]) -> dict[str, Any]:
+    found = dict(case)
+    with ExitStack() as stack:
+        for name, value in case.items():
+            module: Any = delta_rule if name in ("kernels", "SEGMENT_ROWS") else delta_kernels
+            if name == "kernels":
+                name, value = "runs_in_kernels", lambda *_, value=value: value and torch.cuda.is_available()
+            stack.enter_context(patch.object(module, name, value))
+        try:
+            found |= time_steps(make_rule(tokens, heads, dims))
+            found["errors"] = rule_errors(min(tokens, 4096), heads, dims)
+        except Exception as error:  # settings that do not fit this GPU
+            found["failed"] = f"{type(error).__name__}: {error}"[:300]
+    return found
+
+
+def time_steps(rule: DeltaRule) -> dict[str, Any]:
+    state, dout = rule.zero_state(), torch.randn_like(rule.inputs.v_sHV)
+    _, states = rule.forward(state)
+    steps: dict[str, Any] = {
+        "summarize": rule.summarize,
+        "forward": lambda: rule.forward(state),
+        "summarize_grad": lambda: rule.summarize_grad(dout),
+        "backward": lambda: rule.backward(states, dout, state),
+    }
+    found: dict[str, Any] = {}
+    for name, step in steps.items():
+        step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        begin = time.perf_counter()
+        step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            found[f"{name}_GiB"] = round((torch.cuda.max_memory_allocated() - before) / GIB, 2)
+        found[f"{name}_s"] = round(time.perf_counter() - begin, 4)
+    if torch.cuda.is_available():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            for name in ("forward", "backward"):
+                steps[name]()
+        events = sorted(profiler.key_averages(), key=lambda event: -event.device_time_total)
+        found["top_ms"] = {event.key[:40]: round(event.device_time_total / 1000, 2) for event in events[:6]}
+    return found
+
+
+def rule_errors(tokens: int, heads: tuple[int, int], dims: int) -> dict[str, float]:
+    """In bfloat16, against float64."""
+    ours, exact = (make_rule(tokens, heads, dims, double) for double in (False, True))
     dout = torch.randn(exact.inputs.v_sHV.shape, device=device()).bfloat16()
-    errors = {}
-    outs = [rule.forward(rule.zero_state()) for rule in (ours, exact)]
-    for rule, (_, states) in zip((ours, exact), outs, strict=True):
-        rule.backward(states, dout.to(rule.inputs.v_sHV.dtype), rule.zero_state())
-    pairs = {"out": (outs[0][0], outs[1][0])}
-    pairs |= {name: (a, b) for name, a, b in zip("qkvgb", ours.inputs, exact.inputs, strict=True)}
-    for name, (a, b) in pairs.items():
-        errors[name] = float((a.double() - b).norm() / b.norm())
-    return [*results, {"error of the rule in bfloat16": {name: float(f"{e:.2e}") for name, e in errors.items()}}]
+    outs = []
+    for rule in (ours, exact):
+        with patch.object(delta_rule, "runs_in_kernels", lambda *_: False) if rule is exact else nullcontext():
+            out, states = rule.forward(rule.zero_state())
+            rule.backward(states, dout.to(out.dtype), rule.zero_state())
+        outs.append([out, *rule.inputs])
+    pairs = zip(("out", *DeltaInputs._fields), *outs, strict=True)
+    return {name: float(f"{float((a.double() - b).norm() / b.norm()):.2e}") for name, a, b in pairs}
 
 
 def main() -> None:

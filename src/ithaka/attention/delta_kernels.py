@@ -1,10 +1,10 @@
 """The gated delta rule of attention/delta_rule.py over one segment of tokens, in Triton: 16-bit inputs, states in fp32.
 
-In a chunk, with b for beta; e, l and p the decays from the incoming state to a token, from a token to the outgoing
+In a chunk, with b for beta; e, f and p the decays from the incoming state to a token, from a token to the outgoing
 state, and from state to state; L_ij = b_i decay_ij k_i k_j for i > j and P_ij = decay_ij q_i k_j for i >= j:
 
-    y = (1 + L)^-1 b (v - e k S);               out = e q S + P y;   S' = p S + (l k)^T y
-    a = (1 + L)^-T (P^T dout + l k dS');        dS = p dS' + (e q)^T dout - (b e k)^T a
+    y = (1 + L)^-1 b (v - e k S);               out = e q S + P y;   S' = p S + (f k)^T y
+    a = (1 + L)^-T (P^T dout + f k dS');        dS = p dS' + (e q)^T dout - (b e k)^T a
     dP = dout y^T;   dL = -a y^T;   dv = b a
 
 One kernel computes all chunks' inverses and P. One passes S from chunk to chunk for some columns of a head, and one
@@ -13,8 +13,6 @@ with a transposed product on Hopper, so matrices that are needed both ways are c
 
 Shapes as in attention/delta_rule.py; t tokens of the segment, n chunks, C tokens of a chunk.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,75 +39,92 @@ def runs_in_kernels(k_sJK: Tensor, v_sHV: Tensor) -> bool:
 
 
 class FusedSegment:
-    """The rule over a segment of tokens, whose number times H times K must be below 2^31."""
+    """As delta_rule.Segment, with fewer than 2^31 elements per tensor."""
 
-    def __init__(self, inputs: tuple[Tensor, ...], ids: Tensor, normalizes: bool) -> None:
-        """`ids`: of the documents of the token before the segment and of its tokens, [t + 1]."""
-        q, k, v, *decays = (t.contiguous() for t in inputs)
+    def __init__(self, inputs: tuple[Tensor, ...], ids: Tensor | None, normalizes: bool) -> None:
+        self.inputs, self.ids = (
+            inputs,
+            inputs[0].new_zeros(len(inputs[0]) + 1, dtype=torch.int32) if ids is None else ids,
+        )
+        q, k, v, self.g, self.beta = (x.contiguous() for x in inputs)
         self.repeats = v.shape[1] // k.shape[1]
         if self.repeats > 1:
-            q, k = (t.repeat_interleave(self.repeats, 1) for t in (q, k))
-        self.inputs, self.ids = (q, k, v, *decays), ids
-        t, H, K = k.shape
-        n, C = -(-t // CHUNK_TOKENS), CHUNK_TOKENS
-        self.sizes = t, n, H
-        self.constants = {"C": C, "K": K, "WIDE": WIDE}
+            q, k = (x.repeat_interleave(self.repeats, 1) for x in (q, k))
+        self.q, self.k, self.v = q, k, v
+        (t, H, K), C = k.shape, CHUNK_TOKENS
+        n = -(-t // C)
+        self.sizes, self.constants = (t, n, H), {"C": C, "K": K, "WIDE": WIDE}
         self.norm = {"scale": K**-0.5, "eps": NORM_EPS, "NORM": normalizes}
-        new = dict(dtype=torch.float32, device=k.device)
-        self.factors = torch.empty(4, H, n * C, **new)  # b e k, e q, l k and p, for k and q not normalized
-        self.inverse, self.products = torch.empty(2, H, n, C, C, **new)  # (1 + L)^-1 and P
+        factors = self.g.new_empty(4, H, n * C)  # b e k, e q, f k and p, for q and k before their normalization
+        inverse, products = self.g.new_empty(2, H, n, C, C)  # (1 + L)^-1 and P
+        self.prepared = factors, inverse, products
         _prepare_kernel[(n * H,)](
-            q, k, *decays, ids, self.factors, self.inverse, self.products, *self.sizes, **self.norm, **self.constants,
+            q, k, self.g, self.beta, self.ids, *self.prepared, *self.sizes, **self.norm, **self.constants,
             **CHUNK_OPTIONS,
         )  # fmt: skip
 
-    def advance(
+    def extend(self, map_HKX: Tensor) -> Tensor:
+        matrix_HKK, added_HKV = map_HKX.split(self._dims, -1)
+        return torch.cat([self._advance(matrix_HKK, is_map=True), self._advance(added_HKV)], -1)
+
+    def extend_grad(self, map_HKX: Tensor, dout_tHV: Tensor) -> Tensor:
+        matrix_HKK, added_HKV = map_HKX.split(self._dims, -1)
+        return torch.cat([self._advance_grad(matrix_HKK), self._advance_grad(added_HKV, dout_tHV)], -1)
+
+    def forward(self, state_HKV: Tensor, out_tHV: Tensor) -> Tensor:
+        assert out_tHV.is_contiguous()
+        return self._advance(state_HKV, out_tHV)
+
+    def backward(self, state_HKV: Tensor, dout_tHV: Tensor, dstate_HKV: Tensor) -> Tensor:
+        (_, n, H), V = self.sizes, self.v.shape[-1]
+        states, dstates = state_HKV.new_empty(2, n, *state_HKV.shape)
+        y, a = state_HKV.new_empty(2, *self.v.shape)
+        dout_tHV = dout_tHV.contiguous()
+        self._advance(state_HKV, kept=(states, y))
+        dstate_HKV = self._advance_grad(dstate_HKV, dout_tHV, kept=(dstates, a))
+        own = self.q, self.k, self.v, self.g, self.beta
+        grads = [torch.empty_like(x, dtype=torch.float32 if self.repeats > 1 else None) for x in own]
+        _gradient_kernel[(n * H,)](
+            *own, self.ids, self.prepared[2], y, a, states, dstates, dout_tHV, *grads, *self.sizes, **self.norm, V=V,
+            BLOCK=min(V, COLUMNS), **self.constants, **CHUNK_OPTIONS,
+        )  # fmt: skip
+        for x, grad in zip(self.inputs, grads, strict=True):
+            x.copy_(grad if grad.shape == x.shape else grad.unflatten(1, (-1, self.repeats)).sum(2))
+        return dstate_HKV
+
+    def _advance(
         self, state_HKV: Tensor, out: Tensor | None = None, kept: tuple[Tensor, ...] | None = None, is_map: bool = False
     ) -> Tensor:
-        """Return the state after the segment; write `out` or (states, y). A map takes v as 0."""
-        q, k, v, _, beta = self.inputs
-        result, V = torch.empty_like(state_HKV), state_HKV.shape[-1]
-        states, y = kept or (result, result)
+        """Return the state after the segment. Write `out`, or `kept`: the states before each chunk and y. A map takes v
+        as 0."""
+        after, V = torch.empty_like(state_HKV, memory_format=torch.contiguous_format), state_HKV.shape[-1]
+        states, y = kept or (after, after)
         _advance_kernel[self._grid(V)](
-            q, k, v, beta, self.factors, self.inverse, self.products, state_HKV.contiguous(), result,
-            result if out is None else out, states, y, *self.sizes, V=V, BLOCK=min(V, COLUMNS), **self.constants,
+            self.q, self.k, self.v, self.beta, *self.prepared, state_HKV.contiguous(), after,
+            after if out is None else out, states, y, *self.sizes, V=V, BLOCK=min(V, COLUMNS), **self.constants,
             IS_MAP=is_map, HAS_OUT=out is not None, KEEPS=kept is not None, **SCAN_OPTIONS,
         )  # fmt: skip
-        return result
+        return after
 
-    def advance_grad(
+    def _advance_grad(
         self, dstate_HKV: Tensor, dout: Tensor | None = None, kept: tuple[Tensor, ...] | None = None
     ) -> Tensor:
-        """Return the gradient of the state before the segment; write (dstates, a). `dout` None counts as 0."""
-        q, k = self.inputs[:2]
-        result, V = torch.empty_like(dstate_HKV), dstate_HKV.shape[-1]
-        dstates, a = kept or (result, result)
+        """Return the gradient of the state before the segment. Write `kept`: those of the states after each chunk, and
+        a. No `dout` counts as 0."""
+        before, V = torch.empty_like(dstate_HKV, memory_format=torch.contiguous_format), dstate_HKV.shape[-1]
+        dstates, a = kept or (before, before)
         _advance_grad_kernel[self._grid(V)](
-            q, k, result if dout is None else dout, self.factors, self.inverse, self.products,
-            dstate_HKV.contiguous(), result, dstates, a, *self.sizes, V=V, BLOCK=min(V, COLUMNS), **self.constants,
+            self.q, self.k, before if dout is None else dout.contiguous(), *self.prepared, dstate_HKV.contiguous(),
+            before, dstates, a, *self.sizes, V=V, BLOCK=min(V, COLUMNS), **self.constants,
             IS_MAP=dout is None, KEEPS=kept is not None, **SCAN_OPTIONS,
         )  # fmt: skip
-        return result
+        return before
 
-    def backward(self, state_HKV: Tensor, dout: Tensor, dstate_HKV: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return the gradients of the inputs and of the state before the segment."""
-        (t, n, H), (q, _, v, *_) = self.sizes, self.inputs
-        states, dstates = state_HKV.new_empty(2, n, *state_HKV.shape)
-        y, a = state_HKV.new_empty(2, *v.shape)
-        dout = dout.contiguous()
-        self.advance(state_HKV, kept=(states, y))
-        dstate_HKV = self.advance_grad(dstate_HKV, dout, (dstates, a))
-        grads = [torch.empty_like(x, dtype=torch.float32 if self.repeats > 1 else x.dtype) for x in self.inputs]
-        V = v.shape[-1]
-        _gradient_kernel[(n * H,)](
-            *self.inputs, self.ids, self.products, y, a, states, dstates, dout, *grads, *self.sizes, V=V,
-            BLOCK=min(V, COLUMNS), **self.norm, **self.constants, **CHUNK_OPTIONS,
-        )  # fmt: skip
-        if self.repeats > 1:
-            grads[:2] = (x.unflatten(1, (-1, self.repeats)).sum(2) for x in grads[:2])
-        return grads, dstate_HKV
+    @property
+    def _dims(self) -> tuple[int, int]:
+        return self.k.shape[-1], self.v.shape[-1]
 
-    def _grid(self, V: int) -> tuple[Any]:
+    def _grid(self, V: int) -> tuple[int]:
         return (self.sizes[2] * -(-V // COLUMNS),)
 
 
@@ -122,14 +137,20 @@ if triton is not None:
 
     @triton.jit
     def _load_decays(g, ids, chunk, h, t, H, C: tl.constexpr):
-        """The log of the decay up to each token, its document, and the decays e, l and p."""
+        """The log of the decay up to each token, its document, and the decays e, f and p."""
         at = chunk * C + tl.arange(0, C)
         g_C = tl.load(g + at * H + h, at < t, other=0.0)
         log, total = tl.cumsum(g_C, 0), tl.sum(g_C, 0)
         id_C, before = tl.load(ids + 1 + tl.minimum(at, t - 1)), tl.load(ids + chunk * C)
         last = tl.load(ids + tl.minimum(chunk * C + C, t))
         e = tl.where(id_C == before, tl.exp(log), 0.0)
-        return log, id_C, e, tl.where(id_C == last, tl.exp(total - log), 0.0), tl.where(last == before, tl.exp(total), 0.0)
+        return (
+            log,
+            id_C,
+            e,
+            tl.where(id_C == last, tl.exp(total - log), 0.0),
+            tl.where(last == before, tl.exp(total), 0.0),
+        )
 
     @triton.jit
     def _load_rows(x, at, h, t, H, K: tl.constexpr):
@@ -149,14 +170,14 @@ if triton is not None:
         chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
         i = tl.arange(0, C)
         at = chunk * C + i
-        log, id_C, e, l, p = _load_decays(g, ids, chunk, h, t, H, C)
+        log, id_C, e, f, p = _load_decays(g, ids, chunk, h, t, H, C)
         b = tl.load(beta + at * H + h, at < t, other=0.0)
         q_CK, k_CK = _load_rows(q, at, h, t, H, K), _load_rows(k, at, h, t, H, K)
         q_factor, k_factor = _norm_factor(q_CK, scale, eps, NORM), _norm_factor(k_CK, 1.0, eps, NORM)
         into, step = factors + (h * n + chunk) * C + i, H * n * C
         tl.store(into, b * e * k_factor)
         tl.store(into + step, e * q_factor)
-        tl.store(into + 2 * step, l * k_factor)
+        tl.store(into + 2 * step, f * k_factor)
         tl.store(into + 3 * step, p + i * 0.0)
         is_seen = (i[:, None] >= i[None, :]) & (id_C[:, None] == id_C[None, :])
         decay = tl.where(is_seen, tl.exp(tl.where(is_seen, log[:, None] - log[None, :], 0.0)), 0.0) * k_factor[None, :]
@@ -245,7 +266,7 @@ if triton is not None:
         i, dim = tl.arange(0, C), tl.arange(0, K)
         at = chunk * C + i
         row, inside = at * H + h, at < t
-        log, id_C, e, l, p = _load_decays(g, ids, chunk, h, t, H, C)
+        log, id_C, e, f, p = _load_decays(g, ids, chunk, h, t, H, C)
         b = tl.load(beta + row, inside, other=0.0)
         # dP, dL and their transposes.
         dp, dp_t = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
@@ -300,7 +321,7 @@ if triton is not None:
         from_before *= e[:, None]
         from_k = tl.sum(from_before * k_CK, 1)
         db -= from_k
-        to_after *= l[:, None]
+        to_after *= f[:, None]
         to_k = tl.sum(to_after * k_CK, 1)
         dlog -= b * from_k + to_k
         dlog += tl.where(i == C - 1, tl.sum(to_k, 0) + p * tl.sum(passed, 0), 0.0)

@@ -11,7 +11,8 @@ reverse.
 
 A document starts with S = 0: the entries of A, R and the decays between tokens of different documents are 0.
 
-Segments of consecutive chunks bound the memory. Backward recomputes a segment from the state before it.
+Segments of consecutive chunks bound the memory. Backward recomputes a segment from the state before it. On a GPU,
+16-bit segments run in the kernels of attention/delta_kernels.py.
 
 Shapes: s tokens of this rank, t of a segment, n chunks, C tokens of a chunk, H value heads, J key heads, K and V their
 dims, X = K + V. States are [H, K, V], in fp32 or wider; affine maps are [H, K, X]: M and U side by side.
@@ -26,10 +27,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ithaka.attention.delta_kernels import NORM_EPS, FusedSegment, runs_in_kernels
 from ithaka.plan.layer_bytes import CHUNK_TOKENS, SEGMENT_ROWS
 
 SCAN_STEPS = 16  # chunks that are scanned one after the other; blocks of them are scanned at once
-NORM_EPS = 1e-6
 
 
 class LocalDocs:
@@ -84,10 +85,13 @@ class DeltaRule:
 
     def summarize(self) -> Tensor:
         """The affine map [H, K, X] from the state before this rank's tokens to the state after them."""
+        last = self.docs.starts[-1] if self.docs.starts else 0  # no state comes from before it
+        total_HKX = self._identity()
         with torch.no_grad(), _matmul_precision(self.inputs.v_sHV):
-            last = self.docs.starts[-1] if self.docs.starts else 0  # no state comes from before it
-            maps = [compose(self._prepare(rows).step()) for rows in self.segments if rows.stop > last]
-            return compose(torch.stack(maps, 1))
+            for rows in self.segments:
+                if rows.stop > last:
+                    total_HKX = self._segment(rows).extend(total_HKX)
+        return total_HKX
 
     def forward(self, state_HKV: Tensor) -> tuple[Tensor, Tensor]:
         """Return out_sHV and the states before each segment, [., H, K, V]."""
@@ -96,49 +100,90 @@ class DeltaRule:
         with torch.no_grad(), _matmul_precision(out_sHV):
             for rows in self.segments:
                 states.append(state_HKV)
-                out_sHV[rows], state_HKV = self._run_segment(rows, self._segment_inputs(rows), state_HKV)
+                state_HKV = self._segment(rows).forward(state_HKV, out_sHV[rows])
         return out_sHV, torch.stack(states)
 
     def summarize_grad(self, dout_sHV: Tensor) -> Tensor:
         """The affine map [H, K, X] from the gradient of the last state to that of the first one."""
+        first = self.docs.starts[0] if self.docs.starts else self.docs.num_tokens  # no gradient from after it
+        total_HKX = self._identity()
         with torch.no_grad(), _matmul_precision(dout_sHV):
-            first = self.docs.starts[0] if self.docs.starts else self.docs.num_tokens  # no gradient from after it
-            maps = []
             for rows in self.segments[::-1]:
                 if rows.start <= first:
-                    chunks = self._prepare(rows)
-                    K, dout = chunks.k.shape[-1], _to_chunks(dout_sHV[rows], chunks.k.dtype)
-                    added = chunks.read()[..., :K].mT @ dout
-                    maps.append(compose(torch.cat([chunks.step()[..., :K].mT, added], -1).flip(1)))
-            return compose(torch.stack(maps, 1))
+                    total_HKX = self._segment(rows).extend_grad(total_HKX, dout_sHV[rows])
+        return total_HKX
 
     def backward(self, states: Tensor, dout_sHV: Tensor, dstate_HKV: Tensor) -> Tensor:
         """Write the gradients of the inputs over the inputs; return the gradient of the incoming state."""
-        for rows, state_HKV in zip(self.segments[::-1], states.flip(0), strict=True):
-            with torch.enable_grad(), _matmul_precision(dout_sHV):
-                leaves = [t.detach().requires_grad_() for t in (*self._segment_inputs(rows), state_HKV)]
-                results = self._run_segment(rows, DeltaInputs(*leaves[:-1]), leaves[-1])
-                *grads, dstate_HKV = torch.autograd.grad(results, leaves, (dout_sHV[rows], dstate_HKV))
-            for t, grad in zip(self.inputs, grads, strict=True):
-                t[rows] = grad
-            del leaves, results, grads  # before the next segment's
+        with _matmul_precision(dout_sHV):
+            for rows, state_HKV in zip(self.segments[::-1], states.flip(0), strict=True):
+                dstate_HKV = self._segment(rows).backward(state_HKV, dout_sHV[rows], dstate_HKV)
         return dstate_HKV
 
-    def _segment_inputs(self, rows: slice) -> DeltaInputs:
-        return DeltaInputs(*(t[rows] for t in self.inputs))
+    def _segment(self, rows: slice) -> "FusedSegment | Segment":
+        inputs = DeltaInputs(*(t[rows] for t in self.inputs))
+        ids = self.docs.ids(rows.start - 1, rows.stop) if self.docs.has_start(rows) else None
+        is_fused = runs_in_kernels(inputs.k_sJK, inputs.v_sHV)
+        return (FusedSegment if is_fused else Segment)(inputs, ids, self.normalizes)
 
-    def _run_segment(self, rows: slice, inputs: DeltaInputs, state_HKV: Tensor) -> tuple[Tensor, Tensor]:
+    def _identity(self) -> Tensor:
+        zeros = self.zero_state()
+        return F.pad(zeros, (zeros.shape[1], 0)).diagonal_scatter(torch.ones_like(zeros[..., 0]), 0, 1, 2)
+
+
+def run_delta_rule(inputs: DeltaInputs, normalizes: bool = True) -> Tensor:
+    """Differentiable rule over the few tokens of one document, [s, H, V]."""
+    s, device = len(inputs.v_sHV), inputs.v_sHV.device
+    state_HKV = DeltaRule(inputs, LocalDocs((0, s), 0, s, 1, device)).zero_state()
+    return Segment(inputs, None, normalizes).run(state_HKV)[0]
+
+
+class Segment(NamedTuple):
+    """The rule over a segment of tokens."""
+
+    inputs: DeltaInputs
+    ids: Tensor | None  # of the documents of the token before the segment and of its tokens, [t + 1]. None: all equal
+    normalizes: bool
+
+    def extend(self, map_HKX: Tensor) -> Tensor:
+        """The affine map from the state before the tokens of `map_HKX` to the state after this segment."""
+        return compose(torch.stack([map_HKX, compose(self._prepare().step())], 1))
+
+    def extend_grad(self, map_HKX: Tensor, dout_tHV: Tensor) -> Tensor:
+        """The same for gradients, from that of the state after the tokens of `map_HKX`."""
+        chunks = self._prepare()
+        K, dout = chunks.k.shape[-1], _to_chunks(dout_tHV, chunks.k.dtype)
+        added = chunks.read()[..., :K].mT @ dout
+        own_HKX = compose(torch.cat([chunks.step()[..., :K].mT, added], -1).flip(1))
+        return compose(torch.stack([map_HKX, own_HKX], 1))
+
+    def forward(self, state_HKV: Tensor, out_tHV: Tensor) -> Tensor:
+        """Write `out_tHV`; return the state after the segment."""
+        out_tHV[:], state_HKV = self.run(state_HKV)
+        return state_HKV
+
+    def backward(self, state_HKV: Tensor, dout_tHV: Tensor, dstate_HKV: Tensor) -> Tensor:
+        """Write the gradients of the inputs over the inputs; return that of the state before the segment."""
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in (*self.inputs, state_HKV)]
+            results = self._replace(inputs=DeltaInputs(*leaves[:-1])).run(leaves[-1])
+            *grads, dstate_HKV = torch.autograd.grad(results, leaves, (dout_tHV, dstate_HKV))
+        for t, grad in zip(self.inputs, grads, strict=True):
+            t.copy_(grad)
+        return dstate_HKV
+
+    def run(self, state_HKV: Tensor) -> tuple[Tensor, Tensor]:
         """Return out_tHV and the state after the segment."""
-        chunks = self._prepare(rows, inputs)
+        chunks = self._prepare()
         sizes = chunks.k.shape[-1], chunks.v.shape[-1]
         transitions, added = chunks.step().split(sizes, -1)
         reads, out = chunks.read().split(sizes, -1)
         states = _Scan.apply(transitions, added, state_HKV)
-        out = (out + reads @ states[:, :-1]).to(inputs.v_sHV.dtype)
-        return out.flatten(1, 2).transpose(0, 1)[: rows.stop - rows.start], states[:, -1]
+        out = (out + reads @ states[:, :-1]).to(self.inputs.v_sHV.dtype)
+        return out.flatten(1, 2).transpose(0, 1)[: len(self.inputs.v_sHV)], states[:, -1]
 
-    def _prepare(self, rows: slice, inputs: DeltaInputs | None = None) -> "Chunks":
-        q, k, v, g, beta = inputs or self._segment_inputs(rows)
+    def _prepare(self) -> "Chunks":
+        q, k, v, g, beta = self.inputs
         wide = _wide(v)
         q, k, v, g, beta = (_to_chunks(t, wide) for t in (q, k, v, g[..., None], beta[..., None]))
         scale = k.shape[-1] ** -0.5
@@ -149,20 +194,12 @@ class DeltaRule:
         else:
             q = q * scale
         masks = None
-        if self.docs.has_start(rows):
-            ids = self.docs.ids(rows.start - 1, rows.stop)
-            last = -(-(rows.stop - rows.start) // CHUNK_TOKENS) * CHUNK_TOKENS
-            ids = torch.cat([ids, ids[-1:].expand(last - len(ids) + 1)])
+        if self.ids is not None:
+            last = self.ids[-1:].expand(-(len(self.ids) - 1) % CHUNK_TOKENS)
+            ids = torch.cat([self.ids, last])
             before, ids = ids[:-1:CHUNK_TOKENS, None], ids[1:].view(-1, CHUNK_TOKENS)
             masks = DocMasks(ids[..., None] == ids[:, None], ids == before, ids == ids[:, -1:], ids[:, -1:] == before)
         return Chunks.prepare(q, k, v, g[..., 0], beta[..., 0], masks)
-
-
-def run_delta_rule(inputs: DeltaInputs, normalizes: bool = True) -> Tensor:
-    """Differentiable rule over the few tokens of one document, [s, H, V]."""
-    s, device = len(inputs.v_sHV), inputs.v_sHV.device
-    rule = DeltaRule(inputs, LocalDocs((0, s), 0, s, 1, device), normalizes)
-    return rule._run_segment(slice(0, s), inputs, rule.zero_state())[0]
 
 
 class DocMasks(NamedTuple):

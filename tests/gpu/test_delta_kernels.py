@@ -1,0 +1,60 @@
+"""The gated delta rule in bfloat16 kernels against the plain rule in float64: outputs, states, maps and gradients."""
+
+import pytest
+import torch
+
+from ithaka.attention import delta_rule
+from ithaka.attention.delta_rule import DeltaInputs, DeltaRule, LocalDocs
+from parity import relative
+
+TOKENS = 700
+STARTS = {
+    "one document": (0, 3 * TOKENS),
+    "starts here": (0, TOKENS, 3 * TOKENS),
+    "packed": tuple(TOKENS + start for start in (-TOKENS, -1, 5, 63, 64, 65, 130, 256, 449, 699, 2 * TOKENS)),
+}
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float32: 2e-3}  # one rounding of the result; products in TF32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("starts", STARTS)
+@pytest.mark.parametrize("key_heads", [16, 32])
+@pytest.mark.parametrize("normalizes", [True, False])
+def test_kernels_match_the_rule(starts, key_heads, normalizes, monkeypatch):
+    monkeypatch.setattr(delta_rule, "SEGMENT_ROWS", 256 * 32)  # several segments
+    check(LocalDocs(STARTS[starts], TOKENS, TOKENS, 1, "cuda"), (key_heads, 32), (128, 128), normalizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(64, 128), (128, 32), (32, 64)])
+def test_kernels_at_other_head_dims(dims):
+    check(LocalDocs(STARTS["packed"], TOKENS, TOKENS, 1, "cuda"), (2, 4), dims, True)
+
+
+def check(docs: LocalDocs, heads: tuple[int, int], dims: tuple[int, int], normalizes: bool, device: str = "cuda"):
+    (J, H), (K, V), s = heads, dims, docs.num_tokens
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    q, k, v, dout = (draw(s, n, dim).bfloat16() for n, dim in ((J, K), (J, K), (H, V), (H, V)))
+    if not normalizes:
+        k = k / K**0.5
+    # Heads that forget within a few tokens, and heads whose state crosses all of them.
+    g, beta = -torch.logspace(-4, 0, H, device=device) * draw(s, H).exp(), draw(s, H).sigmoid()
+    state, dstate = draw(H, K, V), draw(H, K, V)
+    found = []
+    for dtype in (None, torch.float64):
+        inputs = DeltaInputs(*(t.to(dtype, copy=True) for t in (q, k, v, g, beta)))
+        rule, own = DeltaRule(inputs, docs, normalizes), [t.to(dtype) for t in (state, dout, dstate)]
+        assert delta_rule.runs_in_kernels(inputs.k_sJK, inputs.v_sHV) == (dtype is None)
+        results = {"map": rule.summarize(), "gradient's map": rule.summarize_grad(own[1])}
+        results["out"], states = rule.forward(own[0])
+        results["states"] = states[1:]
+        results["state"] = rule.backward(states, own[1], own[2])
+        found.append(results | dict(zip(("q", "k", "v", "g", "beta"), inputs, strict=True)))
+    ours, exact = found
+    errors = {name: relative(ours[name].double(), exact[name]) for name in ours if exact[name].any()}
+    too_large = {name: error for name, error in errors.items() if not error < TOLERANCE[ours[name].dtype]}
+    assert not too_large, f"{too_large} of {errors}"
