@@ -18,9 +18,12 @@ Shapes: s tokens of this rank, t of a segment, n chunks, C tokens of a chunk, H 
 dims, X = K + V. States are [H, K, V], in fp32 or wider; affine maps are [H, K, X]: M and U side by side.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +33,7 @@ from torch.nn import functional as F
 from ithaka.attention.delta_kernels import NORM_EPS, FusedSegment, runs_in_kernels
 from ithaka.plan.layer_bytes import CHUNK_TOKENS, SEGMENT_ROWS
 
+FLA_TOLERANCE = 0.02  # norm of a difference, relative; bf16 explains about a third
 SCAN_STEPS = 16  # chunks that are scanned one after the other; blocks of them are scanned at once
 
 
@@ -120,11 +124,10 @@ class DeltaRule:
                 dstate_HKV = self._segment(rows).backward(state_HKV, dout_sHV[rows], dstate_HKV)
         return dstate_HKV
 
-    def _segment(self, rows: slice) -> "FusedSegment | Segment":
+    def _segment(self, rows: slice) -> Any:
         inputs = DeltaInputs(*(t[rows] for t in self.inputs))
         ids = self.docs.ids(rows.start - 1, rows.stop) if self.docs.has_start(rows) else None
-        is_fused = runs_in_kernels(inputs.k_sJK, inputs.v_sHV)
-        return (FusedSegment if is_fused else Segment)(inputs, ids, self.normalizes)
+        return _segment_type(inputs, self.normalizes)(inputs, ids, self.normalizes)
 
     def _identity(self) -> Tensor:
         zeros = self.zero_state()
@@ -200,6 +203,78 @@ class Segment(NamedTuple):
             before, ids = ids[:-1:CHUNK_TOKENS, None], ids[1:].view(-1, CHUNK_TOKENS)
             masks = DocMasks(ids[..., None] == ids[:, None], ids == before, ids == ids[:, -1:], ids[:, -1:] == before)
         return Chunks.prepare(q, k, v, g[..., 0], beta[..., 0], masks)
+
+
+class FlaSegment(Segment):
+    """The same in flash-linear-attention, where it passes a trial. It returns no maps; they run in our kernels."""
+
+    def run(self, state_HKV: Tensor) -> tuple[Tensor, Tensor]:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
+
+        q, k, v, g, beta = (t[None] for t in self.inputs)
+        options: dict[str, Any] = {"initial_state": state_HKV[None], "use_qk_l2norm_in_kernel": self.normalizes}
+        if self.ids is not None:
+            starts = (self.ids[1:] != self.ids[:-1]).nonzero()[:, 0]
+            first, last = starts.new_zeros(1), starts.new_full((1,), v.shape[1])
+            bounds = torch.cat([first, starts[starts > 0], last])
+            own = state_HKV * (self.ids[0] == self.ids[1])
+            zeros = state_HKV.new_zeros(len(bounds) - 2, *state_HKV.shape)
+            options |= {"initial_state": torch.cat([own[None], zeros]), "cu_seqlens": bounds}
+        out, after = chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True, **options)
+        return out[0].to(v.dtype), after[-1]
+
+    def extend(self, map_HKX: Tensor) -> Tensor:
+        return _own_type(self.inputs)(*self).extend(map_HKX)
+
+    def extend_grad(self, map_HKX: Tensor, dout_tHV: Tensor) -> Tensor:
+        return _own_type(self.inputs)(*self).extend_grad(map_HKX, dout_tHV)
+
+
+def _own_type(inputs: DeltaInputs) -> Any:
+    return FusedSegment if runs_in_kernels(inputs.k_sJK, inputs.v_sHV) else Segment
+
+
+def _segment_type(inputs: DeltaInputs, normalizes: bool) -> Any:
+    v = inputs.v_sHV
+    if not (_can_run_fla(v) and find_spec("fla")):
+        return _own_type(inputs)
+    failure = _try_fla(v.device, v.dtype, inputs.k_sJK.shape[1:], v.shape[1:], normalizes)
+    return _own_type(inputs) if failure else FlaSegment
+
+
+def _can_run_fla(v_sHV: Tensor) -> bool:
+    return v_sHV.is_cuda and v_sHV.dtype.itemsize == 2
+
+
+@cache
+def _try_fla(device: torch.device, dtype: torch.dtype, keys: Any, values: Any, normalizes: bool) -> str | None:
+    """Compare output, states and gradients, with decay and packed documents, with our own rule; return what is wrong,
+    or None. Triton 3.4 to 3.7.0 miscompiles some of these kernels on Hopper."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(150, *sizes, generator=draw) for sizes in (keys, keys, values, values))
+    g, beta = -0.1 * torch.rand(150, values[0], generator=draw), torch.rand(150, values[0], generator=draw)
+    state, dstate = torch.randn(2, values[0], keys[1], values[1], generator=draw).to(device)
+    wide = [t.to(device) for t in (k / keys[1] ** 0.5, g, beta)]
+    q, k, v, dout = (t.to(device, dtype) for t in (q, wide[0], v, dout))
+    ids = (torch.arange(151, device=device) >= 80).int()
+    found: list[list[Tensor]] = []
+    failure: str | None
+    try:
+        for kind, to in ((FlaSegment, None), (Segment, torch.float64)):
+            inputs = DeltaInputs(*(t.to(to, copy=True) for t in (q, k, v, *wide[1:])))
+            segment, out = kind(inputs, ids, normalizes), torch.empty_like(inputs.v_sHV)
+            after = segment.forward(state.to(to), out)
+            found.append([out, after, segment.backward(state.to(to), dout.to(to), dstate.to(to)), *inputs])
+    except Exception as error:
+        failure = f"does not run here ({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]})"
+    else:
+        names = ("out", "state", "dstate", "dq", "dk", "dv", "dg", "dbeta")
+        errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(*found, strict=True)]
+        wrong = [f"{name} by {e:.1e}" for name, e in zip(names, errors, strict=True) if not e < FLA_TOLERANCE]
+        failure = f"is wrong here, off in {', '.join(wrong)}" if wrong else None
+    if failure:
+        warnings.warn(f"the gated delta rule runs in ithaka's own code: flash-linear-attention {failure}", stacklevel=2)
+    return failure
 
 
 class DocMasks(NamedTuple):
