@@ -12,7 +12,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta
 
 from decoders import Wide
 from ithaka.attention import delta_rule
-from ithaka.attention.delta_rule import DeltaInputs, DeltaRule, LocalDocs, compose, scan, short_convolution
+from ithaka.attention.delta_rule import DeltaInputs, DeltaRule, LocalDocs, short_convolution
 from parity import relative
 
 TOKENS, KEY_HEADS, HEADS, K, V = 90, 2, 4, 8, 6
@@ -21,10 +21,9 @@ STARTS = (0, 7, 8, 9, 31, 32, 60, 90)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """Several chunks, blocks of chunks and segments per rank."""
+    """Several chunks and segments per rank."""
     monkeypatch.setattr(delta_rule, "CHUNK_TOKENS", 4)
     monkeypatch.setattr(delta_rule, "SEGMENT_ROWS", 24 * HEADS)
-    monkeypatch.setattr(delta_rule, "SCAN_STEPS", 2)
 
 
 @pytest.fixture(scope="module")
@@ -80,25 +79,6 @@ def test_output_and_gradients_are_those_of_each_document_alone(inputs, starts):
     for cp in (1, 2, 3, 5):
         for got, expected in zip(run_ranks(inputs, dout, starts, cp), wanted, strict=True):
             assert float((got - expected).abs().max() / expected.abs().max()) < 1e-12
-
-
-def test_a_scan_of_many_chunks_is_the_loop_over_them():
-    draw = torch.Generator().manual_seed(2)
-    maps = torch.randn(3, 11, K, K + V, generator=draw, dtype=torch.float64) / K**0.5
-    state = torch.randn(3, K, V, generator=draw, dtype=torch.float64)
-    states = [state]
-    for step in maps.unbind(1):
-        states.append(step[..., :K] @ states[-1] + step[..., K:])
-    torch.testing.assert_close(scan(maps[..., :K], maps[..., K:], state), torch.stack(states, 1))
-    summary = compose(maps)
-    torch.testing.assert_close(summary[..., :K] @ state + summary[..., K:], states[-1])
-
-
-def test_keys_that_repeat_do_not_overflow(inputs):
-    """The inverse is exact for a system whose powers are not: equal keys, which overwrite each other."""
-    system = torch.ones(1, 64, 64).tril(-1)
-    inverse = delta_rule._Inverse.apply(system)
-    torch.testing.assert_close(inverse @ (system + torch.eye(64)), torch.eye(64)[None])
 
 
 def test_a_convolution_reads_its_own_document_only():

@@ -29,7 +29,6 @@ def small_chunks(monkeypatch):
     """Several chunks and segments per rank."""
     monkeypatch.setattr(delta_rule, "CHUNK_TOKENS", 2)
     monkeypatch.setattr(delta_rule, "SEGMENT_ROWS", 4 * 4)
-    monkeypatch.setattr(delta_rule, "SCAN_STEPS", 2)
 
 
 def documents(*lengths: int):

@@ -1,10 +1,8 @@
 """The gated delta rule of attention/delta_rule.py over one segment of tokens, in Triton: 16-bit inputs, states in fp32.
 
-In a chunk, with b for beta; e, f and p the decays from the incoming state to a token, from a token to the outgoing
-state, and from state to state; L_ij = b_i decay_ij k_i k_j for i > j and P_ij = decay_ij q_i k_j for i >= j:
+In the terms used there, a chunk's gradients are
 
-    y = (1 + L)^-1 b (v - e k S);               out = e q S + P y;   S' = p S + (f k)^T y
-    a = (1 + L)^-T (P^T dout + f k dS');        dS = p dS' + (e q)^T dout - (b e k)^T a
+    a = (1 + L)^-T (P^T dout + f k dS');   dS = p dS' + (e q)^T dout - (b e k)^T a
     dP = dout y^T;   dL = -a y^T;   dv = b a
 
 One kernel computes all chunks' inverses and P. One passes S from chunk to chunk for some columns of a head, and one

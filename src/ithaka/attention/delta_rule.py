@@ -4,12 +4,15 @@ A token decays the state S, corrects what S predicts for its key, and reads its 
 
     S <- exp(g) S;   S <- S + beta k (v - S^T k)^T;   out = S^T q
 
-A chunk of C tokens is an affine map of its incoming state, S' = A S + B and out = R S + O, so all chunks are prepared
-at once, with matrix products, and only S is passed from one to the next. Affine maps compose: a rank's tokens are one
-map (M, U) too, which is all that other ranks need to know about them. With M^T, the same holds for gradients, in
-reverse.
+Tokens are taken in chunks. With b for beta; e, f and p the decays from the incoming state to a token, from a token to
+the outgoing state, and from state to state; L_ij = b_i decay_ij k_i k_j for i > j; P_ij = decay_ij q_i k_j for i >= j:
 
-A document starts with S = 0: the entries of A, R and the decays between tokens of different documents are 0.
+    y = (1 + L)^-1 b (v - e k S);   out = e q S + P y;   S' = p S + (f k)^T y
+
+This is affine in S, and affine maps compose: a rank's tokens are one map (M, U), S' = M S + U, which is all that other
+ranks need to know about them. With M^T, the same holds for gradients, in reverse.
+
+A document starts with S = 0: e, f, p and the decays between tokens of different documents are 0.
 
 Segments of consecutive chunks bound the memory. Backward recomputes a segment from the state before it. On a GPU,
 16-bit segments run in the kernels of attention/delta_kernels.py.
@@ -34,7 +37,6 @@ from ithaka.attention.delta_kernels import NORM_EPS, FusedSegment, runs_in_kerne
 from ithaka.plan.layer_bytes import CHUNK_TOKENS, SEGMENT_ROWS
 
 FLA_TOLERANCE = 0.02  # norm of a difference, relative; bf16 explains about a third
-SCAN_STEPS = 16  # chunks that are scanned one after the other; blocks of them are scanned at once
 
 
 class LocalDocs:
@@ -150,15 +152,17 @@ class Segment(NamedTuple):
 
     def extend(self, map_HKX: Tensor) -> Tensor:
         """The affine map from the state before the tokens of `map_HKX` to the state after this segment."""
-        return compose(torch.stack([map_HKX, compose(self._prepare().step())], 1))
+        (matrix_HKK, added_HKV), chunks = self._split(map_HKX), self._prepare()
+        return torch.cat([chunks.without_values().advance(matrix_HKK)[1], chunks.advance(added_HKV)[1]], -1)
 
     def extend_grad(self, map_HKX: Tensor, dout_tHV: Tensor) -> Tensor:
         """The same for gradients, from that of the state after the tokens of `map_HKX`."""
-        chunks = self._prepare()
-        K, dout = chunks.k.shape[-1], _to_chunks(dout_tHV, chunks.k.dtype)
-        added = chunks.read()[..., :K].mT @ dout
-        own_HKX = compose(torch.cat([chunks.step()[..., :K].mT, added], -1).flip(1))
-        return compose(torch.stack([map_HKX, own_HKX], 1))
+        (matrix_HKK, added_HKV), chunks = self._split(map_HKX), self._prepare()
+        dout = _to_chunks(dout_tHV, map_HKX.dtype)
+        return torch.cat([chunks.pull(matrix_HKK, torch.zeros_like(dout[..., :1])), chunks.pull(added_HKV, dout)], -1)
+
+    def _split(self, map_HKX: Tensor) -> tuple[Tensor, ...]:
+        return map_HKX.split((self.inputs.k_sJK.shape[-1], self.inputs.v_sHV.shape[-1]), -1)
 
     def forward(self, state_HKV: Tensor, out_tHV: Tensor) -> Tensor:
         """Write `out_tHV`; return the state after the segment."""
@@ -176,33 +180,60 @@ class Segment(NamedTuple):
         return dstate_HKV
 
     def run(self, state_HKV: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out_tHV and the state after the segment."""
-        chunks = self._prepare()
-        sizes = chunks.k.shape[-1], chunks.v.shape[-1]
-        transitions, added = chunks.step().split(sizes, -1)
-        reads, out = chunks.read().split(sizes, -1)
-        states = _Scan.apply(transitions, added, state_HKV)
-        out = (out + reads @ states[:, :-1]).to(self.inputs.v_sHV.dtype)
-        return out.flatten(1, 2).transpose(0, 1)[: len(self.inputs.v_sHV)], states[:, -1]
+        """Return out_tHV and the state after the segment. Differentiable."""
+        out, state_HKV = self._prepare().advance(state_HKV)
+        return out.flatten(1, 2).transpose(0, 1)[: len(self.inputs.v_sHV)].to(self.inputs.v_sHV.dtype), state_HKV
 
     def _prepare(self) -> "Chunks":
         q, k, v, g, beta = self.inputs
-        wide = _wide(v)
-        q, k, v, g, beta = (_to_chunks(t, wide) for t in (q, k, v, g[..., None], beta[..., None]))
-        scale = k.shape[-1] ** -0.5
+        q, k, v, g, beta = (_to_chunks(t, _wide(v)) for t in (q, k, v, g[..., None], beta[..., None]))
         if self.normalizes:
-            lengths = [torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (q, k)]
-            q_factor, k_factor = (torch.rsqrt(length**2 + NORM_EPS) for length in lengths)
-            q, k = q * (q_factor * scale), k * k_factor
-        else:
-            q = q * scale
-        masks = None
+            q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + NORM_EPS) for t in (q, k))
+        q, k = ((t * scale).repeat_interleave(len(v) // len(k), 0) for t, scale in ((q, k.shape[-1] ** -0.5), (k, 1)))
+        C = v.shape[2]
+        is_seen = torch.ones(C, C, dtype=torch.bool, device=v.device).tril()
+        log = g.cumsum(-2)
+        entering, leaving, passing = log.exp(), (log[..., -1:, :] - log).exp(), log[..., -1:, :].exp()
         if self.ids is not None:
-            last = self.ids[-1:].expand(-(len(self.ids) - 1) % CHUNK_TOKENS)
-            ids = torch.cat([self.ids, last])
-            before, ids = ids[:-1:CHUNK_TOKENS, None], ids[1:].view(-1, CHUNK_TOKENS)
-            masks = DocMasks(ids[..., None] == ids[:, None], ids == before, ids == ids[:, -1:], ids[:, -1:] == before)
-        return Chunks.prepare(q, k, v, g[..., 0], beta[..., 0], masks)
+            ids = torch.cat([self.ids, self.ids[-1:].expand(-(len(self.ids) - 1) % C)])
+            before, ids = ids[:-1:C, None, None], ids[1:].view(-1, C, 1)
+            last, is_seen = ids[:, -1:], is_seen & (ids == ids.mT)
+            entering, leaving, passing = entering * (ids == before), leaving * (ids == last), passing * (last == before)
+        decay = (log - log.mT).masked_fill(~is_seen, float("-inf")).exp()
+        system, ones = k @ k.mT * decay * beta, torch.eye(C, dtype=v.dtype, device=v.device)
+        inverse = torch.linalg.solve_triangular(system.tril(-1) + ones, ones, upper=False, unitriangular=True)
+        return Chunks(entering * q, leaving * k, passing, beta * entering * k, beta * v, inverse, q @ k.mT * decay)
+
+
+class Chunks(NamedTuple):
+    """The factors of y, out and S', all [H, n, ...]."""
+
+    reads: Tensor  # e q
+    writes: Tensor  # f k
+    passing: Tensor  # p
+    erases: Tensor  # b e k
+    values: Tensor  # b v
+    inverse: Tensor  # of 1 + L
+    products: Tensor  # P
+
+    def advance(self, state_HKV: Tensor) -> tuple[Tensor, Tensor]:
+        """Return out, [H, n, C, V], and the state after the last chunk."""
+        outs = []
+        for reads, writes, passing, erases, values, inverse, products in zip(*(t.unbind(1) for t in self), strict=True):
+            y = inverse @ (values - erases @ state_HKV)
+            outs.append(reads @ state_HKV + products @ y)
+            state_HKV = passing * state_HKV + writes.mT @ y
+        return torch.stack(outs, 1), state_HKV
+
+    def without_values(self) -> "Chunks":
+        return self._replace(values=torch.zeros_like(self.values[..., :1]))
+
+    def pull(self, dstate_HKV: Tensor, dout: Tensor) -> Tensor:
+        """The gradient of the incoming state."""
+        with torch.enable_grad():
+            state_HKV = torch.zeros_like(dstate_HKV).requires_grad_()
+            out, after_HKV = self.without_values().advance(state_HKV)
+            return torch.autograd.grad((out, after_HKV), state_HKV, (dout.expand_as(out), dstate_HKV))[0]
 
 
 class FlaSegment(Segment):
@@ -275,196 +306,6 @@ def _try_fla(device: torch.device, dtype: torch.dtype, keys: Any, values: Any, n
     if failure:
         warnings.warn(f"the gated delta rule runs in ithaka's own code: flash-linear-attention {failure}", stacklevel=2)
     return failure
-
-
-class DocMasks(NamedTuple):
-    """Which of a chunk's tokens are in the same document, [n, C, C]; in that of the incoming state, and of the chunk's
-    last token, [n, C]; whether the last token is in that of the incoming state, [n, 1]."""
-
-    same: Tensor
-    incoming: Tensor
-    last: Tensor
-    all: Tensor
-
-
-class Chunks(NamedTuple):
-    """Chunks as affine maps of their incoming states, by their factors. All are [H, n, ...], q and k [J, n, C, K]: in
-    this order, the products of the chunks at equal positions in their blocks are one batch without a copy."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor  # [H, n, C, V]
-    decay: Tensor  # [H, n, C, C]: from one token to a later one
-    entering: Tensor  # [H, n, C]: from the incoming state to a token
-    leaving: Tensor  # [H, n, C]: from a token to the outgoing state
-    passing: Tensor  # [H, n, 1]: from the incoming to the outgoing state
-    written: Tensor  # [H, n, C, X]: -w and u; the tokens write u - w S into the state
-
-    @classmethod
-    def prepare(cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, masks: DocMasks | None) -> "Chunks":
-        C = g.shape[-1]
-        visible = torch.ones(C, C, dtype=torch.bool, device=g.device).tril()
-        log = g.cumsum(-1)
-        entering, leaving, passing = log.exp(), (log[..., -1:] - log).exp(), log[..., -1:].exp()
-        if masks is not None:
-            visible = visible & masks.same
-            entering, leaving, passing = entering * masks.incoming, leaving * masks.last, passing * masks.all
-        decay = (log[..., :, None] - log[..., None, :]).masked_fill(~visible, float("-inf")).exp()
-        system = _for_value_heads(k @ k.mT, decay * beta[..., None])
-        targets = _Join.apply(_of_value_heads(k, v), v, -beta * entering, beta)
-        return cls(q, k, v, decay, entering, leaving, passing, _Inverse.apply(system) @ targets)
-
-    def step(self) -> Tensor:
-        """A and B, [H, n, K, X]."""
-        k = _of_value_heads(self.k, self.v) * self.leaving[..., None]
-        return _AddDiagonal.apply(k.mT @ self.written, self.passing)
-
-    def read(self) -> Tensor:
-        """R and O, [H, n, C, X]."""
-        written = _for_value_heads(self.q @ self.k.mT, self.decay) @ self.written
-        return _AddScaled.apply(written, _of_value_heads(self.q, self.v), self.entering)
-
-
-def compose(maps: Tensor) -> Tensor:
-    """The composition of affine maps [H, n, K, X], of which the first is applied first."""
-    K = maps.shape[-2]
-    while maps.shape[1] > 1:
-        even = maps.shape[1] // 2 * 2
-        first, second = maps[:, 0:even:2], maps[:, 1:even:2]
-        product = second[..., :K] @ first
-        product[..., K:] += second[..., K:]
-        maps = product if even == maps.shape[1] else torch.cat([product, maps[:, even:]], 1)
-    return maps[:, 0]
-
-
-def scan(transitions: Tensor, added: Tensor, state: Tensor) -> Tensor:
-    """The states before each chunk and after the last, [H, n + 1, K, V], of S <- A S + B."""
-    n = transitions.shape[1]
-    if n <= SCAN_STEPS:
-        states = [state]
-        for a, b in zip(transitions.unbind(1), added.unbind(1), strict=True):
-            states.append(torch.baddbmm(b, a, states[-1]))
-        return torch.stack(states, 1)
-    blocks = n // SCAN_STEPS * SCAN_STEPS
-    a, b = (t[:, :blocks].unflatten(1, (-1, SCAN_STEPS)).unbind(2) for t in (transitions, added))
-    maps = [(a[0], b[0])]  # from the start of each block to after each of its chunks
-    for i in range(1, SCAN_STEPS):
-        maps.append((a[i] @ maps[-1][0], _apply_maps(a[i], b[i], maps[-1][1])))
-    starts = scan(*maps[-1], state)
-    result = state.new_empty(len(state), n + 1, *state.shape[1:])
-    inside = result[:, :blocks].unflatten(1, (-1, SCAN_STEPS))
-    inside[:, :, 0] = starts[:, :-1]
-    for i in range(1, SCAN_STEPS):
-        inside[:, :, i] = _apply_maps(*maps[i - 1], starts[:, :-1])
-    result[:, blocks:] = scan(transitions[:, blocks:], added[:, blocks:], starts[:, -1])
-    return result
-
-
-def _apply_maps(a: Tensor, b: Tensor, states: Tensor) -> Tensor:
-    """A S + B, for [H, n, ...]."""
-    return torch.baddbmm(b.flatten(0, 1), a.flatten(0, 1), states.flatten(0, 1)).unflatten(0, states.shape[:2])
-
-
-class _Scan(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, transitions, added, state):
-        states = scan(transitions, added, state)
-        ctx.save_for_backward(transitions, states)
-        return states
-
-    @staticmethod
-    def backward(ctx, dstates):
-        transitions, states = ctx.saved_tensors
-        sums = scan(transitions.mT.flip(1), dstates[:, :-1].flip(1), dstates[:, -1]).flip(1)
-        return sums[:, 1:] @ states[:, :-1].mT, sums[:, 1:], sums[:, 0]
-
-
-class _Inverse(torch.autograd.Function):
-    """The inverse of 1 + L for the strictly lower triangle L of a matrix [..., C, C], by halves: stable for any L."""
-
-    @staticmethod
-    def forward(ctx, matrix):
-        C, size = matrix.shape[-1], 1
-        inverse = torch.eye(C, dtype=matrix.dtype, device=matrix.device).expand_as(matrix).contiguous()
-        while size < C:
-            # Blocks of 2 * size on the diagonal: [[a, 0], [c, b]]^-1 = [[a^-1, 0], [-b^-1 c a^-1, b^-1]].
-            blocks, systems = (
-                t.unflatten(-1, (-1, 2 * size)).unflatten(-3, (-1, 2 * size)).diagonal(0, -4, -2).movedim(-1, -3)
-                for t in (inverse, matrix)
-            )
-            top, bottom = slice(0, size), slice(size, 2 * size)
-            product = blocks[..., bottom, bottom] @ systems[..., bottom, top] @ blocks[..., top, top]
-            blocks[..., bottom, top] = -product
-            size *= 2
-        ctx.save_for_backward(inverse)
-        return inverse
-
-    @staticmethod
-    def backward(ctx, dinverse):
-        (inverse,) = ctx.saved_tensors
-        return (inverse.mT @ dinverse @ inverse.mT).neg_().tril_(-1)
-
-
-class _Join(torch.autograd.Function):
-    """[k * a, v * b] for factors a and b per token."""
-
-    @staticmethod
-    def forward(ctx, k, v, a, b):
-        ctx.save_for_backward(k, v, a, b)
-        joined = v.new_empty(*v.shape[:-1], k.shape[-1] + v.shape[-1])
-        torch.mul(k, a[..., None], out=joined[..., : k.shape[-1]])
-        torch.mul(v, b[..., None], out=joined[..., k.shape[-1] :])
-        return joined
-
-    @staticmethod
-    def backward(ctx, djoined):
-        k, v, a, b = ctx.saved_tensors
-        dk, dv = djoined.split((k.shape[-1], v.shape[-1]), -1)
-        return dk * a[..., None], dv * b[..., None], (dk * k).sum(-1), (dv * v).sum(-1)
-
-
-class _AddDiagonal(torch.autograd.Function):
-    """Add `values` [..., 1] to the diagonal, in place."""
-
-    @staticmethod
-    def forward(ctx, matrix, values):
-        ctx.mark_dirty(matrix)
-        matrix.diagonal(dim1=-2, dim2=-1).add_(values)
-        return matrix
-
-    @staticmethod
-    def backward(ctx, dmatrix):
-        return dmatrix, dmatrix.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
-
-
-class _AddScaled(torch.autograd.Function):
-    """Add q * a, for a factor a per token, to the first columns, in place."""
-
-    @staticmethod
-    def forward(ctx, into, q, a):
-        ctx.save_for_backward(q, a)
-        ctx.mark_dirty(into)
-        into[..., : q.shape[-1]].addcmul_(q, a[..., None])
-        return into
-
-    @staticmethod
-    def backward(ctx, dinto):
-        q, a = ctx.saved_tensors
-        d = dinto[..., : q.shape[-1]]
-        return dinto, d * a[..., None], (d * q).sum(-1)
-
-
-def _for_value_heads(products_JnCC: Tensor, factors_HnCC: Tensor) -> Tensor:
-    """Products of key heads, times the factors of each of their value heads."""
-    J, H = len(products_JnCC), len(factors_HnCC)
-    if J == H:
-        return products_JnCC * factors_HnCC
-    return (products_JnCC[:, None] * factors_HnCC.unflatten(0, (J, -1))).flatten(0, 1)
-
-
-def _of_value_heads(k_JnCK: Tensor, v_HnCV: Tensor) -> Tensor:
-    """The key head of each value head."""
-    return k_JnCK if len(k_JnCK) == len(v_HnCV) else k_JnCK.repeat_interleave(len(v_HnCV) // len(k_JnCK), 0)
 
 
 def _to_chunks(t_tHK: Tensor, dtype: torch.dtype) -> Tensor:
