@@ -31,9 +31,10 @@ CHUNK_OPTIONS = {"num_warps": 8, "num_stages": 1}
 
 
 def runs_in_kernels(k_sJK: Tensor, v_sHV: Tensor) -> bool:
-    dims = k_sJK.shape[-1], v_sHV.shape[-1]
-    is_supported = all(dim in (32, 64, 128) for dim in dims) and v_sHV.dtype.itemsize == 2
-    return triton is not None and v_sHV.is_cuda and is_supported
+    K, V = k_sJK.shape[-1], v_sHV.shape[-1]
+    return (
+        triton is not None and v_sHV.is_cuda and v_sHV.dtype.itemsize == 2 and K in (32, 64, 128) and V % COLUMNS == 0
+    )
 
 
 class FusedSegment:
@@ -84,7 +85,7 @@ class FusedSegment:
         grads = [torch.empty_like(x, dtype=torch.float32 if self.repeats > 1 else None) for x in own]
         _gradient_kernel[(n * H,)](
             *own, self.ids, self.prepared[2], y, a, states, dstates, dout_tHV, *grads, *self.sizes, **self.norm, V=V,
-            BLOCK=min(V, COLUMNS), **self.constants, **CHUNK_OPTIONS,
+            BLOCK=COLUMNS, **self.constants, **CHUNK_OPTIONS,
         )  # fmt: skip
         for x, grad in zip(self.inputs, grads, strict=True):
             x.copy_(grad if grad.shape == x.shape else grad.unflatten(1, (-1, self.repeats)).sum(2))
@@ -99,7 +100,7 @@ class FusedSegment:
         states, y = kept or (after, after)
         _advance_kernel[self._grid(V)](
             self.q, self.k, self.v, self.beta, *self.prepared, state_HKV.contiguous(), after,
-            after if out is None else out, states, y, *self.sizes, V=V, BLOCK=min(V, COLUMNS), **self.constants,
+            after if out is None else out, states, y, *self.sizes, V=V, BLOCK=COLUMNS, **self.constants,
             IS_MAP=is_map, HAS_OUT=out is not None, KEEPS=kept is not None, **SCAN_OPTIONS,
         )  # fmt: skip
         return after
@@ -113,7 +114,7 @@ class FusedSegment:
         dstates, a = kept or (before, before)
         _advance_grad_kernel[self._grid(V)](
             self.q, self.k, before if dout is None else dout.contiguous(), *self.prepared, dstate_HKV.contiguous(),
-            before, dstates, a, *self.sizes, V=V, BLOCK=min(V, COLUMNS), **self.constants,
+            before, dstates, a, *self.sizes, V=V, BLOCK=COLUMNS, **self.constants,
             IS_MAP=dout is None, KEEPS=kept is not None, **SCAN_OPTIONS,
         )  # fmt: skip
         return before
@@ -123,7 +124,7 @@ class FusedSegment:
         return self.k.shape[-1], self.v.shape[-1]
 
     def _grid(self, V: int) -> tuple[int]:
-        return (self.sizes[2] * -(-V // COLUMNS),)
+        return (self.sizes[2] * (V // COLUMNS),)
 
 
 if triton is not None:
@@ -142,13 +143,8 @@ if triton is not None:
         id_C, before = tl.load(ids + 1 + tl.minimum(at, t - 1)), tl.load(ids + chunk * C)
         last = tl.load(ids + tl.minimum(chunk * C + C, t))
         e = tl.where(id_C == before, tl.exp(log), 0.0)
-        return (
-            log,
-            id_C,
-            e,
-            tl.where(id_C == last, tl.exp(total - log), 0.0),
-            tl.where(last == before, tl.exp(total), 0.0),
-        )
+        f, p = tl.where(id_C == last, tl.exp(total - log), 0.0), tl.where(last == before, tl.exp(total), 0.0)
+        return log, id_C, e, f, p
 
     @triton.jit
     def _load_rows(x, at, h, t, H, K: tl.constexpr):
