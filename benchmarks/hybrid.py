@@ -166,6 +166,8 @@ def make_rule(num_tokens: int, heads: tuple[int, int], dims: int, double: bool =
 
 KERNEL_OPTIONS: list[dict[str, Any]] = [
     {},
+    {"SEGMENT_ROWS": 2**17},
+    {"SEGMENT_ROWS": 2**19},
     {"COLUMNS": 16},
     {"SCAN_OPTIONS": {"num_warps": 8, "num_stages": 2}},
     {"SCAN_OPTIONS": {"num_warps": 4, "num_stages": 1}, "COLUMNS": 16},
@@ -178,17 +180,14 @@ KERNEL_OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def time_rule(tiny: bool) -> Iterator[dict[str, Any]]:
-    """Seconds and errors of the rule alone, as a middle rank's: in plain PyTorch, and its kernels with their own and
-    other settings."""
+def time_rule(tiny: bool, tunes: bool) -> Iterator[dict[str, Any]]:
+    """Seconds and errors of the rule alone, as a middle rank's: in its kernels, `tunes`: also with other settings, and
+    in plain PyTorch."""
     heads, dims, tokens = ((2, 4), 16, 256) if tiny else ((32, 32), 128, 65536)
     has_kernels = runs_in_kernels(*make_rule(64, heads, dims).inputs[1:3])
-    rows = delta_rule.SEGMENT_ROWS
-    yield time_case(tokens, heads, dims, {"kernels": False})
-    for options in KERNEL_OPTIONS * has_kernels:
+    for options in KERNEL_OPTIONS[: len(KERNEL_OPTIONS) if tunes else 1] * has_kernels:
         yield time_case(tokens, heads, dims, {"kernels": True} | options)
-    for other in (rows // 2, rows * 2):
-        yield time_case(tokens, heads, dims, {"kernels": has_kernels, "SEGMENT_ROWS": other})
+    yield time_case(tokens, heads, dims, {"kernels": False})
 
 
 def time_case(tokens: int, heads: tuple[int, int], dims: int, case: dict[str, Any]) -> dict[str, Any]:
@@ -261,6 +260,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--recompute", action="store_true", help="recompute the outputs of attention and rule")
     parser.add_argument("--rule-only", action="store_true")
+    parser.add_argument("--tune", action="store_true", help="with --rule-only: other settings of the kernels, too")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     if options.tiny:
@@ -275,7 +275,7 @@ def main() -> None:
 
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     report({"device": where, "torch": torch.__version__})
-    for result in time_rule(options.tiny):
+    for result in time_rule(options.tiny, options.tune) if options.rule_only else ():
         report(result)
     for size in () if options.rule_only else options.tokens:
         tokens, _, ranks = size.partition("/")
