@@ -32,9 +32,10 @@ BLOCK_BUFFERS = 4  # buffers of a block inside attention, in the sum dtype
 
 # The gated delta rule (attention/delta_rule.py): tokens per chunk and rows (tokens x heads) per segment. Then a
 # segment's buffers in the sum dtype, forward and backward: vectors (K + V per row), states (K by K + V per chunk) and
-# chunk matrices. Counted with fake tensors.
+# chunk matrices. Counted by hand from the kernels for 16 bits, and on a CPU for the plain path.
 CHUNK_TOKENS, SEGMENT_ROWS = 64, 2**18
-SEGMENT_BUFFERS, SEGMENT_BUFFERS_BACKWARD = (4.3, 2.6, 0.9), (6.75, 4.9, 6.4)
+SEGMENT_BUFFERS = ((0.0, 0.0, 2.0), (1.75, 1.0, 2.0))
+PLAIN_SEGMENT_BUFFERS = ((3.0, 0.0, 5.2), (1.0, 1.8, 14.7))
 
 TileWork = Literal[
     "none", "project", "project backward", "mlp", "mlp backward", "attend", "attend backward", "rule", "rule backward"
@@ -215,7 +216,8 @@ class LayerBytes:
         if work in ("rule", "rule backward"):
             delta = self.shape.delta
             assert delta
-            vectors, states, matrices = SEGMENT_BUFFERS if work == "rule" else SEGMENT_BUFFERS_BACKWARD
+            buffers = SEGMENT_BUFFERS if self.layout.element_bytes == 2 else PLAIN_SEGMENT_BUFFERS
+            vectors, states, matrices = buffers[work == "rule backward"]
             width = delta.key_dim + delta.value_dim
             per_row = vectors * width + states * delta.key_dim * width / CHUNK_TOKENS + matrices * CHUNK_TOKENS
             return int(per_row * min(SEGMENT_ROWS, self.s * delta.heads) * self.layout.sum_bytes)
