@@ -14,6 +14,7 @@ Shapes as in attention/delta_rule.py; t tokens of the segment, n chunks, C token
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ithaka.plan.layer_bytes import CHUNK_TOKENS
 
@@ -32,42 +33,38 @@ CHUNK_OPTIONS = {"num_warps": 8, "num_stages": 1}
 
 def runs_in_kernels(k_sJK: Tensor, v_sHV: Tensor) -> bool:
     K, V = k_sJK.shape[-1], v_sHV.shape[-1]
-    return (
-        triton is not None and v_sHV.is_cuda and v_sHV.dtype.itemsize == 2 and K in (32, 64, 128) and V % COLUMNS == 0
-    )
+    is_supported = v_sHV.dtype.itemsize == 2 and K <= 128 and K % COLUMNS == V % COLUMNS == 0
+    return triton is not None and v_sHV.is_cuda and is_supported
 
 
 class FusedSegment:
-    """As delta_rule.Segment, with fewer than 2^31 elements per tensor."""
+    """As delta_rule.Segment, with fewer than 2^31 elements per tensor. K is padded to a power of two."""
 
     def __init__(self, inputs: tuple[Tensor, ...], ids: Tensor | None, normalizes: bool) -> None:
-        self.inputs, self.ids = (
-            inputs,
-            inputs[0].new_zeros(len(inputs[0]) + 1, dtype=torch.int32) if ids is None else ids,
-        )
-        q, k, v, self.g, self.beta = (x.contiguous() for x in inputs)
-        self.repeats = v.shape[1] // k.shape[1]
-        if self.repeats > 1:
-            q, k = (x.repeat_interleave(self.repeats, 1) for x in (q, k))
-        self.q, self.k, self.v = q, k, v
-        (t, H, K), C = k.shape, CHUNK_TOKENS
+        self.inputs = inputs
+        q, k, v, g, beta = (x.contiguous() for x in inputs)
+        (t, J, K), H, C = k.shape, v.shape[1], CHUNK_TOKENS
+        self.K, self.padding, self.repeats = K, triton.next_power_of_2(K) - K, H // J
+        if self.padding or self.repeats > 1:
+            q, k = (F.pad(x, (0, self.padding)).repeat_interleave(self.repeats, 1) for x in (q, k))
+        self.own = q, k, v, g, beta
+        self.ids = ids if ids is not None else torch.zeros(t + 1, dtype=torch.int32, device=v.device)
         n = -(-t // C)
-        self.sizes, self.constants = (t, n, H), {"C": C, "K": K, "WIDE": WIDE}
+        self.sizes, self.constants = (t, n, H), {"C": C, "K": K + self.padding, "BLOCK": COLUMNS, "WIDE": WIDE}
         self.norm = {"scale": K**-0.5, "eps": NORM_EPS, "NORM": normalizes}
-        factors = self.g.new_empty(4, H, n * C)  # b e k, e q, f k and p, for q and k before their normalization
-        inverse, products = self.g.new_empty(2, H, n, C, C)  # (1 + L)^-1 and P
+        factors = g.new_empty(4, H, n * C)  # b e k, e q, f k and p, for q and k before their normalization
+        inverse, products = g.new_empty(2, H, n, C, C)  # (1 + L)^-1 and P
         self.prepared = factors, inverse, products
         _prepare_kernel[(n * H,)](
-            q, k, self.g, self.beta, self.ids, *self.prepared, *self.sizes, **self.norm, **self.constants,
-            **CHUNK_OPTIONS,
-        )  # fmt: skip
+            q, k, g, beta, self.ids, *self.prepared, *self.sizes, **self.norm, **self.constants, **CHUNK_OPTIONS
+        )
 
     def extend(self, map_HKX: Tensor) -> Tensor:
-        matrix_HKK, added_HKV = map_HKX.split(self._dims, -1)
+        matrix_HKK, added_HKV = map_HKX.tensor_split((self.K,), -1)
         return torch.cat([self._advance(matrix_HKK, is_map=True), self._advance(added_HKV)], -1)
 
     def extend_grad(self, map_HKX: Tensor, dout_tHV: Tensor) -> Tensor:
-        matrix_HKK, added_HKV = map_HKX.split(self._dims, -1)
+        matrix_HKK, added_HKV = map_HKX.tensor_split((self.K,), -1)
         return torch.cat([self._advance_grad(matrix_HKK), self._advance_grad(added_HKV, dout_tHV)], -1)
 
     def forward(self, state_HKV: Tensor, out_tHV: Tensor) -> Tensor:
@@ -75,20 +72,21 @@ class FusedSegment:
         return self._advance(state_HKV, out_tHV)
 
     def backward(self, state_HKV: Tensor, dout_tHV: Tensor, dstate_HKV: Tensor) -> Tensor:
-        (_, n, H), V = self.sizes, self.v.shape[-1]
-        states, dstates = state_HKV.new_empty(2, n, *state_HKV.shape)
-        y, a = state_HKV.new_empty(2, *self.v.shape)
+        (_, n, H), v = self.sizes, self.own[2]
+        states, dstates = state_HKV.new_empty(2, n, H, self.K + self.padding, v.shape[-1])
+        y, a = state_HKV.new_empty(2, *v.shape)
         dout_tHV = dout_tHV.contiguous()
         self._advance(state_HKV, kept=(states, y))
         dstate_HKV = self._advance_grad(dstate_HKV, dout_tHV, kept=(dstates, a))
-        own = self.q, self.k, self.v, self.g, self.beta
-        grads = [torch.empty_like(x, dtype=torch.float32 if self.repeats > 1 else None) for x in own]
+        grads = [torch.empty_like(x, dtype=torch.float32 if self.repeats > 1 else None) for x in self.own]
         _gradient_kernel[(n * H,)](
-            *own, self.ids, self.prepared[2], y, a, states, dstates, dout_tHV, *grads, *self.sizes, **self.norm, V=V,
-            BLOCK=COLUMNS, **self.constants, **CHUNK_OPTIONS,
+            *self.own, self.ids, self.prepared[2], y, a, states, dstates, dout_tHV, *grads, *self.sizes, **self.norm,
+            V=v.shape[-1], **self.constants, **CHUNK_OPTIONS,
         )  # fmt: skip
+        if self.repeats > 1:
+            grads[:2] = (x.unflatten(1, (-1, self.repeats)).sum(2) for x in grads[:2])
         for x, grad in zip(self.inputs, grads, strict=True):
-            x.copy_(grad if grad.shape == x.shape else grad.unflatten(1, (-1, self.repeats)).sum(2))
+            x.copy_(grad[..., : x.shape[-1]])
         return dstate_HKV
 
     def _advance(
@@ -96,35 +94,33 @@ class FusedSegment:
     ) -> Tensor:
         """Return the state after the segment. Write `out`, or `kept`: the states before each chunk and y. A map takes v
         as 0."""
-        after, V = torch.empty_like(state_HKV, memory_format=torch.contiguous_format), state_HKV.shape[-1]
+        (q, k, v, _, beta), (before, after, grid) = self.own, self._buffers(state_HKV)
         states, y = kept or (after, after)
-        _advance_kernel[self._grid(V)](
-            self.q, self.k, self.v, self.beta, *self.prepared, state_HKV.contiguous(), after,
-            after if out is None else out, states, y, *self.sizes, V=V, BLOCK=COLUMNS, **self.constants,
-            IS_MAP=is_map, HAS_OUT=out is not None, KEEPS=kept is not None, **SCAN_OPTIONS,
+        _advance_kernel[grid](
+            q, k, v, beta, *self.prepared, before, after, after if out is None else out, states, y, *self.sizes,
+            V=state_HKV.shape[-1], **self.constants, IS_MAP=is_map, HAS_OUT=out is not None, KEEPS=kept is not None,
+            **SCAN_OPTIONS,
         )  # fmt: skip
-        return after
+        return after[:, : self.K]
 
     def _advance_grad(
         self, dstate_HKV: Tensor, dout: Tensor | None = None, kept: tuple[Tensor, ...] | None = None
     ) -> Tensor:
         """Return the gradient of the state before the segment. Write `kept`: those of the states after each chunk, and
         a. No `dout` counts as 0."""
-        before, V = torch.empty_like(dstate_HKV, memory_format=torch.contiguous_format), dstate_HKV.shape[-1]
+        after, before, grid = self._buffers(dstate_HKV)
         dstates, a = kept or (before, before)
-        _advance_grad_kernel[self._grid(V)](
-            self.q, self.k, before if dout is None else dout.contiguous(), *self.prepared, dstate_HKV.contiguous(),
-            before, dstates, a, *self.sizes, V=V, BLOCK=COLUMNS, **self.constants,
-            IS_MAP=dout is None, KEEPS=kept is not None, **SCAN_OPTIONS,
+        _advance_grad_kernel[grid](
+            *self.own[:2], before if dout is None else dout.contiguous(), *self.prepared, after, before, dstates, a,
+            *self.sizes, V=dstate_HKV.shape[-1], **self.constants, IS_MAP=dout is None, KEEPS=kept is not None,
+            **SCAN_OPTIONS,
         )  # fmt: skip
-        return before
+        return before[:, : self.K]
 
-    @property
-    def _dims(self) -> tuple[int, int]:
-        return self.k.shape[-1], self.v.shape[-1]
-
-    def _grid(self, V: int) -> tuple[int]:
-        return (self.sizes[2] * (V // COLUMNS),)
+    def _buffers(self, state_HKV: Tensor) -> tuple[Tensor, Tensor, tuple[int]]:
+        """The padded state, a buffer for the next one, and the grid: programs take COLUMNS of a head's state."""
+        padded = F.pad(state_HKV, (0, 0, 0, self.padding)).contiguous()
+        return padded, torch.empty_like(padded), (len(padded) * (padded.shape[-1] // COLUMNS),)
 
 
 if triton is not None:
@@ -159,7 +155,7 @@ if triton is not None:
     @triton.jit
     def _prepare_kernel(
         q, k, g, beta, ids, factors, inverse, products, t, n, H, scale, eps,
-        NORM: tl.constexpr, C: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
+        NORM: tl.constexpr, C: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
     ):  # fmt: skip
         chunk, h = tl.program_id(0) // H, tl.program_id(0) % H
         i = tl.arange(0, C)

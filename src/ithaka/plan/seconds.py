@@ -39,12 +39,11 @@ STAGE_SECONDS = 0.00016  # per stage and direction, independent of s: slicing we
 NARROW_HEAD_SHARE, NARROW_HEAD_START, NARROW_HEAD_LEAST = (0.82, 0.8), 31 * 1024, 128 * 1024
 # Attention at head dim 256, and with a sliding window, whose blocks are mostly masked, as fractions of the same rate.
 WIDE_HEAD_SHARE, WINDOW_SHARE = (1.08, 0.59), (0.46, 0.43)
-# The gated delta rule: passes over [s, H, K + V] in the sum dtype, forward and backward; then the extra passes for a
-# rank's affine maps, needed where another rank continues the document. Not measured: the figures of an earlier version,
-# 148 and 387 passes (0.066 and 0.173 s per layer, 64K tokens, 32 heads of 128, one H200; LOG.md, "hybrid layers, first
-# measurement"), scaled by the bytes that the current one moves. With those, planned steps at 16K, 64K and 128K were
-# within 4 % of the measured ones.
-RULE_PASSES, RULE_MAP_PASSES = (96, 285), (61, 92)
+# The gated delta rule in its kernels, as passes over [s, H, K + V] in the sum dtype, forward and backward; then the
+# extra passes for a rank's affine maps, needed where another rank continues the document. Fitted to 0.0080 and 0.0257 s
+# per layer, and 0.0096 and 0.0139 s for the maps, at 64K tokens, 32 heads of 128, on one H200 (LOG.md, "kernels of the
+# gated delta rule"). Plain PyTorch took 20 to 80 times as long.
+RULE_PASSES, RULE_MAP_PASSES = (18, 58), (22, 31)
 LOGIT_PASSES = 3  # over the logits: one for the loss, two for its gradient
 # Passes over the inputs and outputs of a linear map with an adapter, forward and backward: the adapter's tall matmuls
 # are memory-bound. Backward recomputes forward and has three gradients.
@@ -149,7 +148,7 @@ class LayerSeconds:
         return forward, 2.5 * flops / (self.gpu.attention_backward_flops * share_back)
 
     def rule(self) -> tuple[float, float]:
-        """(forward, backward) of the gated delta rule, which is bound by memory."""
+        """(forward, backward) of the gated delta rule."""
         delta = self.shape.delta
         assert delta
         one_pass = self.move(self.s * delta.heads * (delta.key_dim + delta.value_dim) * self.layout.sum_bytes)
