@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,9 @@ def rehearsed_peaks(config: dict[str, Any], layout: Layout, tokens: int) -> Call
     start_loopback(layout.cp)
     try:
         model = build_model(config, make_mesh(layout.cp, device), layout)
-        _, peaks = rehearse._measure_step(model, make_optimizer(model, OptimConfig(lr=0.0)), device, tokens, True, 1)
+        step = partial(rehearse._run_step, model, make_optimizer(model, OptimConfig(lr=0.0)), None)
+        inputs = rehearse._make_inputs(model, tokens, rehearse.MEMORY_ONLY_DOCUMENT)
+        _, peaks = rehearse._measure_step(step, inputs, device, 1)
     finally:
         dist.destroy_process_group()
     return lambda layer, direction: max(
