@@ -11,11 +11,11 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from steps import StepTimer
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -24,7 +24,6 @@ from ithaka.layer import experts
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
 
-GIB = 2**30
 # Shapes of the released models, with fewer layers.
 SHAPES: dict[str, dict[str, Any]] = {
     "gemma3-4b": {
@@ -143,31 +142,15 @@ def run_ithaka(case: dict[str, Any], how: str) -> Any:
 def measure(case: dict[str, Any]) -> dict[str, Any]:
     kind, how = case["side"].split() if " " in case["side"] else (case["side"], "")
     model, forward = run_hf(case, how) if kind == "hf" else run_ithaka(case, how)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    ids = torch.randint(model.config.vocab_size, (1, case["tokens"]), generator=torch.Generator().manual_seed(1))
-    seconds, losses = [], []
-
-    def run_step() -> None:
-        begin = time.perf_counter()
-        loss = forward(ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(round(loss.item(), 4))
-        seconds.append(time.perf_counter() - begin)
-
-    for step in range(case["steps"] + 2):
-        if step == 2 and torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        run_step()
-    peak = torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else 0.0
-    timed = seconds[2:]
+    steps = StepTimer(model, forward, case["tokens"])
+    steps.run_steps(case["steps"], untimed=2)
+    step_s = statistics.median(steps.seconds)
     if case["kernels"]:
         with torch.profiler.profile() as profile:
-            run_step()
+            steps.run_step()
         by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         print(profile.key_averages().table(sort_by=by, row_limit=case["kernels"]), file=sys.stderr)
-    return {"step_s": round(statistics.median(timed), 4), "peak_GiB": round(peak, 2), "losses": losses[-2:]}
+    return {"step_s": round(step_s, 4), "peak_GiB": round(steps.peak_gib, 2), "losses": steps.losses[-2:]}
 
 
 def serve() -> None:

@@ -16,15 +16,14 @@ from typing import Annotated, Any
 import torch
 import typer
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from steps import SMALL, read_tokens, train_losses
+from transformers import AutoModelForCausalLM
 
 from ithaka.cli.options import AsJson, print_rows
 from ithaka.dist.mesh import default_device, end_process_group, start_process_group
 from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
-SMALL = LlamaConfig(**SIZES, num_hidden_layers=4, vocab_size=512)
 CASES = ((1e-5, 1), (1e-6, 30))  # learning rate, steps
 SIDES = ("float32", "ithaka", "PEFT")
 
@@ -45,14 +44,7 @@ def new_model(folder: Path | None, side: str) -> Any:
 def measure_decrease(folder: Path | None, side: str, ids: torch.Tensor, lr: float, steps: int) -> float:
     """The loss before the first step less the loss after the last, on the tokens trained on."""
     model = new_model(folder, side)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)
-    losses = []
-    for _ in range(steps + 1):
-        loss = model(input_ids=ids, labels=ids).loss
-        losses.append(float(loss.detach()))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = train_losses(model, ids, lr, steps)
     return losses[0] - losses[-1]
 
 
@@ -65,10 +57,7 @@ def main(
     """Measure the decrease in loss over the first steps of a new adapter."""
     warnings.simplefilter("ignore")
     start_process_group()
-    ids = torch.randint(512, (1, tokens), generator=torch.Generator().manual_seed(1))
-    if model is not None:
-        ids = AutoTokenizer.from_pretrained(model)(text.read_text(), return_tensors="pt").input_ids[:, :tokens]
-    ids = ids.to(default_device())
+    ids = read_tokens(model, text, tokens)
     rows = []
     for lr, steps in CASES:
         decreases = {side: measure_decrease(model, side, ids, lr, steps) for side in SIDES}

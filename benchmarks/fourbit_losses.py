@@ -15,18 +15,16 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from steps import SMALL, read_tokens, train_losses
+from transformers import AutoModelForCausalLM
 
 from ithaka.cli.options import AsJson, print_rows
 from ithaka.config import AdapterConfig
-from ithaka.dist.mesh import default_device, end_process_group, make_mesh, start_process_group
+from ithaka.dist.mesh import end_process_group, make_mesh, start_process_group
 from ithaka.layer.fourbit import packed_weights
 from ithaka.layout import Layout
 from ithaka.model.build import build_model
 from ithaka.model.quantized import PACKED_AS, round_weights
-
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
-SMALL = LlamaConfig(**SIZES, num_hidden_layers=4, vocab_size=512)
 
 
 def write_dequantized(folder: Path, adapter: AdapterConfig, out: Path) -> None:
@@ -42,15 +40,8 @@ def train(folder: Path, base: Any, ids: torch.Tensor, lr: float, steps: int) -> 
     adapter, layout = AdapterConfig(16, base=base), Layout(dtype="bfloat16", tile_tokens=512)
     model = build_model(folder, make_mesh(1), layout, adapter=adapter).train()
     assert bool(packed_weights(model)) == (base == "nf4")
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.0)
-    losses = []
-    for _ in range(steps + 1):
-        loss = model(input_ids=ids, labels=ids).loss
-        losses.append(float(loss.detach()))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    del model, optimizer
+    losses = train_losses(model, ids, lr, steps)
+    del model
     gc.collect()
     return losses
 
@@ -65,15 +56,12 @@ def main(
 ) -> None:
     """Compare losses of adapters on an nf4 base, on its dequantized weights, and on the bf16 base."""
     start_process_group()
-    ids = torch.randint(512, (1, tokens), generator=torch.Generator().manual_seed(1))
+    ids = read_tokens(model, text, tokens)
     with tempfile.TemporaryDirectory() as name:
         folder, dequantized = model or Path(name) / "small", Path(name) / "dequantized"
         if model is None:
             torch.manual_seed(0)
             AutoModelForCausalLM.from_config(SMALL, dtype=torch.bfloat16).save_pretrained(folder)
-        else:
-            ids = AutoTokenizer.from_pretrained(model)(text.read_text(), return_tensors="pt").input_ids[:, :tokens]
-        ids = ids.to(default_device())
         write_dequantized(folder, AdapterConfig(16, base="nf4"), dequantized)
         runs = {
             "nf4": train(folder, "nf4", ids, lr, steps),

@@ -24,6 +24,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from steps import GIB, StepTimer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ithaka.attention import delta_kernels, delta_rule
@@ -41,7 +42,6 @@ from ithaka.plan.search import Plan
 from ithaka.plan.shape import Work, shape_from_config
 from ithaka.profile.timeline import PhaseTimer
 
-GIB = 2**30
 SHAPE: dict[str, Any] = {
     "model_type": "qwen3_5_text",
     "hidden_size": 4096,
@@ -121,30 +121,17 @@ def plan_case(case: dict[str, Any], layout: Layout) -> dict[str, Any]:
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
     model, forward, running = run_hf(case) if case["side"].startswith("hf") else run_ithaka(case)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    ids = torch.randint(model.config.vocab_size, (1, case["tokens"]), generator=torch.Generator().manual_seed(1))
-    seconds, losses = [], []
-
-    def run_step() -> None:
-        begin = time.perf_counter()
-        with running(), phase("step"):
-            loss = forward(ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        losses.append(round(loss.item(), 4))
-        seconds.append(time.perf_counter() - begin)
-
-    for step in range(case["steps"] + 1):
-        if step == 1 and torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        run_step()
-    peak = torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else 0.0
-    result: dict[str, Any] = {"step_s": round(statistics.median(seconds[1:]), 4), "peak_GiB": round(peak, 2)}
-    result |= {"losses": losses[-2:], "tokens_per_s": round(case["tokens"] / case["ranks"] / result["step_s"])}
+    steps = StepTimer(model, forward, case["tokens"], running)
+    steps.run_steps(case["steps"], untimed=1)
+    result: dict[str, Any] = {
+        "step_s": round(statistics.median(steps.seconds), 4),
+        "peak_GiB": round(steps.peak_gib, 2),
+        "losses": steps.losses[-2:],
+    }
+    result |= {"tokens_per_s": round(case["tokens"] / case["ranks"] / result["step_s"])}
     if case["side"].startswith("ithaka"):
-        with listening(timer := PhaseTimer(device())):
-            run_step()
+        with listening(timer := PhaseTimer(device())), phase("step"):
+            steps.run_step()
         result["phases_s"] = {
             "/".join(path[1:]): round(s, 4) for path, s in timer.seconds().items() if 1 < len(path) < 5 and s > 1e-4
         }
