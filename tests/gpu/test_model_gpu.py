@@ -3,7 +3,7 @@ documents, mixtures of experts, the optimizer in host memory. In full on a GPU; 
 """
 
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import pytest
 import torch
@@ -16,16 +16,14 @@ from precision import (
     SEEDS,
     SMALL,
     Choices,
-    Gradients,
     Yardsticks,
     assert_as_good_as_autocast,
-    autocast_gradients,
     bf16,
-    exact_gradients,
+    gradients_with_choices,
     initial_model,
     parallel_copy,
     random_batch,
-    routers,
+    with_choices,
 )
 from threads import on_threads
 
@@ -112,32 +110,6 @@ def test_adapters(yardsticks, size, family, options):
     yardsticks(family, adapted=True).check(2, layout)
 
 
-def with_choices(model, batch, cp: int, layout: Layout) -> tuple[Gradients, dict[str, Choices]]:
-    """Gradients, and every token's experts in forward and in backward's recomputation."""
-
-    def work():
-        ours = parallel_copy(model, batch.ids.device, cp, layout)
-        chosen = {when: {name: [] for name in routers(ours)} for when in ("forward", "backward")}
-        when = "forward"
-
-        def record(module, inputs, output, name):
-            chosen[when][name].append(output[-1].clone())
-
-        for name, router in routers(ours).items():
-            router.register_forward_hook(partial(record, name=name))
-        loss = ours(input_ids=batch.ids, labels=batch.ids, **batch.for_ours()).loss
-        when = "backward"
-        loss.backward()
-        return {name: param.grad.full_tensor() for name, param in ours.named_parameters()}, chosen
-
-    (grads, _), *_ = ranks = on_threads(cp, work)
-    choices = {
-        when: {name: torch.cat([t for _, chosen in ranks for t in chosen[when][name]]) for name in ranks[0][1][when]}
-        for when in ("forward", "backward")
-    }
-    return grads, choices
-
-
 def num_different(a: Choices, b: Choices) -> int:
     """How many tokens, over all layers, go to different experts."""
     assert a.keys() == b.keys() and a
@@ -167,14 +139,9 @@ def test_backward_chooses_the_experts_of_forward(device, size, family, cp, stage
 def test_mixtures_of_experts(device, size, family, cp, stages):
     """Compared with models that are given the same choice of experts."""
     layout = bf16(size.heads // stages, tile_tokens=size.tokens // 3)
-    ours, autocast, exact = [], [], []
-    for seed in SEEDS if device.type == "cuda" else SEEDS[:1]:
-        model, batch = initial_model(family, size, seed, device), random_batch(size, seed, device)
-        grads, choices = with_choices(model, batch, cp, layout)
-        ours.append(grads)
-        autocast.append(autocast_gradients(model, batch, choices["forward"]))
-        exact.append(exact_gradients(model, batch, choices["forward"]))
-    assert_as_good_as_autocast(ours, autocast, exact, most=EXPERTS_MEDIAN)
+    seeds = SEEDS if device.type == "cuda" else SEEDS[:1]
+    gradients = gradients_with_choices(family, size, device, cp, layout, seeds)
+    assert_as_good_as_autocast(*gradients, most=EXPERTS_MEDIAN)
 
 
 def after_a_step(model, batch, cp: int, layout: Layout, make_optimizer) -> list[dict[str, dict[str, torch.Tensor]]]:
