@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from faults import moved
 from ithaka.config import ConfigError
 from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
@@ -16,7 +17,7 @@ from ithaka.train.trainer import _import_loss
 from models import tiny_config, tiny_model
 from parity import check, gradient_errors, random_ids, relative
 from refusals import assert_refused
-from runs import numbers, run, tiny_run
+from runs import copy_back_at, numbers, run, tiny_run
 from threads import on_threads
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -68,6 +69,9 @@ def test_the_example_runs_and_wrong_names_and_shapes_are_refused(tmp_path):
     losses, others = ([step[1] for step in numbers(each.train.run_dir)] for each in (config, plain))
     assert [line["loss"] for line in lines if "loss" in line] == losses and any("checkpoint" in line for line in lines)
     assert losses[1] < 0.5 * others[1], "each loss is multiplied by a probability"
+    again = moved(config, copy_back_at(config.train.run_dir, tmp_path / "again", step=2))
+    run(again, again.train.run_dir)
+    assert numbers(again.train.run_dir) == numbers(config.train.run_dir)
     for name in ("hooks:nothing", "nowhere:loss"):
         assert_refused(lambda: _import_loss(name), f"loss.type={name}", way_out="package.module:function")  # noqa: B023
     model, ids = parallelize_model(tiny_model(tiny_config("llama"))), random_ids(1, 9)
