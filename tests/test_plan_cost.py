@@ -24,7 +24,7 @@ H200 = parse_gpus("8xH200")
 def test_plans_match_rehearsals(row):
     """The step's peak within 5 %, a layer's seconds within 7 %."""
     found = errors(row)
-    assert abs(found.pop("peak")) < 0.05
+    assert abs(found.pop("peak", 0.0)) < 0.05
     assert all(abs(error) < 0.07 for error in found.values()), found
 
 
@@ -67,15 +67,15 @@ def peak_in_x(layout: Layout, kept: bool = True, direction: str = "backward") ->
 
 
 def test_backward_by_hand():
-    """Before the last of four stages: dy and the three dq so far; k, v and their fp32 sums; q, out, dout received, and
-    one of them still there as it was sent."""
-    assert peak_in_x(STREAMED) == pytest.approx(1 + 0.75 + 0.5 + 1 + 0.75 + 0.25, abs=0.02)
+    """In the last of four stages, with dq of the others on the host: dy; k, v and their fp32 sums; q, out, dout
+    received, and one of them still there as it was sent."""
+    assert peak_in_x(STREAMED) == pytest.approx(1 + 0.5 + 1 + 0.75 + 0.25, abs=0.02)
 
 
 def test_overlap_costs_the_buffers_of_another_stage_and_the_input():
-    """Three tensors as sent, three as received, dq as sent, less one; and x."""
+    """Three tensors as sent, three as received, dq as sent, less one; x; and three dq that wait on the GPU."""
     overlapped = peak_in_x(replace(STREAMED, overlap=True))
-    assert 2.5 <= overlapped - peak_in_x(STREAMED) <= 3.01
+    assert 3.25 <= overlapped - peak_in_x(STREAMED) <= 3.76
 
 
 def test_plain_ulysses_needs_more_than_stages():
@@ -88,9 +88,10 @@ def test_forward_by_hand():
 
 
 def test_recomputed_attention_outputs_are_live_until_sent():
-    """Outputs are freed as head gradients arrive; the one in flight exists twice."""
+    """Outputs are freed as head gradients arrive; the one in flight exists twice. Three dq wait on the GPU: recomputed
+    outputs leave no room on the host."""
     again, kept = peak_in_x(STREAMED, kept=False), peak_in_x(STREAMED)
-    assert again - kept == pytest.approx(0.25, abs=0.02)
+    assert again - kept == pytest.approx(0.25 + 0.75, abs=0.02)
 
 
 def test_kept_attention_is_8_3_kilobytes_per_token():
