@@ -16,6 +16,11 @@ STARTS = {
 TOLERANCE = 4e-3  # products in TF32, and one rounding of 16-bit results
 
 
+@pytest.fixture(autouse=True)
+def own_kernels(monkeypatch):
+    monkeypatch.setattr(delta_rule, "_can_run_fla", lambda v: False)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("starts", STARTS)
 @pytest.mark.parametrize("key_heads", [16, 32])
@@ -64,7 +69,8 @@ def check(
     for dtype in (None, torch.float64):
         inputs = DeltaInputs(*(t.to(dtype, copy=True) for t in (q, k, v, g, beta)))
         rule, own = DeltaRule(inputs, docs, normalizes), [t.to(dtype) for t in (state, dout, dstate)]
-        assert delta_rule.runs_in_kernels(inputs.k_sJK, inputs.v_sHV) == (dtype is None)
+        segment = rule._segment(rule.segments[0])
+        assert type(segment) is (delta_rule.FusedSegment if dtype is None else delta_rule.Segment)
         results = {"map": rule.summarize(), "gradient's map": rule.summarize_grad(own[1])}
         results["out"], states = rule.forward(own[0])
         results["states"] = states[1:]

@@ -314,7 +314,6 @@ if triton is not None:
         to_after *= f[:, None]
         to_k = tl.sum(to_after * k_CK, 1)
         dlog -= b * from_k + to_k
-        dlog += tl.where(i == C - 1, tl.sum(to_k, 0) + p * tl.sum(passed, 0), 0.0)
         dk_CK = to_after - from_before * b[:, None] + _dot(dp_t, q_CK, WIDE) + _dot(dkk, k_CK, WIDE)
         if NORM:
             dq_CK -= q_CK * (tl.sum(q_CK * dq_CK, 1) / (scale * scale))[:, None]
@@ -322,5 +321,7 @@ if triton is not None:
         at_CK = row[:, None] * K + dim[None, :]
         tl.store(dq + at_CK, (dq_CK * q_factor[:, None]).to(dq.dtype.element_ty), inside[:, None])
         tl.store(dk + at_CK, (dk_CK * k_factor[:, None]).to(dk.dtype.element_ty), inside[:, None])
-        tl.store(dg + row, tl.sum(tl.where(i[:, None] >= i[None, :], dlog[:, None], 0.0), 0), inside)
+        # g decays what later tokens read, and what leaves the chunk.
+        dg_C = tl.sum(tl.where(i[:, None] >= i[None, :], dlog[:, None], 0.0) + to_k[:, None], 0) + p * tl.sum(passed, 0)
+        tl.store(dg + row, dg_C, inside)
         tl.store(dbeta + row, db, inside)
