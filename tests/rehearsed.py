@@ -61,7 +61,7 @@ def plan_row(row: dict[str, str]) -> tuple[float, tuple[float, float]]:
 
 
 def errors(row: dict[str, str]) -> dict[str, float]:
-    """Planned / measured - 1 for the peak if it is known, the layer and, if a second step was measured, each direction."""
+    """Planned / measured - 1: the peak if known, the layer and, if a second step was measured, each direction."""
     peak_gib, (forward_s, backward_s) = plan_row(row)
     found = {"peak": peak_gib / float(row["peak_gib"]) - 1} if row["peak_gib"] else {}
     if row["layer_s"]:
