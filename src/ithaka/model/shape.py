@@ -120,20 +120,22 @@ def measure_encoder(model: Any) -> Encoder:
             with torch.enable_grad(), _LiveBytes() as backward:
                 y = block(x.requires_grad_(), None, **inputs)
                 graph = backward.now
-                torch.autograd.grad(y, [x, *block.parameters()], torch.empty_like(y))
-            runs.append((forward.peak, graph, forward.moved, backward.moved))
-    peak, graph, moved, backward_moved = ((b - a) // (TOKENS[1] - TOKENS[0]) for a, b in zip(*runs, strict=True))
+                torch.autograd.grad(y, [x], torch.empty_like(y))
+            runs.append((forward.peak, graph, backward.peak, forward.moved, backward.moved))
+    peak, graph, backward_peak, moved, backward_moved = (
+        (b - a) // (TOKENS[1] - TOKENS[0]) for a, b in zip(*runs, strict=True)
+    )
     matrices = {name: param.numel() for name, param in visual.named_parameters() if param.dim() > 1}
     matrices.pop("pos_embed.weight", None)
     merging = sum(size for name, size in matrices.items() if "merger" in name)  # runs on features
-    depth = len(visual.blocks)
+    depth, num_outputs = len(visual.blocks), 1 + len(getattr(config, "deepstack_visual_indexes", ()))
     return Encoder(
         parameters=sum(param.numel() for param in visual.parameters()),
         values=config.in_channels * config.temporal_patch_size * config.patch_size**2,
         patches=merged,
-        outputs=1 + len(getattr(config, "deepstack_visual_indexes", ())),
+        outputs=num_outputs,
         forward_bytes=peak,
-        graph_bytes=depth * graph,
+        graph_bytes=(depth - 1) * graph + backward_peak + num_outputs * 8 * dim,  # mergers keep four tensors
         products=sum(matrices.values()) - merging + merging // merged + 2 * depth * FRAME_PATCHES * dim,
         moved=depth * moved,
         backward_moved=depth * backward_moved,

@@ -268,7 +268,7 @@ def attach_encoder(model: PreTrainedModel) -> None:
         block.attn.forward = FrameAttention(block.attn, encoder.find_lengths)
     decoder: Any = find_decoder(model)
     if hasattr(decoder, "_deepstack_process"):
-        decoder._deepstack_process = _add_to_rows
+        decoder._deepstack_process = _AddToRows.apply
 
 
 def _embed_patches(module: Any, pixels_PC: Tensor) -> Tensor:
@@ -321,8 +321,17 @@ def _rotate(x_P2HK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def _add_to_rows(x_1sD: Tensor, rows_n: Tensor, features_nD: Tensor) -> Tensor:
-    return x_1sD.index_add(1, rows_n, features_nD[None].to(x_1sD.dtype))
+class _AddToRows(torch.autograd.Function):
+    """Add features to some rows. Tensor.index_add would keep them for backward."""
+
+    @staticmethod
+    def forward(ctx, x_1sD, rows_n, features_nD):
+        ctx.rows_n, ctx.dtype = rows_n, features_nD.dtype
+        return x_1sD.index_add(1, rows_n, features_nD[None].to(x_1sD.dtype))
+
+    @staticmethod
+    def backward(ctx, dout_1sD):
+        return dout_1sD, None, dout_1sD[0].index_select(0, ctx.rows_n).to(ctx.dtype)
 
 
 @dataclass(eq=False, repr=False)
@@ -455,12 +464,12 @@ def embed_tokens_and_media(model: PreTrainedModel, call: CheckedCall) -> dict[st
     """The arguments of the language model for this rank's tokens."""
     media, share, inputs = call.media, call.share, {}
     with phase("embedding"):
-        x_sD = model.get_input_embeddings()(share.ids_s)
+        x_1sD = model.get_input_embeddings()(share.ids_s)[None]
         if media.is_used:
             features = model.model.visual(media.take_pixels(), media.grids_f3)
             features = _SendFeatures.apply(media.route, call.mesh.cp_group, *features)
-            x_sD = x_sD.index_copy(0, media.route.rows_n, features[0].to(x_sD.dtype))
+            x_1sD = _AddToRows.apply(x_1sD.index_fill(1, media.route.rows_n, 0), media.route.rows_n, features[0])
             if len(features) > 1:
                 inputs = {"visual_pos_masks": media.route.rows_n, "deepstack_visual_embeds": _TakenOnce(features[1:])}
-        x_sD = mark_backward(x_sD, "embedding backward")
-    return inputs | {"inputs_embeds": x_sD[None], "position_ids": share.positions_s[:, None]}
+        x_1sD = mark_backward(x_1sD, "embedding backward")
+    return inputs | {"inputs_embeds": x_1sD, "position_ids": share.positions_s[:, None]}

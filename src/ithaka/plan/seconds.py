@@ -27,6 +27,7 @@ FLOP_SHARE = 0.886  # fraction of the peak rate that large matmuls reach: 700 TF
 # Measured layers: fractions of the matmul rate for dense matmuls and for grouped matmuls of experts; then the effective
 # traffic of element-wise kernels, eager and compiled, relative to the bytes counted in an eager run.
 GENERAL_SHARE, EXPERTS_SHARE = 0.8, 0.55
+ENCODER_SHARE = 0.65  # the same for image encoders, whose matrices are small
 EAGER_MOVES, COMPILED_MOVES = 2.0, 0.42
 COPY_SHARE = 0.88  # fraction of the PCIe rate that tile-by-tile copies reach
 # Passes of element-wise kernels over a tensor, forward and backward; each pass reads or writes it once.
@@ -340,7 +341,7 @@ def _encoder_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work
     patches = work.local_tokens(layout.cp) * encoder.patches
     layer = LayerSeconds(shape, layout, hardware, patches)
     moved = encoder.moved + encoder.backward_moved * is_trained
-    matmuls = (4 if is_trained else 1) * layer.matmul(encoder.products, 1, GENERAL_SHARE)
+    matmuls = (4 if is_trained else 1) * layer.matmul(encoder.products, 1, ENCODER_SHARE)
     num_bytes = encoder.parameters * layout.element_bytes
     exchange = (1 + is_trained) * gather_seconds(num_bytes, hardware, layout.replicas)
     exchange += reduce_seconds(shape.trained_encoder * layout.sum_bytes, hardware, layout.replicas) * is_trained

@@ -118,7 +118,7 @@ class Encoder:
     patches: int  # of a feature, which takes the place of a token
     outputs: int  # features per token: one for the embeddings, and one for each DeepStack layer
     forward_bytes: int  # peak of a block without gradients
-    graph_bytes: int  # saved for backward by all blocks
+    graph_bytes: int  # saved for backward by all blocks, and what the last one computes with
     products: int  # multiply-adds per patch with weights, and with other patches of its frame
     moved: int  # bytes that element-wise kernels move, forward
     backward_moved: int  # with its forward
