@@ -139,8 +139,8 @@ class ReadingConfig(Section):
     train_on_eos: bool = True
     # For a record that cannot be trained on: stop with an error, or skip and count it.
     bad_records: Literal["refuse", "skip"] = "refuse"
-    # Images, audio and files in messages: such records cannot be trained on, or drop these parts and count them. read:
-    # train a vision-language model on the images, whose paths are relative to the record's file.
+    # Images, videos, audio and files in messages: such records cannot be trained on, or drop these parts and count
+    # them. read: train a vision-language model on images and videos, whose paths are relative to the record's file.
     images: Literal["refuse", "drop", "read"] = "refuse"
     # {loss: false} reads the assistant's reasoning without training on it, {turns: last} keeps only that of the last
     # turn, {drop: true} none. null: train on all of it, and refuse records whose reasoning the chat template drops.
