@@ -14,6 +14,7 @@ from ithaka.data import images
 from ithaka.data.open import check_data, data_facts, open_data
 from ithaka.data.tokenizer import load_tokenizer
 from ithaka.export import export
+from ithaka.model.batch import divide_frames
 from runs import copy_back_at, numbers, run
 from vlms import model_for, picture, tiny_processor
 
@@ -117,10 +118,16 @@ def test_images_and_videos_have_the_tokens_and_pixels_of_the_processor(folder, m
     ranks = [opened(folder, cp=(rank, 3), validation_fraction=0)[0] for rank in range(3)]
     read.clear()
     for batch in batches:
-        shares = [each.next_batch().images for each in ranks]
-        for name in batch.images:
-            parts = [share[name].part_PC for share in shares] if "pixel" in name else [shares[0][name]]
-            assert torch.equal(torch.cat(parts), batch.images[name][:])
+        shares, given = [each.next_batch().images for each in ranks], batch.images
+        grids = [given[name] for name in ("image_grid_thw", "video_grid_thw") if name in given]
+        patches = torch.cat([grid[:, 1:].prod(1).repeat_interleave(grid[:, 0]) for grid in grids])
+        ends = torch.nn.functional.pad(patches.cumsum(0), (1, 0))[divide_frames(patches, 3)].tolist()
+        for share, first, last in zip(shares, ends, ends[1:], strict=False):
+            for name in ("pixel_values", "pixel_values_videos"):
+                if name in given:  # images, then videos, as the model divides them
+                    rows = slice(max(first, 0), max(last, 0))
+                    assert torch.equal(share[name][rows], given[name][:][rows])
+                    first, last = first - given[name].shape[0], last - given[name].shape[0]
     for each in ranks:
         each.close()
     assert len(read) <= num_read, "a rank reads frames of the others"
