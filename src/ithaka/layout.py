@@ -120,8 +120,7 @@ class Layout:
 
 
 def make_layout(num_layers: int, **settings: Any) -> Layout:
-    """A layout from settings for all layers (the arguments of `_make_policies`) instead of a policy per layer, and
-    other fields of a layout."""
+    """A layout from KEPT_SETTINGS, for all layers, instead of a policy per layer, and from its other fields."""
     of_layers = {name: settings.pop(name) for name in KEPT_SETTINGS if name in settings}
     return Layout(kept=_make_policies(num_layers, **of_layers), **settings)
 

@@ -72,8 +72,8 @@ def rehearse(
 ) -> RehearsalResult:
     """Run training steps (trains=False: forward passes) as rank 0 of `ranks`, and measure the last. `config` is the
     model's config.json; the layout sets the number of layers. Weights are random. `memory_only`: run one step, and
-    limit attention to documents of 128 Ki tokens; allocations do not change. `reference`: log-probabilities of the
-    model without its adapter, or of a frozen copy, then those of the model and their backward, as for DPO and GRPO."""
+    limit attention to documents of 128 Ki tokens; allocations do not change. `reference`: run the model without its
+    adapter, or a frozen copy, first, as DPO and GRPO do."""
     layers, is_video = len(layout.kept), "_class_name" in config
     if is_video and memory_only:
         raise ConfigError("--memory-only cuts attention into documents, which a clip does not have; leave it out")

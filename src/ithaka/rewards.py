@@ -96,8 +96,7 @@ class Preferences(Base):
 
 
 class Pairs(Preferences):
-    """Mixin for DPOTrainer. TRL runs the reference after the model, whose activations are in memory then: run it
-    before."""
+    """Mixin for DPOTrainer. TRL runs the reference while the model's activations are in memory; this runs it first."""
 
     def _compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
         chosen, rejected = self.compute_ref_log_probs(self.ref_model or self.model, inputs)

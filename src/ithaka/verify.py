@@ -115,10 +115,7 @@ def write_truncated_model(source: Path | dict, out: Path, settings: Config | Non
     with torch.device("meta"):
         model = model_class.from_config(config)
     # Older files of vision-language models have other prefixes.
-    known, ends = (
-        {_without_prefix(name) for name in model.state_dict()},
-        set(map(_without_prefix, end_parameters(model))),
-    )
+    known, ends = (set(map(_without_prefix, names)) for names in (model.state_dict(), end_parameters(model)))
     assert isinstance(source, Path)
     config.quantization_config = read_json(source / "config.json").get("quantization_config")
     config.save_pretrained(out)
@@ -126,7 +123,7 @@ def write_truncated_model(source: Path | dict, out: Path, settings: Config | Non
     for name, file in open_tensor_files(source).items():
         layer = re.match(r"(model\.(?:language_model\.)?layers\.)(\d+)", name)
         if layer is None and text is not config and _without_prefix(name) not in known:
-            continue  # of the encoder
+            continue  # a block of the encoder that was cut
         if layer is None or int(layer[2]) in layers:
             new_name = f"{layer[1]}{layers.index(int(layer[2]))}{name[layer.end() :]}" if layer else name
             rows = text.vocab_size if _without_prefix(name) in ends else None
@@ -140,7 +137,7 @@ def _without_prefix(name: str) -> str:
 
 
 def _truncate_encoder(config: Any, vocab_size: int) -> None:
-    """Keep two blocks of an image encoder, with a full and a windowed one, and features for the first layer."""
+    """Keep two blocks of an image encoder, one of them windowed if any is, and DeepStack features for one layer."""
     vision, kept = config.vision_config, {"deepstack_visual_indexes": [0], "fullatt_block_indexes": [1]}
     vision.depth = min(2, vision.depth)
     for name in kept.keys() & vars(vision).keys():
@@ -265,7 +262,7 @@ def run_checks(directory: Path, mesh: Mesh, layout: Layout, adapter: AdapterConf
 
 
 def _add_media(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
-    """The arguments of two images and a video, whose tokens replace some of `ids`."""
+    """Arguments for two images and a video. Their tokens replace some of `ids`."""
     config, vision, side = model.config, model.model.visual.config, model.config.vision_config.spatial_merge_size
     grids = {"image": [[1, 2 * side, 3 * side], [1, side, 2 * side]], "video": [[2, side, side]]}
     inputs, first, generator = dict[str, Tensor](), 3, torch.Generator().manual_seed(3)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from ithaka.config import ConfigError, input_error
+from ithaka.dist.rank import is_local_rank_0
 
 FileKind = Literal["text", "jsonl", "json", "parquet", "arrow"]
 KIND_OF_SUFFIX: dict[str, FileKind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
@@ -26,14 +27,14 @@ VALIDATION_SPLITS = ("validation", "valid", "val", "dev")
 NOT_STANDARD_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 # hf://org/name@revision:configuration/split, the last three optional; pathlib drops one of the slashes.
 HUB_DATASET = re.compile(r"hf:/{1,2}([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?::([\w.-]+))?(?:/([\w.-]+))?")
-STREAMED_BYTES = 10e9  # a larger dataset on the hub is read from there while training
+STREAMED_BYTES = 10e9  # larger hub datasets are streamed
 STREAM_BUFFER_BYTES = 1 << 20
 SNIFF_BYTES = 1 << 16
 USE_SUPPORTED = "use UTF-8 text, JSONL, JSON, Parquet or a folder written by datasets.save_to_disk"
 
 
 class File(NamedTuple):
-    path: Path  # for kind arrow: a folder written by datasets.save_to_disk, or hf://org/name; see also is_streamed
+    path: Path  # a file, here or on the hub (`is_streamed`); for kind arrow, a save_to_disk folder or hf://org/name
     kind: FileKind
     split: str | None = None  # for kind arrow
 
@@ -140,7 +141,7 @@ def _read_head(path: Path) -> bytes:
 def _find_splits(path: str, setting: str, split: str | None = None) -> DataFiles:
     """Find the splits of a dataset: `split`, by default train, and one to validate on if it has another."""
     try:
-        splits = open_dataset(str(Path(path)))  # as in File
+        splits = open_dataset(str(Path(path)))  # spelled as in File.path, for the cache
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
         message = f"{setting}={path} cannot be loaded with the package datasets ({reason}); use another path"
@@ -163,7 +164,7 @@ def _find_splits(path: str, setting: str, split: str | None = None) -> DataFiles
 def open_dataset(path: str) -> dict[str, Any]:
     """Map split names to memory-mapped tables. `path` was written by datasets.save_to_disk, or is hf://org/name.
 
-    For a large dataset of Parquet or JSONL files on the hub, map them to the addresses of these instead."""
+    A large hub dataset of Parquet or JSONL files is not downloaded: its splits map to lists of file URLs."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -179,10 +180,10 @@ def open_dataset(path: str) -> dict[str, Any]:
         urls = {str(split): list(each) for split, each in (builder.config.data_files or {}).items()}
         paths = [Path(url) for each in urls.values() for url in each]
         num_bytes = sum(map(count_bytes, paths))
-        # Independent of the cache and the disk: the order of the documents differs.
+        # Decided by the dataset alone, the same on every machine: streaming changes the order of documents.
         if num_bytes > STREAMED_BYTES and all(path.suffix in KIND_OF_SUFFIX for path in paths):
             return urls
-        if not Path(builder.cache_dir).exists() and os.environ.get("LOCAL_RANK", "0") == "0":
+        if not Path(builder.cache_dir).exists() and is_local_rank_0():
             print(f"downloading {hub[1]}: {num_bytes / 1e9:.2f} GB in {len(paths)} files")
         builder.download_and_prepare()
         dataset = builder.as_dataset()
@@ -195,7 +196,7 @@ def is_streamed(path: Path) -> bool:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file. Of one on the hub, only what is read is fetched."""
+    """Open a file for reading. A file on the hub is fetched range by range, as it is read."""
     if not is_streamed(path):
         return path.open("rb")
     from huggingface_hub import HfFileSystem

@@ -39,15 +39,15 @@ class Medium(NamedTuple):
     """An image or a video."""
 
     kind: str
-    source: str | list[str]  # a file; or the frames of a video
+    source: str | list[str]  # a file, or the files of a video's frames
     num_tokens: int
     grid: Sequence[int]  # patches: time, height, width
-    frames: Sequence[int] = ()  # of a video, those that are read
-    seconds: float | None = None  # of a step in time; Qwen2.5-VL's positions need it
+    frames: Sequence[int] = ()  # indices of a video's sampled frames
+    seconds: float | None = None  # per step in time, for the positions of Qwen2.5-VL
 
 
 class _TorchTransforms(BaseVideoProcessor):
-    """What video processors of transformers do with torchvision."""
+    """The transforms for which video processors of transformers need torchvision, in PyTorch."""
 
     def resize(self, image: Tensor, size: SizeDict, *_: Any, **__: Any) -> Tensor:
         frames = F.interpolate(image.flatten(0, 1), (size.height, size.width), mode="bicubic", antialias=True)
@@ -81,7 +81,7 @@ class ImageReader:
 
     @cached_property
     def processor(self) -> Any:
-        """The model's processor, with a video processor that does without torchvision."""
+        """The model's processor, with a video processor that resizes and normalizes without torchvision."""
 
         def find(part: str, model_type: str) -> Any:
             module = import_module(f"transformers.models.{model_type}.{part}_{model_type}")
@@ -94,7 +94,7 @@ class ImageReader:
             raise ConfigError(f"data.images=read: {rule}; pip install torchvision") from error
         combined: Any = type(video_class.__name__, (video_class, _TorchTransforms), {})
         videos = combined.from_pretrained(str(self.model_path), local_files_only=True)
-        # transformers has no class to check a video processor against if there is no torchvision.
+        # Without torchvision, transformers has no class to check a video processor against.
         checks = {"check_argument_for_proper_class": lambda *_: None}
         return type("Processor", (find("processing", self.model_type),), checks)(self.images, self.hf, videos)
 
@@ -102,7 +102,7 @@ class ImageReader:
 
     def measure_image(self, path: Any) -> tuple[str, Medium]:
         with Image.open(path) as image:
-            image.load()  # so that a truncated file is found here
+            image.load()  # raises if the file is truncated
             width, height = image.size
         images, resize = self.images, import_module(type(self.images).__module__).smart_resize
         sizes = {"min_pixels": images.size["shortest_edge"], "max_pixels": images.size["longest_edge"]}
@@ -112,7 +112,7 @@ class ImageReader:
         return self.start + self.tokens["image"] * medium.num_tokens + self.end, medium
 
     def measure_video(self, source: str | list[str], fps: float | None) -> tuple[str, Medium]:
-        """Frames that are given as images have the rate `fps`; those of a file are sampled at this rate."""
+        """`fps`: the rate at which a video file is sampled, or that of frames given as images."""
         videos = self.processor.video_processor
         fps = fps or videos.fps or DEFAULT_FPS
         if isinstance(source, list):
@@ -204,7 +204,7 @@ class RecordImages:
         self.found: list[Medium] = []
 
     def render(self, part: Mapping[str, Any], label: str) -> str:
-        """Return the placeholder text of a part. Raise BadRecord if it is no image or video that can be read."""
+        """Return the placeholder text of a part. Raise BadRecord if it is not an image or video that can be read."""
         kind = next((kind for kind, types in PART_TYPES.items() if part.get("type") in types), None)
         if kind is None:
             detail = f"{label} has a part of type {part.get('type')}, which is not read; remove it"
@@ -216,13 +216,13 @@ class RecordImages:
         for name in names or [value]:
             if not isinstance(name, str) or name.startswith(("http:", "https:", "data:")):
                 shown = name[:60] if isinstance(name, str) else type(name).__name__
-                raise BadRecord(f"with {kind}s that are no files", f"{label} has the {kind} {shown}; write a path")
+                raise BadRecord(f"with {kind}s that are not files", f"{label} has the {kind} {shown}; write a path")
         paths = [str((self.folder / name.removeprefix("file://")).absolute()) for name in names]
         try:
             text, medium = self._measure(kind, paths if isinstance(value, list) else paths[0], part.get("fps"))
         except ConfigError:
             raise
-        except Exception as error:  # decoders have their own
+        except Exception as error:  # each decoder has its own exceptions
             problem = "missing" if isinstance(error, FileNotFoundError) else f"broken ({error})"
             detail = f"{label}: {paths[0]} is {problem}; repair it, or drop the record"
             raise BadRecord(f"with {kind}s that cannot be read", detail) from error
@@ -240,7 +240,10 @@ class RecordImages:
         """Select the images and videos of a sample, which may be a prefix of the conversation."""
         for kind, left in self.unnamed.items():
             if left:
-                raise BadRecord(f"with {kind}s that no message has", f"has {len(left)} {kind}s too many; remove them")
+                raise BadRecord(
+                    f"with {kind}s that no message has",
+                    f"lists {len(left)} unused {kind}s; remove them",
+                )
         sums = list(accumulate((medium.num_tokens for medium in self.found), initial=0))
         if (num_tokens := sum(map(text.count, self.reader.tokens.values()))) not in sums:
             shown = " or ".join(self.reader.tokens.values())

@@ -40,7 +40,7 @@ def open_data(
     """Open the data of one data-parallel rank: `batch` sequences of `data.context` tokens per call, `accumulate` calls
     per step.
 
-    All ranks of a cp group pass the same dp_rank, and as `cp` their rank in it and its size: they divide the images.
+    All ranks of a cp group pass the same dp_rank; `cp` (rank in the group, its size) divides the images.
     The remaining `steps` and `validate_sequences` (None: unknown) limit how much is tokenized at once. `cache_dir`
     holds the tokens; one rank per node writes them (`fills_cache`). `shares_prefixes`: samples of one record become a
     forest, in which their common prefix is computed once.

@@ -52,8 +52,8 @@ ROLE_CODES = ("system", "user", "assistant", "tool")
 
 
 def mark_images(tokens: np.ndarray, images: Sequence[Any], ids: Iterable[int], first: int) -> np.ndarray:
-    """Replace the tokens of a document's images and videos, which have these `ids`, by numbers from `first` on: so they
-    stay with their image when documents are packed."""
+    """Replace the tokens of a document's images and videos (`ids`) by numbers from `first` on, which identify the image
+    of a token after packing."""
     places = np.flatnonzero(np.isin(np.maximum(tokens, ~tokens), list(ids)))
     counts = [image.num_tokens for image in images]
     tokens[places] = ~(IMAGE_BASE + first + np.repeat(np.arange(len(counts)), counts))

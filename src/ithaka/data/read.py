@@ -34,7 +34,7 @@ SHARD_BYTES = 1 << 21
 TEXT_CHUNK_BYTES = 1 << 20  # text is read in chunks of this size
 PART_BYTES = 1 << 26  # larger text files are divided into parts
 BATCH_RECORDS = 64
-FOOTER_READERS = 16  # Parquet footers read from the hub at a time
+FOOTER_READERS = 16  # concurrent requests for Parquet footers on the hub
 
 
 class Part(NamedTuple):
@@ -120,7 +120,7 @@ def make_shards(files: Sequence[File], reading: ReadingConfig, split: Split | No
     shards = _make_text_shards(texts, reading, split)
     if streamed := [file.path for file in files if file.kind == "parquet" and is_streamed(file.path)]:
         with ThreadPoolExecutor(FOOTER_READERS) as pool:
-            list(pool.map(_read_streamed_footer, streamed))
+            list(pool.map(_read_streamed_footer, streamed))  # fills its cache
     for index, file in enumerate(files):
         if file.kind != "text":
             columns, ranges = _divide_records(file, reading)

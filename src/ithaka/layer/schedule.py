@@ -96,7 +96,7 @@ class HeadGradExchange:
 
     @phase("exchange")
     def add(self, key: int, d_SnK: Tensor, tier: str | None = None) -> None:
-        """`tier`: where the result waits for `take`; None: on the device."""
+        """`tier`: where to keep the result until `take`; None: on the device."""
         self._exchanges[key] = start_heads_to_tokens(d_SnK, self.group)
         if not self.overlap:
             self.wait(tier)
@@ -140,7 +140,7 @@ class LayerSchedule:
         self.packed = list(packed_weights(self.layer).values())
         self.dropout: DropoutState | None = None  # if adapters have dropout
         self.no_parents = ""  # why a call may not have `parents`, as part of an error: "with ..."
-        # In a plan without overlap memory is short. The outputs of attention, already used, leave room on the host.
+        # Without overlap, memory is short. Attention outputs that backward has used leave room on the host.
         self.stores_dq = self.reads_grads_by_tile and not self.layout.overlap
         self.hooked = False  # set at each call; if True, a user's hook may hold the gradients between layers
 

@@ -333,7 +333,7 @@ def count_pairs(documents_BS: Tensor, windows: Sequence[int | None], parents_BS:
 
 
 def divide_frames(patches_f: Tensor, num_ranks: int) -> Tensor:
-    """The first frame that each rank encodes, [ranks + 1]: images, then videos, about as many patches on each."""
+    """The first frame that each rank encodes, [num_ranks + 1]. Ranks get about equal numbers of patches."""
     ends_f, ranks = patches_f.cumsum(0), torch.arange(num_ranks + 1)
     total = int(patches_f.sum())
     cuts = torch.searchsorted(2 * ends_f - patches_f, ranks * 2 * total // num_ranks)
@@ -342,7 +342,7 @@ def divide_frames(patches_f: Tensor, num_ranks: int) -> Tensor:
 
 
 class OwnPixels:
-    """Pixels of a call, of which this rank has those that it encodes. `name` identifies all of them."""
+    """The pixels of a call, of which this rank holds those that it encodes. `name` identifies the full set."""
 
     def __init__(self, part_PC: Tensor, num_patches: int, name: str) -> None:
         self.part_PC, self.shape, self.name = part_PC, (num_patches, part_PC.shape[1]), name

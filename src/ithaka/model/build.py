@@ -254,8 +254,7 @@ def apply_fsdp(
         shard(unit, dtype)
     shard(model, root_dtype or dtype)
     if mesh.fsdp.size() == 1:
-        _gather_in_one_pass(model)
-        _reduce_in_one_pass(model)
+        _cast_in_one_pass(model)
         return  # the settings below would cost a pass and a copy
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -267,7 +266,7 @@ def apply_fsdp(
 
 
 class _OneRankParam(FSDPParam):
-    """A parameter on one rank. FSDP2 casts it, then copies the result to where it gathers; this one casts it there."""
+    """A parameter on one rank. FSDP2 casts it, then copies it into the gathered buffer; this casts into the buffer."""
 
     @property
     def all_gather_inputs(self) -> list[Tensor]:
@@ -301,17 +300,12 @@ class _OneRankReduce(ReduceScatter):
         raise AssertionError("one rank reduces nothing")
 
 
-def _gather_in_one_pass(model: nn.Module) -> None:
+def _cast_in_one_pass(model: nn.Module) -> None:
     for module in model.modules():
-        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-        for param in group.fsdp_params if group is not None else ():
-            param.__class__ = _OneRankParam
-
-
-def _reduce_in_one_pass(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
             module.set_custom_reduce_scatter(_OneRankReduce())
+            for param in group.fsdp_params:
+                param.__class__ = _OneRankParam
 
 
 def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: Store, decoder: Decoder | None) -> None:

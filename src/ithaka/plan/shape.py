@@ -161,7 +161,7 @@ class ModelShape:
     optimizer: str = "adamw"  # as optim.name
 
     def __hash__(self) -> int:
-        """Of a few fields: it is computed for every lookup in the planner's caches."""
+        """Hash a few fields only: the planner's caches hash a shape at every lookup."""
         return hash((self.num_layers, self.hidden, self.heads, self.mlp, self.vocab))
 
     @cached_property

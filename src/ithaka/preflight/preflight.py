@@ -130,7 +130,8 @@ def validate_run(
                 fix = "add entries to the file and use --resume auto"
             raise ConfigError(f"train.{name}={value} is already reached by checkpoint {checkpoint}; to continue, {fix}")
     if run.hardware.gpu.kernel == "fa4" and launch.num_gpus() and is_local_rank_0():
-        group = run.shape.heads // run.shape.kv_heads  # while this process imports transformers and checks the inputs
+        # Compiles while this process imports transformers and checks the inputs.
+        group = run.shape.heads // run.shape.kv_heads
         compile_ahead(run.hardware.gpu.name, run.shape.head_dim, run.layout.dtype or "float32", group)
     return dataclasses.replace(run, data_bytes=check_inputs(run))
 

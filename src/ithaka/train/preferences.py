@@ -74,7 +74,7 @@ class DPO:
 
 @contextmanager
 def use_reference(model: Any, reference: Any = None) -> Iterator[Any]:
-    """The reference to call: a copy, or the model without its adapter."""
+    """Yield the reference: the frozen copy, or the model with its adapter disabled."""
     if reference is not None:
         yield reference
         reference.reshard()  # after forward, the root keeps its parameters gathered for backward
