@@ -1,4 +1,4 @@
-"""GRPO with a pretrained chat model, which learns to answer which of two numbers is larger, with the number only.
+"""GRPO with a pretrained chat model, which learns to answer which of two numbers is larger with the number alone.
 
 A plain copy of the model samples with transformers' generate and its cache; it gets the trained weights after every
 step. If the first number of a completion is right, its reward is 0.3 + 0.7 / words: 1 for the number alone. The curve
@@ -86,7 +86,7 @@ def make_trainer(output_dir: str, path: str, steps: int, batch: int, lr: float) 
                 "max_completion_length": LENGTH, "learning_rate": lr, "lr_scheduler_type": "constant_with_warmup",
                 "warmup_steps": 5, "logging_steps": 1, "save_strategy": "no", "bf16": on_gpu, "use_cpu": not on_gpu,
                 "report_to": [], "disable_tqdm": True}  # fmt: skip
-    trainer = long_context(GRPOTrainer)(
+    return long_context(GRPOTrainer)(
         model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
         reward_funcs=reward_answers,
         args=GRPOConfig(output_dir, **settings),
@@ -96,7 +96,6 @@ def make_trainer(output_dir: str, path: str, steps: int, batch: int, lr: float) 
         callbacks=[sampler],
         ithaka={"cp": int(os.environ.get("WORLD_SIZE", "1")), "context": 128},
     )
-    return trainer
 
 
 def write_curve(folder: Path, history: list[dict[str, Any]]) -> None:

@@ -1,6 +1,8 @@
 """`ithaka train` on images and videos in conversations: their tokens and pixels, a run on two ranks, its export."""
 
+import errno
 import json
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -154,6 +156,15 @@ def test_unreadable_images_are_bad_records(folder):
         data, _ = opened(folder, path=path, bad_records="skip", validation_fraction=0)
         assert data_facts(data, 4)["skipped"] == "1 documents: 1 with images that cannot be read"
         data.close()
+
+
+def test_storage_faults_do_not_make_a_record_bad(folder):
+    def fail(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    record = images.RecordImages(SimpleNamespace(measure_image=fail), folder / "data", {"image": None, "video": None})
+    with pytest.raises(OSError, match="Input/output"):
+        record.render({"type": "image", "image": "pictures/1.png"}, "message 1")
 
 
 REFUSED = {

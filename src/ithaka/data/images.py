@@ -26,6 +26,7 @@ from transformers.video_utils import VideoMetadata, load_video
 
 from ithaka.config import ConfigError
 from ithaka.data.formats import BadRecord
+from ithaka.exits import is_transient
 from ithaka.model.batch import MEDIA, OwnPixels, divide_frames
 from ithaka.plan.shape import read_json
 
@@ -220,9 +221,9 @@ class RecordImages:
         paths = [str((self.folder / name.removeprefix("file://")).absolute()) for name in names]
         try:
             text, medium = self._measure(kind, paths if isinstance(value, list) else paths[0], part.get("fps"))
-        except ConfigError:
-            raise
         except Exception as error:  # each decoder has its own exceptions
+            if isinstance(error, ConfigError) or is_transient(error):
+                raise
             problem = "missing" if isinstance(error, FileNotFoundError) else f"broken ({error})"
             detail = f"{label}: {paths[0]} is {problem}; repair it, or drop the record"
             raise BadRecord(f"with {kind}s that cannot be read", detail) from error
