@@ -284,11 +284,13 @@ def _try(kind: Any, device: torch.device, dtype: torch.dtype, keys: Any, values:
     try:
         with torch.inference_mode(False):
             failure = _compare_with_plain(kind, device, dtype, keys, values, normalizes)
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the kernels
     except Exception as error:
         reason = str(error).strip().partition("\n")[0][:160]
         failure = f"does not run here ({type(error).__name__}: {reason})"
     if failure:
-        name = "flash-linear-attention" if kind is FlaSegment else "its kernels"
+        name = "flash-linear-attention" if kind is FlaSegment else "ithaka's Triton code"
         warnings.warn(f"the gated delta rule runs without {name}, which {failure}", stacklevel=2)
     return failure
 

@@ -110,15 +110,15 @@ def measure_encoder(model: Any) -> Encoder:
         for name, param in list(block.named_parameters()):
             owner = block.get_submodule(name.rpartition(".")[0])
             owner._parameters[name.rpartition(".")[2]] = nn.Parameter(torch.empty(param.shape, dtype=torch.bfloat16))
+        block.attn.forward = FrameAttention(block.attn, list)  # takes lengths: a fake tensor has no values
         for num_patches in TOKENS:
             angles = torch.empty(num_patches, dim // block.attn.num_heads, dtype=torch.float32)
-            lengths = [TOKENS[0] // 2] * (2 * num_patches // TOKENS[0])  # a fake tensor has no values
-            block.attn.forward = FrameAttention(block.attn, dict.fromkeys([None], lengths).__getitem__)
+            lengths = [TOKENS[0] // 2] * (2 * num_patches // TOKENS[0])
             x, inputs = torch.empty(num_patches, dim, dtype=torch.bfloat16), {"position_embeddings": (angles, angles)}
             with torch.no_grad(), _LiveBytes() as forward:
-                block(x, None, **inputs)
+                block(x, lengths, **inputs)
             with torch.enable_grad(), _LiveBytes() as backward:
-                y = block(x.requires_grad_(), None, **inputs)
+                y = block(x.requires_grad_(), lengths, **inputs)
                 graph = backward.now
                 torch.autograd.grad(y, [x], torch.empty_like(y))
             runs.append((forward.peak, graph, backward.peak, forward.moved, backward.moved))
