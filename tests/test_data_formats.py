@@ -212,7 +212,8 @@ def test_hub_names_are_read_with_datasets(monkeypatch):
     asked = []
 
     class Builder:
-        config, cache_dir = SimpleNamespace(data_files=None), Path(__file__).parent
+        config = SimpleNamespace(data_files={"train": ["https://elsewhere.org/texts.parquet"]})  # not in its repository
+        cache_dir = Path(__file__).parent
 
         def __init__(self, *names, **revision):
             asked.append((*names, *revision.values()))

@@ -179,9 +179,9 @@ def open_dataset(path: str) -> dict[str, Any]:
         builder = datasets.load_dataset_builder(hub[1], hub[3], revision=hub[2])
         urls = {str(split): list(each) for split, each in (builder.config.data_files or {}).items()}
         paths = [Path(url) for each in urls.values() for url in each]
-        num_bytes = sum(map(count_bytes, paths))
+        num_bytes = sum(map(count_bytes, filter(is_streamed, paths)))  # a dataset may name files elsewhere
         # Decided by the dataset alone, the same on every machine: streaming changes the order of documents.
-        if num_bytes > STREAMED_BYTES and all(path.suffix in KIND_OF_SUFFIX for path in paths):
+        if num_bytes > STREAMED_BYTES and all(is_streamed(path) and path.suffix in KIND_OF_SUFFIX for path in paths):
             return urls
         if not Path(builder.cache_dir).exists() and is_local_rank_0():
             print(f"downloading {hub[1]}: {num_bytes / 1e9:.2f} GB in {len(paths)} files")
