@@ -155,8 +155,8 @@ def _run_step(model: Any, optimizer: Optimizer | None, reference: Any, inputs: d
             with torch.set_grad_enabled(optimizer is not None):
                 loss = model(**inputs).sample.square().mean()
         elif optimizer is None:
-            given = {name: value for name, value in inputs.items() if name != "input_ids"}
-            loss = token_losses(model, inputs["input_ids"], **given).mean()
+            others = {name: value for name, value in inputs.items() if name != "input_ids"}
+            loss = token_losses(model, inputs["input_ids"], **others).mean()
         elif reference is not None:
             options = {**inputs, "labels": inputs["input_ids"], "per_token": True}
             with torch.no_grad(), use_reference(model, None if reference is model else reference) as other:

@@ -178,7 +178,7 @@ def merge_tensors(base: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_dequantized(folder: Path, config: Any = None, **options: Any) -> Any:
-    """Load a model with plain transformers. Four-bit weights are replaced by the values they stand for."""
+    """Load a model with plain transformers. Four-bit weights are dequantized."""
     stored = read_json(folder / "config.json")
     config = config or AutoConfig.from_pretrained(folder)
     if method := quant_method(stored):  # a run's config.json does not have it
