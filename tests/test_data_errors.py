@@ -1,7 +1,9 @@
 """User mistakes in data raise ConfigError with field, value and way out, in `check_data` where possible."""
 
+import io
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -55,7 +57,7 @@ def test_a_wrong_text_field_is_refused_with_file_line_and_fields(tmp_path):
     refuse(table, "row group 0 row 0", "data.text_field=n", "int", way_out="a field of text", **settings)
 
 
-def test_broken_rows_are_refused_by_line(tmp_path):
+def test_broken_rows_are_refused_by_line(tmp_path, monkeypatch):
     path, table, broken = tmp_path / "a.jsonl", tmp_path / "a.parquet", tmp_path / "b.parquet"
     path.write_text('{"text": "x"}\n{"text": \n')
     refuse(path, "a.jsonl line 2", "JSON", way_out="one JSON object per line")
@@ -65,6 +67,9 @@ def test_broken_rows_are_refused_by_line(tmp_path):
     refuse(table, "row group 0 row 1", "data.text_field=text", "null", way_out="a field of text")
     broken.write_bytes(b"not parquet at all")
     refuse(broken, "b.parquet", "Parquet", way_out="write it again")
+    monkeypatch.setattr(read, "open_file", lambda path: io.BytesIO(b"not parquet at all"))
+    streamed = read.File(Path("hf:/datasets/org/name@commit/c.parquet"), "parquet")
+    assert_refused(lambda: read.make_shards([streamed], DataConfig()), "c.parquet", "Parquet", way_out="write it again")
 
 
 def test_a_bad_line_far_into_a_file_is_named_when_read(tmp_path, monkeypatch):

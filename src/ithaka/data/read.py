@@ -120,7 +120,8 @@ def make_shards(files: Sequence[File], reading: ReadingConfig, split: Split | No
     shards = _make_text_shards(texts, reading, split)
     if streamed := [file.path for file in files if file.kind == "parquet" and is_streamed(file.path)]:
         with ThreadPoolExecutor(FOOTER_READERS) as pool:
-            list(pool.map(_read_streamed_footer, streamed))  # fills its cache
+            for path in streamed:
+                pool.submit(_read_streamed_footer, path)  # fills its cache; errors are reported below, by file
     for index, file in enumerate(files):
         if file.kind != "text":
             columns, ranges = _divide_records(file, reading)
