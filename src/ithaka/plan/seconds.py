@@ -41,9 +41,9 @@ NARROW_HEAD_SHARE, NARROW_HEAD_START, NARROW_HEAD_LEAST = (0.82, 0.8), 31 * 1024
 # Attention at head dim 256, and with a sliding window, whose blocks are mostly masked, as fractions of the same rate.
 WIDE_HEAD_SHARE, WINDOW_SHARE = (1.08, 0.59), (0.46, 0.43)
 # The gated delta rule in its kernels, as passes over [s, H, K + V] in the sum dtype, forward and backward; then the
-# extra passes for a rank's affine maps, needed where another rank continues the document. Fitted to 0.0080 and 0.0257 s
-# per layer, and 0.0096 and 0.0139 s for the maps, at 64K tokens, 32 heads of 128, on one H200 (LOG.md, "kernels of the
-# gated delta rule"). Plain PyTorch took 20 to 80 times as long.
+# extra passes for a rank's affine maps, needed where another rank continues the document. Within 8 % of the 0.0087 and
+# 0.0252 s per layer, and 0.0096 and 0.0139 s for the maps, measured at 64K tokens, 32 heads of 128, on one H200
+# (LOG.md, "kernels of the gated delta rule").
 RULE_PASSES, RULE_MAP_PASSES = (18, 58), (22, 31)
 LOGIT_PASSES = 3  # over the logits: one for the loss, two for its gradient
 # Passes over the inputs and outputs of a linear map with an adapter, forward and backward: the adapter's tall matmuls
