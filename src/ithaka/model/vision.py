@@ -368,7 +368,8 @@ class TiledEncoder:
 
     def encode(self, pixels_PC: Tensor, grids_f3: Tensor) -> tuple[Tensor, ...]:
         config, weight = self.visual.config, next(self.visual.parameters())
-        num_outputs, dim = 1 + len(getattr(config, "deepstack_visual_indexes", ())), self.output_dim
+        num_outputs = 1 + len(getattr(config, "deepstack_visual_indexes", ()))
+        dim = getattr(config, "out_hidden_size", None) or config.hidden_size  # Qwen2-VL's name
         num_features = int(grids_f3.prod(1).sum()) // config.spatial_merge_size**2
         outs = tuple(weight.new_empty(num_features, dim) for _ in range(num_outputs))
         with torch.no_grad(), unpacked(self.packed):
@@ -376,11 +377,6 @@ class TiledEncoder:
                 for out_MD, found in zip(outs, self.run(pixels_PC[patches], grids_f3[frames]), strict=True):
                     out_MD[features] = found
         return outs
-
-    @property
-    def output_dim(self) -> int:
-        config = self.visual.config
-        return getattr(config, "out_hidden_size", None) or config.hidden_size  # Qwen2-VL's name
 
     def run(self, pixels_PC: Tensor, grids_f3: Tensor) -> list[Tensor]:
         """The encoder's own forward on some frames."""
