@@ -230,7 +230,7 @@ DEEPSEEK_V3 = """{%- set ns = namespace(outputs=false, called=false) -%}{{ bos_t
         {%- if not ns.outputs -%}{{- '<|outputs|>' -}}{%- endif -%}
         {%- set ns.outputs = true -%}
         {{- '<|output|>' + message['content'] -}}
-    {%- elif message['content'] is none -%}
+    {%- elif message.get('content') is none -%}
         {%- set ns.outputs = false -%}
         {%- for call in message['tool_calls'] -%}
             {{- '\n' if ns.called else '<|assistant|>' -}}

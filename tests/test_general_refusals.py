@@ -295,7 +295,7 @@ def test_a_dictionary_that_layers_write_to_is_refused():
 def test_a_family_that_shares_keys_through_a_dictionary_is_refused():
     changes = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
     sizes = {"num_hidden_layers": 4, "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8}
-    assert_refuses(tiny_decoder("gemma4_text", **changes, **sizes), "layers.")
+    assert_refuses(tiny_decoder("gemma4_text", **changes, **sizes), "gemma4_text")
 
 
 class CountsTokens(Olmo2DecoderLayer):

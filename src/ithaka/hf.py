@@ -65,6 +65,7 @@ REFUSED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "fsdp": ((None, False, "", []), "ithaka applies FSDP2; leave it out"),
     "parallelism_config": ((None,), "use ithaka={'cp': ...}"),
     "gradient_checkpointing_kwargs": ((None, {}), "ithaka's layers already recompute; leave it out"),
+    "activation_checkpointing_kwargs": ((None, {}), "ithaka's layers already recompute; leave it out"),
     "activation_offloading": ((None, False), "the plan decides what to offload; set ithaka={'context': ...}"),
     "fp16": ((False,), "use bf16=True"),
     "fp16_full_eval": ((False,), "evaluation uses the dtype of training; leave it out"),
@@ -312,7 +313,8 @@ class LongContext(Trainer):
             model_type = _base_model(self.model).config.model_type
             raise ConfigError(f"model_type={model_type} is supported by long_context(SFTTrainer) only; use that")
         self.args = copy.copy(self.args)
-        self.args.gradient_checkpointing = False  # the layers recompute already
+        # The layers recompute already. transformers 5.23 renamed the argument.
+        self.args.gradient_checkpointing = self.args.activation_checkpointing = False
         self.args.average_tokens_across_devices = False  # the loss already covers all ranks
         if self.for_trl and not self.loss_is_mean and not self.model_accepts_loss_kwargs:
             self.loss_is_mean = self.averages_batches = True  # as TRL does for vision-language models

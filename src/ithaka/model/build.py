@@ -59,7 +59,7 @@ from ithaka.model.quantized import choose_packed, convert_bitsandbytes, pack_wei
 from ithaka.model.save import generate, save_pretrained
 from ithaka.model.vision import VisionChecker, attach_encoder, embed_tokens_and_media
 from ithaka.model.weights import init_weights, load_adapter, load_weights, open_tensor_files
-from ithaka.phases import mark_backward, phase
+from ithaka.phases import Holder, mark_backward, phase, tag
 from ithaka.plan.bytes import logits_tile_tokens
 from ithaka.plan.heads import head_table
 from ithaka.plan.shape import check_quantization
@@ -291,7 +291,7 @@ class _OneRankReduce(ReduceScatter):
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         buffer, self._input = self._input, None
         if buffer is None:
-            buffer = self._input = torch.empty(*size, dtype=dtype, device=device)
+            buffer = self._input = tag(torch.empty(*size, dtype=dtype, device=device), Holder.GRADIENTS)
         elif buffer.is_cuda:
             buffer.record_stream(torch.cuda.current_stream())  # FSDP2 reads its output on a stream of its own
         return buffer

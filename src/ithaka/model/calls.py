@@ -59,6 +59,7 @@ COMPILED = (
 REFUSED_METHODS = {
     "resize_token_embeddings": "resize first, then parallelize",
     "gradient_checkpointing_enable": "its layers already recompute; leave it out, or set gradient_checkpointing=False",
+    "activation_checkpointing_enable": "its layers already recompute; leave it out",
     "compile": "compile the MLP with Layout(compile=True) or train.compile",
 }
 GATHERED_PARAMETER = "a parameter that FSDP2 has gathered, in the compute dtype"
