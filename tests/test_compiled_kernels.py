@@ -41,11 +41,14 @@ def test_a_folder_that_cannot_be_made_is_no_error(root):
 
 def test_helpers_compile_what_is_missing_and_ranks_wait_for_them(root):
     """One of the three fails: it is tried again, and nobody waits for it forever."""
+    go = root / "go"
     program = (
-        f"work = lambda n: (__import__('time').sleep(0.3), open({str(root)!r} + f'/made-{{n}}', 'w'), 1 // n); work"
+        f"import os, time; go = lambda: os.path.exists({str(go)!r}) or time.sleep(0.02); "
+        f"work = lambda n: (any(go() for _ in range(3000)), open({str(root)!r} + f'/made-{{n}}', 'w'), 1 // n); work"
     )
     helpers = compiled.start_helpers("H200", program, [(0,), (1,), (2,)])
     assert len(helpers) == 3 and not list(root.glob("made-*"))
+    go.touch()
     compiled.wait_for_helpers(root)
     assert len(list(root.glob("made-*"))) == 3 and len(list(root.glob("*.done"))) == 2
     assert [helper.wait() for helper in helpers] == [1, 0, 0]
