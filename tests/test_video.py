@@ -338,9 +338,11 @@ def test_a_clip_has_as_many_tokens_as_patches():
         ("ltx-video-2b", "121x512x704", 16 * 16 * 22),
     ):
         assert count_patches(find_config(model), video) == tokens
-    for wrong in ("81x720", "81x720x", "1Mx2x3"):
+    for wrong in ("81x720", "81x720x", "1Mx2x3", "0x720x1280"):
         with pytest.raises(ConfigError, match=f"--video {wrong}: use frames x height x width"):
             count_patches(find_config("wan2.1-14b"), wrong)
+    with pytest.raises(ConfigError, match="--video 81x720x1280 applies to .*; use --context for this model"):
+        count_patches(find_config("qwen3-vl-4b"), "81x720x1280")
 
 
 def test_sizes_of_built_in_models():

@@ -34,8 +34,10 @@ from ithaka.model.save import iterate_weights
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.plan.models import find_shape
+from ithaka.plan.search import Plan
 from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import Work
+from ithaka.plan.show import list_assumptions
 from ithaka.rehearse import rehearse
 from parity import Errors, plain_sum, relative
 from threads import on_threads
@@ -343,6 +345,8 @@ def test_the_plan_counts_the_encoder():
     assert "backward, encoder" in phases and "backward, encoder" not in without and "pixels" not in without["loss"]
     seconds = [step_seconds(each, Layout(), hardware, work).total for each in (shape, replace(shape, encoder=None))]
     assert seconds[0] > seconds[1]
+    assumed = list_assumptions(Plan(shape, Layout(dtype="bfloat16"), hardware, work))
+    assert assumed["images"].startswith("all tokens, in frames of 512 x 512 pixels")
 
 
 def test_built_in_models_have_their_published_sizes():

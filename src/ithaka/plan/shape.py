@@ -496,8 +496,10 @@ def count_patches(values: Mapping[str, Any], video: str) -> int:
     """Tokens of a video of `video` = frames x height x width pixels. `values`: config.json of a video transformer."""
     kind, patch = values.get("_class_name"), values.get("patch_size", 1)
     sizes = [int(size) for size in video.split("x") if size.isdecimal()]
-    if kind not in VIDEO_SCALES or len(sizes) != 3 or len(sizes) != video.count("x") + 1:
-        raise ConfigError(f"--video {video}: use frames x height x width, as in 81x720x1280, for a video transformer")
+    if kind not in VIDEO_SCALES:
+        raise ConfigError(f"--video {video} applies to {' and '.join(VIDEO_SCALES)} only; use --context for this model")
+    if len(sizes) != 3 or len(sizes) != video.count("x") + 1 or not all(sizes):
+        raise ConfigError(f"--video {video}: use frames x height x width in pixels, as in 81x720x1280")
     frames_scale, scale = VIDEO_SCALES[kind]
     scale *= 2 if values.get("in_channels") == 48 else 1  # the autoencoder of Wan 2.2 5B
     patch = patch if isinstance(patch, list | tuple) else (values.get("patch_size_t", 1), patch, patch)

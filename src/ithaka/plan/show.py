@@ -430,11 +430,14 @@ def list_assumptions(plan: Plan) -> dict[str, str]:
         f"fragmentation), {HOST_PROCESS_BYTES / 1e9:.0f} GB per GPU + {HOST_RESERVE_SHARE:.0%} of host memory",
         "rates": f"{gpu.name}: {gpu.source}",
         "compile": _explain_compile(plan),
-        "data": "one document per sequence; packed shorter documents need less attention",
+        "data": "one document per sequence; packed shorter documents need less attention"
+        if plan.shape.causal
+        else "one clip per sequence",
+        "images": "all tokens, in frames of 512 x 512 pixels; fewer need less time for the encoder",
     }
     known = {"host memory": not hardware.assumed_host, "disk": not hardware.disk_bytes}
     known["compile"] = plan.shape.measured is None or plan.shape.measured.is_streamed
-    known["attention"] = gpu.kernel not in KERNEL_NAMES
+    known |= {"attention": gpu.kernel not in KERNEL_NAMES, "images": plan.shape.encoder is None}
     return {name: text for name, text in assumptions.items() if not known.get(name)}
 
 
