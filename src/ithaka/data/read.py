@@ -89,7 +89,7 @@ class Shard:
                     num_alike = 1 + sum(isinstance(o, BadRecord) and o.reason == parsed.reason for o in others)
                     count = f" ({num_alike:,} of the {len(selected):,} records read here have this problem)"
                     message = f"{_format_location(part, int(rows[i]))}: {parsed}{count * (num_alike > 1)}"
-                    raise ConfigError(message) from parsed
+                    raise ConfigError(f"{message}; data.bad_records=skip leaves out such records") from parsed
                 yield from [Document(skip_reason=parsed.reason)] if isinstance(parsed, BadRecord) else parsed
             num_before += len(records)
 

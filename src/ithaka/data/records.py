@@ -78,7 +78,8 @@ def detect_format(record: Any, reading: ReadingConfig) -> tuple[str, list[str]]:
 def check_train_on(reading: ReadingConfig, format_name: str, train_on: Sequence[str]) -> None:
     if reading.train_on not in ("auto", *train_on):
         if reading.train_on == "pairs":
-            raise ConfigError(f"loss.type=dpo needs records with chosen and rejected, not of format {format_name}")
+            fix = "use such records, or loss.type=cross_entropy"
+            raise ConfigError(f"loss.type=dpo needs chosen and rejected, not data of format {format_name}; {fix}")
         fix = f"use {' or '.join(train_on)}, or auto"
         raise ConfigError(f"data.train_on={reading.train_on} does not apply to data of format {format_name}; {fix}")
 
