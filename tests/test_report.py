@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from browser import Browser, find_browser
 from ithaka.cli.runs import train_rank
@@ -101,6 +102,17 @@ def test_all_charts_are_drawn_without_errors(run_dir, browser, tmp_path, size, n
     assert "layers 0 to 1" in shown and "[object" not in shown and "undefined" not in shown
     background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, background[4:-1].split(","))) < 150) == dark
+
+
+@needs_browser
+def test_only_a_cross_entropy_has_a_perplexity(run_dir, browser, tmp_path):
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 0.7, "val_loss": 0.6}) + "\n")
+    for loss in ("cross_entropy", "dpo"):
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump({**config, "loss": {"type": loss}}))
+        browser.open(write_report([tmp_path]))
+        shown = browser.evaluate("document.body.innerText").lower()
+        assert "validation loss" in shown and ("perplexity" in shown) == (loss == "cross_entropy")
 
 
 @needs_browser

@@ -147,6 +147,7 @@ function seriesPrefix(name) { return runs.length > 1 ? name + " " : ""; }
 
 // ---- summary and curves
 
+const isDPO = run => run.config.loss?.type === "dpo";
 function summary() {
   const into = section("Summary");
   perRun(into, (run, box) => {
@@ -160,7 +161,7 @@ function summary() {
       ["loss", lastOf(m.loss)?.toFixed(4)],
       ["validation loss", val?.toFixed(4)],
       ["lowest validation loss", best < val ? best.toFixed(4) : null],
-      ["validation perplexity", ifSet(val, v => Math.exp(v).toPrecision(4))],
+      ["validation perplexity", isDPO(run) ? null : ifSet(val, v => Math.exp(v).toPrecision(4))],
       ["tokens/s (median)", ifSet(median(m.tokens_per_s), amount)],
       ["step (median)", ifSet(median(m.step_s), seconds)],
       ["MFU (median)", ifSet(mfu, v => (100 * v).toFixed(1) + "%")],
@@ -236,9 +237,8 @@ function allCurves() {
   controls(into);
   into.append(grid);
   const digits = v => v == null ? "-" : Number(v).toFixed(4), short = v => v == null ? "-" : Number(v).toPrecision(4);
-  const preferences = run => run.config.loss?.type === "dpo";
-  for (const run of runs.filter(run => !preferences(run))) for (const key of ["loss", "val_loss"]) run.metrics["exp_" + key] = run.metrics[key].map(v => v == null ? null : Math.exp(v));
-  curves(grid, "Loss", `Mean over the step's ${runs.every(preferences) ? "pairs" : "trained tokens"}; validation runs after the update.`, [["loss", "loss", false], ["val_loss", "validation", true]], digits, PLAIN);
+  for (const run of runs.filter(run => !isDPO(run))) for (const key of ["loss", "val_loss"]) run.metrics["exp_" + key] = run.metrics[key].map(v => v == null ? null : Math.exp(v));
+  curves(grid, "Loss", `Mean over the step's ${runs.every(isDPO) ? "pairs" : "trained tokens"}; validation runs after the update.`, [["loss", "loss", false], ["val_loss", "validation", true]], digits, PLAIN);
   curves(grid, "Perplexity", "exp(loss).", [["exp_loss", "perplexity", false], ["exp_val_loss", "validation", true]], short, PLAIN);
   curves(grid, "Rewards", "beta times the log-probability of an answer relative to the reference, mean over pairs.", [["rewards/chosen", "chosen", false], ["rewards/rejected", "rejected", false], ["rewards/margins", "margin", false], ["val_rewards/margins", "validation margin", true]], digits, PLAIN);
   curves(grid, "Preference accuracy", "Share of pairs whose chosen answer has the higher reward.", [["rewards/accuracies", "accuracy", false], ["val_rewards/accuracies", "validation", true]], short, PLAIN);
