@@ -1,7 +1,9 @@
 """Compare two layers of a model, with its weights, on cp ranks with plain transformers.
 
-Both sides run in float64; only the norms and RoPE angles of transformers still round to float32. The vocabulary is
-truncated, and a sliding window is shortened so that short sequences exceed it; the rest of the model is unchanged.
+Both sides run in float64; only norms and RoPE angles round to float32, as in transformers. The reference for loss and
+gradients rounds nothing: transformers' gated delta rule in float32 leaves mostly noise in the gradients of its decays.
+The vocabulary is truncated, and a sliding window is shortened so that short sequences exceed it; the rest of the model
+is unchanged.
 """
 
 import gc
@@ -20,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -304,9 +307,21 @@ def _plain_logits(model: nn.Module, ids: Tensor, **inputs: Tensor) -> Tensor:
 
 def _plain_loss_sum(model: nn.Module, ids: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
     """Sum the token losses in the model's dtype; the loss of transformers rounds to float32."""
-    logits = _plain_logits(model, ids, **inputs)[:, :-1].flatten(0, 1)
+    with InFloat64():
+        logits = _plain_logits(model, ids, **inputs)[:, :-1].flatten(0, 1)
     labels = labels[:, 1:].flatten().to(logits.device)
     return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+class InFloat64(TorchFunctionMode):
+    """Makes every conversion to float32 one to float64."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.float:
+            return args[0].double()
+        args = [torch.float64 if arg is torch.float32 else arg for arg in args]
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return function(*args, **kwargs)
 
 
 def _relative_error(actual: Tensor, expected: Tensor, min_norm: float = 0.0) -> float:
