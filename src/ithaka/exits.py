@@ -54,7 +54,7 @@ def is_transient(error: BaseException | None) -> bool:
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None)
         has_transient_errno = isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS
-        is_network = any(base.__name__ == "TransportError" for base in type(error).__mro__)  # of httpx
+        is_network = any(base.__name__ == "TransportError" for base in type(error).__mro__)  # httpx
         is_transient_type = is_network or isinstance(error, TransientError | TimeoutError)
         if has_transient_errno or is_transient_type or status in TRANSIENT_HTTP_STATUS:
             return True

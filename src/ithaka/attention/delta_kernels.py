@@ -25,7 +25,7 @@ except ImportError:  # CPU builds of PyTorch come without it
     triton = None
 
 NORM_EPS = 1e-6
-COLUMNS = 32  # of a state, per program
+COLUMNS = 32  # each program updates this many columns of a state
 WIDE = True  # multiply in TF32, not in bf16
 SCAN_OPTIONS = {"num_warps": 4, "num_stages": 2}
 CHUNK_OPTIONS = {"num_warps": 8, "num_stages": 1}

@@ -147,7 +147,7 @@ class Segment(NamedTuple):
     """The rule over a segment of tokens."""
 
     inputs: DeltaInputs
-    ids: Tensor | None  # of the documents of the token before the segment and of its tokens, [t + 1]. None: all equal
+    ids: Tensor | None  # [t + 1]: document of the token before the segment, then of each token. None: one document
     normalizes: bool
 
     def extend(self, map_HKX: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ class Chunks(NamedTuple):
     passing: Tensor  # p
     erases: Tensor  # b e k
     values: Tensor  # b v
-    inverse: Tensor  # of 1 + L
+    inverse: Tensor  # (1 + L)^-1
     products: Tensor  # P
 
     def advance(self, state_HKV: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ from ithaka.plan.shape import read_json
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 PART_TYPES = {"image": ("image", "image_url", "input_image"), "video": ("video", "video_url", "input_video")}
 DECODERS = {"torchcodec": "torchcodec", "av": "pyav", "decord": "decord"}  # packages and their names in transformers
-DEFAULT_FPS = 2.0  # of videos, if the processor has none
+DEFAULT_FPS = 2.0  # if the video processor sets none
 
 
 class Medium(NamedTuple):

@@ -286,7 +286,7 @@ def group_samples(
         rows.append(np.stack([tokens ^ (tokens >> 31), labels], 1).astype(np.int64))
     least = min_tokens or max(map(len, rows), default=0) + 1
     groups: list[list[int]] = [[]]
-    size = 0  # of the last group's forest, at most
+    size = 0  # upper bound on the tokens of the last group's forest
     for number, own in enumerate(rows):
         shared = count_equal(own, rows[number - 1], least) if groups[-1] else 0
         # Behind a branch, the forest shares up to least - 1 tokens less than the two samples have in common.

@@ -23,7 +23,7 @@ class RecordFormat(NamedTuple):
     train_on: list[str]  # supported values of data.train_on; the first is the default
 
 
-LISTS = [f"{kind}s" for kind in MEDIA]  # of images and videos outside the messages
+LISTS = [f"{kind}s" for kind in MEDIA]  # columns that list images and videos outside the messages
 FORMATS = {
     "messages": RecordFormat(["messages"], ["tools", "functions", "system", *LISTS], ["assistant", "all"]),
     "sharegpt": RecordFormat(["conversations"], ["tools", "system", *LISTS], ["assistant", "all"]),

@@ -283,7 +283,7 @@ class FrameAttention:
     frames of the same size are one call."""
 
     attention: Any
-    find_lengths: Callable[[Any], list[int]]  # of frames or windows, given their cumulative lengths
+    find_lengths: Callable[[Any], list[int]]  # cumulative lengths -> lengths of frames or windows
 
     def __call__(self, hidden_states: Tensor, cu_seqlens: Any, position_embeddings: Any = None, **_: Any) -> Tensor:
         qkv_P3HK = self.attention.qkv(hidden_states).unflatten(-1, (3, self.attention.num_heads, -1))
