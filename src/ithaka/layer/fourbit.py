@@ -127,22 +127,26 @@ def pack_rows(codes: Tensor, scales: Tensor, layout: Format, row_scales: Any = 0
 
 
 def dequantize(packed: Tensor, layout: Format, into: Tensor) -> None:
-    """Write the weights of rows of bytes to `into`, which is contiguous: products in fp32, rounded once."""
-    flat = into.view(-1)
+    """Write the weights of rows of bytes to `into`, a matrix or several, which is contiguous: products in fp32, rounded
+    once. Each matrix starts with a row of its own."""
+    num_matrices = len(into) if into.dim() == 3 else 1
+    matrices, num_rows = into.view(num_matrices, -1), len(packed) // num_matrices
     if runs_in_triton(into):
         tables = _table(layout.codes, packed.device), _table("dynamic", packed.device)
         kind = 2 if layout.codes == "mxfp4" else int(layout.is_double)
         grid, sizes = (len(packed) * (ROW // PROGRAM),), {"ROW": ROW, "BYTES": layout.row_bytes, "PART": PROGRAM}
         # Without fused multiply-adds, for the same bits as bitsandbytes.
         options = {"KIND": kind, "num_warps": 8, "enable_fp_fusion": False}
-        _dequantize_kernel[grid](packed, packed.view(torch.float32), *tables, flat, len(flat), **sizes, **options)
+        counts = num_rows, matrices.shape[1]
+        _dequantize_kernel[grid](packed, packed.view(torch.float32), *tables, into, *counts, **sizes, **options)
         return
-    for first in range(0, len(packed), CHUNK_ROWS):
-        rows, out = packed[first : first + CHUNK_ROWS], flat[first * ROW : (first + CHUNK_ROWS) * ROW]
-        codes = rows[:, :SCALES_AT]
-        pairs = torch.stack((codes >> 4, codes & 15), -1).view(-1, layout.block)
-        values = _table(layout.codes, rows.device)[pairs.int()] * _row_scales(rows, layout).reshape(-1, 1)
-        out.copy_(values.view(-1)[: len(out)])
+    for matrix, matrix_rows in zip(matrices, packed.split(num_rows), strict=True):
+        chunks = zip(matrix.split(CHUNK_ROWS * ROW), matrix_rows.split(CHUNK_ROWS), strict=True)
+        for out, rows in chunks:
+            codes = rows[:, :SCALES_AT]
+            pairs = torch.stack((codes >> 4, codes & 15), -1).view(-1, layout.block)
+            values = _table(layout.codes, rows.device)[pairs.int()] * _row_scales(rows, layout).reshape(-1, 1)
+            out.copy_(values.view(-1)[: len(out)])
 
 
 def _row_scales(rows: Tensor, layout: Format) -> Tensor:
@@ -196,9 +200,7 @@ class PackedWeight:
         self.weight.untyped_storage().resize_(self.weight.numel() * self.weight.itemsize)
         # Graphs may hold the tensor between passes; its values are the same in all of them.
         with torch.autograd._unsafe_preserve_version_counter(self.weight):
-            num_rows = -(-math.prod(self.shape[-2:]) // ROW)
-            for rows, matrix in zip(packed.split(num_rows), self.weight.view(-1, *self.shape[-2:]), strict=True):
-                dequantize(rows, self.layout, matrix)
+            dequantize(packed, self.layout, self.weight)
 
     def release(self) -> None:
         self.weight.untyped_storage().resize_(0)
@@ -264,10 +266,11 @@ if triton is not None:
 
     @triton.jit
     def _dequantize_kernel(
-        packed, floats, table, dynamic, into, count, ROW: tl.constexpr, BYTES: tl.constexpr, PART: tl.constexpr,
-        KIND: tl.constexpr,
+        packed, floats, table, dynamic, into, num_rows, count, ROW: tl.constexpr, BYTES: tl.constexpr,
+        PART: tl.constexpr, KIND: tl.constexpr,
     ):  # fmt: skip
-        """KIND 0: a scale in fp32 per block of 64; 1: double quantization; 2: mxfp4."""
+        """Unpack matrices of `count` weights, `num_rows` rows each. KIND 0: a scale in fp32 per block of 64; 1: double
+        quantization; 2: mxfp4."""
         parts: tl.constexpr = ROW // PART
         row, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
         byte = part * (PART // 2) + tl.arange(0, PART // 2)
@@ -285,5 +288,6 @@ if triton is not None:
             else:
                 scales = (scale_bytes.to(tl.int32) << 23).to(tl.float32, bitcast=True)
         values = tl.reshape(pairs, (PART // BLOCK, BLOCK)) * scales[:, None]
-        at = row * ROW + part * PART + tl.arange(0, PART)
+        at = row % num_rows * ROW + part * PART + tl.arange(0, PART)
+        into += row // num_rows * count
         tl.store(into + at, tl.reshape(values, (PART,)).to(into.dtype.element_ty), at < count)
