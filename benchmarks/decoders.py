@@ -102,14 +102,16 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def apply_liger(family: str) -> None:
+def apply_liger(case: dict[str, Any]) -> None:
     from liger_kernel.transformers import monkey_patch
 
-    getattr(monkey_patch, f"apply_liger_kernel_to_{family}")()
+    # Without its own experts, which would replace those of --experts and tune their kernels for minutes.
+    options = {"swiglu": False} if case["experts"] else {}
+    getattr(monkey_patch, f"apply_liger_kernel_to_{SHAPES[case['model']]['model_type']}")(**options)
 
 
 def run_hf(case: dict[str, Any], precision: str) -> Any:
-    apply_liger(SHAPES[case["model"]]["model_type"])
+    apply_liger(case)
     model = make_model(case, attn_implementation=case["attention"])
     model.gradient_checkpointing_enable({"use_reentrant": False})
     if precision == "fsdp2":
@@ -128,7 +130,7 @@ def run_hf(case: dict[str, Any], precision: str) -> Any:
 
 def run_ithaka(case: dict[str, Any], how: str) -> Any:
     if how == "liger":
-        apply_liger(SHAPES[case["model"]]["model_type"])
+        apply_liger(case)
     if how == "blackbox":
         experts.is_expert_module = lambda module: False
     model = make_model(case)
