@@ -4,7 +4,7 @@ rehearsed.csv has one rehearsal per row. set: "fitted" if the constants of plan/
 for everything at 512K and all of qwen3-32b. tier: where layer inputs are kept, and attention outputs if they are kept.
 steps: 2 (the second is measured) or 1 (forward includes pinning host memory and cuDNN's kernel planning). layer_s:
 forward plus backward. Rows without seconds ran with truncated attention: only their peak is valid. Rows without a peak
-ran before dq waited on the host, which lowers it.
+ran before dq waited on the host, or before one rank cast gradients to where they stay: both lower it.
 
 `PYTHONPATH=src python tests/rehearsed.py` prints the errors of both sets and a fresh fit of the constants.
 """

@@ -96,6 +96,14 @@ def test_a_large_vocabulary_is_planned_and_attributed(tmp_path, tied):
     assert peak["phase"] == "embedding backward" or not tied
 
 
+def test_one_rank_holds_no_gradients_to_reduce(tmp_path):
+    """The peak is in the first layer's backward, when the layers above have their gradients."""
+    memory = MEMORY["recomputed"] | {"tile_tokens": 16}
+    peak = profiled(tmp_path, memory, context=64, intermediate_size=2048)["memory"]["peak"]
+    assert peak["phase"].startswith("layer 0 / backward")
+    assert peak["planned"]["gradients"] == pytest.approx(peak["holders"]["gradients"], rel=0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "adapter, tied",

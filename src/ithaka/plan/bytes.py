@@ -118,6 +118,8 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
         return phases
     if shape.trained_encoder:
         phases.append(("backward, encoder", gpu.backward_encoder()))
+    if not gpu.reduces:
+        phases.append(("backward, gradients of the first layer", gpu.cast_first_layer()))
     return [
         *phases,
         *gpu.backward(),
@@ -146,6 +148,8 @@ class _GpuPhases:
         self.next_layer = 0 if self.is_single else gathered  # prefetched weights; in forward, as received
         self.prefetched = self.next_layer if layout.prefetches(gathered) else 0
         self.layer_grads = shape.trained_layer * self.wide
+        # One rank casts gradients to where they stay; others hold them until they are reduced.
+        self.reduces = not self.is_single or layout.offload_optimizer
         # A tied embedding belongs to FSDP2's root: always gathered, and its first gradient waits for its second.
         self.root, self.trained_lm_head = (self.head, 0) if shape.tied else (0, shape.trained_head)
         # So do parameters that belong to neither layers, embedding nor lm_head.
@@ -232,9 +236,9 @@ class _GpuPhases:
         prefetched = self.prefetched if self.last_layer else 0 if self.is_single or self.shape.tied else self.head
         phases, num_done = [], 0
         for group in reversed(self.groups):
-            pending = self.root_grad or self.shape.trained_head * self.wide
+            pending = self.root_grad or self.shape.trained_head * self.wide * self.reduces
             if num_done:
-                pending = self.root_grad + self.layer_grads
+                pending = self.root_grad + self.layer_grads * self.reduces
             phase = f"backward, layer {self.last_layer - num_done}" if num_done else "backward, last layer"
             weights = self.root + self.layer + prefetched
             reduced = self.trained_lm_head + num_done * self.shape.trained_layer
@@ -245,11 +249,16 @@ class _GpuPhases:
     def backward_first_layer(self) -> Holders:
         weights = self.layer + self.other + (0 if self.is_single and not self.shape.tied else self.head)
         reduced = self.trained_lm_head + self.last_layer * self.shape.trained_layer
-        pending = self.layer_grads * (self.last_layer > 0) + self.root_grad
+        pending = self.layer_grads * (self.last_layer > 0 and self.reduces) + self.root_grad
         point = self.groups[0].backward
         if self.shape.trained_encoder:  # the gradients of features wait for the encoder
             point = point._replace(stream=point.stream + self.deepstack)
         return self.holders(point, weights, reduced, pending, self.groups[0].kept)
+
+    def cast_first_layer(self) -> Holders:
+        """Without a reduction: the first layer's gradients, and those that they are cast to."""
+        reduced = self.trained_lm_head + self.shape.num_layers * self.shape.trained_layer
+        return self.holders(MemoryPoint("cast", self.x), self.root, reduced, self.layer_grads + self.root_grad)
 
     def backward_embedding(self) -> Holders:
         """First the dense gradient and its kernel's buffer, while the first layer's gradients are reduced; for tied
@@ -257,7 +266,8 @@ class _GpuPhases:
         shape, narrow, wide = self.shape, self.embedded * self.e, self.embedded * self.wide
         rows = self.s // EMBEDDING_RUN + min(self.s, shape.vocab)
         buffer = rows * shape.hidden * self.wide if self.embedded else 0
-        computed = (self.head + self.other, narrow + self.layer_grads + self.root_grad + max(buffer, self.root_grad))
+        layer_grads = self.layer_grads * self.reduces
+        computed = (self.head + self.other, narrow + layer_grads + self.root_grad + max(buffer, self.root_grad))
         shard = 0 if self.is_single else wide * self.layout.replicas // self.hardware.num_gpus
         reducing = (self.root, narrow + wide + shard)
         weights, pending = max(computed, reducing, key=sum)
