@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 from types import SimpleNamespace
 
 import numpy
@@ -17,6 +18,8 @@ from ithaka.data.open import check_data, data_facts, open_data
 from ithaka.data.tokenizer import load_tokenizer
 from ithaka.export import export
 from ithaka.model.batch import divide_frames
+from ithaka.show_data import describe_sequence
+from ithaka.show_record import describe_record, find_record, split_document
 from runs import copy_back_at, numbers, run
 from vlms import model_for, picture, tiny_processor
 
@@ -179,6 +182,26 @@ def test_settings_are_refused(folder, case):
     changes, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
         check_data(settings(folder, changes).data, 1000, folder / "model")
+
+
+def test_data_is_shown_with_images_in_few_words(folder):
+    config = settings(folder, {"validation_fraction": 0})
+    tokenizer = load_tokenizer(None, folder / "model")
+    (record,) = find_record(config, tokenizer, 6)  # a video of 3 frames between two images
+    ((_, turns),) = describe_record(record, config, tokenizer)[0]
+    found = " ".join("".join(piece.text for piece in pieces) for _, pieces in turns)
+    assert re.findall("<(image|video): ", found) == ["image", "video", "video", "image"] and "_pad|>" not in found
+    sample = record.samples[0].tokens
+    shown = sum(int(number) for number in re.findall(r": (\d+) tokens>", found))
+    assert shown == sum(int((~sample == i).sum()) for i in tokenizer.images.ids.values())
+    ids = [tokenizer.images.ids["image"]] * 900 + tokenizer.encode_batch(["a" * 300])[0].tolist()
+    pieces = split_document(tokenizer, ids, numpy.zeros(len(ids), bool), 240, has_images=True)
+    assert [pieces[0].text, len(pieces)] == ["<image: 900 tokens>", 241] and "61 tokens omitted" in pieces[80].text
+    data, _ = opened(folder, validation_fraction=0)
+    data.stream.current_round()
+    texts = [piece.text for _, pieces in describe_sequence(data, 0, 9, 240)[1] for piece in pieces]
+    assert any(text.startswith("<image: ") for text in texts) and not any("_pad|>" in text for text in texts)
+    data.close()
 
 
 def check_video(folder, video, **part):

@@ -146,7 +146,8 @@ def describe_sequence(data: TrainData, index: int, num_documents: int, num_token
     documents: list[tuple[str, list[TextPiece]]] = []
     for n, (low, high) in enumerate(itertools.islice(itertools.pairwise(edges), num_documents), 1):
         source = f" of {data.source_names[sequence.sources[n - 1]]}" if len(data.source_names) > 1 else ""
-        pieces = split_document(data.cache.tokenizer, ids[low:high].tolist(), trained[low:high], num_tokens)
+        own = ids[low:high].tolist(), trained[low:high]
+        pieces = split_document(data.cache.tokenizer, *own, num_tokens, has_images=bool(sequence.images))
         documents.append((describe(f"document {n}{source}", low, high), pieces))
     if num_more := len(edges) - 1 - len(documents):
         documents.append((describe(f"{num_more:,} more documents", edges[len(documents)], edges[-1]), []))

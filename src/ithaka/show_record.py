@@ -4,7 +4,7 @@ import collections
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,10 +33,10 @@ CUT_REASONS = {
 
 
 class TextPiece(NamedTuple):
-    """Consecutive tokens that decode to complete characters, starting at `position`. Without ids: a note."""
+    """Consecutive tokens that decode to complete characters, or are of one image, starting at `position`."""
 
     text: str
-    ids: list[int]
+    ids: list[int]  # an image's once; none: a note
     position: int
     trained: bool
     tool: bool = False
@@ -181,7 +181,8 @@ def _describe_turns(
                 low = turns[hidden[0]][1]
                 yield f"{len(hidden):,} more turns: {_count_reasons(whys[low:high])}", []
             continue
-        text = split_document(tokenizer, ids[low:high].tolist(), trained[low:high], NUM_TOKENS, whys[low:high])
+        own = slice(low, high)
+        text = split_document(tokenizer, ids[own].tolist(), trained[own], NUM_TOKENS, whys[own], bool(sample.images))
         text = [
             each._replace(position=low + each.position, cut=bool(each.ids) and bool(pieces[low + each.position] < 0))
             for each in text
@@ -208,14 +209,20 @@ def _mark_pieces(text: list[TextPiece], pieces: np.ndarray, num_pieces: int) -> 
 
 
 def split_document(
-    tokenizer: Tokenizer, ids: list[int], trained: np.ndarray, limit: int, whys: Sequence[str] = ()
-) -> list[TextPiece]:
-    """Decode a document into pieces of one reason each; omit the middle if it exceeds `limit` tokens."""
-    low, high = (limit // 3, len(ids) - 2 * limit // 3) if len(ids) > limit else (len(ids), len(ids))
+    tokenizer: Tokenizer, ids: list[int], trained: np.ndarray, limit: int, whys: Sequence[str] = (),
+    has_images: bool = False,
+) -> list[TextPiece]:  # fmt: skip
+    """Decode a document into pieces of one reason each; omit the middle if it exceeds `limit` tokens. The tokens of an
+    image, or of a step of a video, count as one."""
+    media = {i: kind for kind, i in tokenizer.images.ids.items()} if has_images else {}
+    starts = [n for n, i in enumerate(ids) if i not in media or not n or ids[n - 1] != i]
+    low = starts[limit // 3] if len(starts) > limit else len(ids)
+    high = starts[len(starts) - 2 * limit // 3] if len(starts) > limit else len(ids)
     kinds = whys or [str(each) for each in trained.tolist()]
-    pieces = [*_decode(tokenizer, ids, kinds, 0, low), *_decode(tokenizer, ids, kinds, high, len(ids))]
+    parts = (_decode(tokenizer, ids, kinds, *part, media) for part in ((0, low), (high, len(ids))))
     pieces = [
-        each._replace(trained=bool(trained[each.position]), why=whys[each.position] if whys else "") for each in pieces
+        each._replace(trained=bool(trained[each.position]), why=whys[each.position] if whys else "")
+        for each in itertools.chain(*parts)
     ]
     ends = np.cumsum([len(piece.text) for piece in pieces])
     for match in TOOL_PATTERN.finditer("".join(piece.text for piece in pieces)):
@@ -227,12 +234,20 @@ def split_document(
     return pieces
 
 
-def _decode(tokenizer: Tokenizer, ids: list[int], kinds: Sequence[str], low: int, high: int) -> Iterator[TextPiece]:
+def _decode(
+    tokenizer: Tokenizer, ids: list[int], kinds: Sequence[str], low: int, high: int, media: Mapping[int, str]
+) -> Iterator[TextPiece]:
     """Decode ids[low:high] in context: a token's text depends on the one before, and a character may span tokens."""
     before = max(low - 1, 0)
     for end in range(low + 1, high + 1):
+        is_last = end == high or kinds[end] != kinds[low]
+        if ids[low] in media:
+            if is_last or ids[end] != ids[low]:
+                yield TextPiece(f"<{media[ids[low]]}: {end - low:,} tokens>", ids[low : low + 1], low, False)
+                before, low = end - 1, end
+            continue
         text = tokenizer.decode(ids[before:end])
-        if not text.endswith("\ufffd") or end == high or kinds[end] != kinds[low]:
+        if not text.endswith("\ufffd") or is_last:
             text = text[len(tokenizer.decode(ids[before:low])) :]
             text = "".join(c if c.isprintable() else "↵\n" if c == "\n" else repr(c)[1:-1] for c in text)
             yield TextPiece(text, ids[low:end], low, False)
