@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from browser import Browser, find_browser
 from ithaka import launch
 from ithaka.cli import app
-from ithaka.data import read
+from ithaka.data import pack, read
 from ithaka.data import stream as data_stream
+from ithaka.data.records import SIDES
 from ithaka.exits import ExitCode
 from ithaka.train import console
 from refusals import assert_refused
@@ -244,6 +245,20 @@ def test_a_record_is_shown_turn_by_turn_with_what_is_cut(folder):
     assert sum(figures["reasons"].values()) == figures["tokens"] == 30
     error = shown(folder, TALKS, "--record", "9", bad_records="skip", code=ExitCode.WRONG_INPUT)
     assert_refused(error, "--record=9", "4 in a.jsonl", way_out="smaller")
+
+
+def test_the_answers_of_a_pair_are_labelled(folder, monkeypatch):
+    first, second = (dict(zip(("prompt", *SIDES), texts, strict=True)) for texts in (("what? ", "yes", "n"), "2ab"))
+    dpo = ("--set", "loss.type=dpo")
+    for records, min_tokens, expected in (
+        ([first, second], 128, {"chosen: 10", "rejected: 8", "chosen: 3", "rejected: 3"}),
+        ([first], 4, {"prompt of both answers: 6", "chosen: 4", "rejected: 2"}),
+    ):
+        monkeypatch.setattr(pack, "MIN_TOKENS", min_tokens)
+        text = shown(folder, records, *dpo, context=40)
+        assert set(re.findall(r"── document \d, (.*) tokens", text)) == expected
+    text = shown(folder, [first], "--record", "1", *dpo, context=40)
+    assert "record 1 of a.jsonl, chosen: 10 tokens" in text and "record 1 of a.jsonl, rejected: 8 tokens" in text
 
 
 AGENT = """{% for m in messages %}{{ m.role[0] + ':' }}{% if m.reasoning_content %}\

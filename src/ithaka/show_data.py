@@ -19,6 +19,7 @@ from rich.text import Text
 from ithaka import launch
 from ithaka.config import Config
 from ithaka.data.open import check_data, data_facts, epoch_steps, measure_balance, open_data
+from ithaka.data.records import SIDES
 from ithaka.data.stream import TrainData
 from ithaka.data.tokenizer import load_tokenizer
 from ithaka.layer.loss import IGNORE_INDEX
@@ -139,6 +140,11 @@ def describe_sequence(data: TrainData, index: int, num_documents: int, num_token
     sequence = data.stream.get_sequence(index)
     ids, trained = sequence.ids, sequence.labels() != IGNORE_INDEX
     edges = [*sequence.starts.tolist(), sequence.length]
+    labels = [""] * len(sequence.starts)
+    if data.stream.long.pairs and sequence.samples is not None and sequence.parents is not None:
+        labels = [f", {SIDES[sample % 2]}" for sample in sequence.samples.tolist()]
+        for parent in {*sequence.parents.tolist()} - {-1}:
+            labels[parent] = ", prompt of both answers"
 
     def describe(what: str, low: int, high: int) -> str:
         return f"{what}: {high - low:,} tokens, {trained[low:high].sum():,} trained"
@@ -148,7 +154,7 @@ def describe_sequence(data: TrainData, index: int, num_documents: int, num_token
         source = f" of {data.source_names[sequence.sources[n - 1]]}" if len(data.source_names) > 1 else ""
         own = ids[low:high].tolist(), trained[low:high]
         pieces = split_document(data.cache.tokenizer, *own, num_tokens, has_images=bool(sequence.images))
-        documents.append((describe(f"document {n}{source}", low, high), pieces))
+        documents.append((describe(f"document {n}{source}{labels[n - 1]}", low, high), pieces))
     if num_more := len(edges) - 1 - len(documents):
         documents.append((describe(f"{num_more:,} more documents", edges[len(documents)], edges[-1]), []))
     total = len(edges) - 1

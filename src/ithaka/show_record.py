@@ -16,6 +16,7 @@ from ithaka.data.chat import SPAN_KINDS
 from ithaka.data.files import find_files
 from ithaka.data.pack import Documents, LongDocuments, cut_documents, encode_turn
 from ithaka.data.read import make_shards
+from ithaka.data.records import SIDES
 from ithaka.data.tokenizer import Tokenizer
 
 # Tags that chat templates put around tool calls and results, and the start of a JSON call.
@@ -49,7 +50,7 @@ Described = tuple[str, list[tuple[str, list[TextPiece]]]]  # a title, and the ti
 
 class Record(NamedTuple):
     title: str
-    samples: list[TokenizedPart]  # several if reasoning is unrolled
+    samples: list[TokenizedPart]  # several if reasoning is unrolled; two of a pair
 
 
 def find_record(config: Config, tokenizer: Tokenizer, number: int) -> list[Record]:
@@ -109,7 +110,8 @@ def describe_record(record: Record, config: Config, tokenizer: Tokenizer) -> tup
     described: list[Described] = []
     reasons = Counter[str]()
     for n, sample in enumerate(record.samples, 1):
-        title = record.title + f", sample {n} of {len(record.samples)}" * (len(record.samples) > 1)
+        label = SIDES[n - 1] if config.data.train_on == "pairs" else f"sample {n} of {len(record.samples)}"
+        title = record.title + f", {label}" * (len(record.samples) > 1)
         if sample.skip_reason:
             described.append((f"{title}: skipped, {sample.skip_reason}", []))
             continue

@@ -24,10 +24,11 @@ class RecordFormat(NamedTuple):
 
 
 LISTS = [f"{kind}s" for kind in MEDIA]  # columns that list images and videos outside the messages
+SIDES = "chosen", "rejected"  # the samples of a pair
 FORMATS = {
     "messages": RecordFormat(["messages"], ["tools", "functions", "system", *LISTS], ["assistant", "all"]),
     "sharegpt": RecordFormat(["conversations"], ["tools", "system", *LISTS], ["assistant", "all"]),
-    "preference": RecordFormat(["chosen", "rejected"], ["prompt", "tools", *LISTS], ["completion", "all", "pairs"]),
+    "preference": RecordFormat([*SIDES], ["prompt", "tools", *LISTS], ["completion", "all", "pairs"]),
     "prompt_completion": RecordFormat(["prompt", "completion"], ["tools", *LISTS], ["completion", "all"]),
     "alpaca": RecordFormat(["instruction", "output"], ["input", "system", "history", *LISTS], ["assistant", "all"]),
     "input_ids": RecordFormat(["input_ids"], ["labels"], ["all"]),
@@ -92,14 +93,14 @@ def parse_record(
     wrong. `read_images` gets the images and videos that the record lists outside its messages."""
     format_name, fields = detect_format(record, reading)
     if reading.train_on == "pairs":
-        sides, own = ("chosen", "rejected"), dataclasses.replace(reading, train_on="auto")
-        records = record, record | dict(zip(sides, (record["rejected"], record["chosen"]), strict=True))
+        own = dataclasses.replace(reading, train_on="auto")
+        records = record, record | {"chosen": record["rejected"], "rejected": record["chosen"]}
         answers = [parse_record(each, own, chat, vocab_size) for each in records]
-        if unrolled := [side for side, samples in zip(sides, answers, strict=True) if len(samples) > 1]:
+        if unrolled := [side for side, samples in zip(SIDES, answers, strict=True) if len(samples) > 1]:
             detail = f"{unrolled[0]} has reasoning that needs several samples; set data.reasoning to {{turns: last}}"
             raise BadRecord("with reasoning in several turns", detail)
         (chosen,), (rejected,) = answers
-        for side, answer in zip(sides, (chosen, rejected), strict=True):
+        for side, answer in zip(SIDES, (chosen, rejected), strict=True):
             trains_eos = answer.add_bos_eos and reading.train_on_eos
             if not trains_eos and answer.trained is not None and not any(a < b for a, b in answer.trained):
                 detail = f"{side} has nothing to train; end it with an assistant's message, or drop the record"
