@@ -24,10 +24,13 @@ from ithaka.layer.store import Store
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.shape import measure_model
 from ithaka.model.video import VideoTransformer, parallelize_transformer
+from ithaka.plan.hardware import find_hardware
 from ithaka.plan.models import find_config, find_shape
+from ithaka.plan.request import make_request
 from ithaka.plan.shape import Work, count_patches
 from ithaka.rehearse import rehearse
 from parity import Errors, relative
+from refusals import assert_refused
 from threads import on_threads
 
 diffusers = pytest.importorskip("diffusers")
@@ -401,6 +404,17 @@ def test_two_ranks_have_the_losses_of_one_plain_process():
     for losses, clip in on_threads(2, work):
         assert losses == pytest.approx(wanted, abs=1e-5)
         assert torch.allclose(clip, generated, atol=1e-4)
+
+
+@pytest.mark.parametrize("setting", ["loss.type=dpo", "adapter.base=nf4", "adapter.dropout=0.1"])
+def test_plans_refuse_what_video_transformers_do_not_have(setting):
+    hardware = find_hardware("8xH100-80GB", None, None, None)
+    assert make_request("wan2.1-1.3b", hardware, "64K", 1, [], adapter=16).plan().fits
+    assert_refused(
+        lambda: make_request("wan2.1-1.3b", hardware, "64K", 1, [setting]), setting, "video", way_out="leave it out"
+    )
+    request = make_request("wan2.1-1.3b", hardware, "64K", 1, [])
+    assert_refused(lambda: request.with_branches("4x1K"), "--branches 4x1K", "video", way_out="leave it out")
 
 
 def test_a_video_has_no_configuration_to_train():

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from ithaka.config import Config, ConfigError, explicit_settings, load_config, parse_count
+from ithaka.config import Config, ConfigError, explicit_settings, format_value, load_config, parse_count
 from ithaka.layout import SETTINGS, format_choices
 from ithaka.plan.hardware import H200_ATTENTION, Hardware
 from ithaka.plan.models import find_config
@@ -20,6 +21,14 @@ OPTIONS = {"model.path": "the argument MODEL", "data.context": "--context", "tra
            "train.steps": "--steps"}  # fmt: skip
 ADAPTER_SETTINGS = {
     f"adapter.{name}" for name in ("rank", "dropout", "targets", "modules_to_save", "base", "unquantized")
+}
+
+VIDEO_REFUSES = {  # settings without effect on video transformers
+    "adapter.base": "are not quantized",
+    "adapter.dropout": "have adapters without dropout",
+    "adapter.modules_to_save": "have no lm_head and embed_tokens",
+    "adapter.unquantized": "are not quantized",
+    "loss.type": "are trained in your own loop, with its own loss",
 }
 
 
@@ -51,6 +60,8 @@ class PlanRequest:
             raise ConfigError(
                 f"parallel.ring={self.space.fixed['ring']} has no shared prefixes; leave it out, or use 1"
             )
+        if self.is_video:
+            raise ConfigError(f"--branches {branches}: video transformers have no shared prefixes; leave it out")
         prompt, space = self.work.context, replace(self.space, fixed={**self.space.fixed, "ring": 1})
         spans = ((0, prompt), *((prompt, tokens),) * count)
         return replace(self, space=space, work=replace(self.work, context=prompt + count * tokens, spans=spans))
@@ -118,5 +129,8 @@ def make_request(
         hardware = hardware.with_kernel(kernel)
     hf_config = find_config(model)
     shape = shape_to_train(shape_from_config(hf_config, model), config)
+    for name in sorted(explicit & VIDEO_REFUSES.keys()) if not shape.causal else ():
+        rule = f"does not apply to {model}: video transformers {VIDEO_REFUSES[name]}"
+        raise ConfigError(f"{name}={format_value(attrgetter(name)(config))} {rule}; leave it out")
     space = make_search_space(config, explicit, shape, hardware)
     return PlanRequest(model, hf_config, space, config, frozenset(explicit), work_from_config(config))
