@@ -7,9 +7,9 @@
 All cases run in this process, one after another, on the same weights and frames of 512 x 512 pixels (256 tokens each):
 float32 weights and moments, bfloat16 computation, fused AdamW, FSDP2 on one rank, median of the timed steps. Every
 token has a label. Hugging Face uses gradient checkpointing, and computes logits and loss in checkpointed chunks of 4096
-tokens. Both sides run the encoder with --attention. "planned_GiB" and "planned_s" are the planner's, for all tokens of
-the sequence; "phases_s" are measured, with the encoder's forward in "embedding". Prints and writes one JSON line per
-case.
+tokens. --attention is Hugging Face's; ithaka's encoder calls PyTorch's scaled_dot_product_attention. "planned_GiB" and
+"planned_s" are the planner's, for all tokens of the sequence; "phases_s" are measured, with the encoder's forward in
+"embedding". Prints and writes one JSON line per case.
 """
 
 import argparse
@@ -254,7 +254,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["qwen3-vl-4b"])
     parser.add_argument("--tokens", nargs="+", default=["64K", "256K"], help="tokens of frames")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
-    parser.add_argument("--attention", default="sdpa", help="transformers' name, such as flash_attention_4")
+    parser.add_argument("--attention", default="sdpa", help="of Hugging Face, such as flash_attention_4")
     parser.add_argument("--tile", default="8K", help="at most so many tokens in ithaka's tiles")
     parser.add_argument("--layers", type=int, default=0, help="of the language model; 0: 4")
     parser.add_argument("--frozen", action="store_true", help="do not train the encoder")
