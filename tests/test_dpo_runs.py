@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import load_file
@@ -29,6 +28,7 @@ from models import tiny_config, tiny_model
 from refusals import assert_refused
 from runs import copy_back_at, run
 from test_preferences_and_rewards import tokenizer
+from trainers import trainer_environment
 
 CLOSE = {"rel": 1e-6, "abs": 1e-6}  # TRL's fused head computes in fp32
 BETA, SMOOTHING, LR, STEPS = 0.3, 0.1, 2e-4, 3
@@ -81,18 +81,14 @@ def plain(folder, adapter):
                 "use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}  # fmt: skip
     lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]) if adapter else None
     arguments = {"train_dataset": Dataset.from_list(pairs()), "processing_class": tokenizer(), "peft_config": lora}
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            trainer = DPOTrainer(model, args=DPOConfig(str(folder / "trl"), **settings), **arguments)
-            if adapter:  # ithaka draws other first weights
-                first = load_file(folder / "first" / "adapter_model.safetensors")
-                for name, param in trainer.model.named_parameters():
-                    if param.requires_grad:
-                        param.data.copy_(first[name.replace(".default", "")])
-            trainer.train()
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+    with trainer_environment(cp=0), contextlib.redirect_stdout(io.StringIO()):
+        trainer = DPOTrainer(model, args=DPOConfig(str(folder / "trl"), **settings), **arguments)
+        if adapter:  # ithaka draws other first weights
+            first = load_file(folder / "first" / "adapter_model.safetensors")
+            for name, param in trainer.model.named_parameters():
+                if param.requires_grad:
+                    param.data.copy_(first[name.replace(".default", "")])
+        trainer.train()
     named = (trainer.model if adapter else model).named_parameters()
     return trainer.state.log_history[:STEPS], {name.replace(".default", ""): param.detach() for name, param in named}
 

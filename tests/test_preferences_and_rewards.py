@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import io
-import os
 from functools import partial
 from pathlib import Path
 
@@ -11,11 +10,9 @@ import datasets
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from peft import LoraConfig
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM
 from transformers.trainer_callback import PrinterCallback
@@ -28,6 +25,7 @@ from ithaka.hf import long_context
 from ithaka.model import prefixes
 from ithaka.model.prefixes import PackedPrefixes, pack_prefixes
 from models import tiny_config, tiny_model
+from trainers import full_weights, trainer_environment
 
 TOLERANCE = 1e-6  # relative above 1; TRL's fused head computes in fp32
 TIMES = ("time", "runtime", "per_second", "epoch", "flos")  # logged values that differ between runs
@@ -138,18 +136,17 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None):
     trainer_class, config_class = TRAINERS[kind]
     world = dist.get_world_size()
     settings = {**SETTINGS, **(changes or {})}
-    if cp:  # as set by torchrun
-        local = {"LOCAL_RANK": str(dist.get_rank()), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-        os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(world), **local}
+    if cp:
         trainer_class = partial(long_context(trainer_class), ithaka={"cp": cp})
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size"):
             settings[name] = settings[name] * cp // world
-    grpo_trainer.VLLMGeneration = Server
     packed: list[PackedPrefixes] = []
-    prefixes.MIN_TOKENS, prefixes.pack_prefixes = 3, lambda rows: packed.append(pack_prefixes(rows)) or packed[-1]
-    for module in (grpo_trainer, rloo_trainer):
-        module.shuffle_sequence_dict = partial(in_order, world // cp if cp else 1)
-    try:
+    with trainer_environment(cp), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo_trainer, "VLLMGeneration", Server)
+        patch.setattr(prefixes, "MIN_TOKENS", 3)
+        patch.setattr(prefixes, "pack_prefixes", lambda rows: packed.append(pack_prefixes(rows)) or packed[-1])
+        for module in (grpo_trainer, rloo_trainer):
+            patch.setattr(module, "shuffle_sequence_dict", partial(in_order, world // cp if cp else 1))
         path, tokens = folder.parent / "model", tokenizer()
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
         arguments = {"model": model, "processing_class": tokens, "peft_config": LORA if lora else None}
@@ -186,15 +183,7 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None):
         trainer.save_model(str(folder / "final"))
         if settings.get("use_vllm") and dist.get_rank() == 0:  # the weights before the last update
             assert trainer.vllm_generation.vllm_client.weights.keys() == dict(model.named_parameters()).keys()
-        named = trainer.model.named_parameters()
-        full = {name: param.full_tensor() if isinstance(param, DTensor) else param for name, param in named}
-        return trainer.state.log_history, {name: tensor.detach() for name, tensor in full.items()}
-    finally:
-        prefixes.MIN_TOKENS, prefixes.pack_prefixes = 128, pack_prefixes
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if cp else ():
-            os.environ.pop(name, None)
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        return trainer.state.log_history, full_weights(trainer.model)
 
 
 def check(runs, expected, only_here=(), ignored=()):

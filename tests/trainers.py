@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 @contextmanager
 def trainer_environment(cp: int) -> Iterator[None]:
     """The variables that torchrun sets, unless cp is 0; accelerate's state ends with the context."""
-    ranks = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items() if cp else ():
-            patch.setenv(name, str(value))
+        if cp:
+            ranks = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+            for name, value in {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+                patch.setenv(name, str(value))
         try:
             yield
         finally:
