@@ -1,7 +1,6 @@
-"""Small random decoders of any family, and fp64 throughout: both sides of a comparison round nowhere to fp32."""
+"""Small random decoders of any family."""
 
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from models import CONSTRUCTING
@@ -82,15 +81,3 @@ def random_decoder(config: PretrainedConfig, dtype: torch.dtype = torch.float64)
             noise = torch.randn(param.shape, generator=generator, dtype=torch.float64)
             param.copy_((1.0 + 0.3 * noise) if param.dim() == 1 else 0.15 * noise)
     return model.train()
-
-
-class Wide(TorchFunctionMode):
-    """Turns every conversion to float32 into one to float64."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is torch.Tensor.float:
-            return args[0].double()
-        args, kwargs = list(args), dict(kwargs or {})
-        args = [torch.float64 if arg is torch.float32 else arg for arg in args]
-        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
-        return function(*args, **kwargs)

@@ -10,13 +10,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from decoders import Wide
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.general import LayerRuns
 from ithaka.layer.loss import GraphHead, LinearHead
 from ithaka.layer.store import Store
 from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
+from ithaka.verify import InFloat64
 from models import CONSTRUCTING
 from parity import Errors, plain_sum, random_ids, relative
 from threads import on_threads
@@ -24,7 +24,7 @@ from threads import on_threads
 
 @contextmanager
 def wide_runs() -> Iterator[None]:
-    """Run the tiles of fp64 layers under `Wide`, also in backward: autograd does not enter the caller's modes."""
+    """Run the tiles of fp64 layers under `InFloat64`, also in backward: autograd does not enter the caller's modes."""
     with pytest.MonkeyPatch.context() as patch:
         runs = (LayerRuns, "capture"), (LayerRuns, "finish"), (GraphHead, "run"), (LinearHead, "run")
         for owner, name in runs:
@@ -34,7 +34,7 @@ def wide_runs() -> Iterator[None]:
 
 def _widen(run: Callable) -> Callable:
     def run_wide(self, x: Tensor, *args):
-        with Wide() if x.dtype == torch.float64 else nullcontext():
+        with InFloat64() if x.dtype == torch.float64 else nullcontext():
             return run(self, x, *args)
 
     return run_wide
@@ -103,7 +103,7 @@ def compare(
     without labels, too.
     """
     layout = layout or Layout()
-    mode = Wide if wide else nullcontext
+    mode = InFloat64 if wide else nullcontext
     ids = inputs.pop("input_ids") if "input_ids" in inputs else random_ids(rows * dp, tokens)
     labels = inputs.pop("labels") if "labels" in inputs else ids
     models = [copy.deepcopy(plain) for _ in range(layout.cp * dp)]

@@ -17,13 +17,14 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
 
-from decoders import Wide, random_decoder
+from decoders import random_decoder
 from general import compare, worst
 from ithaka.config import ConfigError
 from ithaka.layer import schedule
 from ithaka.layout import Layout
 from ithaka.model.families import check_supported, has_known_layers, map_layer
 from ithaka.model.general import prepare_decoder
+from ithaka.verify import InFloat64
 from parity import random_ids
 
 TOKENS = 24  # more than any window or chunk below
@@ -381,7 +382,7 @@ def compare_wide(model: PreTrainedModel) -> list[dict[str, float]]:
     backward = schedule._LayerFunction.backward
 
     def wide_backward(ctx, dy):
-        with Wide():
+        with InFloat64():
             return backward(ctx, dy)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
-from decoders import Wide
 from ithaka.attention import delta_rule
 from ithaka.attention.delta_rule import DeltaInputs, DeltaRule, LocalDocs, short_convolution
+from ithaka.verify import InFloat64
 from parity import relative
 
 TOKENS, KEY_HEADS, HEADS, K, V = 90, 2, 4, 8, 6
@@ -44,7 +44,7 @@ def run_transformers(inputs: DeltaInputs, dout: Tensor, starts: tuple[int, ...])
     for a, b in pairwise(starts):
         q, k, v, g, beta = (t[None, a:b] for t in leaves)
         q, k = (t.repeat_interleave(HEADS // KEY_HEADS, 2) for t in (q, k))
-        with Wide():
+        with InFloat64():
             out, _ = torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
         outs.append(out[0])
     out = torch.cat(outs)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
-from decoders import DECODERS, Wide, tiny_decoder
+from decoders import DECODERS, tiny_decoder
 from general import add_lora, wide_runs
 from ithaka.config import AdapterConfig
 from ithaka.dist.mesh import make_mesh
@@ -28,7 +28,7 @@ from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.adapters import base_tensor_name, load_dequantized
 from ithaka.model.build import build_model, parallelize_model
 from ithaka.model.quantized import PACKED_AS, describe_base, round_weights
-from ithaka.verify import load_truncated_model, write_truncated_model
+from ithaka.verify import InFloat64, load_truncated_model, write_truncated_model
 from models import tiny_config, tiny_model
 from parity import check, plain_sum, random_ids, relative, shard_errors
 from refusals import assert_refused
@@ -141,7 +141,7 @@ def test_gradients_are_those_of_peft_on_the_dequantized_weights(family, cp, layo
         layers = model.get_base_model().model.layers
         for path, marks in packed.items():
             layers.get_submodule(path).__dict__[PACKED_AS] = marks
-    with Wide() if is_general else nullcontext():
+    with InFloat64() if is_general else nullcontext():
         expected = plain_sum(plain, ids, ids) / (ids.numel() - 1)
     expected.backward()
 

@@ -8,11 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import ithaka
-from decoders import DECODERS, Wide, tiny_decoder
+from decoders import DECODERS, tiny_decoder
 from general import add_lora, assert_equal, compare, gradient_errors, mean_loss, wide_runs
 from ithaka.dist.mesh import make_mesh
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
+from ithaka.verify import InFloat64
 from parity import plain_sum, random_ids, relative
 from threads import on_threads
 
@@ -190,7 +191,7 @@ def test_frozen_parameters_have_no_gradient(names, kept):
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text"])
 def test_fp32_parts_of_a_family_round_as_in_transformers(family):
-    """Without `Wide`, norms and softmaxes of both sides round to fp32."""
+    """Without `InFloat64`, norms and softmaxes of both sides round to fp32."""
     changes = {"num_hidden_layers": 2}
     assert_equal(compare(tiny_decoder(family, **changes), Layout(2, **STAGES), wide=False), tolerance=1e-6)
 
@@ -199,13 +200,13 @@ def on_two_ranks(family, function, **changes):
     """Call function(model) on each rank with a parallel copy, and function(plain) with the plain model."""
     plain = tiny_decoder(family, num_hidden_layers=2, **changes)
     models = [copy.deepcopy(plain) for _ in range(2)]
-    with Wide():
+    with InFloat64():
         expected = function(plain)
 
     def work():
         mesh = make_mesh(2)
         model = parallelize_model(models[mesh.rank], mesh=mesh, layout=Layout(2, heads_per_stage=4, tile_tokens=5))
-        with Wide():
+        with InFloat64():
             got = function(model)
         return {"result": relative(got.detach(), expected.detach())} | gradient_errors(model, plain)
 

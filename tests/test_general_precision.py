@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from decoders import DECODERS, HYBRIDS, SIZES, Wide
+from decoders import DECODERS, HYBRIDS, SIZES
 from general import mean_loss
 from ithaka.attention.kernels import available_kernels
+from ithaka.verify import InFloat64
 from models import CONSTRUCTING
 from precision import MEANINGFUL, Batch, Gradients, bf16, error_ratios, our_gradients
 
@@ -40,7 +41,7 @@ def initial_model(family: str, seed: int, **sizes: int) -> PreTrainedModel:
 
 def exact_gradients(model: PreTrainedModel, batch: Batch) -> Gradients:
     model = copy.deepcopy(model).double()
-    with Wide():
+    with InFloat64():
         loss = mean_loss(model, batch.ids, batch.ids)
     loss.backward()
     return {name: param.grad for name, param in model.named_parameters()}

@@ -5,13 +5,14 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from decoders import Wide, tiny_decoder
+from decoders import tiny_decoder
 from general import assert_equal, compare, gradient_errors, wide_runs
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.loss import LinearHead
 from ithaka.layout import EVERYTHING, Layout
 from ithaka.model import general
 from ithaka.model.build import parallelize_model
+from ithaka.verify import InFloat64
 from parity import random_ids, relative
 from refusals import assert_refused
 from threads import on_threads
@@ -42,12 +43,12 @@ def plain_loss(plain, num_groups: int, num_items: int):
 def errors_of_rank(family: str, layout: Layout):
     num_items = int((LABELS[:, 1:] != -100).sum())
     mesh, plain = make_mesh(layout.cp, ring=layout.ring), tiny_decoder(family, **BALANCED)
-    with Wide():
+    with InFloat64():
         expected = plain_loss(plain, mesh.dp_size, num_items)
     expected.backward()
     model = parallelize_model(tiny_decoder(family, **BALANCED), mesh=mesh, layout=layout)
     rows = torch.arange(len(IDS)).chunk(mesh.dp_size)[mesh.dp_rank]
-    with wide_runs(), Wide():
+    with wide_runs(), InFloat64():
         out = model(input_ids=IDS[rows], labels=LABELS[rows], attention_mask=MASK[rows])
         (3 * out.loss).backward()
     for param in plain.parameters():

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from decoders import Wide, tiny_decoder
+from decoders import tiny_decoder
 from general import assert_equal, compare, wide_runs
 from ithaka.config import ConfigError
 from ithaka.layer.general import Capture, _attend
 from ithaka.layout import EVERYTHING, Layout
 from ithaka.model.build import parallelize_model
+from ithaka.verify import InFloat64
 from models import CONSTRUCTING
 from parity import random_ids, relative
 from refusals import assert_refused
@@ -76,7 +77,7 @@ def test_a_hook_on_a_layer_is_called_once_with_the_values_of_plain_transformers(
     model = parallelize_model(copy.deepcopy(plain), layout=LAYOUTS[layout])
     for name, each in (("plain", plain), ("parallel", model)):
         getattr(each.model.layers[1], REGISTER[kind])(partial(record, calls[name]))
-    with Wide(), wide_runs():
+    with InFloat64(), wide_runs():
         for each in (plain, model):
             out = each(input_ids=IDS, use_cache=False).logits
             out.square().sum().backward()
@@ -220,7 +221,7 @@ def _remake(model, config):
 def test_two_parallel_models_do_not_disturb_each_other():
     plains = [make("gemma2"), make("gpt_oss")]
     models = [parallelize_model(copy.deepcopy(plain), layout=Layout(tile_tokens=7)) for plain in plains]
-    with Wide(), wide_runs():
+    with InFloat64(), wide_runs():
         losses = [model(input_ids=IDS, labels=IDS).loss for model in models]
         for loss in losses:
             loss.backward()
@@ -297,7 +298,7 @@ def test_frequencies_are_those_of_each_call(rope):
     model = parallelize_model(copy.deepcopy(plain), layout=Layout(tile_tokens=5))
     for tokens in (12, 40, 12, 24):
         ids = random_ids(1, tokens)
-        with Wide(), wide_runs(), torch.no_grad():
+        with InFloat64(), wide_runs(), torch.no_grad():
             assert relative(model(input_ids=ids).logits, plain(input_ids=ids).logits) < 1e-10
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import ithaka
-from decoders import Wide
 from general import add_lora, assert_equal, gradient_errors, wide_runs
 from ithaka.cli.plan import plan
 from ithaka.config import ConfigError
@@ -29,6 +28,7 @@ from ithaka.plan.models import find_config, find_shape
 from ithaka.plan.request import make_request
 from ithaka.plan.shape import Work, count_patches
 from ithaka.rehearse import rehearse
+from ithaka.verify import InFloat64
 from parity import Errors, relative
 from refusals import assert_refused
 from threads import on_threads
@@ -60,7 +60,7 @@ GRID = (3, 2, 3)  # 18 patches, which 4 ranks do not divide
 
 
 def tiny(kind: str, **changes) -> nn.Module:
-    with Wide():
+    with InFloat64():
         if kind == "ltx":
             model = diffusers.LTXVideoTransformer3DModel(**LTX | changes)
         else:
@@ -109,7 +109,7 @@ def wide_video() -> Iterator[None]:
     plain = VideoTransformer._run_head_tile
 
     def run(self, x: Tensor, *others):
-        with Wide():
+        with InFloat64():
             return plain(self, x, *others)
 
     with wide_runs(), pytest.MonkeyPatch.context() as patch:
@@ -119,7 +119,7 @@ def wide_video() -> Iterator[None]:
 
 def loss_and_gradients(model: nn.Module, inputs: dict[str, Tensor], trained: tuple[str, ...], **others):
     given = {name: t.clone().requires_grad_(name in trained) for name, t in inputs.items()}
-    with Wide():
+    with InFloat64():
         sample = model(**given, **others).sample
         weights = torch.linspace(0.5, 2, sample.numel(), dtype=sample.dtype).view_as(sample)
         loss = ((sample - weights) * weights).square().mean()
@@ -210,7 +210,7 @@ def test_bfloat16_is_as_precise_as_autocast(kind):
             param.mul_(0.5)
     narrow = {name: t.float() for name, t in given.items()}
     plain, models = copy.deepcopy(exact).float(), [copy.deepcopy(exact).float()]
-    wanted = sample_and_gradients(exact, given, Wide(), others)
+    wanted = sample_and_gradients(exact, given, InFloat64(), others)
     theirs = sample_and_gradients(plain, narrow, torch.autocast("cpu", torch.bfloat16), others)
 
     def work() -> tuple[Tensor, Tensor]:

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from decoders import Wide
 from general import add_lora, assert_equal, gradient_errors, mean_loss, wide_runs
 from ithaka import verify
 from ithaka.config import AdapterConfig, ConfigError
@@ -39,6 +38,7 @@ from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import Work
 from ithaka.plan.show import list_assumptions
 from ithaka.rehearse import rehearse
+from ithaka.verify import InFloat64
 from parity import Errors, plain_sum, relative
 from threads import on_threads
 from trainers import full_weights, trainer_environment
@@ -53,7 +53,7 @@ def wide_encoder() -> Iterator[None]:
     plain = vision.TiledEncoder.run
 
     def run(self, *inputs):
-        with Wide():
+        with InFloat64():
             return plain(self, *inputs)
 
     with wide_runs(), pytest.MonkeyPatch.context() as patch:
@@ -72,7 +72,7 @@ def compare(
     """Errors of every rank. A list of inputs: one for each data-parallel rank."""
     groups = inputs if isinstance(inputs, list) else [inputs]
     models = [copy.deepcopy(plain) for _ in range(layout.cp * len(groups))]
-    with Wide():
+    with InFloat64():
         if plain_loss is not None:
             loss = plain_loss(plain)
         else:
@@ -84,7 +84,7 @@ def compare(
         mesh = make_mesh(layout.cp, ring=layout.ring)
         model = parallelize_model(models[mesh.rank], mesh=mesh, layout=layout, store=Store(mesh.device))
         given = groups[mesh.dp_rank]
-        with Wide():
+        with InFloat64():
             got = model(**given, labels=given["input_ids"] if labels is None else labels).loss
         got.backward()
         return {"loss": relative(got.detach(), loss.detach()), **gradient_errors(model, plain)}
@@ -138,7 +138,7 @@ def test_adapters_equal_peft(targets, base, monkeypatch):
     """In a four-bit model of bitsandbytes, the encoder is packed as well."""
 
     def dequantize(*args, plain=fourbit.dequantize):
-        with torch._C.DisableTorchFunction():  # not `Wide`: weights are products in fp32
+        with torch._C.DisableTorchFunction():  # not `InFloat64`: weights are products in fp32
             plain(*args)
 
     monkeypatch.setattr(fourbit, "dequantize", dequantize)
@@ -177,7 +177,7 @@ def test_bfloat16_is_as_precise_as_autocast(family):
     exact, inputs = tiny_vlm(family), media_inputs(family, **SIZES)
     plain, models = copy.deepcopy(exact).float(), [copy.deepcopy(exact).float()]
     narrow = {name: t.float() if t.is_floating_point() else t for name, t in inputs.items()}
-    wanted = loss_and_gradients(exact, inputs, Wide())
+    wanted = loss_and_gradients(exact, inputs, InFloat64())
     theirs = loss_and_gradients(plain, narrow, torch.autocast("cpu", torch.bfloat16))
 
     def work() -> Tensor:

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3VLProcessor,
 )
 
-from decoders import Wide
+from ithaka.verify import InFloat64
 from models import CONSTRUCTING
 
 IMAGE, VIDEO, START, END = 57, 58, 59, 60
@@ -81,7 +81,7 @@ def vlm_config(family: str, **text: Any) -> Any:
 def tiny_vlm(family: str, dtype: torch.dtype = torch.float64, **text: Any) -> PreTrainedModel:
     config = vlm_config(family, **text)
     config.text_config._experts_implementation = "eager"
-    with CONSTRUCTING, Wide():
+    with CONSTRUCTING, InFloat64():
         model = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation="eager")
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
