@@ -176,8 +176,9 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None):
         with contextlib.redirect_stdout(io.StringIO()):
             trainer.train(resume_from_checkpoint=resume)
         hook.remove()
-        if kind == "dpo":  # with long_context, the reference runs before the model keeps activations
-            assert is_trained[:2] == ([False, True] if cp else [True, False])
+        if kind in ("dpo", "kto"):  # with long_context, the reference runs before the model keeps activations
+            num_kl = int(getattr(trainer, "calculate_KL", False))  # passes of the model, and of the reference
+            assert is_trained.index(True) == (1 + 2 * num_kl if cp else num_kl)
         assert bool(packed) == bool(cp and kind in ("grpo", "rloo"))
         assert all(both[1] < both[0] for both in (each.num_tokens for each in packed))
         trainer.save_model(str(folder / "final"))
@@ -194,7 +195,8 @@ def check(runs, expected, only_here=(), ignored=()):
             assert not plain.keys() - log.keys()
             for key in plain.keys() - {*ignored}:
                 if not any(word in key for word in TIMES):
-                    assert log[key] == pytest.approx(plain[key], rel=TOLERANCE, abs=TOLERANCE), (key, log["step"])
+                    most = 10 * TOLERANCE if key == "kl" else TOLERANCE  # a difference of sums in fp32
+                    assert log[key] == pytest.approx(plain[key], rel=TOLERANCE, abs=most), (key, log["step"])
             assert "train_runtime" in log or "eval_loss" in log or {*only_here} <= log.keys()
         for name, tensor in rank_weights.items():
             assert (tensor - weights[name]).abs().max() < TOLERANCE, name
@@ -233,8 +235,9 @@ CASES = {
 
 # As the last one, in fewer steps.
 CASES["grpo, six steps"] = ("grpo", True, {**CASES["grpo by batch"][2], "max_steps": 6})
+CASES["kto, one group"] = ("kto", True, {"per_device_train_batch_size": 4, "max_steps": 6})
 CASES["grpo, vllm"] = ("grpo", False, {**GRPO, "use_vllm": True, "vllm_mode": "server", "max_steps": 4})
-SLOW = ("grpo, vllm", "dpo copy", "dpo adapter", "kto", "rloo", "grpo by group", "grpo by batch")
+SLOW = ("grpo, vllm", "kto, one group", "dpo copy", "dpo adapter", "kto", "rloo", "grpo by group", "grpo by batch")
 
 
 @pytest.mark.parametrize(
@@ -247,7 +250,8 @@ def test_steps_equal_those_of_one_process(ranks, saved_model, case):
     changes = {"per_device_eval_batch_size": 2, **length, **changes}
     run, logged = partial(train, lora=lora, changes=changes), SAMPLED if kind == "grpo" else ()
     (expected,) = ranks.run(1, run, kind, 0, saved_model / f"plain {case}")
-    check(ranks.run(4, run, kind, 2, saved_model / case), expected, logged, MEANS_OF_MEANS)
+    num_ranks = 2 if "one group" in case else 4
+    check(ranks.run(num_ranks, run, kind, 2, saved_model / case), expected, logged, MEANS_OF_MEANS)
     if lora:
         resumed = partial(run, resume=str(saved_model / case / "checkpoint-4"))
         runs = ranks.run(2, resumed, kind, 2, saved_model / f"resumed {case}")

@@ -53,7 +53,7 @@ from ithaka.preflight.run import (
     uses_planner,
     weakest_machine,
 )
-from ithaka.rewards import Pairs, Preferences, Rewards, group_processes
+from ithaka.rewards import Answers, Pairs, Rewards, group_processes
 from ithaka.train.step import clip_gradients
 
 SETTINGS = ("cp", "ring", "context", "layout")
@@ -89,7 +89,7 @@ REFUSED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
 TRL_TRAINERS: dict[str, tuple[type, ...]] = {
     "SFTTrainer": (),
     "DPOTrainer": (Pairs,),
-    "KTOTrainer": (Preferences,),
+    "KTOTrainer": (Answers,),
     "GRPOTrainer": (Rewards,),
     "RLOOTrainer": (Rewards,),
 }

@@ -98,15 +98,22 @@ class Preferences(Base):
 class Pairs(Preferences):
     """Mixin for DPOTrainer. TRL runs the reference while the model's activations are in memory; this runs it first."""
 
+    reference_names = "ref_chosen_logps", "ref_rejected_logps"  # of TRL's precomputed log-probabilities
+
     def _compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
-        chosen, rejected = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
+        results = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
         self.precompute_ref_logps = True
         try:
-            return super()._compute_loss(
-                model, {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}, *args, **named
-            )
+            before = dict(zip(self.reference_names, results, strict=True))
+            return super()._compute_loss(model, {**inputs, **before}, *args, **named)
         finally:
             self.precompute_ref_logps = False
+
+
+class Answers(Pairs):
+    """Mixin for KTOTrainer."""
+
+    reference_names = "ref_logps", "ref_KL_logps"
 
 
 # ---- rewards
