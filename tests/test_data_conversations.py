@@ -562,18 +562,23 @@ def test_bad_records_are_named_or_skipped_and_counted(tmp_path, tokenizer_with, 
 
 @pytest.mark.parametrize("side", ["chosen", "rejected"])
 def test_a_pair_with_an_answer_that_trains_nothing_is_bad(tmp_path, tokenizer_with, side):
-    pair = {"prompt": [says("user", "2 + 2?")], "chosen": [says("assistant", "4")], "rejected": [says("assistant", "")]}
+    pair = {"prompt": [says("user", "2 + 2?")], "chosen": [says("assistant", "4")], "rejected": [calls({"a": 2})]}
     text = {"prompt": "2 + 2? ", "chosen": "4", "rejected": "5"}
-    for good, bad, options in (
-        (pair, pair | {side: [says("assistant", "x", weight=0)]}, {}),
-        (text, text | {side: ""}, {"train_on_eos": False}),
+    asked = [*pair["prompt"], says("assistant", "\n")]
+    full = {"chosen": asked[:1] + pair["chosen"], "rejected": [*asked[:1], says("assistant", "5")]}
+    for good, answer, problem in (
+        (pair, [says("assistant", "x", weight=0)], "has nothing to train"),
+        (pair, [says("assistant", "")], "is empty"),
+        (full, asked, "is empty"),
+        (text, "", "is empty"),
     ):
-        path = written(tmp_path / "a.jsonl", good, bad, good)
-        read = partial(tokens_of, path, tokenizer_with(templates.CHATML), train_on="pairs", **options)
-        with pytest.raises(ConfigError, match=f"a.jsonl line 2: {side} has nothing to train; .*drop the record"):
+        path = written(tmp_path / "a.jsonl", good, good | {side: answer}, good)
+        read = partial(tokens_of, path, tokenizer_with(templates.QWEN3), train_on="pairs")
+        with pytest.raises(ConfigError, match=f"a.jsonl line 2: {side} {problem}; .*drop the record"):
             read()
         documents, skipped = read(bad_records="skip")
-        assert len(documents) == 4 and skipped == {"with nothing to train": 1}
+        reason = "with an empty answer" if "empty" in problem else "with nothing to train"
+        assert len(documents) == 4 and skipped == {reason: 1}
 
 
 @pytest.mark.parametrize("answers", [2, 3])

@@ -10,6 +10,7 @@ from ithaka.config import format_value
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names in templates; our messages use the first
+ANSWER_FIELDS = ("content", "reasoning_content", "tool_calls")
 INLINE_REASONING = re.compile(r"\s*(?:<think>)?(.*?)</think>\n*(.*)", re.DOTALL)
 TRAIN_FLAGS = ("train", "loss_mask", "weight", "loss")  # of a message; 0 or false: do not train on it
 ROLE_NAMES = {  # other names of ROLES
@@ -203,6 +204,15 @@ def split_preference(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any]
         shared = chosen.rfind(" ", 0, shared) if " " in chosen[:shared] else shared
     shared = min(shared, len(chosen) - 1, len(rejected) - 1)  # if one ends: its last message is the completion
     return chosen[: max(shared, 0)], chosen[max(shared, 0) :]
+
+
+def is_blank(answer: Any) -> bool:
+    """Whether an answer, text or messages, has no text, reasoning or tool call of the assistant's."""
+    if isinstance(answer, str):
+        return not answer.strip()
+    messages = (message for raw in answer for message, *_ in to_messages(raw, "", "drop"))
+    written = (message.get(name) for message in messages if message["role"] == "assistant" for name in ANSWER_FIELDS)
+    return not any(str(value or "").strip() for value in written)
 
 
 def count_shared(one: Sequence[Any], other: Sequence[Any]) -> int:

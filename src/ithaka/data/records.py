@@ -100,9 +100,10 @@ def parse_record(
             detail = f"{unrolled[0]} has reasoning that needs several samples; set data.reasoning to {{turns: last}}"
             raise BadRecord("with reasoning in several turns", detail)
         (chosen,), (rejected,) = answers
-        for side, answer in zip(SIDES, (chosen, rejected), strict=True):
-            trains_eos = answer.add_bos_eos and reading.train_on_eos
-            if not trains_eos and answer.trained is not None and not any(a < b for a, b in answer.trained):
+        for side, each, answer in zip(SIDES, records, (chosen, rejected), strict=True):
+            if formats.is_blank(formats.split_preference(record.get("prompt"), *(each[name] for name in SIDES))[1]):
+                raise BadRecord("with an empty answer", f"{side} is empty; write an answer, or drop the record")
+            if answer.trained is not None and not any(a < b for a, b in answer.trained):
                 detail = f"{side} has nothing to train; end it with an assistant's message, or drop the record"
                 raise BadRecord("with nothing to train", detail)
         return [chosen, rejected._replace(is_record=False, notes={})]
