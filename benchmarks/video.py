@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 from ithaka.attention.blocks import attention, attention_backward
-from ithaka.attention.kernels import resolve_kernel
+from ithaka.attention.choose import resolve_kernel
 from ithaka.config import parse_count
 from ithaka.dist.loopback import start_loopback
 from ithaka.dist.mesh import make_mesh, start_process_group

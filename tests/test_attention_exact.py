@@ -7,7 +7,8 @@ from torch.nn import functional as F
 import fake_fa4
 from ithaka.attention import blocks as op
 from ithaka.attention.blocks import AttentionSpec, BlockMask, Docs, attention, attention_backward
-from ithaka.attention.kernels import KERNELS, resolve_kernel
+from ithaka.attention.choose import resolve_kernel
+from ithaka.attention.kernels import KERNELS
 from ithaka.attention.pairs import document_spans, plan_query_blocks
 from ithaka.config import ConfigError
 from ithaka.dist.exchange import SINGLE_RANK

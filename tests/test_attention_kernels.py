@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 import ithaka.attention.blocks as op
 from ithaka import bench
-from ithaka.attention import kernels
-from ithaka.attention.kernels import KERNELS, Kernel, Varlen, available_kernels, resolve_kernel
+from ithaka.attention import choose, kernels
+from ithaka.attention.choose import available_kernels, resolve_kernel
+from ithaka.attention.kernels import KERNELS, Kernel, Varlen
 from ithaka.bench import AttentionCase, measure_attention
 from ithaka.cli import app
 from ithaka.config import ConfigError
@@ -249,7 +250,7 @@ def test_a_trial_takes_no_random_numbers_and_passes_in_any_mode(dtype):
     fresh = replace(KERNELS["cpu"], name=str(dtype))  # one that no trial has been made of
     before = torch.get_rng_state()
     with torch.inference_mode():
-        assert kernels._run_trial(fresh, CPU, dtype, 40) is None
+        assert choose._run_trial(fresh, CPU, dtype, 40) is None
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -337,18 +338,18 @@ def gpu_of(monkeypatch):
     """A CPU that poses as a GPU of some compute capability, with some version of flash-attn-4."""
 
     def pretend(capability, installed, **trials):
-        kernels._choose_kernel.cache_clear()
+        choose._choose_kernel.cache_clear()
         for name, kernel in KERNELS.items():
             monkeypatch.setitem(KERNELS, name, replace(kernel, device="any", fallback=None))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(kernels, "version", installed if callable(installed) else lambda package: installed)
         compared = lambda kernel, *_: trials.get(kernel.name)  # noqa: E731
-        kernels._run_trial.cache_clear()
-        monkeypatch.setattr(kernels, "_compare_with_reference", compared)
+        choose._run_trial.cache_clear()
+        monkeypatch.setattr(choose, "_compare_with_reference", compared)
 
     yield pretend
-    kernels._run_trial.cache_clear()
-    kernels._choose_kernel.cache_clear()
+    choose._run_trial.cache_clear()
+    choose._choose_kernel.cache_clear()
 
 
 def not_installed(package):
@@ -388,7 +389,7 @@ def test_a_broken_flash_attn_4_is_skipped(gpu_of, monkeypatch):
     """It is installed, and cannot be imported."""
     gpu_of((9, 0), "4.0.0b36")
     monkeypatch.setattr(
-        kernels, "_compare_with_reference", lambda kernel, *_: kernels._import_fa4() if kernel.name == "fa4" else None
+        choose, "_compare_with_reference", lambda kernel, *_: kernels._import_fa4() if kernel.name == "fa4" else None
     )
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.warns(UserWarning, match="skips fa4, which does not run here .ModuleNotFoundError"):

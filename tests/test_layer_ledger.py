@@ -15,8 +15,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from allocations import rehearsed_peaks
 from ithaka.attention.blocks import Docs
+from ithaka.attention.choose import resolve_kernel
 from ithaka.attention.fused import Positions
-from ithaka.attention.kernels import resolve_kernel
 from ithaka.config import AdapterConfig
 from ithaka.dist.loopback import LoopbackGroup
 from ithaka.layer.store import Store

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ithaka.attention.blocks import attention, attention_backward, default_blocks
-from ithaka.attention.kernels import resolve_kernel
+from ithaka.attention.choose import resolve_kernel
 from ithaka.dist.exchange import all_gather
 from ithaka.dist.mesh import default_device, make_node_groups
 from ithaka.layout import default_dtype

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict as state_dicts
 
 from ithaka import launch
-from ithaka.attention.kernels import agree_on_kernel
+from ithaka.attention.choose import agree_on_kernel
 from ithaka.checkpoint.safe_load import load_into
 from ithaka.config import SAVEABLE_MODULES, AdapterConfig, ConfigError, parse_config, parse_count
 from ithaka.dist.agree import gather_objects, raise_on_all_ranks

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ithaka.attention.kernels import resolve_kernel
+from ithaka.attention.choose import resolve_kernel
 from ithaka.config import AdapterConfig, ConfigError, OptimConfig
 from ithaka.dist.loopback import start_loopback
 from ithaka.dist.mesh import default_device, make_mesh

@@ -6,7 +6,7 @@ from attention_cases import MASKS, assert_as_good_as_plain, errors
 
 from ithaka.attention import blocks
 from ithaka.attention.blocks import attention, attention_backward
-from ithaka.attention.kernels import available_kernels
+from ithaka.attention.choose import available_kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KERNELS = [k for k in available_kernels(DEVICE, torch.bfloat16, 128) if k != "reference"]

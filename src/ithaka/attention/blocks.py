@@ -20,8 +20,9 @@ from typing import Any, Required, TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from ithaka.attention.choose import resolve_kernel
 from ithaka.attention.fused import merge_softmax
-from ithaka.attention.kernels import Kernel, resolve_kernel
+from ithaka.attention.kernels import Kernel
 from ithaka.attention.pairs import (
     EDGE,
     FULL,

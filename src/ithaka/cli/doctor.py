@@ -66,7 +66,8 @@ def _examine_gpus() -> dict[str, Any]:
     """GPUs, their software, and the result of each attention kernel's trial in the training dtype."""
     import torch
 
-    from ithaka.attention.kernels import KERNELS, try_kernels
+    from ithaka.attention.choose import try_kernels
+    from ithaka.attention.kernels import KERNELS
     from ithaka.bench import device_and_dtype
 
     device, dtype = device_and_dtype()

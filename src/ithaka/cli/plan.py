@@ -166,7 +166,7 @@ def attention(
     lengths = [parse_tokens(text, "--tokens") for text in tokens.split(",")] if tokens else []
     sizes = [None if text == "auto" else _parse_blocks(text) for text in blocks.split(",")]
     with loading() as status:
-        from ithaka.attention.kernels import available_kernels
+        from ithaka.attention.choose import available_kernels
         from ithaka.bench import AttentionCase, device_and_dtype, measure_attention
 
     device, dtype = device_and_dtype()

@@ -18,8 +18,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import ModelOutput
 
 from ithaka.attention.blocks import Docs
+from ithaka.attention.choose import agree_on_kernel
 from ithaka.attention.fused import Positions
-from ithaka.attention.kernels import agree_on_kernel
 from ithaka.config import AdapterConfig, ConfigError, RopeConfig
 from ithaka.dist.mesh import Mesh, default_device, make_mesh
 from ithaka.layer.delta import DeltaLayer

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ithaka.attention.blocks import Docs
-from ithaka.attention.kernels import agree_on_kernel
+from ithaka.attention.choose import agree_on_kernel
 from ithaka.config import AdapterConfig, ConfigError
 from ithaka.dist.mesh import Mesh, default_device, make_mesh
 from ithaka.layer.general import BatchFacts, GeneralLayer, Mask

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ithaka.attention.kernels import expected_kernel
+from ithaka.attention.choose import expected_kernel
 from ithaka.checkpoint import files
 from ithaka.config import (
     AdapterConfig,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import yaml
 
-from ithaka.attention.kernels import agree_on_kernel, resolve_kernel
+from ithaka.attention.choose import agree_on_kernel, resolve_kernel
 from ithaka.checkpoint import files, save
 from ithaka.config import CONFIG_FORMAT, ConfigError, embedded_model, to_dict, with_absolute_paths
 from ithaka.data.batch import Batch
