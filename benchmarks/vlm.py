@@ -31,7 +31,6 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ithaka.config import parse_count
 from ithaka.dist.mesh import end_process_group, free_memory, start_process_group
-from ithaka.hf import shape_from_model
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
 from ithaka.phases import listening, phase
@@ -39,6 +38,7 @@ from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import Work
+from ithaka.planned import shape_from_model
 from ithaka.profile.timeline import PhaseTimer
 
 GIB = 2**30

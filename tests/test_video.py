@@ -18,7 +18,6 @@ from general import add_lora, assert_equal, gradient_errors, wide_runs
 from ithaka.cli.plan import plan
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
-from ithaka.hf import shape_from_model
 from ithaka.layer.store import Store
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.shape import measure_model
@@ -27,6 +26,7 @@ from ithaka.plan.hardware import find_hardware
 from ithaka.plan.models import find_config, find_shape
 from ithaka.plan.request import make_request
 from ithaka.plan.shape import Work, count_patches
+from ithaka.planned import shape_from_model
 from ithaka.rehearse import rehearse
 from ithaka.verify import InFloat64
 from parity import Errors, relative

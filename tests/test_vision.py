@@ -23,7 +23,7 @@ from general import add_lora, assert_equal, gradient_errors, mean_loss, wide_run
 from ithaka import verify
 from ithaka.config import AdapterConfig, ConfigError
 from ithaka.dist.mesh import make_mesh
-from ithaka.hf import long_context, shape_from_model
+from ithaka.hf import long_context
 from ithaka.layer import fourbit
 from ithaka.layer.store import Store
 from ithaka.layout import ActivationPolicy, Layout
@@ -37,6 +37,7 @@ from ithaka.plan.search import Plan
 from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import Work
 from ithaka.plan.show import list_assumptions
+from ithaka.planned import shape_from_model
 from ithaka.rehearse import rehearse
 from ithaka.verify import InFloat64
 from parity import Errors, plain_sum, relative

@@ -1,0 +1,192 @@
+"""`ithaka.parallelize`: a model for your own loop, with the plan that `ithaka train` would make."""
+
+import contextlib
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ithaka import launch
+from ithaka.attention.choose import agree_on_kernel
+from ithaka.config import SAVEABLE_MODULES, AdapterConfig, ConfigError, parse_config, parse_count
+from ithaka.dist.agree import gather_objects, raise_on_all_ranks
+from ithaka.dist.mesh import Mesh, default_device, start_process_group
+from ithaka.layer.store import Store
+from ithaka.layout import Layout, layout_from_config
+from ithaka.model import build
+from ithaka.model.adapters import find_active_adapter
+from ithaka.model.calls import check_arguments
+from ithaka.model.positions import rope_parameters
+from ithaka.model.video import parallelize_transformer
+from ithaka.model.video_blocks import is_diffusers_model
+from ithaka.plan import show
+from ithaka.plan.shape import ModelShape, quant_method, shape_from_config
+from ithaka.preflight.run import (
+    Run,
+    check_fits,
+    detect_machine,
+    plan_run,
+    store_host_bytes,
+    uses_planner,
+    weakest_machine,
+)
+
+
+@contextlib.contextmanager
+def _name_arguments() -> Iterator[None]:
+    """Name sizes in errors as `parallelize` does, not as a configuration file."""
+    try:
+        yield
+    except ConfigError as error:
+        error.args = (re.sub(r"(?<![\w./-])parallel\.(?=[a-z])", "", str(error)),)
+        raise
+
+
+@_name_arguments()
+def parallelize(
+    model: Any,
+    cp: int | str | None = None,
+    *,
+    context: int | str | None = None,
+    ring: int | None = None,
+    batch: int = 1,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    layout: Layout | None = None,
+    store: Store | None = None,
+    reference: bool = False,
+) -> Any:
+    """Parallelize a model in place (see `ithaka.model.build.parallelize_model`; for video transformers of diffusers,
+    `ithaka.model.video.parallelize_transformer`), with a plan if `context` is set.
+
+    `context`: tokens per sequence, 524288 or "512K". `batch`: sequences per call. The plan is the one that `ithaka
+    train` would make. Rank 0 prints it, and `model.ithaka_plan` stores it; it is None if nothing is planned, as on a
+    CPU. Raises ConfigError if the context does not fit in memory or exceeds the model's positions. The plan keeps `cp`
+    and `ring` if they are set, and decides them if they are None ("auto", for cp). The compute `dtype` defaults to the
+    model's. `layout` replaces the plan. With `reference`, the plan leaves room for a frozen copy of the model.
+
+    Attention does not cross documents. Each row starts a document, as does each change of `document_ids`. Without
+    `document_ids` and attention_mask, each position that is not its predecessor plus 1 starts one: transformers' rule
+    for packed rows. To use such positions within one document, pass `document_ids` of zeros. With an attention_mask,
+    positions start no documents, and padding is a document of its own. A label at a document's first token counts
+    unless it is -100.
+
+    The loss of a call is the mean over the labels of all ranks. If there are none (`num_tokens == 0`) it is 0, and
+    backward leaves gradients at None, so that an optimizer step changes nothing.
+    """
+    cp = None if cp == "auto" else cp
+    if cp is not None and not isinstance(cp, int):
+        raise ConfigError(f'cp={cp!r} is not a number; use a divisor of the number of ranks, or "auto" with a context')
+    if cp is not None and cp > 1 and mesh is None and not (dist.is_initialized() or launch.under_torchrun()):
+        start = f"start the script with `torchrun --nproc-per-node {cp}`"
+        raise ConfigError(f"cp={cp} ranks share a sequence, but there is only this process; {start}, or use cp=1")
+    base = base_model(model)
+    if not is_diffusers_model(base):
+        check_arguments(model, cp, ring)
+    if layout is not None and dtype is not None:
+        if layout.dtype not in (None, dtype):
+            raise ConfigError(f"dtype={dtype} conflicts with layout.dtype={layout.dtype}; give one of them")
+        layout = dataclasses.replace(layout, dtype=dtype)
+    plan = None
+    if context is not None:
+        num_tokens = parse_count(context) if isinstance(context, str) else context
+        if not isinstance(num_tokens, int) or num_tokens < 2:
+            raise ConfigError(f"context={context!r} is not a number of tokens, at least 2; use 524288 or '512K'")
+        if not is_diffusers_model(base):
+            _check_positions(base.config.get_text_config(), num_tokens)
+        start_process_group()
+        dtype = dtype or str(base.dtype).removeprefix("torch.")
+        run = plan_model_run(model, cp, ring, dtype, layout, num_tokens, batch, reference)
+        layout, plan = run.layout, run.plan
+        store = store or Store(default_device(), host_bytes=store_host_bytes(run))
+        if plan is not None and dist.get_rank() == 0:
+            print(show.as_text(plan, _model_name(base)), flush=True)
+    elif dtype is not None and layout is None:
+        layout = Layout(cp=cp or 1, ring=ring or 1, dtype=dtype)
+    parallelize_any = parallelize_transformer if is_diffusers_model(base) else build.parallelize_model
+    model = parallelize_any(model, cp, ring=ring, mesh=mesh, layout=layout, store=store)
+    base.ithaka_plan = plan
+    return model
+
+
+def plan_model_run(
+    model: Any,
+    cp: int | None,
+    ring: int | None,
+    dtype: str,
+    layout: Layout | None,
+    context: int,
+    batch: int,
+    reference: bool = False,
+) -> Run:
+    """Plan a layout, or take the user's, and check that it fits on every rank's machine."""
+    num_ranks = dist.get_world_size()
+    parallel = {name: value for name, value in {"cp": cp, "ring": ring}.items() if value}
+    settings = {"data": {"context": context}, "train": {"batch": batch}, "parallel": parallel}
+    config, explicit = parse_config({"model": {"dtype": dtype}, **settings}), {f"parallel.{name}" for name in parallel}
+    machine = raise_on_all_ranks(detect_machine, config, num_ranks, launch.detect_gpu())
+    least = raise_on_all_ranks(weakest_machine, gather_objects(machine))
+    shape = dataclasses.replace(raise_on_all_ranks(shape_from_model, model), reference=reference)
+    if default_device().type == "cuda" and uses_planner(config, least):  # only a trial on the GPU shows the kernel
+        least = least.with_kernel(agree_on_kernel("auto", default_device(), torch.bfloat16, shape.head_dim))
+
+    def plan_and_check() -> Run:
+        planned, plan = (config, None) if layout else plan_run(config, explicit, least, shape)
+        chosen = layout or layout_from_config(planned, shape.num_layers, num_ranks, on_gpu=machine.gpu.name != "CPU")
+        run = Run(planned, num_ranks, shape, chosen, machine, plan)
+        check_fits(run)
+        return run
+
+    return raise_on_all_ranks(plan_and_check)
+
+
+def shape_from_model(model: Any) -> ModelShape:
+    """The shape of a model for the planner, with its PEFT adapter."""
+    base, is_video = base_model(model), is_diffusers_model(base_model(model))
+    config = {"_class_name": type(base).__name__, **base.config} if is_video else base.config.to_dict()
+    shape = shape_from_config(config, _model_name(base))
+    if shape.encoder:
+        trains = any(param.requires_grad for param in base.model.visual.parameters())
+        shape = dataclasses.replace(shape, freezes_encoder=not trains)
+    adapter = find_active_adapter(base)
+    if adapter is None:
+        return shape
+    modules = {name: module for name, module in base.named_modules() if adapter in getattr(module, "lora_A", ())}
+    rank = max(module.r[adapter] for module in modules.values())
+    layers = r"^((transformer_)?blocks|model\.language_model\.layers)\."  # not the planner's names
+    targets = tuple(re.sub(layers, "model.layers.", name) for name in modules)
+    if is_video or shape.encoder:
+        targets = tuple(target for target in targets if target.startswith("model.layers."))
+    if is_video:
+        return shape.with_adapter(AdapterConfig(rank=rank, targets=targets))
+    ends = dict(zip(SAVEABLE_MODULES, (base.get_input_embeddings(), base.get_output_embeddings()), strict=True))
+    saved = (name for name, module in ends.items() if hasattr(module, "modules_to_save"))
+    others: Any = {"base": "nf4"} if quant_method(base.config.to_dict()) == "bitsandbytes" else {}
+    others["dropout"] = max(getattr(module.lora_dropout[adapter], "p", 0.0) for module in modules.values())
+    return shape.with_adapter(AdapterConfig(rank, targets=targets, modules_to_save=tuple(saved), **others))
+
+
+def base_model(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _model_name(base: Any) -> str:
+    return str(getattr(base, "name_or_path", "") or "the model")
+
+
+def _check_positions(config: Any, context: int) -> None:
+    """Refuse a context beyond the model's positions: they cannot be extended after the model is built."""
+    positions = config.max_position_embeddings
+    if context > positions:
+        factor, theta = math.ceil(context / positions), rope_parameters(config)["rope_theta"]
+        original = {"original_max_position_embeddings": positions}
+        yarn = {"rope_type": "yarn", "rope_theta": theta, "factor": factor, **original}
+        raise ConfigError(
+            f"context={context} exceeds max_position_embeddings={positions} of the model; use a shorter context, or "
+            f"load it with more positions: from_pretrained(..., max_position_embeddings={factor * positions}, "
+            f"rope_parameters={yarn}), or with a larger rope_theta"
+        )
