@@ -103,7 +103,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("localhost", 0), Handler)
         self.seen, self.cuts, self.other = [], 0, None
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -326,6 +326,7 @@ def test_disk_space_is_not_reused_while_it_is_written(monkeypatch):
 
 def test_handles_may_be_deleted_anywhere(slow_disk):
     """On other threads, in reference cycles, and under the pool's lock while the writer needs it."""
+    gc.freeze()  # what other tests left would be traversed again and again
     x = numbers((40,))
     store, failures = Store(host_bytes=3 * x.nbytes), []
 
