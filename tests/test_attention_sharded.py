@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from grids import diagonal
 from ithaka.config import ConfigError
 from ithaka.layer.sharded import sharded_attention
 from reference import attention_reference
@@ -36,8 +37,9 @@ def shard_gradients(heads, mask):
     return [x.detach() for x in (out, *torch.autograd.grad(out, leaves, dout))]
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (4, 1), (6, 3), (7, 7), (6, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize(
+    "heads, mask", diagonal([(4, 4), (8, 2), (4, 1), (6, 3), (7, 7), (6, 2), (3, 1)], MASKS), ids=str
+)
 def test_matches_the_twin_on_any_number_of_ranks(ranks, heads, mask):
     q, k, v, dout = tensors(*heads)
     leaves = [x.requires_grad_() for x in (q, k, v)]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import templates
+from grids import diagonal
 from ithaka.config import DataConfig
 from ithaka.data import stream as data_stream
 from ithaka.data.open import data_facts, open_data
@@ -132,11 +133,14 @@ def test_a_head_without_room_and_text_are_split(tmp_path):
     assert found == {piece for piece in pieces if max(piece) >= 0} and len(found) < len(pieces)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("reasoning", [None, {"turns": "all"}, {"turns": "last"}, {"loss": False}, {"drop": True}])
+REASONING = [{"turns": "all"}, {"turns": "last"}, {"loss": False}, {"drop": True}]
+
+
+# Reasoning is rendered before documents are cut, so two modes are enough.
+@pytest.mark.parametrize(
+    "mode, reasoning", [*((mode, None) for mode in MODES), *diagonal(("split", "turns"), REASONING)]
+)
 def test_resume_is_bitwise_in_every_mode(tmp_path, mode, reasoning, monkeypatch):
-    if reasoning is not None and mode not in ("split", "turns"):
-        pytest.skip("reasoning is rendered before documents are cut")
     monkeypatch.setattr(data_stream, "ROUND_TOKENS", 0)
     monkeypatch.setattr(data_stream, "ROUND_SEQUENCES", 4)
     monkeypatch.setattr(data_stream, "ROUND_STEPS", 1)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from decoders import tiny_decoder
 from general import assert_equal, compare, wide_runs
+from grids import diagonal
 from ithaka.config import ConfigError
 from ithaka.layer.general import Capture, _attend
 from ithaka.layout import EVERYTHING, Layout
@@ -123,8 +124,7 @@ def test_a_layer_compiled_in_place_is_refused():
 # ---- what runs leave behind
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])
+@pytest.mark.parametrize("family, layout", diagonal(["gpt_oss", "gemma2"], LAYOUTS))
 def test_a_call_leaves_no_hook_mode_or_patch_behind(family, layout):
     model = parallelize_model(make(family, dtype=torch.float32), layout=LAYOUTS[layout])
     before = state_of(model)

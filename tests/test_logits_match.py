@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from grids import diagonal
 from models import FAMILIES, tiny_config, tiny_model
 from parity import check, gradient_errors, parallel, random_ids, relative
 
@@ -23,9 +24,9 @@ def compare(family, cp, tokens):
     return {"logits": relative(out.logits.detach(), expected.detach()), **gradient_errors(model, plain)}
 
 
-@pytest.mark.parametrize("cp,tokens", [(1, 9), (2, 9), (4, 11)])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_the_gradients_of_a_loss_on_them(ranks, family, cp, tokens):
+@pytest.mark.parametrize("family, sizes", diagonal(FAMILIES, [(1, 9), (2, 9), (4, 11)]), ids=str)
+def test_logits_and_the_gradients_of_a_loss_on_them(ranks, family, sizes):
+    cp, tokens = sizes
     check(ranks.run(cp, compare, family, cp, tokens))
 
 

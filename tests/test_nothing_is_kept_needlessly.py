@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from grids import diagonal
 from ithaka.dist.mesh import make_mesh
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
@@ -81,8 +82,7 @@ def two_forwards(cp, layout):
     return {"loss": relative(total.detach(), expected.detach()), **gradient_errors(model, plain)}
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("cp, tier", diagonal([2, 1], TIERS))
 def test_two_forwards_before_one_backward(ranks, cp, tier):
     check(ranks.run(cp, two_forwards, cp, offloaded(tier)))
 

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from grids import diagonal
 from ithaka.attention.kernels import KERNELS
 from ithaka.cli import app
 from ithaka.config import ConfigError, explicit_settings, load_config, to_yaml
@@ -265,8 +266,7 @@ def test_a_gpu_with_a_similar_name_is_not_matched(name):
     assert gpu_named(name) is None and peak_flops(name) is None
 
 
-@pytest.mark.parametrize("context", ["128K", pytest.param("2M", marks=pytest.mark.slow), "6M"])
-@pytest.mark.parametrize("disk", [False, True])
+@pytest.mark.parametrize("context, disk", diagonal(["128K", "6M", "2M"], [False, True]))
 def test_the_checks_accept_the_planners_choice(tmp_path, context, disk):
     config, explicit = llama(tmp_path, data__context=context, **({"memory__disk_path": tmp_path} if disk else {}))
     resolved, plan = plan_run(config, explicit, node(disk=10**13 if disk else 0))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from grids import diagonal
 from ithaka.layer import store as store_module
 from ithaka.layer import streamed as layer
 from ithaka.layout import ActivationPolicy, Layout
@@ -57,11 +58,10 @@ def test_a_layer_reads_its_own_before_the_next_ones(ranks):
     assert all(sum(others) == 0 for _, *others in seen)
 
 
-@pytest.mark.parametrize("num_layers, stages", [(1.0, 1), (1.6, 1), (3.0, 1), (3.0, 2)])
-@pytest.mark.parametrize("cp", [1, 2])
-def test_small_pools_are_exact(ranks, cp, num_layers, stages):
+@pytest.mark.parametrize("cp, sizes", diagonal([1, 2], [(1.0, 1), (1.6, 1), (3.0, 1), (3.0, 2)]), ids=str)
+def test_small_pools_are_exact(ranks, cp, sizes):
     """In several stages without overlap, dq is in the pool too. Plans have three layers in it."""
-    ids, layout = random_ids(1, 24), LAYOUT
+    ids, layout, (num_layers, stages) = random_ids(1, 24), LAYOUT, sizes
     if stages > 1:
         layout = replace(LAYOUT, heads_per_stage=4 // stages, overlap=False)
     host_bytes = int(num_layers * LAYER_BYTES / cp)
@@ -96,7 +96,7 @@ def used_over_steps(tier):
     return used
 
 
-@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("tier", [pytest.param("host", marks=pytest.mark.slow), "disk"])
 def test_steps_use_the_same_memory_again(ranks, tier):
     for used in ranks.run(2, used_over_steps, tier):
         kept = LAYERS * LAYER_BYTES // 2

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
+from grids import diagonal
 from ithaka.dist.mesh import make_mesh
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
 from models import EXPERTS, tiny_config, tiny_model
 
 
-@pytest.mark.parametrize("family", EXPERTS)
-@pytest.mark.parametrize("heads_per_stage", [1, 4])
+@pytest.mark.parametrize("family, heads_per_stage", diagonal(EXPERTS, [1, 4]))
 def test_no_expert_changes_in_backward(family, heads_per_stage):
     """In bf16, where different rounding of the router's logits would sometimes flip a choice."""
     config = tiny_config(family, 4, 2, vocab_size=512, hidden_size=64, num_hidden_layers=2)
