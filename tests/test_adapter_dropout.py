@@ -79,7 +79,7 @@ CASES = {  # family (None: the fast path), rows, data-parallel ranks, layout
 }
 
 
-SLOW = {"ring", "general", "general, four ranks", "rows and tiles"}  # the others cover most of them
+SLOW = {"ring", "uneven heads", "general", "general, four ranks", "rows and tiles"}  # the others cover most of them
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])

@@ -44,7 +44,10 @@ def with_documents(family, cp, rows, how):
     )
 
 
-@pytest.mark.parametrize("family,cp,rows", [("llama", 1, 1), ("mistral", 2, 2), ("qwen2", 4, 1), ("qwen3", 2, 1)])
+@pytest.mark.parametrize(
+    "family,cp,rows",
+    [("llama", 1, 1), ("mistral", 2, 2), ("qwen2", 4, 1), pytest.param("qwen3", 2, 1, marks=pytest.mark.slow)],
+)
 def test_documents_are_as_if_alone(ranks, family, cp, rows):
     check(ranks.run(cp, each_of, with_documents, [(family, cp, rows, how) for how in ("documents", "positions")]))
 
@@ -113,7 +116,7 @@ def with_padding(family, cp, side, given_positions):
     )
 
 
-@pytest.mark.parametrize("family,cp", [("llama", 1), ("mistral", 2), ("qwen3", 4)])
+@pytest.mark.parametrize("family,cp", [("llama", 1), pytest.param("mistral", 2, marks=pytest.mark.slow), ("qwen3", 4)])
 def test_padding_is_honoured(ranks, family, cp):
     cases = [(family, cp, side, given_positions) for side in ("left", "right") for given_positions in (False, True)]
     check(ranks.run(cp, each_of, with_padding, cases))

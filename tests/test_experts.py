@@ -89,7 +89,7 @@ def test_experts_equal_those_of_transformers(family):
     ("family", "layout"),
     [
         ("gpt_oss", Layout(4, heads_per_stage=4, tile_tokens=5)),
-        ("deepseek_v3", Layout(2, ring=2, tile_tokens=7)),
+        pytest.param("deepseek_v3", Layout(2, ring=2, tile_tokens=7), marks=pytest.mark.slow),
         ("glm4_moe", Layout(2, kept=(EVERYTHING,), tile_tokens=7)),
     ],
 )
@@ -173,7 +173,7 @@ def test_adapters_on_experts_equal_peft(family, targets, layout):
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("gpt_oss", Layout(2, ring=2, tile_tokens=7)),
+        pytest.param("gpt_oss", Layout(2, ring=2, tile_tokens=7), marks=pytest.mark.slow),
         ("deepseek_v3", Layout(tile_tokens=9)),
         ("qwen3_moe", Layout(4, heads_per_stage=4, tile_tokens=5)),
     ],

@@ -84,7 +84,10 @@ def read_only(patch):
 
 @pytest.mark.parametrize(
     "fault, words",
-    [(disk_full, "rank 1: OSError: [Errno 28] No space left"), (read_only, "rank 0: OSError: [Errno 30] Read-only")],
+    [
+        (disk_full, "rank 1: OSError: [Errno 28] No space left"),
+        pytest.param(read_only, "rank 0: OSError: [Errno 30] Read-only", marks=pytest.mark.slow),
+    ],
 )
 def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(ranks, whole, tmp_path, fault, words):
     config = moved(whole, tmp_path / "run")

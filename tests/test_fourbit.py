@@ -122,7 +122,7 @@ CASES = [  # family, cp, layout, changes
     ("llama", 1, "whole", {}),
     ("llama", 2, "tiers", WIDE),
     ("llama", 4, "ring", WIDE),
-    ("qwen3", 2, "everything", {"hidden_size": 256}),
+    pytest.param("qwen3", 2, "everything", {"hidden_size": 256}, marks=pytest.mark.slow),
     ("qwen3_moe", 2, "stages", {}),
     ("gemma3_text", 2, "everything", {}),
 ]

@@ -114,6 +114,7 @@ SLOW = (
     "experts, both kinds of document inputs",
     "one norm before and after the layers",
     "a layer without rope",
+    "two rope bases, on the host",
 )
 
 
@@ -153,7 +154,9 @@ ADAPTERS = {  # family, layout, PEFT's settings
 }
 
 
-@pytest.mark.parametrize("case", ADAPTERS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "everything kept")) for case in ADAPTERS]
+)
 def test_adapters_equal_peft(case):
     family, layout, settings = ADAPTERS[case]
     plain = add_lora(tiny_decoder(family, num_hidden_layers=2), **settings)

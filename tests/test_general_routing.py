@@ -62,7 +62,7 @@ def errors_of_rank(family: str, layout: Layout):
     [
         ("mixtral", 1, Layout(tile_tokens=7)),
         ("gpt_oss", 4, Layout(2, heads_per_stage=4, tile_tokens=5)),
-        ("qwen2_moe", 2, Layout(2, ring=2, kept=(EVERYTHING,) * 2, tile_tokens=11)),
+        pytest.param("qwen2_moe", 2, Layout(2, ring=2, kept=(EVERYTHING,) * 2, tile_tokens=11), marks=pytest.mark.slow),
     ],
 )
 def test_the_load_balancing_loss_equals_that_of_plain_transformers(family, num_ranks, layout):

@@ -77,7 +77,7 @@ ALL = (True, True)
 CASES = [
     Case(4, 2, 1, None),
     pytest.param(Case(4, 2, 1, 1), marks=pytest.mark.slow),
-    Case(4, 2, 1, 1, overlap=False),
+    pytest.param(Case(4, 2, 1, 1, overlap=False), marks=pytest.mark.slow),
     pytest.param(Case(8, 2, 2, 2), marks=pytest.mark.slow),
     Case(8, 2, 2, 2, overlap=False),
     pytest.param(Case(8, 2, 2, 4, overlap=False, inputs="device", attention="device"), marks=pytest.mark.slow),
@@ -101,7 +101,7 @@ CASES = [
     pytest.param(
         Case(8, 2, 2, 4, 32, overlap=False, inputs="device", attention="device", more=ALL), marks=pytest.mark.slow
     ),
-    Case(8, 2, 2, 2, 32, more=ALL),
+    pytest.param(Case(8, 2, 2, 2, 32, more=ALL), marks=pytest.mark.slow),
     Case(8, 4, 4, 4, attention="device", more=(True, False)),
     pytest.param(
         Case(9, 3, 4, 8, overlap=False, inputs="device", more=(True, False), dtype=torch.float64),
@@ -109,7 +109,10 @@ CASES = [
     ),
     pytest.param(Case(9, 3, 6, 3, 32, ring=3, inputs="device", attention="device", more=ALL), marks=pytest.mark.slow),
     Case(8, 2, 2, 2, overlap=False, adapter=AdapterConfig(4)),
-    Case(9, 3, 4, 8, inputs="device", attention=None, adapter=AdapterConfig(4, targets=("q_proj", "up_proj"))),
+    pytest.param(
+        Case(9, 3, 4, 8, inputs="device", attention=None, adapter=AdapterConfig(4, targets=("q_proj", "up_proj"))),
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

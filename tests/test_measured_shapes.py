@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("quiet_transformers")
 WIDE = {"hidden_size": 64, "intermediate_size": 192}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_a_measured_shape_equals_the_formula(family):
     config = tiny_config(family, 4, 2, attention_bias=True, tie_word_embeddings=False)
     with torch.device("meta"):

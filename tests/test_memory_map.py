@@ -59,8 +59,8 @@ def profiles(tmp_path_factory):
 @pytest.mark.parametrize(
     "name",
     [
-        "everything kept",
         "on the host",
+        pytest.param("everything kept", marks=pytest.mark.slow),
         pytest.param("recomputed", marks=pytest.mark.slow),
         pytest.param("attention kept", marks=pytest.mark.slow),
     ],

@@ -78,10 +78,10 @@ def test_every_family(ranks, family, cp, dp):
 @pytest.mark.parametrize(
     "cp,heads,kv_heads",
     [
-        *((4, *heads) for heads in ((8, 8), (8, 4), (8, 2), (9, 3), (5, 5), (7, 1))),
-        *((2, *heads) for heads in ((8, 4), (8, 2), (8, 1))),
-        pytest.param(4, 8, 1, marks=pytest.mark.slow),
-        *(pytest.param(2, *heads, marks=pytest.mark.slow) for heads in ((8, 8), (9, 3), (5, 5), (7, 1))),
+        *((4, *heads) for heads in ((8, 4), (8, 2), (9, 3), (5, 5), (7, 1))),
+        *((2, *heads) for heads in ((8, 4), (8, 1))),
+        *(pytest.param(4, *heads, marks=pytest.mark.slow) for heads in ((8, 8), (8, 1))),
+        *(pytest.param(2, *heads, marks=pytest.mark.slow) for heads in ((8, 8), (8, 2), (9, 3), (5, 5), (7, 1))),
     ],
 )
 def test_kv_heads_above_equal_and_below_cp(ranks, heads, kv_heads, cp):
@@ -151,14 +151,17 @@ def layouts(draw) -> tuple:
     return family, heads, kv_heads, cp, rows, tokens, layout
 
 
-@settings(max_examples=15, derandomize=True, deadline=None)
+@settings(max_examples=10, derandomize=True, deadline=None)
 @given(case=layouts())
 def test_any_layout(ranks, case):
     family, heads, kv_heads, cp, rows, tokens, layout = case
     check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, rows, tokens, layout))
 
 
-@pytest.mark.parametrize("family,heads,kv_heads,cp,heads_per_stage", STAGED)
+@pytest.mark.parametrize(
+    "family,heads,kv_heads,cp,heads_per_stage",
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] in ("qwen2", "mistral"))) for case in STAGED],
+)
 def test_keeping_more_and_less(ranks, family, heads, kv_heads, cp, heads_per_stage):
     layout = Layout(cp, heads_per_stage, tile_tokens=5, kept=(ActivationPolicy("host", "device", True), EVERYTHING))
     check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, layout))

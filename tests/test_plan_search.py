@@ -144,6 +144,9 @@ def test_the_last_layers_keep_most():
 
 SLOW_MODELS = (
     "qwen",
+    "llama3.2-1b",
+    "smollm2-1",
+    "wan2.1-1.3b",
     "llama3.1",
     "llama3.3",
     "llama3-70b",

@@ -134,16 +134,18 @@ def config_of(family):
 
 
 @pytest.mark.parametrize(
-    "cp,family,layout",
+    "cp,family,layout,forests",
     [
-        (1, "llama", Layout()),
-        (2, "window", Layout(tile_tokens=5)),
-        (4, "qwen3", Layout(heads_per_stage=4)),
+        (1, "llama", Layout(), FORESTS),
+        (2, "window", Layout(tile_tokens=5), ("answers", "late")),
+        (4, "qwen3", Layout(heads_per_stage=4), ("apart", "depths")),
     ],
     ids=str,
 )
-def test_a_forest_equals_its_branches(cp, family, layout):
-    cases = [(nodes, 1) for nodes in FORESTS.values()] + [(FORESTS["answers"], 2)]
+def test_a_forest_equals_its_branches(cp, family, layout, forests, pytestconfig):
+    """On several ranks half of the forests each; all with --slow."""
+    names = FORESTS if pytestconfig.getoption("--slow") else forests
+    cases = [(FORESTS[name], 1) for name in names] + [(FORESTS["answers"], 2)]
     plain = tiny_model(config_of(family))
     expected = [expect(plain, *case) for case in cases]
 
@@ -170,7 +172,9 @@ GENERAL = {  # family, changes to its configuration, adapter, layout
 
 
 @pytest.mark.usefixtures("quiet_transformers", "probes_once")
-@pytest.mark.parametrize("case", GENERAL)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "experts")) for case in GENERAL]
+)
 def test_mixtures_adapters_and_other_masks(case):
     family, changes, adapter, layout = GENERAL[case]
     plain = tiny_decoder(family, **changes)

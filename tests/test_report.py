@@ -88,7 +88,9 @@ DRAWN_PIXELS = """[...document.querySelectorAll('.chart')].map(box => {
 
 
 @needs_browser
-@pytest.mark.parametrize("size", ["desktop", "phone", pytest.param("dark", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", ["desktop", *(pytest.param(size, marks=pytest.mark.slow) for size in ("phone", "dark"))]
+)
 @pytest.mark.parametrize("num_runs", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_all_charts_are_drawn_without_errors(run_dir, browser, tmp_path, size, num_runs):
     page = write_report([run_dir] * num_runs, tmp_path / "page.html")

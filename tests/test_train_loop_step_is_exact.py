@@ -114,7 +114,11 @@ def plain_steps(num_steps: int, dp_size: int, family: str):
 
 @pytest.mark.parametrize(
     "num_ranks,cp,family",
-    [(1, 1, "llama"), (2, 1, "llama"), (2, 2, "qwen3"), pytest.param(4, 2, "qwen2", marks=pytest.mark.slow)],
+    [
+        (1, 1, "llama"),
+        (2, 2, "qwen3"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 1, "llama"), (4, 2, "qwen2"))),
+    ],
 )
 def test_steps_equal_plain_pytorch(ranks, num_ranks, cp, family):
     expected, expected_val, weights = plain_steps(3, num_ranks // cp, family)

@@ -89,7 +89,7 @@ CASES = [
     ),
     pytest.param("mistral", 4, 2, 1, None, {"sliding_window": 4096}, marks=pytest.mark.slow),
     ("qwen2", 4, 2, 1, None, {"max_window_layers": 3}),  # the last layer alone has a window
-    ("qwen3", 4, 1, 2, LORA, {}),
+    pytest.param("qwen3", 4, 1, 2, LORA, {}, marks=pytest.mark.slow),
     pytest.param("qwen3_5_text", 4, 2, 2, None, HYBRID, marks=pytest.mark.slow),
 ]
 

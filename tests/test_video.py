@@ -169,7 +169,10 @@ CASES = {  # model, changes, inputs, layout, inputs with gradients, other argume
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("Wan on one rank", "Wan in stages and tiles")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
 def test_equals_plain_diffusers(case):
     kind, changes, inputs, layout, trained, others = CASES[case]
     assert_equal(compare(tiny(kind, **changes), inputs_of(inputs), layout, trained, **others))
@@ -202,7 +205,7 @@ def sample_and_gradients(model: nn.Module, given: dict[str, Tensor], mode, other
     return sample.detach().double(), torch.cat([grad.double().flatten() for grad in full])
 
 
-@pytest.mark.parametrize("kind", ["wan", "ltx"])
+@pytest.mark.parametrize("kind", ["wan", pytest.param("ltx", marks=pytest.mark.slow)])
 def test_bfloat16_is_as_precise_as_autocast(kind):
     exact, given, others = tiny(kind), inputs_of(kind), SIZES if kind == "ltx" else {}
     with torch.no_grad():

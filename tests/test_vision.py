@@ -20,6 +20,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 from general import add_lora, assert_equal, gradient_errors, mean_loss, wide_runs
+from grids import diagonal
 from ithaka import verify
 from ithaka.config import AdapterConfig, ConfigError
 from ithaka.dist.mesh import make_mesh
@@ -98,8 +99,7 @@ FAMILIES = ["qwen2_5_vl", "qwen3_vl"]
 FEW_IMAGES = {"images": [(2, 2)], "before": 20}  # at the end: most ranks encode no frame, or have no image token
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("cp", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("family, cp", diagonal(FAMILIES, [1, 4, 2]))
 def test_equals_plain_transformers(family, cp):
     inputs = media_inputs(family, **SIZES)
     assert_equal(compare(tiny_vlm(family), inputs, Layout(cp, tile_tokens=7)))
