@@ -3,6 +3,7 @@ config import no torch."""
 
 import ast
 import re
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -20,6 +21,7 @@ def room(module: str) -> str:
     return module.split(".")[1]
 
 
+@cache
 def imported(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
