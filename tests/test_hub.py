@@ -247,6 +247,15 @@ def test_large_datasets_are_streamed_in_the_order_of_their_files(hub, tmp_path):
     assert small == ["arrow", TEXTS]
 
 
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_a_push_without_a_connection_says_so(hub, tmp_path, offline):
+    code = CODE.replace("except ConfigError", "except (ConfigError, TransientError)")
+    code = "from ithaka.exits import TransientError\n" + code
+    changes = {"HF_ENDPOINT": "http://localhost:1", "HF_HUB_OFFLINE": offline}
+    _, [found] = fetched(hub, tmp_path / "cache", "push=org/new", code=code, **changes)
+    assert_refused(found["error"], "--push=org/new", way_out="`hf upload org/new OUT_DIR`")
+
+
 def test_folders_are_pushed_in_one_commit(hub, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/README.md").write_text("# a card")

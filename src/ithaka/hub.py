@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from ithaka.config import ConfigError, input_error
+from ithaka.exits import is_transient
 
 _HUB_NAME = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 HUB_ID = rf"(?!.*(?:--|\.\.)){_HUB_NAME}/{_HUB_NAME}"  # owner/name, as the hub allows it
@@ -82,18 +83,20 @@ def create_repository(repo: str) -> None:
         raise ConfigError(f"--push={repo} is not a name on the hub; use ORG/NAME")
     try:
         HfApi().create_repo(repo, private=True, exist_ok=True)
-    except (OSError, errors.HfHubHTTPError) as error:
+    except Exception as error:  # as in _download
         reason = str(error).strip().rpartition("\n")[2]
         fix = "log in with `hf auth login` and a token that may write there"
-        raise ConfigError(f"--push={repo} cannot be created or written ({reason}); {fix}") from None
+        if is_transient(error) or isinstance(error, errors.OfflineModeIsEnabled):
+            fix = f"connect to the hub, or leave out --push and upload the export later with `hf upload {repo} OUT_DIR`"
+        raise input_error(f"--push={repo} cannot be created or written ({reason}); {fix}", error) from None
 
 
 def push_folder(folder: Path, repo: str, message: str) -> str:
     """Upload the files of `folder` in one commit, and return its address."""
-    from huggingface_hub import HfApi, errors
+    from huggingface_hub import HfApi
 
     try:
         return HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message=message).commit_url
-    except (OSError, errors.HfHubHTTPError) as error:
+    except Exception as error:  # as in _download
         fix = f"the export is in {folder}: upload it with `hf upload {repo} {folder}`"
         raise input_error(f"--push={repo} failed ({type(error).__name__}: {error}); {fix}", error) from None
