@@ -1,5 +1,6 @@
 """The `ithaka` command: parse arguments, print results. Commands import torch only when they run."""
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -9,6 +10,8 @@ from typer.core import TyperGroup
 
 from ithaka.cli import doctor, plan, runs
 from ithaka.exits import is_transient
+
+logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao registers its enums on import
 
 
 class Commands(TyperGroup):

@@ -207,7 +207,9 @@ def merge_adapter(
     if change is not None and quant_method(read_json(base / "config.json")) != "bitsandbytes":  # rounded already
         change(model)
     stored = {name: t.dtype for name, t in model.state_dict().items()}  # some tensors are always in float32
-    peft_model = get_peft_model(model.float(), PeftConfig.from_pretrained(adapter))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the base may have another path than in training
+        peft_model = get_peft_model(model.float(), PeftConfig.from_pretrained(adapter))
     set_peft_model_state_dict(peft_model, tensors)
     merged = peft_model.merge_and_unload()
     for name, t in merged.state_dict(keep_vars=True).items():
