@@ -278,6 +278,8 @@ def evaluate(
         print(f"{title}\n{format_table(rows) if rows else 'not measured'}\n")
     if not as_json and (explanation := evaluation.explain_figures(results)):
         print(explanation)
+    if not as_json and page is not None:
+        print(f"wrote {page}")
     if any(result.get("partial") for result in results):
         print("stopped early: figures that were not measured are missing", file=sys.stderr)
         raise typer.Exit(ExitCode.SIGNALED + signal.SIGINT)
