@@ -220,7 +220,8 @@ def data_facts(data: TrainData, num_sequences: int) -> dict[str, str]:
     facts["epochs"] = f"{', '.join(epochs)} ({num_sequences:,} sequences in total)"
     facts["packing"] = f"{packed.num_tokens / len(packed) / stream.context:.1%} of each sequence filled"
     if stream.num_long:
-        facts["packing"] += f"; {stream.num_long:,} documents longer than data.context {LONG_ACTIONS[stream.long.mode]}"
+        long = f"{stream.num_long:,} document{'s' * (stream.num_long > 1)} longer than data.context"
+        facts["packing"] += f"; {long} {LONG_ACTIONS[stream.long.mode]}"
     if stream.removed_tokens:
         facts["cut"] = f"{stream.removed_tokens:,} tokens of these documents"
     if stream.num_left_out or stream.pieces_left_out:
