@@ -78,6 +78,10 @@ BAD_OVERRIDES = [
 ]
 
 
+def test_a_loss_may_be_set_by_its_type():
+    assert load_config(overrides=["loss=dpo"]).loss.type == "dpo"
+
+
 @pytest.mark.parametrize("override, named, way_out", BAD_OVERRIDES)
 def test_bad_override_is_refused(override, named, way_out):
     assert_refused(lambda: load_config(overrides=[override]), named, way_out=way_out)

@@ -90,6 +90,8 @@ class _Nested(dict):
 
 def _parse_override(override: str) -> tuple[str, str, Any]:
     name, equals, text = override.partition("=")
+    if name.strip() == "loss":  # as in a file
+        name = "loss.type"
     if name.count(".") == 2:
         outer, _, inner = name.strip().rpartition(".")
         section, key, value = _parse_override(f"{outer}={text or ' '}")
