@@ -72,7 +72,9 @@ def configured(folder, base, adapter, **sections):
 
 def recorded(config):
     """Train, and return (micro-batches of each step, losses)."""
-    trainer, seen, losses = prepare(valid(config)), [], []
+    trainer, seen, losses = prepare(run := valid(config)), [], []
+    if not config.adapter.modules_to_save:
+        assert trainer.num_params - trainer.num_trained == run.shape.num_parameters
     while trainer.step < config.train.steps:
         batches = [trainer.data.next_batch() for _ in range(config.train.accumulate)]
         losses.append(trainer.advance(batches)[0].loss)

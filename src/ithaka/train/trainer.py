@@ -29,6 +29,7 @@ from ithaka.data.tokenizer import load_tokenizer
 from ithaka.dist.agree import SharedError, gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import Mesh, make_mesh, start_process_group
 from ithaka.exits import ExitCode, TransientError
+from ithaka.layer.fourbit import packed_weights
 from ithaka.layer.store import Store
 from ithaka.measure import EvalText, check_prompts, flatten_metrics, measure_all, read_text
 from ithaka.model.build import build_model, has_weights
@@ -98,7 +99,9 @@ class Trainer:
         note_startup("model")
         self.model.ithaka_loss = _import_loss(config.loss.function)
         self.optimizer = make_optimizer(self.model, config.optim)
+        packed = packed_weights(self.model).values()
         self.num_params = sum(param.numel() for param in self.model.parameters())
+        self.num_params += sum(weight.shape.numel() - weight.packed.numel() for weight in packed)
         self.num_trained = sum(param.numel() for param in self.model.parameters() if param.requires_grad)
         with status("opening the data"):
             self.tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.chat_template)

@@ -17,6 +17,7 @@ import torch
 from ithaka.config import shell_command
 from ithaka.data.batch import Batch
 from ithaka.exits import is_out_of_memory
+from ithaka.layer.fourbit import packed_weights
 from ithaka.layer.store import StoreError
 from ithaka.model.batch import count_pairs
 from ithaka.model.positions import rope_parameters
@@ -254,6 +255,8 @@ def describe_run(trainer: Trainer) -> dict[str, str]:
     config, mesh, model = trainer.config, trainer.mesh, trainer.model
     tokens = trainer.global_batch * config.data.context
     size = f"{format_count(trainer.num_params)} parameters"
+    if formats := {weight.layout.codes for weight in packed_weights(model).values()}:
+        size += f" (base in {' and '.join(sorted(formats))})"
     if trainer.num_trained < trainer.num_params:
         size += f", {format_count(trainer.num_trained)} trained"
     ring = mesh.ring_group.size()
