@@ -121,7 +121,8 @@ def make_request(
         if name in OPTIONS:
             raise ConfigError(f"--set {name} has its own option; use {OPTIONS[name]}")
         if not any_setting:
-            raise ConfigError(f"{name} does not affect a plan; use one of {', '.join(planned)}")
+            names = ", ".join((*planned, *sorted(ADAPTER_SETTINGS)))
+            raise ConfigError(f"{name} does not affect a plan; use one of {names}")
     if (kernel := config.attention.kernel) != "auto":
         if kernel not in (known := hardware.gpu.kernels or tuple(H200_ATTENTION)):
             rule = f"has no known rate on {hardware.gpu.name}"
