@@ -237,7 +237,8 @@ def test_a_run_without_a_usable_checkpoint_is_refused(run_dir, tmp_path):
     shutil.rmtree(run_dir / "checkpoints")
     assert_refused(lambda: files.find_checkpoint(run_dir), str(run_dir), "checkpoint", way_out="a new run")
     missing = tmp_path / "nowhere"
-    assert_refused(lambda: files.find_checkpoint(missing), str(missing), way_out="the directory of an earlier run")
+    for other in (missing, run_dir.parent):
+        assert_refused(lambda other=other: files.find_checkpoint(other), str(other), way_out="an earlier run")
 
 
 def test_pruning_leaves_later_checkpoints_alone(tmp_path):

@@ -75,6 +75,8 @@ def inputs(folder):
     """Files and folders that commands refuse."""
     (folder / "file").touch()
     (folder / "empty").mkdir()
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").touch()
     (folder / "loop").symlink_to("loop")
     (folder / "dangling").symlink_to("nowhere")
     (folder / "mine.txt").write_text("mine")
@@ -143,6 +145,8 @@ TRAIN = [
     ("--set attention.kernel=magic", "attention.kernel=magic", "auto, "),
     ("--set memory.disk_path=nowhere", "memory.disk_path=nowhere", "create it"),
     ("--set model.path=nowhere", "model.path=nowhere", "No such file", "config.json"),
+    ("--set model.path=run", "model.path=run/config.json", "`ithaka export run OUT_DIR`"),
+    ("--set model.path=adapter", "model.path=adapter/config.json", "its base model"),
     ("--set model.path=gpt2", "model_type=gpt2", "llama"),
     ("--set model.path=no-heads", "num_attention_heads", "no-heads", "config.json"),
     ("--set model.path=no-weights", "model.path=no-weights", "no-weights/config.json"),
@@ -150,6 +154,8 @@ TRAIN = [
     ("--set model.path=pickled", "model.path=pickled", "pytorch_model.bin", "pickled/config.json"),
     ("--set model.path=pickled --evaluate-only", "model.path=pickled", "pytorch_model.bin", "pickled/config.json"),
     ("--set model.path=few-tokens/config.json --set data.tokenizer=bytes", "259", "vocab_size=200", "data.tokenizer"),
+    ("--set adapter.base=mxfp4", "adapter.base=mxfp4", "nf4"),
+    ("--set adapter.unquantized=[none,up_proj,1.mlp.up_proj]", "adapter.unquantized=none", "o_proj"),
     ("--set data.path=nowhere.txt", "data.path=nowhere.txt", "data.path=hf://org/name"),
     ("--set data.path=file", "data.path=file", "JSONL"),
     ("--set data.path=empty", "data.path=empty", "JSONL"),
@@ -179,6 +185,7 @@ PROFILE = [
 ]
 EXPORT = [
     ("nowhere out", "nowhere", "the directory of an earlier run"),
+    ("empty out", "empty has no config.yaml", "the directory of an earlier run"),
     ("run ''", "OUT_DIR=''", "the current directory"),
     ("run has-report", "OUT_DIR=has-report", "report.html", "--force"),
     ("run file/x", "OUT_DIR=file/x", "Not a directory", "another path"),
@@ -356,7 +363,7 @@ def test_a_new_run_saves_the_length_of_its_schedule(folder, started, sets, expec
 RESUME = [
     ("train.seed=6", "train.seed=6", "5", "leave it out"),
     ("train.run_dir=other", "train.run_dir", "--resume run", "leave it out"),
-    ("train.steps=5", "train.steps=5", "--set train.steps=10"),
+    ("train.steps=3", "train.steps=3", "--set train.steps=10"),
     ("model.embedded=base", "model.embedded=base", "new run"),
 ]
 

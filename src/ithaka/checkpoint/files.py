@@ -180,8 +180,10 @@ def find_checkpoint(run_dir: Path, before: Path | None = None) -> Path:
         if (reason := find_problem(path)) is None:
             return path
         report_unusable(path, reason)
+    if not candidates and not (run_dir / "config.yaml").is_file():
+        raise ConfigError(f"run directory {run_dir} has no config.yaml; use the directory of an earlier run")
     other = "other " if before is not None else ""
-    raise ConfigError(f"run directory {run_dir} has no {other}usable checkpoint; start a new run")
+    raise ConfigError(f"run directory {run_dir} has no {other}usable checkpoint; wait for one, or start a new run")
 
 
 def find_intact_checkpoint(path: Path) -> Path:

@@ -352,6 +352,12 @@ class ModelShape:
                 if self.measured:
                     way = f"use one of {', '.join(sorted({name.rpartition('.')[2] for name in self.linears}))}"
                 raise ConfigError(f"adapter.targets={target} names no module of the model; {way}")
+        for name in sorted({*adapter.unquantized} - {*AdapterConfig.unquantized}) if adapter else ():
+            module = re.sub(r"^\.\d+(?=\.)", "", f".{name}.")  # 31.mlp.up_proj: of one layer
+            if not any(module in f".{path}." for path in self._linear_paths.values()):
+                raise ConfigError(f"adapter.unquantized={name} names no module of the model; use a name such as o_proj")
+        if adapter and adapter.base == "mxfp4" and self.family != "gpt_oss":
+            raise ConfigError("adapter.base=mxfp4 needs a model whose files are in MXFP4 (gpt-oss); use nf4")
         if adapter and self.tied and "lm_head" in adapter.targets:
             rule = "cannot be merged into a model that ties it to embed_tokens"
             way = "leave it out, or train both with adapter.modules_to_save=[embed_tokens]"
@@ -424,6 +430,11 @@ def read_json(file: Path, name: str = "model.path=", way_out: str = GIVE_MODEL) 
         reason = "no JSON object"
     except OSError as error:
         reason = error.strerror or str(error)
+        folder = file.parent
+        if file.name == "config.json" and (folder / "config.yaml").is_file():
+            way_out = f"{folder} is a run: use what `ithaka export {folder} OUT_DIR` writes (an adapter: with --merge)"
+        elif file.name == "config.json" and (folder / "adapter_config.json").is_file():
+            way_out = f"{folder} is an adapter: use its base model, and adapter.path={folder} to train on"
         raise input_error(f"{name}{file} cannot be read ({reason}); {way_out}", error) from None
     except ValueError:
         reason = "not valid JSON"

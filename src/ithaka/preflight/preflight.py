@@ -125,7 +125,7 @@ def validate_run(
         if trains and run.finished and not auto:
             name = "steps" if run.last_step >= config.train.steps else "patience"
             value = getattr(config.train, name)
-            fix = f"raise it: --set train.{name}={2 * value}"
+            fix = f"raise it: --set train.{name}={2 * (run.last_step if name == 'steps' else value)}"
             if config.curriculum:
                 fix = "add entries to the file and use --resume auto"
             raise ConfigError(f"train.{name}={value} is already reached by checkpoint {checkpoint}; to continue, {fix}")
