@@ -232,6 +232,12 @@ def test_a_run_is_evaluated_and_printed(ranks, tmp_path, monkeypatch, capfd):
         (["--contexts", "800", str(tmp_path / "run.json")], "run.json", "contexts=[900]", "the same --contexts"),
     ):
         assert_command_refused([*arguments[:-2], *more], *named, way_out=way_out)
+    talks = tmp_path / "talks.jsonl"
+    talk = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
+    talks.write_text(json.dumps({"messages": talk}) + "\n")
+    options = ["--data", str(talks), "--ranks", "1", "--samples", "0", "--contexts", "900"]
+    result = CliRunner().invoke(app, [*arguments[:2], *options, "--chat-template", "chatml"])
+    assert "loss of trained tokens by turn" in result.output, result.output
     # Compare with an adapter that does not change the exported model.
     base = export(config.train.run_dir, tmp_path / "base")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))
@@ -244,6 +250,7 @@ def test_a_run_is_evaluated_and_printed(ranks, tmp_path, monkeypatch, capfd):
     assert result.exit_code == 0, result.output
     assert capfd.readouterr().err == "" and result.stderr == "", "a progress bar is noise in a file"
     losses = next(line for line in result.stdout.splitlines() if line.startswith("loss  ")).split()
+    assert result.stdout.endswith(f"wrote {tmp_path / 'page.html'}\n")
     assert losses[1] == losses[3] and "loss A error A loss B error B" in " ".join(result.stdout.split())
     assert "task score A samples A" in " ".join(result.stdout.split())
     assert (tmp_path / "page.html").read_text().count("--score: ") == 2 * len(TASKS) * len(DEPTHS)

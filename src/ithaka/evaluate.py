@@ -64,7 +64,8 @@ def evaluate_all(sources: Sequence[Path], *options: Any) -> list[dict[str, Any]]
             value, first = (result.get(name) for result in (results[-1], results[0]))
             if value != first and not (name == "text" and None in (value, first)):  # missing in old files
                 problem = f"{source} has {name}={value}, {sources[0]} has {first}: they cannot be compared"
-                raise ConfigError(f"{problem}; measure both with the same --contexts, --documents and --data")
+                fix = "measure both with the same --contexts, --documents, --data and --chat-template"
+                raise ConfigError(f"{problem}; {fix}")
     return results
 
 
@@ -76,13 +77,14 @@ def evaluate(
     num_documents: int,
     samples: int,
     tasks: Path | None = None,
+    chat_template: Path | None = None,
 ) -> dict[str, Any]:
     """Evaluate a Hugging Face directory, a run's latest checkpoint or an adapter, with all ranks in one cp group."""
     with tempfile.TemporaryDirectory(prefix="ithaka-evaluate-") as name:
         folder = Path(name)
         model = prepare_model(source, folder / "model")
         read_shape(model)
-        tokenizer = load_tokenizer(None, model)
+        tokenizer = load_tokenizer(None, model, chat_template)
         text = read_text(data, tokenizer, max(contexts), num_documents)
         if samples:
             check_prompts(text, tokenizer, contexts)

@@ -254,6 +254,9 @@ def evaluate(
     tasks: Annotated[
         Path | None, typer.Option(metavar="FILE", help="JSONL of prompts and answers to score as well.")
     ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(metavar="NAME|FILE", help="As data.chat_template; by default the model's.")
+    ] = None,
     ranks: Ranks = None,
     page: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write an HTML page.")] = None,
     force: Force = False,
@@ -269,7 +272,7 @@ def evaluate(
         from ithaka import evaluate as evaluation
 
     models = [fetch_model(each, "MODEL=") for each in models]
-    results = evaluation.evaluate_all(models, lengths, data, ranks, documents, samples, tasks)
+    results = evaluation.evaluate_all(models, lengths, data, ranks, documents, samples, tasks, chat_template)
     if page is not None:
         page.write_text(evaluation.render_results(results), encoding="utf-8")
     if as_json:
