@@ -17,6 +17,8 @@ from trl import DPOConfig, DPOTrainer
 
 from ithaka.config import parse_config
 from ithaka.data import pack
+from ithaka.data.formats import BadRecord
+from ithaka.data.records import detect_format
 from ithaka.export import export
 from ithaka.layout import make_layout
 from ithaka.plan.hardware import find_hardware
@@ -201,7 +203,9 @@ def test_what_does_not_combine_with_pairs_is_refused():
     own = {"type": "hooks:weighted_loss", "label_smoothing": 0.1}
     assert_refused(lambda: parse_config({"loss": own}), "loss.label_smoothing=0.1", way_out="loss.type=dpo")
     assert_refused(lambda: parse_config({"data": {"train_on": "pairs"}}), "data.train_on=pairs", way_out="leave it out")
-    assert parse_config({"loss": "dpo"}).data.train_on == "pairs"
+    assert (data := parse_config({"loss": "dpo"}).data).train_on == "pairs"
+    with pytest.raises(BadRecord, match="no field chosen or no field rejected, .*loss.type=dpo.* are prompt, chosen"):
+        detect_format({"prompt": "a", "chosen": "b"}, data)
 
 
 def test_a_pair_that_does_not_fit_is_refused_or_dropped():

@@ -70,6 +70,8 @@ def detect_format(record: Any, reading: ReadingConfig) -> tuple[str, list[str]]:
         if name == "text":
             label = f"data.text_field={missing[0]}"
             fix = "set data.text_field to the field that holds the text, or write messages, or prompt and completion"
+        if name == "text" and reading.train_on == "pairs":
+            label, fix = "chosen or no field rejected, and loss.type=dpo needs both", "add it"
         fields = ", ".join(record) or "none"
         raise BadRecord("without its field", f"has no field {label}; its fields are {fields}; {fix}")
     check_train_on(reading, name, record_format.train_on)
