@@ -347,6 +347,8 @@ def test_training_accepts_the_suggested_rope(name):
 
 def test_text_json_and_yaml_suggest_a_rope(tmp_path):
     assert re.search(r"8K positions.* model\.rope=\{type: yarn, factor: 128\}", run(*ARGS))
+    newer = run("plan", "llama3.1-8b", *ARGS[2:])
+    assert "128K positions (8K before scaling); training needs model.rope={type: yarn, factor: 128}" in newer
     assert json.loads(run(*ARGS, "--json"))["missing_rope"] == {"type": "yarn", "factor": 128}
     short = [*ARGS[:-1], "8K"]
     assert "rope" not in run(*short) and "rope" not in run(*short, "--json") and "rope" not in run(*short, "--yaml")

@@ -90,8 +90,12 @@ class PlanRequest:
         from_scratch = Path(self.model).expanduser().is_file()
         if context <= self.positions or from_scratch or "model.rope" in self.explicit:
             return None
-        rope = self._text_config.get("rope_parameters") or self._text_config.get("rope_scaling") or {}
-        return {"type": "yarn", "factor": yarn_factor(self.positions, rope, context)}
+        return {"type": "yarn", "factor": yarn_factor(self.positions, self.rope, context)}
+
+    @property
+    def rope(self) -> Mapping[str, Any]:
+        """Its scaling and theta; older files have only the scaling."""
+        return self._text_config.get("rope_parameters") or self._text_config.get("rope_scaling") or {}
 
     def forward_plan(self) -> Plan:
         """The plan of an evaluation, which no setting changes."""

@@ -518,12 +518,15 @@ def count_patches(values: Mapping[str, Any], video: str) -> int:
     return math.prod(max(1, size // p) for size, p in zip(latents, patch, strict=True))
 
 
-def yarn_factor(positions: int, rope: Mapping[str, Any], context: int) -> int:
-    """YaRN's factor for `context` tokens, relative to the positions before any scaling. `rope`: one for all layers, or
-    one by type of layer."""
+def unscaled_positions(positions: int, rope: Mapping[str, Any]) -> int:
+    """The positions before any scaling. `rope`: one for all layers, or one by type of layer."""
     rope = rope.get("full_attention", rope)
-    original = rope.get("original_max_position_embeddings") or int(positions / (rope.get("factor") or 1))
-    return math.ceil(context / original)
+    return rope.get("original_max_position_embeddings") or int(positions / (rope.get("factor") or 1))
+
+
+def yarn_factor(positions: int, rope: Mapping[str, Any], context: int) -> int:
+    """YaRN's factor for `context` tokens, relative to the positions before any scaling."""
+    return math.ceil(context / unscaled_positions(positions, rope))
 
 
 def _count(

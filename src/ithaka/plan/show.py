@@ -19,7 +19,7 @@ from ithaka.plan.layer_bytes import LayerBytes
 from ithaka.plan.models import hub_id
 from ithaka.plan.request import PlanRequest
 from ithaka.plan.search import Plan, SearchSpace
-from ithaka.plan.shape import Work, span_pairs
+from ithaka.plan.shape import Work, span_pairs, unscaled_positions
 
 LINE_WIDTH = 118
 # Lines of a planned configuration for the user to fill in: an example, and a comment.
@@ -59,7 +59,9 @@ def answer_request(request: PlanRequest, max_context: bool, steps: int | None, a
         if not limited_by:
             limited_by = plan.limited_by if plan.fits else space.longest_context_and_limit(batch)[1]
         return json.dumps(values | {"limited_by": limited_by}, indent=2), plan.fits
-    needs = f"{request.model} has {format_tokens(request.positions)} positions; training needs model.rope="
+    unscaled = unscaled_positions(request.positions, request.rope)
+    scaled = f" ({format_tokens(unscaled)} before scaling)" if unscaled != request.positions else ""
+    needs = f"{request.model} has {format_tokens(request.positions)} positions{scaled}; training needs model.rope="
     text = as_text(plan, request.model, steps, f"{needs}{format_value(rope)}" if rope else "")
     if max_context and context:
         headline = f"Longest context of {request.model} on {plan.hardware.name}: {format_tokens(context)} tokens"
