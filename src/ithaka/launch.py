@@ -263,6 +263,7 @@ def run_child_rank() -> None:
     """Main program of a rank: unpickle the call from the folder in argv[1], run it, and report the outcome there."""
     global _outcome_dir
     folder = _outcome_dir = Path(sys.argv[1])
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # as in ithaka.cli
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save until the loop installs its handlers
     with (folder / "call").open("rb") as file:
         launcher_pid, sys.path[:] = pickle.load(file)
