@@ -101,7 +101,12 @@ def test_all_charts_are_drawn_without_errors(run_dir, browser, tmp_path, size, n
     assert len(drawn) == 6 + 3 * num_runs and min(drawn) > 500
     assert browser.evaluate("document.documentElement.scrollWidth") <= width, "no sideways scrolling"
     shown = browser.evaluate("document.body.innerText")
-    assert "layers 0 to 1" in shown and "[object" not in shown and "undefined" not in shown
+    assert (
+        "all parameters trained" in shown
+        and "layers 0 to 1" in shown
+        and "[object" not in shown
+        and "undefined" not in shown
+    )
     background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, background[4:-1].split(","))) < 150) == dark
 
@@ -111,9 +116,11 @@ def test_only_a_cross_entropy_has_a_perplexity(run_dir, browser, tmp_path):
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 0.7, "val_loss": 0.6}) + "\n")
     for loss in ("cross_entropy", "dpo"):
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump({**config, "loss": {"type": loss}}))
+        changes = {"loss": {"type": loss}, "adapter": {"rank": 4, "base": "nf4"}}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config | changes))
         browser.open(write_report([tmp_path]))
         shown = browser.evaluate("document.body.innerText").lower()
+        assert "adapters of rank 4 on a base in nf4" in shown
         assert "validation loss" in shown and ("perplexity" in shown) == (loss == "cross_entropy")
 
 

@@ -148,6 +148,10 @@ function seriesPrefix(name) { return runs.length > 1 ? name + " " : ""; }
 // ---- summary and curves
 
 const isDPO = run => run.config.loss?.type === "dpo";
+function modelNote({ model, adapter }) {
+  const name = String(model?.path ?? model?.embedded ?? "").replace(/[/]config[.]json$/, "").split("/").pop();
+  return name + (adapter ? `, adapters of rank ${adapter.rank} on a base in ${adapter.base ?? "bf16"}` : ", all parameters trained");
+}
 function summary() {
   const into = section("Summary");
   perRun(into, (run, box) => {
@@ -170,6 +174,7 @@ function summary() {
       ["device peak", ifSet(run.device_peak_bytes, bytes)],
     ].filter(([, value]) => value != null);
     if (peak && peak.largest.length) cards.push(["largest holder", Object.entries(peak.holders).sort((a, b) => b[1] - a[1])[0][0]]);
+    box.append(make("p", { class: "note" }, modelNote(run.config)));
     box.append(make("div", { class: "cards" }, ...cards.map(([name, value]) =>
       make("div", { class: "card" }, make("b", {}, String(value)), make("span", {}, name)))));
   });
