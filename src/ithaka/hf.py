@@ -80,10 +80,10 @@ REFUSED_OBJECTS = {
 
 
 def long_context(trainer_class: type) -> Any:
-    """Make a trainer class whose ranks share sequences, from `transformers.Trainer`, one of TRL_TRAINERS or a subclass.
+    """Return a subclass whose ranks share sequences, of `transformers.Trainer`, one of TRL_TRAINERS or a subclass.
 
-    It takes one more argument, `ithaka={"cp": 8, "context": "512K"}`: the cp, ring, context and layout of
-    `ithaka.parallelize`. Without a context, it plans for args.max_length, if there is one.
+    The new class takes one more argument, `ithaka={"cp": 8, "context": "512K"}`: the cp, ring, context and layout of
+    `ithaka.parallelize`. `context` defaults to args.max_length; without either, nothing is planned.
     """
     import transformers
 
@@ -92,9 +92,9 @@ def long_context(trainer_class: type) -> Any:
     trl_classes = [cls.__name__ for cls in trainer_class.__mro__ if cls.__module__.startswith("trl.")]
     known = next((name for name in trl_classes if name in TRL_TRAINERS), None)
     if trl_classes and known is None:
-        way_out = f"use {', '.join(TRL_TRAINERS)}, or write your own loop with ithaka.token_logprobs"
+        fix = f"use {', '.join(TRL_TRAINERS)}, or write your own loop with ithaka.token_logprobs"
         reason = ", because its head has one output, not a vocabulary" if "RewardTrainer" in trl_classes else ""
-        raise ConfigError(f"long_context({trl_classes[0]}) is not supported{reason}; {way_out}")
+        raise ConfigError(f"long_context({trl_classes[0]}) is not supported{reason}; {fix}")
     bases = (*(TRL_TRAINERS[known] if known else ()), LongContext, trainer_class)
     facts = {"for_trl": bool(trl_classes), "rows_per_example": 2 if known == "DPOTrainer" else 1}
     return type(f"LongContext{trainer_class.__name__}", bases, facts)
@@ -104,11 +104,11 @@ Trainer: Any = object  # For mypy; `long_context` sets the real base.
 
 
 class LongContext(Trainer):
-    """Mixin that `long_context` puts before a trainer class."""
+    """Mixin that `long_context` adds in front of a trainer class."""
 
     for_trl = shares_prefixes = False
-    loss_is_mean = False  # a group's loss is a mean over its rows, to be averaged over groups
-    averages_batches = False  # micro-batches count equally, not by their labels
+    loss_is_mean = False  # whether a group's loss is a mean over its rows, to be averaged over groups
+    averages_batches = False  # whether micro-batches have equal weight, whatever their number of labels
     rows_per_example = 1
     args: Any
 
@@ -148,11 +148,11 @@ class LongContext(Trainer):
 
     def _check_arguments(self, arguments: dict[str, Any]) -> None:
         _refuse_arguments(arguments.get("args"))
-        for name, way_out in REFUSED_OBJECTS.items():
+        for name, fix in REFUSED_OBJECTS.items():
             if arguments.get(name) is not None:
-                raise ConfigError(f"{name} is not supported by long_context; {way_out}")
+                raise ConfigError(f"{name} is not supported by long_context; {fix}")
         if (arguments.get("optimizers") or (None,))[0] is not None:
-            raise ConfigError("optimizers has parameters from before sharding; use optimizer_cls_and_kwargs")
+            raise ConfigError("optimizers holds parameters from before sharding; use optimizer_cls_and_kwargs")
 
     def _refuse_launcher(self) -> None:
         started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -207,7 +207,7 @@ class LongContext(Trainer):
         super()._run_epoch(**named)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], int | None]:
-        """The micro-batches of the next step with a label on any rank; none at the end of the epoch."""
+        """Return the micro-batches of the next step with a label on any rank; none at the end of the epoch."""
         samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         while samples and count == 0:
             if not self.num_unlabelled and self.ithaka_mesh.rank == 0:
@@ -240,7 +240,7 @@ class LongContext(Trainer):
         return result
 
     def _call(self, model: Any, *, fused_lm_head: bool = False, **inputs: Any) -> Any:
-        """Call the model with a trainer's arguments. position_ids already describe the documents to kernels."""
+        """Call the model with a trainer's arguments, without those for kernels: position_ids mark the documents."""
         model = base_model(model)
         inputs = {name: value for name, value in inputs.items() if name not in KERNEL_ARGUMENTS}
         if not fused_lm_head and torch.is_grad_enabled():
@@ -249,7 +249,7 @@ class LongContext(Trainer):
         inputs = {name: value for name, value in inputs.items() if name not in unused}
         if fused_lm_head and (temperature := getattr(self, "temperature", 1.0)) != 1:
             inputs["temperature"] = temperature
-        with torch.autocast(self.ithaka_mesh.device.type, enabled=False):  # TRL's around some calls
+        with torch.autocast(self.ithaka_mesh.device.type, enabled=False):  # TRL enables it around some calls
             tokens, aux = (shared_logprobs if self.shares_prefixes else token_logprobs_and_aux)(model, **inputs)
         valid = labels[:, 1:] != IGNORE_INDEX
         if not fused_lm_head:  # evaluation: the mean over this group's rows only
@@ -258,11 +258,11 @@ class LongContext(Trainer):
         logprobs, entropy, correct, means = (each[:, 1:] for each in tokens)
         if aux is not None and model.training and not self.loss_is_mean:
             aux = aux / self.ithaka_mesh.dp_size  # the losses of all groups add up
-        shown = {"entropy": entropy, "is_top1": correct, "mean_logits": means}
-        return SimpleNamespace(log_probs=logprobs, label_mask=valid, aux_loss=aux, **shown)
+        metrics = {"entropy": entropy, "is_top1": correct, "mean_logits": means}
+        return SimpleNamespace(log_probs=logprobs, label_mask=valid, aux_loss=aux, **metrics)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """TRL divides one group's loss by the labels of all groups, and logs the mean over ranks: scale it back."""
+        """Scale the logged loss: TRL divides a group's loss by the labels of all groups, then averages over ranks."""
         dropout, step = getattr(base_model(self.model), "ithaka_dropout", None), self.state.global_step + 1
         if dropout is not None and dropout.step != step:
             dropout.start_step(self.args.seed, step)
@@ -270,7 +270,7 @@ class LongContext(Trainer):
         return loss * self.ithaka_mesh.dp_size if self.for_trl else loss
 
     def _get_num_items_in_batch(self, batch_samples: list, device: Any) -> int | None:
-        """Valid labels of all groups and micro-steps. None: each micro-batch has a mean of its own."""
+        """Count the valid labels of all groups and micro-steps. None: average each micro-batch separately."""
         if self.averages_batches:
             return None
         mesh, labelled = self.ithaka_mesh, [batch for batch in batch_samples if "labels" in batch]
@@ -301,12 +301,12 @@ class LongContext(Trainer):
         try:
             return super().evaluation_loop(*args, **kwargs)
         finally:
-            base_model(self.model).reshard()  # the root keeps gathered parameters for a backward
+            base_model(self.model).reshard()  # the root keeps its parameters gathered for a backward
 
     # ---- checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Every rank calls it: `save_pretrained`, which rank 0 calls in `_save`, gathers."""
+        """Save on every rank: `save_pretrained`, which only rank 0 would call in `_save`, is collective."""
         output_dir = output_dir or self.args.output_dir
         if self.args.should_save:
             self._save(output_dir)
@@ -347,7 +347,7 @@ class LongContext(Trainer):
             group["lr"] = rate
 
     def _weights(self) -> dict[str, Any]:
-        """Trained weights. The frozen ones come with the model."""
+        """Return the trained weights. Frozen ones come with the model."""
         base = base_model(self.model)
         params = dict(base.named_parameters(remove_duplicate=False))
         return {name: t for name, t in state_dicts.get_model_state_dict(base).items() if params[name].requires_grad}
@@ -357,9 +357,9 @@ class LongContext(Trainer):
 
 
 def _refuse_arguments(args: Any) -> None:
-    for name, (accepted, way_out) in REFUSED_ARGUMENTS.items() if args is not None else ():
+    for name, (accepted, fix) in REFUSED_ARGUMENTS.items() if args is not None else ():
         value = getattr(args, name, accepted[0])
         if value not in accepted:
-            raise ConfigError(f"{name}={value} is not supported by long_context: {way_out}")
+            raise ConfigError(f"{name}={value} is not supported by long_context: {fix}")
     if args is not None and args.load_best_model_at_end and args.save_only_model:
         raise ConfigError("load_best_model_at_end needs complete checkpoints; leave out save_only_model")

@@ -33,8 +33,8 @@ def fetch_model(path: None, setting: str = ...) -> None: ...
 @overload
 def fetch_model(path: Path | None, setting: str = ...) -> Path | None: ...
 def fetch_model(path: Path | None, setting: str = "model.path=") -> Path | None:
-    """The directory of a model. A path that does not exist may be a name on the hub: report the size of what is missing
-    in the cache, and download it. Returns any other path unchanged. `setting` is named in errors."""
+    """Return the directory of a model. If `path` does not exist and could be a name on the hub, print the size of the
+    files that are not cached, and download them. Any other path is returned unchanged. `setting` prefixes errors."""
     if path is None or path.exists() or path.parent.is_dir() or path.parts[:1] == ("models",):
         return path
     if snapshot := SNAPSHOT.fullmatch(str(path)):
@@ -51,7 +51,7 @@ def _download(repo: str, revision: str | None, what: str) -> Path:
     local_only, reason = constants.HF_HUB_OFFLINE, "HF_HUB_OFFLINE is set"
     try:
         if not local_only:
-            HfApi().model_info(repo, revision=revision, timeout=10)  # what is wrong with the name
+            HfApi().model_info(repo, revision=revision, timeout=10)  # raises the error that describes a bad name
             files = [file for file in snapshot_download(repo, **options, dry_run=True) if file.will_download]
             if files and os.environ.get("LOCAL_RANK", "0") == "0":
                 gigabytes = sum(file.file_size for file in files) / 1e9
@@ -63,7 +63,7 @@ def _download(repo: str, revision: str | None, what: str) -> Path:
         missing = "repository" if isinstance(error, errors.RepositoryNotFoundError) else f"revision {revision}"
         fix = "correct the name, log in with `hf auth login` if it is private, or use a local directory"
         raise ConfigError(f"{what} is not a local path, and the hub has no such {missing}; {fix}") from None
-    except Exception as error:  # network errors of OSError, requests or httpx, by version of huggingface_hub
+    except Exception as error:  # network errors: OSError, requests or httpx, depending on huggingface_hub
         local_only, reason = True, f"the hub cannot be reached: {str(error).partition(chr(10))[0]}"
     try:
         return Path(snapshot_download(repo, **options, local_files_only=local_only))
@@ -76,7 +76,7 @@ def _download(repo: str, revision: str | None, what: str) -> Path:
 
 
 def create_repository(repo: str) -> None:
-    """Create a private repository for a model unless it exists: before the work whose result it will hold."""
+    """Create a private model repository unless it exists. Call it before the export, so that errors appear early."""
     from huggingface_hub import HfApi, errors
 
     if not re.fullmatch(HUB_ID, repo):
@@ -92,7 +92,7 @@ def create_repository(repo: str) -> None:
 
 
 def push_folder(folder: Path, repo: str, message: str) -> str:
-    """Upload the files of `folder` in one commit, and return its address."""
+    """Upload the files of `folder` in one commit, and return its URL."""
     from huggingface_hub import HfApi
 
     try:

@@ -60,14 +60,14 @@ def parallelize(
     store: Store | None = None,
     reference: bool = False,
 ) -> Any:
-    """Parallelize a model in place (see `ithaka.model.build.parallelize_model`; for video transformers of diffusers,
-    `ithaka.model.video.parallelize_transformer`), with a plan if `context` is set.
+    """Parallelize a model in place, with a plan if `context` is set. See `ithaka.model.build.parallelize_model`; for
+    video transformers from diffusers, `ithaka.model.video.parallelize_transformer`.
 
     `context`: tokens per sequence, 524288 or "512K". `batch`: sequences per call. The plan is the one that `ithaka
-    train` would make. Rank 0 prints it, and `model.ithaka_plan` stores it; it is None if nothing is planned, as on a
-    CPU. Raises ConfigError if the context does not fit in memory or exceeds the model's positions. The plan keeps `cp`
-    and `ring` if they are set, and decides them if they are None ("auto", for cp). The compute `dtype` defaults to the
-    model's. `layout` replaces the plan. With `reference`, the plan leaves room for a frozen copy of the model.
+    train` would make. Rank 0 prints it, and `model.ithaka_plan` stores it (None if nothing is planned, as on a CPU).
+    Raises ConfigError if the context does not fit in memory or exceeds the model's positions. The planner keeps `cp`
+    and `ring` if they are set, and chooses them if they are None (for cp, also "auto"). The compute `dtype` defaults
+    to the model's. `layout` replaces the plan. With `reference`, the plan leaves room for a frozen copy of the model.
 
     Attention does not cross documents. Each row starts a document, as does each change of `document_ids`. Without
     `document_ids` and attention_mask, each position that is not its predecessor plus 1 starts one: transformers' rule
@@ -131,7 +131,7 @@ def plan_model_run(
     machine = raise_on_all_ranks(detect_machine, config, num_ranks, launch.detect_gpu())
     least = raise_on_all_ranks(weakest_machine, gather_objects(machine))
     shape = dataclasses.replace(raise_on_all_ranks(shape_from_model, model), reference=reference)
-    if default_device().type == "cuda" and uses_planner(config, least):  # only a trial on the GPU shows the kernel
+    if default_device().type == "cuda" and uses_planner(config, least):  # which kernel works is found by running it
         least = least.with_kernel(agree_on_kernel("auto", default_device(), torch.bfloat16, shape.head_dim))
 
     def plan_and_check() -> Run:
@@ -145,7 +145,7 @@ def plan_model_run(
 
 
 def shape_from_model(model: Any) -> ModelShape:
-    """The shape of a model for the planner, with its PEFT adapter."""
+    """Return the planner's description of a model and its PEFT adapter."""
     base, is_video = base_model(model), is_diffusers_model(base_model(model))
     config = {"_class_name": type(base).__name__, **base.config} if is_video else base.config.to_dict()
     shape = shape_from_config(config, _model_name(base))
@@ -157,7 +157,7 @@ def shape_from_model(model: Any) -> ModelShape:
         return shape
     modules = {name: module for name, module in base.named_modules() if adapter in getattr(module, "lora_A", ())}
     rank = max(module.r[adapter] for module in modules.values())
-    layers = r"^((transformer_)?blocks|model\.language_model\.layers)\."  # not the planner's names
+    layers = r"^((transformer_)?blocks|model\.language_model\.layers)\."  # the planner names all of them model.layers
     targets = tuple(re.sub(layers, "model.layers.", name) for name in modules)
     if is_video or shape.encoder:
         targets = tuple(target for target in targets if target.startswith("model.layers."))

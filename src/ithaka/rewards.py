@@ -21,7 +21,7 @@ from ithaka.dist.mesh import Mesh
 from ithaka.model import build
 from ithaka.model.save import check_merge, iterate_weights
 
-MAX_NEW_TOKENS = 512  # that the parallel model generates: it has no cache
+MAX_NEW_TOKENS = 512  # limit for the parallel model, which has no KV cache
 Base: Any = object  # For mypy; `long_context` sets the real base.
 
 
@@ -29,7 +29,7 @@ Base: Any = object  # For mypy; `long_context` sets the real base.
 
 
 class GroupAccelerator(Base):
-    """Mixin for accelerate's Accelerator, to which the ranks of a cp group are one process."""
+    """Mixin for accelerate's Accelerator that counts the ranks of a cp group as one process."""
 
     ithaka_mesh: Mesh
 
@@ -42,7 +42,7 @@ class GroupAccelerator(Base):
         return self.ithaka_mesh.dp_rank
 
     def gather(self, data: Any) -> Any:
-        """One entry per cp group. `gather_for_metrics` calls it, too."""
+        """Gather one entry per cp group. `gather_for_metrics` calls this too."""
         from accelerate.utils import recursively_apply
 
         sizes = (self.ithaka_mesh.dp_size, self.ithaka_mesh.cp_size, -1)
@@ -65,8 +65,8 @@ def group_processes(accelerator: Any, mesh: Mesh) -> None:
 
 
 class Preferences(Base):
-    """Mixin for DPOTrainer and KTOTrainer, before LongContext: a loss that is a mean over a group's rows, and a
-    reference, which is the model without its adapter or a frozen copy, sharded like the model."""
+    """Mixin for DPOTrainer and KTOTrainer, before LongContext. The loss is a mean over a group's rows. The reference is
+    the model without its adapter, or a frozen copy that is sharded like the model."""
 
     loss_is_mean = True
     accelerator: Any
@@ -98,7 +98,7 @@ class Preferences(Base):
 class Pairs(Preferences):
     """Mixin for DPOTrainer. TRL runs the reference while the model's activations are in memory; this runs it first."""
 
-    reference_names = "ref_chosen_logps", "ref_rejected_logps"  # of TRL's precomputed log-probabilities
+    reference_names = "ref_chosen_logps", "ref_rejected_logps"  # TRL's keys for precomputed log-probabilities
 
     def _compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
         results = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
@@ -135,7 +135,7 @@ class Rewards(Preferences):
             raise ConfigError(f'{rule}; use vllm_mode="server" on other GPUs, or a rollout_func')
         length, generates = args.max_completion_length, not (args.use_vllm or arguments.get("rollout_func"))
         if generates and length > MAX_NEW_TOKENS:
-            rule = f"max_completion_length={length}: the parallel model has no cache and generates up to"
+            rule = f"max_completion_length={length}: the parallel model has no KV cache and generates at most"
             raise ConfigError(f"{rule} {MAX_NEW_TOKENS} tokens; use vllm_mode='server' or a rollout_func")
 
     def _share_data(self) -> None:
@@ -155,7 +155,7 @@ class Rewards(Preferences):
         rows_of_batch: Callable[[], deque] = partial(deque, maxlen=args.generation_batch_size)
         for name, logged in self._logs.items():
             self._logs[name] = defaultdict(rows_of_batch) if isinstance(logged, dict) else rows_of_batch()
-        set_seed(args.seed + mesh.dp_rank)  # TRL's has the rank: the ranks of a group must shuffle alike
+        set_seed(args.seed + mesh.dp_rank)  # TRL adds the rank, but the ranks of a group must shuffle alike
         if (rollout_func := getattr(self, "rollout_func", None)) is not None:
             self.rollout_func = partial(self._roll_out, rollout_func)
         if self.use_vllm:
@@ -163,7 +163,7 @@ class Rewards(Preferences):
             self.vllm_generation._iter_named_params = partial(iterate_weights, self.model)
 
     def _roll_out(self, rollout_func: Callable, prompts: list, trainer: Any) -> dict[str, Any]:
-        """Call the user's function on the first rank of each cp group, for all its ranks."""
+        """Call the user's function on the first rank of each cp group, and broadcast its result to the group."""
         mesh, outcome, failure = self.ithaka_mesh, [None], None
         if mesh.rank % mesh.cp_size == 0:
             try:
@@ -181,7 +181,7 @@ class Rewards(Preferences):
 
     @contextlib.contextmanager
     def _gathers_by_group(self) -> Iterator[None]:
-        """TRL's modules call accelerate's functions as well as the accelerator: replace those during a call."""
+        """Patch accelerate's gather functions in TRL's modules, which bypass the accelerator."""
         import accelerate.utils
 
         if self.ithaka_mesh.cp_size == 1:
@@ -218,9 +218,8 @@ class Rewards(Preferences):
         return loss
 
     def _log_mismatch(self, sampled_BN: Tensor, mask_BN: Tensor) -> None:
-        """Log KL(sampler, model), estimated from the sampled tokens, and the fraction of ratios outside the clip range.
-
-        The sampler may not know the log-probability of a token (NaN)."""
+        """Log KL(sampler || model), estimated from the sampled tokens, and the fraction of ratios outside the clip
+        range. Tokens whose log-probability the sampler does not know (NaN) are excluded."""
         difference = (self._policy_logprobs - sampled_BN)[mask_BN & ~sampled_BN.isnan()]
         ratio = difference.exp()
         clipped = (ratio < 1 - self.epsilon_low) | (ratio > 1 + self.epsilon_high)

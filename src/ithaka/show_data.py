@@ -40,7 +40,7 @@ class DataView(NamedTuple):
 def build_data_view(
     config: Config, limits: tuple[int, int, int], with_records: bool, report: Callable[[float], None]
 ) -> DataView:
-    """Read, pack and summarize the data; `report` receives the share that is read. Raises the ConfigErrors of a run."""
+    """Read, pack and summarize the data. `report` gets the fraction read. Raises ConfigError as a run would."""
     check_data(config.data, model_shape(config).vocab, config.model.path)
     train, ranks = config.train, config.parallel.ranks
     num_ranks = launch.decide_ranks(ranks, launch.num_gpus()) if ranks == "auto" else ranks  # only to divide the batch
@@ -103,7 +103,7 @@ def compute_figures(data: TrainData) -> dict[str, Any]:
         figures = {
             "files": len({part.file for shard in source.shards for part in shard.parts}),
             "documents": len(lengths),
-            "tokens": stream.taken_tokens[i],  # long documents count the tokens of their pieces
+            "tokens": stream.taken_tokens[i],  # for long documents, the tokens of their pieces
             "trained_tokens": int(trained[i]),
             "estimated_tokens": estimated_tokens,
         }

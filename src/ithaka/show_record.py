@@ -34,15 +34,15 @@ CUT_REASONS = {
 
 
 class TextPiece(NamedTuple):
-    """Consecutive tokens that decode to complete characters, or are of one image, starting at `position`."""
+    """Consecutive tokens that decode to complete characters, or belong to one image, starting at `position`."""
 
     text: str
-    ids: list[int]  # an image's once; none: a note
+    ids: list[int]  # an image's id once; empty for a note
     position: int
     trained: bool
     tool: bool = False
-    why: str = ""  # these tokens are trained or not
-    cut: bool = False  # in no sequence
+    why: str = ""  # why these tokens are trained or not
+    cut: bool = False  # whether no sequence has them
 
 
 Described = tuple[str, list[tuple[str, list[TextPiece]]]]  # a title, and the title and text of each part
@@ -50,11 +50,11 @@ Described = tuple[str, list[tuple[str, list[TextPiece]]]]  # a title, and the ti
 
 class Record(NamedTuple):
     title: str
-    samples: list[TokenizedPart]  # several if reasoning is unrolled; two of a pair
+    samples: list[TokenizedPart]  # several if reasoning is unrolled; two for a pair
 
 
 def find_record(config: Config, tokenizer: Tokenizer, number: int) -> list[Record]:
-    """Return the `number`-th record of each source that has as many."""
+    """Return record `number`, counted from 1, of each source that has that many."""
     found, counts = [], []
     for path, records in _read_sources(config, tokenizer, batch_chars=1):
         numbered: Iterator[tuple[int, list[TokenizedPart]]] = enumerate(itertools.islice(records, number), 1)
@@ -67,7 +67,7 @@ def find_record(config: Config, tokenizer: Tokenizer, number: int) -> list[Recor
 
 
 def choose_records(config: Config, tokenizer: Tokenizer) -> list[Record]:
-    """Return records from the start of each source: the longest, unrolled and skipped ones, and the first of others."""
+    """Choose among the first records of each source: the longest, one of each kind (unrolled, skipped), then others."""
     chosen = []
     sources = list(_read_sources(config, tokenizer))
     for path, records in sources:
@@ -131,7 +131,7 @@ def find_pieces(sample: TokenizedPart, config: Config, tokenizer: Tokenizer) -> 
     """Return for each token the first piece that has it (NO_PIECE: none; UNTRAINED_PIECE: one without a trained token,
     which is left out), and the number of pieces.
 
-    Cuts a document whose ids are its positions, so that the pieces show where they come from.
+    Cuts a document whose ids are its positions, so that each piece shows where its tokens come from.
     """
     num, data = len(sample.tokens), config.data
     positions = np.arange(num, dtype=np.int32)
@@ -214,8 +214,8 @@ def split_document(
     tokenizer: Tokenizer, ids: list[int], trained: np.ndarray, limit: int, whys: Sequence[str] = (),
     has_images: bool = False,
 ) -> list[TextPiece]:  # fmt: skip
-    """Decode a document into pieces of one reason each; omit the middle if it exceeds `limit` tokens. The tokens of an
-    image, or of a step of a video, count as one."""
+    """Decode a document into pieces with one reason each. Beyond `limit` tokens, omit the middle. The tokens of an
+    image, or of a time step of a video, count as one."""
     media = {i: kind for kind, i in tokenizer.images.ids.items()} if has_images else {}
     starts = [n for n, i in enumerate(ids) if i not in media or not n or ids[n - 1] != i]
     low = starts[limit // 3] if len(starts) > limit else len(ids)

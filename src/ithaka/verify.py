@@ -1,4 +1,4 @@
-"""Compare two layers of a model, with its weights, on cp ranks with plain transformers.
+"""Run two layers of a model, with its weights, on cp ranks, and compare them with plain transformers.
 
 Both sides run in float64; only norms and RoPE angles round to float32, as in transformers. The reference for loss and
 gradients rounds nothing: transformers' gated delta rule in float32 leaves mostly noise in the gradients of its decays.
@@ -51,7 +51,7 @@ Errors = dict[str, float]  # relative, by tensor
 
 
 def make_check(part: str, where: str, error: float, allowed: float | None = TOLERANCE) -> dict[str, Any]:
-    """One comparison. `where` names the tensor with the largest relative error. allowed=None: report it only."""
+    """Describe a comparison. `where` names the tensor with the largest relative error. allowed=None: only report it."""
     return {"part": part, "where": where, "error": error, "allowed": allowed, "ok": allowed is None or error <= allowed}
 
 
@@ -126,7 +126,7 @@ def write_truncated_model(source: Path | dict, out: Path, settings: Config | Non
     for name, file in open_tensor_files(source).items():
         layer = re.match(r"(model\.(?:language_model\.)?layers\.)(\d+)", name)
         if layer is None and text is not config and _without_prefix(name) not in known:
-            continue  # a block of the encoder that was cut
+            continue  # an encoder block that was truncated
         if layer is None or int(layer[2]) in layers:
             new_name = f"{layer[1]}{layers.index(int(layer[2]))}{name[layer.end() :]}" if layer else name
             rows = text.vocab_size if _without_prefix(name) in ends else None
@@ -265,7 +265,7 @@ def run_checks(directory: Path, mesh: Mesh, layout: Layout, adapter: AdapterConf
 
 
 def _add_media(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
-    """Arguments for two images and a video. Their tokens replace some of `ids`."""
+    """Return arguments for two images and a video, whose tokens replace some of `ids` in place."""
     config, vision, side = model.config, model.model.visual.config, model.config.vision_config.spatial_merge_size
     grids = {"image": [[1, 2 * side, 3 * side], [1, side, 2 * side]], "video": [[2, side, side]]}
     inputs, first, generator = dict[str, Tensor](), 3, torch.Generator().manual_seed(3)
@@ -314,7 +314,7 @@ def _plain_loss_sum(model: nn.Module, ids: Tensor, labels: Tensor, **inputs: Ten
 
 
 class InFloat64(TorchFunctionMode):
-    """Makes every conversion to float32 one to float64."""
+    """Turns every conversion to float32 into one to float64."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.float:
