@@ -522,15 +522,15 @@ BAD = {
     "without its field": ({"body": "x"}, "has no field data.text_field=text; its fields are body"),
     "with an unknown role": ({"messages": [says("robot", "x")]}, "message 1 has role robot; use system, user, assist"),
     "without an assistant's turn": ({"messages": TALK[:2]}, "has no assistant turn"),
-    "with tool arguments that are no JSON": (
+    "with tool arguments that are not JSON": (
         {"messages": [says("assistant", tool_calls=[{"function": {"name": "add", "arguments": "{a: 1"}}])]},
         r"message 1 .*arguments .*JSON",
     ),
-    "with tool calls that are no objects": (
+    "with tool calls that are not objects": (
         {"messages": [says("assistant", "x", tool_calls=[{"function": "add"}])]},
         r"message 1 has tool_calls .*{function: {name, arguments}}",
     ),
-    "with content that is no text": ({"messages": [says("user", [{"type": "x"}])]}, "message 1 has content .*text"),
+    "with content that is not text": ({"messages": [says("user", [{"type": "x"}])]}, "message 1 has content .*text"),
     "with images": ({"messages": [says("user", [{"type": "image"}])]}, "message 1 has 1 images.*data.images to drop"),
     "with parts out of order": (
         {"messages": [says("assistant", [{"type": "tool_use"}, {"type": "text", "text": "x"}])]},
@@ -539,7 +539,7 @@ BAD = {
     "with invalid Unicode": ({"messages": [says("user", "x"), says("assistant", "\ud800")]}, "has half of a surrogate"),
     "with a partial weight": ({"messages": [says("user", "x", weight=0.5)]}, "message 1 has weight=0.5; use 0 or 1"),
     "without messages": ({"messages": []}, "messages is .*list"),
-    "tools that are no JSON": ({"messages": TALK, "tools": "{x"}, "tools is .*JSON schema"),
+    "tools that are not JSON": ({"messages": TALK, "tools": "{x"}, "tools is .*JSON schema"),
     "without text": ({"prompt": "x", "completion": 3}, "completion is int, not a string"),
     "refused by the chat template": (
         {"messages": TALK}, r".*\(TemplateError: System role not supported\).*data.chat_template",

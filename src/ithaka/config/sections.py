@@ -189,7 +189,7 @@ class DataConfig(ReadingConfig, name="data"):
     # and repeat system prompt and tools in each piece; shorten_tools: see tool_tokens. Pieces that still exceed the
     # context are split, and pieces without a trained token are left out.
     long_documents: Literal["split", "drop", "refuse", "end", "turns", "shorten_tools"] = "split"
-    # For long_documents=shorten_tools: replace the middle of tool outputs above this number of tokens by tool_marker.
+    # For long_documents=shorten_tools: replace the middle of tool outputs above this number of tokens with tool_marker.
     tool_tokens: int = setting(1024, ge=2)
     tool_marker: str = "\n[...]\n"
 
@@ -340,9 +340,9 @@ class Config(Section):
                 "the reference needs their initial weights; leave it out",
             ),
         }  # fmt: skip
-        for name, (is_set, way_out) in refused.items():
+        for name, (is_set, fix) in refused.items():
             if is_set:
-                raise ConfigError(f"{name} cannot be combined with loss.type=dpo: {way_out}")
+                raise ConfigError(f"{name} cannot be combined with loss.type=dpo: {fix}")
 
     @property
     def ends(self) -> list[int]:

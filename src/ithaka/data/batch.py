@@ -23,7 +23,7 @@ class Batch(NamedTuple):
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Keyword arguments of the model."""
+        """Keyword arguments for the model."""
         inputs = {"input_ids": self.input_ids, "labels": self.labels, "document_ids": self.document_ids, **self.images}
         return inputs if self.parents is None else inputs | {"parents": self.parents}
 
@@ -51,5 +51,5 @@ def collate(sequences: Sequence[PackedSequence], with_sources: bool = False) -> 
 
 
 def num_valid(labels: torch.Tensor) -> int:
-    """Count the targets in labels [..., S], once shifted by one."""
+    """Count the valid targets of labels [..., S] after the shift by one."""
     return int((labels[..., 1:] != IGNORE_INDEX).sum())

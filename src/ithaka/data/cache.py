@@ -34,12 +34,12 @@ from ithaka.exits import ExitCode, TransientError, is_transient
 
 CACHE_FORMAT = 7
 BATCH_CHARS = 1 << 23  # tokenized at once, on all cores
-TIMEOUT_S = 600.0  # without any progress of the rank that tokenizes
+TIMEOUT_S = 600.0  # without progress by the rank that tokenizes
 POLL_S = 0.02
 
 
 def decide_fills(directory: Path) -> bool:
-    """Whether this process tokenizes: rank 0 does, and on each node that does not see its files, the first rank.
+    """Return whether this process tokenizes: rank 0, and the first rank of each node that does not see rank 0's files.
     Collective."""
     own_nodes = gather_objects(is_local_rank_0())
     if sum(own_nodes) == 1:
@@ -50,7 +50,7 @@ def decide_fills(directory: Path) -> bool:
         with contextlib.suppress(OSError):  # reported when tokens are written
             probe.touch()
     sees = (folder / gather_objects(probe.name)[0]).exists()
-    gather_objects(sees)  # all have looked
+    gather_objects(sees)  # wait until all ranks have looked
     if is_rank_0():
         probe.unlink(missing_ok=True)
     return is_rank_0() or (is_local_rank_0() and not sees)
@@ -80,7 +80,7 @@ class TokenCache:
         if not self.fills:
             self._wait(path, shard)
         elif future is None or future.cancel():
-            self._write(shard, path)  # not in the background, behind other shards
+            self._write(shard, path)  # now, instead of behind other shards in the background
         else:
             future.result()
         return _map_file(path)
@@ -179,8 +179,8 @@ class TokenCache:
 
 class TokenizedPart(NamedTuple):
     """A document, or a part of a long text. `tokens` are encoded as in Documents. If `skip_reason` is not empty, the
-    document is only counted. `turns` lists the first token and the role of each message, `spans` that of each kind of
-    text."""
+    document is only counted. `turns`: the first token and the role of each message. `spans`: the first token and the
+    kind of each span."""
 
     tokens: np.ndarray
     is_start: bool

@@ -188,7 +188,7 @@ class ChatTemplate:
         return split_reasoning(message)[0] is not None and not any(turn.reasoning for turn in turns)
 
     def _refuse_lost(self, index: int, always: bool) -> None:
-        """Raise BadRecord for a message whose reasoning is not rendered; `always`: nor would it be in the last turn."""
+        """Raise BadRecord for a message whose reasoning is not rendered; `always`: not even in the last turn."""
         choices, template = (
             "data.reasoning to {drop: true} to train without it",
             self._suggest_templates("chatml", "llama3"),
@@ -418,7 +418,7 @@ class ChatTemplate:
 
 
 def subtract_ranges(ranges: Sequence[CharRange], hidden: Sequence[CharRange]) -> list[CharRange]:
-    """Return `ranges` without what is in `hidden`."""
+    """Return the parts of `ranges` outside `hidden`."""
     left = list(ranges)
     for start, stop in hidden:
         parts = [((low, min(high, start)), (max(low, stop), high)) for low, high in left]
@@ -432,5 +432,5 @@ def read_builtin_template(name: str) -> str:
 
 
 def fix_date(template: str) -> str:
-    """Replace calls for today's date by TODAY."""
+    """Replace calls for today's date with TODAY."""
     return DATE_CALL.sub(lambda match: f"{match[1]}{TODAY.strftime(match[2])}{match[1]}", template)

@@ -105,7 +105,7 @@ def _find_in_directory(directory: Path, setting: str) -> DataFiles:
 
 
 def _walk(directory: Path | str, excluded: Collection[str] = ("__pycache__",)) -> Iterator[Path]:
-    """Yield all files that are not hidden nor in folders of the `excluded` names."""
+    """Yield all files, except hidden ones and those in folders with `excluded` names."""
     for root, folders, names in os.walk(directory):
         folders[:] = [folder for folder in folders if not folder.startswith(".") and folder not in excluded]
         yield from (Path(root) / name for name in names if not name.startswith("."))
@@ -139,7 +139,7 @@ def _read_head(path: Path) -> bytes:
 
 
 def _find_splits(path: str, setting: str, split: str | None = None) -> DataFiles:
-    """Find the splits of a dataset: `split`, by default train, and one to validate on if it has another."""
+    """Find the splits of a dataset: `split`, by default train, and a validation split if there is one."""
     try:
         splits = open_dataset(str(Path(path)))  # spelled as in File.path, for the cache
     except Exception as error:
@@ -196,7 +196,7 @@ def is_streamed(path: Path) -> bool:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a file for reading. A file on the hub is fetched range by range, as it is read."""
+    """Open a file for reading. A file on the hub is fetched in ranges as it is read."""
     if not is_streamed(path):
         return path.open("rb")
     from huggingface_hub import HfFileSystem

@@ -29,7 +29,7 @@ class BadRecord(ValueError):
         self.reason = reason
 
 
-# What to do with images: refuse or drop them, or the function that returns their text, given a part and a label.
+# What to do with images: refuse, drop, or a function from a content part and a label to the placeholder text.
 Images = Literal["refuse", "drop"] | Callable[[Mapping[str, Any], str], str]
 
 
@@ -62,16 +62,16 @@ def to_messages(raw: Any, label: str, images: Images) -> Iterator[tuple[Message,
 
 
 def _split_parts(message: Message, label: str, images: Images) -> Iterator[tuple[Message, int]]:
-    """Replace content parts by text, reasoning and tool calls. A tool's result becomes a message of its own."""
+    """Replace content parts with text, reasoning and tool calls. Each tool result becomes a separate message."""
     content, is_assistant = message.get("content"), message["role"] == "assistant"
     if isinstance(content, str) or (content is None and is_assistant):
         if content is None and not any(message.get(name) for name in ("tool_calls", *REASONING_FIELDS)):
             detail = f"{label} has neither content nor tool_calls nor reasoning; write content, or drop the record"
-            raise BadRecord("with content that is no text", detail)
+            raise BadRecord("with content that is not text", detail)
         yield message, 0
         return
     if not isinstance(content, list):
-        raise BadRecord("with content that is no text", f"{label} has content other than text; remove it")
+        raise BadRecord("with content that is not text", f"{label} has content other than text; remove it")
     parts = [part if isinstance(part, Mapping) else {"type": "text", "text": part} for part in content]
     num_images = sum(part.get("type") in MEDIA_PARTS for part in parts)
     if num_images and images == "refuse":
@@ -96,12 +96,11 @@ def _split_parts(message: Message, label: str, images: Images) -> Iterator[tuple
             function = {"name": part.get("name"), "arguments": part.get("input")}
             calls.append({"type": "function", "id": part.get("id"), "function": function})
         elif not isinstance(text, str) or kind not in (*TEXT_PARTS, "thinking"):
-            raise BadRecord(
-                "with content that is no text", f"{label} has content of type {format_value(kind)}, not text; remove it"
-            )
+            detail = f"{label} has content of type {format_value(kind)}, not text; remove it"
+            raise BadRecord("with content that is not text", detail)
         elif calls or (texts and kind == "thinking"):
             detail = f"{label} has {kind} after {'a tool call' if calls else 'text'}, which templates cannot render"
-            raise BadRecord("with parts out of order", f"{detail}; make it a message of its own, or drop the record")
+            raise BadRecord("with parts out of order", f"{detail}; make it a separate message, or drop the record")
         else:
             (thoughts if kind == "thinking" else texts).append(text)
     if texts or is_assistant or not any(part.get("type") == "tool_result" for part in parts):
@@ -135,10 +134,10 @@ def _convert_calls(message: Message, label: str) -> Message:
         return convert_arguments(message, lambda value: json.loads(value) if isinstance(value, str) else value)
     except json.JSONDecodeError as error:
         detail = f"{label} calls a tool with arguments that are not JSON ({error}); fix them, or drop the record"
-        raise BadRecord("with tool arguments that are no JSON", detail) from error
+        raise BadRecord("with tool arguments that are not JSON", detail) from error
     except (ValueError, TypeError, AttributeError) as error:
         detail = f"{label} has tool_calls that are not a list of objects {{function: {{name, arguments}}}}; fix them"
-        raise BadRecord("with tool calls that are no objects", detail) from error
+        raise BadRecord("with tool calls that are not objects", detail) from error
 
 
 def convert_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:
@@ -159,7 +158,7 @@ def _parse_json(text: str, label: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         detail = f"{label} is a function_call that is not JSON ({error}); fix it, or drop the record"
-        raise BadRecord("with tool arguments that are no JSON", detail) from error
+        raise BadRecord("with tool arguments that are not JSON", detail) from error
 
 
 def parse_tools(tools: Any) -> list[Any] | None:
@@ -170,7 +169,7 @@ def parse_tools(tools: Any) -> list[Any] | None:
         parsed = [0]
     schemas: list[Any] = parsed if isinstance(parsed, list) else [] if parsed is None else [0]
     if not all(isinstance(t, dict) and isinstance(t.get("function", t), dict) for t in schemas):
-        raise BadRecord("tools that are no JSON", "tools is not a list of JSON objects; write each tool's JSON schema")
+        raise BadRecord("tools that are not JSON", "tools is not a list of JSON objects; write each tool's JSON schema")
     return [_convert_tool(tool) for tool in schemas] or None
 
 
@@ -200,9 +199,9 @@ def split_preference(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any]
     if not (isinstance(chosen, str | list) and type(chosen) is type(rejected)):
         raise BadRecord("without text", "chosen and rejected are not both text or both messages; drop the record")
     shared = count_shared(chosen, rejected)
-    if isinstance(chosen, str):  # do not cut a word; the space before it belongs to it
+    if isinstance(chosen, str):  # do not cut a word or the space before it
         shared = chosen.rfind(" ", 0, shared) if " " in chosen[:shared] else shared
-    shared = min(shared, len(chosen) - 1, len(rejected) - 1)  # if one ends: its last message is the completion
+    shared = min(shared, len(chosen) - 1, len(rejected) - 1)  # no completion is empty
     return chosen[: max(shared, 0)], chosen[max(shared, 0) :]
 
 

@@ -44,11 +44,11 @@ class Medium(NamedTuple):
     num_tokens: int
     grid: Sequence[int]  # patches: time, height, width
     frames: Sequence[int] = ()  # indices of a video's sampled frames
-    seconds: float | None = None  # per step in time, for the positions of Qwen2.5-VL
+    seconds: float | None = None  # per time step, for the positions of Qwen2.5-VL
 
 
 class _TorchTransforms(BaseVideoProcessor):
-    """The transforms for which video processors of transformers need torchvision, in PyTorch."""
+    """Replaces the torchvision transforms of transformers' video processors with PyTorch ones."""
 
     def resize(self, image: Tensor, size: SizeDict, *_: Any, **__: Any) -> Tensor:
         frames = F.interpolate(image.flatten(0, 1), (size.height, size.width), mode="bicubic", antialias=True)
@@ -68,8 +68,8 @@ class ImageReader:
         missing = [key for key in keys if key not in config]
         if missing or not any((model_path / file).is_file() for file in PROCESSOR_FILES):
             rule = f"has no {missing[0]} in its config.json" if missing else f"has no {PROCESSOR_FILES[0]}"
-            way_out = "use a vision-language model with its processor, or set data.images to drop"
-            raise ConfigError(f"data.images=read: model.path={model_path} {rule}; {way_out}")
+            fix = "use a vision-language model with its processor, or set data.images to drop"
+            raise ConfigError(f"data.images=read: model.path={model_path} {rule}; {fix}")
         self.model_type: str = config["model_type"].removesuffix("_moe")
         self.ids: dict[str, int] = {kind: config[f"{kind}_token_id"] for kind in MEDIA}
         self.start, self.end, *tokens = hf.convert_ids_to_tokens([config[key] for key in keys])
@@ -77,7 +77,7 @@ class ImageReader:
         try:
             self.images: Any = AutoImageProcessor.from_pretrained(str(model_path), local_files_only=True)
         except ImportError as error:
-            rule = "this version of transformers reads no images without torchvision"
+            rule = "this version of transformers cannot read images without torchvision"
             raise ConfigError(f"data.images=read: {rule}; pip install torchvision, or a newer transformers") from error
 
     @cached_property
@@ -113,7 +113,7 @@ class ImageReader:
         return self.start + self.tokens["image"] * medium.num_tokens + self.end, medium
 
     def measure_video(self, source: str | list[str], fps: float | None) -> tuple[str, Medium]:
-        """`fps`: the rate at which a video file is sampled, or that of frames given as images."""
+        """Return the placeholder text and the medium. `fps`: sampling rate of a file, or the rate of the frames."""
         videos = self.processor.video_processor
         fps = fps or videos.fps or DEFAULT_FPS
         if isinstance(source, list):
@@ -144,7 +144,7 @@ class ImageReader:
     # ---- pixels
 
     def load(self, media: Sequence[Medium], cp_rank: int = 0, cp_size: int = 1) -> dict[str, Any]:
-        """Keyword arguments of the model, with the pixels of the frames that this rank encodes."""
+        """Return keyword arguments for the model, with the pixels of the frames that this rank encodes."""
         ordered = [medium for kind in MEDIA for medium in media if medium.kind == kind]
         frames = [(i, step) for i, medium in enumerate(ordered) for step in range(medium.grid[0])]
         patches_f = torch.tensor([math.prod(ordered[i].grid[1:]) for i, _ in frames])
@@ -164,7 +164,7 @@ class ImageReader:
         return inputs
 
     def _read(self, medium: Medium, steps: Sequence[int]) -> Tensor:
-        """The pixels at these steps in time."""
+        """Read the pixels of these time steps."""
         if medium.kind == "image":
             return self.images(images=[_open_image(medium.source)], return_tensors="pt")["pixel_values"]
         videos = self.processor.video_processor
@@ -181,7 +181,7 @@ def _open_image(path: Any) -> Image.Image:
 
 
 def read_frames(source: str | list[str], indices: Sequence[int]) -> Tensor:
-    """Frames of a video, uint8 [frames, 3, height, width]."""
+    """Read frames of a video: uint8 [frames, 3, height, width]."""
     if isinstance(source, str):
         return _decode(source, lambda **_: np.asarray(indices))
     return torch.from_numpy(np.stack([np.asarray(_open_image(source[i])) for i in indices])).permute(0, 3, 1, 2)
@@ -190,8 +190,8 @@ def read_frames(source: str | list[str], indices: Sequence[int]) -> Tensor:
 def _decode(path: str, sample: Callable[..., Any]) -> Tensor:
     decoder = next((name for package, name in DECODERS.items() if find_spec(package)), None)
     if decoder is None:
-        way_out = f"pip install {' or '.join(DECODERS)}, or write its frames as images, in a folder"
-        raise ConfigError(f"data.images=read: {path} is a video file, which needs a decoder; {way_out}")
+        fix = f"pip install {' or '.join(DECODERS)}, or write its frames as images to a folder"
+        raise ConfigError(f"data.images=read: {path} is a video file, which needs a decoder; {fix}")
     frames = torch.as_tensor(load_video(path, backend=decoder, sample_indices_fn=sample)[0])
     return frames if frames.shape[1] == 3 else frames.permute(0, 3, 1, 2)
 
@@ -221,7 +221,7 @@ class RecordImages:
         paths = [str((self.folder / name.removeprefix("file://")).absolute()) for name in names]
         try:
             text, medium = self._measure(kind, paths if isinstance(value, list) else paths[0], part.get("fps"))
-        except Exception as error:  # each decoder has its own exceptions
+        except Exception as error:  # decoders raise different exceptions
             if isinstance(error, ConfigError) or is_transient(error):
                 raise
             problem = "missing" if isinstance(error, FileNotFoundError) else f"broken ({error})"

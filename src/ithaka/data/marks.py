@@ -1,4 +1,4 @@
-"""Find the turns of a conversation in its rendering: marks that a chat template writes along, and parsing them.
+"""Find the turns of a rendered conversation: make its chat template write marks, and parse them.
 
 A mark is text between two delimiters, characters that occur neither in the template nor in the messages. The template
 writes marks around every iteration of its loop over the messages and around its `{% generation %}` blocks; messages

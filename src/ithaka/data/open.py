@@ -27,7 +27,7 @@ LONG_ACTIONS = {
 
 class SourceShards(NamedTuple):
     label: str  # setting and path, for messages
-    name: str  # in the log, as short as is unique
+    name: str  # in the log: the shortest unique one
     weight: float
     train: list[Shard]
 
@@ -149,7 +149,7 @@ def _find_shards(data: DataConfig) -> tuple[list[SourceShards], list[list[Shard]
 
 
 def _name_paths(given: Sequence[Path | None]) -> list[str]:
-    """Return the stems of the paths, or as many of their last parts as tell them apart."""
+    """Return the stems of the paths, or enough of their last parts to tell them apart."""
     paths = [path or Path("Python's standard library") for path in given]
     names, absolute, depth = [path.stem for path in paths], [path.absolute() for path in paths], 0
     while len(set(names)) < len(set(absolute)):
@@ -176,7 +176,7 @@ def _format_counts(skipped: Counter[str]) -> str:
 def measure_balance(data: TrainData) -> dict[str, float] | None:
     """Return the imbalance of attention between data-parallel ranks in the first round, with and without grouping.
 
-    None if there is one rank, or if documents are together, so that all sequences are alike.
+    None if there is one rank, or if documents are packed together, so that all sequences are alike.
     """
     if data.dp_size == 1 or data.stream.documents_together:
         return None
@@ -188,7 +188,7 @@ def measure_balance(data: TrainData) -> dict[str, float] | None:
 
 
 def epoch_steps(data: TrainData, epochs: float, global_batch: int) -> int:
-    """Return the optimizer steps of this many epochs; an estimate if the data is larger than a round."""
+    """Return the number of optimizer steps in `epochs`; an estimate if the data is larger than a round."""
     stream, packed = data.stream, data.stream.current_round()
     tokens = sum(source.estimate_size(stream.cut)[1] for source in stream.sources)
     sequences = tokens / (stream.read_tokens / len(packed))

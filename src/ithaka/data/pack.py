@@ -37,7 +37,7 @@ NODE_DTYPE = np.dtype([("start", np.int64), ("parent", np.int64), ("sample", np.
 class Documents:
     """The documents of a shard."""
 
-    tokens: np.ndarray  # int32 [n]; ~id for a token to read but not train on
+    tokens: np.ndarray  # int32 [n]; ~id for a token that is context only
     lengths: np.ndarray  # int64 [documents]
     skipped: Mapping[str, int] = field(default_factory=dict)  # number of skipped documents by reason
     turns: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # where messages start: `encode_turn`
@@ -52,8 +52,8 @@ ROLE_CODES = ("system", "user", "assistant", "tool")
 
 
 def mark_images(tokens: np.ndarray, images: Sequence[Any], ids: Iterable[int], first: int) -> np.ndarray:
-    """Replace the tokens of a document's images and videos (`ids`) by numbers from `first` on, which identify the image
-    of a token after packing."""
+    """Replace the tokens of a document's images and videos (`ids`) with numbers from `first` on, which identify the
+    image of a token after packing."""
     places = np.flatnonzero(np.isin(np.maximum(tokens, ~tokens), list(ids)))
     counts = [image.num_tokens for image in images]
     tokens[places] = ~(IMAGE_BASE + first + np.repeat(np.arange(len(counts)), counts))
@@ -213,7 +213,7 @@ def cut_documents(documents: Documents, context: int, long: LongDocuments) -> Cu
     if not (len(documents.samples) or long.pairs):
         return _cut_samples(documents, context, long)
     samples, records = split_samples(documents)
-    by = long._replace(mode="drop") if long.pairs else long  # never cut a prompt off its answer
+    by = long._replace(mode="drop") if long.pairs else long  # never separate a prompt from its answer
     cut, num = _cut_samples(replace(documents, lengths=samples["length"]), context, by), len(documents.lengths)
     left_out, removed = (np.bincount(records, n, num).astype(np.int64) for n in (cut.pieces_left_out, cut.removed))
     shards, owners = (documents, *cut.shards[1:]), records[cut.owners]
@@ -222,7 +222,7 @@ def cut_documents(documents: Documents, context: int, long: LongDocuments) -> Cu
 
 
 def split_samples(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
-    """The samples of all documents, as segments, and the index of each sample's document."""
+    """Return the samples of all documents, as segments, and the index of each sample's document."""
     firsts = documents.lengths.cumsum() - documents.lengths
     starts = np.union1d(firsts, documents.samples)
     samples = np.zeros(len(starts), SEGMENT_DTYPE)
@@ -278,7 +278,7 @@ def group_samples(
     samples: Sequence[np.ndarray], context: int, min_tokens: int | None
 ) -> list[tuple[list[np.ndarray], list[Node]]]:
     """Group consecutive samples whose forest has at most `context` tokens: [(samples, nodes of their forest)].
-    Prefixes of fewer than `min_tokens` are not shared; None: none is."""
+    Prefixes of fewer than `min_tokens` are not shared; None: share nothing."""
     rows = []
     for number, tokens in enumerate(samples):  # a token with a label belongs to one sample
         labels = np.where(tokens >= 0, number + 1, 0)
@@ -389,7 +389,7 @@ def _cut_conversation(
 
 
 def _shorten_tools(tokens: np.ndarray, turns: list[tuple[int, int, str]], long: LongDocuments) -> np.ndarray:
-    """Replace the middle of tool outputs above `tool_tokens` by the marker, unless a token there is trained."""
+    """Replace the middle of tool outputs above `tool_tokens` with the marker, unless a token there is trained."""
     parts, low = [], 0
     for start, stop, role in turns:
         first, last = start + long.tool_tokens // 2, stop - (long.tool_tokens - long.tool_tokens // 2)
@@ -400,7 +400,7 @@ def _shorten_tools(tokens: np.ndarray, turns: list[tuple[int, int, str]], long: 
 
 
 def split_long(segments: np.ndarray, context: int) -> np.ndarray:
-    """Split segments into ones of at most `context` tokens."""
+    """Split segments into segments of at most `context` tokens."""
     counts = -(-segments["length"] // context)
     parts = np.repeat(segments, counts)
     offsets = (np.arange(len(parts)) - np.repeat(counts.cumsum() - counts, counts)) * context
@@ -452,7 +452,7 @@ def group_by_area(areas: np.ndarray, group: int, num_leading: int, key: Key) -> 
 
 
 def imbalance(areas: np.ndarray, ranks: int, batch: int) -> float:
-    """Return the slowdown of attention by unequal work: the largest area of a rank over the mean; all micro-steps."""
+    """Return the slowdown of attention from unequal work: the largest area of a rank over the mean; all micro-steps."""
     steps = areas[: len(areas) // (ranks * batch) * ranks * batch].reshape(-1, batch, ranks).sum(axis=1)
     return float(steps.max(axis=1).sum() / steps.mean(axis=1).sum()) if len(steps) else 1.0
 
@@ -475,7 +475,7 @@ class Split:
 
 
 def hash_values(values: np.ndarray, *key: int) -> np.ndarray:
-    """Hash each value with `key` to uint64 (splitmix64). Not a library's hash, whose updates could reorder data."""
+    """Hash each value with `key` to uint64 (splitmix64), independent of libraries, whose updates could reorder data."""
     state = np.zeros(len(values), dtype=np.uint64)
     with np.errstate(over="ignore"):
         for part in (*key, values):

@@ -57,7 +57,7 @@ class Shard:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """Identifies the shard, independent of the directory it is in. Checkpoints contain a hash of it."""
+        """Identifies the shard, whatever its directory. Checkpoints contain a hash of it."""
         parts = ((part.file.path.name, *part[1:], part.file.split) for part in self.parts)
         settings = {name: value for name, value in vars(self.reading).items() if value != getattr(ReadingConfig, name)}
         field = None if self.parts[0].file.kind == "text" else self.reading.text_field
@@ -121,7 +121,7 @@ def make_shards(files: Sequence[File], reading: ReadingConfig, split: Split | No
     if streamed := [file.path for file in files if file.kind == "parquet" and is_streamed(file.path)]:
         with ThreadPoolExecutor(FOOTER_READERS) as pool:
             for path in streamed:
-                pool.submit(_read_streamed_footer, path)  # fills its cache; errors are reported below, by file
+                pool.submit(_read_streamed_footer, path)  # fills the cache; errors are reported below, for each file
     for index, file in enumerate(files):
         if file.kind != "text":
             columns, ranges = _divide_records(file, reading)
@@ -131,7 +131,7 @@ def make_shards(files: Sequence[File], reading: ReadingConfig, split: Split | No
 
 
 def _make_text_shards(files: Sequence[File], reading: ReadingConfig, split: Split | None) -> list[Shard]:
-    """Put small files together. Files above PART_BYTES are divided; their parts are shuffled like documents."""
+    """Group small files, and divide files above PART_BYTES. The parts are shuffled like documents."""
     ranges = [(file, 0, file.path.stat().st_size) for file in files]
     if split is not None and len(files) == 1:
         file, _, size = ranges[0]
@@ -205,7 +205,7 @@ def _parse_json(record: Any) -> Any:
 
 
 def _drop_nulls(record: dict[str, Any]) -> dict[str, Any]:
-    """Drop nulls inside values: Arrow gives all objects of a column the same fields, and fills up with nulls."""
+    """Drop nulls inside values: Arrow gives all objects of a column the same fields, and fills gaps with nulls."""
 
     def drop(value: Any) -> Any:
         if isinstance(value, dict):
@@ -230,7 +230,7 @@ def _format_location(part: Part, row: int) -> str:
 
 
 def _read_records(part: Part, columns: Sequence[str]) -> Iterator[list[Any]]:
-    """Yield batches of records. Those of JSONL are lines."""
+    """Yield batches of records. JSONL records are unparsed lines."""
     path = part.file.path
     if part.file.kind == "jsonl":
         yield [line for line in _read_lines(part) if line.strip()]

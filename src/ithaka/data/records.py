@@ -91,8 +91,8 @@ def parse_record(
     record: Any, reading: ReadingConfig, chat: ChatTemplate, vocab_size: int,
     read_images: Callable[[Any], RecordImages] | None = None,
 ) -> list[Document]:  # fmt: skip
-    """Return the documents of a record: one, unless reasoning is unrolled, or a pair. Raise BadRecord with what is
-    wrong. `read_images` gets the images and videos that the record lists outside its messages."""
+    """Return the documents of a record: one, or several for a pair or unrolled reasoning. Raise BadRecord if it cannot
+    be trained on. `read_images` gets the images and videos that the record lists outside its messages."""
     format_name, fields = detect_format(record, reading)
     if reading.train_on == "pairs":
         own = dataclasses.replace(reading, train_on="auto")
@@ -175,8 +175,8 @@ def _parse_conversation(
 
 
 def _render_variants(messages: list[Message], render: Callable[[list[Message]], list[Sample]]) -> list[Sample]:
-    """Render with null content as an empty string, as OpenAI's format means it. If the template refuses that, render
-    the messages unchanged, then as DeepSeek's templates need them: null, and the arguments of calls as strings."""
+    """Render with null content as an empty string, which is what null means in OpenAI's format. If the template fails,
+    render the messages unchanged, then as DeepSeek's templates need them: null content, and arguments as strings."""
     nulls = [{"content": None} | message if message["role"] == "assistant" else message for message in messages]
     empty = [{**message, "content": ""} if message.get("content", 0) is None else message for message in nulls]
     as_strings = [

@@ -3,9 +3,9 @@
 A round takes tokens from every source in proportion to its weight. It ends with the epoch of the main source, the one
 whose epoch takes longest; the other sources start new epochs within a round.
 
-All ranks walk the same global stream of packed sequences; sequence i of a batch belongs to data-parallel rank
-i % dp_size. So a position is valid for any number of ranks, and what a step trains on depends only on its number of
-sequences.
+All ranks read the same global stream of packed sequences; sequence i of a batch belongs to data-parallel rank
+i % dp_size. So a position is valid for any number of ranks, and the data of a step depends only on the number of
+sequences per step.
 
 S: tokens in a sequence (data.context).  B: sequences in a batch of this rank.
 """
@@ -108,7 +108,7 @@ class Source:
     """The documents of one data source, epoch after epoch."""
 
     def __init__(self, name: str, weight: float, shards: Sequence[Shard], cache: TokenCache, key: Key | None):
-        """`key` shuffles each of endless epochs; None: one epoch, in the order of the files."""
+        """`key` shuffles each epoch, without end; None: one epoch, in the order of the files."""
         self.name, self.weight, self.shards, self.cache, self.key = name, weight, shards, cache, key
         self.num_bytes = sum(shard.num_bytes for shard in shards)
         self.shard_counts: dict[int, ShardCounts] = {}  # by shard, for those loaded so far
@@ -180,10 +180,10 @@ class Source:
 class SequenceStream:
     """Packed sequences of `context` tokens from several sources.
 
-    Loading a round sets `documents`, as segments, before any is cut; `taken_tokens`, in the pieces of these, by source;
-    `num_long`, the number longer than the context;
-    `pieces_left_out`, pieces of these without a trained token; `removed_tokens`, in no piece; `num_left_out`, the
-    sequences without a label in this round and the empty ones before it; and `read_tokens`, of all these sequences.
+    Loading a round sets `documents`, the uncut documents as segments; `taken_tokens`, the tokens in their pieces, by
+    source; `num_long`, the documents longer than the context; `pieces_left_out`, their pieces without a trained token;
+    `removed_tokens`, their tokens in no piece; `num_left_out`, the sequences without a label in this round and in empty
+    rounds before it; and `read_tokens`, the tokens of all these sequences.
     """
 
     def __init__(
@@ -191,9 +191,9 @@ class SequenceStream:
         long_documents: LongDocuments | str = "split", documents_together: bool = False,
         needed: int | None = None,
     ):  # fmt: skip
-        """`group`: sequences per step, over all ranks. `needed`: sequences that the run still takes; None: unknown.
+        """`group`: sequences per step, over all ranks. `needed`: sequences that the run still needs; None: unknown.
 
-        All sources have keys, or none has: then the stream ends after one epoch.
+        Either all sources have keys, or none: then the stream ends after one epoch.
         """
         self.sources, self.context, self.group, self.pad_id, self.needed = sources, context, group, pad_id, needed
         self.documents_together = documents_together
@@ -386,7 +386,7 @@ class TrainData:
         self._held_out: tuple[int, list[PackedSequence]] = (-1, [])
 
     def next_batch(self) -> Batch:
-        """Return this rank's next batch [B, S], and prefetch another. All ranks must call it equally often."""
+        """Return this rank's next batch [B, S], and prefetch another. All ranks must make the same calls."""
         batch, self.position = (self._prefetched or self._executor.submit(self._read)).result()
         self._prefetched = self._executor.submit(self._read)
         return batch
@@ -398,7 +398,7 @@ class TrainData:
         return self._collate(own, len(self.source_names) > 1), self.stream.position
 
     def _collate(self, sequences: Sequence[PackedSequence], with_sources: bool) -> Batch:
-        """A batch with its images, which are read here."""
+        """Make a batch, and read its images."""
         batch, images = collate(sequences, with_sources), [image for each in sequences for image in each.images]
         return batch._replace(images=self.cache.tokenizer.images.load(images, *self.cp)) if images else batch
 
@@ -412,8 +412,8 @@ class TrainData:
         return self._held_out[1]
 
     def validation_batches(self, count: int) -> Iterator[Batch]:
-        """Yield this rank's share of the first `count` held-out sequences: batches [B, S], as many on every rank. Rows
-        without labels fill up the last one."""
+        """Yield this rank's share of the first `count` held-out sequences: batches [B, S], the same number on every
+        rank. Rows without labels pad the last one."""
         sequences = self.validation_sequences(count)
         with_sources = self.validation is not None and len(self.validation.sources) > 1
         blank = self.stream.build_sequence(np.empty(0, SEGMENT_DTYPE))

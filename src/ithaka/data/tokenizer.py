@@ -23,10 +23,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer, with what surrounds each document.
+    """A Hugging Face tokenizer, with the tokens that start and end each document.
 
-    `document_prefix` is what the tokenizer puts before a text (bos for Llama, nothing for Qwen); `eos_id`, if there is
-    one, ends each document.
+    `document_prefix` holds the ids that the tokenizer puts before a text (bos for Llama, none for Qwen); `eos_id`, if
+    there is one, ends each document.
     """
 
     model_path: Path | None = None
@@ -43,7 +43,7 @@ class Tokenizer:
 
     @functools.cached_property
     def images(self) -> ImageReader:
-        """Reads images for the model. ConfigError if it takes none."""
+        """Reads images for the model. Raises ConfigError if the model takes none."""
         if self.model_path is None:
             raise ConfigError("data.images=read needs a vision-language model; set model.path, or data.images to drop")
         return ImageReader(self.model_path, self.hf)
