@@ -73,8 +73,8 @@ def plan(
     request = make_request(model, hardware, context or "128K", batch, overrides or [], adapter, any_setting=as_yaml)
     request = request.with_branches(branches) if branches else request
     if as_yaml and request.is_video:
-        way_out = "use ithaka.parallelize(transformer, context=...)"
-        raise ConfigError(f"--yaml writes a configuration for `ithaka train`, which trains language models; {way_out}")
+        fix = "use ithaka.parallelize(transformer, context=...)"
+        raise ConfigError(f"--yaml writes a configuration for `ithaka train`, which trains language models; {fix}")
     if as_yaml and (result := request.plan()).fits:
         text = show.as_yaml(request, result, steps)
         if out is None:

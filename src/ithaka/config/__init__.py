@@ -1,4 +1,4 @@
-"""The configuration: typed sections, YAML, dotted overrides, and errors with a way out. Imports no torch."""
+"""The configuration: typed sections, YAML, dotted overrides, and errors that say how to fix them. Imports no torch."""
 
 from ithaka.config.embedded import BOS, BYTE_VOCAB, CPU_DEFAULT, EOS, GPU_DEFAULT, PAD, embedded_model
 from ithaka.config.fields import ConfigError, format_value, input_error, parse_count

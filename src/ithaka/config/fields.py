@@ -18,7 +18,7 @@ from ithaka.exits import ExitCode, TransientError, is_transient
 
 
 class ConfigError(ValueError):
-    """Bad input that the user can fix. The message names the field, its value, the rule and a way out."""
+    """Bad input that the user can fix. The message names the field, its value, the rule and a fix."""
 
     exit_code = ExitCode.WRONG_INPUT
 

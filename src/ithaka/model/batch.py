@@ -270,13 +270,13 @@ def _check_shapes(inputs: dict[str, Tensor]) -> None:
             raise ValueError(f"{name} has shape {tuple(value.shape)}; use the shape of input_ids, {tuple(shape)}")
 
 
-def _check_tokens(name: str, tokens_BN: Tensor, vocab_size: int, way_out: str) -> None:
+def _check_tokens(name: str, tokens_BN: Tensor, vocab_size: int, fix: str) -> None:
     lowest, highest = tokens_BN.aminmax()
     if lowest < 0 or highest >= vocab_size:
         row, column = ((tokens_BN < 0) | (tokens_BN >= vocab_size)).nonzero()[0].tolist()
         raise ValueError(
             f"{name}[{row}, {column}]={int(tokens_BN[row, column])} is outside the vocabulary of {vocab_size} tokens; "
-            f"{way_out}"
+            f"{fix}"
         )
 
 

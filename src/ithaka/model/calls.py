@@ -359,8 +359,8 @@ class _RefuseDDP:
 def refuse_wrappers(model: nn.Module) -> None:
     """Make DDP and REFUSED_METHODS raise. torch.compile(model) raises at the first call."""
     model._ddp_params_and_buffers_to_ignore = _RefuseDDP()  # type: ignore[assignment]
-    for name, way_out in REFUSED_METHODS.items():
-        setattr(model, name, partial(_refuse, f"{name}() does not work on a parallel model; {way_out}"))
+    for name, fix in REFUSED_METHODS.items():
+        setattr(model, name, partial(_refuse, f"{name}() does not work on a parallel model; {fix}"))
 
 
 def _refuse(message: str, *args: Any, **kwargs: Any) -> NoReturn:

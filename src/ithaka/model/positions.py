@@ -113,8 +113,8 @@ def _apply_rope(config: Any, rope: RopeConfig, context: int) -> int:
                     f"{num_frequencies}"
                 )
     elif "factor" in parameters and "factor" not in values:
-        way_out = f"use at least {max(1, math.ceil(context / original))} for data.context={context}"
-        raise ConfigError(f"model.rope.factor is missing, which type {rope_type} needs; {way_out}")
+        fix = f"use at least {max(1, math.ceil(context / original))} for data.context={context}"
+        raise ConfigError(f"model.rope.factor is missing, which type {rope_type} needs; {fix}")
     vars(config).pop("original_max_position_embeddings", None)  # Phi's, which would take precedence
     values |= {"rope_type": rope_type, "rope_theta": rope.theta or stored["rope_theta"]}
     is_nested = stored is not config.rope_parameters

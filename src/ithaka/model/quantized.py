@@ -132,11 +132,11 @@ def convert_bitsandbytes(model: nn.Module) -> None:
     for path, module in list(model.named_modules()):
         kind = f"{type(module).__module__}.{type(module).__name__}"
         if kind == "transformers.integrations.mxfp4.Mxfp4GptOssExperts":
-            way_out = "load it with Mxfp4Config(dequantize=True), or train its files with adapter.base=mxfp4"
-            raise ConfigError(f"{path} has MXFP4 weights in the order of a kernel, which is not supported; {way_out}")
+            fix = "load it with Mxfp4Config(dequantize=True), or train its files with adapter.base=mxfp4"
+            raise ConfigError(f"{path} has MXFP4 weights in the order of a kernel, which is not supported; {fix}")
         if kind == "bitsandbytes.nn.modules.Linear8bitLt":
-            way_out = "load it with BitsAndBytesConfig(load_in_4bit=True), or in bfloat16"
-            raise ConfigError(f"{path} has 8 bits (load_in_8bit), which is not supported; {way_out}")
+            fix = "load it with BitsAndBytesConfig(load_in_4bit=True), or in bfloat16"
+            raise ConfigError(f"{path} has 8 bits (load_in_8bit), which is not supported; {fix}")
         if kind == "peft.tuners.lora.bnb.Linear4bit":
             from peft.tuners.lora.layer import Linear as LoraLinear
 

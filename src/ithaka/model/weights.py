@@ -73,7 +73,7 @@ def load_weights(
     `vocab_size`: the stored one; the model may have more tokens. `transforms`: transformers', from stored names and
     tensors to the model's.
     """
-    way_out, source, files = "fix config.json", f"model.path={directory}", open_tensor_files(directory)
+    fix, source, files = "fix config.json", f"model.path={directory}", open_tensor_files(directory)
     tensors = {base_tensor_name(name): t for name, t in named_tensors(model).items() if ".lora_" not in name}
     packed = {base_tensor_name(name): weight for name, weight in packed_weights(model).items()}
     mxfp4 = _find_mxfp4(files, tensors)
@@ -94,10 +94,10 @@ def load_weights(
     extra = [name for target, name in direct.items() if target not in tensors]
     extra += [] if is_exact else [name for name in found if name not in expected]
     ignored = "|".join(model._keys_to_ignore_on_load_unexpected or ()) or r"(?!)"
-    _check_names(source, way_out, missing, [name for name in extra if not re.search(ignored, name)])
+    _check_names(source, fix, missing, [name for name in extra if not re.search(ignored, name)])
     for name in found:
         if name in expected:
-            _check_shape(f"{source}: {name}", files[name].get_slice(name), expected[name].shape, way_out)
+            _check_shape(f"{source}: {name}", files[name].get_slice(name), expected[name].shape, fix)
     ends = {id(param) for param in end_parameters(model).values()}
     for name, t in tensors.items():
         if name in direct:
@@ -106,10 +106,10 @@ def load_weights(
                 read_packed(files, direct[name], packed[name], *local_shard(t))
                 continue
             if name in packed:
-                _check_shape(f"{source}: {direct[name]}", stored, packed[name].shape, way_out)
+                _check_shape(f"{source}: {direct[name]}", stored, packed[name].shape, fix)
                 packed[name].quantize(stored, *local_shard(t))
                 continue
-            _copy_rows(stored, t, f"{source}: {direct[name]}", way_out, vocab_size if id(t) in ends else None)
+            _copy_rows(stored, t, f"{source}: {direct[name]}", fix, vocab_size if id(t) in ends else None)
     for name in mxfp4:
         local, rows = local_shard(tensors[name])
         if len(local):
@@ -117,10 +117,10 @@ def load_weights(
             weight = packed.get(name)
             num_experts, inputs, outputs = tensors[name].shape if weight is None else weight.shape
             if weight is not None and weight.layout.codes == "mxfp4":
-                _check_shape(f"{source}: {name}_blocks", parts[0], (num_experts, inputs, outputs // 32, 16), way_out)
+                _check_shape(f"{source}: {name}_blocks", parts[0], (num_experts, inputs, outputs // 32, 16), fix)
                 weight.read_mxfp4(parts[0][rows], parts[1][rows], local)
                 continue
-            _check_shape(f"{source}: {name}_blocks", parts[0], (num_experts, outputs, inputs // 32, 16), way_out)
+            _check_shape(f"{source}: {name}_blocks", parts[0], (num_experts, outputs, inputs // 32, 16), fix)
             own = convert_moe_packed_tensors(*(part[rows] for part in parts))
             packed[name].quantize(own, local, slice(0, len(own))) if name in packed else local.copy_(own)
     for conversion in conversions:
@@ -167,33 +167,33 @@ def load_adapter(model: PreTrainedModel, directory: Path) -> None:
     files = _open(directory / "adapter_model.safetensors", "adapter.path")
     named = {adapter_tensor_name(name): param for name, param in model.named_parameters()}
     params = {name: param for name, param in named.items() if param.requires_grad or name in files}
-    source, way_out = f"adapter.path={directory}", "fix adapter_config.json"
+    source, fix = f"adapter.path={directory}", "fix adapter_config.json"
     missing, extra = [name for name in params if name not in files], [name for name in files if name not in params]
-    _check_names(source, way_out, missing, extra)
+    _check_names(source, fix, missing, extra)
     for name, param in params.items():
-        _copy_rows(files[name].get_slice(name), param, f"{source}: {name}", way_out)
+        _copy_rows(files[name].get_slice(name), param, f"{source}: {name}", fix)
 
 
-def _check_names(source: str, way_out: str, missing: list[str], extra: list[str]) -> None:
+def _check_names(source: str, fix: str, missing: list[str], extra: list[str]) -> None:
     if missing:
         count = f"{len(missing)} missing in total"
-        raise ConfigError(f"{source} has no tensor {missing[0]} ({count}); copy the files again, {way_out}")
+        raise ConfigError(f"{source} has no tensor {missing[0]} ({count}); copy the files again, {fix}")
     extra = [name for name in extra if not name.endswith(("inv_freq", "lm_head.weight"))]  # a tied head may be stored
     if extra:
-        raise ConfigError(f"{source} has a tensor {extra[0]}, which is not in the model; {way_out}")
+        raise ConfigError(f"{source} has a tensor {extra[0]}, which is not in the model; {fix}")
 
 
-def _check_shape(name: str, stored: Any, expected: Sequence[int], way_out: str) -> None:
+def _check_shape(name: str, stored: Any, expected: Sequence[int], fix: str) -> None:
     if (shape := tuple(stored.get_shape())) != (expected := tuple(expected)):
-        raise ConfigError(f"{name} has shape {shape}, but the configuration has {expected}; {way_out}")
+        raise ConfigError(f"{name} has shape {shape}, but the configuration has {expected}; {fix}")
 
 
-def _copy_rows(stored: Any, tensor: Tensor, name: str, way_out: str, num_rows: int | None = None) -> None:
+def _copy_rows(stored: Any, tensor: Tensor, name: str, fix: str, num_rows: int | None = None) -> None:
     """Copy this rank's rows of a stored tensor. If the tensor has only `num_rows` rows, fewer than the model's, set
     the model's other rows to the mean of the stored ones."""
     num_rows = tensor.shape[0] if num_rows is None and tensor.dim() else num_rows
     expected = (num_rows, *tensor.shape[1:]) if num_rows is not None else ()
-    _check_shape(name, stored, expected, way_out)
+    _check_shape(name, stored, expected, fix)
     local, rows = local_shard(tensor)
     if num_rows is None:
         local.copy_(stored[...])

@@ -140,9 +140,9 @@ def _fetch_config(model: str) -> dict[str, Any]:
         with build_opener(Redirects).open(request, timeout=HUB_TIMEOUT_S) as answer:
             return dict(json.load(answer))
     except (OSError, ValueError) as error:
-        code, way_out = getattr(error, "code", None), _suggestion(model)
+        code, fix = getattr(error, "code", None), _suggestion(model)
         why = "is not on the hub" if code == 404 else f"the hub cannot be reached ({getattr(error, 'reason', error)})"
         if code in (401, 403):
             why = f"the hub denies access (HTTP {code})"
-            way_out = "accept its license there and log in with `hf auth login`, or use a local directory"
-        raise ConfigError(f"model={model} is not a local path, and {why}; {way_out}") from None
+            fix = "accept its license there and log in with `hf auth login`, or use a local directory"
+        raise ConfigError(f"model={model} is not a local path, and {why}; {fix}") from None

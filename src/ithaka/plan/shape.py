@@ -419,10 +419,10 @@ def read_shape(path: Path) -> ModelShape:
     file = path / "config.json" if path.is_dir() else path
     hub = f"ORG/{path.name}" if path.parts[:1] == ("models",) else path  # directory names of the documentation
     fetch = f"fetch it with `hf download {hub} --local-dir {path}`, or " if re.fullmatch(HUB_ID, str(path)) else ""
-    return shape_from_config(read_json(file, way_out=fetch + GIVE_MODEL), str(path))
+    return shape_from_config(read_json(file, fix=fetch + GIVE_MODEL), str(path))
 
 
-def read_json(file: Path, name: str = "model.path=", way_out: str = GIVE_MODEL) -> dict[str, Any]:
+def read_json(file: Path, name: str = "model.path=", fix: str = GIVE_MODEL) -> dict[str, Any]:
     """The object in a JSON file. ConfigError, which names the setting `name`, if there is none."""
     try:
         if isinstance(values := json.loads(file.read_text(encoding="utf-8")), dict):
@@ -432,13 +432,13 @@ def read_json(file: Path, name: str = "model.path=", way_out: str = GIVE_MODEL) 
         reason = error.strerror or str(error)
         folder = file.parent
         if file.name == "config.json" and (folder / "config.yaml").is_file():
-            way_out = f"{folder} is a run: use what `ithaka export {folder} OUT_DIR` writes (an adapter: with --merge)"
+            fix = f"{folder} is a run: use what `ithaka export {folder} OUT_DIR` writes (an adapter: with --merge)"
         elif file.name == "config.json" and (folder / "adapter_config.json").is_file():
-            way_out = f"{folder} is an adapter: use its base model, and adapter.path={folder} to train on"
-        raise input_error(f"{name}{file} cannot be read ({reason}); {way_out}", error) from None
+            fix = f"{folder} is an adapter: use its base model, and adapter.path={folder} to train on"
+        raise input_error(f"{name}{file} cannot be read ({reason}); {fix}", error) from None
     except ValueError:
         reason = "not valid JSON"
-    raise ConfigError(f"{name}{file} cannot be read ({reason}); {way_out}")
+    raise ConfigError(f"{name}{file} cannot be read ({reason}); {fix}")
 
 
 def quant_method(config: Mapping[str, Any]) -> str | None:
@@ -453,8 +453,8 @@ def check_quantization(quantization: Any, source: str) -> None:
     settings = quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}
     method = settings.get("quant_method")
     if method != "mxfp4" and not (method == "bitsandbytes" and settings.get("load_in_4bit")):
-        way_out = "use weights in bfloat16 or float32, in MXFP4 or in bitsandbytes' 4 bits"
-        raise ConfigError(f"model.path={source} is quantized ({method}); {way_out}")
+        fix = "use weights in bfloat16 or float32, in MXFP4 or in bitsandbytes' 4 bits"
+        raise ConfigError(f"model.path={source} is quantized ({method}); {fix}")
 
 
 def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> ModelShape:

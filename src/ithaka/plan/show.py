@@ -259,8 +259,8 @@ def _format_experts(plan: Plan) -> list[str]:
         f"FLOPs alone, without recomputation: {format_duration(ideal.total)} per step ({rates})",
     ]
     if shortest:
-        way_out = "it would need expert parallelism, which ithaka lacks"
-        lines.append(f"Below {format_tokens(shortest)} tokens, gathering weights takes most of a step: {way_out}")
+        reason = "it would need expert parallelism, which ithaka lacks"
+        lines.append(f"Below {format_tokens(shortest)} tokens, gathering weights takes most of a step: {reason}")
     return lines
 
 

@@ -100,8 +100,8 @@ def read_stored_settings(adapter: AdapterConfig, explicit: Set[str]) -> AdapterC
     targets, saved = stored.get("target_modules"), stored.get("modules_to_save") or ()
     experts = stored.get("target_parameters") or []
     if (peft_type := stored.get("peft_type")) != "LORA" or not isinstance(targets, list):
-        way_out = "use an adapter with peft_type=LORA whose target_modules are a list of names"
-        raise ConfigError(f"adapter.path={adapter.path} has peft_type={peft_type}, target_modules={targets}; {way_out}")
+        fix = "use an adapter with peft_type=LORA whose target_modules are a list of names"
+        raise ConfigError(f"adapter.path={adapter.path} has peft_type={peft_type}, target_modules={targets}; {fix}")
     values: dict[str, Any] = {
         "rank": stored.get("r"),
         "alpha": stored.get("lora_alpha"),

@@ -210,7 +210,7 @@ class OutOfMemoryTracker(Listener):
 
 
 def explain_out_of_memory(plan: Run | Plan, error: Exception, tracker: OutOfMemoryTracker, model: str) -> str:
-    """Explain what ran out and where, planned and measured bytes, and the way out. `model`: for `ithaka plan`."""
+    """Explain what ran out and where, planned and measured bytes, and how to fix it. `model`: for `ithaka plan`."""
     tracker.measure()  # before anything else allocates
     headline = f"rank {os.environ.get('RANK', '0')}, {tracker.where}: {' '.join(str(error).split()) or repr(error)}"
     return "\n".join([headline, *_planned_lines(plan, error, tracker), *_ways_out(plan, model)])
