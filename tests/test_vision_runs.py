@@ -13,8 +13,9 @@ from transformers.video_utils import VideoMetadata
 
 from faults import moved
 from ithaka.config import ConfigError, parse_config
-from ithaka.data import images
+from ithaka.data.images import RecordImages
 from ithaka.data.open import check_data, data_facts, open_data
+from ithaka.data.pixels import _open_image
 from ithaka.data.tokenizer import load_tokenizer
 from ithaka.export import export
 from ithaka.model.batch import divide_frames
@@ -98,7 +99,7 @@ def test_images_and_videos_have_the_tokens_and_pixels_of_the_processor(folder, m
     facts = data_facts(data, 4)
     assert (facts["images"], facts["videos"]) == (str(sum(n % 3 for n in range(10))), str(len(VIDEOS)))
     read = []
-    monkeypatch.setattr(images, "_open_image", lambda path, plain=images._open_image: read.append(path) or plain(path))
+    monkeypatch.setattr("ithaka.data.pixels._open_image", lambda path: read.append(path) or _open_image(path))
     batches = [data.next_batch() for _ in range(3)]
     for batch in batches:
         ends = (batch.document_ids[0].diff() != 0).nonzero()[:, 0].add(1).tolist()
@@ -165,7 +166,7 @@ def test_storage_faults_do_not_make_a_record_bad(folder):
     def fail(path):
         raise OSError(errno.EIO, "Input/output error")
 
-    record = images.RecordImages(SimpleNamespace(measure_image=fail), folder / "data", {"image": None, "video": None})
+    record = RecordImages(SimpleNamespace(measure_image=fail), folder / "data", {"image": None, "video": None})
     with pytest.raises(OSError, match="Input/output"):
         record.render({"type": "image", "image": "pictures/1.png"}, "message 1")
 
@@ -227,7 +228,7 @@ def test_unreadable_videos_are_refused(folder, monkeypatch):
     ):
         with pytest.raises(ConfigError, match=message):
             check_video(folder, video)
-    monkeypatch.setattr(images, "DECODERS", {"no_such_decoder": "pyav"})
+    monkeypatch.setattr("ithaka.data.pixels.DECODERS", {"no_such_decoder": "pyav"})
     with pytest.raises(ConfigError, match="clip.mp4 is a video file, which needs a decoder; pip install no_such_"):
         check_video(folder, "clip.mp4")
 
@@ -243,8 +244,8 @@ def test_a_video_file_is_sampled(folder, monkeypatch):
         return numpy.stack([numpy.asarray(picture(6 * i)) for i in decoded[-1]]), metadata
 
     decoded: list = []
-    monkeypatch.setattr(images, "DECODERS", {"json": "json"})
-    monkeypatch.setattr(images, "load_video", load)
+    monkeypatch.setattr("ithaka.data.pixels.DECODERS", {"json": "json"})
+    monkeypatch.setattr("ithaka.data.pixels.load_video", load)
     reader = load_tokenizer(None, folder / "model").images
     text, video = reader.measure_video("clip.mp4", 2)
     assert (video.frames, decoded) == ([0, 5, 9, 14, 18, 23], [[23]])  # 6 of 3 seconds

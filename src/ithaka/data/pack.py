@@ -22,7 +22,7 @@ import numpy as np
 
 from ithaka.config import ConfigError
 from ithaka.layer.loss import IGNORE_INDEX
-from ithaka.model.prefixes import MIN_TOKENS, Node, build_forest, count_equal
+from ithaka.model.forest import MIN_TOKENS, Node, build_forest, count_equal
 
 SHORT_DOCUMENT_FRACTION = 1 / 8  # fraction of the context; sorting shorter documents saves under 0.4 % of padding
 Key = tuple[int, ...]  # seeds a hash

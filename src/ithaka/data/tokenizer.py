@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer as Backend
@@ -17,7 +17,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ithaka.config import ConfigError, input_error
 from ithaka.data.chat import BUILTIN_TEMPLATES, ChatTemplate, TrainedRanges, fix_date, read_builtin_template
-from ithaka.data.images import ImageReader
+
+if TYPE_CHECKING:
+    from ithaka.data.pixels import ImageReader
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -42,8 +44,10 @@ class Tokenizer:
         self.document_prefix: tuple[int, ...] = (hf.bos_token_id,) if adds_bos else ()
 
     @functools.cached_property
-    def images(self) -> ImageReader:
+    def images(self) -> "ImageReader":
         """Reads images for the model. Raises ConfigError if the model takes none."""
+        from ithaka.data.pixels import ImageReader
+
         if self.model_path is None:
             raise ConfigError("data.images=read needs a vision-language model; set model.path, or data.images to drop")
         return ImageReader(self.model_path, self.hf)
