@@ -183,7 +183,8 @@ def find_checkpoint(run_dir: Path, before: Path | None = None) -> Path:
     if not candidates and not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"run directory {run_dir} has no config.yaml; use the directory of an earlier run")
     other = "other " if before is not None else ""
-    raise ConfigError(f"run directory {run_dir} has no {other}usable checkpoint; wait for one, or start a new run")
+    fix = "start a new run" if other or candidates else "wait for one, or start a new run"
+    raise ConfigError(f"run directory {run_dir} has no {other}usable checkpoint; {fix}")
 
 
 def find_intact_checkpoint(path: Path) -> Path:
