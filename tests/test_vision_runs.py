@@ -17,6 +17,7 @@ from ithaka.data.images import RecordImages
 from ithaka.data.open import check_data, data_facts, open_data
 from ithaka.data.pixels import _open_image
 from ithaka.data.tokenizer import load_tokenizer
+from ithaka.evaluate import sample
 from ithaka.export import export
 from ithaka.model.batch import divide_frames
 from ithaka.show_data import describe_sequence
@@ -276,3 +277,7 @@ def test_a_run_is_resumed_and_exported(folder, ranks, tmp_path):
     inputs["mm_token_type_ids"] = inputs["mm_token_type_ids"].long()
     with torch.no_grad():
         assert model(**inputs, **pixels).logits.isfinite().all()
+
+
+def test_a_text_is_sampled_without_images(folder):
+    assert isinstance(sample(folder / "model", "Hi", 2, 0.0), str)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from ithaka import launch
@@ -26,7 +26,7 @@ from ithaka.export import export
 from ithaka.hub import fetch_model
 from ithaka.layout import default_dtype
 from ithaka.measure import FIGURES, TASKS, EvalText, Prompt, check_prompts, measure_all, read_prompts, read_text
-from ithaka.model.adapters import merge_adapter
+from ithaka.model.adapters import auto_class, merge_adapter
 from ithaka.model.build import build_model, has_weights
 from ithaka.model.quantized import BASE_FACTS, round_weights
 from ithaka.plan.search import forward_layout
@@ -311,7 +311,8 @@ def sample(
     with tempfile.TemporaryDirectory(prefix="ithaka-sample-") as name:
         directory = prepare_model(source, Path(name) / "model")
         tokenizer = load_tokenizer(None, directory)
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
+        loader = auto_class(AutoConfig.from_pretrained(directory).model_type)
+        model = loader.from_pretrained(directory, dtype=dtype).to(device).eval()
     text, prefix, stop = prompt, tokenizer.document_prefix, None
     if tokenizer.hf.chat_template and not raw:
         messages = [{"role": "system", "content": system}] if system else []
