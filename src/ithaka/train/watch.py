@@ -270,6 +270,9 @@ def describe_run(trainer: Trainer) -> dict[str, str]:
         "run": f"{trainer.run.run_dir}{f', resumed after step {trainer.step}' if trainer.step else ''}",
         "saving": _describe_saving(trainer),
     }
+    if trainer.dpo is not None:
+        frozen = "a frozen copy of the initial weights" if config.adapter is None else "the model without its adapter"
+        facts["loss"] = f"dpo, beta {config.loss.beta:g}; the reference is {frozen}"
     if config.curriculum:
         facts["entry"] = f"{config.entry + 1} of {len(config.ends)}, steps {config.start + 1} to {config.train.steps}"
     if config.model.rope is not None:
