@@ -186,6 +186,7 @@ PROFILE = [
 EXPORT = [
     ("nowhere out", "nowhere", "the directory of an earlier run"),
     ("empty out", "empty has no config.yaml", "the directory of an earlier run"),
+    ("empty out --push org/name", "empty has no config.yaml", "the directory of an earlier run"),
     ("run ''", "OUT_DIR=''", "the current directory"),
     ("run has-report", "OUT_DIR=has-report", "report.html", "--force"),
     ("run file/x", "OUT_DIR=file/x", "Not a directory", "another path"),

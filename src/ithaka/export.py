@@ -41,14 +41,8 @@ def export(
     base's precision. If the base had four bits in training, the merged one has the stored weights or, with `four_bit`,
     those of training."""
     logging.disable_progress_bar()
-    check_output("OUT_DIR", out_dir, force, folder=True)
+    checkpoint = check_export(run_dir, out_dir, merge, step, force)
     out_dir, model_dir = out_dir.absolute(), run_dir / "model"
-    if step is None:
-        checkpoint = find_intact_checkpoint(find_checkpoint(run_dir))
-    else:
-        checkpoint = find_checkpoint_of_step(run_dir, step)
-    if merge and not (model_dir / "adapter_config.json").is_file():
-        raise ConfigError(f"--merge: {run_dir} did not train an adapter; leave it out")
     weights = {
         name.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in SafeReader(checkpoint).read_metadata().state_dict_metadata.items()
@@ -60,6 +54,18 @@ def export(
         model_dir = Path(shutil.copytree(model_dir, Path(name) / "model"))
         _write(run_dir, checkpoint, model_dir, out_dir, weights, merge, four_bit)
     return out_dir
+
+
+def check_export(run_dir: Path, out_dir: Path, merge: bool, step: int | None, force: bool) -> Path:
+    """Return the checkpoint to export. Raise ConfigError if there is none, or `out_dir` cannot be written."""
+    check_output("OUT_DIR", out_dir, force, folder=True)
+    if step is None:
+        checkpoint = find_intact_checkpoint(find_checkpoint(run_dir))
+    else:
+        checkpoint = find_checkpoint_of_step(run_dir, step)
+    if merge and not (run_dir / "model" / "adapter_config.json").is_file():
+        raise ConfigError(f"--merge: {run_dir} did not train an adapter; leave it out")
+    return checkpoint
 
 
 def _write(

@@ -225,11 +225,12 @@ def export(
 ) -> None:
     """Export a checkpoint as a Hugging Face directory, or an adapter in PEFT's format."""
     folder = parse_path(out_dir, "OUT_DIR")
-    if push is not None:
-        create_repository(push)
+    from ithaka.export import check_export, write_card
     from ithaka.export import export as export_run
-    from ithaka.export import write_card
 
+    if push is not None:
+        check_export(run_dir, folder, merge, step, force)
+        create_repository(push)
     export_run(run_dir, folder, merge, step, force)
     print(f"exported to {folder}")
     adapter = load_config(run_dir / "config.yaml").adapter if merge else None
