@@ -145,7 +145,7 @@ TRAIN = [
     ("--set attention.kernel=magic", "attention.kernel=magic", "auto, "),
     ("--set memory.disk_path=nowhere", "memory.disk_path=nowhere", "create it"),
     ("--set model.path=nowhere", "model.path=nowhere", "No such file", "config.json"),
-    ("--set model.path=run", "model.path=run/config.json", "`ithaka export run OUT_DIR`"),
+    ("--set model.path=run", "model.path=run/config.json", "`ithaka export RUN_DIR OUT_DIR`"),
     ("--set model.path=adapter", "model.path=adapter/config.json", "its base model"),
     ("--set model.path=gpt2", "model_type=gpt2", "llama"),
     ("--set model.path=no-heads", "num_attention_heads", "no-heads", "config.json"),

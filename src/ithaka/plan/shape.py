@@ -432,7 +432,7 @@ def read_json(file: Path, name: str = "model.path=", fix: str = GIVE_MODEL) -> d
         reason = error.strerror or str(error)
         folder = file.parent
         if file.name == "config.json" and (folder / "config.yaml").is_file():
-            fix = f"{folder} is a run: use what `ithaka export {folder} OUT_DIR` writes (an adapter: with --merge)"
+            fix = f"{folder} is a run: use what `ithaka export RUN_DIR OUT_DIR` writes (an adapter: with --merge)"
         elif file.name == "config.json" and (folder / "adapter_config.json").is_file():
             fix = f"{folder} is an adapter: use its base model, and adapter.path={folder} to train on"
         raise input_error(f"{name}{file} cannot be read ({reason}); {fix}", error) from None

@@ -215,7 +215,7 @@ def _adapter_savings(plan: Plan) -> dict[str, int | float]:
 
 def _format_adapter(plan: Plan) -> str:
     rank, trained, frozen, gpu_bytes, host_bytes, step_s = _adapter_savings(plan).values()
-    sizes = f"adapters of rank {rank}: {trained / 1e6:.4g}M trained parameters, {frozen / 1e9:.4g}B frozen"
+    sizes = f"adapters of rank {rank}: {format_count(trained)} trained parameters, {format_count(frozen)} frozen"
     sizes += f" ({plan.shape.adapter.base})" if plan.shape.packed_layer[0] and plan.shape.adapter else ""
     host = f", {format_bytes(host_bytes)} of host memory" if host_bytes else ""
     time = f", {format_duration(step_s)} per step" if step_s > 0 else f" and costs {format_duration(-step_s)} per step"
@@ -255,7 +255,7 @@ def _format_experts(plan: Plan) -> list[str]:
     rates = f"attention {format_duration(ideal.attention)}, matmuls {format_duration(ideal.linear)}, "
     rates += f"update {format_duration(ideal.update)}"
     lines = [
-        f"experts: {active / 1e9:.4g}B of {total / 1e9:.4g}B parameters are used per token; one layer: {sizes}",
+        f"experts: {format_count(active)} of {format_count(total)} parameters are used per token; one layer: {sizes}",
         f"FLOPs alone, without recomputation: {format_duration(ideal.total)} per step ({rates})",
     ]
     if shortest:
@@ -466,6 +466,14 @@ def _explain_kernel(plan: Plan) -> str:
 
 
 # ---- numbers
+
+
+def format_count(value: float) -> str:
+    """12345 -> '12.3K'."""
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if value >= unit:
+            return f"{value / unit:.3g}{name}" if value < 999.5 * unit else f"{value / unit:.0f}{name}"
+    return f"{value:.3g}"
 
 
 def format_tokens(count: int) -> str:

@@ -32,7 +32,7 @@ from rich.table import Column
 
 from ithaka.config import Config, ConfigError, input_error, to_dict
 from ithaka.dist.rank import is_rank_0
-from ithaka.plan.show import format_bytes
+from ithaka.plan.show import format_bytes, format_count
 
 if TYPE_CHECKING:
     from ithaka.profile.timeline import StepProgress
@@ -123,14 +123,6 @@ class Record:
 def host_peak_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def format_count(value: float) -> str:
-    """12345 -> '12.3K'."""
-    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if value >= unit:
-            return f"{value / unit:.3g}{name}" if value < 999.5 * unit else f"{value / unit:.0f}{name}"
-    return f"{value:.3g}"
 
 
 def describe(record: Record) -> str:
