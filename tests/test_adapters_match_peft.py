@@ -229,9 +229,9 @@ def test_adapters_may_be_disabled_in_the_first_call():
     torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
 
 
-def test_quantised_linears_are_refused():
+def test_quantized_linears_are_refused():
     """Quantisation libraries replace nn.Linear with a class of their own."""
     model = tiny_model(tiny_config("llama", num_hidden_layers=1))
     model.model.layers[0].mlp.up_proj.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
     model = get_peft_model(model, LoraConfig(target_modules=["up_proj"]))
-    assert_refused(lambda: parallelize_model(model), "up_proj", "Linear4bit", way_out="not quantised")
+    assert_refused(lambda: parallelize_model(model), "up_proj", "Linear4bit", way_out="not quantized")

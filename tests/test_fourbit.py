@@ -289,7 +289,7 @@ def test_experts_in_the_order_of_a_kernel_are_refused():
 def test_eight_bits_are_refused():
     model = tiny_model(tiny_config("llama", num_hidden_layers=1), torch.bfloat16)
     model.model.layers[0].mlp.up_proj = Linear8bitLt(32, 40, has_fp16_weights=False)
-    assert_refused(lambda: parallelize_model(model), "up_proj", "8 bits", way_out="load_in_4bit=True")
+    assert_refused(lambda: parallelize_model(model), "up_proj", "8-bit", way_out="load_in_4bit=True")
 
 
 def test_mxfp4_experts_as_stored_equal_dequantized_ones(tmp_path):

@@ -217,10 +217,10 @@ def test_other_safetensors_files_are_ignored(ranks, tmp_path):
     assert_same(loaded, saved)
 
 
-def test_quantised_weights_are_refused(ranks, tmp_path):
+def test_quantized_weights_are_refused(ranks, tmp_path):
     save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    quantised = {**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}
-    (tmp_path / "config.json").write_text(json.dumps(quantised))
+    quantized = {**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
     (message,) = ranks.run(1, build_error, tmp_path)
     assert_refused(message, "model.path", "gptq", way_out="bfloat16")

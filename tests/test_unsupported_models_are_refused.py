@@ -76,7 +76,7 @@ def test_rope_on_part_of_each_head(tmp_path):
 
 
 class LoraLinear(nn.Linear):
-    """Stands in for adapter wrappers and quantised linears."""
+    """Stands in for adapter wrappers and quantized linears."""
 
 
 @pytest.mark.parametrize("where", ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"])

@@ -89,7 +89,7 @@ def parallelize(
         check_arguments(model, cp, ring)
     if layout is not None and dtype is not None:
         if layout.dtype not in (None, dtype):
-            raise ConfigError(f"dtype={dtype} conflicts with layout.dtype={layout.dtype}; give one of them")
+            raise ConfigError(f"dtype={dtype} conflicts with layout.dtype={layout.dtype}; set one of them")
         layout = dataclasses.replace(layout, dtype=dtype)
     plan = None
     if context is not None:

@@ -18,7 +18,7 @@ from ithaka.plan.shape import VISION_FAMILIES, quant_method, read_json
 
 ADAPTER_NAME = "default"  # PEFT's name for the first adapter
 ADAPTER_PREFIX = "base_model.model."  # prefix of tensor names in PEFT's files
-# PEFT options -> the only value that the layers compute. Variants such as DoRA mark fields of their own.
+# PEFT options -> the only supported value. Variants such as DoRA have options of their own.
 REQUIRED_OPTIONS = {
     "peft_type": "LORA",
     "bias": "none",
@@ -30,7 +30,7 @@ SUPPORTED_INITS = (True, False, "gaussian")  # the others change the base weight
 
 
 def auto_class(model_type: str) -> Any:
-    """transformers' class that builds models of this type."""
+    """Return the auto class of transformers that builds models of this type."""
     return AutoModelForImageTextToText if model_type in VISION_FAMILIES else AutoModelForCausalLM
 
 
@@ -41,7 +41,7 @@ def lora_options(adapter: AdapterConfig) -> dict[str, Any]:
 
 
 def make_lora_config(adapter: AdapterConfig, base: Path | None, model: Any) -> Any:
-    """PEFT's configuration, read from adapter.path or made from the settings."""
+    """Return PEFT's configuration, read from adapter.path or made from the settings."""
     from peft import LoraConfig, PeftConfig
 
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -91,12 +91,12 @@ def add_adapter(model: Any, adapter: AdapterConfig, base: Path | None) -> None:
 
 
 def is_stacked(param: Tensor) -> bool:
-    """Whether it has the weights of several experts. The convolution of the gated delta rule is [channels, 1, W]."""
+    """Whether a parameter stacks the weights of several experts. The delta rule's convolution is [channels, 1, W]."""
     return param.dim() == 3 and len(param) > 1 and param.shape[1] > 1
 
 
 def _find_linears(model: Any) -> str | list[str]:
-    """all-linear, or names without a mixture's, if the model has experts: PEFT would adapt those too."""
+    """Return all-linear or, if there are experts, which PEFT would adapt too, the names of the other linear modules."""
     vision = model.config.model_type in VISION_FAMILIES
     layers = model.model.language_model.layers if vision else model.model.layers
     parts = [(part, child) for layer in layers for part, child in layer.named_children()]
@@ -123,7 +123,7 @@ def _check_lora_config(config: Any, **required: Any) -> None:
 
 
 def check_adapters(model: nn.Module, **required: Any) -> None:
-    """Refuse PEFT modules that the layers do not compute. `required`: further options with only one value."""
+    """Raise ConfigError for PEFT modules that the layers do not support. `required`: further options with one value."""
     active = set()
     for config in getattr(model, "peft_config", {}).values():
         _check_lora_config(config, **required)
@@ -131,37 +131,37 @@ def check_adapters(model: nn.Module, **required: Any) -> None:
         is_adapter = hasattr(module, "base_layer") and hasattr(module, "active_adapters")
         if is_adapter and not is_linear(module) and not is_expert_module(module):
             kind = f"PEFT's {type(module).__qualname__} around a {type(module.get_base_layer()).__name__}"
-            raise ConfigError(f"{name} is {kind}, which is not supported; use LoRA on nn.Linear, not quantised")
+            raise ConfigError(f"{name} is {kind}, which is not supported; use LoRA on nn.Linear, not quantized")
         active |= set(module.active_adapters if is_adapter else ())
     if len(active) > 1:
         raise ConfigError(f"the adapters {', '.join(sorted(active))} are active; activate one with set_adapter()")
 
 
 def find_active_adapter(base: Any) -> str | None:
-    """The active adapter of a base model. check_adapters refuses more than one."""
+    """Return the active adapter of a base model. `check_adapters` rejects more than one."""
     names = (name for module in base.modules() if hasattr(module, "base_layer") for name in module.active_adapters)
     return next(names, None)
 
 
 def base_tensor_name(param_name: str) -> str:
-    """A parameter's name in the files of the base model."""
+    """Return a parameter's name in the files of the base model."""
     return param_name.replace(".base_layer", "").replace(".packed_", ".")
 
 
 def adapter_tensor_name(param_name: str, adapter: str = ADAPTER_NAME, prefix: str = ADAPTER_PREFIX) -> str:
-    """A parameter's name in adapter_model.safetensors."""
+    """Return a parameter's name in adapter_model.safetensors."""
     name = param_name.replace(f".modules_to_save.{adapter}.", ".").replace(f".{adapter}.", ".")
     return prefix + name
 
 
 def can_merge(base: Any) -> bool:
-    """Whether `merge_tensors` covers the adapters and the stored form of the base's weights."""
+    """Whether `merge_tensors` supports the model's adapters and the format of its base weights."""
     wrappers = [module for module in base.modules() if hasattr(module, "base_layer")]
     return all(map(is_linear, wrappers)) and not any(".packed_" in name for name, _ in base.named_parameters())
 
 
 def merge_tensors(base: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Merge full tensors, by parameter name, with their adapters in float32 or wider; without adapters, the same."""
+    """Merge full tensors, by parameter name, with their adapters in float32 or wider. Others are returned unchanged."""
     merged = {}
     for name, tensor in tensors.items():
         module, _, kind = name.rpartition(".base_layer.")
@@ -188,7 +188,7 @@ def load_dequantized(folder: Path, config: Any = None, **options: Any) -> Any:
     model = auto_class(config.model_type).from_pretrained(folder, config=config, **options)
     model = model.dequantize() if method == "bitsandbytes" else model
     if method:
-        model._weight_conversions = []  # they would save the weights under the names of packed ones
+        model._weight_conversions = []  # they would save the weights under the packed names
     return model
 
 

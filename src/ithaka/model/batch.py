@@ -64,8 +64,8 @@ class PackedBatch:
         return (torch.arange(len(firsts_S)) - firsts_S)[: self.num_tokens]
 
     def label_table(self, cp: int) -> tuple[Tensor, Tensor]:
-        """In a forest: the tokens whose labels each rank predicts, [cp, s + e] (S: none), and the rows on their ranks
-        that predict the branch labels, [cp, e]."""
+        """In a forest: the tokens whose labels each rank predicts, [cp, s + e] (S: none), and the rows of each rank
+        that predict its branch labels, [cp, e]."""
         S, starts = self.starts[-1], torch.tensor(self.starts)
         s, parents = S // cp, torch.tensor(self.parents)
         sources_S = torch.arange(S) - 1  # the token that predicts each one; -1: none
@@ -99,7 +99,7 @@ def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
     if shifted_BN is None and labels_BN is not None and not packing.parents:
         shifted_BN = _shift_left(labels_BN, IGNORE_INDEX)
     if shifted_BN is not None:
-        labels_BN = shifted_BN.roll(1, dims=1)  # each label back at its own token
+        labels_BN = shifted_BN.roll(1, dims=1)  # undo the shift
     if labels_BN is not None:
         valid_BN = labels_BN.masked_fill(labels_BN == IGNORE_INDEX, 0)
         _check_tokens("labels", valid_BN, vocab_size, f"set labels to ignore to {IGNORE_INDEX}")
@@ -130,7 +130,7 @@ def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
 
 
 def pack_batch(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> PackedBatch:
-    """How `take_share` packs the tokens of a call with these inputs. `rows_BN`: any tensor of the batch's shape."""
+    """Return how `take_share` packs the tokens of a call. `rows_BN`: any tensor of the batch's shape."""
     given = {name: inputs[name] for name in INPUTS if inputs.get(name) is not None}
     tensors = {name: to_integers(name, value) for name, value in given.items()}
     positions_BN, mask_BN, documents_BN, _, parents_BN = map(tensors.get, INPUTS[2:])
@@ -141,8 +141,8 @@ def pack_batch(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> Packed
 
 
 def split_positions(positions: Any) -> tuple[Any, Any]:
-    """(text positions, 3-D positions), by transformers' convention: [B, N], [3, B, N] (time, height, width), or
-    [4, B, N] with the positions of text first, which alone start documents."""
+    """Split into text positions and 3-D positions, by transformers' convention: [B, N], [3, B, N] (time, height,
+    width), or [4, B, N] with the text positions first. Only text positions start documents."""
     if not isinstance(positions, Tensor) or positions.dim() != 3:
         return positions, None
     return (positions[0], positions[1:]) if len(positions) == 4 else (None, positions)
@@ -162,7 +162,7 @@ def _pack(
 def _read_parents(
     starts: list[int], documents_BN: Tensor | None, parents_BN: Tensor | None, mask_BN: Tensor | None
 ) -> tuple[int, ...]:
-    """The index of each document's parent, or -1; () if parents were not passed."""
+    """Return the index of each document's parent, or -1; () if parents were not passed."""
     if parents_BN is None:
         return ()
     if documents_BN is None:
@@ -194,7 +194,7 @@ def _read_parents(
 
 
 def take_label_share(rows_BN: Tensor, mesh: Mesh, packing: PackedBatch, fill: float = 0) -> Tensor:
-    """This rank's share, [s] or [s + e] on its device, of [B, N] values that are stored at their labels' tokens.
+    """Return this rank's share, [s] or [s + e] on its device, of [B, N] values that are stored at their labels' tokens.
 
     `fill` is for tokens that predict no label: the last of a row, and padding.
     """
@@ -205,7 +205,7 @@ def take_label_share(rows_BN: Tensor, mesh: Mesh, packing: PackedBatch, fill: fl
 
 
 def _at_tokens(rows_BN: Tensor, tokens: Tensor, fill: float) -> Tensor:
-    """The values at `tokens`; `fill` for S."""
+    """Return the values at `tokens`, and `fill` at S."""
     S = max(rows_BN.numel(), int(tokens.max()))
     return F.pad(rows_BN.reshape(-1), (0, 1 + S - rows_BN.numel()), value=fill)[tokens]
 
@@ -219,7 +219,7 @@ def _take_own(rows_BN: Tensor, mesh: Mesh, deal: Deal, fill: float) -> Tensor:
 
 
 def take_own_tokens(flat_S: Tensor, mesh: Mesh, deal: Deal, fill: float) -> Tensor:
-    """This rank's tokens, [s, ...] of [S, ...], padded with `fill`."""
+    """Return this rank's tokens, [s, ...] of [S, ...], padded with `fill`."""
     chunks = [flat_S[start : start + length] for start, length in deal.members[mesh.ring_group.rank()]]
     member = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
     s = deal.num_tokens // mesh.cp_size
@@ -281,7 +281,7 @@ def _check_tokens(name: str, tokens_BN: Tensor, vocab_size: int, fix: str) -> No
 
 
 def _check_mask(mask_BN: Tensor, labels_BN: Tensor | None) -> None:
-    """Require one run of tokens per row, and no labels at or predicted by padding."""
+    """Require contiguous tokens in each row, and no labels at padding or predicted by it."""
     runs_B = mask_BN[:, 0] + (mask_BN[:, 1:] & ~mask_BN[:, :-1]).sum(1)
     if int(runs_B.max()) > 1:
         row = int(runs_B.argmax())
@@ -299,7 +299,7 @@ def _check_mask(mask_BN: Tensor, labels_BN: Tensor | None) -> None:
 def _document_starts(
     ids_BN: Tensor, positions_BN: Tensor | None, mask_BN: Tensor | None, documents_BN: Tensor | None
 ) -> list[int]:
-    """Index of each document's first token in the flat sequence. Padding is a document of its own.
+    """Return the index of each document's first token in the flat sequence. Padding is a separate document.
 
     With position_ids alone, a position that is not its predecessor plus 1 starts a document: Hugging Face's rule for
     packed sequences.
@@ -316,7 +316,7 @@ def _document_starts(
 
 
 def count_pairs(documents_BS: Tensor, windows: Sequence[int | None], parents_BS: Tensor | None = None) -> int:
-    """Query-key pairs of causal attention within documents and to their ancestors, summed over layers."""
+    """Count query-key pairs of causal attention within documents and to their ancestors, summed over layers."""
     total = 0
     for row, documents_S in enumerate(documents_BS):
         ids, lengths = (x.tolist() for x in torch.unique_consecutive(documents_S, return_counts=True))
@@ -333,7 +333,7 @@ def count_pairs(documents_BS: Tensor, windows: Sequence[int | None], parents_BS:
 
 
 def divide_frames(patches_f: Tensor, num_ranks: int) -> Tensor:
-    """The first frame that each rank encodes, [num_ranks + 1]. Ranks get about equal numbers of patches."""
+    """Return the first frame that each rank encodes, [num_ranks + 1]. Ranks get about equal numbers of patches."""
     ends_f, ranks = patches_f.cumsum(0), torch.arange(num_ranks + 1)
     total = int(patches_f.sum())
     cuts = torch.searchsorted(2 * ends_f - patches_f, ranks * 2 * total // num_ranks)
@@ -342,7 +342,7 @@ def divide_frames(patches_f: Tensor, num_ranks: int) -> Tensor:
 
 
 class OwnPixels:
-    """The pixels of a call, of which this rank holds those that it encodes. `name` identifies the full set."""
+    """The pixels of a call. This rank holds only those that it encodes; `name` identifies the full set."""
 
     def __init__(self, part_PC: Tensor, num_patches: int, name: str) -> None:
         self.part_PC, self.shape, self.name = part_PC, (num_patches, part_PC.shape[1]), name

@@ -64,7 +64,7 @@ from ithaka.plan.bytes import logits_tile_tokens
 from ithaka.plan.heads import head_table
 from ithaka.plan.shape import check_quantization
 
-LAYERS = {"attention": GeneralLayer, "delta rule": DeltaLayer}  # by the way in which a layer mixes tokens
+LAYERS = {"attention": GeneralLayer, "delta rule": DeltaLayer}  # by how a layer mixes tokens
 
 
 @dataclass
@@ -102,7 +102,7 @@ def parallelize_model(
     check_arguments(model, cp, ring)
     convert_bitsandbytes(model)
     if hasattr(model, "get_base_model"):
-        check_adapters(model)  # before the base model, which does not have every kind of adapter in it
+        check_adapters(model)  # on the PeftModel: its base model does not show every kind of adapter
         base = parallelize_model(model.get_base_model(), cp, ring=ring, mesh=mesh, layout=layout, store=store)
         model.forward = base.__call__  # PEFT's forward would bypass the checks and FSDP2
         model.save_pretrained = base.save_pretrained
@@ -131,7 +131,7 @@ def parallelize_model(
     )
     mesh = mesh or make_mesh(layout.cp, ring=layout.ring, replicas=layout.replicas)
     dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
-    # Try the kernel here, so that it does not fail in the first step.
+    # Test the kernel here, so that it does not fail in the first step.
     layout = replace(layout, kernel=agree_on_kernel(layout.kernel, mesh.device, dtype, head_dim, softcap))
     pack_weights(model, dtype)
     ends = find_decoder(model).embed_tokens, model.lm_head
@@ -152,14 +152,14 @@ def parallelize_model(
 
 
 def resolve_layout(cp: int | None, ring: int | None, mesh: Mesh | None, layout: Layout | None) -> Layout:
-    """The layout, or one with every technique off. Refuses sizes that conflict with it."""
+    """Return the layout, or one with every technique off. Raises ConfigError for sizes that conflict with it."""
     mesh_cp, mesh_ring = (mesh.cp_size, mesh.ring_group.size()) if mesh else (None, None)
     layout = layout or Layout(cp=cp or mesh_cp or 1, ring=ring or mesh_ring or 1)
     sizes = {"cp": cp, "mesh.cp": mesh_cp, "ring": ring, "mesh.ring": mesh_ring}
     for name, value in sizes.items():
         field = name.removeprefix("mesh.")
         if value is not None and value != (expected := getattr(layout, field)):
-            raise ConfigError(f"{name}={value} conflicts with layout.{field}={expected}; give one of them")
+            raise ConfigError(f"{name}={value} conflicts with layout.{field}={expected}; set one of them")
     return layout
 
 
@@ -181,8 +181,8 @@ def build_model(
     The model is built on the meta device. Weights are read from safetensors straight into this rank's shards; without
     files they are drawn from `seed`, with values that do not depend on the number of ranks. A `vocab_size` above the
     source's resizes the embeddings: each new row is the mean of the stored rows. With an adapter, all other parameters
-    are frozen, in the compute dtype. If the model does not train (`trains=False`), so are all parameters. For `rope`
-    and `context`, see `read_hf_config`.
+    are frozen, in the compute dtype; with `trains=False`, all parameters are. For `rope` and `context`, see
+    `read_hf_config`.
     """
     dtype = getattr(torch, layout.dtype or "float32") if layout else torch.float32
     config = read_hf_config(source, rope, context)
@@ -215,7 +215,7 @@ def has_weights(source: Path | dict) -> TypeGuard[Path]:
 
 def read_hf_config(source: Path | dict, rope: RopeConfig | None = None, context: int = 0) -> Any:
     """Read a Hugging Face configuration from a directory, a config.json or a dict, and extend its positions to
-    `context` tokens with `rope`. Refuses a context beyond the positions of trained weights."""
+    `context` tokens with `rope`. Raises ConfigError for a context beyond the positions of trained weights."""
     if isinstance(source, dict):
         config = AutoConfig.for_model(**source)
     else:
@@ -262,7 +262,7 @@ def apply_fsdp(
             module.set_force_sum_reduction_for_comms(True)
     for unit in cast(Sequence[Any], units):
         if not layout.prefetches(sum(param.numel() for param in unit.parameters()) * dtype.itemsize):
-            unit.set_modules_to_backward_prefetch([unit])  # itself, which is gathered already
+            unit.set_modules_to_backward_prefetch([unit])  # a no-op: the unit is already gathered
 
 
 class _OneRankParam(FSDPParam):
@@ -293,7 +293,7 @@ class _OneRankReduce(ReduceScatter):
         if buffer is None:
             buffer = self._input = tag(torch.empty(*size, dtype=dtype, device=device), Holder.GRADIENTS)
         elif buffer.is_cuda:
-            buffer.record_stream(torch.cuda.current_stream())  # FSDP2 reads its output on a stream of its own
+            buffer.record_stream(torch.cuda.current_stream())  # FSDP2 reads its output on another stream
         return buffer
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -345,7 +345,7 @@ class _LossHead:
     tile_tokens: int | None
 
     def __call__(self, x_sD: Tensor, call: CheckedCall) -> TokenResults | Tensor:
-        """Returns this rank's loss, or TokenResults if call.per_token, or logits if there are no labels."""
+        """Return this rank's loss, or TokenResults if call.per_token, or logits if there are no labels."""
         model, labels_s = self.model, call.share.labels_s
         head: Head
         if model.ithaka_decoder is None:
@@ -386,7 +386,7 @@ def _forward(
     call = input_ids
     if not isinstance(call, CheckedCall):
         raise TypeError("model.forward(...) bypasses the checks and FSDP2; call model(...)")
-    check_torch_modes(call.mesh.device)  # again: some libraries wrap forward itself in autocast
+    check_torch_modes(call.mesh.device)  # again, because some libraries wrap forward in autocast
     share = call.share
     if share.labels_s is not None and not call.num_tokens and torch.is_grad_enabled():
         return _make_zero_output(model, call)
@@ -425,7 +425,7 @@ def _forward(
 
 
 def _token_losses(model: PreTrainedModel, tokens: TokenResults, labels_s: Tensor) -> Tensor:
-    """Cross-entropy or, in training, the custom losses; 0 where there is no label."""
+    """Compute the cross-entropy or, in training, the custom loss per label; 0 where there is no label."""
     if model.ithaka_loss is None or not model.training:
         return -tokens.logprobs
     losses_s = model.ithaka_loss(tokens, labels_s)
@@ -436,8 +436,8 @@ def _token_losses(model: PreTrainedModel, tokens: TokenResults, labels_s: Tensor
 
 
 def _number_tokens(call: CheckedCall, num_calls: int) -> Tensor:
-    """This rank's tokens, numbered by their sequence in the step and their position in it. Micro-batch `num_calls` has
-    sequences in the order of data/stream.py."""
+    """Number this rank's tokens by their sequence in the step and their position in it. Micro-batch `num_calls` has
+    its sequences in the order of data/stream.py."""
     mesh, (num_rows, length) = call.mesh, call.shape
     sequences_B = (num_calls * num_rows + torch.arange(num_rows)) * mesh.dp_size + mesh.dp_rank
     tokens_BN = (sequences_B[:, None] << POSITION_BITS) + torch.arange(length)
@@ -456,7 +456,7 @@ def _run_streamed_layers(model: PreTrainedModel, call: CheckedCall) -> Tensor:
 
 
 def _make_zero_output(model: PreTrainedModel, call: CheckedCall) -> ParallelOutput:
-    """Zeros that do not depend on the parameters, for a call in which no rank has a label.
+    """Return zeros that do not depend on the parameters, for a call in which no rank has a label.
 
     Gradients stay None, so the optimizer skips the parameters. With zero gradients, AdamW would still move them.
     """

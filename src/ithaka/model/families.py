@@ -97,7 +97,7 @@ def check_supported(model: PreTrainedModel) -> None:
             raise ConfigError(f"{name} is compiled, which is not supported; use Layout(compile=True) or train.compile")
         if known and name.endswith(FUSED_LINEARS) and not is_linear(module):
             raise ConfigError(
-                f"{name} is a {type(module).__name__}, which is not supported; use nn.Linear, dequantised, with or "
+                f"{name} is a {type(module).__name__}, which is not supported; use nn.Linear, dequantized, with or "
                 "without PEFT's LoRA"
             )
     if known and as_linear(model.lm_head).bias_N is not None:

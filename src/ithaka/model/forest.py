@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-MIN_TOKENS = 128  # sharing fewer saves less than the calls of attention for another node cost
+MIN_TOKENS = 128  # sharing fewer saves less than the attention calls for another node cost
 
 
 class Node(NamedTuple):
@@ -19,11 +19,11 @@ class Node(NamedTuple):
 
 
 def build_forest(rows: Sequence[np.ndarray], min_tokens: int) -> tuple[list[Node], list[int]]:
-    """Nodes of a forest with the sequences `rows`, [tokens, ...] each, and the node in which each sequence ends.
+    """Return the nodes of a forest of the sequences `rows`, [tokens, ...] each, and the node in which each one ends.
     Common prefixes of fewer than `min_tokens` are not shared.
 
-    Parents come before children, and the largest subtree first: attention then takes long paths as one document, and
-    batches answers of equal length.
+    Parents come before children, and the largest subtree comes first, so that attention treats long paths as one
+    document and batches answers of equal length.
     """
     nodes: list[list[int]] = []  # as Node, in order of creation
     children: dict[tuple[int, bytes], list[int]] = defaultdict(list)  # by parent and first row
@@ -75,7 +75,7 @@ def _sort_nodes(nodes: list[list[int]], ends: list[int]) -> tuple[list[Node], li
 
 
 def count_equal(a: np.ndarray, b: np.ndarray, min_tokens: int) -> int:
-    """Equal leading rows. Most pairs of sequences differ early."""
+    """Count equal leading rows. Compares `min_tokens` rows first, because most sequences differ early."""
     for size in (min_tokens, min(len(a), len(b))):
         size = min(size, len(a), len(b))
         differs = (a[:size] != b[:size]).any(1)

@@ -33,7 +33,7 @@ class PackedPrefixes:
 
     @property
     def work(self) -> Work:
-        """What a planner needs to know (`SearchSpace.choose`)."""
+        """The work to plan for (`SearchSpace.choose`)."""
         return Work(self.num_tokens[1], spans=self.spans)
 
     @property
@@ -43,11 +43,11 @@ class PackedPrefixes:
 
     @property
     def num_pairs(self) -> tuple[int, int]:
-        """Query-key pairs of full attention: of all sequences, and packed."""
+        """Query-key pairs of full attention, before and after packing."""
         return sum(span_pairs(0, length) for length in self.lengths), sum(span_pairs(*span) for span in self.spans)
 
     def unpack(self, values_1N: Tensor) -> list[Tensor]:
-        """Values per token, e.g. log-probabilities -> those of each sequence. Gradients of shared tokens add up."""
+        """Split values per token, such as log-probabilities, by sequence. Gradients of shared tokens add up."""
         return [values_1N[0, index.to(values_1N.device)] for index in self.indices]
 
     def __str__(self) -> str:
@@ -65,9 +65,9 @@ def pack_prefixes(
     """Pack sequences of token ids, [tokens] each. Prefixes of fewer than `min_tokens`, by default 128, are not shared.
 
     With `labels`, the packed loss is that of all sequences: each label counts once per sequence, so tokens with a label
-    are not shared. Without, every token is its own label: pass the inputs to `token_logprobs` and `unpack` the results.
-    `keys`: what else must be equal for tokens to be shared. A key has one value per sequence: one for all of its
-    tokens, such as an adapter's name, or integers, [tokens, ...], such as the experts of a replayed routing.
+    are not shared. Without labels, every token is one: pass the inputs to `token_logprobs` and `unpack` the results.
+    Tokens are shared only if their `keys` are equal too. A key has one value per sequence: one for all of its tokens,
+    such as an adapter's name, or integers, [tokens, ...], such as the experts of a replayed routing.
     """
     rows = _comparable_rows(sequences, labels, keys)
     nodes, ends = build_forest(rows, min_tokens or MIN_TOKENS)
@@ -92,9 +92,9 @@ def pack_prefixes(
 def shared_logprobs(
     model: PreTrainedModel, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None, **inputs: Any
 ) -> tuple[TokenResults, Tensor | None]:
-    """`token_logprobs_and_aux` of a padded batch, with common prefixes of its rows computed once. Labels are the tokens
-    themselves, or -100. Nothing is shared if the model has no `parents`, with position_ids, or with a
-    load-balancing loss, which counts tokens."""
+    """`token_logprobs_and_aux` of a padded batch that computes common prefixes of its rows once. Labels are the tokens
+    themselves, or -100. Nothing is shared if the model does not support `parents`, with position_ids, or with
+    a load-balancing loss, which counts tokens."""
     mask_BN = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     routing = model.ithaka_decoder and model.ithaka_decoder.batch.routing
     if why_no_parents(model) or routing is not None or inputs.keys() - {"temperature"}:
@@ -111,7 +111,7 @@ def shared_logprobs(
 def _comparable_rows(
     sequences: Sequence[Tensor], labels: Sequence[Tensor] | None, keys: Sequence[Sequence[Tensor | Hashable]]
 ) -> list[np.ndarray]:
-    """One row of integers per token of each sequence. Tokens with equal rows may be shared."""
+    """Return one row of integers per token of each sequence. Tokens with equal rows may be shared."""
     for name, values in (("labels", labels), *(("keys", key) for key in keys)):
         if values is not None and len(values) != len(sequences):
             raise ConfigError(f"{name} has {len(values)} values for {len(sequences)} sequences; pass one per sequence")

@@ -26,12 +26,12 @@ from ithaka.model.families import find_layers
 
 BASE_FACTS = "base_quantization"  # key of an adapter file's metadata
 PACKED_AS = "packed_as"  # attribute of a module: parameter name -> arguments of PackedWeight
-QUANT_STATE = re.compile(r"(.*)\.quant_state\.bitsandbytes__(nf4|fp4)")  # the file's name of a tensor's facts
+QUANT_STATE = re.compile(r"(.*)\.quant_state\.bitsandbytes__(nf4|fp4)")  # the file's name of a tensor's metadata
 STATE_TENSOR = re.compile(r".*\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*)")
 
 
 def choose_packed(model: Any, adapter: AdapterConfig | None, files: Mapping[str, Any]) -> None:
-    """Mark the parameters that `pack_weights` will pack: those that `files` have in 4 bits or, with a four-bit base,
+    """Mark the parameters that `pack_weights` will pack: those stored in 4 bits in `files` or, with a four-bit base,
     the frozen linear modules of layers and experts."""
     states = [match for name in files if (match := QUANT_STATE.fullmatch(name))]
     stored = {match[1]: Format(match[2], f"{match[1]}.nested_absmax" in files) for match in states}
@@ -58,7 +58,7 @@ def _choose_mxfp4(model: Any, files: Mapping[str, Any]) -> None:
     found = False
     for path, module in model.named_modules():
         names = [name for name in module._parameters if f"{base_tensor_name(f'{path}.{name}')}_blocks" in files]
-        if not files and model.config.model_type == "gpt_oss":  # weights will be drawn
+        if not files and model.config.model_type == "gpt_oss":  # random weights
             names = [name for name, param in module.named_parameters(recurse=False) if param.dim() == 3]
         if names:
             module.__dict__[PACKED_AS], found = {name: (Format("mxfp4"),) for name in names}, True
@@ -67,7 +67,7 @@ def _choose_mxfp4(model: Any, files: Mapping[str, Any]) -> None:
 
 
 def round_weights(model: Any, adapter: AdapterConfig) -> None:
-    """Quantize a full model's weights as a run with this adapter does, and replace them by the values they stand for.
+    """Quantize a full model's weights as a run with this adapter does, and replace them with the dequantized values.
     They stay marked to be packed with the same bits."""
     if adapter.base != "nf4":  # MXFP4 files have the same values in bf16
         return
@@ -83,7 +83,8 @@ def round_weights(model: Any, adapter: AdapterConfig) -> None:
 
 
 def describe_base(adapter: AdapterConfig, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """How an adapter's base is quantized, for its file; empty if it is not. `stored`: the base's config.json."""
+    """Describe an adapter's quantized base for the adapter file; empty if it is not quantized. `stored`: the base's
+    config.json."""
     settings = stored.get("quantization_config") or {}
     if settings.get("quant_method") == "bitsandbytes":  # used as stored, whatever `adapter.base` is
         codes, is_double = settings.get("bnb_4bit_quant_type", "fp4"), settings.get("bnb_4bit_use_double_quant", False)
@@ -96,7 +97,7 @@ def describe_base(adapter: AdapterConfig, stored: Mapping[str, Any]) -> dict[str
 
 
 def pack_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Pack the marked parameters. The probe of a model still needs them unpacked."""
+    """Pack the marked parameters. Call it after the model was probed with unpacked ones."""
     for module in model.modules():
         for name, (layout, *rows) in module.__dict__.pop(PACKED_AS, {}).items():
             PackedWeight(module, name, layout, dtype, *rows)
@@ -127,16 +128,16 @@ def _read(files: Mapping[str, Any], name: str, first: int, last: int | None) -> 
 
 
 def convert_bitsandbytes(model: nn.Module) -> None:
-    """Replace bitsandbytes' linear modules of 4 bits by nn.Linear, marked to be packed with their bits, and PEFT's
-    wrappers of them by its plain ones."""
+    """Replace bitsandbytes' 4-bit linear modules with nn.Linear, marked to be packed with the same bits, and their PEFT
+    wrappers with the plain ones."""
     for path, module in list(model.named_modules()):
         kind = f"{type(module).__module__}.{type(module).__name__}"
         if kind == "transformers.integrations.mxfp4.Mxfp4GptOssExperts":
             fix = "load it with Mxfp4Config(dequantize=True), or train its files with adapter.base=mxfp4"
-            raise ConfigError(f"{path} has MXFP4 weights in the order of a kernel, which is not supported; {fix}")
+            raise ConfigError(f"{path} has MXFP4 weights in a kernel's layout, which is not supported; {fix}")
         if kind == "bitsandbytes.nn.modules.Linear8bitLt":
             fix = "load it with BitsAndBytesConfig(load_in_4bit=True), or in bfloat16"
-            raise ConfigError(f"{path} has 8 bits (load_in_8bit), which is not supported; {fix}")
+            raise ConfigError(f"{path} has 8-bit weights (load_in_8bit), which are not supported; {fix}")
         if kind == "peft.tuners.lora.bnb.Linear4bit":
             from peft.tuners.lora.layer import Linear as LoraLinear
 

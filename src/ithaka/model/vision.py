@@ -1,8 +1,8 @@
-"""Images and videos of vision-language models, up to the boundary of their language model.
+"""Images and videos of vision-language models, up to the input of the language model.
 
-An image is one frame; the encoder attends within frames, so frames are what the ranks of a cp group divide. Each rank
-encodes its frames in tiles, and one all-to-all sends the features to the ranks that have their tokens. Each rank embeds
-only its own tokens: no rank has the embeddings of the full sequence.
+An image is one frame. The encoder attends within frames, so the ranks of a cp group divide frames among themselves.
+Each rank encodes its frames in tiles, and one all-to-all sends the features to the ranks that have their tokens. Each
+rank embeds only its own tokens: no rank has the embeddings of the full sequence.
 
 Shapes: P patches; N features of all frames, M of them sent by this rank, n at this rank's tokens; f frames; others as
 in model/batch.py.
@@ -39,25 +39,25 @@ ARGUMENTS = (*(name for names in MEDIA.values() for name in names), "mm_token_ty
 class Media:
     """This rank's part of a call's images and videos. Not a dataclass: FSDP2 would cast its tensors."""
 
-    is_used = False  # whether any rank of the call has images, so that all must run the encoder
+    is_used = False  # whether any rank has images in this call, so that all must run the encoder
 
     def __init__(self, pixels_PC: Tensor, grids_f3: Tensor, route: "Route") -> None:
         self.pixels_PC, self.grids_f3, self.route = pixels_PC, grids_f3, route
 
     def take_pixels(self) -> Tensor:
-        """The pixels, which are dropped here: FSDP2 casts them."""
+        """Return the pixels and drop the reference to them, because FSDP2 makes a cast copy."""
         pixels_PC, self.pixels_PC = self.pixels_PC, self.pixels_PC[:0]
         return pixels_PC
 
 
 @dataclass(frozen=True)
 class Route:
-    """Which features a rank sends to which ranks, and the tokens at which it needs those it receives."""
+    """Which features a rank sends to which ranks, and the tokens that get the features it receives."""
 
     sent_M: Tensor | None  # indices of this rank's features, grouped by receiver; None: all, in order
     num_sent: list[int]  # by receiver
     num_received: list[int]  # by sender
-    order_n: Tensor | None  # of the received features, in the order of tokens; None: they have it
+    order_n: Tensor | None  # permutes received features to the order of tokens; None: already in order
     rows_n: Tensor  # this rank's image tokens
 
 
@@ -105,7 +105,7 @@ class VisionChecker(CallChecker):
 
 
 def _describe(tensor: Any) -> str:
-    """Shape and hash of a tensor; of a large one, only evenly spaced values are hashed."""
+    """Return the shape and a hash of a tensor. Of a large tensor, only evenly spaced values are hashed."""
     if isinstance(tensor, OwnPixels):
         return f"shape {tensor.shape} of {tensor.name}"
     flat = torch.as_tensor(tensor).detach().reshape(-1)
@@ -118,7 +118,7 @@ class _Frames:
 
     def __init__(self, model: Any, given: dict[str, Any], ids_S: Tensor) -> None:
         config = model.config
-        self.merged = config.vision_config.spatial_merge_size**2  # patches of a feature
+        self.merged = config.vision_config.spatial_merge_size**2  # patches per feature
         self.given, self.grids, self.pixels = given, dict[str, Tensor](), list[Any]()
         self.features_S = torch.full_like(ids_S, -1)  # the feature at each token
         self.types_S = torch.zeros_like(ids_S)
@@ -167,7 +167,7 @@ class _Frames:
         return grid, pixels
 
     def take_share(self, share: Share, mesh: Mesh) -> Media:
-        """This rank's frames, as many patches as on the others, and the routes of all features."""
+        """Return this rank's frames, with about as many patches as on other ranks, and the routes of all features."""
         patches_f = self.grids_f3.prod(1)
         cuts = divide_frames(patches_f, mesh.cp_size)
         bounds = F.pad(patches_f.cumsum(0), (1, 0))[cuts]  # in patches, by rank
@@ -183,20 +183,20 @@ class _Frames:
 
 
 def _by_rank(flat_S: Tensor, deal: Deal, num_ranks: int) -> Tensor:
-    """The values at the tokens of each rank, [cp, s]; -1 at padding."""
+    """Return the values at the tokens of each rank, [cp, s]; -1 at padding."""
     padded = F.pad(flat_S, (0, deal.num_tokens - len(flat_S)), value=-1)
     chunks = [padded[start : start + length] for runs in deal.members for start, length in runs]
     return torch.cat(chunks).view(num_ranks, -1)
 
 
 def make_route(features_cs: Tensor, bounds: Tensor, mesh: Mesh) -> Route:
-    """`features_cs`: the feature at each token of each rank, or -1. Rank r encodes features bounds[r] to
-    bounds[r + 1]."""
+    """Make this rank's route. `features_cs`: the feature at each token of each rank, or -1. Rank r encodes features
+    [bounds[r], bounds[r + 1])."""
     rank, device = mesh.cp_rank, mesh.device
     wanted = [features_s[features_s >= 0] for features_s in features_cs]
     senders = [torch.searchsorted(bounds, features_n, right=True) - 1 for features_n in wanted]
     sent = [f[s == rank] - bounds[rank] for f, s in zip(wanted, senders, strict=True)]
-    # Received in the order of senders, and of tokens for each of them.
+    # Features arrive ordered by sender, then by token.
     order_n = senders[rank].argsort(stable=True).argsort()
     num_received = senders[rank].bincount(minlength=len(wanted)).tolist()
     rows_n = (features_cs[rank] >= 0).nonzero()[:, 0]
@@ -208,7 +208,7 @@ def make_route(features_cs: Tensor, bounds: Tensor, mesh: Mesh) -> Route:
 
 
 def _compute_positions(model: Any, frames: _Frames, ids_S: Tensor, starts: Sequence[int]) -> Tensor:
-    """The model's 3-D positions, [3, S], of each document."""
+    """Compute the model's 3-D positions, [3, S], document by document."""
     positions, used, seconds = [], dict.fromkeys(frames.grids, 0), frames.given.get("second_per_grid_ts")
     ends = {kind: (grid.prod(1) // frames.merged).cumsum(0) for kind, grid in frames.grids.items()}
     counts = {kind: 0 for kind in frames.grids}
@@ -236,8 +236,8 @@ def _compute_positions(model: Any, frames: _Frames, ids_S: Tensor, starts: Seque
 
 
 def make_frames(model: Any, ids_1S: Tensor) -> dict[str, Any]:
-    """Arguments for a row of images, as plans assume. Their tokens replace those in `ids_1S`; pixels are for this
-    rank."""
+    """Return arguments for a row of images, as plans assume, with this rank's pixels. Overwrites `ids_1S` with image
+    tokens."""
     vision, num_tokens = model.model.visual.config, ids_1S.shape[1]
     merge, mesh = vision.spatial_merge_size, model.ithaka_mesh
     side = math.isqrt(FRAME_PATCHES) // merge * merge
@@ -257,7 +257,7 @@ def make_frames(model: Any, ids_1S: Tensor) -> dict[str, Any]:
 
 
 def attach_encoder(model: PreTrainedModel) -> None:
-    """Make the encoder work in tiles, and the language model add features to this rank's rows."""
+    """Make the encoder run in tiles, and the language model add features to this rank's rows."""
     visual: Any = model.model.visual
     for module in visual.modules():
         if hasattr(module, "gradient_checkpointing"):
@@ -272,15 +272,15 @@ def attach_encoder(model: PreTrainedModel) -> None:
 
 
 def _embed_patches(module: Any, pixels_PC: Tensor) -> Tensor:
-    """The convolution of each patch with a kernel of its own size, as a matmul: cuDNN's may be slow in 16 bits."""
+    """Embed patches with a matmul, which equals the convolution. cuDNN may be slow in 16 bits."""
     weight = module.proj.weight.flatten(1)
     return F.linear(pixels_PC.to(weight.dtype), weight, module.proj.bias)
 
 
 @dataclass(eq=False, repr=False)
 class FrameAttention:
-    """Replaces the forward of an encoder's attention, which calls a kernel for each frame and waits for their lengths:
-    frames of the same size are one call."""
+    """Replaces the forward of an encoder's attention, which calls a kernel per frame and syncs to read their lengths.
+    Here, frames of the same size share one call."""
 
     attention: Any
     find_lengths: Callable[[Any], list[int]]  # cumulative lengths -> lengths of frames or windows
@@ -299,7 +299,7 @@ class FrameAttention:
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotary embeddings of q and k, in fp32 and rounded once; nothing else is kept."""
+    """Apply rotary embeddings to q and k in fp32, and round once. Keeps only cos and sin for backward."""
 
     @staticmethod
     def forward(ctx, x_P2HK, cos_PK, sin_PK):
@@ -322,7 +322,7 @@ def _rotate(x_P2HK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _AddToRows(torch.autograd.Function):
-    """Add features to some rows. Tensor.index_add would keep them for backward."""
+    """Add features to some rows. Tensor.index_add would keep the features for backward."""
 
     @staticmethod
     def forward(ctx, x_1sD, rows_n, features_nD):
@@ -336,8 +336,8 @@ class _AddToRows(torch.autograd.Function):
 
 @dataclass(eq=False, repr=False)
 class TiledEncoder:
-    """Replaces the forward of an encoder: (pixels_PC, grids_f3) -> its features [M, D] for the embeddings, and for
-    each DeepStack layer. Nothing but pixels is kept for backward, which runs each tile again."""
+    """Replaces the forward of an encoder: (pixels_PC, grids_f3) -> features [M, D] for the embeddings and for each
+    DeepStack layer. Keeps only pixels for backward, which recomputes each tile."""
 
     visual: Any
 
@@ -354,7 +354,7 @@ class TiledEncoder:
         return [param for param in self.visual.parameters() if param.requires_grad]
 
     def tiles(self, grids_f3: Tensor) -> list[tuple[slice, slice, slice]]:
-        """Slices of frames, of their patches and of their features."""
+        """Return the slices of frames, patches and features of each tile."""
         config, ends = self.visual.config, [0, *grids_f3.prod(1).cumsum(0).tolist()]
         tiles, first = [], 0
         for last in range(1, len(ends)):
@@ -379,15 +379,15 @@ class TiledEncoder:
         return outs
 
     def run(self, pixels_PC: Tensor, grids_f3: Tensor) -> list[Tensor]:
-        """The encoder's own forward on some frames."""
+        """Run the encoder's original forward on some frames."""
         sizes, counts = torch.unique_consecutive(grids_f3[:, 1:], dim=0, return_counts=True)
-        videos = torch.cat([counts[:, None], sizes], dim=1)  # equal frames as one video: their positions are made once
+        videos = torch.cat([counts[:, None], sizes], dim=1)  # equal frames are one video: positions are computed once
         self.lengths = {len(grids_f3) + 1: grids_f3.prod(1).tolist()}
         out = type(self.visual).forward(self.visual, pixels_PC, grid_thw=videos.to(pixels_PC.device))
         return [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
 
     def find_lengths(self, starts: Tensor) -> list[int]:
-        """Frames are known on the host; windows are read from the device once per tile."""
+        """Return the lengths of frames, known on the host, or of windows, read from the device once per tile."""
         if len(starts) not in self.lengths:
             self.lengths[len(starts)] = starts.diff().tolist()
         return self.lengths[len(starts)]
@@ -411,7 +411,7 @@ class _EncodeTiles(torch.autograd.Function):
                 found = torch.autograd.grad(outs, params, tile_douts, allow_unused=True)
                 for param, grad in zip(params, found, strict=True):
                     grads.add(param, grad)
-        # A rank without frames has zeros: FSDP2 reduces the same gradients on all ranks.
+        # A rank without frames returns zeros, because FSDP2 reduces every gradient on all ranks.
         sums = [grads.take_as(param) for param in params]
         filled = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(params, sums, strict=True)]
         return None, None, None, *filled
@@ -446,7 +446,7 @@ def _scatter(t_nD: Tensor, indices_n: Tensor | None) -> Tensor:
 
 
 class _TakenOnce(list):
-    """Drops an item when it is read, so that the features of a layer are freed after it."""
+    """A list that drops an item when it is read, so that a layer's features are freed after the layer."""
 
     def __getitem__(self, index: Any) -> Any:
         item, self[index] = super().__getitem__(index), None
@@ -457,7 +457,7 @@ class _TakenOnce(list):
 
 
 def embed_tokens_and_media(model: PreTrainedModel, call: CheckedCall) -> dict[str, Any]:
-    """The arguments of the language model for this rank's tokens."""
+    """Return the arguments of the language model for this rank's tokens."""
     media, share, inputs = call.media, call.share, {}
     with phase("embedding"):
         x_1sD = model.get_input_embeddings()(share.ids_s)[None]

@@ -36,7 +36,7 @@ from ithaka.plan.shape import read_json
 
 @dataclass
 class _Conversion:
-    """Stored tensors that transformers converts to one or more of a model's, such as experts stored one by one."""
+    """Stored tensors that transformers converts to tensors of the model, such as experts stored one by one."""
 
     converter: WeightConverter
     first: str  # name of the first converted tensor in the model
@@ -49,13 +49,13 @@ class _Conversion:
 
     @property
     def merges_rows(self) -> bool:
-        """Whether each stored tensor is a part of one row of the converted one."""
+        """Whether each stored tensor is part of one row of the converted tensor."""
         merge, *others = self.converter.operations
         is_merge = isinstance(merge, MergeModulelist) and merge.dim == 0
         return is_merge and all(isinstance(op, Concatenate) and op.dim > 0 for op in others)
 
     def read(self, files: dict[str, Any], model: PreTrainedModel, rows: slice) -> dict[str, Tensor]:
-        """The converted tensors, by name; only `rows` of them if `merges_rows`."""
+        """Return the converted tensors by name; only their `rows` if `merges_rows`."""
         converter = deepcopy(self.converter)
         for pattern, names in self.stored.items():
             for name in names[rows] if self.merges_rows else names:
@@ -70,8 +70,8 @@ def load_weights(
 ) -> None:
     """Read this rank's rows of every base parameter, and persistent buffers. Converts one parameter at a time.
 
-    `vocab_size`: the stored one; the model may have more tokens. `transforms`: transformers', from stored names and
-    tensors to the model's.
+    `vocab_size`: the stored vocabulary; the model's may be larger. `transforms`: the conversions of transformers from
+    stored names and tensors to the model's.
     """
     fix, source, files = "fix config.json", f"model.path={directory}", open_tensor_files(directory)
     tensors = {base_tensor_name(name): t for name, t in named_tensors(model).items() if ".lora_" not in name}
@@ -136,7 +136,7 @@ def load_weights(
 
 
 def _find_mxfp4(files: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]:
-    """The model's tensors that are stored in MXFP4: blocks of 32 values, packed, and their scales."""
+    """Find the model's tensors that are stored in MXFP4: packed blocks of 32 values, and their scales."""
     return [name for name in tensors if f"{name}_blocks" in files and f"{name}_scales" in files]
 
 
@@ -222,8 +222,8 @@ class _Generator(TorchFunctionMode):
 @torch.no_grad()
 def init_weights(model: PreTrainedModel, seed: int, device: torch.device, has_files: bool = False) -> None:
     """Compute buffers, and draw parameters from the initial distributions of Hugging Face and PEFT; with files, only
-    adapters. Each module has its own generator, so the values do not depend on the number of ranks. `device`: draws
-    the values, also of parameters that are kept on the host."""
+    adapters. Each module has its own generator, so the values do not depend on the number of ranks. Values are drawn
+    on `device`, even for parameters that are kept on the host."""
     for param in model.parameters():
         param._is_hf_initialized = True  # transformers leaves shards alone
     for module_name, module in model.named_modules():
@@ -264,7 +264,7 @@ def init_weights(model: PreTrainedModel, seed: int, device: torch.device, has_fi
 
 
 def _init_adapter(module: nn.Module, name: str) -> None:
-    """As PEFT: B is zero."""
+    """Initialize an adapter as PEFT does: B is zero."""
     for param in module.parameters(recurse=False):
         bound = param.shape[1] ** -0.5
         param.zero_() if ".lora_B." in name else param.uniform_(-bound, bound)
@@ -278,20 +278,20 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def end_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters with one row per token of the vocabulary, by name."""
+    """Return the parameters with one row per token of the vocabulary, by name."""
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     own = {id(param) for end in ends for param in end.parameters()}
     return {name: param for name, param in model.named_parameters(remove_duplicate=False) if id(param) in own}
 
 
 def _mean_row(stored: Any, num_rows: int) -> Tensor:
-    """Summed in blocks of rows, in the same order on every rank."""
+    """Average the rows, in blocks and in the same order on every rank."""
     starts = range(0, num_rows, 4096)
     return sum((stored[at : min(at + 4096, num_rows)].double().sum(0) for at in starts), torch.zeros(())) / num_rows
 
 
 def open_tensor_files(directory: Path) -> dict[str, Any]:
-    """Tensor name -> open file, by Hugging Face's rule: the single file, else the index's files, else all."""
+    """Map tensor names to open files, by Hugging Face's rule: the single file, else the index's files, else all."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     paths = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
     if index.is_file() and not single.is_file():
@@ -300,7 +300,7 @@ def open_tensor_files(directory: Path) -> dict[str, Any]:
 
 
 def _open(path: Path, source: str) -> dict[str, Any]:
-    """Tensor name -> open file, for one file. `source`: the setting, for errors."""
+    """Map the tensor names of one file to the open file. `source`: the setting, for errors."""
     try:
         path.open("rb").close()  # safetensors reports any failure to open a file as a missing file
         file = safe_open(path, framework="pt")
@@ -311,7 +311,7 @@ def _open(path: Path, source: str) -> dict[str, Any]:
 
 
 def local_shard(tensor: Any) -> tuple[Tensor, slice]:
-    """This rank's shard of a parameter, and the rows of dim 0 that it covers. A buffer is not sharded."""
+    """Return this rank's shard of a parameter, and the rows of dim 0 that it covers. Buffers are not sharded."""
     if not isinstance(tensor, DTensor):
         return tensor, slice(0, tensor.shape[0] if tensor.dim() else 1)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
