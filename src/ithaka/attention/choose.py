@@ -1,4 +1,4 @@
-"""Choose an attention kernel: the first that supports the inputs and passes a trial on this machine.
+"""Choose an attention kernel: the first one that supports the inputs and passes a test on this machine.
 
 Shapes: h = heads, T = tokens of packed documents, K = head dim.
 """
@@ -21,12 +21,12 @@ from ithaka.dist.rank import is_local_rank_0
 
 
 def try_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, str | None]:
-    """Return why each kernel cannot be used on this machine, and a fix; None if it passes its trial."""
+    """Return why each kernel cannot be used on this machine, and a fix; None if it passes its test."""
     return {name: _why_unusable(kernel, device, dtype, head_dim) for name, kernel in KERNELS.items()}
 
 
 def available_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
-    """Return the names of the kernels that pass their trial, in order of preference."""
+    """Return the names of the kernels that pass their test, in order of preference."""
     return [name for name, problem in try_kernels(device, dtype, head_dim).items() if problem is None]
 
 
@@ -41,10 +41,10 @@ def expected_kernel(name: str, runnable: Sequence[str]) -> str:
 def resolve_kernel(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None
 ) -> Kernel:
-    """Return the kernel called `name`; "auto" is the first of `available_kernels`. With `softcap`, it computes it.
+    """Return the kernel called `name`; "auto" is the first of `available_kernels`. `softcap` is bound to the kernel.
 
     Raises ConfigError for a kernel that is unknown, does not support this device, dtype or head dim, or fails its
-    trial. `auto` skips such kernels and warns once about each that failed its trial.
+    test. `auto` skips such kernels and warns once about each that failed its test.
     """
     if softcap is not None:
         able = tuple(kernel for kernel in KERNELS.values() if kernel.has_softcap)
@@ -64,7 +64,7 @@ def agree_on_kernel(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None
 ) -> str:
     """Return the name of the kernel that all ranks use. If "auto" differs between ranks, it is the first kernel that
-    passes its trial on all of them, and rank 0 warns. Collective: every rank calls it."""
+    passes its test on all of them, and rank 0 warns. Collective."""
     chosen = resolve_kernel(name, device, dtype, head_dim, softcap).name
     if name != "auto" or not dist.is_initialized() or dist.get_world_size() == 1:
         return chosen
@@ -102,7 +102,7 @@ def _why_unusable(kernel: Kernel, device: torch.device, dtype: torch.dtype, head
 
 
 def _why_unsupported(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return why the kernel does not support these inputs; None if it does. Needs no trial."""
+    """Return why the kernel does not support these inputs; None if it does. Does not run it."""
     largest, multiple = kernel.head_dims
     if kernel.device not in ("any", device.type):
         return f"runs on {kernel.device}, not on {device.type}; move the tensors"
@@ -115,13 +115,13 @@ def _why_unsupported(kernel: Kernel, device: torch.device, dtype: torch.dtype, h
     return None
 
 
-# ---- the trial
+# ---- the test
 
 
 # Largest allowed difference from the reference, relative to its largest value. Correct kernels stay below a third.
 _TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-12}
 _LSE_TOLERANCE = {**_TOLERANCE, torch.bfloat16: 1e-3, torch.float16: 1e-3}  # lse is always fp32 or wider
-_Trial = tuple[str, tuple[Tensor, ...], tuple[Tensor, ...]]  # case, results of the kernel, results of the reference
+_Case = tuple[str, tuple[Tensor, ...], tuple[Tensor, ...]]  # case, results of the kernel, results of the reference
 _RESULT_NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
@@ -129,7 +129,7 @@ _RESULT_NAMES = ("out", "lse", "dq", "dk", "dv")
 def _run_trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Run the kernel on small random data; return what is wrong, or None.
 
-    Only a trial shows what this build of PyTorch or cuDNN accepts and computes correctly.
+    Only a test shows what this build of PyTorch or cuDNN accepts and computes correctly.
     """
     if kernel.name == "reference":
         return None
@@ -158,10 +158,10 @@ def _compare_with_reference(kernel: Kernel, device: torch.device, dtype: torch.d
     sizes = ((rows, heads), (rows, heads), (keys, 2), (keys, 2))
     drawn = [torch.randn(*size, head_dim, generator=random, device="cpu") for size in sizes]
     dout, q, k, v = (x_SnK.to(device, dtype).transpose(0, 1) for x_SnK in drawn)
-    tries = _pair_trials(kernel, scale, dout[None], q[None], k[None], v[None])
+    cases = _pair_cases(kernel, scale, dout[None], q[None], k[None], v[None])
     if kernel.varlen is not None:
-        tries = chain(tries, _document_trials(kernel, scale, dout, q, k[:, -rows:], v[:, -rows:]))
-    for where, ours, exact in tries:
+        cases = chain(cases, _document_cases(kernel, scale, dout, q, k[:, -rows:], v[:, -rows:]))
+    for where, ours, exact in cases:
         for name, a, b in zip(_RESULT_NAMES, ours, exact, strict=True):
             allowed = (_LSE_TOLERANCE if name == "lse" else _TOLERANCE)[dtype]
             if a.shape != b.shape:
@@ -175,9 +175,9 @@ def _compare_with_reference(kernel: Kernel, device: torch.device, dtype: torch.d
     return None
 
 
-def _pair_trials(kernel: Kernel, scale: float, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Iterator[_Trial]:
-    """Trials as in training: strided inputs, a full pair of earlier keys, a causal pair, a backward from the out and
-    lse of both. A `direct` kernel is also tested with GQA, a window, and buffers."""
+def _pair_cases(kernel: Kernel, scale: float, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Iterator[_Case]:
+    """Yield cases as in training: strided inputs, a full pair of earlier keys, a causal pair, a backward from the out
+    and lse of both. A `direct` kernel is also tested with GQA, a window, and buffers."""
     rows, keys = q.shape[2], k.shape[2]
     pairs = [(k[:, :, :-rows], v[:, :, :-rows], False), (k[:, :, -rows:], v[:, :, -rows:], True)]
     out, lse = torch.zeros_like(q, dtype=torch.float64), torch.full_like(q[..., 0], float("-inf"), dtype=torch.float64)
@@ -200,8 +200,8 @@ def _pair_trials(kernel: Kernel, scale: float, dout: Tensor, q: Tensor, k: Tenso
         yield "a causal block written to buffers", ours, _run_reference(dout, q, k, v, scale, True)
 
 
-def _document_trials(kernel: Kernel, scale: float, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Iterator[_Trial]:
-    """Trials of three packed documents, without and with a window. Inputs are [h, T, K]."""
+def _document_cases(kernel: Kernel, scale: float, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Iterator[_Case]:
+    """Yield cases of three packed documents, without and with a window. Inputs are [h, T, K]."""
     lengths, varlen = (3, 7, q.shape[1] - 10), kernel.varlen
     assert varlen is not None
     ends_d = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=q.device)

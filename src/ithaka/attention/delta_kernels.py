@@ -38,7 +38,7 @@ def runs_in_kernels(k_sJK: Tensor, v_sHV: Tensor) -> bool:
 
 
 class FusedSegment:
-    """As delta_rule.Segment, with fewer than 2^31 elements per tensor. K is padded to a power of two."""
+    """Like delta_rule.Segment, with fewer than 2^31 elements per tensor. K is padded to a power of two."""
 
     def __init__(self, inputs: tuple[Tensor, ...], ids: Tensor | None, normalizes: bool) -> None:
         self.inputs = inputs
@@ -92,8 +92,8 @@ class FusedSegment:
     def _advance(
         self, state_HKV: Tensor, out: Tensor | None = None, kept: tuple[Tensor, ...] | None = None, is_map: bool = False
     ) -> Tensor:
-        """Return the state after the segment. Write `out`, or `kept`: the states before each chunk and y. A map takes v
-        as 0."""
+        """Return the state after the segment. Write `out`, or `kept`: the states before each chunk and y. For a map,
+        v is 0."""
         (q, k, v, _, beta), (before, after, grid) = self.own, self._buffers(state_HKV)
         states, y = kept or (after, after)
         _advance_kernel[grid](
@@ -106,8 +106,8 @@ class FusedSegment:
     def _advance_grad(
         self, dstate_HKV: Tensor, dout: Tensor | None = None, kept: tuple[Tensor, ...] | None = None
     ) -> Tensor:
-        """Return the gradient of the state before the segment. Write `kept`: those of the states after each chunk, and
-        a. No `dout` counts as 0."""
+        """Return the gradient of the state before the segment. Write `kept`: the gradients of the states after each
+        chunk, and a. Without `dout`, it is 0."""
         after, before, grid = self._buffers(dstate_HKV)
         dstates, a = kept or (before, before)
         _advance_grad_kernel[grid](
@@ -118,7 +118,7 @@ class FusedSegment:
         return before[:, : self.K]
 
     def _buffers(self, state_HKV: Tensor) -> tuple[Tensor, Tensor, tuple[int]]:
-        """The padded state, a buffer for the next one, and the grid: programs take COLUMNS of a head's state."""
+        """Return the padded state, a buffer for the next one, and the grid: a program has COLUMNS of a head's state."""
         padded = F.pad(state_HKV, (0, 0, 0, self.padding)).contiguous()
         return padded, torch.empty_like(padded), (len(padded) * (padded.shape[-1] // COLUMNS),)
 
@@ -132,7 +132,7 @@ if triton is not None:
 
     @triton.jit
     def _load_decays(g, ids, chunk, h, t, H, C: tl.constexpr):
-        """The log of the decay up to each token, its document, and the decays e, f and p."""
+        """Load the log of the decay up to each token, its document, and the decays e, f and p."""
         at = chunk * C + tl.arange(0, C)
         g_C = tl.load(g + at * H + h, at < t, other=0.0)
         log, total = tl.cumsum(g_C, 0), tl.sum(g_C, 0)
@@ -289,7 +289,7 @@ if triton is not None:
         dlog_CC += dl_k * b[:, None]
         dkk = dl * b[:, None] + dl_t
         dlog = tl.sum(dlog_CC, 1) - tl.sum(dlog_CC, 0)
-        # What flows through the states.
+        # Gradients through the states.
         dq_CK = tl.zeros((C, K), tl.float32)
         from_before, to_after = tl.zeros((C, K), tl.float32), tl.zeros((C, K), tl.float32)
         passed = tl.zeros((K,), tl.float32)

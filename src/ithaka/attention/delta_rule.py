@@ -1,16 +1,16 @@
 """The gated delta rule over one rank's tokens, in chunks, with an incoming state and packed documents.
 
-A token decays the state S, corrects what S predicts for its key, and reads its own result:
+A token decays the state S, corrects the value that S predicts for its key, and reads S with its query:
 
     S <- exp(g) S;   S <- S + beta k (v - S^T k)^T;   out = S^T q
 
-Tokens are taken in chunks. With b for beta; e, f and p the decays from the incoming state to a token, from a token to
+Tokens come in chunks. With b for beta; e, f and p the decays from the incoming state to a token, from a token to
 the outgoing state, and from state to state; L_ij = b_i decay_ij k_i k_j for i > j; P_ij = decay_ij q_i k_j for i >= j:
 
     y = (1 + L)^-1 b (v - e k S);   out = e q S + P y;   S' = p S + (f k)^T y
 
 This is affine in S, and affine maps compose: a rank's tokens are one map (M, U), S' = M S + U, which is all that other
-ranks need to know about them. With M^T, the same holds for gradients, in reverse.
+ranks need. With M^T, the same holds for gradients, in reverse.
 
 A document starts with S = 0: e, f, p and the decays between tokens of different documents are 0.
 
@@ -36,25 +36,25 @@ from torch.nn import functional as F
 from ithaka.attention.delta_kernels import NORM_EPS, FusedSegment, runs_in_kernels
 from ithaka.plan.layer_bytes import CHUNK_TOKENS, SEGMENT_ROWS
 
-TRIAL_TOLERANCE = 0.02  # norm of a difference, relative; bf16 explains about a third
+TRIAL_TOLERANCE = 0.02  # relative norm of a difference; bf16 explains about a third
 
 
 class LocalDocs:
     """The documents of one rank's tokens, and of the `halo` tokens before them."""
 
     def __init__(self, starts: Sequence[int], first: int, num_tokens: int, halo: int, device: Any) -> None:
-        """`starts`: (0, ..., S), those of the sequence. `first`: this rank's first token."""
+        """`starts`: cumulative starts of the sequence's documents, (0, ..., S). `first`: this rank's first token."""
         inside = [start - first for start in starts[:-1] if first - halo < start < first + num_tokens]
         self.starts, self._starts = [start for start in inside if start >= 0], inside
         self.halo, self.num_tokens = halo, num_tokens
-        self.continued = 0 not in inside  # from the rank before
-        self.continues = first + num_tokens not in starts  # on the next rank
+        self.continued = 0 not in inside  # the first document started on an earlier rank
+        self.continues = first + num_tokens not in starts  # the last document continues on the next rank
         tokens = torch.arange(first - halo, first + num_tokens)
         ids = torch.bucketize(tokens, torch.tensor(starts[:-1]), right=True)  # 0 before the sequence
         self._ids = ids.to(torch.int32).to(device)
 
     def ids(self, first: int, stop: int) -> Tensor:
-        """A number per document, for the tokens [first, stop). `first` may be as low as -halo."""
+        """Return the document numbers of tokens [first, stop). `first` may be as low as -halo."""
         return self._ids[first + self.halo : stop + self.halo]
 
     def has_start(self, rows: slice) -> bool:
@@ -90,7 +90,7 @@ class DeltaRule:
         return torch.zeros(v.shape[1], k.shape[2], v.shape[2], dtype=_wide(v), device=v.device)
 
     def summarize(self) -> Tensor:
-        """The affine map [H, K, X] from the state before this rank's tokens to the state after them."""
+        """Return the affine map [H, K, X] from the state before this rank's tokens to the state after them."""
         last = self.docs.starts[-1] if self.docs.starts else 0  # no state comes from before it
         total_HKX = self._identity()
         with torch.no_grad(), _matmul_precision(self.inputs.v_sHV):
@@ -110,7 +110,7 @@ class DeltaRule:
         return out_sHV, torch.stack(states)
 
     def summarize_grad(self, dout_sHV: Tensor) -> Tensor:
-        """The affine map [H, K, X] from the gradient of the last state to that of the first one."""
+        """Return the affine map [H, K, X] from the gradient of the last state to that of the first one."""
         first = self.docs.starts[0] if self.docs.starts else self.docs.num_tokens  # no gradient from after it
         total_HKX = self._identity()
         with torch.no_grad(), _matmul_precision(dout_sHV):
@@ -137,7 +137,7 @@ class DeltaRule:
 
 
 def run_delta_rule(inputs: DeltaInputs, normalizes: bool = True) -> Tensor:
-    """Differentiable rule over the few tokens of one document, [s, H, V]."""
+    """Run the rule over one short document, differentiably: [s, H, V]."""
     s, device = len(inputs.v_sHV), inputs.v_sHV.device
     state_HKV = DeltaRule(inputs, LocalDocs((0, s), 0, s, 1, device)).zero_state()
     return Segment(inputs, None, normalizes).run(state_HKV)[0]
@@ -151,12 +151,12 @@ class Segment(NamedTuple):
     normalizes: bool
 
     def extend(self, map_HKX: Tensor) -> Tensor:
-        """The affine map from the state before the tokens of `map_HKX` to the state after this segment."""
+        """Return the affine map from the state before the tokens of `map_HKX` to the state after this segment."""
         (matrix_HKK, added_HKV), chunks = self._split(map_HKX), self._prepare()
         return torch.cat([chunks.without_values().advance(matrix_HKK)[1], chunks.advance(added_HKV)[1]], -1)
 
     def extend_grad(self, map_HKX: Tensor, dout_tHV: Tensor) -> Tensor:
-        """The same for gradients, from that of the state after the tokens of `map_HKX`."""
+        """Do the same for gradients, from that of the state after the tokens of `map_HKX`."""
         (matrix_HKK, added_HKV), chunks = self._split(map_HKX), self._prepare()
         dout = _to_chunks(dout_tHV, map_HKX.dtype)
         return torch.cat([chunks.pull(matrix_HKK, torch.zeros_like(dout[..., :1])), chunks.pull(added_HKV, dout)], -1)
@@ -229,7 +229,7 @@ class Chunks(NamedTuple):
         return self._replace(values=torch.zeros_like(self.values[..., :1]))
 
     def pull(self, dstate_HKV: Tensor, dout: Tensor) -> Tensor:
-        """The gradient of the incoming state."""
+        """Return the gradient of the incoming state."""
         with torch.enable_grad():
             state_HKV = torch.zeros_like(dstate_HKV).requires_grad_()
             out, after_HKV = self.without_values().advance(state_HKV)
@@ -237,7 +237,7 @@ class Chunks(NamedTuple):
 
 
 class FlaSegment(Segment):
-    """The same in flash-linear-attention, which returns no maps: they run in our own code."""
+    """The same with flash-linear-attention, which returns no maps: those are computed by our own code."""
 
     def run(self, state_HKV: Tensor) -> tuple[Tensor, Tensor]:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
@@ -265,7 +265,7 @@ class FlaSegment(Segment):
 
 
 def _segment_type(inputs: DeltaInputs, normalizes: bool, is_own: bool = False) -> Any:
-    """The fastest type that passes its trial."""
+    """Return the fastest segment type that passes its test."""
     k, v = inputs.k_sJK, inputs.v_sHV
     kinds = [FlaSegment] * (_can_run_fla(v) and not is_own) + [FusedSegment] * runs_in_kernels(k, v)
     facts = v.device, v.dtype, k.shape[1:], v.shape[1:], normalizes
@@ -279,7 +279,7 @@ def _can_run_fla(v_sHV: Tensor) -> bool:
 @cache
 def _try(kind: Any, device: torch.device, dtype: torch.dtype, keys: Any, values: Any, normalizes: bool) -> str | None:
     """Compare output, states and gradients, with decay and packed documents, with the plain rule in fp64; return what
-    is wrong, or None. Only a trial shows what this version of Triton compiles correctly for this GPU."""
+    is wrong, or None. Only a test shows what this version of Triton compiles correctly for this GPU."""
     failure: str | None
     try:
         with torch.inference_mode(False):
@@ -317,7 +317,7 @@ def _compare_with_plain(
 
 
 def _to_chunks(t_tHK: Tensor, dtype: torch.dtype) -> Tensor:
-    """[t, H, K] -> [H, n, C, K]. Zeros fill the last chunk: such tokens write nothing and do not decay."""
+    """Reshape [t, H, K] to [H, n, C, K]. Zeros pad the last chunk: such tokens write nothing and do not decay."""
     if fill := -len(t_tHK) % CHUNK_TOKENS:
         t_tHK = F.pad(t_tHK, (0, 0, 0, 0, 0, fill))
     chunks_HnCK = t_tHK.unflatten(0, (-1, CHUNK_TOKENS)).permute(2, 0, 1, 3)
@@ -330,7 +330,7 @@ def _wide(t: Tensor) -> torch.dtype:
 
 @contextmanager
 def _matmul_precision(t: Tensor) -> Iterator[None]:
-    """In 16 bits, multiply fp32 matrices with TF32: its products are more precise than those of 16-bit inputs."""
+    """For 16-bit inputs, multiply fp32 matrices in TF32, which is more precise than 16-bit matmuls."""
     settings: Any = torch.backends.cuda.matmul
     before = settings.fp32_precision
     if t.is_cuda and t.dtype.itemsize == 2:
@@ -345,9 +345,9 @@ def _matmul_precision(t: Tensor) -> Iterator[None]:
 
 
 def short_convolution(x_tN: Tensor, weight_NW: Tensor, bias_N: Tensor | None, ids_t: Tensor | None) -> Tensor:
-    """A causal convolution of each channel over the last W tokens of its document, [t, N] in fp32 or wider.
+    """Convolve each channel causally over the last W tokens of its document: [t, N] in fp32 or wider.
 
-    `ids_t`: a number per document; None: all tokens are in one. Tokens before the first count as 0.
+    `ids_t`: a number per document; None: one document. Tokens before the first count as 0.
     """
     wide, W = _wide(x_tN), weight_NW.shape[1]
     x_tN, weight_NW = x_tN.to(wide), weight_NW.to(wide)

@@ -117,7 +117,7 @@ def _reference_backward(dout, q, k, v, out, lse, scale, causal, softcap=None):
 
 @cache
 def _empty_rng_state(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A placeholder for the RNG state, which kernels require even without dropout."""
+    """Return a placeholder for the RNG state, which kernels require even without dropout."""
     return torch.zeros(2, dtype=dtype, device=device)
 
 
@@ -239,7 +239,7 @@ def _fa4_varlen_backward(dout, q, k, v, out, lse, *documents, into=(None, None, 
 
 
 def compile_ahead(gpu: str, head_dim: int, dtype: str, group: int) -> None:
-    """Start compiling the kernels of a trial and of training with `group` query heads per kv head, in processes."""
+    """Start processes that compile the kernels for the test and for training with `group` query heads per kv head."""
     masks = [(causal, window, packed) for packed in (False, True) for causal, window in ((True, None), (True, 5))]
     kinds = [(2, *mask) for mask in (*masks, (False, None, False))]
     kinds += [(group, causal, None, packed) for causal, packed in ((True, False), (False, False), (True, True))]

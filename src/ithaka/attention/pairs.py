@@ -108,8 +108,8 @@ def split_by_part(
     blocks: Iterable[QueryBlock], runs: Sequence[KeyRange], num_parts: int, block_kv: int
 ) -> list[list[QueryBlock]]:
     """Split blocks by the part that holds their keys. `runs` ascend and cover all keys of the blocks. Rectangles that
-    are adjacent in a part are joined and cut anew into pairs of about `block_kv` keys: a kernel takes as long for the
-    few keys that a boundary between parts cuts off as for thousands."""
+    are adjacent in a part are joined and cut again into pairs of about `block_kv` keys: for the few keys that a
+    boundary between parts cuts off, a kernel takes as long as for thousands."""
     firsts = [run.first for run in runs]
     parts: list[list[QueryBlock]] = [[] for _ in range(num_parts)]
 
@@ -238,10 +238,10 @@ def forest_branches(starts: Sequence[int], parents: Sequence[int]) -> list[Branc
 def plan_branch_blocks(
     branches: Sequence[Branch], max_rows: int, short: int = 0, *, window: int | None, **options: Any
 ) -> list[QueryBlock]:
-    """Return the blocks of all branches with a path. `options`: those of `plan_query_blocks`; `short`: the longest
-    square in a pair of `squares`.
+    """Return the blocks of all branches with a path. `options`: as for `plan_query_blocks`; `short`: the longest square
+    in a pair of `squares`.
 
-    Without a window, all rows that attend to a key do so in one pair per block of `max_rows`, even if they are of
+    Without a window, all rows that attend to a key do so in one pair per block of `max_rows`, even if they belong to
     several branches: a kernel then sums the key's gradient over them.
     """
     inner = [branch for branch in branches if branch.path]
@@ -268,7 +268,7 @@ def plan_branch_blocks(
 
 
 def _plan_windowed_branch(branch: Branch, window: int, options: dict[str, Any]) -> list[QueryBlock]:
-    """A branch is the end of a document, its path and itself, whose keys lie in several ranges."""
+    """Plan a branch as the end of a document, its path and itself, whose keys lie in several ranges."""
     keys, depth = [], 0
     for first, last in (*branch.path, branch[:2]):
         keys.append(KeyRange(depth, last - first, 0, first - depth))
@@ -279,7 +279,7 @@ def _plan_windowed_branch(branch: Branch, window: int, options: dict[str, Any]) 
 
 
 def _shared_ranges(branches: Sequence[Branch]) -> "list[MaskRange]":
-    """Rows and the keys on their paths: each key once, unless the rows that attend to it are not consecutive."""
+    """Return rows and the keys on their paths: each key once, unless the rows that attend to it are not consecutive."""
     readers = defaultdict(list)
     for branch in branches:
         for first, last in branch.path:
@@ -294,7 +294,7 @@ def _shared_ranges(branches: Sequence[Branch]) -> "list[MaskRange]":
 
 
 def _merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge adjacent ranges. They ascend."""
+    """Merge adjacent ranges, which must ascend."""
     merged: list[tuple[int, int]] = []
     for start, stop in ranges:
         if merged and merged[-1][1] == start:
@@ -360,7 +360,7 @@ def split_short_documents(
 
 
 def _group_equal_documents(spans: list[DocumentSpan]) -> Iterator[list[DocumentSpan]]:
-    """Group consecutive documents of equal length. An incomplete document is a group of its own."""
+    """Group consecutive documents of equal length. An incomplete document forms its own group."""
     numbered = enumerate(spans)
     for _, equal in groupby(numbered, key=lambda item: (item[1].start - item[0] * item[1].length, item[1][1:])):
         yield [span for _, span in equal]

@@ -63,7 +63,7 @@ def _examine_host() -> dict[str, int]:
 
 
 def _examine_gpus() -> dict[str, Any]:
-    """GPUs, their software, and the result of each attention kernel's trial in the training dtype."""
+    """GPUs, their software, and the result of testing each attention kernel in the training dtype."""
     import torch
 
     from ithaka.attention.choose import try_kernels

@@ -1,8 +1,8 @@
-"""Token-wise steps of a mixture of experts on rows sorted by expert: grouped matrix products, gates and sums.
+"""Steps of an MoE layer on rows sorted by expert: grouped matmuls, gates and sums.
 
-A row is one choice of one token. Rows of the same expert are consecutive, so that one kernel multiplies all of them
-with their experts' weights; where an expert's rows end is known to the device only. On a GPU, the other steps make one
-pass over memory each, in fp32.
+A row is one (token, expert) pair. Rows of the same expert are consecutive, so that one kernel multiplies all rows with
+their experts' weights; only the device knows where an expert's rows end. On a GPU, each of the other steps makes one
+pass over memory, in fp32.
 
 Shapes: t tokens of a tile, k experts per token, n = t * k rows, E experts, D input features, N output features, F width
 of an expert.
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
 
     token_n: Tensor
     expert_n: Tensor
-    row_tk: Tensor  # where each choice is
+    row_tk: Tensor  # the row of each choice
     ends_E: Tensor  # int32, the row after an expert's last
 
     @classmethod
@@ -46,7 +46,7 @@ class Rows(NamedTuple):
         return cls(order_n // expert_tk.shape[1], expert_n.int(), row_n.view(expert_tk.shape), ends_E)
 
     def take(self, values_tk: Tensor) -> Tensor:
-        """Values of choices, in the order of rows."""
+        """Return values of choices in the order of rows."""
         return values_tk.new_empty(values_tk.numel()).scatter_(0, self.row_tk.flatten(), values_tk.flatten())
 
 
@@ -61,8 +61,8 @@ def multiply_groups(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def add_products(into_EDN: Tensor, a_nD: Tensor, b_nN: Tensor, ends_E: Tensor) -> None:
-    """Add a^T @ b of each group of rows to `into`, which has `sum_dtype`; no product is rounded before the addition.
-    PyTorch's grouped products are rounded to bfloat16. The kernel's speed has not been measured."""
+    """Add a^T @ b of each group of rows to `into`, which has `sum_dtype`, without rounding before the addition.
+    PyTorch's grouped matmul would round to bfloat16."""
     if a_nD.dtype == torch.bfloat16 and _runs_kernels(a_nD):
         (num_experts, D, N), (a_nD, b_nN) = into_EDN.shape, (a_nD.contiguous(), b_nN.contiguous())
         block_d, block_n = (max(16, min(most, _power_of_two(size))) for most, size in ((128, D), (256, N)))
@@ -77,12 +77,12 @@ def add_products(into_EDN: Tensor, a_nD: Tensor, b_nN: Tensor, ends_E: Tensor) -
 
 
 def _power_of_two(size: int) -> int:
-    """The smallest power of two that is not below `size`."""
+    """Return the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()
 
 
 def _groups(ends_E: Tensor) -> list[slice]:
-    """Waits for the device."""
+    """Return the rows of each expert. Syncs with the device."""
     ends = ends_E.tolist()
     return [slice(first, end) for first, end in zip([0, *ends], ends, strict=False)]
 
@@ -105,7 +105,7 @@ def sum_choices(rows_nD: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
 
 
 def _runs_kernels(x: Tensor) -> bool:
-    """Fake tensors stand for a GPU's: the planner measures what a layer allocates there."""
+    """Whether Triton kernels run. Fake tensors count as a GPU's: the planner measures what a layer allocates there."""
     return runs_in_triton(x) or isinstance(x, FakeTensor)
 
 
@@ -115,7 +115,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> 
 
 
 class Gate:
-    """An experts module's step between its two products, from [n, 2 F] (or [n, F]) to [n, F]."""
+    """The step between an experts module's two matmuls, from [n, 2 F] (or [n, F]) to [n, F]."""
 
     def __init__(self, experts: Any) -> None:
         self.apply = experts._apply_gate if experts.has_gate else experts.act_fn
@@ -194,7 +194,7 @@ if triton is not None:
         into, a, b, ends, D, N, stride_e, stride_d, stride_n,
         BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     ):  # fmt: skip
-        """One block of one expert's sum; the blocks of an expert run together, so that its rows stay in cache."""
+        """Add one block of an expert's product. Blocks of an expert run together, so that its rows stay in cache."""
         expert, blocks_n = tl.program_id(1), tl.cdiv(N, BLOCK_N)
         d = tl.program_id(0) // blocks_n * BLOCK_D + tl.arange(0, BLOCK_D)
         n = tl.program_id(0) % blocks_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -216,7 +216,7 @@ if triton is not None:
     def _load_pairs(
         h, bias, row, expert, block, F, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
     ):
-        """Gate and up of one block of a row, with bias, in fp32."""
+        """Load gate and up of one block of a row, with bias, in fp32."""
         if INTERLEAVED:
             cols = block * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
             inside = cols < 2 * F

@@ -1,12 +1,12 @@
-"""The experts of a mixture, with a hand-written backward. Routers and shared experts stay the model's own modules.
+"""The experts of an MoE layer, with a hand-written backward. Routers and shared experts stay the model's own modules.
 
-transformers' experts modules have one structure: two stacked weights with a gate in between. An ExpertBlock takes the
-place of their forward. It sorts the choices of a tile by expert, and keeps its input and the result of the first
-product. The router's weights are applied before the second product, whose result backward then does not need. Weight
-gradients go to the layer's sums, not through autograd.
+transformers' experts modules have one structure: two stacked weights with a gate in between. An ExpertBlock replaces
+their forward. It sorts the choices of a tile by expert, and keeps its input and the output of the first matmul. The
+router's weights are applied before the second matmul, so backward does not need its output. Weight gradients are added
+to the layer's sums, not returned to autograd.
 
-A token must not change its experts when backward recomputes a tile: the layer keeps its choices, and `_Replay` gives
-them to the router instead of its own top-k.
+A token must keep its experts when backward recomputes a tile: the layer saves its choices, and `_Replay` makes the
+router's top-k return them.
 
 Shapes as in layer/expert_rows.py; r rank of an adapter.
 """
@@ -27,7 +27,7 @@ from ithaka.layer.tiles import GradSum, sum_dtype
 
 @dataclass(frozen=True)
 class GroupedLinear:
-    """One linear map per expert, with an optional LoRA adapter: y = x W + scale (x A) B. Others add the bias."""
+    """One linear map per expert, with an optional LoRA adapter: y = x W + scale (x A) B. The caller adds the bias."""
 
     weight: Tensor  # [E, N, D], or [E, D, N] if transposed
     bias_EN: Tensor | None
@@ -58,7 +58,7 @@ class GroupedLinear:
         return dx_nD
 
     def add_grads(self, dy_nN: Tensor, x_nD: Tensor, rows: Rows, grads: GradSum, is_only_tile: bool) -> None:
-        """Add one tile's gradients of the trained tensors, except the bias. The only tile's are rounded here."""
+        """Add one tile's gradients of the trained tensors, except the bias. If it is the only tile, round them."""
         if self.weight.requires_grad:
             left, right = (x_nD, dy_nN) if self.is_transposed else (dy_nN, x_nD)
             if is_only_tile:
@@ -93,7 +93,7 @@ class ExpertBlock:
     """Replaces the forward of an experts module: (x [t, D], chosen experts [t, k], weights [t, k]) -> y [t, D]."""
 
     def __init__(self, module: Any) -> None:
-        """`module`: the experts, or the outermost of PEFT's wrappers around them, one per adapted weight."""
+        """`module`: the experts, or the outermost PEFT wrapper around them. There is one per adapted weight."""
         self.module, self.adapters = module, {}
         while hasattr(module, "parameter_name"):
             self.adapters[module.parameter_name] = module
@@ -112,7 +112,7 @@ class ExpertBlock:
             return _ExpertsFunction.apply(x_tD, expert_tk, weight_tk, self, *tensors)
 
     def maps(self) -> tuple[GroupedLinear, GroupedLinear]:
-        """Read in every pass: FSDP2 replaces parameters, and PEFT switches adapters."""
+        """The two linear maps, read again in every pass: FSDP2 replaces parameters, and PEFT switches adapters."""
         return self._map("gate_up_proj" if self.experts.has_gate else "up_proj"), self._map("down_proj")
 
     def _map(self, name: str) -> GroupedLinear:
@@ -171,7 +171,7 @@ class _ExpertsFunction(torch.autograd.Function):
 
 
 def _spread(expert_tk: Tensor, weight_tk: Tensor, num_experts: int) -> Tensor:
-    """The weight of every expert, [t, E]."""
+    """Return the weight of every expert, [t, E]."""
     return weight_tk.new_zeros(len(expert_tk), num_experts).scatter_add_(1, expert_tk, weight_tk)
 
 
@@ -194,8 +194,8 @@ class _Replay(TorchFunctionMode):
 
 
 class LayerExperts:
-    """The experts of a decoder layer, in the three passes of a tile. Does nothing for a layer without experts, and for
-    a mixture of another structure than transformers' usual one: it stays a black box."""
+    """The experts of a decoder layer, in the three passes over a tile. Does nothing for a layer without experts, or
+    with experts that do not have transformers' standard layout: those stay a black box."""
 
     def __init__(self, layer: nn.Module, replaces: bool = True) -> None:
         found = [module for module in layer.modules() if is_expert_module(module)] if replaces else []
@@ -204,7 +204,7 @@ class LayerExperts:
         self.block = ExpertBlock(found[0]) if len(found) == 1 else None
         if self.block is not None:
             found[0].forward = self.block
-        self.given_sk: Tensor | None = None  # the choices of this rank's tokens, if the user gave them
+        self.given_sk: Tensor | None = None  # the choices for this rank's tokens, if the user passed them
         self.counts_E: Tensor | None = None  # rows of each expert in training since `take_counts`
 
     def restore(self) -> None:
@@ -231,7 +231,7 @@ class LayerExperts:
 
     @contextmanager
     def repeat_tile(self, chosen: deque[Tensor], skips_output: bool) -> Iterator[None]:
-        """Run a tile again, with the next of the choices in `chosen`. `skips_output`: the experts return zeros."""
+        """Recompute a tile with the next choices in `chosen`. `skips_output`: the experts return zeros."""
         if self.block is None:
             yield
             return
@@ -244,7 +244,7 @@ class LayerExperts:
 
     @contextmanager
     def add_grads_to(self, sums: GradSum, is_only_tile: bool = False) -> Iterator[None]:
-        """Run backward of a tile: weight gradients are added to `sums`, those of the only tile after rounding."""
+        """Run the backward of a tile, which adds weight gradients to `sums`; if it is the only tile, rounded."""
         if self.block is None:
             yield
             return
@@ -261,7 +261,7 @@ class LayerExperts:
 
 
 def is_expert_module(module: Any) -> bool:
-    """Whether an ExpertBlock covers all that the module computes: transformers' experts, or PEFT's LoRA around them."""
+    """Whether an ExpertBlock can replace the module: transformers' experts, or PEFT's LoRA around them."""
     if f"{type(module).__module__}.{type(module).__name__}" == "peft.tuners.lora.layer.ParamWrapper":
         return "forward" not in vars(module) and is_expert_module(module.base_layer)
     if not hasattr(type(module), "_apply_gate") or not hasattr(module, "is_transposed") or "forward" in vars(module):

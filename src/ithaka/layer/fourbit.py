@@ -1,7 +1,7 @@
 """Frozen four-bit weights: stored packed, and unpacked for one pass of a layer.
 
 Weights are packed in rows of 16384, in the order of the full tensor: first the codes, two per byte with the first in
-the high bits, then the scales of the row's blocks. A row contains all it needs, so FSDP2 can shard and gather rows.
+the high bits, then the scales of the row's blocks. A row is self-contained, so FSDP2 can shard and gather rows.
 The bytes are viewed as the compute dtype, because FSDP2 would cast any other dtype, including uint8, to it.
 
 nf4 and fp4 are bitsandbytes' formats, in blocks of 64. With double quantization a scale is a byte, from a table that is
@@ -79,20 +79,20 @@ def _table(codes: str, device: torch.device) -> Tensor:
 
 
 def _nearest(x: Tensor, scale: Tensor, codes: str) -> Tensor:
-    """Indices of the table's values nearest to x / scale."""
+    """Return the indices of the table values nearest to x / scale."""
     table = _table(codes, x.device)
     normed = (x * (1 / scale.clamp(min=SMALLEST))[..., None]).clamp(-1, 1)
     return torch.bucketize(normed, (table[:-1] + table[1:]) / 2, out_int32=True).to(torch.uint8)
 
 
 def block_scales(flat: Tensor) -> Tensor:
-    """The largest absolute value of each block of 64, in fp32."""
+    """Return the largest absolute value of each block of 64, in fp32."""
     parts = [part.float().view(-1, 64).abs().amax(1) for part in flat.split(CHUNK_ROWS * ROW)]
     return torch.cat(parts)
 
 
 def quantize_nf4(flat: Tensor, scales: Tensor, offset: Tensor) -> Tensor:
-    """Pack weights to rows of bytes, with double quantization. `offset`: the mean of `block_scales` over the tensor."""
+    """Pack weights into rows of bytes, double-quantized. `offset`: the mean of `block_scales` over the tensor."""
     codes = [_quantize_blocks(part.float().view(-1, 64)) for part in flat.split(CHUNK_ROWS * ROW)]
     scales = nn.functional.pad(scales - offset, (0, -len(scales) % (ROW // 64))).view(-1, ROW // 64)
     row_scales = scales.abs().amax(1)
@@ -105,7 +105,7 @@ def _quantize_blocks(blocks: Tensor) -> Tensor:
 
 
 def quantize_mxfp4(flat: Tensor) -> Tensor:
-    """Pack weights to rows of bytes. A block's exponent is that of its largest value, less two: OCP's rule."""
+    """Pack weights into rows of bytes. A block's exponent is that of its largest value, less two: OCP's rule."""
     blocks, table = flat.float().view(-1, 32), _table("mxfp4", flat.device)[:8]
     exponents = (blocks.abs().amax(1).frexp().exponent - 3).clamp(-127, 127)
     sizes = torch.bucketize(torch.ldexp(blocks, -exponents[:, None]).abs(), (table[:-1] + table[1:]) / 2)
@@ -127,8 +127,8 @@ def pack_rows(codes: Tensor, scales: Tensor, layout: Format, row_scales: Any = 0
 
 
 def dequantize(packed: Tensor, layout: Format, into: Tensor) -> None:
-    """Write the weights of rows of bytes to `into`, a matrix or several, which is contiguous: products in fp32, rounded
-    once. Each matrix starts with a row of its own."""
+    """Dequantize rows of bytes to `into`, one or several matrices, contiguous: products in fp32, rounded once. Each
+    matrix starts a new row."""
     num_matrices = len(into) if into.dim() == 3 else 1
     matrices, num_rows = into.view(num_matrices, -1), len(packed) // num_matrices
     if runs_in_triton(into):
@@ -150,7 +150,7 @@ def dequantize(packed: Tensor, layout: Format, into: Tensor) -> None:
 
 
 def _row_scales(rows: Tensor, layout: Format) -> Tensor:
-    """The scales of all blocks in some rows, in fp32."""
+    """Return the scales of all blocks in some rows, in fp32."""
     if layout.codes == "mxfp4":
         return (rows[:, SCALES_AT:].int() << 23).view(torch.float32)  # the byte is an exponent
     floats = rows.view(torch.float32)
@@ -162,13 +162,13 @@ def _row_scales(rows: Tensor, layout: Format) -> Tensor:
 
 
 class PackedWeight:
-    """Replaces a module's frozen parameter: `packed_NAME` is the parameter, and NAME a tensor that has memory only
+    """Replaces a module's frozen parameter: `packed_NAME` is the parameter, and NAME is a tensor with storage only
     inside `unpacked`. Each matrix of a 3-D parameter is packed separately."""
 
     def __init__(
         self, module: nn.Module, name: str, layout: Format, dtype: torch.dtype, rows: Tensor | None = None
     ) -> None:
-        """`rows`: the packed bytes, if they are known already."""
+        """`rows`: the packed bytes, if already known."""
         param = module._parameters.pop(name)
         assert param is not None
         self.module, self.name, self.layout, self.shape = module, name, layout, param.shape
@@ -189,7 +189,7 @@ class PackedWeight:
 
     @property
     def packed(self) -> Tensor:
-        """The parameter, as FSDP2 has it now: sharded or gathered."""
+        """The parameter in its current FSDP2 state: sharded or gathered."""
         return getattr(self.module, f"packed_{self.name}")
 
     def unpack(self) -> None:
@@ -198,7 +198,7 @@ class PackedWeight:
             self.weight = torch.empty_like(self.weight, device=packed.device)
             self.install()
         self.weight.untyped_storage().resize_(self.weight.numel() * self.weight.itemsize)
-        # Graphs may hold the tensor between passes; its values are the same in all of them.
+        # Graphs may hold the tensor between passes; its values are the same in every pass.
         with torch.autograd._unsafe_preserve_version_counter(self.weight):
             dequantize(packed, self.layout, self.weight)
 
@@ -213,14 +213,14 @@ class PackedWeight:
 
     def quantize(self, full: Any, local: Tensor, rows: slice) -> None:
         """Quantize this rank's shard of the parameter, `rows` of its first dim, from slices of the full weight, rounded
-        to bf16: as transformers does with dtype=bfloat16. Every rank calls it, for the offset of the full matrix."""
+        to bf16 as transformers does with dtype=bfloat16. Collective: the offset is that of the full matrix."""
         raw, width = local.view(torch.uint8), self.shape[-1]
         device = full.device if isinstance(full, Tensor) and full.is_cuda else raw.device
         options: Any = {"device": device, "dtype": torch.bfloat16}
         if len(self.shape) == 3:
             for into, matrix in zip(raw, full[rows], strict=True):
                 flat = matrix.flatten().to(**options)
-                if self.layout.codes == "mxfp4":  # drawn weights; files have the codes
+                if self.layout.codes == "mxfp4":  # random weights; files have the codes
                     into.copy_(quantize_mxfp4(flat))
                 else:
                     scales = block_scales(flat)
@@ -241,7 +241,7 @@ class PackedWeight:
 
 
 def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
-    """All of a model's packed weights, by the names that their parameters would have."""
+    """Return a model's packed weights by the names of the parameters that they replace."""
     return {
         f"{path}.{weight.name}" if path else weight.name: weight
         for path, module in model.named_modules()
@@ -251,7 +251,7 @@ def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
 
 @contextmanager
 def unpacked(weights: Sequence[PackedWeight]) -> Iterator[None]:
-    """Give weights their values inside."""
+    """Unpack weights on entry, and release them on exit."""
     with allocating_for(Holder.UNSHARDED):
         for weight in weights:
             weight.unpack()

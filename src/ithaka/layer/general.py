@@ -4,8 +4,7 @@ A decoder layer is token-wise work, one attention, and more token-wise work. tra
 registered function, so a layer's forward can run twice on a tile: first up to that call, which captures q, k and v and
 ends the run; then, after attention, to the end, with the call returning the tile's attention output. Backward makes the
 same two runs per tile under local autograd; with overlap, it keeps the graphs of its first runs until the gradients of
-q, k and v arrive, instead of recomputing them. Linear maps that only feed q, k and v are skipped in the second
-run.
+q, k and v arrive, instead of recomputing them. Linear maps that only feed q, k and v are skipped in the second run.
 
 In 16 bits a tile computes like autocast: the residual, norms and rotations in fp32, matrix products in 16 bits; the
 layer's output is rounded once.
@@ -52,7 +51,7 @@ class AttentionCall(NamedTuple):
 
 
 class Mask:
-    """Takes the place of an attention mask. A layer hands it to its attention call, which `attend` answers."""
+    """Replaces an attention mask. A layer passes it to its attention call, which calls `attend` instead of a kernel."""
 
     def __init__(self, function: Any = None, local_size: int | None = None) -> None:
         self.function = function  # made by masking_utils: (batch, head, row, key) -> visible
@@ -156,7 +155,7 @@ class Arguments:
 
     @property
     def trained(self) -> list[tuple[int, Tensor]]:
-        """The leaves that need gradients, with their index."""
+        """The leaves that need gradients, with their indices."""
         tensors = [(i, leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         return [(i, leaf) for i, leaf in tensors if leaf.requires_grad]
 
@@ -168,7 +167,7 @@ class Arguments:
         return self.replace_leaves(leaves, rows.stop - rows.start)
 
     def detach(self) -> "Arguments":
-        """The same values, as leaves of a new graph if they need gradients."""
+        """Return the same values; those that need gradients become leaves of a new graph."""
         leaves = list(self.leaves)
         for i, leaf in self.trained:
             leaves[i] = leaf.detach().requires_grad_()
@@ -185,7 +184,7 @@ class Arguments:
         return next((leaf for leaf in self.leaves if isinstance(leaf, Mask)), Mask())
 
     def with_mask(self, mask: Mask) -> tuple[tuple, dict[str, Any]]:
-        """The arguments as positional and keyword arguments, with `mask` in place of the layer's mask."""
+        """Return positional and keyword arguments, with `mask` in place of the layer's mask."""
         return pytree.tree_unflatten([mask if isinstance(leaf, Mask) else leaf for leaf in self.leaves], self.spec)
 
 
@@ -195,7 +194,7 @@ class Arguments:
 def run_layer(
     layer: nn.Module, x_tD: Tensor, args: tuple, kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
 ) -> Tensor:
-    """The forward of the layer's class, without hooks, on a residual stream in fp32 or wider."""
+    """Run the forward of the layer's class, without hooks, on a residual stream in fp32 or wider."""
     y = (forward or type(layer).forward)(layer, x_tD[None].to(sum_dtype(x_tD.dtype)), *args, **kwargs)
     return (y[0] if isinstance(y, tuple) else y)[0].to(x_tD.dtype)
 
@@ -222,7 +221,7 @@ class LayerRuns:
         self.routers: list[nn.Module] = []
         self.router_index = 0  # where the logits are in a router's output
         self.router_logits: list[Tensor] = []
-        # A compiler drops them itself.
+        # The compiler removes them as dead code.
         self.skipped = [_SkippedLinear(layer.get_submodule(path)) for path in facts.skippable if not compiles]
 
     def find_call(self, x_tD: Tensor, arguments: Arguments) -> AttentionCall | DeltaCall | None:
@@ -253,7 +252,7 @@ class LayerRuns:
             self.router_logits = []
             for router in self.routers:
                 stack.enter_context(router.register_forward_hook(self._record_router))
-            answer = Answer(out_tHK[..., : self.facts.v_head_dim].contiguous())  # as transformers' own
+            answer = Answer(out_tHK[..., : self.facts.v_head_dim].contiguous())  # as in transformers
             if self.mixer:
                 stack.enter_context(self.mixer.answering(answer.out_tHV))
             return self.run_2(self.layer, x_tD, *arguments.with_mask(answer), self.facts.forward)
@@ -430,7 +429,7 @@ class GeneralLayer(LayerSchedule):
         saved.dsinks_H.index_add_(0, heads_n.clamp(min=0), torch.where(heads_n < 0, 0, sums_n))
 
     def _own_sinks(self, saved: Any, i: int) -> Tensor:
-        """The sinks of this rank's heads in a stage, [n, 1]; any value in empty slots."""
+        """Return the sinks of this rank's heads in a stage, [n, 1]; empty slots have arbitrary values."""
         heads = self.table.stages[i].query_heads[self.rank]
         return saved.sinks_H[torch.tensor(heads, device=saved.sinks_H.device).clamp(min=0), None]
 
@@ -488,8 +487,8 @@ class GeneralLayer(LayerSchedule):
         rows: slice,
         grads: GradSum,
     ) -> tuple[Tensor, ...]:
-        """Return the gradients of `inputs`, from pairs of an output and its gradient. Add those of parameters and of
-        the layer's arguments to `grads`."""
+        """Return the gradients of `inputs`, given pairs of an output and its gradient. Add the gradients of parameters
+        and of the layer's arguments to `grads`."""
         params = [param for param in self.layer.parameters() if param.requires_grad]
         leaves = [leaf for _, leaf in arguments.trained]
         outputs, douts = zip(*pairs, strict=True)
@@ -503,14 +502,14 @@ class GeneralLayer(LayerSchedule):
     # ---- heads: [s, H, K] in the model's order, and the slots of ranks and stages
 
     def _select_heads(self, t_sHK: Tensor, heads: Heads) -> Tensor:
-        """Some heads in exchange layout [c, s, n, K]. May alias its input."""
+        """Return some heads in exchange layout [c, s, n, K]. May alias its input."""
         order = flatten_heads(heads)
         if order != list(range(t_sHK.shape[1])):
             t_sHK = t_sHK.index_select(1, torch.tensor(order, device=t_sHK.device))
         return t_sHK.unflatten(1, (len(heads), -1)).transpose(0, 1).contiguous()
 
     def _join_heads(self, outs_ctnK: Sequence[Tensor]) -> Tensor:
-        """The heads of all ranks and stages, [t, H, K]. May alias its input."""
+        """Return the heads of all ranks and stages, [t, H, K]. May alias its input."""
         outs_tcnK = [out.transpose(0, 1) for out in outs_ctnK]
         joined_tNK = (outs_tcnK[0] if len(outs_tcnK) == 1 else torch.cat(outs_tcnK, dim=2)).flatten(1, 2)
         slots = self._query_slots
@@ -525,7 +524,7 @@ class GeneralLayer(LayerSchedule):
 
     @staticmethod
     def _sum_heads(ds_ctnK: Sequence[Tensor], heads: Heads, num_heads: int) -> Tensor:
-        """Gradients of slots -> of heads, [t, H, K]. A kv head may have several slots; empty slots have zeros."""
+        """Sum the gradients of slots by head, [t, H, K]. A kv head may have several slots; empty slots have zeros."""
         ds_tcnK = [d.transpose(0, 1) for d in ds_ctnK]
         d_tNK = (ds_tcnK[0] if len(ds_tcnK) == 1 else torch.cat(ds_tcnK, dim=2)).flatten(1, 2)
         order = flatten_heads(heads)
@@ -545,7 +544,7 @@ class GeneralLayer(LayerSchedule):
 
 @dataclass
 class BatchFacts:
-    """What the layers of one model need to know about the current batch, besides their arguments."""
+    """Facts about the current batch that the layers of a model need in addition to their arguments."""
 
     docs: Docs | None = None
     num_positions: int = 0

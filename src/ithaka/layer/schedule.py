@@ -57,9 +57,9 @@ class SavedActivations:
     qkv: deque[list[TensorHandle]] = field(default_factory=deque)  # per stage: q, and k and v of a new load
     residuals: deque[Tensor] = field(default_factory=deque)  # per tile: x + attention, rounded
     mlp: deque[MlpActivations] = field(default_factory=deque)  # per tile; for a black-box MLP, results of `run_tile`
-    chosen: deque[Tensor] = field(default_factory=deque)  # per tile of a mixture: the experts of its tokens
+    chosen: deque[Tensor] = field(default_factory=deque)  # per tile of an MoE layer: the experts of its tokens
     keys_s: Tensor | None = None  # one key per token, for adapter dropout
-    below: Callable[[], "SavedActivations | None"] = lambda: None  # the layer below, whose backward comes next
+    below: Callable[[], "SavedActivations | None"] = lambda: None  # the layer below, whose backward runs next
 
     def release_sources(self) -> None:
         """Release the source tensors of everything in the store."""
@@ -96,7 +96,7 @@ class HeadGradExchange:
 
     @phase("exchange")
     def add(self, key: int, d_SnK: Tensor, tier: str | None = None) -> None:
-        """`tier`: where to keep the result until `take`; None: on the device."""
+        """Send the gradients of a stage or load. `tier`: where to keep the result until `take`; None: on the device."""
         self._exchanges[key] = start_heads_to_tokens(d_SnK, self.group)
         if not self.overlap:
             self.wait(tier)
@@ -140,7 +140,7 @@ class LayerSchedule:
         self.packed = list(packed_weights(self.layer).values())
         self.dropout: DropoutState | None = None  # if adapters have dropout
         self.no_parents = ""  # why a call may not have `parents`, as part of an error: "with ..."
-        # Without overlap, memory is short. Attention outputs that backward has used leave room on the host.
+        # Without overlap, memory is scarce. Attention outputs that backward has used free room on the host.
         self.stores_dq = self.reads_grads_by_tile and not self.layout.overlap
         self.hooked = False  # set at each call; if True, a user's hook may hold the gradients between layers
 
