@@ -15,13 +15,13 @@ from ithaka.plan.shape import PATCHES_PER_TILE, ModelShape, Work
 
 LOGITS_TILE_BYTES = (2**29, 2**32)  # minimum and maximum bytes of logits in a tile of the loss
 LOGITS_TILES_PER_TILE = 4  # tiles of the loss in a tile of the layers
-MATMUL_ROWS = 128  # matmuls are faster at multiples of it
+MATMUL_ROWS = 128  # matmuls are faster with a multiple of this many rows
 EMBEDDING_RUN = 10  # tokens whose gradients PyTorch's embedding backward sums into one row of its buffer
 RESERVE_BYTES = 2 * GIB  # CUDA context, NCCL, cuBLAS and cuDNN workspaces
 RESERVE_SHARE = 0.05  # fraction of the GPU lost to fragmentation
 HOST_RESERVE_SHARE = 0.05  # fraction of a node's memory for the system and file cache
 HOST_PROCESS_BYTES = 6 * 10**9  # per rank: Python, torch, data
-DISK_STATION_LAYERS = 3  # layers in host memory on their way to or from disk
+DISK_STAGING_LAYERS = 3  # layers staged in host memory on their way to or from disk
 
 CHECKPOINT_COPY = "copy to save"  # holder of a background checkpoint's copy
 
@@ -68,7 +68,7 @@ class Ledger:
 
 
 def build_ledger(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Ledger:
-    """The ledger of a step in the phase with the highest GPU memory."""
+    """Build the ledger of a step in the phase with the highest GPU memory."""
     phase, gpu = max(gpu_phases(shape, layout, hardware, work), key=lambda entry: sum(entry[1].values()))
     gpu["reserve"] = RESERVE_BYTES + int(RESERVE_SHARE * hardware.gpu.memory_bytes)
     host, disk = _host_and_disk(shape, layout, hardware, work)
@@ -80,16 +80,15 @@ def build_ledger(shape: ModelShape, layout: Layout, hardware: Hardware, work: Wo
 
 
 def logits_tile_tokens(tile_tokens: int | None, s: int, row_bytes: int) -> int:
-    """Tokens in a tile of the loss. `row_bytes`: bytes of one token's logits. Every tile reads and writes the gradient
-    of lm_head, so large tiles are faster. They grow with the tiles of the layers, which the planner sizes to the memory
-    available."""
+    """Return the tokens in a tile of the loss. `row_bytes`: bytes of one token's logits. Every tile reads and writes
+    the gradient of lm_head, so large tiles are faster. They grow with the layers' tiles, which the planner sizes."""
     least, most = (num_bytes // row_bytes for num_bytes in LOGITS_TILE_BYTES)
     tokens = min(max(min(tile_tokens or s, s) // LOGITS_TILES_PER_TILE, least), most)
     return min(s, tokens // MATMUL_ROWS * MATMUL_ROWS or max(tokens, 1))
 
 
 def saved_bytes(shape: ModelShape, layout: Layout, hardware: Hardware) -> int:
-    """Bytes that a node's ranks copy for a background checkpoint: fp32 weights and moments."""
+    """Return the bytes that a node's ranks copy for a background checkpoint: fp32 weights and moments."""
     sharers = hardware.num_gpus // layout.replicas
     return hardware.gpus_per_node * (4 * shape.shards(sharers)[0] + shape.moment_bytes(sharers))
 
@@ -108,8 +107,8 @@ class _LayerGroup(NamedTuple):
 
 
 def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> list[tuple[str, Holders]]:
-    """(phase, holders) on one GPU, without the reserve, for each phase that can be the peak. Weights are gathered in
-    the compute dtype, gradients are reduced in the sum dtype."""
+    """Return (phase, holders) on one GPU, without the reserve, for each phase that can be the peak. Weights are
+    gathered in the compute dtype, gradients are reduced in the sum dtype."""
     gpu = _GpuPhases(shape, layout, hardware, work)
     phases = [("forward", gpu.forward()), ("loss", gpu.loss())]
     if shape.encoder:
@@ -148,7 +147,7 @@ class _GpuPhases:
         self.next_layer = 0 if self.is_single else gathered  # prefetched weights; in forward, as received
         self.prefetched = self.next_layer if layout.prefetches(gathered) else 0
         self.layer_grads = shape.trained_layer * self.wide
-        # One rank casts gradients to where they stay; others hold them until they are reduced.
+        # A single rank casts gradients into their final buffers; others hold them until they are reduced.
         self.reduces = not self.is_single or layout.offload_optimizer
         # A tied embedding belongs to FSDP2's root: always gathered, and its first gradient waits for its second.
         self.root, self.trained_lm_head = (self.head, 0) if shape.tied else (0, shape.trained_head)
@@ -157,7 +156,7 @@ class _GpuPhases:
         self.root += self.other
         self.embedded = shape.trained_parameters("embed_tokens")
         self.root_grad = self.embedded * self.e if shape.tied else 0
-        # As if all tokens were those of images. A trained encoder keeps its pixels for backward.
+        # Assumes that all tokens are image tokens. A trained encoder keeps its pixels for backward.
         self.encoder: Any = (encoder := shape.encoder)
         self.patches = self.s * encoder.patches if encoder else 0
         self.pixels = self.patches * encoder.values * self.e if encoder else 0
@@ -173,8 +172,8 @@ class _GpuPhases:
         return groups
 
     def holders(self, point: MemoryPoint, weights: int, reduced: int = 0, pending: int = 0, kept: int = 0) -> Holders:
-        """`weights`: gathered bytes. `reduced`: parameters whose gradients are sharded. `pending`: bytes of other
-        gradients."""
+        """Return the holders at a point. `weights`: gathered bytes. `reduced`: parameters whose gradients are sharded.
+        `pending`: bytes of other gradients."""
         trained, frozen = self.shards
         has_states = self.work.trains or self.work.between_steps  # fp32 weights and two moments
         grads = 4 * trained * min(reduced, self.shape.num_trained) // self.shape.num_trained
@@ -190,11 +189,11 @@ class _GpuPhases:
         } | ({"pixels": self.pixels * self.work.trains} if self.shape.trained_encoder else {})
 
     def forward_encoder(self) -> Holders:
-        """The features of this rank's frames and those of its tokens, which may be the same on one rank."""
+        """Features of this rank's frames, and of its tokens; on one rank, these may be the same."""
         return self._encoder(self.encoder.forward_bytes, 2 * self.x) | {"pixels": self.pixels}
 
     def backward_encoder(self) -> Holders:
-        """The gradients of features, and the graph of one tile. Gradients of parameters are summed over tiles."""
+        """Gradients of features, and the graph of one tile. Parameter gradients are summed over tiles."""
         trained = self.shape.trained_encoder
         return self._encoder(
             self.encoder.graph_bytes, 0, self.shape.num_trained - trained, trained * (self.wide + self.e)
@@ -262,7 +261,7 @@ class _GpuPhases:
 
     def backward_embedding(self) -> Holders:
         """First the dense gradient and its kernel's buffer, while the first layer's gradients are reduced; for tied
-        weights two gradients and their sum. Then the gradient, its wide copy to send, and the shard received."""
+        weights, two gradients and their sum. Then the gradient, its wide copy to send, and the received shard."""
         shape, narrow, wide = self.shape, self.embedded * self.e, self.embedded * self.wide
         rows = self.s // EMBEDDING_RUN + min(self.s, shape.vocab)
         buffer = rows * shape.hidden * self.wide if self.embedded else 0
@@ -292,11 +291,11 @@ def _host_and_disk(shape: ModelShape, layout: Layout, hardware: Hardware, work: 
     sharers = hardware.num_gpus // layout.replicas
     frozen = shape.frozen_bytes(sharers, layout.element_bytes)
     states = ranks * (8 * shape.shards(sharers)[0] + shape.moment_bytes(sharers) + frozen)
-    station = min(DISK_STATION_LAYERS, inputs["disk"]) * x + min(DISK_STATION_LAYERS, outputs["disk"]) * out
+    staged = min(DISK_STAGING_LAYERS, inputs["disk"]) * x + min(DISK_STAGING_LAYERS, outputs["disk"]) * out
     host = {
         "layer inputs": inputs["host"] * x,
         "kept attention": outputs["host"] * out,
-        "on the way to disk": station,
+        "on the way to disk": staged,
         "parameters, gradients, optimizer": states * layout.offload_optimizer,
         "reserve": ranks * HOST_PROCESS_BYTES + int(HOST_RESERVE_SHARE * hardware.host_bytes),
     }

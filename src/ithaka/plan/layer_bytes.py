@@ -86,7 +86,7 @@ class LayerBytes:
         self.left_kv = [2 * stage.left_kv * self.slot for stage in self.slots]
         self.keeps_attention = policy.attention is not None
         self.fetches_attention = policy.attention in ("host", "disk")
-        # What a layer can keep besides its input: out and lse of all stages (with empty slots), q, k and v,
+        # What a layer can keep in addition to its input: out and lse of all stages (with empty slots), q, k and v,
         # x + attention, gate and up.
         self.outputs = self.num_stages * (self.q + self.lse)
         self.qkv = (self.num_stages * self.q + sum(self.new_kv)) * policy.projections
@@ -105,18 +105,18 @@ class LayerBytes:
         # dq of all stages but the last waits on the host (`stores_dq` in layer/schedule.py).
         is_streamed = not shape.measured or shape.measured.is_streamed
         self.stores_dq = is_streamed and not layout.overlap and self.fetches_attention
-        self.has_exchange = layout.ulysses > 1  # an exchange receives into a buffer of its own
+        self.has_exchange = layout.ulysses > 1  # an exchange receives into a separate buffer
         self.policy = policy
 
     @property
     def kept(self) -> int:
-        """What the layer keeps on the device."""
+        """Bytes that the layer keeps on the device."""
         stored = self.x * (self.policy.input == "device") + self.outputs * (self.policy.attention == "device")
         return stored + self.qkv + self.residual + self.gate_up
 
     def _add_general(self, layer: MeasuredLayer, policy: ActivationPolicy) -> None:
-        """What layer/general.py holds besides the tensors of stages: q, k and v of all heads until the last stage is
-        sent, and in backward the gradients of all heads and, with overlap, the graphs of run 1."""
+        """Add what layer/general.py holds in addition to the tensors of stages: q, k and v of all heads until the last
+        stage is sent, and in backward the gradients of all heads and, with overlap, the graphs of run 1."""
         shape, e = self.shape, self.layout.element_bytes
         self.residual = 0
         head = self.s * shape.head_dim * e
@@ -269,7 +269,7 @@ class LayerBytes:
         elements = tokens * self.shape.head_dim
         if heads == 1:
             return BLOCK_BUFFERS * min(BLOCK_TOKENS[work] * 128, elements) * wide
-        # Whole sequences in one call. Backward sums dq, dk and dv; forward writes to our buffers, or attends to one
+        # Full sequences in one call. Backward sums dq, dk and dv; forward writes to our buffers, or attends to one
         # head of each group.
         return 2 * heads * elements * wide if work == "attend backward" else max(kv for _, kv in reads) * elements * e
 
@@ -406,7 +406,7 @@ def layer_points(b: LayerBytes) -> Iterator[MemoryPoint]:
 
 
 def kinds_of_layers(shape: ModelShape) -> list[Any]:
-    """LayerBytes and its subclasses."""
+    """Return the classes, LayerBytes and its subclasses, of the model's kinds of layers."""
     return [LayerBytes, *([DeltaBytes] if shape.delta else [])]
 
 
@@ -414,15 +414,15 @@ def kinds_of_layers(shape: ModelShape) -> list[Any]:
 
 
 def layer_sizes(shape: ModelShape, layout: Layout, s: int, kind: Any = LayerBytes) -> LayerBytes:
-    """The sizes of a layer's tensors, apart from those of tiles and of what it keeps."""
+    """Return the sizes of a layer's tensors, except those of tiles and of kept activations."""
     return _layer_sizes(kind, shape, s, ActivationPolicy(), _fields(layout))
 
 
 def layer_peaks(
     shape: ModelShape, layout: Layout, s: int, policy: ActivationPolicy
 ) -> tuple[int, MemoryPoint, MemoryPoint]:
-    """(bytes kept on the device, and the points of forward and of backward at which most bytes are live), for the kind
-    of layer that needs most."""
+    """Return the bytes kept on the device, and the peak points of forward and of backward, for the kind of layer that
+    needs the most."""
     policy = ActivationPolicy(
         "device" if policy.input == "device" else "host",
         "host" if policy.attention == "disk" else policy.attention,  # the same on the device
@@ -447,7 +447,7 @@ def _layer_sizes(kind: Any, shape: ModelShape, s: int, policy: ActivationPolicy,
 def _full_length_peaks(
     kind: Any, shape: ModelShape, s: int, policy: ActivationPolicy, fields: tuple[Any, ...]
 ) -> list[MemoryPoint]:
-    """The highest point of each phase and tile work, without the bytes of tiles."""
+    """Return the highest point of each phase and tile work, without the bytes of tiles."""
     points = layer_points(_layer_sizes(kind, shape, s, policy, fields))
     ascending = sorted(points, key=lambda point: point.full_length)
     return [*{(point.phase, point.tile_work): point for point in ascending}.values()]

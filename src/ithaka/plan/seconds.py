@@ -32,7 +32,7 @@ EAGER_MOVES, COMPILED_MOVES = 2.0, 0.42
 COPY_SHARE = 0.88  # fraction of the PCIe rate that tile-by-tile copies reach
 # Passes of element-wise kernels over a tensor, forward and backward; each pass reads or writes it once.
 MLP_PASSES = (3, 6)  # over [s, F]
-WALK_PASSES = (4, 5)  # over [s, D], for each loop over the tiles
+TILE_LOOP_PASSES = (4, 5)  # over [s, D], for each loop over the tiles
 HEAD_PASSES = (8, 24)  # over [s, K] of each projected head: RoPE, layout, sums
 STAGE_SECONDS = 0.00016  # per stage and direction, independent of s: slicing weights, kernel launches
 # Attention at head dim 64, as a fraction of the rate at 128: matmuls wait for the softmax. Forward speeds up with the
@@ -77,7 +77,7 @@ class Seconds:
 def layer_seconds(
     shape: ModelShape, layout: Layout, hardware: Hardware, work: Work, window: int | None, policy: ActivationPolicy
 ) -> tuple[Seconds, Seconds]:
-    """(forward, backward) of one layer on the rank with the most heads."""
+    """Return (forward, backward) of one layer on the rank with the most heads."""
     layer, gpu = LayerSeconds(shape, layout, hardware, work.local_tokens(layout.cp), policy), hardware.gpu
     attend, attend_back = layer.rule() if window == 0 else layer.attention(work, window)
     projections, mlp = layer.project(False), layer.mlp(False)
@@ -108,10 +108,10 @@ def layer_seconds(
     stored = layer.x * is_stored + outputs
     to_disk = layer.x * (policy.input == "disk") + outputs * (policy.attention == "disk")
     disk = to_disk * hardware.gpus_per_node / DISK_BYTES_S
-    # Without overlap every walk over the tiles fetches the input again.
-    walks = layer.num_stages + 1 if is_stored and not layout.overlap else 0
+    # Without overlap, every loop over the tiles fetches the input again.
+    fetches = layer.num_stages + 1 if is_stored and not layout.overlap else 0
     copies = max(0.0, stored / pcie - busy) + max(0.0, disk - busy)
-    copies_back = layer.wait(stored / pcie, mlp_back) + layer.wait(walks * layer.x / pcie, projections_back)
+    copies_back = layer.wait(stored / pcie, mlp_back) + layer.wait(fetches * layer.x / pcie, projections_back)
     copies_back += max(0.0, disk - busy_back)
 
     forward = Seconds(attend, projections + mlp + unpack, exchange + max(0.0, gather - busy), copies)
@@ -158,7 +158,7 @@ class LayerSeconds:
         return forward * one_pass, backward * one_pass
 
     def exchange_states(self) -> float:
-        """One direction: every rank gathers the maps of all."""
+        """One direction: every rank gathers the maps of all ranks."""
         delta, cp = self.shape.delta, self.layout.cp
         assert delta
         size = delta.heads * delta.key_dim * (delta.key_dim + delta.value_dim) * self.layout.sum_bytes
@@ -166,7 +166,7 @@ class LayerSeconds:
         return (cp - 1) * size / (self.gpu.link_bytes_s if is_in_node else self.gpu.network_bytes_s)
 
     def wait(self, copy_s: float, busy_s: float) -> float:
-        """Seconds that copies to the device add to work on the same tiles; nothing hides the first tile's copy."""
+        """Seconds that copies to the device add to compute on the same tiles. The first tile's copy is not hidden."""
         first, others = copy_s / self.num_tiles, 1 - 1 / self.num_tiles
         return first + max(0.0, others * (copy_s - busy_s))
 
@@ -186,7 +186,7 @@ class LayerSeconds:
         projects = not (backward and self.policy.projections)
         if self.shape.measured and not self.shape.measured.is_streamed:
             return self._measured_projections(self.shape.measured, projects, backward)
-        walks = (self.num_stages * projects + backward) * WALK_PASSES[backward] * self.x
+        tiles = (self.num_stages * projects + backward) * TILE_LOOP_PASSES[backward] * self.x
         passes = HEAD_PASSES[backward] - HEAD_PASSES[0] * (not projects)
         heads = passes * self.s * self.qkv_width * self.layout.element_bytes
         matmul, sums = self.matmul(self.shape.hidden, self.qkv_width, PROJECTION_SHARE[backward]), 0.0
@@ -194,7 +194,7 @@ class LayerSeconds:
             num_matmuls = 2 + projects - self.is_frozen
             matmul = num_matmuls * matmul + self.output(PROJECTION_SHARE[1])
             sums = self.sum_grads(self.qkv_width * self.shape.hidden)
-        moved = self.move(walks + heads) + self.adapters(LAYER_LINEARS[:3], backward)
+        moved = self.move(tiles + heads) + self.adapters(LAYER_LINEARS[:3], backward)
         return matmul + moved + self.num_stages * STAGE_SECONDS + sums
 
     def mlp(self, backward: bool) -> float:
@@ -213,7 +213,7 @@ class LayerSeconds:
         return (num_matmuls + recomputed) * matmul + output + moved + self.sum_grads(self.shape.mlp_parameters)
 
     def _measured_projections(self, layer: MeasuredLayer, projects: bool, backward: bool) -> float:
-        """Run 1 of a measured layer. Backward holds its graphs if it projects and overlaps, or else runs it again."""
+        """Run 1 of a measured layer. Backward keeps its graphs if it projects and overlaps, otherwise it runs again."""
         if not backward:
             return self._measured_run(layer.projections, 0, 1, layer.project_moved)
         again = projects and not self.layout.overlap
@@ -238,7 +238,7 @@ class LayerSeconds:
         return num_matmuls * matmul + self.move(self.s * moved * moves)
 
     def adapters(self, names: Sequence[str], backward: bool) -> float:
-        """A token passes through the adapters of its own experts only."""
+        """Seconds of a layer's adapters. A token uses only the adapters of its experts."""
         stacked, measured = dict(self.shape.measured.stacked) if self.shape.measured else {}, self.shape.measured
         chosen = measured.experts / sum(stacked.values()) if stacked and measured else 1.0
         passes = 0.0
@@ -254,7 +254,7 @@ class LayerSeconds:
         return num_sums * self.move(num_parameters * 2 * self.layout.sum_bytes)
 
     def exchange(self) -> tuple[float, float]:
-        """(forward, backward) seconds of all-to-alls that nothing hides. Kept q, k and v are not sent again."""
+        """(forward, backward) seconds of all-to-alls that compute does not hide. Kept q, k and v are not sent again."""
         b, ulysses = self.bytes, self.layout.ulysses
         if self.layout.cp == 1:
             return 0.0, 0.0
@@ -285,8 +285,8 @@ class LayerSeconds:
 
 
 def gather_seconds(num_bytes: int, hardware: Hardware, replicas: int = 1) -> float:
-    """An all-gather to `num_bytes` on every rank of a replica, or a reduce-scatter from them. Between nodes all GPUs of
-    a node send at once, each a different part."""
+    """An all-gather to `num_bytes` on every rank of a replica, or a reduce-scatter from them. Between nodes, all GPUs
+    of a node send different parts at once."""
     sharers, gpu = hardware.num_gpus // replicas, hardware.gpu
     is_in_node = sharers <= hardware.gpus_per_node
     rate = gpu.link_bytes_s if is_in_node else min(gpu.link_bytes_s, hardware.gpus_per_node * gpu.network_bytes_s)
@@ -318,8 +318,8 @@ def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Wo
 
 
 def flop_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
-    """The time that a step's FLOPs take, without recomputation and element-wise kernels: attention at the kernel's
-    rates, matmuls at 700 TFLOP/s on an H200; and the update's at the rate of memory."""
+    """The time of a step's FLOPs alone, without recomputation and element-wise kernels: attention at the kernel's rate,
+    matmuls at 700 TFLOP/s on an H200, and the optimizer update at memory bandwidth."""
     layer = LayerSeconds(shape, layout, hardware, work.local_tokens(layout.cp))
     attention = sum(sum(layer.attention(work, window)) for window in shape.windows)
     linear = (3 - layer.is_frozen) * layer.matmul(shape.num_products, 1, FLOP_SHARE)
@@ -334,7 +334,7 @@ def _update_seconds(shape: ModelShape, layout: Layout, hardware: Hardware) -> Se
 
 
 def _encoder_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
-    """As if all tokens were those of images. A trained encoder runs again in backward."""
+    """Assumes that all tokens are image tokens. A trained encoder runs again in backward."""
     encoder, is_trained = shape.encoder, work.trains and shape.trained_encoder > 0
     if encoder is None:
         return Seconds()
@@ -350,7 +350,7 @@ def _encoder_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work
 
 def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
     """Logits, their two gradients, element-wise kernels, and one sum of the weight gradient per tile of logits. A
-    frozen weight has no gradient, a forward only has logits. Nothing hides the all-gather of lm_head."""
+    frozen weight has no gradient; a forward pass has only logits. The all-gather of lm_head is not hidden."""
     layer = LayerSeconds(shape, layout, hardware, work.local_tokens(layout.cp))
     all_logits = layer.s * shape.vocab * layout.element_bytes
     trained_head = shape.trained_parameters("lm_head")

@@ -56,8 +56,8 @@ FAMILIES: dict[str, Family] = {
 VIDEO_SCALES = {"WanTransformer3DModel": (4, 8), "LTXVideoTransformer3DModel": (8, 32)}
 # Vision-language models: an encoder whose frames are independent, and a language model with 3-D positions.
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-PATCHES_PER_TILE = 8192  # that the encoder computes at once, or one frame
-FRAME_PATCHES = 1024  # in plans: frames of 512 x 512 pixels
+PATCHES_PER_TILE = 8192  # in one tile of the encoder, which has at least one frame
+FRAME_PATCHES = 1024  # assumed in plans: frames of 512 x 512 pixels
 PLANNED_FAMILIES = [name for name, family in FAMILIES.items() if not family.experts]
 MOMENT_BLOCK = 64  # consecutive elements of a row that share the scale of a moment in 8 bits
 
@@ -115,7 +115,7 @@ class Encoder:
 
     parameters: int
     values: int  # input values per patch
-    patches: int  # of a feature, which takes the place of a token
+    patches: int  # per feature, which replaces a token
     outputs: int  # features per token: one for the embeddings, and one for each DeepStack layer
     forward_bytes: int  # peak of a block without gradients
     graph_bytes: int  # saved for backward by all blocks, and what the last one computes with
@@ -154,7 +154,7 @@ class ModelShape:
     causal: bool = True  # False: every token attends to all others, as in video transformers
     adapter: AdapterConfig | None = None  # None: all parameters are trained
     measured: MeasuredLayer | None = None  # a family without a formula, whose layers were measured
-    reference: bool = False  # a frozen copy of the base model is kept too
+    reference: bool = False  # whether a frozen copy of the base model is kept too
     delta: DeltaShape | None = None
     encoder: Encoder | None = None  # image encoder; `measured` includes its parameters
     freezes_encoder: bool = False
@@ -195,7 +195,7 @@ class ModelShape:
         return self.num_layers * self.layer_parameters + embeddings + self.hidden
 
     def first_layers(self, num_layers: int) -> ModelShape:
-        """The same model with fewer layers. A measured model's parameters are taken in proportion."""
+        """Return the same model with fewer layers. The parameters of a measured model are scaled in proportion."""
         measured = self.measured
         if measured:
             rest = self.encoder.parameters if self.encoder else 0
@@ -259,14 +259,14 @@ class ModelShape:
 
     @property
     def num_products(self) -> int:
-        """Multiply-adds per token, with attention left out."""
+        """Multiply-adds per token, without attention."""
         layer = sum(math.prod(size) for size in self.linears.values())
         layer = self.measured.projections + self.measured.others if self.measured else layer
         return self.num_layers * layer + self.vocab * self.hidden
 
     @property
     def num_active(self) -> int:
-        """Parameters that a token uses: of experts, those that it is sent to."""
+        """Parameters that a token uses, with only the experts to which it is routed."""
         layer = self.measured
         if layer is None:
             return self.num_parameters
@@ -290,7 +290,7 @@ class ModelShape:
         return {name: f"{'self_attn' if name in LAYER_LINEARS[:4] else 'mlp'}.{name}" for name in LAYER_LINEARS}
 
     def has_adapter(self, module: str) -> bool:
-        """PEFT's rule: a target is a module's full name or a dot-separated suffix of it."""
+        """Whether a module is adapted. PEFT's rule: a target is its full name or a dot-separated suffix of it."""
         targets = self.adapter.targets if self.adapter else ()
         if targets == "all-linear":
             return module != "lm_head"
@@ -311,7 +311,7 @@ class ModelShape:
 
     @cached_property
     def most_adapted(self) -> dict[str, int]:
-        """`adapter_parameters` of the layer that has most of them."""
+        """`adapter_parameters` of the layer that has the most."""
         return max(self.adapter_parameters, key=lambda sizes: sum(sizes.values()))
 
     def trained_parameters(self, module: str) -> int:
@@ -321,7 +321,7 @@ class ModelShape:
 
     @cached_property
     def trained_layer(self) -> int:
-        """Trained parameters of one layer: of the one with most, if there are adapters."""
+        """Trained parameters of one layer; with adapters, of the layer that has the most."""
         return sum(self.most_adapted.values()) if self.adapter else self.layer_parameters
 
     @cached_property
@@ -344,7 +344,8 @@ class ModelShape:
         return [*map(bool, self.adapter_parameters[:-1]), True].index(True)
 
     def with_adapter(self, adapter: AdapterConfig | None) -> ModelShape:
-        """Raise ConfigError for a target that no module has, and for lm_head if it is tied."""
+        """Return the shape with an adapter. Raise ConfigError for a target that matches no module, and for a tied
+        lm_head."""
         for target in adapter.targets if adapter and adapter.targets != "all-linear" else ():
             only = replace(self, adapter=AdapterConfig(targets=(target,)))
             if not any(only.adapter_parameters) and not only.has_adapter("lm_head"):
@@ -405,7 +406,7 @@ class Work:
 
 
 def span_pairs(before: int, length: int, window: int | None = None) -> int:
-    """Query-key pairs of `length` tokens after `before` others, to which they attend too."""
+    """Return the query-key pairs of `length` tokens that also attend to `before` earlier ones."""
 
     def count(tokens: int) -> int:
         reach = tokens if window is None else min(tokens, window)
@@ -415,7 +416,7 @@ def span_pairs(before: int, length: int, window: int | None = None) -> int:
 
 
 def read_shape(path: Path) -> ModelShape:
-    """The shape of the model in a Hugging Face directory or a `config.json` file."""
+    """Return the shape of the model in a Hugging Face directory or a `config.json` file."""
     file = path / "config.json" if path.is_dir() else path
     hub = f"ORG/{path.name}" if path.parts[:1] == ("models",) else path  # directory names of the documentation
     fetch = f"fetch it with `hf download {hub} --local-dir {path}`, or " if re.fullmatch(HUB_ID, str(path)) else ""
@@ -423,7 +424,7 @@ def read_shape(path: Path) -> ModelShape:
 
 
 def read_json(file: Path, name: str = "model.path=", fix: str = GIVE_MODEL) -> dict[str, Any]:
-    """The object in a JSON file. ConfigError, which names the setting `name`, if there is none."""
+    """Read the object in a JSON file. Raises ConfigError, which names the setting `name`, if there is none."""
     try:
         if isinstance(values := json.loads(file.read_text(encoding="utf-8")), dict):
             return values
@@ -442,14 +443,14 @@ def read_json(file: Path, name: str = "model.path=", fix: str = GIVE_MODEL) -> d
 
 
 def quant_method(config: Mapping[str, Any]) -> str | None:
-    """How the weights of a config.json are quantized; None if they are not."""
+    """Return how the weights of a config.json are quantized; None if they are not."""
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
     return method if method is None else str(getattr(method, "value", method))
 
 
 def check_quantization(quantization: Any, source: str) -> None:
-    """Refuse quantized weights, except bitsandbytes' 4 bits, and MXFP4 (gpt-oss), which is dequantized on load."""
+    """Reject quantized weights, except bitsandbytes' 4 bits, and MXFP4 (gpt-oss), which is dequantized on load."""
     settings = quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}
     method = settings.get("quant_method")
     if method != "mxfp4" and not (method == "bitsandbytes" and settings.get("load_in_4bit")):
@@ -458,7 +459,7 @@ def check_quantization(quantization: Any, source: str) -> None:
 
 
 def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> ModelShape:
-    """The shape that a `config.json` describes. `source`: its name in errors."""
+    """Return the shape that a `config.json` describes. `source`: its name in errors."""
     name = values.get("model_type") or values.get("_class_name")
     if quantization := values.get("quantization_config"):
         check_quantization(quantization, source)
@@ -504,7 +505,7 @@ def built_in_decoders() -> dict[str, Any]:
 
 
 def count_patches(values: Mapping[str, Any], video: str) -> int:
-    """Tokens of a video of `video` = frames x height x width pixels. `values`: config.json of a video transformer."""
+    """Count the tokens of a `video`, frames x height x width in pixels. `values`: a video transformer's config.json."""
     kind, patch = values.get("_class_name"), values.get("patch_size", 1)
     sizes = [int(size) for size in video.split("x") if size.isdecimal()]
     if kind not in VIDEO_SCALES:
@@ -519,20 +520,20 @@ def count_patches(values: Mapping[str, Any], video: str) -> int:
 
 
 def unscaled_positions(positions: int, rope: Mapping[str, Any]) -> int:
-    """The positions before any scaling. `rope`: one for all layers, or one by type of layer."""
+    """Return the positions before any scaling. `rope`: for all layers, or by type of layer."""
     rope = rope.get("full_attention", rope)
     return rope.get("original_max_position_embeddings") or int(positions / (rope.get("factor") or 1))
 
 
 def yarn_factor(positions: int, rope: Mapping[str, Any], context: int) -> int:
-    """YaRN's factor for `context` tokens, relative to the positions before any scaling."""
+    """Return YaRN's factor for `context` tokens, relative to the positions before any scaling."""
     return math.ceil(context / unscaled_positions(positions, rope))
 
 
 def _count(
     values: Mapping[str, Any], key: str, source: str, default: int | None = None, null: int | None = None
 ) -> int:
-    """A positive integer. `default`: if the key is absent. `null`: if its value is null."""
+    """Read a positive integer. `default`: if the key is absent. `null`: if its value is null."""
     value = values.get(key, default)
     if value is None and key in values:
         value = null
@@ -544,7 +545,7 @@ def _count(
 
 
 def _read_windows(values: Mapping[str, Any], family: Family, num_layers: int, source: str) -> tuple[int | None, ...]:
-    """Each layer's window, by transformers' rules."""
+    """Return each layer's window, by transformers' rules."""
     window = values.get("sliding_window", DEFAULT_WINDOW)
     is_off = family.window == "switched" and not values.get("use_sliding_window", False)
     if family.window == "none" or window is None or is_off:
