@@ -57,19 +57,19 @@ _startup_s: dict[str, float] = {}  # by what had been done
 
 
 def note_startup(what: str) -> None:
-    """Note when a part of the start ended. Later notes of the same part, as in a restart, do not count."""
+    """Record when a part of the startup ended. Only the first record of a part counts; a restart adds more."""
     _startup_s.setdefault(what, time.time() - psutil.Process().create_time())
 
 
 def startup_seconds() -> dict[str, float]:
-    """Seconds of each part of the start, from the start of this process."""
+    """Return the seconds of each part of the startup, since this process started."""
     ends = [0.0, *_startup_s.values()]
     return {what: round(b - a, 3) for what, a, b in zip(_startup_s, ends, ends[1:], strict=False)}
 
 
 def status(what: str) -> Status:
     """Context manager that shows a spinner and `what` on stderr, on rank 0 and only on a terminal."""
-    visible = sys.stderr.isatty() and is_rank_0()  # if colors are forced, rich takes a pipe for a terminal
+    visible = sys.stderr.isatty() and is_rank_0()  # with forced colors, rich treats a pipe as a terminal
     return RichConsole(stderr=True, force_terminal=visible).status(f"{escape(what)} ...")
 
 
@@ -163,13 +163,13 @@ def open_metrics(path: Path, step: int) -> FileIO:
 
 
 def _complete_lines(path: Path) -> list[str]:
-    """Lines of the file, without a partial last line that a killed process may leave."""
+    """Read the lines of the file, without a partial last line that a killed process may leave."""
     lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
     return [line for line in lines[:-1] if line]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Step records, without progress reports and events."""
+    """Read the step records, without progress reports and events."""
     return [record for record in map(json.loads, _complete_lines(path)) if not record.keys() & {"progress", "event"}]
 
 
@@ -217,8 +217,8 @@ class Console:
 
     @contextmanager
     def writing(self, what: str) -> Iterator[None]:
-        """Wrap writing files that the run does not need: an OSError does not end the run. It is reported once, until
-        `what` can be written again."""
+        """Wrap the writing of optional files: an OSError does not end the run. It is reported once, until `what` can be
+        written again."""
         try:
             yield
         except OSError as error:
@@ -298,7 +298,7 @@ Opener = Callable[[Path, Config, int, str | None], Tracker]
 
 
 def rename_metrics(values: Mapping[str, Any]) -> dict[str, float]:
-    """A record under the names that tracker users expect, without its step and values that are None."""
+    """Rename a record's values as tracker users expect, without its step and values that are None."""
     renamed = {}
     for key, value in values.items():
         metric, _, source = key.partition("/")
@@ -381,7 +381,7 @@ TRACKERS: dict[str, Opener] = {"tensorboard": _tensorboard, "wandb": _wandb, "tr
 
 
 def import_named(name: str) -> Any:
-    """The object package.module:name, from an installed package or the working directory."""
+    """Import package.module:name from an installed package or the working directory."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     module, _, kind = name.partition(":")

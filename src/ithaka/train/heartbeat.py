@@ -57,7 +57,7 @@ BETWEEN_STEPS = ("between steps",)
 
 
 def pause_kind(path: PhasePath) -> str | None:
-    """Kind of the pause that starts with this phase, or None if it is not measured."""
+    """Return the kind of the pause that starts with this phase, or None if it is not measured."""
     if path[:1] in (("optimizer",), ("validation",)):
         return UPDATE if path[0] == "optimizer" else VALIDATION
     if path[:1] and path[0].startswith(("layer ", "loss ", "embedding")):
@@ -103,7 +103,7 @@ class Limits:
         return measured.get(pause_kind(path) or "", 0.0) or self.start
 
     def with_pauses(self, attention: float, step: float, update: float, validation: float) -> Limits:
-        """New limits from the longest pause of each kind on any rank; 0: not measured yet."""
+        """Return new limits from the longest pause of each kind on any rank; 0: not measured yet."""
 
         def limit(pause: float, minimum: float, unmeasured: float) -> float:
             return max(MIN_STEP_LIMIT_S, LIMIT_FACTOR * pause, minimum) if pause else unmeasured
@@ -118,7 +118,7 @@ class Limits:
 
     @property
     def summary(self) -> str:
-        """Limits before the first step."""
+        """Describe the limits before the first step."""
         min_step_s = max(MIN_STEP_LIMIT_S, self.planned)
         steps = f"steps {LIMIT_FACTOR}x the longest measured pause, at least {min_step_s:.0f} s"
         return f"start {self.start:.0f} s, save {self.save:.0f} s without progress; {steps}"
@@ -183,7 +183,7 @@ class PhaseTracker(Listener):
             self._attention[-1].append(mark)
 
     def now(self) -> tuple[int, int, PhasePath]:
-        """Step, number of phases passed since the start, and current phase."""
+        """Return the step, the number of phases passed since the start, and the current phase."""
         with self._lock:
             for mark, (path, counts) in self._timeline.pop_reached():
                 self._count_pause(mark)
@@ -200,9 +200,9 @@ class PhaseTracker(Listener):
             self._step_pause = max(self._step_pause, seconds)
 
     def end_step(self, full_ratio: float = 1.0) -> tuple[float, list[float]]:
-        """This step's seconds in attention, and the longest pauses so far in the order of KINDS. `full_ratio`:
-        attention work of a step whose sequences are single documents / work of this step; it bounds the pauses there.
-        The device must have finished the step's attention."""
+        """Return this step's seconds in attention, and the longest pauses so far in the order of KINDS. `full_ratio`:
+        attention work if every sequence were a single document / work of this step; it bounds the pauses of such
+        steps. The device must have finished the step's attention."""
         self.now()
         pauses = dict(self._longest_pauses)
         if self._step_pause:
@@ -236,7 +236,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
 
     def start(self) -> None:
-        """Collective."""
+        """Start the threads. Collective."""
         if self.size > 1:
             self._beat()
             dist.barrier()
@@ -381,7 +381,7 @@ def _shorten(error: Exception) -> str:
 
 
 def _describe_stragglers(beats: list[Beat]) -> str:
-    """The ranks that the others wait for."""
+    """Name the ranks that the others wait for."""
     fewest = min(beat["passed"] for beat in beats)
     behind = [f"rank {rank} on {beat['host']}" for rank, beat in enumerate(beats) if beat["passed"] == fewest]
     if len(behind) == len(beats):

@@ -182,7 +182,7 @@ def _validate_before_first_step(trainer: Trainer, stop: list[Signals]) -> None:
 
 
 def _validate_if_due(trainer: Trainer) -> tuple[float | None, dict[str, float], bool]:
-    """Validation loss, figures by source and evaluation, and whether the loss is the lowest so far."""
+    """Return the validation loss, figures by source and evaluation, and whether the loss is the lowest so far."""
     val_loss, figures, is_best = None, dict[str, float](), False
     if trainer.is_due(trainer.config.train.validate_every):
         with trainer.console.show_activity("validation"):

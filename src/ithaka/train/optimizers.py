@@ -1,4 +1,4 @@
-"""Optimizers besides PyTorch's AdamW: AdamW with moments in 8 bits, and Muon for the matrices of layers."""
+"""Optimizers other than PyTorch's AdamW: AdamW with 8-bit moments, and Muon for the matrices of layers."""
 
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -13,8 +13,8 @@ from ithaka.plan.shape import MOMENT_BLOCK, has_moment_blocks
 
 
 def make_adamw8bit(groups: Iterable[dict[str, Any]], **options: Any) -> Optimizer:
-    """torchao's AdamW8bit, with blocks that lie within rows: FSDP2 shards rows, so a checkpoint's codes and scales
-    can be resharded for any number of ranks. Parameters whose rows are no multiple of a block keep fp32 moments."""
+    """Make torchao's AdamW8bit, with blocks that lie within rows: FSDP2 shards rows, so a checkpoint's codes and scales
+    can be resharded for any number of ranks. Parameters whose rows are not a multiple of a block keep fp32 moments."""
     from torchao.optim import AdamW8bit
 
     class RowAdamW8bit(AdamW8bit):
@@ -39,7 +39,7 @@ def make_adamw8bit(groups: Iterable[dict[str, Any]], **options: Any) -> Optimize
 
 class MuonAndAdamW(Optimizer):
     """Muon for the groups with `muon`, AdamW for the others. Muon's updates are scaled to the size of AdamW's, so that
-    both use the same learning rate. DTensors make its matrix products those of the full matrices."""
+    both use the same learning rate. With DTensors, its matmuls are those of the full matrices."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": lr})

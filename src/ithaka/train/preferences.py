@@ -36,7 +36,7 @@ class DPO:
             raise ConfigError(f"{rule}; set output_router_logits to false in its config.json")
 
     def compute(self, batch: Batch, divisor: int) -> tuple[Tensor, Any]:
-        """This cp group's share of the loss, and the model's output. Also adds to the sums of `take_means`."""
+        """Return this cp group's share of the loss, and the model's output. Adds to the sums of `take_means`."""
         with torch.no_grad(), use_reference(self.model, self.reference) as reference:
             before_P2, _ = self._sum_logprobs(reference, batch)
         own_P2, out = self._sum_logprobs(self.model, batch)
@@ -52,7 +52,7 @@ class DPO:
         return losses_P[:count].sum() / divisor, out
 
     def take_means(self, prefix: str = "") -> tuple[float | None, dict[str, float]]:
-        """Mean loss and metrics over the pairs of all ranks since the last call; no loss without pairs."""
+        """Return the mean loss and metrics over the pairs of all ranks since the last call; no loss without pairs."""
         sums, self._sums = self._sums, torch.zeros_like(self._sums)
         dist.all_reduce(sums)
         *totals, count = (sums / self.mesh.cp_size).tolist()
@@ -62,7 +62,7 @@ class DPO:
         return loss, {prefix + name: mean for name, mean in zip(METRICS, means, strict=True)}
 
     def _sum_logprobs(self, model: Any, batch: Batch) -> tuple[Tensor, Any]:
-        """[P, 2] sums over each answer in float64, equal on all ranks of the cp group, and the model's output."""
+        """Return sums per answer, [P, 2] in float64, equal on all ranks of the cp group, and the model's output."""
         out = model(**batch.inputs, per_token=True)
         samples_BS = batch.labels.new_zeros(batch.labels.shape) if batch.sample_ids is None else batch.sample_ids
         packing = pack_batch(batch.inputs, batch.labels, self.mesh)

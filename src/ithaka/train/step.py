@@ -46,8 +46,8 @@ def learning_rate(step: int, optim: OptimConfig, num_steps: int) -> float:
 
 
 def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer of the trainable parameters. Weight decay applies to matrices (including embeddings, as in nanoGPT
-    and the Hugging Face trainer), not to vectors (norms, biases). `train_step` sets the learning rate."""
+    """Make the optimizer of the trainable parameters. Weight decay applies to matrices (including embeddings, as in
+    nanoGPT and the Hugging Face trainer), not to vectors (norms, biases). `train_step` sets the learning rate."""
     factors, used = {str(pattern): float(factor) for pattern, factor in (optim.lr_factors or {}).items()}, set()
     groups: dict[tuple[float, bool, bool], list[nn.Parameter]] = {(1.0, True, False): [], (1.0, False, False): []}
     for name, p in model.named_parameters():
@@ -57,7 +57,7 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
             by_muon = optim.name == "muon" and p.ndim == 2 and ".layers." in name
             groups.setdefault((factors[pattern] if pattern else 1.0, p.ndim >= 2, by_muon), []).append(p)
     if unused := [pattern for pattern in factors if pattern not in used]:
-        rule = "is the first match of no trained parameter"
+        rule = "is not the first match of any trained parameter"
         raise ConfigError(f"optim.lr_factors={unused[0]} {rule}; use part of a name, such as embed_tokens or norm")
     fused = all(p.device.type in ("cpu", "cuda") for params in groups.values() for p in params)
     settings = [
@@ -99,14 +99,14 @@ def clip_gradients(params: Iterable[nn.Parameter], max_norm: float | None, devic
     norm = square.sqrt()
     if max_norm is not None and grads:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        factor = torch.where(norm.isfinite(), factor, 1.0)  # keeps it visible which gradients are not finite
+        factor = torch.where(norm.isfinite(), factor, 1.0)  # leave non-finite gradients visible
         dtype = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
         torch._foreach_mul_(grads, factor.to(grads[0].device, dtype))
     return norm
 
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Norms of chunks of the tensors, in fp64."""
+    """Return the norms of chunks of the tensors, in fp64."""
     chunks = [chunk for tensor in tensors if tensor.numel() for chunk in tensor.flatten().split(_CHUNK_ELEMENTS)]
     if not chunks:
         return torch.zeros(1, dtype=torch.float64)
@@ -128,7 +128,7 @@ class SourceSums:
             self._sums.index_add_(1, take_label_share(batch.source_ids, self.mesh, packing), values_2s)
 
     def means(self, what: str) -> dict[str, float]:
-        """Mean loss of each source with a label on any rank: {"what/NAME": mean}."""
+        """Return the mean loss of each source with a label on any rank: {"what/NAME": mean}."""
         if not self.has_several:
             return {}
         dist.all_reduce(self._sums)
@@ -144,9 +144,9 @@ class StepResult:
     grad_norm: float
     label_tokens: int
     num_pairs: int  # query-key pairs in attention, summed over layers
-    # loss/NAME with several sources; of mixtures, aux_loss and the load of experts; of DPO, rewards and logps
+    # loss/NAME with several sources; for MoE models, aux_loss and the load of experts; for DPO, rewards and logps
     source_losses: dict[str, float]
-    # If the update was refused: this rank's part of the loss and the norm of its gradient shards.
+    # If `accepts` was false: this rank's part of the loss and the norm of its gradient shards.
     refused: tuple[float, float] | None = None
     balance: float | None = None  # attention work, maximum / mean over ranks; None: equal on all ranks
     ring_bytes: int = 0  # k, v, dk and dv sent, maximum over the ring's ranks
@@ -166,12 +166,12 @@ def train_step(
     accepts: Callable[[float, float], bool] = lambda loss, norm: True,
     dpo: DPO | None = None,
 ) -> StepResult:
-    """Run one update on this rank's micro-batches. `windows`: sliding window of each layer. `seed_and_step`: of
+    """Run one update on this rank's micro-batches. `windows`: sliding window of each layer. `seed_and_step`: for
     adapter.dropout. The update is skipped if `accepts(loss, gradient norm)` is false. If no rank has a label, nothing
     is computed and `label_tokens` is 0.
 
     The global number of valid labels (for `dpo`, of preferences) is known before the first forward, so that every
-    micro-batch is weighted by its own."""
+    micro-batch is weighted by its number of labels."""
     labels = sum(num_valid(batch.labels) for batch in batches)
     preferences = sum(batch.num_preferences for batch in batches)
     pairs = [count_pairs(batch.document_ids, windows, batch.parents) for batch in batches]
@@ -183,7 +183,7 @@ def train_step(
         return StepResult(0.0, 0.0, 0, 0, {})
     for group in optimizer.param_groups:
         rate = lr * group.get("lr_factor", 1.0)
-        group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate  # a tensor is torchao's
+        group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate  # torchao uses a tensor
     if (dropout := getattr(model, "ithaka_dropout", None)) is not None:
         dropout.start_step(*seed_and_step)
     total_loss, aux_loss = torch.zeros(2, dtype=torch.float64, device=mesh.device).unbind()
@@ -228,8 +228,8 @@ def train_step(
 
 
 def expert_loads(model: nn.Module) -> dict[str, float]:
-    """Over all ranks, since the last call: the share of each layer's busiest expert (1 / E if the load is balanced),
-    and the entropy of its load (1 if it is)."""
+    """Return, over all ranks since the last call, the share of each layer's busiest expert (1 / E if the load is
+    balanced) and the entropy of the load (1 if it is)."""
     counts = {str(i): layer.forward.experts.take_counts() for i, layer in enumerate(find_layers(model))}
     counts = {name: counts_E for name, counts_E in counts.items() if counts_E is not None}
     if not counts:
@@ -246,7 +246,7 @@ def expert_loads(model: nn.Module) -> dict[str, float]:
 def validation_loss(
     model: nn.Module, batches: Iterable[Batch], mesh: Mesh, source_names: Sequence[str] = (), dpo: DPO | None = None
 ) -> tuple[float | None, dict[str, float]]:
-    """Mean loss over the valid labels (for `dpo`, preferences) of all ranks (None without any), and of each source.
+    """Return the mean loss over the valid labels (for `dpo`, preferences) of all ranks, or None, and of each source.
     Every rank must pass the same number of batches."""
     sources = SourceSums(source_names, mesh)
     total, num_labels = torch.zeros((), dtype=torch.float64, device=mesh.device), 0

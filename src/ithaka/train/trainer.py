@@ -55,7 +55,7 @@ class Trainer:
     """Model, optimizer and data of one run on this rank, and its progress."""
 
     def __init__(self, run: Run, mesh: Mesh, fills_cache: bool = True) -> None:
-        """Restores the place in the data; `load` restores model and optimizer. Does not communicate."""
+        """Restores the data position; `load` restores model and optimizer. Does not communicate."""
         self.run, self.config, self.mesh = run, run.config, mesh
         self.step = self.tokens = self.first_step = 0  # first_step: of this process
         self.global_batch = run.config.train.batch * run.config.train.accumulate * mesh.dp_size
@@ -129,7 +129,7 @@ class Trainer:
 
     @phase("loading the checkpoint")
     def load(self) -> None:
-        """The data position was restored earlier, where it can fail."""
+        """Restore model and optimizer. The data position was restored earlier, where it can fail."""
         assert self.run.checkpoint is not None
         with status("loading the checkpoint"):
             state = save.load_checkpoint(self.run.checkpoint, self.model, self.optimizer)
@@ -149,7 +149,7 @@ class Trainer:
         state |= {"global_batch": self.global_batch, "best": self.best, "stale": self.stale}
         state |= {"epochs": self.epochs, "steps": self.config.train.steps}
         state |= {"places": self.data_positions} if self.data_positions else {}
-        names = "rope_parameters", "max_position_embeddings"  # which change with model.rope, also within a run
+        names = "rope_parameters", "max_position_embeddings"  # these change with model.rope, even within a run
         state["positions"] = {name: getattr(self.model.config.get_text_config(), name) for name in names}
         self.saver.save(self.model, self.optimizer, state)
 
@@ -177,7 +177,7 @@ class Trainer:
 
     @property
     def save_is_due(self) -> bool:
-        """On rank 0, whose clock counts for all."""
+        """Whether a save is due, by the clock of rank 0."""
         minutes = self.config.train.save_minutes
         by_time = minutes > 0 and time.monotonic() - self.last_save_at >= 60 * minutes
         return self.mesh.rank == 0 and (by_time or self.is_due(self.config.train.save_every))
@@ -203,7 +203,7 @@ class Trainer:
         self.console.event(self.step + 1, message, skipped_documents=documents)
 
     def _document_starts(self, batches: Sequence[Batch]) -> list[str]:
-        """The beginning of each document."""
+        """Return the beginning of each document."""
         starts = []
         for batch in batches:
             for ids, documents in zip(batch.input_ids, batch.document_ids, strict=True):
@@ -214,7 +214,7 @@ class Trainer:
     def _report_suspects(self, first: StepResult) -> None:
         """A step was bad once and good when recomputed: name the ranks whose hardware may be failing."""
         ranks = gather_objects((f"rank {self.mesh.rank} on {socket.gethostname()}", *(first.refused or ())))
-        # A bad forward shows in the loss of its own ranks, and then in the gradients of all.
+        # A bad forward shows in the loss of its ranks, and then in the gradients of all ranks.
         bad = [name for name, loss, _ in ranks if not math.isfinite(loss)]
         bad = bad or [name for name, _, norm in ranks if not math.isfinite(norm)]
         bad = bad or [max(ranks, key=lambda entry: entry[2])[0]]  # a spike: the largest share
@@ -269,7 +269,7 @@ class Trainer:
         return validation_loss(self.model, batches, self.mesh, self.data.source_names, self.dpo)
 
     def read_evaluation(self) -> EvalText | None:
-        """Text for the evaluation, or None if evaluation is off."""
+        """Read the text to evaluate on; None if evaluation is off."""
         how = self.config.evaluate
         if not how.every:
             return None
@@ -284,7 +284,7 @@ class Trainer:
         assert self.text is not None
         found = measure_all(self.model, self.tokenizer, self.text, self.contexts, self.config.evaluate.samples)
         self.model.train()
-        self.model.reshard()  # a root keeps its gathered parameters after forward, expecting a backward
+        self.model.reshard()  # after forward, the root keeps its parameters gathered for backward
         if self.mesh.rank == 0:
             folder = self.run.run_dir / "evaluations"
             words = json.dumps({"model": f"{self.run.run_dir}, step {self.step}", **found}, indent=2)
@@ -320,7 +320,7 @@ def prepare(run: Run, trains: bool = True) -> Trainer:
     mesh = make_mesh(run.layout.cp, ring=run.layout.ring, replicas=run.layout.replicas)
     _set_determinism(run.config.train.deterministic)
     _settle_matmuls()
-    if run.layout.kernel == "auto":  # one given by name is refused with the rest, if it does not work
+    if run.layout.kernel == "auto":  # a named kernel that does not work raises an error with the other checks
         kernel = agree_on_kernel("auto", mesh.device, compute_dtype(run), run.shape.head_dim)
         run = dataclasses.replace(run, layout=dataclasses.replace(run.layout, kernel=kernel))
     note_startup("attention kernel")
@@ -350,7 +350,7 @@ def _set_determinism(deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it fills every buffer
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as cuBLAS asks for it, before its first call
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it before its first call
 
 
 def _settle_matmuls() -> None:

@@ -35,12 +35,12 @@ from ithaka.train.heartbeat import Heartbeat
 from ithaka.train.trainer import Trainer
 
 SLOW_DISK_S, SLOW_DISK_SHARE = 1.0, 0.05  # report the disk when a step waits longer
-SLOW_RATIO, SLOW_STEPS = 1.2, 10  # a slow rank's time in attention / the median rank's, over so many steps
+SLOW_RATIO, SLOW_STEPS = 1.2, 10  # a slow rank's time in attention / the median rank's, over this many steps
 WARM_UP_STEPS = 1  # slower: kernels are chosen, and the allocator gets its memory
 
 
 def what_to_record(number: int, every: int, times_before: bool) -> Literal["times", "profile", None]:
-    """What to record in step `number`: a profile in every `every`-th step and, with `times_before`, times in the step
+    """Return what to record in step `number`: a profile every `every` steps and, with `times_before`, times in the step
     before it."""
     if not every:
         return None
@@ -134,7 +134,7 @@ class Watch:
         return StepProfile(self.trainer.model, self.trainer.optimizer, self.device, self._times)
 
     def measure(self, batches: Sequence[Batch], step_s: float) -> tuple[float, ...]:
-        """This rank's figures of a step; `report` takes those of all ranks."""
+        """Return this rank's figures of a step; `report` takes those of all ranks."""
         shape, group = self.run.shape, self.trainer.mesh.ulysses_group
         bounds = [rank * shape.heads // group.size() for rank in (group.rank(), group.rank() + 1)]
         pairs = sum(count_pairs(batch.document_ids, shape.windows, batch.parents) for batch in batches)
@@ -145,7 +145,7 @@ class Watch:
         return self._slow_disk(step_s), attention_s, float(pairs * (bounds[1] - bounds[0])), *pauses
 
     def _slow_disk(self, step_s: float) -> float:
-        """Bytes per second of the disk tier in this step, if the step waited longer for it than planned; else 0."""
+        """Return the bytes per second of the disk tier if this step waited longer for it than planned, else 0."""
         moved_bytes, busy_s, waited_s = self.trainer.store.disk_use()
         late_s = min(waited_s, busy_s - moved_bytes / self._planned_disk_bytes_s)
         return moved_bytes / busy_s if late_s > max(SLOW_DISK_S, SLOW_DISK_SHARE * step_s) else 0.0
@@ -213,7 +213,7 @@ def explain_out_of_memory(plan: Run | Plan, error: Exception, tracker: OutOfMemo
     """Explain what ran out and where, planned and measured bytes, and how to fix it. `model`: for `ithaka plan`."""
     tracker.measure()  # before anything else allocates
     headline = f"rank {os.environ.get('RANK', '0')}, {tracker.where}: {' '.join(str(error).split()) or repr(error)}"
-    return "\n".join([headline, *_planned_lines(plan, error, tracker), *_ways_out(plan, model)])
+    return "\n".join([headline, *_planned_lines(plan, error, tracker), *_suggest_fixes(plan, model)])
 
 
 def _planned_lines(plan: Run | Plan, error: Exception, tracker: OutOfMemoryTracker) -> Iterator[str]:
@@ -232,7 +232,7 @@ def _planned_lines(plan: Run | Plan, error: Exception, tracker: OutOfMemoryTrack
     yield f"  measured: {format_bytes(tracker.measure())}{scope}"
 
 
-def _ways_out(plan: Run | Plan, model: str) -> Iterator[str]:
+def _suggest_fixes(plan: Run | Plan, model: str) -> Iterator[str]:
     hardware, work = plan.hardware, plan.work
     if not work.trains:
         yield "Use a shorter --context or more GPUs"
@@ -285,7 +285,7 @@ def describe_run(trainer: Trainer) -> dict[str, str]:
 
 
 def _describe_planned_kernel(trainer: Trainer) -> str:
-    """The kernel that was planned with, if another one runs."""
+    """Return the kernel that was planned with, if another one runs."""
     expected = trainer.run.plan.hardware.gpu.kernel if trainer.run.plan else ""
     return f", planned with {expected}" if expected not in ("", trainer.kernel) else ""
 
@@ -303,7 +303,7 @@ def _describe_saving(trainer: Trainer) -> str:
 def summarize_run(trainer: Trainer) -> dict[str, str]:
     run_dir, more, optim = trainer.run.run_dir, 2 * trainer.step, trainer.config.optim
     records = read_metrics(run_dir / "metrics.jsonl")
-    # Since the run was resumed: with other settings, validation before may have been of other text.
+    # Only since the resume: with other settings, earlier validations may have used other text.
     since = (r["val_loss"] for r in records if r["step"] >= trainer.first_step)
     losses = [f"{loss:.4f}" for loss in since if loss is not None]
     rates = [r["tokens_per_s"] for r in records if r["tokens_per_s"]]
