@@ -1,13 +1,13 @@
-"""Training steps of Hugging Face + Liger and of ithaka on the same model, tokens and GPU: a table and a plot.
+"""Compare training steps of Hugging Face + Liger and ithaka on the same model, tokens and GPU: a table and a plot.
 
-    pip install liger-kernel==0.8.5 flash-attn-4==4.0.0b36 matplotlib   # for the benchmark alone
+    pip install liger-kernel==0.8.5 flash-attn-4==4.0.0b36 matplotlib   # needed only for this benchmark
     python benchmarks/against_liger.py --out DIR                        # about seven minutes on an H200
-    python benchmarks/against_liger.py --out DIR --only 'ithaka 64K'    # some of it again; DIR has the rest
-    python benchmarks/against_liger.py --out DIR --only nothing         # the table and the plot of what DIR has
-    python benchmarks/against_liger.py --out DIR --tiny                 # does it run? A tiny model, also on a CPU
+    python benchmarks/against_liger.py --out DIR --only 'ithaka 64K'    # rerun some cases; DIR has the others
+    python benchmarks/against_liger.py --out DIR --only nothing         # only table and plot, from the results in DIR
+    python benchmarks/against_liger.py --out DIR --tiny                 # smoke test: a tiny model, also on a CPU
 
-Each side has a process of its own, and their cases alternate, so that a GPU that slows down slows both. The model is a
-Llama 3.2 3B cut to six layers, from 128K up to four.
+Each side runs in its own process, and the cases alternate, so that a GPU that throttles slows both. The model is Llama
+3.2 3B truncated to six layers; from 128K on, to four.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from ithaka.config import parse_count
-from ithaka.plan.show import format_tokens as shown
+from ithaka.plan.show import format_tokens
 
 Row = dict[str, Any]
 ATTENTION, PRECISION = ("sdpa", "flash_attention_4"), ("autocast", "fsdp2")
-FIXED = {"off": "none", "on": "full"}  # checkpointing -> ithaka's counterpart, besides what it plans
+FIXED = {"off": "none", "on": "full"}  # checkpointing -> memory.checkpoint of ithaka's unplanned case
 HEADINGS = {"off": "Nothing recomputed", "on": "Checkpointing"}
 PACKED = {"sdpa": " on rows of a batch", "flash_attention_4": " on packed rows"}
 SERIES = (("Hugging Face + Liger, autocast", "autocast", 1, "#c9a06f"),
@@ -39,7 +39,7 @@ COLUMNS = ("tokens", "Hugging Face + Liger", "with", "ithaka, {}", "ithaka, plan
 
 
 class Benchmark:
-    """`rows`: of this model, the latest of each case in DIR/results.jsonl, by its name."""
+    """Runs the cases. `rows`: this model's latest result of each case in DIR/results.jsonl, by case name."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.file, self.begin = options, options.out / "results.jsonl", time.monotonic()
@@ -48,7 +48,7 @@ class Benchmark:
         self.rows: dict[str, Row] = {}
         for row in map(json.loads, earlier):
             if row | self.model_at(row["tokens"]) == row:
-                self.rows[name_of(row)] = row
+                self.rows[case_name(row)] = row
         self.ran = 0
 
     def model_at(self, tokens: int) -> Row:
@@ -56,12 +56,12 @@ class Benchmark:
         return {"model": "tiny" if self.options.tiny else "3b", "layers": layers}
 
     def measure(self, case: Row) -> Row:
-        """The case's row: new, or from DIR where it is not to be run; empty if there is none."""
-        name, side, after_s = name_of(case), case["side"], time.monotonic() - self.begin
+        """Run the case if it is selected. Return its row, new or from DIR; empty if there is none."""
+        name, side, after_s = case_name(case), case["side"], time.monotonic() - self.begin
         if re.search(self.options.only, name) and not 0 < self.options.seconds < after_s:
             self.ran += 1
             if side == "hf" and not self.options.tiny and importlib.util.find_spec("liger_kernel") is None:
-                sys.exit("Liger is not installed; see --help, or try this out with --tiny")
+                sys.exit("Liger is not installed; see --help, or use --tiny")
             if side not in self.sides:
                 command = [sys.executable, Path(__file__).with_name("one_case.py"), side]
                 pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -71,7 +71,7 @@ class Benchmark:
             print(json.dumps(case), file=self.sides[side].stdin, flush=True)
             answer = json.loads(self.sides[side].stdout.readline() or "{}")
             row = self.rows[name] = answer or case | {"failed": f"its process ended; see {side}.log"}
-            if "failed" in row:  # what else would fail in that process?
+            if "failed" in row:  # a failed process may fail again: start a new one
                 self.sides.pop(side).kill()
             with self.file.open("a") as file:
                 print(json.dumps(row), file=file)
@@ -79,7 +79,7 @@ class Benchmark:
         return self.rows.get(name, {})
 
     def run(self) -> None:
-        """By length; of each, theirs and ours in turn, then ours as planned within what each precision took."""
+        """For each length, run theirs and ours in turn, then ours planned within the memory of each precision."""
         everything = [(attention, precision) for attention in self.options.attention for precision in PRECISION]
         kept = dict.fromkeys(FIXED, everything)
         for tokens, documents in self.options.cases:
@@ -92,7 +92,7 @@ class Benchmark:
                     if len(theirs) == 1:
                         self.measure(ours)
                 both = [fastest([row for row in theirs if row.get("precision") == name]) for name in PRECISION]
-                if any(both) and tokens >= 16 * 1024 and not documents:  # beyond, the faster attention of each
+                if any(both) and tokens >= 16 * 1024 and not documents:  # later, run only the faster attention of each
                     kept[checkpointing] = [(row["attention"], row["precision"]) for row in both if row]
                 for within, best in zip(PRECISION, both, strict=True):
                     limit = {"within": within, "within_GiB": best.get("peak_GiB")}
@@ -106,14 +106,15 @@ class Benchmark:
             print(f"no plot: {error}; install matplotlib and run again with --only nothing", file=sys.stderr)
 
 
-def context_of(row: Row) -> str:
-    return shown(row["tokens"]) + (f" of {shown(row['documents'])} documents" if row["documents"] else "")
+def format_context(row: Row) -> str:
+    documents = f" of {format_tokens(row['documents'])} documents" if row["documents"] else ""
+    return format_tokens(row["tokens"]) + documents
 
 
-def name_of(row: Row) -> str:
+def case_name(row: Row) -> str:
     how = f"{row['attention']} {row['precision']}" if row["side"] == "hf" else row["how"]
     within = f" within {row['within']}" if "within" in row else ""
-    return f"{row['side']} {context_of(row)} checkpointing={row['checkpointing']} {how}{within}"
+    return f"{row['side']} {format_context(row)} checkpointing={row['checkpointing']} {how}{within}"
 
 
 def fastest(rows: list[Row]) -> Row:
@@ -121,11 +122,11 @@ def fastest(rows: list[Row]) -> Row:
 
 
 def pairs(rows: dict[str, Row], checkpointing: str, precision: str) -> list[tuple[str, Row, Row, dict[str, Row]]]:
-    """By context: what it is, their fastest of a precision, the one of ours to compare it with, and all of ours. The
-    one: our fastest of those that need no more memory than theirs or, where none does, our fastest."""
+    """Return, for each context: its name, their fastest row of a precision, our row to compare it with, and all of
+    ours. The row to compare is our fastest that needs no more memory than theirs or, if none does, our fastest."""
     pairs, of_kind = [], [row for row in rows.values() if row["checkpointing"] == checkpointing]
     of_kind.sort(key=lambda row: (row["documents"], row["tokens"]))
-    for context, group in groupby(of_kind, key=context_of):
+    for context, group in groupby(of_kind, key=format_context):
         same = list(group)
         theirs = fastest([row for row in same if row.get("precision") == precision])
         ours = [row for row in same if row["side"] == "ithaka"]
@@ -142,7 +143,7 @@ def cell(row: Row) -> str:
 
 
 def write_table(rows: dict[str, Row], file: Path) -> None:
-    """Seconds are the median step's, GiB the most that PyTorch had allocated in one."""
+    """Write the table: the median step time, and the peak memory that PyTorch allocated."""
     lines = sorted({row["about"] for row in rows.values() if "about" in row})
     for checkpointing, heading in HEADINGS.items():
         columns = " | ".join(COLUMNS).format(f"checkpoint: {FIXED[checkpointing]}")
@@ -170,10 +171,10 @@ def draw(rows: dict[str, Row], file: Path) -> None:
     figure.suptitle(f"{model}, {layers} layers, {device}")
     for row, axes in zip((("tokens_per_s", "tokens/s"), ("peak_GiB", "peak, GiB")), figure.subplots(2, 2), strict=True):
         for ax, (checkpointing, heading) in zip(axes, HEADINGS.items(), strict=True):
-            for side, precision, place, colour in SERIES:
+            for side, precision, place, color in SERIES:
                 compared = [pair for pair in pairs(rows, checkpointing, precision) if " of " not in pair[0]]
                 heights = [pair[place].get(row[0]) or float("nan") for pair in compared]
-                ax.plot([pair[0] for pair in compared], heights, "o-", color=colour, label=side)
+                ax.plot([pair[0] for pair in compared], heights, "o-", color=color, label=side)
             ax.set(title=heading, xlabel="tokens", ylabel=row[1], ylim=(0, None))
             ax.grid(alpha=0.3)
             ax.legend(frameon=False)
@@ -185,8 +186,8 @@ def read_options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--lengths", metavar="TOKENS,...", help=f"by default {USUAL['lengths']}; '' for none")
     parser.add_argument("--packed", metavar="TOKENS/DOCUMENT", help=f"by default {USUAL['packed']}; '' for none")
-    parser.add_argument("--layers", type=int, help=f"by default {USUAL['layers']}; from 128K up 4 at most")
-    parser.add_argument("--only", default="", metavar="REGEX", help="the cases to run, by the names that a run prints")
+    parser.add_argument("--layers", type=int, help=f"by default {USUAL['layers']}; from 128K on, at most 4")
+    parser.add_argument("--only", default="", metavar="REGEX", help="run the cases whose printed names match")
     parser.add_argument("--seconds", type=float, default=0, help="start no case after this long; 0: no limit")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args(words)
@@ -200,7 +201,7 @@ def read_options(words: list[str] | None = None) -> argparse.Namespace:
     if options.packed:
         tokens, *of_document = map(parse_count, options.packed.split("/"))
         if not (tokens and len(of_document) == 1 and of_document[0] and tokens % of_document[0] == 0):
-            parser.error(f"--packed {options.packed}: give TOKENS/DOCUMENT, whole documents, as in 128K/4K")
+            parser.error(f"--packed {options.packed}: give TOKENS/DOCUMENT, a multiple, as in 128K/4K")
         options.cases.append((tokens, of_document[0]))
     try:
         re.compile(options.only)

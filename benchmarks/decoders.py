@@ -1,6 +1,6 @@
 """Compare decoders with Hugging Face + Liger on one GPU: `python benchmarks/decoders.py --out DIR`.
 
-Mixtures of experts: `--models qwen3-30b-a3b gpt-oss-20b`.
+MoE models: `--models qwen3-30b-a3b gpt-oss-20b`.
 
 Each side runs in its own process on the same weights and tokens: float32 weights and moments, bfloat16 computation,
 checkpointing, fused AdamW, median of five steps. Prints and writes one JSON line per case.
@@ -156,7 +156,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve() -> None:
-    """Run the cases on standard input, one JSON object a line, all of one side."""
+    """Run the cases of one side from standard input, one JSON object per line."""
     for line in sys.stdin:
         case = json.loads(line)
         try:

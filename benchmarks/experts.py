@@ -1,4 +1,4 @@
-"""Time the weight gradients of experts: PyTorch's grouped product, the same plus an fp32 sum, and products added to it.
+"""Time the weight gradients of experts: PyTorch's grouped matmul, the same plus an fp32 sum, and ithaka's fused kernel.
 
 python benchmarks/experts.py                      # one GPU
 python benchmarks/experts.py --tokens 64 --small  # a CPU
@@ -28,7 +28,7 @@ SMALL = {"small": (8, 2, ((32, 64), (64, 32)))}
 
 
 def time_call(call: Callable[[], Any], device: torch.device) -> float:
-    """The median of ten calls, in seconds."""
+    """Return the median seconds of ten calls."""
     seconds = []
     for _ in range(12):
         started = time.perf_counter()

@@ -29,7 +29,7 @@ SIDES = ("float32", "ithaka", "PEFT")
 
 
 def new_model(folder: Path | None, side: str) -> Any:
-    """The same weights and adapters on all sides; adapters are float32."""
+    """Build a model with the same weights and float32 adapters on all sides."""
     torch.manual_seed(0)
     if folder is None:
         model = AutoModelForCausalLM.from_config(SMALL, dtype=torch.bfloat16)
@@ -42,7 +42,7 @@ def new_model(folder: Path | None, side: str) -> Any:
 
 
 def measure_decrease(folder: Path | None, side: str, ids: torch.Tensor, lr: float, steps: int) -> float:
-    """The loss before the first step less the loss after the last, on the tokens trained on."""
+    """Return the decrease in loss from before the first step to after the last, on the training tokens."""
     model = new_model(folder, side)
     losses = train_losses(model, ids, lr, steps)
     return losses[0] - losses[-1]

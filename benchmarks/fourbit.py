@@ -34,7 +34,7 @@ RANK = 16
 
 
 def time_unpacking(num_rows: int) -> dict[str, Any]:
-    """Bytes read and written per second, and whether all bits equal those of plain torch."""
+    """Return the bytes read and written per second, and whether the result is bitwise equal to plain torch."""
     device, count = default_device(), num_rows * fourbit.ROW
     flat = torch.randn(count, device=device, generator=torch.Generator(device).manual_seed(0)).bfloat16()
     scales = fourbit.block_scales(flat)

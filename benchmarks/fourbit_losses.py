@@ -36,7 +36,7 @@ def write_dequantized(folder: Path, adapter: AdapterConfig, out: Path) -> None:
 
 
 def train(folder: Path, base: Any, ids: torch.Tensor, lr: float, steps: int) -> list[float]:
-    """The loss before each step, and after the last."""
+    """Train, and return the loss before each step and after the last."""
     adapter, layout = AdapterConfig(16, base=base), Layout(dtype="bfloat16", tile_tokens=512)
     model = build_model(folder, make_mesh(1), layout, adapter=adapter).train()
     assert bool(packed_weights(model)) == (base == "nf4")

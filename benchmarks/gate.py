@@ -1,6 +1,6 @@
 """Measure a Llama-3-8B layer as rank 0 of 8, at three lengths, and compare it with recorded figures.
 
-    python benchmarks/gate.py --beside tests/gate_h200.json
+    python benchmarks/gate.py --baseline tests/gate_h200.json
 
 Exits with 1 if the seconds or the peak of a length exceed the recorded ones by more than 2 %. Writes the file if there
 is none.
@@ -32,7 +32,7 @@ TOLERANCE = 0.02
 
 
 def measure(recorded: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """Seconds and peak of a layer by context, and their ratios to the recorded ones."""
+    """Measure a layer's seconds and peak by context, and their ratios to the recorded ones."""
     rows = []
     for context, (heads, overlap, tile) in CASES.items():
         layout = make_layout(
@@ -58,17 +58,17 @@ def measure(recorded: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
 
 
 def main(
-    beside: Annotated[Path, typer.Option(metavar="FILE", help="Recorded figures; written if absent.")],
+    baseline: Annotated[Path, typer.Option(metavar="FILE", help="Recorded figures; written if absent.")],
     as_json: AsJson = False,
 ) -> None:
     """Compare the seconds and peak memory of a layer with recorded figures; exit with 1 beyond 2 %."""
-    recorded = read_json(beside, "--beside ", "give a file that this script wrote") if beside.exists() else {}
-    check_writable("--beside", beside)
+    recorded = read_json(baseline, "--baseline ", "give a file that this script wrote") if baseline.exists() else {}
+    check_writable("--baseline", baseline)
     rows = measure(recorded)
     print_rows(rows, as_json)
     if not recorded:
         figures = {str(row.pop("context")): row for row in rows}
-        beside.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        baseline.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     if any(value > 1 + TOLERANCE for row in rows for name, value in row.items() if name.endswith("recorded")):
         raise typer.Exit(ExitCode.FAILED)
 

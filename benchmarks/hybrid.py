@@ -1,9 +1,9 @@
-"""A model like Qwen3.5-9B, three layers with the gated delta rule and one with attention, on one GPU.
+"""Measure a model like Qwen3.5-9B, three layers with the gated delta rule and one with attention, on one GPU.
 
     python benchmarks/hybrid.py --out results.jsonl              # 16K, 64K and 128K; 512K as a middle rank of 8
     python benchmarks/hybrid.py --sides ithaka --tokens 64K      # some of it
     python benchmarks/hybrid.py --rule-only                      # the rule alone, plain and in kernels: times, errors
-    python benchmarks/hybrid.py --tiny                           # does it run? Also on a CPU
+    python benchmarks/hybrid.py --tiny                           # smoke test, also on a CPU
 
 All cases run in one process, on the same random weights: float32 weights and moments, bfloat16 computation, fused
 AdamW, median of the timed steps. Hugging Face uses checkpointing, autocast and its plain PyTorch path ("hf"), or
@@ -112,7 +112,7 @@ def run_ithaka(case: dict[str, Any]) -> Any:
 
 
 def plan_case(case: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """What the planner says about this model on H200s, without the reserve."""
+    """Plan this model on H200s, without the reserve."""
     shape = shape_from_config((TINY if case["tiny"] else SHAPE) | {"max_position_embeddings": case["tokens"]})
     plan = Plan(shape, layout, parse_gpus(f"{case['ranks']}xH200"), Work(case["tokens"]))
     peak = plan.ledger.gpu_peak - plan.ledger.gpu["reserve"]
@@ -168,8 +168,8 @@ KERNEL_OPTIONS: list[dict[str, Any]] = [
 
 
 def time_rule(tiny: bool, tunes: bool) -> Iterator[dict[str, Any]]:
-    """Seconds and errors of the rule alone, as a middle rank's: in its kernels, `tunes`: also with other settings, and
-    in plain PyTorch."""
+    """Measure seconds and errors of the rule alone, on a middle rank: in its kernels, with `tunes` also with other
+    settings, and in plain PyTorch."""
     heads, dims, tokens = ((2, 4), 16, 256) if tiny else ((32, 32), 128, 65536)
     has_kernels = runs_in_kernels(*make_rule(64, heads, dims).inputs[1:3])
     for options in KERNEL_OPTIONS[: len(KERNEL_OPTIONS) if tunes else 1] * has_kernels:
@@ -225,7 +225,7 @@ def time_steps(rule: DeltaRule) -> dict[str, Any]:
 
 
 def rule_errors(tokens: int, heads: tuple[int, int], dims: int) -> dict[str, float]:
-    """In bfloat16, against float64."""
+    """Return the errors of bfloat16 against float64."""
     ours, exact = (make_rule(tokens, heads, dims, double) for double in (False, True))
     dout = torch.randn(exact.inputs.v_sHV.shape, device=device()).bfloat16()
     outs = []

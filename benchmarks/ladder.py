@@ -23,7 +23,7 @@ from ithaka.train.console import status
 
 
 def measure(config: dict[str, Any], ranks: int, context: int, tile_tokens: int, layers: int) -> list[dict[str, Any]]:
-    """A row per technique, each added to those before it."""
+    """Return a row per technique, each added to the ones before it."""
     rungs: dict[str, dict[str, Any]] = {
         "none": {},
         "+ checkpointing": {"keep_everything": 0, "keep_projections": 0, "keep_attention": 0},

@@ -1,6 +1,6 @@
-"""Measures training steps of one side: `python benchmarks/one_case.py hf` or `ithaka`, started by against_liger.py.
+"""Measure training steps of one side: `python benchmarks/one_case.py hf` or `ithaka`, started by against_liger.py.
 
-Reads cases from standard input, one JSON object a line, and answers each with a line of figures. Both sides train the
+Reads cases from standard input, one JSON object per line, and prints a line of figures for each. Both sides train the
 same model on the same tokens with the same loop: float32 weights and moments, bfloat16 computation, fused AdamW.
 """
 
@@ -26,30 +26,30 @@ from ithaka.plan.hardware import GIB, GPUS, Hardware, available_memory, gpu_name
 from ithaka.plan.search import make_search_space, work_from_config
 from ithaka.planned import parallelize, shape_from_model
 
-MEASURED: dict[str, dict[str, Any]] = {}  # by context and layout: two cases of ithaka may come to the same
+MEASURED: dict[str, dict[str, Any]] = {}  # by context and layout: two cases of ithaka may have the same plan
 DEVICE = default_device()
 ON_GPU = DEVICE.type == "cuda"
-COMPUTE = "bfloat16" if ON_GPU else "float32"  # on a CPU the benchmark is tried out, nothing more
+COMPUTE = "bfloat16" if ON_GPU else "float32"  # a CPU is for smoke tests only
 NAMES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 SHAPES = {"3b": (3072, 8192, 24, 8, 128, 128256), "tiny": (64, 128, 4, 2, 16, 512)}  # 3b: Llama 3.2 3B
 TIMED_STEPS, TIMED_S = 5, 4.0  # at least two steps, then until one of these is reached
-# What a case fixes of ithaka's settings; the planner decides the rest.
+# Settings of ithaka that a case fixes; the planner decides the rest.
 ON_DEVICE = {"offload": "none", "keep_attention": "all", "attention_offload": "none", "keep_projections": "none"}
 SETTINGS = {"none": {"checkpoint": "none"}, "full": {"checkpoint": "full", **ON_DEVICE}, "planned": {}}
 
 
-def new_model(case: dict, **how: Any) -> Any:
-    """The same weights on both sides."""
+def new_model(case: dict, **options: Any) -> Any:
+    """Build the model, with the same weights on both sides."""
     shape = dict(zip(NAMES, SHAPES[case["model"]], strict=True)) | {"num_hidden_layers": case["layers"]}
     shape |= {"max_position_embeddings": case["tokens"], "tie_word_embeddings": True, "use_cache": False}
     config = LlamaConfig(**shape, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     torch.manual_seed(0)
     with DEVICE:
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **how).train()
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options).train()
 
 
 def new_batch(case: dict) -> dict[str, Any]:
-    """On the host. The first token of a packed document is no label."""
+    """Make a batch on the host. The first token of a packed document is not a label."""
     random, vocab = torch.Generator().manual_seed(1), SHAPES[case["model"]][-1]
     ids = torch.randint(vocab, (1, case["tokens"]), generator=random)
     labels = ids.clone()
@@ -58,8 +58,8 @@ def new_batch(case: dict) -> dict[str, Any]:
 
 
 def hf(case: dict) -> tuple[Any, Callable[[], Any]]:
-    """precision=autocast: what `Trainer(bf16=True)` does; the residual stream is float32. precision=fsdp2: FSDP2's
-    mixed precision, as in ithaka; the residual stream and the weights that Liger's loss reads are bfloat16."""
+    """Set up Hugging Face. precision=autocast: as in `Trainer(bf16=True)`; the residual stream is float32.
+    precision=fsdp2: as in ithaka; the residual stream and the weights that Liger's loss reads are bfloat16."""
     model = new_model(case, attn_implementation=case["attention"])
     if case["checkpointing"] == "on":
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -68,25 +68,25 @@ def hf(case: dict) -> tuple[Any, Callable[[], Any]]:
         policy = MixedPrecisionPolicy(param_dtype=getattr(torch, COMPUTE), reduce_dtype=torch.float32)
         for module in (*model.model.layers, model):
             fully_shard(module, mp_policy=policy)
-    batch, length, told = new_batch(case), case["documents"], {}
+    batch, length, lengths = new_batch(case), case["documents"], {}
     if length and case["attention"] == "sdpa":  # rows of a batch: documents of one length need no packing
         batch = {name: value.view(-1, length) for name, value in batch.items()}
     elif length:  # as transformers' DataCollatorWithFlattening(return_flash_attn_kwargs=True) packs
         ends = torch.arange(0, case["tokens"] + 1, length, dtype=torch.int32)
         positions = torch.arange(case["tokens"])[None] % length
         batch |= {"position_ids": positions, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
-        told = {"max_length_q": length, "max_length_k": length}
+        lengths = {"max_length_q": length, "max_length_k": length}
 
     def forward() -> Any:
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=ON_GPU and case["precision"] == "autocast"):
-            return model(**{name: value.to(DEVICE) for name, value in batch.items()}, **told)
+            return model(**{name: value.to(DEVICE) for name, value in batch.items()}, **lengths)
 
     return model, forward
 
 
 def ithaka(case: dict) -> tuple[Any, Callable[[], Any]]:
-    """Planned within `within_GiB` of what PyTorch allocates, where the case has it, else within the whole GPU; less
-    what a plan may be off by."""
+    """Set up ithaka, planned within `within_GiB` of allocated memory if the case has it, else within the GPU's; 1 % is
+    left for the error of the plan."""
     model, batch = new_model(case), new_batch(case)
     gpu = (gpu_named(torch.cuda.get_device_name()) if ON_GPU else GPUS["CPU"]) or GPUS["H200-141GB"]
     limit = (0.99 * (case.get("within_GiB") or 1e6) * GIB + RESERVE_BYTES) / (1 - RESERVE_SHARE)
@@ -122,7 +122,7 @@ def measure(case: dict, model: Any, forward: Callable[[], Any]) -> dict[str, Any
         losses.append(round(loss.item(), 4))
         return time.perf_counter() - begin
 
-    for _ in range(1 if case["tokens"] >= 64 * 1024 else 2):  # to warm up
+    for _ in range(1 if case["tokens"] >= 64 * 1024 else 2):  # warm-up
         step_s()
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
@@ -139,7 +139,7 @@ def measure(case: dict, model: Any, forward: Callable[[], Any]) -> dict[str, Any
 def main() -> None:
     side = {"hf": hf, "ithaka": ithaka}[sys.argv[1]]
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to the log
+    os.dup2(2, 1)  # redirect the output of libraries to the log
     if side is hf and ON_GPU:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 

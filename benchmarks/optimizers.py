@@ -28,7 +28,7 @@ MIB = 2**20
 
 
 def train(name: str, settings: list[str], run_dir: Path) -> dict[str, Any]:
-    """Run `ithaka train`, and read what it left."""
+    """Run `ithaka train`, and read its results."""
     options = [f"optim.name={name}", *settings]
     command = [sys.executable, "-m", "ithaka", "train", "--run-dir", str(run_dir)]
     subprocess.run([*command, *(word for option in options for word in ("--set", option))], check=True)

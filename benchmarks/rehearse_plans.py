@@ -1,4 +1,4 @@
-"""Rehearse the plans of mixtures and four-bit bases, two layers each, within the memory of the planned GPU.
+"""Rehearse the plans of MoE models and four-bit bases, two layers each, within the memory of the planned GPU.
 
     python benchmarks/rehearse_plans.py                        # one GPU; about a minute per plan
     python benchmarks/rehearse_plans.py --cases longest        # the longest contexts only
@@ -84,7 +84,7 @@ def plan_case(case: Case, model: str, context: str) -> tuple[PlanRequest, Plan]:
 
 
 def on_this_gpu(plan: Plan) -> Plan:
-    """The plan with the rates of the GPU that runs, and the memory of the planned one."""
+    """Return the plan with the rates of this GPU and the memory of the planned one."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     if (gpu := gpu_named(name)) is None:
         return plan
@@ -151,7 +151,7 @@ def free_memory() -> None:
 
 
 def write_small(model: str, folder: Path) -> str:
-    """The config.json of a small model of the same type."""
+    """Write the config.json of a small model of the same type."""
     config = find_config(model)
     config |= {name: value for name, value in SMALL.items() if name in config}
     if "layer_types" in config:

@@ -1,19 +1,19 @@
-"""Seconds, peak memory and the longest trace of an update of DPO or GRPO with TRL, plain or with long_context.
+"""Measure DPO and GRPO updates of TRL, plain and with long_context: seconds, peak memory and the longest trace.
 
     python benchmarks/rewards.py grpo dpo --sides ithaka plain --lora --layers 4   # at 128K
     python benchmarks/rewards.py longest --lora             # plain TRL's longest traces on an 80 GB GPU
     python benchmarks/rewards.py plan                       # ithaka's, on one and eight 80 GB GPUs; needs no GPU
     python benchmarks/rewards.py rehearse                   # rank 0 of these on this GPU, with a few layers
     python benchmarks/rewards.py weights --size llama-8b    # gather all tensors, copy them to the host
-    python benchmarks/rewards.py grpo dpo plan rehearse longest --tokens 256 --size toy --lora    # a check on a CPU
+    python benchmarks/rewards.py grpo dpo plan rehearse longest --tokens 256 --size toy --lora    # smoke test on a CPU
 
 Everything runs in one process, ithaka first, one line of JSON each. Tokens are random. A DPO update has one pair, two
 rows of --tokens; a GRPO update has two completions, one micro-step each. Both have a reference: the model without its
 adapter or, without --lora, a frozen copy. The first update is not counted. --gpu limits memory to another GPU's.
 
 `longest` measures the peak of plain TRL at two lengths, extrapolates to the limit and tries that length, then shorter
-ones until one fits. `longest`, and `rehearse` at the longest trace, cut attention into pieces, which changes its time
-but no allocation.
+ones until one fits. `longest`, and `rehearse` at the longest trace, cut attention into blocks, which changes its time
+but not its allocations.
 """
 
 import argparse
@@ -60,16 +60,16 @@ SIZES = {
     },
     "toy": {**TOY, "num_hidden_layers": 2, "vocab_size": 512},
 }
-NUM_WORDS = 200  # tokens that occur
+NUM_WORDS = 200  # vocabulary
 PROMPT, RANK = 64, 16
-ROWS = {"grpo": 1, "dpo": 2}  # of a micro-step
+ROWS = {"grpo": 1, "dpo": 2}  # per micro-step
 MARGIN = 0.97  # each length tried is at most this fraction of the one before
 ON_GPU = torch.cuda.is_available()
-PIECE = 16384 if ON_GPU else 64  # tokens of a piece of attention in `longest`
+BLOCK = 16384 if ON_GPU else 64  # tokens per attention block in `longest`
 
 
 class Clock(TrainerCallback):
-    """Seconds of each update after the first. `stops`: end after the first micro-step, which has the peak."""
+    """Times each update after the first. `stops`: end after the first micro-step, which has the peak."""
 
     def __init__(self, stops: bool = False) -> None:
         self.seconds: list[float] = []
@@ -159,7 +159,7 @@ def roll_out(prompts: list[Any], trainer: Any) -> dict[str, Any]:
 def measure_update(
     arguments: argparse.Namespace, name: str, side: str, tokens: int, stops: bool = False
 ) -> dict[str, Any]:
-    """Seconds of an update (not with `stops`) and the peak in GiB; neither if memory ran out."""
+    """Return the seconds of an update (not with `stops`) and the peak in GiB; neither if memory ran out."""
     clock, seconds, is_out = Clock(stops), None, False
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
@@ -181,20 +181,20 @@ def measure_update(
 
 
 @contextlib.contextmanager
-def attention_in_pieces(implementation: str) -> Iterator[None]:
-    """Cut the attention of plain models into pieces of PIECE tokens: the same allocations, in linear time. Rows have no
+def attention_in_blocks(implementation: str) -> Iterator[None]:
+    """Cut the attention of plain models into blocks of BLOCK tokens: the same allocations, in linear time. Rows have no
     padding, so that masks are not needed."""
     attend = ALL_ATTENTION_FUNCTIONS[implementation]
 
-    def attend_in_pieces(module: Any, q: Any, k: Any, v: Any, mask: Any, **named: Any) -> Any:
+    def attend_in_blocks(module: Any, q: Any, k: Any, v: Any, mask: Any, **named: Any) -> Any:
         tokens = q.shape[2]
-        assert tokens % PIECE == 0, tokens
+        assert tokens % BLOCK == 0, tokens
         named.pop("position_ids", None)
-        q, k, v = (x.transpose(1, 2).reshape(-1, PIECE, *x.shape[1::2]).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.transpose(1, 2).reshape(-1, BLOCK, *x.shape[1::2]).transpose(1, 2) for x in (q, k, v))
         out, weights = attend(module, q, k, v, None, **named)
         return out.reshape(-1, tokens, *out.shape[2:]), weights
 
-    ALL_ATTENTION_FUNCTIONS[implementation] = attend_in_pieces
+    ALL_ATTENTION_FUNCTIONS[implementation] = attend_in_blocks
     try:
         yield
     finally:
@@ -202,24 +202,24 @@ def attention_in_pieces(implementation: str) -> Iterator[None]:
 
 
 def find_longest(arguments: argparse.Namespace, name: str, limit_gib: float) -> Iterator[dict[str, Any]]:
-    """Updates of plain TRL: two short ones, then from the extrapolated length down to one that fits."""
+    """Yield updates of plain TRL: two short ones, then from the extrapolated length down to one that fits."""
     arguments = argparse.Namespace(**{**vars(arguments), "steps": 0, "layers": None})
-    lengths, peaks = (2 * PIECE, 4 * PIECE), []
-    with attention_in_pieces(arguments.attention):
+    lengths, peaks = (2 * BLOCK, 4 * BLOCK), []
+    with attention_in_blocks(arguments.attention):
         for tokens in lengths:
             yield (result := measure_update(arguments, name, "plain", tokens, stops=name == "grpo"))
             peaks.append(result["peak_gib"] or tokens * limit_gib / 1000)
         slope = (peaks[1] - peaks[0]) / (lengths[1] - lengths[0])
         tokens = int(lengths[0] + (limit_gib - peaks[0]) / slope)
-        while (tokens := tokens // PIECE * PIECE) > lengths[1]:
+        while (tokens := tokens // BLOCK * BLOCK) > lengths[1]:
             yield (result := measure_update(arguments, name, "plain", tokens, stops=name == "grpo"))
             if result["fits"]:
                 return
-            tokens = min(int(MARGIN * tokens), tokens - PIECE)
+            tokens = min(int(MARGIN * tokens), tokens - BLOCK)
 
 
 def make_plan(arguments: argparse.Namespace, name: str, gpus: str, lora: bool, tokens: int | None = None) -> Plan:
-    """The plan of a micro-step at `tokens` per row, by default the most that fit."""
+    """Plan a micro-step at `tokens` per row, by default the most that fit."""
     with tempfile.TemporaryDirectory() as folder:
         model_config(arguments.size, 2048).save_pretrained(folder)
         shape = shape_from_config(find_config(folder)).with_adapter(AdapterConfig(rank=RANK) if lora else None)
@@ -249,7 +249,7 @@ def rehearse(arguments: argparse.Namespace, name: str, gpus: str, longest: bool 
 
 
 def measure_weights(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of `iterate_weights` with a copy of each tensor to the host, after a first one."""
+    """Time `iterate_weights` with a copy of each tensor to the host, after a warm-up."""
     torch.manual_seed(0)
     with default_device():
         model = AutoModelForCausalLM.from_config(model_config(arguments.size, 2048), dtype=torch.bfloat16)

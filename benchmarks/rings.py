@@ -1,11 +1,11 @@
-"""Measure one layer of Llama-3-8B as rank 0 of a ring of nodes, and of one Ulysses group of as many ranks.
+"""Measure one layer of Llama-3-8B as rank 0 of a ring of nodes, and of one Ulysses group of the same size.
 
     python benchmarks/rings.py                                # 2 x 8 and 4 x 8 ranks at 256K and 1M
     python benchmarks/rings.py --contexts 4M --steps 1 --sides ring,Ulysses         # three minutes
 
-Exchanges are local copies, and planned seconds leave exchanges out. Sides: `ring`; `unaligned`, a ring whose pairs are
+Exchanges are local copies, and planned seconds exclude exchanges. Sides: `ring`; `unaligned`, a ring whose pairs are
 cut at the blocks of keys and again at the rounds; `Ulysses`, without a ring. A GPU's speed drifts, so each ring is
-measured next to its group. Prints a JSON line per measurement.
+measured right before its group. Prints a JSON line per measurement.
 """
 
 from __future__ import annotations

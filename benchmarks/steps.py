@@ -19,7 +19,7 @@ SMALL = LlamaConfig(**SIZES, num_hidden_layers=4, vocab_size=512)
 
 
 def read_tokens(model: Path | None, text: Path, num_tokens: int) -> torch.Tensor:
-    """The first tokens of a text, or random ones for SMALL."""
+    """Return the first tokens of a text, or random ones for SMALL."""
     ids = torch.randint(SMALL.vocab_size, (1, num_tokens), generator=torch.Generator().manual_seed(1))
     if model is not None:
         ids = AutoTokenizer.from_pretrained(model)(text.read_text(), return_tensors="pt").input_ids[:, :num_tokens]
@@ -40,7 +40,7 @@ def train_losses(model: Any, ids: torch.Tensor, lr: float, steps: int) -> list[f
 
 
 class StepTimer:
-    """Training steps with AdamW on `tokens` random tokens: their seconds and losses, and the peak memory in GiB.
+    """Runs training steps with AdamW on `tokens` random tokens; records seconds, losses and peak memory in GiB.
 
     `forward` returns an output with a loss; `running` is entered for each step."""
 

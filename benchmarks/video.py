@@ -1,11 +1,11 @@
-"""Training steps of video transformers with diffusers and with ithaka, on the same latents, kernel and GPU.
+"""Compare training steps of video transformers in diffusers and ithaka, on the same latents, kernel and GPU.
 
     python benchmarks/video.py --out DIR                                  # Wan 2.1 1.3B and 14B at 33K, 76K and 300K
     python benchmarks/video.py --out DIR --models wan-14b --tokens 76K    # some of it
     python benchmarks/video.py --out DIR --ranks 8 --tokens 1M            # rank 0 of 8; exchanges are local copies
-    python benchmarks/video.py --models tiny --tokens tiny --steps 1      # does it run? Also on a CPU
+    python benchmarks/video.py --models tiny --tokens tiny --steps 1      # smoke test, also on a CPU
 
-Each case has a process of its own; sides alternate. The models have a few layers of the released shapes and random
+Each case runs in its own process; sides alternate. The models have a few layers of the released shapes and random
 weights: float32 weights and moments, bfloat16 computation, fused AdamW, median of the timed steps. diffusers uses
 gradient checkpointing and, for self-attention, the kernel that ithaka chose, through ithaka's own attention function.
 Both sides use FSDP2 on one rank, except for "diffusers autocast". "above_GiB" is the peak above float32 weights,

@@ -1,8 +1,8 @@
-"""Training steps of Qwen3-VL-4B's shape on a long video, with Hugging Face and with ithaka, on one GPU.
+"""Compare training steps of Qwen3-VL-4B's shape on a long video in Hugging Face and ithaka, on one GPU.
 
     python benchmarks/vlm.py --out DIR                                     # 64K and 256K tokens of frames
     python benchmarks/vlm.py --out DIR --tokens 64K --sides ithaka         # some of it
-    python benchmarks/vlm.py --models tiny --tokens 32 --steps 1           # does it run? Also on a CPU
+    python benchmarks/vlm.py --models tiny --tokens 32 --steps 1           # smoke test, also on a CPU
 
 All cases run in this process, one after another, on the same weights and frames of 512 x 512 pixels (256 tokens each):
 float32 weights and moments, bfloat16 computation, fused AdamW, FSDP2 on one rank, median of the timed steps. Every
@@ -196,7 +196,7 @@ def plan(case: dict[str, Any], model: Any, num_tokens: int) -> dict[str, float]:
 
 
 def report(case: dict[str, Any], event: str) -> None:
-    """Progress, on standard error: the first step compiles kernels and, if asked to, layers."""
+    """Print progress to stderr: the first step compiles kernels and, for compiled sides, layers."""
     print(f"{time.strftime('%H:%M:%S')} {case['side']}, {case['frame_tokens']} tokens: {event}", file=sys.stderr)
     sys.stderr.flush()
 
@@ -205,7 +205,7 @@ def measure(case: dict[str, Any], inputs: dict[str, Tensor]) -> dict[str, Any]:
     model, is_ours = make_model(case), case["side"].startswith("ithaka")
     report(case, "model made")
     planned = plan(case, model, inputs["input_ids"].numel()) if is_ours else {}
-    report(case, f"planned; {'the first build compiles kernels for their trial' if is_ours else 'building'}")
+    report(case, f"planned; {'the first build compiles kernels to test them' if is_ours else 'building'}")
     forward = (run_ithaka if is_ours else run_hf)(case, model)
     report(case, "built")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=True)
@@ -255,7 +255,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--tokens", nargs="+", default=["64K", "256K"], help="tokens of frames")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     parser.add_argument("--attention", default="sdpa", help="of Hugging Face, such as flash_attention_4")
-    parser.add_argument("--tile", default="8K", help="at most so many tokens in ithaka's tiles")
+    parser.add_argument("--tile", default="8K", help="at most this many tokens in ithaka's tiles")
     parser.add_argument("--layers", type=int, default=0, help="of the language model; 0: 4")
     parser.add_argument("--frozen", action="store_true", help="do not train the encoder")
     parser.add_argument("--steps", type=int, default=3, help="timed steps, after one that is not")

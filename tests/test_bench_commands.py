@@ -101,14 +101,14 @@ def test_the_gate_fails_where_a_layer_is_slower_or_larger_than_recorded(tmp_path
     measured = SimpleNamespace(forward_s=0.1, backward_s=0.3, peak_bytes=5 * 2**30)
     monkeypatch.setattr(rehearsal, "rehearse", lambda *_: measured)
     file = tmp_path / "gate.json"
-    assert benchmark("gate", "--beside", file).exit_code == 0
+    assert benchmark("gate", "--baseline", file).exit_code == 0
     recorded = json.loads(file.read_text())
     assert recorded["1048576"] == {"seconds": 0.4, "peak GiB": 5.0} and len(recorded) == 3
     for factor, code in ((1.0, 0), (1.019, 0), (1.03, ExitCode.FAILED), (0.5, 0)):
         for name in ("seconds", "peak GiB"):
             before = {context: row | {name: row[name] / factor} for context, row in recorded.items()}
             file.write_text(json.dumps(before))
-            assert benchmark("gate", "--beside", file).exit_code == code, (factor, name)
+            assert benchmark("gate", "--baseline", file).exit_code == code, (factor, name)
             assert json.loads(file.read_text()) == before  # recorded figures stay
 
 

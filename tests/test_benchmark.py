@@ -43,7 +43,7 @@ def test_the_table_takes_the_fastest_within_their_memory(benchmark, tmp_path):
         row("ithaka", 0.1, 18.5, how="none"),
         row("ithaka", 0.16, 9.0, how="planned"),
     ]
-    against.write_table({against.name_of(row): row for row in rows}, tmp_path / "table.md")
+    against.write_table({against.case_name(row): row for row in rows}, tmp_path / "table.md")
     lines = (tmp_path / "table.md").read_text().splitlines()
     ours = "0.100 s, 18.5 GiB | 0.160 s, 9.0 GiB"
     assert lines[0] == "a GPU"
