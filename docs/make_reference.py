@@ -11,7 +11,7 @@ from ithaka import config
 SETTINGS_HEAD = """# Settings
 
 Every setting of `ithaka train`, with its default. In YAML a section is a mapping, `train: {steps: 500}`; on the command
-line, `--set train.steps=500` changes one setting. Unknown settings and values that cannot work are refused before
+line, `--set train.steps=500` changes one setting. Unknown settings and values that cannot work are rejected before
 anything starts.
 This page is generated from the code by `python docs/make_reference.py`.
 """

@@ -262,7 +262,7 @@ REFUSED = {
         "image_grid_thw has 8 features, but input_ids 0 image tokens",
     ),
     "other types": ({"mm_token_type_ids": torch.zeros(1, 52, dtype=torch.long)}, "mm_token_type_ids differs"),
-    "positions": ({"position_ids": torch.zeros(2, 1, 52, dtype=torch.long)}, r"pass \[3, 1, 52\], or 4"),
+    "positions": ({"position_ids": torch.zeros(2, 1, 52, dtype=torch.long)}, r"pass \[3, 1, 52\], or \[4, 1, 52\]"),
     "features": ({"mm_encoder_outputs": {"image": 1}}, "mm_encoder_outputs is not supported"),
     "split image": ({"document_ids": torch.arange(52)[None] // 7}, "a document ends within the tokens of"),
 }

@@ -139,8 +139,8 @@ class ReadingConfig(Section):
     train_on_eos: bool = True
     # For a record that cannot be trained on: stop with an error, or skip and count it.
     bad_records: Literal["refuse", "skip"] = "refuse"
-    # Images, videos, audio and files in messages: such records cannot be trained on, or drop these parts and count
-    # them. read: train a vision-language model on images and videos, whose paths are relative to the record's file.
+    # Images, videos, audio and files in messages. refuse: they make a bad record. drop: drop and count them. read:
+    # train a vision-language model on images and videos, whose paths are relative to the record's file.
     images: Literal["refuse", "drop", "read"] = "refuse"
     # {loss: false} reads the assistant's reasoning without training on it, {turns: last} keeps only that of the last
     # turn, {drop: true} none. null: train on all of it, and refuse records whose reasoning the chat template drops.
@@ -184,10 +184,10 @@ class DataConfig(ReadingConfig, name="data"):
     # Packed documents. apart: attention and positions stay within each document. together: they cross document
     # boundaries, and a document's first token is predicted from the previous document.
     documents: Literal["apart", "together"] = "apart"
-    # Documents longer than context: split into pieces of at most context tokens, drop, or stop with an error. For
-    # conversations also end: keep the system prompt, the tools and the last turns that fit; turns: cut between turns,
-    # and repeat system prompt and tools in each piece; shorten_tools: see tool_tokens. Pieces that still exceed the
-    # context are split, and pieces without a trained token are left out.
+    # Documents longer than context. split: into pieces of at most context tokens. drop: leave them out. refuse: stop
+    # with an error. For conversations, also end: keep the system prompt, the tools and the last turns that fit; turns:
+    # cut between turns, and repeat system prompt and tools in each piece; shorten_tools: see tool_tokens. Pieces that
+    # still exceed the context are split, and pieces without a trained token are left out.
     long_documents: Literal["split", "drop", "refuse", "end", "turns", "shorten_tools"] = "split"
     # For long_documents=shorten_tools: replace the middle of tool outputs above this number of tokens with tool_marker.
     tool_tokens: int = setting(1024, ge=2)
@@ -253,7 +253,7 @@ class MemoryConfig(Section, name="memory"):
     offload_optimizer: bool = False
     # Directory for disk offload. null: the system's temporary directory.
     disk_path: Path | None = None
-    # auto: on a known GPU, the planner chooses every parallel and memory setting that is not given. off: use defaults.
+    # auto: on a known GPU, the planner chooses every parallel and memory setting that is not set. off: use defaults.
     plan: Literal["auto", "off"] = "auto"
 
 

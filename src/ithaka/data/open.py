@@ -85,7 +85,7 @@ def check_data(data: DataConfig, vocab_size: int, model_path: Path | None = None
         rule = "may cut an image, which data.images=read cannot train on"
         raise ConfigError(f"data.long_documents={data.long_documents} {rule}; use drop or refuse")
     if any(each.unrolls or each.train_on == "pairs" for each in readings):
-        rule = "cannot be combined with data.train_on=pairs, nor with data.reasoning of all turns"
+        rule = "cannot be combined with data.train_on=pairs or with data.reasoning of all turns"
         raise ConfigError(f"data.images=read {rule}; use {{turns: last}}, or other data")
     sources, held_out, facts = _find_shards(data)
     for source in sources:

@@ -191,7 +191,7 @@ def find_labels(
 ) -> np.ndarray:
     """Return which sequences have a label, bool [sequences]. `sequence` is the index of each segment's sequence.
 
-    The first token of a sequence has no label, nor has that of a document, unless `documents_together`.
+    The first token of a sequence has no label; neither has the first token of a document, unless `documents_together`.
     """
     num_unlabelled = np.full(len(segments), 0 if documents_together else 1)  # tokens at the start of each segment
     num_unlabelled[np.unique(sequence, return_index=True)[1]] = 1

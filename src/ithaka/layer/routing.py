@@ -1,4 +1,4 @@
-"""The load-balancing loss of mixtures of experts, over all tokens of a call and all layers, without keeping logits.
+"""The load-balancing loss of MoE models, over all tokens of a call and all layers, without keeping logits.
 
 It is transformers' `load_balancing_loss_func`, E * sum(f_e * p_e): f_e is the fraction of tokens that choose expert e
 (f sums to k), p_e its mean probability, both over the n real tokens of all layers. Layers add their tiles' choices and

@@ -142,7 +142,7 @@ def _has_linear_head(model: PreTrainedModel) -> bool:
         problem = f"computes its logits from more than lm_head ({type(error).__name__}: {error})"
         raise refusal(model, problem) from error
     if found.requires_grad or head.input.requires_grad:
-        raise refusal(model, "has trained parameters after its layers, besides its last norm and lm_head")
+        raise refusal(model, "has trained parameters after its layers other than its last norm and lm_head")
     return torch.equal(head.input, hidden) and torch.equal(found, logits) and is_linear(model.lm_head)
 
 

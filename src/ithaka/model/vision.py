@@ -82,8 +82,8 @@ class VisionChecker(CallChecker):
         axes_3S = None if axes_3BN is None else to_integers("position_ids", axes_3BN)
         if axes_3S is not None:
             if axes_3S.shape != (3, *shape):
-                rule = f"pass [3, {shape[0]}, {shape[1]}], or 4 with the positions of text first"
-                raise ValueError(f"position_ids has {tuple(axes_3S.shape)} besides the positions of text; {rule}")
+                rule = f"pass [3, {shape[0]}, {shape[1]}], or [4, {shape[0]}, {shape[1]}] with the text positions first"
+                raise ValueError(f"position_ids has 3-D positions of shape {tuple(axes_3S.shape)}; {rule}")
             axes_3S = axes_3S.flatten(1)
         elif frames.num_frames and text_positions is None:
             if share.docs.parents:

@@ -2,7 +2,7 @@
 
 Members get equal tokens and about equal attention. A document goes to one member, longest document first, each to the
 member with the least so far. A long document is cut: every member takes a piece of its front and a piece of its back,
-which together have the document's average attention per token. A single causal document is thus dealt in a zigzag.
+which together have the document's average attention per token. A single causal document is thus split in a zigzag.
 
 In a round a member sends and receives at most `ring_round_tokens`, so that the buffers stay small compared with its own
 tokens however large the ring is. Tokens that none of a member's rows attend to are not sent to it.

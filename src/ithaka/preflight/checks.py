@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 SAVED_SECTIONS = {"model", "data", "parallel", "memory", "attention", "optim", "train", "profile"}
 TOKEN_FILES = (".tokens", ".part", ".failed")  # in RUN_DIR/tokens, which is removed after the run
 LOG_FILES = (".log", ".out", ".err")  # a scheduler may write to the run directory before the run starts
-FINGERPRINT_BYTES, MAX_FINGERPRINT_FILES = 2**16, 256  # read at both ends of each file; of so many files
+FINGERPRINT_BYTES, MAX_FINGERPRINT_FILES = 2**16, 256  # read at both ends of each file; of at most this many files
 
 
 def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:

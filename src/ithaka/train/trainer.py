@@ -394,7 +394,7 @@ def _data_facts(trainer: Trainer) -> dict[str, str]:
 
 
 def _write_run_dir(trainer: Trainer) -> None:
-    """On rank 0, lock the run directory and write the resolved configuration and what export needs besides weights."""
+    """On rank 0, lock the run directory and write the resolved configuration and the files that export needs."""
     if trainer.mesh.rank != 0:
         return
     run, folder = trainer.run, trainer.run.run_dir / "model"
