@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ithaka.config import parse_config
 from ithaka.dist.mesh import default_device, end_process_group, free_memory, start_process_group
+from ithaka.parallel import parallelize, shape_from_model
 from ithaka.plan.bytes import RESERVE_BYTES, RESERVE_SHARE
 from ithaka.plan.hardware import GIB, GPUS, Hardware, available_memory, gpu_named
 from ithaka.plan.search import make_search_space, work_from_config
-from ithaka.planned import parallelize, shape_from_model
 
 MEASURED: dict[str, dict[str, Any]] = {}  # by context and layout: two cases of ithaka may have the same plan
 DEVICE = default_device()

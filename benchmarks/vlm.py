@@ -33,12 +33,12 @@ from ithaka.config import parse_count
 from ithaka.dist.mesh import end_process_group, free_memory, start_process_group
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
+from ithaka.parallel import shape_from_model
 from ithaka.phases import listening, phase
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import Work
-from ithaka.planned import shape_from_model
 from ithaka.profile.timeline import PhaseTimer
 
 GIB = 2**30

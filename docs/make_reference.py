@@ -44,7 +44,7 @@ shows it in use.
 This page is generated from the code by `python docs/make_reference.py`.
 """
 API = {
-    "ithaka.parallelize": "ithaka.planned",
+    "ithaka.parallelize": "ithaka.parallel",
     "ithaka.hf.long_context": "ithaka.hf",
     "ithaka.token_logprobs": "ithaka.model.logprobs",
     "ithaka.label_share": "ithaka.model.logprobs",

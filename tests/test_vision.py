@@ -31,6 +31,7 @@ from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model import quantized, vision
 from ithaka.model.build import parallelize_model
 from ithaka.model.save import iterate_weights
+from ithaka.parallel import shape_from_model
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.plan.models import find_shape
@@ -38,7 +39,6 @@ from ithaka.plan.search import Plan
 from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import Work
 from ithaka.plan.show import list_assumptions
-from ithaka.planned import shape_from_model
 from ithaka.rehearse import rehearse
 from ithaka.verify import InFloat64
 from parity import Errors, plain_sum, relative

@@ -8,7 +8,7 @@ __version__ = "0.2.0"
 def __getattr__(name: str):
     """The public names below, without importing torch for commands that need none."""
     homes = {
-        "parallelize": "ithaka.planned",
+        "parallelize": "ithaka.parallel",
         "token_logprobs": "ithaka.model.logprobs",
         "label_share": "ithaka.model.logprobs",
         "pack_prefixes": "ithaka.model.prefixes",

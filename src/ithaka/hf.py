@@ -30,8 +30,8 @@ from ithaka.model.calls import KERNEL_ARGUMENTS
 from ithaka.model.families import has_encoder
 from ithaka.model.logprobs import token_logprobs_and_aux
 from ithaka.model.prefixes import shared_logprobs
-from ithaka.planned import base_model, parallelize
-from ithaka.rewards import Answers, Pairs, Rewards, group_processes
+from ithaka.parallel import base_model, parallelize
+from ithaka.rewards import DPOMixin, GRPOMixin, KTOMixin, group_processes
 from ithaka.train.step import clip_gradients
 
 SETTINGS = ("cp", "ring", "context", "layout")
@@ -66,10 +66,10 @@ REFUSED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
 # TRL's trainers -> the mixins that go before LongContext.
 TRL_TRAINERS: dict[str, tuple[type, ...]] = {
     "SFTTrainer": (),
-    "DPOTrainer": (Pairs,),
-    "KTOTrainer": (Answers,),
-    "GRPOTrainer": (Rewards,),
-    "RLOOTrainer": (Rewards,),
+    "DPOTrainer": (DPOMixin,),
+    "KTOTrainer": (KTOMixin,),
+    "GRPOTrainer": (GRPOMixin,),
+    "RLOOTrainer": (GRPOMixin,),
 }
 REFUSED_OBJECTS = {
     "model_init": "pass model instead",

@@ -64,9 +64,9 @@ def group_processes(accelerator: Any, mesh: Mesh) -> None:
 # ---- preferences
 
 
-class Preferences(Base):
-    """Mixin for DPOTrainer and KTOTrainer, before LongContext. The loss is a mean over a group's rows. The reference is
-    the model without its adapter, or a frozen copy that is sharded like the model."""
+class ReferenceMixin(Base):
+    """Trains next to a reference: the model without its adapter, or a frozen copy that is sharded like the model. Comes
+    before LongContext. The loss is a mean over a group's rows."""
 
     loss_is_mean = True
     accelerator: Any
@@ -95,8 +95,8 @@ class Preferences(Base):
         return build.parallelize_model(reference, mesh=self.ithaka_mesh, layout=layout)
 
 
-class Pairs(Preferences):
-    """Mixin for DPOTrainer. TRL runs the reference while the model's activations are in memory; this runs it first."""
+class DPOMixin(ReferenceMixin):
+    """For DPOTrainer. TRL runs the reference while the model's activations are in memory; this runs it first."""
 
     reference_names = "ref_chosen_logps", "ref_rejected_logps"  # TRL's keys for precomputed log-probabilities
 
@@ -110,8 +110,8 @@ class Pairs(Preferences):
             self.precompute_ref_logps = False
 
 
-class Answers(Pairs):
-    """Mixin for KTOTrainer."""
+class KTOMixin(DPOMixin):
+    """For KTOTrainer."""
 
     reference_names = "ref_logps", "ref_KL_logps"
 
@@ -119,8 +119,8 @@ class Answers(Pairs):
 # ---- rewards
 
 
-class Rewards(Preferences):
-    """Mixin for GRPOTrainer and RLOOTrainer, before LongContext. A prompt is computed once for all its answers in a
+class GRPOMixin(ReferenceMixin):
+    """For GRPOTrainer and RLOOTrainer. A prompt is computed once for all its answers in a
     batch."""
 
     shares_prefixes = True
