@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 from trl import GRPOConfig, GRPOTrainer, RewardTrainer
 
 import ithaka
-from ithaka import hf, planned
+from ithaka import hf, parallel
 from ithaka.config import parse_config
 from ithaka.dist.mesh import start_process_group
 from ithaka.layout import Layout
@@ -152,9 +152,9 @@ def test_a_context_is_planned_with_the_kernel_that_runs(on_h200, monkeypatch, ke
     model = tiny_model(tiny_config("llama", max_position_embeddings=65536), torch.bfloat16)
     start_process_group()
     with monkeypatch.context() as patch:
-        patch.setattr(planned, "default_device", lambda: torch.device("cuda"))
-        patch.setattr(planned, "agree_on_kernel", lambda *_: kernel)
-        run = planned.plan_model_run(model, None, None, "bfloat16", None, context=65536, batch=1)
+        patch.setattr(parallel, "default_device", lambda: torch.device("cuda"))
+        patch.setattr(parallel, "agree_on_kernel", lambda *_: kernel)
+        run = parallel.plan_model_run(model, None, None, "bfloat16", None, context=65536, batch=1)
     assert run.plan.hardware.gpu.kernel == kernel
 
 
@@ -163,7 +163,7 @@ def test_a_context_is_planned_as_for_a_run(on_h200, capsys):
     model = tiny_model(tiny_config("llama", max_position_embeddings=65536), torch.bfloat16)
     model = ithaka.parallelize(model, cp="auto", context="64K", batch=2)
     config = parse_config({"model": {"dtype": "bfloat16"}, "data": {"context": 65536}, "train": {"batch": 2}})
-    shape = planned.shape_from_model(model)
+    shape = parallel.shape_from_model(model)
     _, expected = plan_run(config, set(), detect_machine(config, 1, H200), shape)
     assert model.ithaka_plan.layout == expected.layout and model.ithaka_plan.work == expected.work
     planned_for = dataclasses.replace(expected.layout, dtype="bfloat16", heads_per_stage=None, kernel="cpu")  # all
@@ -181,9 +181,9 @@ def big_model(**changes):
 
 def test_a_context_that_does_not_fit_is_refused(on_h200):
     start_process_group()
-    run = partial(planned.plan_model_run, big_model(), None, None, "bfloat16", None)
+    run = partial(parallel.plan_model_run, big_model(), None, None, "bfloat16", None)
     assert_refused(lambda: run(64 * 2**20, 1), "data.context=67108864", "GPU", way_out="memory.offload=host")
-    three_ranks = partial(planned.plan_model_run, big_model(), 3, None, "bfloat16", None, 4096, 1)
+    three_ranks = partial(parallel.plan_model_run, big_model(), 3, None, "bfloat16", None, 4096, 1)
     assert_refused(three_ranks, "parallel.cp=3", "1 rank", way_out="use 1,")
 
 
@@ -192,18 +192,18 @@ def test_adapters_are_planned(on_h200):
     start_process_group()
     plain = big_model()
     layout = Layout(tile_tokens=4096)
-    fully_trained = partial(planned.plan_model_run, copy.copy(plain), None, None, "bfloat16", layout, 131072, 1)
+    fully_trained = partial(parallel.plan_model_run, copy.copy(plain), None, None, "bfloat16", layout, 131072, 1)
     assert_refused(fully_trained, "data.context=131072", "GPU", way_out="memory.offload=host")
     adapted = get_peft_model(plain, LoraConfig(r=16, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]))
-    shape = planned.shape_from_model(adapted)
+    shape = parallel.shape_from_model(adapted)
     assert shape.num_trained == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    assert planned.plan_model_run(adapted, None, None, "bfloat16", None, 131072, 1).plan.fits
+    assert parallel.plan_model_run(adapted, None, None, "bfloat16", None, 131072, 1).plan.fits
 
 
 def test_a_reference_is_planned(on_h200):
     """A context that fits does not fit with a frozen copy of the model."""
     start_process_group()
-    run = partial(planned.plan_model_run, big_model(), None, None, "bfloat16", None, 131072, 1)
+    run = partial(parallel.plan_model_run, big_model(), None, None, "bfloat16", None, 131072, 1)
     assert run().plan.fits
     assert_refused(
         lambda: run(reference=True), "data.context=131072", "parameters 44.87 GiB", way_out="memory.offload=host"

@@ -7,10 +7,12 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from ithaka import evaluate as evaluating
@@ -104,8 +106,9 @@ def test_a_trace_is_answered_up_to_a_stop_token(tmp_path, monkeypatch):
 
     hf = chat_tokenizer((Path(__file__).parents[1] / "src/ithaka/data/templates/chatml.jinja").read_text())
     hf.save_pretrained(tmp_path / "model")
+    LlamaConfig().save_pretrained(tmp_path / "model")
     monkeypatch.setattr(evaluating, "prepare_model", lambda source, out: source)
-    monkeypatch.setattr(evaluating.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: Model())
+    monkeypatch.setattr(evaluating, "auto_class", lambda _: SimpleNamespace(from_pretrained=lambda *_, **__: Model()))
     turns = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "there"}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"conversations": turns}) + "\n")
     (tmp_path / "tools.json").write_text(json.dumps([{"name": "add", "input_schema": {"type": "object"}}]))
