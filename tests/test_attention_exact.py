@@ -111,12 +111,12 @@ def test_members_of_a_ring_together_compute_full_attention(fa4, kernel, mask, st
     q, k, v, dout = inputs(96, 4, 2)
     _, (out, lse, dq, dk, dv) = both(q, k, v, dout, docs=starts, **mask)
     monkeypatch.setattr(ring_plan, "ROUND_TOKENS", 20)
-    whole = ring_plan.deal_tokens(starts, 2, 4)
+    whole = ring_plan.shard_tokens(starts, 2, 4)
     monkeypatch.setattr(ring_plan, "CUT_THRESHOLDS", (0.0,))
-    for deal in (whole, ring_plan.deal_tokens(starts, 3, 1), ring_plan.contiguous_deal(96, 4)):
+    for sharding in (whole, ring_plan.shard_tokens(starts, 3, 1), ring_plan.contiguous_sharding(96, 4)):
         sums = (torch.zeros_like(k), torch.zeros_like(v))
-        for member, runs in enumerate(deal.members):
-            docs = Docs(starts, deal, member)
+        for member, runs in enumerate(sharding.members):
+            docs = Docs(starts, sharding, member)
             mine = tokens_of(runs)
             parts = [mine, *([t for of in r.received for t in tokens_of(of)] for r in docs.rounds(**mask))]
             assert set(sum(parts[1:], [])) <= seen_by(mine, starts, **mask) - set(mine)

@@ -22,7 +22,7 @@ from ithaka.attention.pairs import (
     plan_query_blocks,
     split_short_documents,
 )
-from ithaka.plan.ring import causal_pairs, deal_tokens
+from ithaka.plan.ring import causal_pairs, shard_tokens
 
 
 def visible(docs, causal, window):
@@ -211,7 +211,7 @@ def test_only_short_unequal_consecutive_documents_are_chunked():
 def test_rounds_of_a_ring_have_no_slivers(ring, context):
     """Blocks of fa4's backward on an H200 are multiples of its 132 SMs, and rounds are powers of 2."""
     block_kv = 4 * 132 * 128
-    docs = Docs((0, context), deal_tokens((0, context), ring, 8))
+    docs = Docs((0, context), shard_tokens((0, context), ring, 8))
     options = dict(causal=True, window=None, block_q=4 * block_kv, block_kv=block_kv, call_tokens=4 * block_kv)
     rounds, area = docs.rounds(), 0
     for part in range(len(rounds) + 1):

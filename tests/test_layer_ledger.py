@@ -30,7 +30,7 @@ from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.heads import head_table
 from ithaka.plan.layer_bytes import LayerBytes, layer_peaks, layer_points
-from ithaka.plan.ring import Deal
+from ithaka.plan.ring import TokenSharding
 from ithaka.plan.shape import ModelShape, Work, shape_from_config
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.memory import MemoryMap
@@ -145,11 +145,11 @@ def shape_of(case: Case) -> ModelShape:
     return shape_from_config(config_of(case).to_dict()).with_adapter(case.adapter)
 
 
-def in_turn(num_tokens: int, ring: int) -> Deal:
+def in_turn(num_tokens: int, ring: int) -> TokenSharding:
     """Half a round's tokens for each member in turn: every one sends and receives as much as it may in every round."""
     step = num_tokens if ring == 1 else ring_plan.ring_round_tokens(num_tokens // ring) // 2
     runs = [(first, step) for first in range(0, num_tokens, step)]
-    return Deal(tuple(tuple(runs[member::ring]) for member in range(ring)))
+    return TokenSharding(tuple(tuple(runs[member::ring]) for member in range(ring)))
 
 
 def run_layer(case: Case, rank: int) -> MemoryMap:

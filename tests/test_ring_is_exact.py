@@ -21,7 +21,7 @@ from ithaka.model.batch import pack_batch
 from ithaka.model.build import parallelize_model
 from ithaka.plan import ring as ring_plan
 from ithaka.plan.heads import head_table
-from ithaka.plan.ring import contiguous_deal, deal_tokens
+from ithaka.plan.ring import contiguous_sharding, shard_tokens
 from models import EXPERTS, tiny_config, tiny_model
 from parity import check, gradient_errors, plain_sum, random_ids, relative
 from reference import attention_reference
@@ -151,7 +151,7 @@ def sharded(ring, causal, kernel):
     expected = (out, *torch.autograd.grad(out, leaves, whole[3]))
     mine = slice(mesh.cp_rank * 16, (mesh.cp_rank + 1) * 16)
     own = [x[mine].detach().requires_grad_() for x in leaves]
-    docs = Docs((0, 64), contiguous_deal(64, ring), mesh.ring_group.rank())
+    docs = Docs((0, 64), contiguous_sharding(64, ring), mesh.ring_group.rank())
     ours = sharded_attention(*own, mesh.ulysses_group, ring=mesh.ring_group, causal=causal, docs=docs, kernel=kernel)
     results = (ours.detach(), *torch.autograd.grad(ours, own, whole[3][mine]))
     pairs = zip(("out", "dq", "dk", "dv"), results, expected, strict=True)
@@ -176,13 +176,13 @@ def test_sharded_attention(fa4, ring, causal, kernel, monkeypatch):
     assert len(calls) == 4 * 6
 
 
-# ---- the deal
+# ---- the sharding
 
 
-def test_one_causal_document_is_dealt_in_zigzag():
-    dealt = deal_tokens((0, 800), 4, 1)
+def test_one_causal_document_is_sharded_in_zigzag():
+    sharding = shard_tokens((0, 800), 4, 1)
     zigzag = ((0, 100), (700, 100)), ((100, 100), (600, 100)), ((200, 100), (500, 100)), ((300, 200),)
-    assert dealt.members == zigzag and dealt.balance == 1.0
+    assert sharding.members == zigzag and sharding.balance == 1.0
 
 
 @pytest.mark.parametrize("ring, sigma", diagonal([2, 4, 8], [0.5, 1.0, 1.5]))
@@ -190,26 +190,28 @@ def test_packed_documents_are_balanced(ring, sigma):
     """1000 documents, log-normal around 8K: balanced by causal area, with and without a window of 4096; few are cut."""
     lengths = torch.randn(1000, generator=torch.Generator().manual_seed(ring)).mul(sigma).exp().mul(8192).long() + 1
     starts = (0, *lengths.cumsum(0).tolist())
-    dealt = deal_tokens(starts, ring, 8)
-    assert dealt.balance < 1.05 and {sum(n for _, n in runs) for runs in dealt.members} == {dealt.num_tokens // ring}
-    assert sorted(run for runs in dealt.members for run in runs)[-1][0] < dealt.num_tokens < starts[-1] + 8 * ring
+    sharding = shard_tokens(starts, ring, 8)
+    assert sharding.balance < 1.05 and {sum(n for _, n in runs) for runs in sharding.members} == {
+        sharding.num_tokens // ring
+    }
+    assert sorted(run for runs in sharding.members for run in runs)[-1][0] < sharding.num_tokens < starts[-1] + 8 * ring
     depth = torch.cat([torch.arange(1, int(length) + 1) for length in lengths])
-    depth = F.pad(depth, (0, dealt.num_tokens - len(depth)))
+    depth = F.pad(depth, (0, sharding.num_tokens - len(depth)))
     for window in (1 << 40, 4096):
-        areas = [sum(depth[a : a + n].clamp(max=window).sum() for a, n in runs) for runs in dealt.members]
+        areas = [sum(depth[a : a + n].clamp(max=window).sum() for a, n in runs) for runs in sharding.members]
         assert max(areas) * ring < 1.05 * sum(areas)
-    inside = {edge for runs in dealt.members for run in runs for edge in (run[0], sum(run))} - set(starts)
+    inside = {edge for runs in sharding.members for run in runs for edge in (run[0], sum(run))} - set(starts)
     assert len({bisect_right(starts, edge) for edge in inside}) <= 2 * ring
 
 
 def received_tokens(starts, ring, window=None):
     """Tokens whose k and v each member receives; as many are sent, and no member does more than it may in a round."""
-    dealt = deal_tokens(starts, ring, 1)
-    of_members = [Docs((*starts, dealt.num_tokens), dealt, member).rounds(True, window) for member in range(ring)]
+    sharding = shard_tokens(starts, ring, 1)
+    of_members = [Docs((*starts, sharding.num_tokens), sharding, member).rounds(True, window) for member in range(ring)]
     counts = [[(sum(r.num_received), sum(r.num_sent)) for r in of_rounds] for of_rounds in of_members]
     for of_round in zip(*counts, strict=True):
         assert sum(received for received, _ in of_round) == sum(sent for _, sent in of_round)
-        assert max(map(max, of_round)) <= ring_plan.ring_round_tokens(dealt.num_tokens // ring)
+        assert max(map(max, of_round)) <= ring_plan.ring_round_tokens(sharding.num_tokens // ring)
     return [sum(received for received, _ in of_rounds) for of_rounds in counts]
 
 
@@ -220,13 +222,13 @@ def test_unattended_keys_are_not_sent():
     assert received_tokens((0, 1 << 20), 4, window=4096) == [4095, 2 * 4095, 2 * 4095, 4095]
 
 
-def test_inputs_determine_how_tokens_are_dealt():
-    def dealt():
+def test_inputs_determine_how_tokens_are_sharded():
+    def sharding():
         mesh, tokens = make_mesh(2, ring=2), torch.arange(40)[None]
         ways = {"document_ids": tokens // 25}, {"position_ids": tokens % 25}, {"attention_mask": tokens < 25}, {}
-        return [pack_batch(inputs, tokens, mesh).deal for inputs in ways]
+        return [pack_batch(inputs, tokens, mesh).sharding for inputs in ways]
 
-    (of_documents, of_positions, of_mask, of_nothing), _ = on_threads(2, dealt)
+    (of_documents, of_positions, of_mask, of_nothing), _ = on_threads(2, sharding)
     assert of_documents == of_positions == of_mask != of_nothing
 
 

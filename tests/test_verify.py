@@ -140,7 +140,7 @@ def shift_after_sharding(patch):
     def change(share, inputs, mesh):
         if share.labels_s is None:
             return share
-        labels_s = batch._take_own(inputs["labels"], mesh, share.docs.deal, IGNORE_INDEX)
+        labels_s = batch._take_own(inputs["labels"], mesh, share.docs.sharding, IGNORE_INDEX)
         return replace(share, labels_s=F.pad(labels_s[1:], (0, 1), value=IGNORE_INDEX))
 
     changed_share(patch, change)

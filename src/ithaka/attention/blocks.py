@@ -44,7 +44,7 @@ from ithaka.attention.pairs import (
 )
 from ithaka.config import ConfigError
 from ithaka.plan.layer_bytes import BLOCK_TOKENS, CALL_TOKENS, WHOLE_TOKENS
-from ithaka.plan.ring import Deal, RingRound, contiguous_deal, ring_rounds
+from ithaka.plan.ring import RingRound, TokenSharding, contiguous_sharding, ring_rounds
 
 Tensors = tuple[Tensor, ...]
 MAX_ELEMENTS = 2**31 - 1  # that one kernel call may address
@@ -183,16 +183,20 @@ class Docs:
 
     Create it once per batch and pass it to every call of attention: with thousands of documents, planning the schedule
     takes longer on the host than attention takes on the GPU, and each call would upload the varlen kernel's indices.
-    With a `deal`, the query rows are those of `member`, and the keys come in parts: its own, and those received in each
-    of its `rounds`. `parents` makes them a forest (not in a ring): document i continues the earlier document parents[i]
-    and attends to all of it and of its ancestors; -1: to itself only.
+    With a `sharding`, the query rows are those of `member`, and the keys come in parts: its own, and those received in
+    each of its `rounds`. `parents` makes them a forest (not in a ring): document i continues the earlier document
+    parents[i] and attends to all of it and of its ancestors; -1: to itself only.
     """
 
     def __init__(
-        self, starts: tuple[int, ...], deal: Deal | None = None, member: int = 0, parents: tuple[int, ...] = ()
+        self,
+        starts: tuple[int, ...],
+        sharding: TokenSharding | None = None,
+        member: int = 0,
+        parents: tuple[int, ...] = (),
     ) -> None:
-        self.starts, self.deal, self.parents = starts, deal or contiguous_deal(starts[-1], 1), parents
-        self.member, self.runs = member, self.deal.members[member]
+        self.starts, self.sharding, self.parents = starts, sharding or contiguous_sharding(starts[-1], 1), parents
+        self.member, self.runs = member, self.sharding.members[member]
         self.sent_bytes = 0  # by this member, so far
         self.local: dict[int, Any] = {}  # by halo: the LocalDocs of this rank (attention/delta_rule.py)
         if starts[0] != 0 or any(b < a for a, b in zip(starts, starts[1:], strict=False)):
@@ -208,9 +212,9 @@ class Docs:
     def rounds(self, causal: bool = True, window: int | None = None) -> list[RingRound]:
         """The rounds in which this member receives other members' keys: as many on all members, maybe none."""
         if (causal, window) not in self._rounds:
-            members = self.deal.members if len(self.deal.members) > 1 else ()
+            members = self.sharding.members if len(self.sharding.members) > 1 else ()
             visible = [visible_keys(document_spans(self.starts, runs), causal, window) for runs in members]
-            self._rounds[causal, window] = ring_rounds(self.deal, visible, self.member) if members else []
+            self._rounds[causal, window] = ring_rounds(self.sharding, visible, self.member) if members else []
         return self._rounds[causal, window]
 
     def split(self, chunk: int) -> "Docs":
@@ -228,7 +232,7 @@ class Docs:
                     last = len(starts) - 1
                 ends.append((last, depth + b - a))
             tree = tuple(parents) if max(parents, default=-1) >= 0 else ()
-            self._chunked[chunk] = Docs((*starts, self.starts[-1]), self.deal, self.member, tree)
+            self._chunked[chunk] = Docs((*starts, self.starts[-1]), self.sharding, self.member, tree)
         return self._chunked[chunk]
 
     def num_keys(self, part: int, causal: bool, window: int | None) -> int:
@@ -368,7 +372,7 @@ def _plan_call(
         )
     if window is not None and (window < 1 or not causal):
         raise ConfigError(f"window={window} with causal={causal}: use a window of at least 1 and causal=True")
-    ends = docs.deal.num_tokens if len(docs.deal.members) > 1 else num_tokens
+    ends = docs.sharding.num_tokens if len(docs.sharding.members) > 1 else num_tokens
     if docs.starts[-1] != ends:
         raise ConfigError(f"docs end at {docs.starts[-1]}; they must ascend from 0 to the {ends} tokens")
     assert len(k) == docs.num_keys(part, causal, window)

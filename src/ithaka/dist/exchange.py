@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ithaka.plan.ring import Deal, RingRound
+from ithaka.plan.ring import TokenSharding, RingRound
 
 SINGLE_RANK: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # stands in for a process group
 # The name in torch 2.13, or the earlier one.
@@ -88,8 +88,8 @@ def start_uneven_all_to_all(
     return Exchange(received, send, work)
 
 
-def to_sequence_order(by_member_R: torch.Tensor, deal: Deal) -> torch.Tensor:
+def to_sequence_order(by_member_R: torch.Tensor, sharding: TokenSharding) -> torch.Tensor:
     """Reorder tokens that are grouped by ring member into sequence order."""
-    if len(deal.members) == 1:
+    if len(sharding.members) == 1:
         return by_member_R
-    return torch.cat([by_member_R[row : row + length] for row, length in deal.in_order])
+    return torch.cat([by_member_R[row : row + length] for row, length in sharding.in_order])

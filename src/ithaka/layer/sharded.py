@@ -15,7 +15,7 @@ from ithaka.config import ConfigError
 from ithaka.dist.exchange import SINGLE_RANK
 from ithaka.layer.stages import ExchangedAttention
 from ithaka.plan.heads import EMPTY_SLOT, flatten_heads, head_table
-from ithaka.plan.ring import contiguous_deal
+from ithaka.plan.ring import contiguous_sharding
 
 
 def sharded_attention(
@@ -44,7 +44,8 @@ def sharded_attention(
     each (a, b, c, d), queries [a, b) of the full sequence attend to keys [c, d). A query in no range outputs 0.
 
     `ring` is the group of ranks at the same position in r such groups. The sequence is then c * r * s tokens long, and
-    group j has the c * s tokens from j * c * s on, or those of `Docs(starts, deal, j)`. k and v circulate in the ring.
+    group j has the c * s tokens from j * c * s on, or those of `Docs(starts, sharding, j)`. k and v circulate in the
+    ring.
     """
     batch = len(q_sHK) if q_sHK.dim() == 4 else None
     if batch is not None:  # sequences become additional heads
@@ -64,7 +65,7 @@ def sharded_attention(
                 raise ConfigError(f"{name} cannot be combined with {why}; describe the mask with ranges instead")
         docs = BlockMask([(0, num_tokens, 0, num_keys)] if ranges is None else ranges, num_tokens, num_keys)
     elif not isinstance(docs, Docs):
-        docs = Docs(docs or (0, num_tokens), contiguous_deal(num_tokens, members.size()), members.rank())
+        docs = Docs(docs or (0, num_tokens), contiguous_sharding(num_tokens, members.size()), members.rank())
     spec = AttentionSpec(scale=scale, causal=causal, window=window, docs=docs, kernel=kernel, blocks=blocks)
     sent = [_to_exchange_layout(x, heads) for x, heads in ((q_sHK, query_heads), (k_sGK, kv_heads), (v_sGK, kv_heads))]
     out_csnK = ExchangedAttention.apply(table, ranks, members, spec, *sent)

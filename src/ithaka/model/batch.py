@@ -1,7 +1,7 @@
 """Cut a batch of rows into this rank's share of one packed sequence.
 
 Shapes: B rows of N tokens; S the flat sequence of B * N tokens, padded to a multiple of cp; s = S / cp tokens per rank.
-In a ring, each member gets the chunks of its `Deal`, and its ranks split them in order, s tokens each.
+In a ring, each member gets the chunks of its `TokenSharding`, and its ranks split them in order, s tokens each.
 Rows become documents of the packed sequence, as do the documents inside rows: below this file there is no batch dim.
 With `parents`, documents are nodes of a forest, and a node's last token predicts the first token of each child. The
 label of a child that follows its parent is in the usual place. All others are *branch labels*: they come after the s
@@ -22,7 +22,7 @@ from ithaka.attention.blocks import Docs
 from ithaka.dist.exchange import all_gather, to_sequence_order
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import IGNORE_INDEX
-from ithaka.plan.ring import Deal, deal_tokens
+from ithaka.plan.ring import TokenSharding, shard_tokens
 from ithaka.plan.shape import span_pairs
 
 INPUTS = ("input_ids", "labels", "position_ids", "attention_mask", "document_ids", "shift_labels", "parents")
@@ -51,7 +51,7 @@ class PackedBatch:
 
     starts: tuple[int, ...]  # cumulative starts of documents, (0, ..., S); padding is a document
     parents: tuple[int, ...]  # as in `Docs`: empty if they were not passed
-    deal: Deal
+    sharding: TokenSharding
     num_tokens: int  # without padding to a multiple of cp
 
     def positions(self) -> Tensor:
@@ -114,16 +114,18 @@ def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
         shifted_BN, rows_e = _at_tokens(labels_BN, table, IGNORE_INDEX), rows[mesh.cp_rank].to(mesh.device)
         labels_s = shifted_BN[mesh.cp_rank].to(mesh.device)
     elif shifted_BN is not None:
-        labels_s = _take_own(shifted_BN, mesh, packing.deal, IGNORE_INDEX)
+        labels_s = _take_own(shifted_BN, mesh, packing.sharding, IGNORE_INDEX)
 
-    deal = packing.deal
+    sharding = packing.sharding
     return Share(
-        ids_s=_take_own(ids_BN, mesh, deal, 0),
-        positions_s=_take_own(positions_BN, mesh, deal, 0),
+        ids_s=_take_own(ids_BN, mesh, sharding, 0),
+        positions_s=_take_own(positions_BN, mesh, sharding, 0),
         labels_s=labels_s,
         branch_rows_e=rows_e,
-        real_s=_take_own(torch.ones_like(ids_BN, dtype=torch.bool) if mask_BN is None else mask_BN, mesh, deal, False),
-        docs=Docs(packing.starts, deal, mesh.ring_group.rank(), packing.parents),
+        real_s=_take_own(
+            torch.ones_like(ids_BN, dtype=torch.bool) if mask_BN is None else mask_BN, mesh, sharding, False
+        ),
+        docs=Docs(packing.starts, sharding, mesh.ring_group.rank(), packing.parents),
         num_valid=0 if shifted_BN is None else int((shifted_BN != IGNORE_INDEX).sum()),
         num_positions=1 + int(positions_BN.max()),
     )
@@ -154,9 +156,9 @@ def _pack(
 ) -> PackedBatch:  # fmt: skip
     starts = _document_starts(rows_BN, positions_BN, mask_BN, documents_BN)
     parents = _read_parents(starts, documents_BN, parents_BN, mask_BN)
-    deal = deal_tokens((*starts, rows_BN.numel()), mesh.ring_group.size(), mesh.ulysses_group.size())
-    ends = tuple(dict.fromkeys((rows_BN.numel(), deal.num_tokens)))
-    return PackedBatch((*starts, *ends), parents + (-1,) * (len(ends) - 1) * bool(parents), deal, rows_BN.numel())
+    sharding = shard_tokens((*starts, rows_BN.numel()), mesh.ring_group.size(), mesh.ulysses_group.size())
+    ends = tuple(dict.fromkeys((rows_BN.numel(), sharding.num_tokens)))
+    return PackedBatch((*starts, *ends), parents + (-1,) * (len(ends) - 1) * bool(parents), sharding, rows_BN.numel())
 
 
 def _read_parents(
@@ -199,7 +201,7 @@ def take_label_share(rows_BN: Tensor, mesh: Mesh, packing: PackedBatch, fill: fl
     `fill` is for tokens that predict no label: the last of a row, and padding.
     """
     if not packing.parents:
-        return _take_own(_shift_left(rows_BN, fill), mesh, packing.deal, fill)
+        return _take_own(_shift_left(rows_BN, fill), mesh, packing.sharding, fill)
     table, _ = packing.label_table(mesh.cp_size)
     return _at_tokens(rows_BN, table[mesh.cp_rank].to(rows_BN.device), fill).to(mesh.device)
 
@@ -214,15 +216,15 @@ def _shift_left(rows_BN: Tensor, fill: float) -> Tensor:
     return F.pad(rows_BN[:, 1:], (0, 1), value=fill)
 
 
-def _take_own(rows_BN: Tensor, mesh: Mesh, deal: Deal, fill: float) -> Tensor:
-    return take_own_tokens(rows_BN.reshape(-1), mesh, deal, fill).to(mesh.device, copy=True)
+def _take_own(rows_BN: Tensor, mesh: Mesh, sharding: TokenSharding, fill: float) -> Tensor:
+    return take_own_tokens(rows_BN.reshape(-1), mesh, sharding, fill).to(mesh.device, copy=True)
 
 
-def take_own_tokens(flat_S: Tensor, mesh: Mesh, deal: Deal, fill: float) -> Tensor:
+def take_own_tokens(flat_S: Tensor, mesh: Mesh, sharding: TokenSharding, fill: float) -> Tensor:
     """Return this rank's tokens, [s, ...] of [S, ...], padded with `fill`."""
-    chunks = [flat_S[start : start + length] for start, length in deal.members[mesh.ring_group.rank()]]
+    chunks = [flat_S[start : start + length] for start, length in sharding.members[mesh.ring_group.rank()]]
     member = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-    s = deal.num_tokens // mesh.cp_size
+    s = sharding.num_tokens // mesh.cp_size
     own_s = member[mesh.ulysses_group.rank() * s :][:s]
     return F.pad(own_s, (0, 0) * (own_s.dim() - 1) + (0, s - len(own_s)), value=fill)
 
@@ -234,16 +236,16 @@ class GatherTokens(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, local_sV, mesh, deal, shape):
-        ctx.mesh, ctx.deal, V = mesh, deal, local_sV.shape[1]
+    def forward(ctx, local_sV, mesh, sharding, shape):
+        ctx.mesh, ctx.sharding, V = mesh, sharding, local_sV.shape[1]
         full_SV = local_sV.new_empty(mesh.cp_size * len(local_sV), V)
         all_gather(full_SV, local_sV.contiguous(), group=mesh.cp_group)
-        full_SV = to_sequence_order(full_SV, deal)
+        full_SV = to_sequence_order(full_SV, sharding)
         return local_sV.new_empty(0).set_(full_SV.untyped_storage(), 0, (*shape, V))
 
     @staticmethod
     def backward(ctx, dfull_BNV):
-        return take_own_tokens(dfull_BNV.flatten(0, 1), ctx.mesh, ctx.deal, 0), None, None, None
+        return take_own_tokens(dfull_BNV.flatten(0, 1), ctx.mesh, ctx.sharding, 0), None, None, None
 
 
 def to_integers(name: str, tensor: Tensor) -> Tensor:

@@ -356,7 +356,7 @@ class _LossHead:
             head = ScaledHead(head, 1 / call.temperature)
         if labels_s is None:
             logits_sV = head.logits(x_sD)
-            return GatherTokens.apply(logits_sV, call.mesh, call.share.docs.deal, call.shape)
+            return GatherTokens.apply(logits_sV, call.mesh, call.share.docs.sharding, call.shape)
         num_logits = model.get_output_embeddings().weight.shape[0]
         tile = logits_tile_tokens(self.tile_tokens, len(x_sD), num_logits * x_sD.element_size())
         inputs = x_sD.contiguous(), labels_s, head, tile  # a user's hook may have returned a view
@@ -441,7 +441,7 @@ def _number_tokens(call: CheckedCall, num_calls: int) -> Tensor:
     mesh, (num_rows, length) = call.mesh, call.shape
     sequences_B = (num_calls * num_rows + torch.arange(num_rows)) * mesh.dp_size + mesh.dp_rank
     tokens_BN = (sequences_B[:, None] << POSITION_BITS) + torch.arange(length)
-    return take_own_tokens(tokens_BN.flatten(), mesh, call.share.docs.deal, 0).to(mesh.device)
+    return take_own_tokens(tokens_BN.flatten(), mesh, call.share.docs.sharding, 0).to(mesh.device)
 
 
 def _run_streamed_layers(model: PreTrainedModel, call: CheckedCall) -> Tensor:

@@ -214,7 +214,7 @@ def _take_expert_indices(model: Any, given: Tensor, shape: torch.Size, share: Sh
     if given.min() < 0 or given.max() >= num_experts:
         found = f"{int(given.min())} to {int(given.max())}"
         raise ValueError(f"expert_indices has values from {found}; use 0 to {num_experts - 1}")
-    return take_own_tokens(given.flatten(0, 1).to("cpu", torch.int16), mesh, share.docs.deal, 0).to(mesh.device)
+    return take_own_tokens(given.flatten(0, 1).to("cpu", torch.int16), mesh, share.docs.sharding, 0).to(mesh.device)
 
 
 def _documents_from_lengths(ends: Tensor, input_ids: Tensor) -> Tensor:

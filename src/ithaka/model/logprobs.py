@@ -14,7 +14,7 @@ from ithaka.config import ConfigError
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import TokenResults
 from ithaka.model.batch import GatherTokens, pack_batch, take_label_share
-from ithaka.plan.ring import contiguous_deal
+from ithaka.plan.ring import contiguous_sharding
 
 
 def token_logprobs(
@@ -53,10 +53,10 @@ def token_logprobs_and_aux(
         slots = torch.full((packing.starts[-1] + 1,), len(tokens))  # by token; len(tokens): no label
         slots[tokens] = torch.arange(len(tokens))
         slots = slots[: input_ids.numel()].to(values_s4.device)
-        values_1l4 = GatherTokens.apply(values_s4, mesh, contiguous_deal(len(tokens), 1), (1, len(tokens)))
+        values_1l4 = GatherTokens.apply(values_s4, mesh, contiguous_sharding(len(tokens), 1), (1, len(tokens)))
         values_BN4 = F.pad(values_1l4[0], (0, 0, 0, 1))[slots].view(*input_ids.shape, 4)
     else:
-        values_BN4 = GatherTokens.apply(values_s4, mesh, packing.deal, input_ids.shape)
+        values_BN4 = GatherTokens.apply(values_s4, mesh, packing.sharding, input_ids.shape)
         values_BN4 = F.pad(values_BN4[:, :-1], (0, 0, 1, 0))
     logprobs_BN, entropies_BN, correct_BN, means_BN = values_BN4.unbind(-1)
     return TokenResults(logprobs_BN, entropies_BN, correct_BN.bool(), means_BN.detach()), out.aux_loss

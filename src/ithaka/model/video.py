@@ -38,7 +38,7 @@ from ithaka.model.save import save_pretrained
 from ithaka.model.video_blocks import FAMILIES, Ltx, SelfAttention, Tokens, Wan, find_family, probe_block, read_facts
 from ithaka.phases import mark_backward, phase
 from ithaka.plan.heads import head_table
-from ithaka.plan.ring import contiguous_deal
+from ithaka.plan.ring import contiguous_sharding
 
 
 def parallelize_transformer(
@@ -200,12 +200,12 @@ class VideoTransformer:
         clip = {name: self._share_input(value) for name, value in clip.items()}
         patches_SC, steps = family.cut(**clip), clip["timestep"].flatten()
         num_patches, c = len(patches_SC), mesh.cp_size
-        deal = contiguous_deal(-(-num_patches // c) * c, mesh.ring_group.size())
-        take_own = partial(take_own_tokens, mesh=mesh, deal=deal, fill=0)
+        sharding = contiguous_sharding(-(-num_patches // c) * c, mesh.ring_group.size())
+        take_own = partial(take_own_tokens, mesh=mesh, sharding=sharding, fill=0)
         steps_U, steps_s = _find_distinct(steps if len(steps) == 1 else take_own(steps))
         tokens = Tokens(family.rotary, take_own(family.positions(**clip)).to(mesh.device), steps_s)
-        starts = (0, *dict.fromkeys((num_patches, deal.num_tokens)))  # padding is a document
-        self.batch.docs = Docs(starts, deal, mesh.ring_group.rank())
+        starts = (0, *dict.fromkeys((num_patches, sharding.num_tokens)))  # padding is a document
+        self.batch.docs = Docs(starts, sharding, mesh.ring_group.rank())
         with phase("embedding"):
             condition = family.condition(steps_U, **{k: v for k, v in clip.items() if k != "timestep"})
             x_sD = mark_backward(family.embed(take_own(patches_SC)).to(self.dtype), "embedding backward")
@@ -217,7 +217,7 @@ class VideoTransformer:
             self.batch.docs = None
         with phase("loss"):
             out_sC = self._run_head(x_1sD[0], condition.embedded_UD, tokens)
-            return family.join(GatherTokens.apply(out_sC, mesh, deal, (1, num_patches)), **clip)
+            return family.join(GatherTokens.apply(out_sC, mesh, sharding, (1, num_patches)), **clip)
 
     def _share_input(self, value: Any) -> Any:
         """An argument on this rank's device. Floats are as wide as the modules around the blocks."""

@@ -30,7 +30,7 @@ from ithaka.model.batch import MEDIA, OwnPixels, Share, divide_frames, split_pos
 from ithaka.model.calls import CallChecker, CheckedCall
 from ithaka.model.families import find_decoder
 from ithaka.phases import mark_backward, phase
-from ithaka.plan.ring import Deal
+from ithaka.plan.ring import TokenSharding
 from ithaka.plan.shape import FRAME_PATCHES, PATCHES_PER_TILE
 
 ARGUMENTS = (*(name for names in MEDIA.values() for name in names), "mm_token_type_ids", "second_per_grid_ts")
@@ -92,7 +92,7 @@ class VisionChecker(CallChecker):
         if axes_3S is None:
             positions_3s = share.positions_s.expand(3, -1)
         else:
-            positions_3s = take_own_tokens(axes_3S.t(), self.mesh, share.docs.deal, 0).t().to(self.mesh.device)
+            positions_3s = take_own_tokens(axes_3S.t(), self.mesh, share.docs.sharding, 0).t().to(self.mesh.device)
             counts = counts[0], 1 + int(axes_3S.max()), *counts[2:]
         media = frames.take_share(share, self.mesh)
         share = replace(share, positions_s=positions_3s)
@@ -178,14 +178,14 @@ class _Frames:
             first, last = first - pixels.shape[0], last - pixels.shape[0]
         pixels_PC = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else torch.zeros(0, 1, device=mesh.device)
         grids_f3 = self.grids_f3[cuts[mesh.cp_rank] : cuts[mesh.cp_rank + 1]]
-        features_cs = _by_rank(self.features_S, share.docs.deal, mesh.cp_size)
+        features_cs = _by_rank(self.features_S, share.docs.sharding, mesh.cp_size)
         return Media(pixels_PC, grids_f3, make_route(features_cs, bounds // self.merged, mesh))
 
 
-def _by_rank(flat_S: Tensor, deal: Deal, num_ranks: int) -> Tensor:
+def _by_rank(flat_S: Tensor, sharding: TokenSharding, num_ranks: int) -> Tensor:
     """Return the values at the tokens of each rank, [cp, s]; -1 at padding."""
-    padded = F.pad(flat_S, (0, deal.num_tokens - len(flat_S)), value=-1)
-    chunks = [padded[start : start + length] for runs in deal.members for start, length in runs]
+    padded = F.pad(flat_S, (0, sharding.num_tokens - len(flat_S)), value=-1)
+    chunks = [padded[start : start + length] for runs in sharding.members for start, length in runs]
     return torch.cat(chunks).view(num_ranks, -1)
 
 

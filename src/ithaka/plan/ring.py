@@ -25,7 +25,9 @@ TokenRange = tuple[int, int]  # first token, number of tokens
 
 
 @dataclass(frozen=True)
-class Deal:
+class TokenSharding:
+    """The tokens of each ring member."""
+
     members: tuple[tuple[TokenRange, ...], ...]  # tokens of each member, ascending
     balance: float = 1.0  # causal query-key pairs of the busiest member over the mean, ignoring windows
 
@@ -43,20 +45,20 @@ class Deal:
         return [(row, length) for _, row, length in sorted(placed)]
 
 
-def contiguous_deal(num_tokens: int, ring: int) -> Deal:
+def contiguous_sharding(num_tokens: int, ring: int) -> TokenSharding:
     size = num_tokens // ring
-    return Deal(tuple(((member * size, size),) for member in range(ring)))
+    return TokenSharding(tuple(((member * size, size),) for member in range(ring)))
 
 
-def deal_tokens(starts: Sequence[int], ring: int, ulysses: int) -> Deal:
-    """The balanced deal that cuts fewest documents, or the best balanced one. `starts`: cumulative starts of documents,
-    (0, ..., S). Tokens from S to a multiple of ring * ulysses are padding."""
+def shard_tokens(starts: Sequence[int], ring: int, ulysses: int) -> TokenSharding:
+    """Return the balanced sharding that cuts fewest documents, or the best balanced one. `starts`: cumulative starts of
+    documents, (0, ..., S). Tokens from S to a multiple of ring * ulysses are padding."""
     size = -(-starts[-1] // (ring * ulysses)) * ulysses
     if ring == 1:
-        return contiguous_deal(size, 1)
-    best = Deal((), balance=float("inf"))
+        return contiguous_sharding(size, 1)
+    best = TokenSharding((), balance=float("inf"))
     for threshold in CUT_THRESHOLDS:
-        best = min(best, _deal_documents(starts, ring, size, threshold), key=lambda deal: deal.balance)
+        best = min(best, _shard_documents(starts, ring, size, threshold), key=lambda sharding: sharding.balance)
         if best.balance <= MAX_IMBALANCE:
             break
     return best
@@ -67,7 +69,7 @@ def causal_pairs(rows: int) -> int:
     return rows * (rows + 1) // 2
 
 
-def _deal_documents(starts: Sequence[int], ring: int, size: int, threshold: float) -> Deal:
+def _shard_documents(starts: Sequence[int], ring: int, size: int, threshold: float) -> TokenSharding:
     documents = sorted((a - b, a) for a, b in pairwise(starts))  # longest first
     mean = max(1.0, sum(causal_pairs(-length) for length, _ in documents) / ring)
     members: list[list[TokenRange]] = [[] for _ in range(ring)]
@@ -106,7 +108,7 @@ def _deal_documents(starts: Sequence[int], ring: int, size: int, threshold: floa
         members[member] += [(padding, room)] if room else []
         padding += room
     merged = tuple(tuple(_merge(sorted(ranges))) for ranges in members)
-    return Deal(merged, max(pairs) * ring / max(1, sum(pairs)))
+    return TokenSharding(merged, max(pairs) * ring / max(1, sum(pairs)))
 
 
 def _shares(length: int, rooms: Sequence[int]) -> Iterator[int]:
@@ -152,14 +154,14 @@ def ring_round_tokens(member_tokens: int) -> int:
     return max(ROUND_TOKENS, -(-member_tokens // ROUNDS))
 
 
-def ring_rounds(deal: Deal, seen: Sequence[Sequence[TokenRange]], member: int) -> list[RingRound]:
+def ring_rounds(sharding: TokenSharding, seen: Sequence[Sequence[TokenRange]], member: int) -> list[RingRound]:
     """The rounds of `member`; all members have the same number. `seen`: keys that each member's rows attend to,
     ascending."""
-    ring, own = len(deal.members), deal.members[member]
+    ring, own = len(sharding.members), sharding.members[member]
     firsts, row_of = [first for first, _ in own], [0, *accumulate(length for _, length in own)]
     received, sent = (defaultdict[tuple[int, int], list[TokenRange]](list) for _ in range(2))
     num_rounds = 0
-    for number, owner, receiver, (start, length) in _transfers(deal, seen):
+    for number, owner, receiver, (start, length) in _transfers(sharding, seen):
         num_rounds = max(num_rounds, number + 1)
         if receiver == member:
             received[number, owner].append((start, length))
@@ -172,18 +174,20 @@ def ring_rounds(deal: Deal, seen: Sequence[Sequence[TokenRange]], member: int) -
     ]
 
 
-def _transfers(deal: Deal, seen: Sequence[Sequence[TokenRange]]) -> Iterator[tuple[int, int, int, TokenRange]]:
+def _transfers(
+    sharding: TokenSharding, seen: Sequence[Sequence[TokenRange]]
+) -> Iterator[tuple[int, int, int, TokenRange]]:
     """Yield (round, owner, receiver, tokens), nearest members first. If every member needs all tokens, every member
     sends and receives in every round."""
-    ring = len(deal.members)
-    max_tokens = ring_round_tokens(deal.num_tokens // ring)
+    ring = len(sharding.members)
+    max_tokens = ring_round_tokens(sharding.num_tokens // ring)
     used: defaultdict[tuple[str, int, int], int] = defaultdict(int)  # tokens by direction, member and round
     num_full: defaultdict[tuple[str, int], int] = defaultdict(int)  # leading rounds without room
     for step in range(1, ring):
         for receiver in range(ring):
             owner = (receiver - step) % ring
             ends = (("from", owner), ("to", receiver))
-            for start, length in _intersect(deal.members[owner], seen[receiver]):
+            for start, length in _intersect(sharding.members[owner], seen[receiver]):
                 num_pieces = -(-length // max_tokens)
                 for i in range(num_pieces):
                     low, high = i * length // num_pieces, (i + 1) * length // num_pieces

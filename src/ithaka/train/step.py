@@ -200,7 +200,7 @@ def train_step(
         part.backward()
         total_loss += part.detach()
         own_losses.append(own)
-        max_pairs.append(own_pairs * out.docs.deal.balance)
+        max_pairs.append(own_pairs * out.docs.sharding.balance)
         ring_bytes += out.docs.sent_bytes
         if out.aux_loss is not None:
             has_aux_loss = True
