@@ -73,8 +73,8 @@ def configured(folder, base, adapter, **sections):
 def recorded(config):
     """Train, and return (micro-batches of each step, losses)."""
     trainer, seen, losses = prepare(run := valid(config)), [], []
-    if not config.adapter.modules_to_save:
-        assert trainer.num_params - trainer.num_trained == run.shape.num_parameters
+    added = sum(param.numel() for name, param in trainer.model.named_parameters() if "lora_" in name)
+    assert added and trainer.num_params == run.shape.num_parameters + added
     while trainer.step < config.train.steps:
         batches = [trainer.data.next_batch() for _ in range(config.train.accumulate)]
         losses.append(trainer.advance(batches)[0].loss)
