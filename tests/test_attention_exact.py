@@ -138,7 +138,7 @@ def test_members_of_a_ring_together_compute_full_attention(fa4, kernel, mask, st
 def written(fa4, monkeypatch):
     """Whether the kernel got dk and dv to write, of each call of its backward."""
     for dtype in KERNELS["fa4"].dtypes:
-        resolve_kernel("fa4", torch.device("cpu"), dtype, 16)  # its trial is over
+        resolve_kernel("fa4", torch.device("cpu"), dtype, 16)  # its test is over
     calls, backward = [], fake_fa4._flash_attn_bwd
 
     def watched(*inputs, dk, dv, **how):

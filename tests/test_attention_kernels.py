@@ -247,10 +247,10 @@ def test_a_keyboard_interrupt_ends_a_trial(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_trial_takes_no_random_numbers_and_passes_in_any_mode(dtype):
-    fresh = replace(KERNELS["cpu"], name=str(dtype))  # one that no trial has been made of
+    fresh = replace(KERNELS["cpu"], name=str(dtype))  # one that was not tested yet
     before = torch.get_rng_state()
     with torch.inference_mode():
-        assert choose._run_trial(fresh, CPU, dtype, 40) is None
+        assert choose._test_kernel(fresh, CPU, dtype, 40) is None
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -344,11 +344,11 @@ def gpu_of(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(kernels, "version", installed if callable(installed) else lambda package: installed)
         compared = lambda kernel, *_: trials.get(kernel.name)  # noqa: E731
-        choose._run_trial.cache_clear()
+        choose._test_kernel.cache_clear()
         monkeypatch.setattr(choose, "_compare_with_reference", compared)
 
     yield pretend
-    choose._run_trial.cache_clear()
+    choose._test_kernel.cache_clear()
     choose._choose_kernel.cache_clear()
 
 

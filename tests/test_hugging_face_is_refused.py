@@ -148,7 +148,7 @@ def on_h200(monkeypatch):
 
 @pytest.mark.parametrize("kernel", ["fa4", "cudnn"])
 def test_a_context_is_planned_with_the_kernel_that_runs(on_h200, monkeypatch, kernel):
-    """The kernel is only known after a trial on the GPU."""
+    """The kernel is only known after a test on the GPU."""
     model = tiny_model(tiny_config("llama", max_position_embeddings=65536), torch.bfloat16)
     start_process_group()
     with monkeypatch.context() as patch:

@@ -166,7 +166,7 @@ def run_layer(case: Case, rank: int) -> MemoryMap:
     params = [p for p in block.parameters() if p.requires_grad]
     positions = Positions(torch.arange(TOKENS), rotary.inv_freq, rotary.attention_scaling)
     leaf_sD = torch.randn(TOKENS, model.config.hidden_size, dtype=case.dtype, requires_grad=True)
-    resolve_kernel("auto", torch.device("cpu"), case.dtype, parts.head_dim)  # its trial is no part of a layer
+    resolve_kernel("auto", torch.device("cpu"), case.dtype, parts.head_dim)  # its test is no part of a layer
     with LiveBytes() as live:
         x_sD = leaf_sD * 1.0
         of_x = get_gradient_edge(x_sD)

@@ -151,7 +151,7 @@ def test_plans_assume_the_kernel_that_training_uses(tmp_path, monkeypatch, asked
 
 
 def test_a_run_reports_a_kernel_that_differs_from_the_plan():
-    """A kernel may fail its trial run, which needs a GPU."""
+    """A kernel may fail its test, which needs a GPU."""
     plan = SimpleNamespace(hardware=node(H100))  # with cuDNN: flash-attn-4 is not installed
     found = [
         watch._describe_planned_kernel(SimpleNamespace(kernel=kernel, run=SimpleNamespace(plan=planned)))

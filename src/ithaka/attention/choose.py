@@ -88,7 +88,7 @@ def agree_on_kernel(
 def _choose_kernel(kernels: tuple[Kernel, ...], device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
     for kernel in kernels:
         unsupported = _why_unsupported(kernel, device, dtype, head_dim)
-        failure = unsupported or _run_trial(kernel, device, dtype, head_dim)
+        failure = unsupported or _test_kernel(kernel, device, dtype, head_dim)
         if failure is None:
             return kernel
         if unsupported is None and is_local_rank_0():  # once per machine
@@ -98,7 +98,7 @@ def _choose_kernel(kernels: tuple[Kernel, ...], device: torch.device, dtype: tor
 
 def _why_unusable(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Return why this kernel cannot be used on this machine, and a fix; None if it can."""
-    return _why_unsupported(kernel, device, dtype, head_dim) or _run_trial(kernel, device, dtype, head_dim)
+    return _why_unsupported(kernel, device, dtype, head_dim) or _test_kernel(kernel, device, dtype, head_dim)
 
 
 def _why_unsupported(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -126,7 +126,7 @@ _RESULT_NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 @cache
-def _run_trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def _test_kernel(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Run the kernel on small random data; return what is wrong, or None.
 
     Only a test shows what this build of PyTorch or cuDNN accepts and computes correctly.

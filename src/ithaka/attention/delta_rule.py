@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from ithaka.attention.delta_kernels import NORM_EPS, FusedSegment, runs_in_kernels
 from ithaka.plan.layer_bytes import CHUNK_TOKENS, SEGMENT_ROWS
 
-TRIAL_TOLERANCE = 0.02  # relative norm of a difference; bf16 explains about a third
+TEST_TOLERANCE = 0.02  # relative norm of a difference; bf16 explains about a third
 
 
 class LocalDocs:
@@ -312,7 +312,7 @@ def _compare_with_plain(
         found.append([out, after, segment.backward(state.to(to), dout.to(to), dstate.to(to)), *inputs])
     names = ("out", "state", "dstate", "dq", "dk", "dv", "dg", "dbeta")
     errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(*found, strict=True)]
-    wrong = [f"{name} by {error:.1e}" for name, error in zip(names, errors, strict=True) if not error < TRIAL_TOLERANCE]
+    wrong = [f"{name} by {error:.1e}" for name, error in zip(names, errors, strict=True) if not error < TEST_TOLERANCE]
     return f"is wrong here, off in {', '.join(wrong)}" if wrong else None
 
 

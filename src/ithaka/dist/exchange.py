@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ithaka.plan.ring import TokenSharding, RingRound
+from ithaka.plan.ring import RingRound, TokenSharding
 
 SINGLE_RANK: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # stands in for a process group
 # The name in torch 2.13, or the earlier one.
