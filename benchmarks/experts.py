@@ -1,7 +1,9 @@
-"""Time the weight gradients of experts: PyTorch's grouped matmul, the same plus an fp32 sum, and ithaka's fused kernel.
+"""Time the grouped matmuls of experts by tile: forward, and weight gradients by PyTorch's grouped matmul, by the same
+plus an fp32 sum, and by ithaka's fused kernel.
 
-python benchmarks/experts.py                      # one GPU
-python benchmarks/experts.py --tokens 64 --small  # a CPU
+python benchmarks/experts.py                               # one GPU
+python benchmarks/experts.py --tokens 2048,4096,8192       # smaller tiles: fewer rows per expert
+python benchmarks/experts.py --tokens 64 --small           # a CPU
 """
 
 from __future__ import annotations
@@ -43,11 +45,14 @@ def measure(name: str, num_experts: int, k: int, sizes: tuple[tuple[int, int], .
     device = default_device()
     generator = torch.Generator(device).manual_seed(0)
     rows = Rows.sort(torch.rand(tokens, num_experts, generator=generator, device=device).topk(k).indices, num_experts)
-    row: dict[str, Any] = {"model": name, "tokens": tokens, "grouped ms": 0.0, "and sum ms": 0.0, "added ms": 0.0}
+    row: dict[str, Any] = {"model": name, "tokens": tokens, "rows per expert": tokens * k // num_experts}
+    row |= {"forward ms": 0.0, "grouped ms": 0.0, "and sum ms": 0.0, "added ms": 0.0}
     for D, N in sizes:
         a, b = (torch.randn(tokens * k, n, generator=generator, device=device).bfloat16() for n in (D, N))
         total = torch.zeros(num_experts, D, N, device=device)
+        weight = torch.randn(num_experts, D, N, generator=generator, device=device).bfloat16()
         calls: dict[str, Callable[[], Any]] = {
+            "forward ms": lambda b=b, weight=weight: multiply_groups(b, weight.transpose(1, 2), rows.ends_E),
             "grouped ms": lambda a=a, b=b: multiply_groups(a.t(), b, rows.ends_E),
             "and sum ms": lambda a=a, b=b, total=total: total.add_(multiply_groups(a.t(), b, rows.ends_E)),
             "added ms": lambda a=a, b=b, total=total: add_products(total, a, b, rows.ends_E),
@@ -55,16 +60,18 @@ def measure(name: str, num_experts: int, k: int, sizes: tuple[tuple[int, int], .
         for label, call in calls.items():
             row[label] += 1000 * time_call(call, device)
     flops = 2 * tokens * k * sum(D * N for D, N in sizes)
-    return row | {"added TFLOP/s": flops / row["added ms"] / 1e9}
+    return row | {f"{label} TFLOP/s": flops / row[f"{label} ms"] / 1e9 for label in ("forward", "grouped", "added")}
 
 
 def main(
-    tokens: Annotated[int, typer.Option(min=8, help="Tokens in a tile.")] = 16384,
+    tokens: Annotated[str, typer.Option(help="Tokens in a tile, one or several.")] = "16384",
     small: Annotated[bool, typer.Option("--small")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Time the weight gradients of experts."""
-    print_rows([measure(name, *shape, tokens) for name, shape in (SMALL if small else SHAPES).items()], as_json)
+    """Time the grouped matmuls of experts."""
+    shapes = (SMALL if small else SHAPES).items()
+    rows = [measure(name, *shape, int(tile)) for name, shape in shapes for tile in tokens.split(",")]
+    print_rows(rows, as_json)
 
 
 if __name__ == "__main__":

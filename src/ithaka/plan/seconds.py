@@ -24,9 +24,9 @@ MLP_SHARE = (0.82, 0.82)
 PROJECTION_SHARE = (0.62, 0.49)  # small matrices: slices of a few heads
 LOSS_SHARE = 0.91
 FLOP_SHARE = 0.886  # fraction of the peak rate that large matmuls reach: 700 TFLOP/s on an H200
-# Measured layers: fractions of the matmul rate for dense matmuls and for grouped matmuls of experts; then the effective
-# traffic of element-wise kernels, eager and compiled, relative to the bytes counted in an eager run.
-GENERAL_SHARE, EXPERTS_SHARE = 0.8, 0.55
+# Measured layers: fractions of the matmul rate for dense matmuls, for grouped matmuls of experts, and for those that add
+# weight gradients of several tiles; then the effective traffic of element-wise kernels, eager and compiled, relative to the bytes counted in an eager run.
+GENERAL_SHARE, EXPERTS_SHARE, EXPERT_SUM_SHARE = 0.8, 0.8, 0.47
 ENCODER_SHARE = 0.65  # the same for image encoders, whose matrices are small
 EAGER_MOVES, COMPILED_MOVES = 2.0, 0.42
 COPY_SHARE = 0.88  # fraction of the PCIe rate that tile-by-tile copies reach
@@ -230,12 +230,16 @@ class LayerSeconds:
         moved = layer.finish_backward_moved - self.policy.mlp * layer.finish_moved
         num_matmuls = 3 - self.policy.mlp - self.is_frozen
         sums = self.sum_grads(self.shape.mlp_parameters)
-        return self._measured_run(dense, layer.experts, num_matmuls, moved) + sums + adapters
+        again = 0 if self.policy.mlp else 2 / 3  # gate and up (layer/experts.py)
+        if not self.is_frozen:
+            sums += self.matmul(layer.experts, 1, EXPERTS_SHARE if self.num_tiles == 1 else EXPERT_SUM_SHARE)
+        return self._measured_run(dense, (1 + again) * layer.experts, num_matmuls, moved) + sums + adapters
 
-    def _measured_run(self, dense: int, experts: int, num_matmuls: int, moved: int) -> float:
-        matmul = self.matmul(dense, 1, GENERAL_SHARE) + self.matmul(experts, 1, EXPERTS_SHARE)
+    def _measured_run(self, dense: int, experts: float, num_matmuls: int, moved: int) -> float:
+        """`experts`: weights of the experts that a token uses, times their matmuls."""
+        matmul = num_matmuls * self.matmul(dense, 1, GENERAL_SHARE) + self.matmul(experts, 1, EXPERTS_SHARE)
         moves = COMPILED_MOVES if self.layout.compile else EAGER_MOVES
-        return num_matmuls * matmul + self.move(self.s * moved * moves)
+        return matmul + self.move(self.s * moved * moves)
 
     def adapters(self, names: Sequence[str], backward: bool) -> float:
         """Seconds of a layer's adapters. A token uses only the adapters of its experts."""
