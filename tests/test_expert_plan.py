@@ -5,12 +5,13 @@ import json
 import pytest
 
 from ithaka.config import AdapterConfig
-from ithaka.layout import make_layout
+from ithaka.layout import ActivationPolicy, Layout, make_layout
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.layer_bytes import LayerBytes
 from ithaka.plan.models import find_shape
-from ithaka.plan.seconds import ADAPTER_PASSES, LayerSeconds, flop_seconds, layer_seconds
+from ithaka.plan.search import Plan
+from ithaka.plan.seconds import ADAPTER_PASSES, STAGE_SECONDS, LayerSeconds, flop_seconds, layer_seconds
 from ithaka.plan.shape import Work
 from test_plan_command import run
 
@@ -59,6 +60,36 @@ def test_adapters_of_experts_cost_what_a_token_uses():
     widths = inputs * (2 * 768 + 2048) + outputs * (2048 + 768)  # stored as [E, outputs, inputs]
     assert seconds == pytest.approx(8 * 2 * TOKENS * widths / H200.gpu.memory_bytes_s)
     assert adapted.num_trained == 48 * 16 * 128 * (2 * 768 + 2048 + 2048 + 768)
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "seconds"),
+    [
+        ("qwen3-30b-a3b", 2**14, 0.2123),
+        ("qwen3-30b-a3b", 2**16, 1.3195),
+        ("qwen3-30b-a3b", 2**17, 4.1723),
+        ("gpt-oss-20b", 2**16, 1.6942),
+        ("gpt-oss-20b", 2**17, 4.200),
+    ],
+)
+def test_planned_seconds_are_those_of_a_measured_step(model, tokens, seconds):
+    """Four layers on one H200 (LOG.md). gpt-oss at 16K waits for the host to launch kernels, which plans ignore."""
+    layout = Layout(tile_tokens=16384, kept=(ActivationPolicy(attention="device"),) * 4, dtype="bfloat16")
+    plan = Plan(find_shape(model).first_layers(4), layout, H200.with_kernel("fa4"), Work(tokens))
+    assert plan.step_s == pytest.approx(seconds, rel=0.1)
+
+
+def test_experts_are_slower_with_few_rows_per_tile():
+    """gpt-oss-120b at 64K on one H200, seconds of its grouped matmuls by tile (LOG.md)."""
+    for tile, milliseconds in ((1024, 2.15), (4096, 2.92), (16384, 5.47)):
+        seconds = LayerSeconds(OSS, make_layout(36, tile_tokens=tile), H200, 2**16)
+        assert seconds._experts(OSS.measured) == pytest.approx(2**16 / tile * milliseconds / 1e3, rel=0.2), tile
+
+
+def test_a_stage_of_a_general_layer_takes_time():
+    stages = {heads: make_layout(36, heads_per_stage=heads, tile_tokens=4096) for heads in (8, 64)}
+    found = [LayerSeconds(OSS, layout, H200, 2**16).project(backward=False) for layout in stages.values()]
+    assert found[0] - found[1] == pytest.approx(7 * STAGE_SECONDS)
 
 
 def test_the_plan_shows_experts_and_the_time_of_flops():

@@ -65,12 +65,12 @@ def add_products(into_EDN: Tensor, a_nD: Tensor, b_nN: Tensor, ends_E: Tensor) -
     PyTorch's grouped matmul would round to bfloat16."""
     if a_nD.dtype == torch.bfloat16 and _runs_kernels(a_nD):
         (num_experts, D, N), (a_nD, b_nN) = into_EDN.shape, (a_nD.contiguous(), b_nN.contiguous())
-        block_d, block_n = (max(16, min(most, _power_of_two(size))) for most, size in ((128, D), (256, N)))
+        # Two programs per multiprocessor: one adds its block while the other multiplies.
+        block_d, block_n = (max(16, min(128, _power_of_two(size))) for size in (D, N))
         grid = (-(-D // block_d) * -(-N // block_n), num_experts)
-        settings = {"BLOCK_D": block_d, "BLOCK_N": block_n, "BLOCK_R": 64, "num_stages": 3}
-        num_warps = 8 if block_d * block_n >= 128 * 128 else 4
+        settings = {"BLOCK_D": block_d, "BLOCK_N": block_n, "BLOCK_R": 64, "num_stages": 3, "num_warps": 4}
         tensors = (into_EDN, a_nD, b_nN, ends_E)
-        _launch(_add_products_kernel, grid, *tensors, D, N, *into_EDN.stride(), **settings, num_warps=num_warps)
+        _launch(_add_products_kernel, grid, *tensors, D, N, *into_EDN.stride(), **settings)
         return
     for e, rows in enumerate(_groups(ends_E)):
         add_matmul(into_EDN[e], a_nD[rows].t(), b_nN[rows])

@@ -24,11 +24,14 @@ MLP_SHARE = (0.82, 0.82)
 PROJECTION_SHARE = (0.62, 0.49)  # small matrices: slices of a few heads
 LOSS_SHARE = 0.91
 FLOP_SHARE = 0.886  # fraction of the peak rate that large matmuls reach: 700 TFLOP/s on an H200
-# Measured layers: fractions of the matmul rate for dense matmuls, for grouped matmuls of experts, and for those that add
-# weight gradients of several tiles; then the effective traffic of element-wise kernels, eager and compiled, relative to the bytes counted in an eager run.
-GENERAL_SHARE, EXPERTS_SHARE, EXPERT_SUM_SHARE = 0.8, 0.8, 0.47
-ENCODER_SHARE = 0.65  # the same for image encoders, whose matrices are small
-EAGER_MOVES, COMPILED_MOVES = 2.0, 0.42
+# Measured layers: the fraction of the matmul rate for dense matmuls; then the traffic of element-wise kernels, eager
+# and compiled, relative to the bytes counted in an eager run.
+GENERAL_SHARE, EAGER_MOVES, COMPILED_MOVES = 0.8, 2.0, 0.42
+# Grouped matmuls of experts: the fraction of the matmul rate for many rows per expert, and the rows at which it is half
+# of that, because reading the weights takes as long. Then the same for the kernel that adds a tile's weight gradients.
+# Within 20 % of `python benchmarks/experts.py` on one H200, from 32 to 2048 rows.
+EXPERTS_SHARE, EXPERT_SUM_SHARE = (0.91, 170), (0.68, 500)
+ENCODER_SHARE = 0.65  # matmuls of image encoders, whose matrices are small
 COPY_SHARE = 0.88  # fraction of the PCIe rate that tile-by-tile copies reach
 # Passes of element-wise kernels over a tensor, forward and backward; each pass reads or writes it once.
 MLP_PASSES = (3, 6)  # over [s, F]
@@ -214,32 +217,39 @@ class LayerSeconds:
 
     def _measured_projections(self, layer: MeasuredLayer, projects: bool, backward: bool) -> float:
         """Run 1 of a measured layer. Backward keeps its graphs if it projects and overlaps, otherwise it runs again."""
+        stages = self.num_stages * STAGE_SECONDS
         if not backward:
-            return self._measured_run(layer.projections, 0, 1, layer.project_moved)
+            return self._measured_run(layer.projections, 1, layer.project_moved) + stages
         again = projects and not self.layout.overlap
         moved = layer.project_backward_moved + again * layer.project_moved
         num_matmuls = 3 + again - self.is_frozen
-        return self._measured_run(layer.projections, 0, num_matmuls, moved) + self.sum_grads(layer.projections)
+        return self._measured_run(layer.projections, num_matmuls, moved) + self.sum_grads(layer.projections) + stages
 
     def _measured_rest(self, layer: MeasuredLayer, backward: bool) -> float:
         """Run 2 of a measured layer, and all adapters. Backward runs it again unless its graphs were kept."""
         adapters = self.adapters(tuple(self.shape.linears), backward)
         dense = layer.others - layer.experts
         if not backward:
-            return self._measured_run(dense, layer.experts, 1, layer.finish_moved) + adapters
+            return self._measured_run(dense, 1, layer.finish_moved) + self._experts(layer) + adapters
         moved = layer.finish_backward_moved - self.policy.mlp * layer.finish_moved
         num_matmuls = 3 - self.policy.mlp - self.is_frozen
-        sums = self.sum_grads(self.shape.mlp_parameters)
-        again = 0 if self.policy.mlp else 2 / 3  # gate and up (layer/experts.py)
+        experts = (1 if self.policy.mlp else 5 / 3) * self._experts(layer)  # recomputes gate and up (layer/experts.py)
         if not self.is_frozen:
-            sums += self.matmul(layer.experts, 1, EXPERTS_SHARE if self.num_tiles == 1 else EXPERT_SUM_SHARE)
-        return self._measured_run(dense, (1 + again) * layer.experts, num_matmuls, moved) + sums + adapters
+            experts += self._experts(layer, adds=self.num_tiles > 1)
+        sums = self.sum_grads(self.shape.mlp_parameters - sum(size for _, size in layer.stacked))
+        return self._measured_run(dense, num_matmuls, moved) + experts + sums + adapters
 
-    def _measured_run(self, dense: int, experts: float, num_matmuls: int, moved: int) -> float:
-        """`experts`: weights of the experts that a token uses, times their matmuls."""
-        matmul = num_matmuls * self.matmul(dense, 1, GENERAL_SHARE) + self.matmul(experts, 1, EXPERTS_SHARE)
+    def _measured_run(self, dense: int, num_matmuls: int, moved: int) -> float:
         moves = COMPILED_MOVES if self.layout.compile else EAGER_MOVES
-        return matmul + self.move(self.s * moved * moves)
+        return num_matmuls * self.matmul(dense, 1, GENERAL_SHARE) + self.move(self.s * moved * moves)
+
+    def _experts(self, layer: MeasuredLayer, adds: bool = False) -> float:
+        """One matmul with each weight of the chosen experts. `adds`: adds weight gradients to those of other tiles."""
+        if not layer.experts:
+            return 0.0
+        share, half = EXPERT_SUM_SHARE if adds else EXPERTS_SHARE
+        rows = self.s / self.num_tiles * layer.experts / max(1, sum(size for _, size in layer.stacked))
+        return self.matmul(layer.experts, 1, share / (1 + half / rows))
 
     def adapters(self, names: Sequence[str], backward: bool) -> float:
         """Seconds of a layer's adapters. A token uses only the adapters of its experts."""
