@@ -58,7 +58,8 @@ def count_collectives(trace: dict[str, Any], ulysses: int) -> dict[str, int]:
     to or received from other ranks, whichever is more. The Ulysses group exchanges flat tensors, of which a rank keeps
     its own part; a ring exchanges [rows, heads, K]."""
     events = trace["traceEvents"]
-    spans = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") in ("forward", "backward")}
+    marks = [event for event in events if event.get("cat") == "user_annotation"]  # on the host, where calls start
+    spans = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in marks if e["name"] in ("forward", "backward")}
     counts = Counter[str]()
     for event in events:
         if event.get("cat") == "kernel" and "nccl" in event["name"] and "SendRecv" in event["name"]:
