@@ -217,7 +217,7 @@ class LayerSeconds:
 
     def _measured_projections(self, layer: MeasuredLayer, projects: bool, backward: bool) -> float:
         """Run 1 of a measured layer. Backward keeps its graphs if it projects and overlaps, otherwise it runs again."""
-        stages = self.num_stages * STAGE_SECONDS
+        stages = (self.num_stages - 1) * STAGE_SECONDS  # the first is part of what was fitted
         if not backward:
             return self._measured_run(layer.projections, 1, layer.project_moved) + stages
         again = projects and not self.layout.overlap
