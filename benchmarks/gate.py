@@ -23,7 +23,7 @@ from ithaka.exits import ExitCode
 from ithaka.layout import make_layout
 from ithaka.plan.hardware import GIB
 from ithaka.plan.models import find_config
-from ithaka.plan.shape import read_json
+from ithaka.plan.read_config import read_json
 from ithaka.train.console import status
 
 # context -> heads per stage, overlap, tokens per tile

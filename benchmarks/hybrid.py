@@ -38,8 +38,9 @@ from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import parse_gpus
+from ithaka.plan.read_config import shape_from_config
 from ithaka.plan.search import Plan
-from ithaka.plan.shape import Work, shape_from_config
+from ithaka.plan.shape import Work
 from ithaka.profile.timeline import PhaseTimer
 
 SHAPE: dict[str, Any] = {

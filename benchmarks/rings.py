@@ -26,9 +26,10 @@ from ithaka.config import parse_count
 from ithaka.layout import Layout, make_layout
 from ithaka.plan.hardware import GIB, find_hardware
 from ithaka.plan.models import find_config
+from ithaka.plan.read_config import shape_from_config
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import layer_seconds
-from ithaka.plan.shape import Work, shape_from_config
+from ithaka.plan.shape import Work
 
 SIDES = ("ring", "unaligned", "Ulysses")
 

@@ -8,10 +8,11 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_rope_utils import dynamic_rope_update
 
-from ithaka.plan import shape
+from ithaka.plan.read_config import FAMILIES as ALL_FAMILIES
+from ithaka.plan.read_config import PLANNED_FAMILIES
 
-EXPERTS = tuple(name for name, family in shape.FAMILIES.items() if family.experts)
-FAMILIES = tuple(shape.PLANNED_FAMILIES)
+EXPERTS = tuple(name for name, family in ALL_FAMILIES.items() if family.experts)
+FAMILIES = tuple(PLANNED_FAMILIES)
 CONSTRUCTING = threading.Lock()  # transformers sets PyTorch's default dtype meanwhile, for all threads
 
 

@@ -21,7 +21,7 @@ from ithaka.export import export
 from ithaka.layout import Layout
 from ithaka.model.build import build_model, read_hf_config
 from ithaka.model.positions import rope_parameters
-from ithaka.plan.shape import shape_from_config
+from ithaka.plan.read_config import shape_from_config
 from ithaka.preflight.preflight import validate_run
 from ithaka.preflight.run import model_shape
 from ithaka.train import loop

@@ -30,8 +30,9 @@ from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.heads import head_table
 from ithaka.plan.layer_bytes import LayerBytes, layer_peaks, layer_points
+from ithaka.plan.read_config import shape_from_config
 from ithaka.plan.ring import TokenSharding
-from ithaka.plan.shape import ModelShape, Work, shape_from_config
+from ithaka.plan.shape import ModelShape, Work
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.memory import MemoryMap
 from models import tiny_config, tiny_model

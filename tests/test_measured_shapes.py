@@ -15,7 +15,8 @@ from ithaka.model.shape import measure_layers, measure_model
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.models import find_config
-from ithaka.plan.shape import Work, built_in_decoders, shape_from_config
+from ithaka.plan.read_config import built_in_decoders, shape_from_config
+from ithaka.plan.shape import Work
 from models import tiny_config
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")

@@ -14,7 +14,7 @@ import pytest
 
 from ithaka.config import ConfigError
 from ithaka.plan.models import MODELS, built_in, find_config, find_shape, hub_id
-from ithaka.plan.shape import read_shape
+from ithaka.plan.read_config import read_shape
 
 SPELLINGS = {
     "llama3-8b": "llama3-8B llama_3_8b Meta-Llama-3-8B meta-llama/Meta-Llama-3-8B-Instruct",

@@ -11,8 +11,9 @@ from ithaka.config import embedded_model
 from ithaka.layout import Layout
 from ithaka.phases import phase
 from ithaka.plan.hardware import Hardware, find_gpu
+from ithaka.plan.read_config import shape_from_config
 from ithaka.plan.search import Plan
-from ithaka.plan.shape import Work, shape_from_config
+from ithaka.plan.shape import Work
 from ithaka.profile.timeline import Progress, StepProgress
 from ithaka.train.console import Console, describe_progress, read_metrics
 

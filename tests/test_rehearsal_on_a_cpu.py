@@ -14,9 +14,10 @@ from ithaka.cli import app
 from ithaka.dist.loopback import LoopbackGroup
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.models import find_shape
+from ithaka.plan.read_config import shape_from_config
 from ithaka.plan.search import SearchSpace, forward_plan
 from ithaka.plan.seconds import layer_seconds
-from ithaka.plan.shape import Work, shape_from_config
+from ithaka.plan.shape import Work
 from models import tiny_config
 from refusals import assert_command_refused
 

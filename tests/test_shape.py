@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from ithaka.config import ConfigError, embedded_model
-from ithaka.plan.shape import read_shape, shape_from_config
+from ithaka.plan.read_config import read_shape, shape_from_config
 
 SMALL = {
     "vocab_size": 99,
@@ -153,5 +153,5 @@ def test_unreadable_config_json_is_refused(content, words, tmp_path):
 
 
 def test_shape_and_config_need_no_torch():
-    code = "import sys, ithaka.plan.shape, ithaka.config; print({'torch', 'transformers'} & set(sys.modules))"
+    code = "import sys, ithaka.plan.read_config, ithaka.config; print({'torch', 'transformers'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

@@ -25,8 +25,9 @@ from ithaka.model.video import VideoTransformer, parallelize_transformer
 from ithaka.parallel import shape_from_model
 from ithaka.plan.hardware import find_hardware
 from ithaka.plan.models import find_config, find_shape
+from ithaka.plan.read_config import count_patches
 from ithaka.plan.request import make_request
-from ithaka.plan.shape import Work, count_patches
+from ithaka.plan.shape import Work
 from ithaka.rehearse import rehearse
 from ithaka.verify import InFloat64
 from parity import Errors, relative

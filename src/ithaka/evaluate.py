@@ -29,8 +29,8 @@ from ithaka.measure import FIGURES, TASKS, EvalText, Prompt, check_prompts, meas
 from ithaka.model.adapters import auto_class, merge_adapter
 from ithaka.model.build import build_model, has_weights
 from ithaka.model.quantized import BASE_FACTS, round_weights
+from ithaka.plan.read_config import read_json, read_shape
 from ithaka.plan.search import forward_layout
-from ithaka.plan.shape import read_json, read_shape
 from ithaka.report.page import render_page, render_table
 from ithaka.train.console import show_share
 

@@ -21,7 +21,7 @@ from ithaka.config import ConfigError, check_output, load_config
 from ithaka.hub import HUB_ID, SNAPSHOT
 from ithaka.model.adapters import adapter_tensor_name, auto_class, merge_adapter
 from ithaka.model.quantized import BASE_FACTS, describe_base, round_weights
-from ithaka.plan.shape import read_json
+from ithaka.plan.read_config import read_json
 from ithaka.train.console import read_metrics
 
 

@@ -24,7 +24,8 @@ from ithaka.model.positions import rope_parameters
 from ithaka.model.video import parallelize_transformer
 from ithaka.model.video_blocks import is_diffusers_model
 from ithaka.plan import show
-from ithaka.plan.shape import ModelShape, quant_method, shape_from_config
+from ithaka.plan.read_config import quant_method, shape_from_config
+from ithaka.plan.shape import ModelShape
 from ithaka.preflight.run import (
     Run,
     check_fits,

@@ -38,7 +38,7 @@ from ithaka.model.families import find_layers, has_encoder
 from ithaka.model.logprobs import token_logprobs
 from ithaka.model.quantized import round_weights
 from ithaka.model.weights import end_parameters, open_tensor_files
-from ithaka.plan.shape import read_json, read_shape, shape_from_config
+from ithaka.plan.read_config import read_json, read_shape, shape_from_config
 from ithaka.preflight.checks import check_weights
 from ithaka.preflight.run import read_stored_settings
 

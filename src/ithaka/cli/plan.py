@@ -232,7 +232,7 @@ def _network_rank(out: Path, size: int) -> None:
 
 def _context_of_video(model: str, video: str) -> str:
     from ithaka.plan.models import find_config
-    from ithaka.plan.shape import count_patches
+    from ithaka.plan.read_config import count_patches
 
     return str(count_patches(find_config(model), video))
 

@@ -27,7 +27,7 @@ from transformers.video_utils import VideoMetadata, load_video
 from ithaka.config import ConfigError
 from ithaka.data.images import PROCESSOR_FILES, Medium
 from ithaka.model.batch import MEDIA, OwnPixels, divide_frames
-from ithaka.plan.shape import read_json
+from ithaka.plan.read_config import read_json
 
 DECODERS = {"torchcodec": "torchcodec", "av": "pyav", "decord": "decord"}  # packages and their names in transformers
 DEFAULT_FPS = 2.0  # if the video processor sets none

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from ithaka.config import AdapterConfig, ConfigError
 from ithaka.layer.experts import is_expert_module
 from ithaka.layer.linear import is_linear
-from ithaka.plan.shape import VISION_FAMILIES, quant_method, read_json
+from ithaka.plan.read_config import VISION_FAMILIES, quant_method, read_json
 
 ADAPTER_NAME = "default"  # PEFT's name for the first adapter
 ADAPTER_PREFIX = "base_model.model."  # prefix of tensor names in PEFT's files

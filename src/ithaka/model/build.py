@@ -62,7 +62,7 @@ from ithaka.model.weights import init_weights, load_adapter, load_weights, open_
 from ithaka.phases import Holder, mark_backward, phase, tag
 from ithaka.plan.bytes import logits_tile_tokens
 from ithaka.plan.heads import head_table
-from ithaka.plan.shape import check_quantization
+from ithaka.plan.read_config import check_quantization
 
 LAYERS = {"attention": GeneralLayer, "delta rule": DeltaLayer}  # by how a layer mixes tokens
 

@@ -12,7 +12,7 @@ from ithaka.layer.linear import as_linear, is_linear
 from ithaka.layer.streamed import LayerParts
 from ithaka.model.adapters import check_adapters
 from ithaka.model.positions import check_rope
-from ithaka.plan.shape import FAMILIES, VISION_FAMILIES
+from ithaka.plan.read_config import FAMILIES, VISION_FAMILIES
 
 # Modules whose weights are used directly, so nothing may wrap them but LoRA.
 FUSED_LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "lm_head")

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ithaka.config import ConfigError, RopeConfig
-from ithaka.plan.shape import FAMILIES, yarn_factor
+from ithaka.plan.read_config import FAMILIES, yarn_factor
 
 # RoPE types -> their parameters other than rope_theta. "dynamic" is missing: its frequencies change with the length.
 ROPE_TYPES = {

@@ -26,7 +26,8 @@ from ithaka.model.families import find_decoder, find_layers, has_encoder, has_kn
 from ithaka.model.probe import LENGTHS, Recorder, describe_layer, read_call, refusal, token_dims
 from ithaka.model.video_blocks import TOKEN_DIMS, Ltx, SelfAttention, Tokens, Wan, find_family, read_facts
 from ithaka.model.vision import FrameAttention
-from ithaka.plan.shape import FRAME_PATCHES, VIDEO_SCALES, DeltaShape, Encoder, MeasuredLayer, ModelShape
+from ithaka.plan.read_config import VIDEO_SCALES
+from ithaka.plan.shape import FRAME_PATCHES, DeltaShape, Encoder, MeasuredLayer, ModelShape
 
 TOKENS = (128, 256)  # the lengths of two runs: their difference is what grows with the tokens
 TEXT_TOKENS = 512  # Wan's text encoder pads prompts to this length

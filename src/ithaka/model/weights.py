@@ -31,7 +31,7 @@ from ithaka.config import ConfigError, input_error
 from ithaka.layer.fourbit import packed_weights
 from ithaka.model.adapters import adapter_tensor_name, base_tensor_name
 from ithaka.model.quantized import STATE_TENSOR, read_packed
-from ithaka.plan.shape import read_json
+from ithaka.plan.read_config import read_json
 
 
 @dataclass

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from ithaka.config import ConfigError
-from ithaka.plan.shape import read_json
+from ithaka.plan.read_config import read_json
 
 GIB = 2**30
 GPUS_PER_NODE = 8

@@ -10,7 +10,8 @@ from typing import Any
 
 from ithaka.config import ConfigError
 from ithaka.hub import HUB_ID, split_revision
-from ithaka.plan.shape import FAMILIES, ModelShape, built_in_decoders, read_json, shape_from_config
+from ithaka.plan.read_config import FAMILIES, built_in_decoders, read_json, shape_from_config
+from ithaka.plan.shape import ModelShape
 
 HUB_TIMEOUT_S = 5.0
 

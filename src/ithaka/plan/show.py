@@ -17,9 +17,10 @@ from ithaka.plan.bytes import HOST_PROCESS_BYTES, HOST_RESERVE_SHARE, RESERVE_BY
 from ithaka.plan.hardware import DISK_BYTES_S, FA4_PACKAGE, GIB, KERNEL_NAMES
 from ithaka.plan.layer_bytes import LayerBytes
 from ithaka.plan.models import hub_id
+from ithaka.plan.read_config import unscaled_positions
 from ithaka.plan.request import PlanRequest
 from ithaka.plan.search import Plan, SearchSpace
-from ithaka.plan.shape import Work, span_pairs, unscaled_positions
+from ithaka.plan.shape import Work, span_pairs
 
 LINE_WIDTH = 118
 # Lines of a planned configuration for the user to fill in: an example, and a comment.

@@ -36,8 +36,9 @@ from ithaka.dist.rank import is_local_rank_0
 from ithaka.hub import fetch_model
 from ithaka.layout import layout_from_config
 from ithaka.plan.hardware import Hardware
+from ithaka.plan.read_config import quant_method, read_json, read_shape
 from ithaka.plan.search import Plan
-from ithaka.plan.shape import ModelShape, quant_method, read_json, read_shape
+from ithaka.plan.shape import ModelShape
 from ithaka.preflight.checks import (
     check_inputs,
     check_path,
