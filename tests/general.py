@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from ithaka.dist.mesh import make_mesh
-from ithaka.layer.general import LayerRuns
 from ithaka.layer.loss import GraphHead, LinearHead
+from ithaka.layer.runs import LayerRuns
 from ithaka.layer.store import Store
 from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model

@@ -374,7 +374,7 @@ def read_layers(model: PreTrainedModel) -> list[dict[str, Any]]:
         return [{"head_dim": p.head_dim, "v_head_dim": p.head_dim, "window": p.window} for p in parts]
     names = ["head_dim", "v_head_dim", "window", "chunk", "softcap", "has_sinks", "delta"]
     decoder = prepare_decoder(model, torch.device("cpu"))
-    return [{name: getattr(facts, name) for name in names} for facts in decoder.facts]
+    return [{name: getattr(spec, name) for name in names} for spec in decoder.specs]
 
 
 def compare_wide(model: PreTrainedModel) -> list[dict[str, float]]:

@@ -15,7 +15,7 @@ from decoders import tiny_decoder
 from general import assert_equal, compare, wide_runs
 from grids import diagonal
 from ithaka.config import ConfigError
-from ithaka.layer.general import Capture, _attend
+from ithaka.layer.runs import CapturingMask, _attend
 from ithaka.layout import EVERYTHING, Layout
 from ithaka.model.build import parallelize_model
 from ithaka.verify import InFloat64
@@ -334,14 +334,14 @@ def test_the_loss_does_not_depend_on_where_positions_start():
 
 def test_a_captured_call_is_freed_without_the_garbage_collector():
     """A reference cycle would keep q, k and v of many tiles."""
-    q, capture = torch.zeros(1, 2, 3, 4), Capture(torch.float64)
+    q, mask = torch.zeros(1, 2, 3, 4), CapturingMask(torch.float64)
     with contextlib.suppress(BaseException):
-        _attend(nn.Identity(), q, q, q, capture)
-    assert capture.call is not None
-    captured = weakref.ref(capture.call.q_HtK)
+        _attend(nn.Identity(), q, q, q, mask)
+    assert mask.call is not None
+    captured = weakref.ref(mask.call.q_HtK)
     gc.disable()
     try:
-        del capture
+        del mask
         assert captured() is None
     finally:
         gc.enable()

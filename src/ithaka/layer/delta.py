@@ -23,7 +23,8 @@ from torch.nn import functional as F
 from ithaka.attention.blocks import Docs
 from ithaka.attention.delta_rule import DeltaInputs, DeltaRule, LocalDocs
 from ithaka.dist.exchange import all_gather
-from ithaka.layer.general import Arguments, GeneralActivations, GeneralLayer
+from ithaka.layer.general import GeneralActivations, GeneralLayer
+from ithaka.layer.runs import Arguments
 from ithaka.layer.schedule import StageOutput
 from ithaka.layer.tiles import GradSum
 from ithaka.phases import phase
@@ -83,9 +84,9 @@ class DeltaLayer(GeneralLayer):
         return projected
 
     def _make_rule(self, inputs: list[Tensor], docs: Docs) -> DeltaRule:
-        facts = self.parts.delta
-        assert facts is not None
-        return DeltaRule(DeltaInputs(*inputs), self._local_docs(docs, inputs[0]), facts.normalizes)
+        spec = self.parts.delta
+        assert spec is not None
+        return DeltaRule(DeltaInputs(*inputs), self._local_docs(docs, inputs[0]), spec.normalizes)
 
     def _gather_summaries(self, rule: DeltaRule, summary_HKX: Tensor | None) -> Tensor:
         """The maps of all ranks, [c, H, K, X]. Those that no other rank needs are 0."""

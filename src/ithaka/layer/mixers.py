@@ -1,4 +1,4 @@
-"""Modules that mix tokens with the gated delta rule: capture the call of the rule, or answer it.
+"""Modules that mix tokens with the gated delta rule: capture the call of the rule, or replay its output.
 
 transformers has no registry for the rule, as it has for attention. A mixer is therefore a module whose forward calls
 the rule and the short convolution before it by their names; it runs with our functions under these names.
@@ -28,7 +28,7 @@ class EndRun(BaseException):
 
 
 @dataclass(frozen=True)
-class DeltaFacts:
+class DeltaSpec:
     """A layer's gated delta rule, read from its call."""
 
     num_key_heads: int
@@ -56,7 +56,7 @@ class DeltaMixer:
         self.dtype: torch.dtype | None = None
         self.traced = False
         self.ids_t: Tensor | None = None
-        self.answer_tHV: Tensor | None = None
+        self.replayed_tHV: Tensor | None = None
         functions = {CONVOLUTION: self._convolve} | dict.fromkeys(RULES, self._apply_rule)
         self._forward = self._with_functions(functions)
 
@@ -71,17 +71,17 @@ class DeltaMixer:
 
         `ids_t`: a number per document, for the convolution; None: all tokens are in one.
         """
-        self.dtype, self.ids_t, self.traced, self.answer_tHV, self.halo = dtype, ids_t, traced, None, 0
+        self.dtype, self.ids_t, self.traced, self.replayed_tHV, self.halo = dtype, ids_t, traced, None, 0
         with self._replace_forward(self._forward):
             yield
 
     @contextmanager
-    def answering(self, out_tHV: Tensor) -> Iterator[None]:
-        """Return a given output of the rule. The convolution returns zeros without storage, which nothing reads."""
-        self.answer_tHV, self.num_calls = out_tHV, 0
+    def replaying(self, out_tHV: Tensor) -> Iterator[None]:
+        """Return `out_tHV` as the output of the rule. The convolution returns zeros without storage; nothing reads them."""
+        self.replayed_tHV, self.num_calls = out_tHV, 0
         with self._replace_forward(self._forward):
             yield
-        self.answer_tHV = None
+        self.replayed_tHV = None
 
     @contextmanager
     def in_plain_torch(self) -> Iterator[None]:
@@ -111,7 +111,7 @@ class DeltaMixer:
     def _convolve(
         self, x_1Nt: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **others: Any
     ) -> Tensor:
-        if self.answer_tHV is not None:
+        if self.replayed_tHV is not None:
             return x_1Nt.new_zeros(()).expand(x_1Nt.shape)
         self.halo = max(self.halo, weight.shape[-1] - 1)
         y_tN = short_convolution(x_1Nt[0].t(), weight, bias, self.ids_t)
@@ -122,8 +122,8 @@ class DeltaMixer:
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
     ) -> tuple[Tensor, None]:
         self.num_calls += 1
-        if self.answer_tHV is not None:
-            return self.answer_tHV[None], None
+        if self.replayed_tHV is not None:
+            return self.replayed_tHV[None], None
         assert self.dtype is not None
         wide = torch.promote_types(self.dtype, torch.float32)
         inputs = DeltaInputs(*(t[0].to(self.dtype) for t in (q, k, v)), *(t[0].to(wide) for t in (g, beta)))

@@ -315,16 +315,16 @@ def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: St
         if decoder is None:
             heads = config.num_attention_heads, config.num_key_value_heads
         else:
-            heads = decoder.facts[index].num_heads, decoder.facts[index].num_kv_heads
-        has_states = decoder is not None and decoder.facts[index].delta is not None
+            heads = decoder.specs[index].num_heads, decoder.specs[index].num_kv_heads
+        has_states = decoder is not None and decoder.specs[index].delta is not None
         split = (1, None) if has_states else (layout.ulysses, layout.heads_per_stage)
         name, table = f"layer {index}", head_table(*heads, *split)
         others = (*groups, table, store, layout, keeps, partial(count_changes, layer))
         if decoder is None:
             layer.forward = StreamedLayer(name, layer, map_layer(model, index), *others)
         else:
-            facts = decoder.facts[index]
-            layer.forward = LAYERS[facts.mixer](name, layer, facts, *others, batch=decoder.batch)
+            spec = decoder.specs[index]
+            layer.forward = LAYERS[spec.mixer](name, layer, spec, *others, batch=decoder.batch)
         layer.gradient_checkpointing = False
         adapted = next((n for n, module in layer.named_modules() if hasattr(module, "parameter_name")), None)
         if adapted is not None and layer.forward.experts.block is None:

@@ -9,14 +9,11 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from ithaka.config import ConfigError
-from ithaka.layer.general import (
-    BatchFacts,
-    CallFacts,
-    compute_like_autocast,
-)
+from ithaka.layer.general import BatchState
 from ithaka.layer.linear import as_linear, is_linear
 from ithaka.layer.loss import GraphHead, Head, LinearHead
 from ithaka.layer.routing import Routing
+from ithaka.layer.runs import LayerSpec, compute_like_autocast
 from ithaka.layer.tiles import sum_dtype
 from ithaka.model.calls import CheckedCall
 from ithaka.model.families import find_decoder
@@ -28,26 +25,26 @@ from ithaka.model.rotary import ExactRotary, rotary_modules
 class Decoder:
     """How the general layers run a model."""
 
-    facts: list[CallFacts]  # per layer
-    batch: BatchFacts
+    specs: list[LayerSpec]  # per layer
+    batch: BatchState
     norm: nn.Module | None  # the last module of the base model, which the head runs tile by tile
     has_linear_head: bool  # the logits are what lm_head returns for the base model's output, and it is linear
 
     @property
-    def attention(self) -> list[CallFacts]:
-        """The facts about layers with attention: Ulysses splits their heads."""
-        return [facts for facts in self.facts if facts.delta is None] or self.facts
+    def attention(self) -> list[LayerSpec]:
+        """The layers with attention, whose heads Ulysses splits; without any, all layers."""
+        return [spec for spec in self.specs if spec.delta is None] or self.specs
 
     @property
     def num_heads(self) -> int:
-        return min(facts.num_heads for facts in self.attention)
+        return min(spec.num_heads for spec in self.attention)
 
     @property
     def head_dim(self) -> int:
-        return max(facts.head_dim for facts in self.attention)
+        return max(spec.head_dim for spec in self.attention)
 
     def check_ring(self, model: PreTrainedModel, ring: int) -> None:
-        if ring > 1 and any(facts.delta for facts in self.facts):
+        if ring > 1 and any(spec.delta for spec in self.specs):
             raise ConfigError(
                 f"parallel.ring={ring} is not supported for model_type={model.config.model_type}: a ring gives each "
                 "rank several parts of the sequence, but the gated delta rule passes its states from part to part in "
@@ -56,20 +53,20 @@ class Decoder:
 
     @property
     def softcap(self) -> float | None:
-        return next((facts.softcap for facts in self.facts if facts.softcap is not None), None)
+        return next((spec.softcap for spec in self.specs if spec.softcap is not None), None)
 
 
 def prepare_decoder(model: PreTrainedModel, device: torch.device) -> Decoder:
-    """Return the facts about each layer. Raises ConfigError if the model cannot run; does not change it."""
-    base, batch = find_decoder(model), BatchFacts()
+    """Find out how to run each layer. Raises ConfigError if the model cannot run; does not change it."""
+    base, batch = find_decoder(model), BatchState()
     if any(hasattr(module, "A_log") and hasattr(module, "D") for module in model.modules()):
         raise refusal(model, "mixes tokens with Mamba's recurrence, whose states are not passed between ranks")
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         recorder = Recorder(model)
-        facts = probe_layers(model, recorder, device)
+        specs = probe_layers(model, recorder, device)
         norm, has_linear_head = recorder.find_norm(base), _has_linear_head(model)
         batch.routing = _find_routing(model, len(base.layers))
-    return Decoder(facts, batch, norm, has_linear_head)
+    return Decoder(specs, batch, norm, has_linear_head)
 
 
 def attach_decoder(model: PreTrainedModel, decoder: Decoder) -> None:

@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 
 from ithaka.attention.delta_rule import DeltaInputs, run_delta_rule
 from ithaka.config import ConfigError
-from ithaka.layer.general import ATTENTION, Answer, Arguments, AttentionCall, BatchFacts, CallFacts, LayerRuns, Mask
-from ithaka.layer.mixers import DeltaCall, DeltaFacts, DeltaMixer
+from ithaka.layer.general import BatchState
+from ithaka.layer.mixers import DeltaCall, DeltaMixer, DeltaSpec
+from ithaka.layer.runs import ATTENTION, Arguments, AttentionCall, LayerRuns, LayerSpec, PlaceholderMask, ReplayingMask
 from ithaka.model.families import find_decoder, has_encoder
 from ithaka.model.rotary import ExactRotary, rotary_modules
 
@@ -72,7 +73,7 @@ class Recorder:
     """A copy of the model without its layers, on the CPU, with random parameters and a small vocabulary."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.config, self.batch = model, copy_config(find_decoder(model).config), BatchFacts()
+        self.model, self.config, self.batch = model, copy_config(find_decoder(model).config), BatchState()
         self.calls: list[Any] = []
         base = find_decoder(model)
         layers = base.layers
@@ -153,8 +154,8 @@ def randomize(module: nn.Module, device: torch.device, seed: int = 0) -> None:
 
 def token_dims(model: PreTrainedModel, name: str, long: Any, short: Any) -> tuple[int | None, ...]:
     """For each leaf of a layer's arguments, its dimension that has the length of the call."""
-    (leaves, spec), (others, other_spec) = (pytree.tree_flatten(call[1:]) for call in (long, short))
-    if spec != other_spec:
+    (leaves, tree_spec), (others, other_spec) = (pytree.tree_flatten(call[1:]) for call in (long, short))
+    if tree_spec != other_spec:
         raise refusal(model, f"passes different arguments to {name} for different lengths")
     return tuple(_token_dim(model, name, *pair) for pair in zip(leaves, others, strict=True))
 
@@ -181,20 +182,22 @@ def describe_layer(layer: nn.Module) -> Any:
 
 
 def _describe_arguments(calls: list[Any], index: int) -> Any:
-    """Which tensors and masks a layer gets, as numbers: layers that get the same ones have the same."""
+    """Equal for layers that get the same tensors and masks, and other arguments with equal values."""
     numbers: dict[int, int] = {}
     for call in calls:
         for leaf in pytree.tree_leaves(call[1:]):
             numbers.setdefault(id(leaf), len(numbers))
-    leaves, spec = pytree.tree_flatten(calls[index][1:])
-    return str(spec), tuple(numbers[id(leaf)] if isinstance(leaf, Tensor | Mask) else repr(leaf) for leaf in leaves)
+    leaves, tree_spec = pytree.tree_flatten(calls[index][1:])
+    return str(tree_spec), tuple(
+        numbers[id(leaf)] if isinstance(leaf, Tensor | PlaceholderMask) else repr(leaf) for leaf in leaves
+    )
 
 
 # ---- the attention call and its mask
 
 
-def read_call(model: PreTrainedModel, name: str, call: AttentionCall | DeltaCall, mask: Mask) -> CallFacts:
-    """The facts about a layer's attention or delta rule. Refuses options that we do not compute."""
+def read_call(model: PreTrainedModel, name: str, call: AttentionCall | DeltaCall, mask: PlaceholderMask) -> LayerSpec:
+    """Return the spec of a layer's attention or delta rule. Raises ConfigError for options that we do not compute."""
     options = call.options
     for option, value in options.items():
         known = option in (*IGNORED_OPTIONS, *COMPUTED_OPTIONS) or value is None or value is False
@@ -203,14 +206,14 @@ def read_call(model: PreTrainedModel, name: str, call: AttentionCall | DeltaCall
             raise refusal(model, f"passes {option}={shown} to the attention of {name}, which is not supported")
     if isinstance(call, DeltaCall):
         (_, J, K), (_, H, V) = call.inputs.k_sJK.shape, call.inputs.v_sHV.shape
-        delta = DeltaFacts(J, K, bool(options.get("use_qk_l2norm_in_kernel")), call.halo)
-        return CallFacts(H, H, V, V, K**-0.5, delta=delta)
+        delta = DeltaSpec(J, K, bool(options.get("use_qk_l2norm_in_kernel")), call.halo)
+        return LayerSpec(H, H, V, V, K**-0.5, delta=delta)
     (num_heads, _, head_dim), (num_kv_heads, _, v_head_dim) = call.q_HtK.shape, call.v_GtV.shape
     if v_head_dim > head_dim:
         raise refusal(model, f"has heads of {head_dim} for q and {v_head_dim} for v in {name}")
     scale, softcap = options.get("scaling"), options.get("softcap")
     window, chunk = _read_mask(model, name, call, mask)
-    return CallFacts(
+    return LayerSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -223,7 +226,9 @@ def read_call(model: PreTrainedModel, name: str, call: AttentionCall | DeltaCall
     )
 
 
-def _read_mask(model: PreTrainedModel, name: str, call: AttentionCall, mask: Mask) -> tuple[int | None, int | None]:
+def _read_mask(
+    model: PreTrainedModel, name: str, call: AttentionCall, mask: PlaceholderMask
+) -> tuple[int | None, int | None]:
     """(window, chunk) of the mask: the candidate that equals it on pairs around every length in the configuration."""
     window = call.options.get("sliding_window")
     sizes = [size for size in (window, mask.local_size) if size is not None]
@@ -278,7 +283,7 @@ def _boundary_pairs(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
 class _Probe:
     """Runs a copy of one layer, with random weights, as the general layer does and as transformers does."""
 
-    facts: CallFacts
+    spec: LayerSpec
     output: Any  # what transformers computes at position 0
 
     def __init__(
@@ -302,16 +307,16 @@ class _Probe:
             module.forward = ExactRotary(module, recorder.batch)
 
     def run(self) -> None:
-        """Set the facts about the layer's attention; raise ConfigError if the two runs differ."""
+        """Find the layer's spec; raise ConfigError if the two runs differ."""
         try:
-            self.facts = self._find_skippable(self._read_call())
+            self.spec = self._find_skippable(self._read_call())
             self.output, again = (self._run_transformers(0)["output"] for _ in range(2))
             if again is None or not torch.equal(self.output, again):
                 raise refusal(self.model, f"draws random numbers in {self.name} (dropout or noise)")
             try:
                 self._run_general(0)
             except Exception:  # some code does not accept the stride of a skipped result
-                self.facts = replace(self.facts, skippable=())
+                self.spec = replace(self.spec, skippable=())
             for first in (0, 1 + max(_config_lengths(find_decoder(self.model).config), default=0)):
                 self._compare(first)
             self._find_experts()
@@ -325,11 +330,11 @@ class _Probe:
         """Find out whether an ExpertBlock computes the same, and whether gradients need its output."""
         for name in ("has_expert_block", "skips_experts"):
             changes: dict[str, Any] = {name: True}
-            facts, self.facts = self.facts, replace(self.facts, **changes)
+            spec, self.spec = self.spec, replace(self.spec, **changes)
             try:
                 self._compare(0)
             except Exception:
-                self.facts = facts
+                self.spec = spec
                 return
 
     def matches(self, index: int) -> bool:
@@ -338,7 +343,7 @@ class _Probe:
         try:
             self._set_index(index)
             same = self._read_call() == replace(
-                self.facts, num_outputs=None, skippable=(), has_expert_block=False, skips_experts=False
+                self.spec, num_outputs=None, skippable=(), has_expert_block=False, skips_experts=False
             )
             other: Any = self._run_transformers(0)["output"]
         except Exception:
@@ -367,16 +372,16 @@ class _Probe:
         generator = torch.Generator().manual_seed(2)
         return torch.randn(LENGTHS[0], D, generator=generator, dtype=torch.float32).to(self.device).requires_grad_()
 
-    def _read_call(self) -> CallFacts:
+    def _read_call(self) -> LayerSpec:
         arguments = self._arguments(0, LENGTHS[0], LENGTHS[0])
-        if len({id(leaf) for leaf in arguments.leaves if isinstance(leaf, Mask)}) > 1:
+        if len({id(leaf) for leaf in arguments.leaves if isinstance(leaf, PlaceholderMask)}) > 1:
             raise refusal(self.model, f"passes several masks to {self.name}")
-        call = LayerRuns(self.name, self.layer, CallFacts(1, 1, 1, 1, 1.0)).find_call(self._input(), arguments)
+        call = LayerRuns(self.name, self.layer, LayerSpec(1, 1, 1, 1, 1.0)).find_call(self._input(), arguments)
         if call is None:
             raise refusal(self.model, f"has a layer {self.name} that makes no attention call")
         return replace(read_call(self.model, self.name, call, arguments.mask), token_dims=self.dims)
 
-    def _find_skippable(self, facts: CallFacts) -> CallFacts:
+    def _find_skippable(self, spec: LayerSpec) -> LayerSpec:
         """Find the linear maps that the layer's output does not depend on, given the attention output."""
         results: dict[str, Tensor] = {}
         linears = {path: module for path, module in self.layer.named_modules() if type(module) is nn.Linear}
@@ -390,21 +395,21 @@ class _Probe:
 
         hooks = [module.register_forward_hook(keep(path)) for path, module in linears.items()]
         arguments = self._arguments(0, LENGTHS[0], LENGTHS[0])
-        shape = LENGTHS[0], facts.num_heads, facts.v_head_dim
-        answer = Answer(torch.randn(shape, dtype=torch.float32, device=self.device))
-        with torch.enable_grad(), self.mixer.answering(answer.out_tHV) if self.mixer else nullcontext():
-            args, kwargs = arguments.with_mask(answer)
+        shape = LENGTHS[0], spec.num_heads, spec.v_head_dim
+        mask = ReplayingMask(torch.randn(shape, dtype=torch.float32, device=self.device))
+        with torch.enable_grad(), self.mixer.replaying(mask.out_tHV) if self.mixer else nullcontext():
+            args, kwargs = arguments.with_mask(mask)
             y = type(self.layer).forward(self.layer, self._input()[None], *args, **kwargs)
         for hook in hooks:
             hook.remove()
-        num_calls = answer.num_calls + (self.mixer.num_calls if self.mixer else 0)
+        num_calls = mask.num_calls + (self.mixer.num_calls if self.mixer else 0)
         if num_calls != 1:
             raise refusal(self.model, f"makes {num_calls} attention calls in {self.name}")
         num_outputs = len(y) if isinstance(y, tuple) else None
         y = y[0] if isinstance(y, tuple) else y
         grads = torch.autograd.grad(y.sum(), list(results.values()), allow_unused=True)
         unused = [path for path, grad in zip(results, grads, strict=True) if grad is None]
-        return replace(facts, num_outputs=num_outputs, skippable=tuple(unused))
+        return replace(spec, num_outputs=num_outputs, skippable=tuple(unused))
 
     def _compare(self, first: int) -> None:
         buffers = {name: buffer.clone() for name, buffer in self.layer.named_buffers()}
@@ -415,7 +420,7 @@ class _Probe:
         where = f"of {self.name} at position {first}"
         for name, expected in theirs.items():
             got = ours.get(name)
-            if name == "output" and self.facts.skips_experts:
+            if name == "output" and self.spec.skips_experts:
                 continue
             if expected is None and got is None:
                 continue
@@ -426,23 +431,23 @@ class _Probe:
                 raise refusal(self.model, f"gives another {name} {where} when its tokens are split (by {error:.1e})")
 
     def _run_general(self, first: int) -> dict[str, Tensor | None]:
-        num_tokens, facts, x = LENGTHS[0], self.facts, self._input()
-        runs = LayerRuns(self.name, self.layer, facts)
+        num_tokens, spec, x = LENGTHS[0], self.spec, self._input()
+        runs = LayerRuns(self.name, self.layer, spec)
         parts = [slice(0, PROBE_CUT), slice(PROBE_CUT, num_tokens)]
         end = first + num_tokens
         arguments = [self._arguments(first + rows.start, rows.stop - rows.start, end) for rows in parts]
-        halo = facts.delta.halo if facts.delta else 0
+        halo = spec.delta.halo if spec.delta else 0
         with torch.enable_grad():
             captured = [
                 runs.capture(x[max(0, rows.start - halo) : rows.stop], args)
                 for rows, args in zip(parts, arguments, strict=True)
             ]
             q, k, v, *others = (torch.cat(tensors) for tensors in zip(*captured, strict=True))
-            if facts.delta:
-                out = run_delta_rule(DeltaInputs(q, k, v, *others), facts.delta.normalizes)
+            if spec.delta:
+                out = run_delta_rule(DeltaInputs(q, k, v, *others), spec.delta.normalizes)
             else:
-                out = plain_attention(q, k, v, captured[0][3] if facts.has_sinks else None, facts)
-            with runs.experts.repeat_tile(deque(), facts.skips_experts):
+                out = plain_attention(q, k, v, captured[0][3] if spec.has_sinks else None, spec)
+            with runs.experts.repeat_tile(deque(), spec.skips_experts):
                 ys = [runs.finish(x[rows], out[rows], args) for rows, args in zip(parts, arguments, strict=True)]
         results = self._gradients(torch.cat(ys), x, arguments)
         runs.experts.restore()
@@ -452,13 +457,13 @@ class _Probe:
         x, num_tokens = self._input(), LENGTHS[0]
         arguments = self._arguments(first, num_tokens, first + num_tokens, attention="eager")
         self.recorder.config._attn_implementation = "eager"
-        args, kwargs = pytree.tree_unflatten(arguments.leaves, arguments.spec)
+        args, kwargs = pytree.tree_unflatten(arguments.leaves, arguments.tree_spec)
         with torch.enable_grad(), self.mixer.in_plain_torch() if self.mixer else nullcontext():
             y = type(self.layer).forward(self.layer, x[None], *args, **kwargs)
-        before = pytree.tree_unflatten(arguments.leaves, arguments.spec)
+        before = pytree.tree_unflatten(arguments.leaves, arguments.tree_spec)
         for where, value, old in (*zip(range(len(args)), args, before[0], strict=True), *_join(kwargs, before[1])):
-            (leaves, spec), (old_leaves, old_spec) = pytree.tree_flatten(value), pytree.tree_flatten(old)
-            if spec != old_spec or any(a is not b for a, b in zip(leaves, old_leaves, strict=True)):
+            (leaves, tree_spec), (old_leaves, old_spec) = pytree.tree_flatten(value), pytree.tree_flatten(old)
+            if tree_spec != old_spec or any(a is not b for a, b in zip(leaves, old_leaves, strict=True)):
                 raise refusal(self.model, f"has a layer {self.name} that changes its argument {where}")
         return self._gradients((y[0] if isinstance(y, tuple) else y)[0], x, [arguments])
 
@@ -485,15 +490,15 @@ def _join(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     return [(key, a.get(key), b.get(key)) for key in a | b]
 
 
-def plain_attention(q_SHK: Tensor, k_SGK: Tensor, v_SGK: Tensor, sinks_H: Tensor | None, facts: CallFacts) -> Tensor:
+def plain_attention(q_SHK: Tensor, k_SGK: Tensor, v_SGK: Tensor, sinks_H: Tensor | None, spec: LayerSpec) -> Tensor:
     """Differentiable attention of a few tokens, [S, H, K]."""
-    repeat = facts.num_heads // facts.num_kv_heads
+    repeat = spec.num_heads // spec.num_kv_heads
     k_SHK, v_SHK = (t.repeat_interleave(repeat, dim=1) for t in (k_SGK, v_SGK))
-    scores_HSS = torch.einsum("ihk,jhk->hij", q_SHK, k_SHK) * facts.scale
-    if facts.softcap is not None:
-        scores_HSS = facts.softcap * torch.tanh(scores_HSS / facts.softcap)
+    scores_HSS = torch.einsum("ihk,jhk->hij", q_SHK, k_SHK) * spec.scale
+    if spec.softcap is not None:
+        scores_HSS = spec.softcap * torch.tanh(scores_HSS / spec.softcap)
     index = torch.arange(len(q_SHK), device=q_SHK.device)
-    visible = attends_to(index[:, None], index, facts.window, facts.chunk)
+    visible = attends_to(index[:, None], index, spec.window, spec.chunk)
     scores_HSS = scores_HSS.masked_fill(~visible, float("-inf"))
     if sinks_H is not None:
         scores_HSS = torch.cat([scores_HSS, sinks_H[:, None, None].expand(-1, len(index), 1)], dim=-1)
@@ -501,11 +506,11 @@ def plain_attention(q_SHK: Tensor, k_SGK: Tensor, v_SGK: Tensor, sinks_H: Tensor
     return torch.einsum("hij,jhk->ihk", weights_HSS, v_SHK)
 
 
-def probe_layers(model: PreTrainedModel, recorder: Recorder, device: torch.device) -> list[CallFacts]:
-    """Probe one layer of each kind; return the facts about every layer."""
+def probe_layers(model: PreTrainedModel, recorder: Recorder, device: torch.device) -> list[LayerSpec]:
+    """Probe one layer of each kind; return the specs of all layers."""
     calls, shorter = (recorder.call(length) for length in LENGTHS)
     kinds: dict[Any, list[_Probe]] = {}
-    facts: list[CallFacts] = []
+    specs: list[LayerSpec] = []
     for index, layer in enumerate(find_decoder(model).layers):
         dims = token_dims(model, f"model.layers.{index}", calls[index], shorter[index])
         probes = kinds.setdefault((describe_layer(layer), _describe_arguments(calls, index), dims), [])
@@ -514,5 +519,5 @@ def probe_layers(model: PreTrainedModel, recorder: Recorder, device: torch.devic
             probe = _Probe(model, layer, index, dims, recorder, device)
             probe.run()
             probes.append(probe)
-        facts.append(probe.facts)
-    return facts
+        specs.append(probe.spec)
+    return specs

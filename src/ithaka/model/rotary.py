@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ithaka.layer.general import BatchFacts
+from ithaka.layer.general import BatchState
 from ithaka.layer.tiles import sum_dtype
 
 
@@ -36,21 +36,21 @@ class ExactRotary:
     it is passed as one more token, whose result is dropped.
     """
 
-    def __init__(self, module: nn.Module, batch: BatchFacts) -> None:
+    def __init__(self, module: nn.Module, batch: BatchState) -> None:
         self.module, self.batch = module, batch
         types = getattr(module, "rope_type", "default")
         types = set(types.values()) if isinstance(types, dict) else {types}
         self.depends_on_length = bool(types & {"longrope", "dynamic"})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, tree_spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
         positions = next((t for t in tensors if not t.is_floating_point()), None)
         extra = int(self.depends_on_length and positions is not None)
         if extra:
-            self._update_frequencies(leaves, spec)
-        args, kwargs = pytree.tree_unflatten([self._convert(leaf, extra) for leaf in leaves], spec)
+            self._update_frequencies(leaves, tree_spec)
+        args, kwargs = pytree.tree_unflatten([self._convert(leaf, extra) for leaf in leaves], tree_spec)
         with _FloatIsDouble():
             result = type(self.module).forward(self.module, *args, **kwargs)
 
@@ -61,14 +61,14 @@ class ExactRotary:
 
         return pytree.tree_map_only(Tensor, convert, result)
 
-    def _update_frequencies(self, leaves: list[Any], spec: Any) -> None:
+    def _update_frequencies(self, leaves: list[Any], tree_spec: Any) -> None:
         """Let the module compute and store the frequencies for the longest position, in its own precision."""
         integers = [isinstance(leaf, Tensor) and not leaf.is_floating_point() for leaf in leaves]
         longest = [
             leaf.new_full((*leaf.shape[:-1], 1), self.batch.num_positions - 1) if is_integer else leaf
             for leaf, is_integer in zip(leaves, integers, strict=True)
         ]
-        args, kwargs = pytree.tree_unflatten(longest, spec)
+        args, kwargs = pytree.tree_unflatten(longest, tree_spec)
         type(self.module).forward(self.module, *args, **kwargs)
 
     def _convert(self, leaf: Any, extra: int) -> Any:

@@ -1,6 +1,6 @@
 """Measure models that the planner has no formula for: sizes, multiply-adds and bytes per token of their layers.
 
-One layer of each kind runs on fake tensors (shapes without storage), as layer/general.py runs it on a tile.
+One layer of each kind runs on fake tensors (shapes without storage), as layer/runs.py runs it on a tile.
 """
 
 import copy
@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from ithaka.config import ConfigError
-from ithaka.layer.general import Arguments, AttentionCall, CallFacts, LayerRuns, Mask
 from ithaka.layer.mixers import DeltaCall
+from ithaka.layer.runs import Arguments, AttentionCall, LayerRuns, LayerSpec, PlaceholderMask
 from ithaka.model.adapters import auto_class, is_stacked
 from ithaka.model.families import find_decoder, find_layers, has_encoder, has_known_layers
 from ithaka.model.probe import LENGTHS, Recorder, describe_layer, read_call, refusal, token_dims
-from ithaka.model.video_blocks import TOKEN_DIMS, Ltx, SelfAttention, Tokens, Wan, find_family, read_facts
+from ithaka.model.video_blocks import TOKEN_DIMS, Ltx, SelfAttention, Tokens, Wan, find_family, read_spec
 from ithaka.model.vision import FrameAttention
 from ithaka.plan.read_config import VIDEO_SCALES
 from ithaka.plan.shape import FRAME_PATCHES, DeltaShape, Encoder, MeasuredLayer, ModelShape
@@ -66,7 +66,7 @@ def measure_model(values: Mapping[str, Any], source: str) -> ModelShape:
 def measure_layers(model: PreTrainedModel) -> ModelShape:
     config, recorder = find_decoder(model).config, Recorder(model)
     calls, shorter = (recorder.call(length) for length in LENGTHS)
-    measured: dict[Any, tuple[CallFacts, MeasuredLayer]] = {}
+    measured: dict[Any, tuple[LayerSpec, MeasuredLayer]] = {}
     layers = []
     arguments_by_id: dict[int, int] = {}  # bytes of arguments with a dimension of tokens
     for index, layer in enumerate(find_layers(model)):
@@ -78,9 +78,9 @@ def measure_layers(model: PreTrainedModel) -> ModelShape:
         if kind not in measured:
             measured[kind] = _Measurement(model, recorder, index, dims).run()
         layers.append(measured[kind])
-    all_facts, parts = zip(*layers, strict=True)
-    attention = [facts for facts in all_facts if not facts.delta] or all_facts
-    widest = max(attention, key=lambda facts: (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim)
+    specs, parts = zip(*layers, strict=True)
+    attention = [spec for spec in specs if not spec.delta] or specs
+    widest = max(attention, key=lambda spec: (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
     arguments = sum(arguments_by_id.values()) // LENGTHS[0]
     ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
     others = sum(param.numel() for param in model.parameters() if id(param) not in ends)
@@ -95,9 +95,9 @@ def measure_layers(model: PreTrainedModel) -> ModelShape:
         mlp=getattr(config, "intermediate_size", 0) or 0,
         vocab=config.vocab_size,
         tied=tied,
-        windows=tuple(0 if facts.delta else facts.window or facts.chunk for facts in all_facts),
+        windows=tuple(0 if spec.delta else spec.window or spec.chunk for spec in specs),
         measured=combine_layers(parts, others, arguments),
-        delta=next((_delta_shape(facts) for facts in all_facts if facts.delta), None),
+        delta=next((_delta_shape(spec) for spec in specs if spec.delta), None),
         encoder=measure_encoder(model) if has_encoder(model) else None,
     )
 
@@ -143,9 +143,9 @@ def measure_encoder(model: Any) -> Encoder:
     )
 
 
-def _delta_shape(facts: CallFacts) -> DeltaShape:
-    assert facts.delta
-    return DeltaShape(facts.num_heads, facts.delta.num_key_heads, facts.delta.key_dim, facts.v_head_dim)
+def _delta_shape(spec: LayerSpec) -> DeltaShape:
+    assert spec.delta
+    return DeltaShape(spec.num_heads, spec.delta.num_key_heads, spec.delta.key_dim, spec.v_head_dim)
 
 
 def combine_layers(layers: tuple[MeasuredLayer, ...], total_parameters: int, arguments: int) -> MeasuredLayer:
@@ -173,7 +173,7 @@ class _Measurement:
         self.model, self.recorder, self.index, self.dims = model, recorder, index, dims
         self.name, self.mode = f"model.layers.{index}", FakeTensorMode()
         self.layer = copy.deepcopy(find_layers(model)[index], dict(recorder.memo)).train()
-        self.facts = CallFacts(1, 1, 1, 1, 1.0)
+        self.spec = LayerSpec(1, 1, 1, 1, 1.0)
         self._make_fake(self.layer)
 
     def _make_fake(self, layer: nn.Module) -> None:
@@ -185,7 +185,7 @@ class _Measurement:
                             fake = torch.empty(t.shape, dtype=t.dtype)
                             tensors[name] = nn.Parameter(fake) if isinstance(t, nn.Parameter) else fake
 
-    def run(self) -> tuple[CallFacts, MeasuredLayer]:
+    def run(self) -> tuple[LayerSpec, MeasuredLayer]:
         try:
             with torch.enable_grad():
                 return self._run()
@@ -197,17 +197,17 @@ class _Measurement:
                 f"without memory ({type(error).__name__}: {error}); call ithaka.parallelize with a layout"
             ) from error
 
-    def _run(self) -> tuple[CallFacts, MeasuredLayer]:
+    def _run(self) -> tuple[LayerSpec, MeasuredLayer]:
         used: set[nn.Module] = set()
         hooks = [m.register_forward_hook(lambda m, *_: used.add(m)) for m in self.layer.modules()]
         with self.mode:
             x, arguments = self._inputs(TOKENS[0])
-            call = LayerRuns(self.name, self.layer, self.facts).find_call(x, arguments)
+            call = LayerRuns(self.name, self.layer, self.spec).find_call(x, arguments)
         for hook in hooks:
             hook.remove()
         if call is None:
             raise refusal(self.model, f"makes no attention call in {self.name}")
-        self.facts = self._read_facts(call, arguments)
+        self.spec = self._read_spec(call, arguments)
         short, long = (self._measure_bytes(tokens) for tokens in TOKENS)
         per_token = {name: round((long[name] - short[name]) / (TOKENS[1] - TOKENS[0])) for name in long}
         projected = sum(sum(self._products(module)) for module in used)
@@ -225,11 +225,11 @@ class _Measurement:
         is_streamed = has_known_layers(self.model)
         products = {"projections": projected, "others": dense + experts - projected, "experts": experts}
         sizes = tuple((name, param.numel()) for name, param in stacked.items())
-        return self.facts, MeasuredLayer(
+        return self.spec, MeasuredLayer(
             parameters, parameters, linears, is_streamed, stacked=sizes, **per_token, **products
         )
 
-    def _read_facts(self, call: AttentionCall | DeltaCall, arguments: Arguments) -> CallFacts:
+    def _read_spec(self, call: AttentionCall | DeltaCall, arguments: Arguments) -> LayerSpec:
         return read_call(self.model, self.name, call, arguments.mask)
 
     def _products(self, module: nn.Module) -> tuple[int, int]:
@@ -251,11 +251,11 @@ class _Measurement:
         return torch.empty(x.shape[1:], dtype=torch.bfloat16), arguments.replace_leaves(leaves, num_tokens)
 
     def _measure_bytes(self, num_tokens: int) -> dict[str, int]:
-        facts = replace(self.facts, has_expert_block=True)  # where the layer has experts of a known structure
-        runs = LayerRuns(self.name, self.layer, facts)
+        spec = replace(self.spec, has_expert_block=True)  # where the layer has experts of a known structure
+        runs = LayerRuns(self.name, self.layer, spec)
         with self.mode:
             x, arguments = self._inputs(num_tokens)
-            out = torch.empty(num_tokens, facts.num_heads, facts.head_dim, dtype=x.dtype)
+            out = torch.empty(num_tokens, spec.num_heads, spec.head_dim, dtype=x.dtype)
             found: dict[str, int] = {}
             two_runs: dict[str, tuple[Any, list[Tensor]]] = {
                 "project": (runs.capture, [x]),
@@ -269,7 +269,7 @@ class _Measurement:
                 with _LiveBytes() as live:
                     outputs = run(*leaves, arguments)
                     outputs = outputs if isinstance(outputs, list) else [outputs]
-                    outputs = [t for t in outputs if t.requires_grad][: 5 if facts.delta else 3]
+                    outputs = [t for t in outputs if t.requires_grad][: 5 if spec.delta else 3]
                     douts = [torch.empty_like(t) for t in outputs]
                     edges = [get_gradient_edge(t) for t in outputs]
                     del outputs
@@ -291,8 +291,8 @@ def measure_video(values: Mapping[str, Any], source: str) -> ModelShape:
     for param in model.parameters():
         param.data = param.data.to(torch.bfloat16)
     family, blocks = find_family(model), find_layers(model)
-    facts, layer = _BlockMeasurement(model, family, blocks[0]).run()
-    hidden, vocab = facts.num_heads * facts.head_dim, model.proj_out.out_features
+    spec, layer = _BlockMeasurement(model, family, blocks[0]).run()
+    hidden, vocab = spec.num_heads * spec.head_dim, model.proj_out.out_features
     root, num_layers = sum(param.numel() for param in model.parameters()) - layer.parameters, values["num_layers"]
     total = root + num_layers * layer.parameters - 2 * vocab * hidden
     sizes = {"total_parameters": total, "root": root, "arguments": COORDINATE_BYTES}
@@ -300,9 +300,9 @@ def measure_video(values: Mapping[str, Any], source: str) -> ModelShape:
         family=kind,
         num_layers=num_layers,
         hidden=hidden,
-        heads=facts.num_heads,
-        kv_heads=facts.num_kv_heads,
-        head_dim=facts.head_dim,
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
         mlp=next(module.out_features for name, module in blocks[0].named_modules() if name.endswith("net.0.proj")),
         vocab=vocab,
         tied=False,
@@ -317,7 +317,7 @@ class _BlockMeasurement(_Measurement):
 
     def __init__(self, model: Any, family: Wan | Ltx, block: nn.Module) -> None:
         self.model, self.family, self.name, self.mode = model, family, "blocks.0", FakeTensorMode()
-        self.layer, self.facts = block, read_facts(family)
+        self.layer, self.spec = block, read_spec(family)
         cast(Any, block).attn1.processor = SelfAttention()
         self._make_fake(block)
         for module in block.modules():
@@ -325,19 +325,19 @@ class _BlockMeasurement(_Measurement):
                 module.forward = _FusedNorm.apply  # type: ignore[method-assign]
         self._make_fake(model.rope)
 
-    def _read_facts(self, call: AttentionCall | DeltaCall, arguments: Arguments) -> CallFacts:
-        return self.facts
+    def _read_spec(self, call: AttentionCall | DeltaCall, arguments: Arguments) -> LayerSpec:
+        return self.spec
 
     def _products(self, module: nn.Module) -> tuple[int, int]:
         cross: Any = self.layer.attn2
         if module is cross:
-            return 2 * TEXT_TOKENS * self.facts.num_heads * self.facts.head_dim, 0
+            return 2 * TEXT_TOKENS * self.spec.num_heads * self.spec.head_dim, 0
         if module in (cross.to_k, cross.to_v, getattr(cross, "add_k_proj", None), getattr(cross, "add_v_proj", None)):
             return 0, 0
         return sum(param.numel() for param in module.parameters(recurse=False) if param.dim() == 2), 0
 
     def _inputs(self, num_tokens: int) -> tuple[Tensor, Arguments]:
-        hidden = self.facts.num_heads * self.facts.head_dim
+        hidden = self.spec.num_heads * self.spec.head_dim
         # Few, so that both runs peak at the same point: the text's bytes do not grow with the tokens.
         num_text = 520 if getattr(self.layer.attn2, "add_k_proj", None) is not None else 8
         x, text, modulations = (
@@ -345,7 +345,7 @@ class _BlockMeasurement(_Measurement):
             for shape in ((num_tokens, hidden), (1, num_text, hidden), (1, 6 * hidden))
         )
         coords = torch.zeros(num_tokens, 3, dtype=torch.long if isinstance(self.family, Wan) else torch.float32)
-        arguments = (text, None, modulations, Tokens(self.family.rotary, coords, None), Mask())
+        arguments = (text, None, modulations, Tokens(self.family.rotary, coords, None), PlaceholderMask())
         return x, Arguments(arguments, {}, TOKEN_DIMS, num_tokens)
 
 

@@ -18,7 +18,8 @@ from ithaka.attention.blocks import Docs
 from ithaka.attention.choose import agree_on_kernel
 from ithaka.config import AdapterConfig, ConfigError
 from ithaka.dist.mesh import Mesh, default_device, make_mesh
-from ithaka.layer.general import BatchFacts, GeneralLayer, Mask
+from ithaka.layer.general import BatchState, GeneralLayer
+from ithaka.layer.runs import PlaceholderMask
 from ithaka.layer.store import Store
 from ithaka.layer.tiles import sum_dtype
 from ithaka.layout import Layout, check_parallelism
@@ -35,7 +36,7 @@ from ithaka.model.calls import (
 )
 from ithaka.model.families import find_layers
 from ithaka.model.save import save_pretrained
-from ithaka.model.video_blocks import FAMILIES, Ltx, SelfAttention, Tokens, Wan, find_family, probe_block, read_facts
+from ithaka.model.video_blocks import FAMILIES, Ltx, SelfAttention, Tokens, Wan, find_family, probe_block, read_spec
 from ithaka.phases import mark_backward, phase
 from ithaka.plan.heads import head_table
 from ithaka.plan.ring import contiguous_sharding
@@ -63,23 +64,23 @@ def parallelize_transformer(
         refuse_wrappers(model)
         return model
     family, layout = find_family(model), resolve_layout(cp, ring, mesh, layout)
-    facts, blocks = read_facts(family), list(find_layers(model))
+    spec, blocks = read_spec(family), list(find_layers(model))
     device = mesh.device if mesh else default_device()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        probe_block(family, facts, device)
+        probe_block(family, spec, device)
     sizes = {name: getattr(layout, name) for name in ("cp", "ring", "replicas", "heads_per_stage")}
-    check_parallelism(num_heads=facts.num_heads, **sizes)
+    check_parallelism(num_heads=spec.num_heads, **sizes)
     mesh = mesh or make_mesh(layout.cp, ring=layout.ring, replicas=layout.replicas)
     dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
-    layout = replace(layout, kernel=agree_on_kernel(layout.kernel, mesh.device, dtype, facts.head_dim))
+    layout = replace(layout, kernel=agree_on_kernel(layout.kernel, mesh.device, dtype, spec.head_dim))
     apply_fsdp(model, blocks, mesh, layout, dtype, root_dtype=sum_dtype(dtype))
-    transformer = VideoTransformer(family, mesh, layout, dtype, BatchFacts())
-    table = head_table(facts.num_heads, facts.num_heads, layout.ulysses, layout.heads_per_stage)
+    transformer = VideoTransformer(family, mesh, layout, dtype, BatchState())
+    table = head_table(spec.num_heads, spec.num_heads, layout.ulysses, layout.heads_per_stage)
     store = store or Store(mesh.device)
     for index, (block, keeps) in enumerate(zip(blocks, layout.layer_policies(len(blocks)), strict=True)):
         others = mesh.ulysses_group, mesh.ring_group, table, store, layout, keeps, partial(count_changes, block)
         block.attn1.processor = SelfAttention()
-        block.forward = GeneralLayer(f"layer {index}", block, facts, *others, batch=transformer.batch)
+        block.forward = GeneralLayer(f"layer {index}", block, spec, *others, batch=transformer.batch)
     model.forward = MethodType(transformer.forward, model)
     _ClipChecker(model, mesh, transformer)
     model.gradient_checkpointing = False
@@ -183,7 +184,7 @@ class VideoTransformer:
     mesh: Mesh
     layout: Layout
     dtype: torch.dtype
-    batch: BatchFacts
+    batch: BatchState
 
     def forward(self, model: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(call, _Clips):
@@ -212,7 +213,7 @@ class VideoTransformer:
         x_1sD, shared = x_sD[None], (condition.text_1LD, condition.bias, condition.modulations_UM)
         try:
             for block in find_layers(family.model):
-                x_1sD = block(x_1sD, *shared, tokens, Mask())
+                x_1sD = block(x_1sD, *shared, tokens, PlaceholderMask())
         finally:
             self.batch.docs = None
         with phase("loss"):

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from ithaka.config import ConfigError
-from ithaka.layer.general import Answer, Arguments, AttentionCall, CallFacts, LayerRuns, Mask
+from ithaka.layer.runs import Arguments, AttentionCall, LayerRuns, LayerSpec, PlaceholderMask, ReplayingMask
 from ithaka.model.adapters import check_adapters
 from ithaka.model.calls import (
     check_modules,
@@ -55,14 +55,14 @@ class Tokens:
 
 
 class SelfAttention:
-    """A processor of diffusers for self-attention. A block's rotary embedding carries the tokens and a `Mask`, which
-    ends the run or returns the output of attention (layer/general.py)."""
+    """A processor of diffusers for self-attention. A block's rotary embedding carries the tokens and a
+    `PlaceholderMask`, which ends the run or returns the output of attention (layer/runs.py)."""
 
     def __call__(
         self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Any, attention_mask: Any, rotary_emb: Any
     ) -> Tensor:
         tokens, mask = rotary_emb
-        call: Any = None if isinstance(mask, Answer) else self._project(attn, hidden_states, tokens)
+        call: Any = None if isinstance(mask, ReplayingMask) else self._project(attn, hidden_states, tokens)
         out_tHK = mask.attend(call)
         return attn.to_out[1](attn.to_out[0](out_tHK.flatten(1)[None]))
 
@@ -163,7 +163,7 @@ class Wan:
     def run_block(
         block: nn.Module, x_1tD: Tensor, text: Tensor, bias: None, mods_UM: Tensor, tokens: Tokens, mask: Any
     ) -> Tensor:
-        rotary = (tokens, mask) if isinstance(mask, Mask) else mask
+        rotary = (tokens, mask) if isinstance(mask, PlaceholderMask) else mask
         temb = tokens.select(mods_UM.unflatten(-1, (6, -1)))
         return type(block).forward(block, x_1tD, text, temb if tokens.steps_s is None else temb[None], rotary)
 
@@ -241,7 +241,7 @@ class Ltx:
             hidden_states=x_1tD,
             encoder_hidden_states=text,
             temb=tokens.select(mods_UM)[None],
-            image_rotary_emb=(tokens, mask) if isinstance(mask, Mask) else mask,
+            image_rotary_emb=(tokens, mask) if isinstance(mask, PlaceholderMask) else mask,
             encoder_attention_mask=bias,
         )
 
@@ -280,21 +280,21 @@ def find_family(model: Any) -> Wan | Ltx:
     return FAMILIES[kind](model)
 
 
-def read_facts(family: Wan | Ltx) -> CallFacts:
+def read_spec(family: Wan | Ltx) -> LayerSpec:
     config = family.model.config
     heads, head_dim = config.num_attention_heads, config.attention_head_dim
     sizes = heads, heads, head_dim, head_dim, head_dim**-0.5
-    return CallFacts(*sizes, causal=False, token_dims=TOKEN_DIMS, forward=family.run_block)
+    return LayerSpec(*sizes, causal=False, token_dims=TOKEN_DIMS, forward=family.run_block)
 
 
-def probe_block(family: Wan | Ltx, facts: CallFacts, device: torch.device) -> None:
+def probe_block(family: Wan | Ltx, spec: LayerSpec, device: torch.device) -> None:
     """Compare a block with random weights, run as the layers run it, on tokens cut in two, with diffusers' own."""
     model = family.model
     block = copy.deepcopy(find_layers(model)[0], {id(param): param for param in model.parameters()})
     randomize(block, device, seed=1)
     generator = torch.Generator().manual_seed(2)
     grid, num_text = (2, 3, 4), PROBE_TEXT + 512 * (getattr(block.attn2, "add_k_proj", None) is not None)
-    D, sizes = facts.num_heads * facts.head_dim, family.example_sizes(grid)
+    D, sizes = spec.num_heads * spec.head_dim, family.example_sizes(grid)
     rotary = tuple(t.to(device) for t in model.rope(**{"hidden_states": torch.empty(1, 1), **sizes}))
     coords = family.positions(**sizes).to(device)
     for steps in (None, torch.arange(PROBE_TOKENS, device=device) % 2):
@@ -305,7 +305,8 @@ def probe_block(family: Wan | Ltx, facts: CallFacts, device: torch.device) -> No
         tokens = Tokens(family.rotary, coords, steps)
         with torch.enable_grad():
             theirs = family.run_block(block, x[None], text, None, mods, tokens, rotary)[0]
-            ours = _run_in_parts(block, facts, x, Arguments((text, None, mods, tokens, Mask()), {}, TOKEN_DIMS, len(x)))
+            arguments = Arguments((text, None, mods, tokens, PlaceholderMask()), {}, TOKEN_DIMS, len(x))
+            ours = _run_in_parts(block, spec, x, arguments)
             results = [(y, *torch.autograd.grad(y, list(inputs.values()), dy)) for y in (theirs, ours)]
         for name, expected, got in zip(("the output", *inputs), *results, strict=True):
             error = float((got - expected).detach().abs().max() / expected.detach().abs().max().clamp(min=1e-20))
@@ -317,9 +318,9 @@ def probe_block(family: Wan | Ltx, facts: CallFacts, device: torch.device) -> No
                 )
 
 
-def _run_in_parts(block: Any, facts: CallFacts, x: Tensor, arguments: Arguments) -> Tensor:
+def _run_in_parts(block: Any, spec: LayerSpec, x: Tensor, arguments: Arguments) -> Tensor:
     own, block.attn1.processor = block.attn1.processor, SelfAttention()
-    runs, sizes = LayerRuns("block", block, facts), (PROBE_CUT, len(x) - PROBE_CUT)
+    runs, sizes = LayerRuns("block", block, spec), (PROBE_CUT, len(x) - PROBE_CUT)
     tiles = [arguments.tile(rows) for rows in (slice(0, PROBE_CUT), slice(PROBE_CUT, len(x)))]
     captured = [runs.capture(*tile) for tile in zip(x.split(sizes), tiles, strict=True)]
     q, k, v = (torch.cat(tensors).transpose(0, 1) for tensors in zip(*captured, strict=True))

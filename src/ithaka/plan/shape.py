@@ -32,7 +32,7 @@ def has_moment_blocks(shape: Sequence[int]) -> bool:
 class MeasuredLayer:
     """A decoder layer without a formula, measured by model/shape.py: the largest layer's bytes, the mean of costs.
 
-    Run 1 projects, run 2 finishes the layer (layer/general.py). Bytes are per token, in 16 bits.
+    Run 1 projects, run 2 finishes the layer (layer/runs.py). Bytes are per token, in 16 bits.
     """
 
     parameters: int
