@@ -17,7 +17,8 @@ from ithaka.layer.runs import LayerSpec, compute_like_autocast
 from ithaka.layer.tiles import sum_dtype
 from ithaka.model.calls import CheckedCall
 from ithaka.model.families import find_decoder
-from ithaka.model.probe import Recorder, copy_config, probe_layers, refusal
+from ithaka.model.probe import probe_layers
+from ithaka.model.recorder import Recorder, copy_config, refusal
 from ithaka.model.rotary import ExactRotary, rotary_modules
 
 

@@ -27,7 +27,8 @@ from ithaka.model.calls import (
     check_modules,
 )
 from ithaka.model.families import find_layers
-from ithaka.model.probe import TOLERANCE, randomize
+from ithaka.model.probe import TOLERANCE
+from ithaka.model.recorder import randomize
 
 PROBE_TOKENS, PROBE_CUT, PROBE_TEXT = 24, 9, 5
 # Token dim of each layer argument: text, attention bias, modulations, tokens, mask.
