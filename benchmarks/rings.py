@@ -3,8 +3,8 @@
     python benchmarks/rings.py                                # 2 x 8 and 4 x 8 ranks at 256K and 1M
     python benchmarks/rings.py --contexts 4M --steps 1 --sides ring,Ulysses         # three minutes
 
-Exchanges are local copies, and planned seconds exclude exchanges. Sides: `ring`; `unaligned`, a ring whose pairs are
-cut at the blocks of keys and again at the rounds; `Ulysses`, without a ring. A GPU's speed drifts, so each ring is
+Exchanges are local copies, and planned seconds exclude exchanges. Sides: `ring`; `unaligned`, a ring whose score blocks
+are cut at the blocks of keys and again at the rounds; `Ulysses`, without a ring. A GPU's speed drifts, so each ring is
 measured right before its group. Prints a JSON line per measurement.
 """
 
@@ -21,7 +21,7 @@ import torch
 import typer
 
 from ithaka import rehearse
-from ithaka.attention import pairs
+from ithaka.attention import score_blocks
 from ithaka.config import parse_count
 from ithaka.layout import Layout, make_layout
 from ithaka.plan.hardware import GIB, find_hardware
@@ -35,14 +35,14 @@ SIDES = ("ring", "unaligned", "Ulysses")
 
 
 @contextmanager
-def unaligned_pairs(on: bool) -> Iterator[None]:
-    aligned = pairs._recut_rectangles
+def unaligned_blocks(on: bool) -> Iterator[None]:
+    aligned = score_blocks._recut_rectangles
     if on:
-        pairs._recut_rectangles = lambda part_pairs, _: iter(part_pairs)
+        score_blocks._recut_rectangles = lambda part_blocks, _: iter(part_blocks)
     try:
         yield
     finally:
-        pairs._recut_rectangles = aligned
+        score_blocks._recut_rectangles = aligned
 
 
 def ring_layout(nodes: int, ring: int, stages: int) -> Layout:
@@ -106,7 +106,7 @@ def main(
         backward_s = {}
         for side in sides.split(","):
             ring = 1 if side == "Ulysses" else num_nodes
-            with unaligned_pairs(side == "unaligned"):
+            with unaligned_blocks(side == "unaligned"):
                 row = measure(config, ring_layout(num_nodes, ring, num_stages), context, steps)
             backward_s[side] = row["backward_s"]
             about = {"context": context, "ranks": f"{num_nodes} x 8", "stages": num_stages, "side": side}

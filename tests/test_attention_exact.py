@@ -9,7 +9,7 @@ from ithaka.attention import blocks as op
 from ithaka.attention.blocks import AttentionSpec, BlockMask, Docs, attention, attention_backward
 from ithaka.attention.choose import resolve_kernel
 from ithaka.attention.kernels import KERNELS
-from ithaka.attention.pairs import document_spans, plan_query_blocks
+from ithaka.attention.score_blocks import document_spans, plan_query_blocks
 from ithaka.config import ConfigError
 from ithaka.dist.exchange import SINGLE_RANK
 from ithaka.layer.stages import StagedAttention
@@ -158,7 +158,7 @@ ONE_CALL = {
 }
 SEVERAL_CALLS = {
     "causal": (2, 2, {"blocks": (200, 50)}),
-    "bidirectional": (2, 2, {"blocks": (50, 200)}),  # each row's keys are one pair
+    "bidirectional": (2, 2, {"blocks": (50, 200)}),  # each row's keys are one score block
     "window 9": (2, 2, {"blocks": (50, 200)}),
     "docs": (2, 2, {"blocks": (30, 30)}),
     "equal docs": (6, 2, {"CALL_TOKENS": 250}),  # two of a group's three heads
@@ -308,17 +308,19 @@ def test_sixteen_bits_lose_no_more_than_plain_pytorch(mask, heads):
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
 def test_gradients_are_fp32_sums_rounded_once(heads):
-    """Bitwise: the pairs' shares added in fp32, in the schedule's order, and rounded at the end."""
+    """Bitwise: the shares of score blocks added in fp32, in the schedule's order, and rounded at the end."""
     n, m = heads
     q, k, v, dout = inputs(96, n, m, dtype=torch.bfloat16)
     out, lse = attention(q, k, v, scale=SCALE, blocks=(32, 16))
     ours = attention_backward(dout, q, k, v, out.clone(), lse, scale=SCALE, blocks=(32, 16))
     totals = [torch.zeros(96, heads, 16) for heads in (n, m, m)]
     blocks = list(plan_query_blocks(document_spans((0, 96)), causal=True, window=None, block_q=32, block_kv=16))
-    assert len(blocks) == 3 and any(len(block.pairs) > 2 for block in blocks)
+    assert len(blocks) == 3 and any(len(block.score_blocks) > 2 for block in blocks)
     for r in range(n // m):
         heads_r = slice(r, None, n // m)
-        for p, at in ((pair, i * pair.step) for block in blocks for pair in block.pairs for i in range(pair.count)):
+        for p, at in (
+            (scores, i * scores.step) for block in blocks for scores in block.score_blocks for i in range(scores.count)
+        ):
             rows, cols = slice(p.q0 + at, p.q0 + at + p.rows), slice(p.k0 + at, p.k0 + at + p.keys)
             views = [x[rows, heads_r] for x in (dout, q)] + [x[cols] for x in (k, v)] + [out[rows, heads_r]]
             shares = KERNELS["cpu"].backward(

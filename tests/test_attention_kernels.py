@@ -74,7 +74,7 @@ def off(which, by):
 
 
 def own_softmax(cpu):
-    """A backward that uses the pair's own lse, as kernels do that know no other keys."""
+    """A backward that uses the score block's own lse, as kernels do that know no other keys."""
 
     def backward(dout, q, k, v, out, lse, scale, causal):
         return cpu.backward(dout, q, k, v, *cpu.forward(q, k, v, scale, causal), scale, causal)

@@ -294,7 +294,7 @@ def test_the_plan_counts_tokens_and_pairs_of_a_forest():
         has_windows=False,
     )  # fmt: skip
     area = {"full": lambda p: p.rows * p.keys, "causal": lambda p: p.rows * (p.rows + 1) // 2}
-    assert work.pairs(None) == sum(area[p.mask](p) * p.count * b.count for b in blocks for p in b.pairs)
+    assert work.pairs(None) == sum(area[p.mask](p) * p.count * b.count for b in blocks for p in b.score_blocks)
 
 
 @pytest.mark.slow

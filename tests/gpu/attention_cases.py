@@ -14,9 +14,9 @@ from reference import attention_mask, attention_reference
 
 NAMES = ("out", "dq", "dk", "dv")
 # Our error over plain PyTorch's. Both round probabilities and results to 16 bits; ours sums over blocks in fp32.
-# A pair's output is rounded to 16 bits before it is merged with others: 1.15 to 1.17 on an H200, in blocks this small.
+# The output of a score block is rounded to 16 bits before it is merged: 1.15 to 1.17 on an H200, in blocks this small.
 MEDIAN, WORST = 1.25, 1.5
-# The CPU kernel rounds dq, dk and dv of every pair, and short blocks make many pairs. A zero has a ratio of 200.
+# The CPU kernel rounds dq, dk and dv of every score block, and short blocks are many. A zero has a ratio of 200.
 CPU_MEDIAN, CPU_WORST = 2.5, 3.5
 
 

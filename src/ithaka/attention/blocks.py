@@ -1,14 +1,14 @@
-"""Attention in block pairs: exact, of any length, with packed documents; causal, bidirectional or sliding window.
+"""Attention in score blocks: exact, of any length, with packed documents; causal, bidirectional or sliding window.
 
 Shapes: S = tokens of the packed sequence, or of this rank's share of it, n = query heads, m = key/value heads,
-r = n // m query heads per kv head, K = head dim. Internally: B = pairs in one batched kernel call, h = kv heads in one
-kernel call, q/k = rows/keys of a pair.
+r = n // m query heads per kv head, K = head dim. Internally: B = score blocks in one batched kernel call, h = kv heads
+in one kernel call, q/k = rows/keys of a score block.
 
-The softmax of a row is merged from its pairs in fp32 and rounded once. In backward every pair gets the *global* out and
-lse of its rows, so that gradients of pairs add up: dq in an fp32 sum per query block, rounded once; dk and dv in fp32
-sums of full length, which several calls may share. (For fp64 inputs all sums are fp64.) If one kernel call has all rows
-that attend to a key, the kernel rounds and writes dk and dv itself. With keys in several parts (a ring), each call gets
-one part, and `out` and dq are also sums over calls.
+The softmax of a row is merged from its score blocks in fp32 and rounded once. In backward every score block gets the
+*global* out and lse of its rows, so that gradients of score blocks add up: dq in an fp32 sum per query block, rounded
+once; dk and dv in fp32 sums of full length, which several calls may share. (For fp64 inputs all sums are fp64.) If one
+kernel call has all rows that attend to a key, the kernel rounds and writes dk and dv itself. With keys in several parts
+(a ring), each call gets one part, and `out` and dq are also sums over calls.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from torch import Tensor
 from ithaka.attention.choose import resolve_kernel
 from ithaka.attention.fused import merge_softmax
 from ithaka.attention.kernels import Kernel
-from ithaka.attention.pairs import (
+from ithaka.attention.score_blocks import (
     EDGE,
     FULL,
     SQUARES,
@@ -31,8 +31,8 @@ from ithaka.attention.pairs import (
     DocumentSpan,
     KeyRange,
     MaskRange,
-    Pair,
     QueryBlock,
+    ScoreBlock,
     document_spans,
     forest_branches,
     plan_branch_blocks,
@@ -145,7 +145,7 @@ def default_blocks(
     if kernel.direct and reach <= WHOLE_TOKENS:
         return CALL_TOKENS, CALL_TOKENS
     if kernel.name == "reference":
-        return 1024, 1024  # it allocates the scores of a pair in fp64
+        return 1024, 1024  # it allocates the scores of a block in fp64
     if device.type != "cuda":
         return 8192, 8192
     gpu = torch.cuda.get_device_properties(device)
@@ -417,12 +417,12 @@ def _plan_call(
 
 def _count_keys(query_blocks: list[QueryBlock], chunks: list[_VarlenChunk]) -> int:
     """Keys in all calls for one head."""
-    in_blocks = sum(pair.keys * pair.count * block.count for block in query_blocks for pair in block.pairs)
+    in_blocks = sum(scores.keys * scores.count * block.count for block in query_blocks for scores in block.score_blocks)
     return in_blocks + sum(chunk.keys.stop - chunk.keys.start for chunk in chunks)
 
 
-def _view_rows(x_Sh: Tensor, repeats: QueryBlock | Pair, start: int, length: int) -> Tensor:
-    """View `length` tokens from `start` on as [B, h, length, ...], once per repetition of a block or pair."""
+def _view_rows(x_Sh: Tensor, repeats: QueryBlock | ScoreBlock, start: int, length: int) -> Tensor:
+    """View `length` tokens from `start` on as [B, h, length, ...], once per repetition of the query or score block."""
     by_token, by_head, *rest = x_Sh.stride()
     step = repeats.step or length  # never 0: fa4 treats a stride of 0 as a broadcast
     return x_Sh.as_strided(
@@ -432,12 +432,12 @@ def _view_rows(x_Sh: Tensor, repeats: QueryBlock | Pair, start: int, length: int
     )
 
 
-def _view_in_block(block_Bht: Tensor, block: QueryBlock, pair: Pair) -> Tensor:
-    """View the rows of a pair in the buffer of its block, [B, h, t, ...]."""
-    first = pair.q0 - block.start
-    if pair.count == 1:
-        return block_Bht[:, :, first : first + pair.rows]
-    return _view_rows(block_Bht[0].transpose(0, 1), pair, first, pair.rows)
+def _view_in_block(block_Bht: Tensor, block: QueryBlock, scores: ScoreBlock) -> Tensor:
+    """View the rows of a score block in the buffer of its query block, [B, h, t, ...]."""
+    first = scores.q0 - block.start
+    if scores.count == 1:
+        return block_Bht[:, :, first : first + scores.rows]
+    return _view_rows(block_Bht[0].transpose(0, 1), scores, first, scores.rows)
 
 
 @lru_cache(maxsize=1024)
@@ -445,19 +445,19 @@ def _cumulate(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=device)
 
 
-def _run_kernel(call: _AttentionCall, pair: Pair, direction: str, *inputs: Tensor, **into: Any) -> Tensors:
-    """Run the kernel on one pair, or its fallback if the pair is small. `direction`: "forward" or "backward"."""
-    kernel, is_small = call.kernel, min(pair.rows, pair.keys) < call.kernel.min_tokens
-    if pair.mask == SQUARES:
-        ends_d = _cumulate(pair.lengths, inputs[0].device)
+def _run_kernel(call: _AttentionCall, scores: ScoreBlock, direction: str, *inputs: Tensor, **into: Any) -> Tensors:
+    """Run the kernel on one score block, or its fallback on a small one. `direction`: "forward" or "backward"."""
+    kernel, is_small = call.kernel, min(scores.rows, scores.keys) < call.kernel.min_tokens
+    if scores.mask == SQUARES:
+        ends_d = _cumulate(scores.lengths, inputs[0].device)
         inputs = tuple(x[0].transpose(0, 1) if x.dim() == 4 else x[0] for x in inputs)
-        results = getattr(kernel.varlen, direction)(*inputs, ends_d, max(pair.lengths), call.scale, True, None)
+        results = getattr(kernel.varlen, direction)(*inputs, ends_d, max(scores.lengths), call.scale, True, None)
         return tuple(x.transpose(0, 1)[None] if x.dim() == 3 else x[None] for x in results)
     run: Callable[..., Tensors] = getattr(kernel.fallback if is_small and kernel.fallback else kernel, direction)
-    if pair.mask == WINDOW:
+    if scores.mask == WINDOW:
         into["window"] = call.window
-    if pair.mask != EDGE:
-        return run(*inputs, call.scale, pair.mask != FULL, **into)
+    if scores.mask != EDGE:
+        return run(*inputs, call.scale, scores.mask != FULL, **into)
     return tuple(x.flip(2) for x in run(*(x.flip(2) for x in inputs), call.scale, True))
 
 
@@ -468,25 +468,25 @@ def _forward_block(call: _AttentionCall, block: QueryBlock, query: Tensors, keys
     """Attend to all keys of one query block: merge in fp32 and write once, or merge into sums over parts."""
     q, *written = query
     to_out, to_lse = (_view_rows(x, block, block.start, block.length) for x in written)
-    is_single = len(block.pairs) == 1 and block.pairs[0].count == 1 and not call.accumulates
+    is_single = len(block.score_blocks) == 1 and block.score_blocks[0].count == 1 and not call.accumulates
     into = {"into": (to_out, to_lse)} if is_single and call.kernel.direct else {}
     if call.accumulates:
         sum_out, sum_lse = to_out, to_lse
     elif not is_single:
         sum_out = torch.zeros(to_out.shape, dtype=call.sum_dtype, device=q.device)
         sum_lse = torch.full(to_lse.shape, float("-inf"), dtype=call.sum_dtype, device=q.device)
-    for pair in block.pairs:
-        repeats: QueryBlock | Pair = pair if pair.count > 1 else block
-        q_rows = _view_rows(q, repeats, pair.q0, pair.rows)
-        k_rows, v_rows = (_view_rows(x, repeats, pair.k0, pair.keys) for x in keys)
-        pair_out, pair_lse = _run_kernel(call, pair, "forward", q_rows, k_rows, v_rows, **into)
+    for scores in block.score_blocks:
+        repeats: QueryBlock | ScoreBlock = scores if scores.count > 1 else block
+        q_rows = _view_rows(q, repeats, scores.q0, scores.rows)
+        k_rows, v_rows = (_view_rows(x, repeats, scores.k0, scores.keys) for x in keys)
+        partial_out, partial_lse = _run_kernel(call, scores, "forward", q_rows, k_rows, v_rows, **into)
         if not is_single:
             merge_softmax(
-                _view_in_block(sum_out, block, pair), _view_in_block(sum_lse, block, pair), pair_out, pair_lse
+                _view_in_block(sum_out, block, scores), _view_in_block(sum_lse, block, scores), partial_out, partial_lse
             )
     if not into and not call.accumulates:
-        to_out.copy_(pair_out if is_single else sum_out)
-        to_lse.copy_(pair_lse if is_single else sum_lse)
+        to_out.copy_(partial_out if is_single else sum_out)
+        to_lse.copy_(partial_lse if is_single else sum_lse)
 
 
 def _forward_chunk(call: _AttentionCall, chunk: _VarlenChunk, query: Tensors, keys: Tensors) -> None:
@@ -509,26 +509,26 @@ def _backward_block(call: _AttentionCall, block: QueryBlock, query: Tensors, key
     """Backward of one query block. dq may alias `out`: it is written after the last read of these rows."""
     *read, dq = query
     to_dq = _view_rows(dq, block, block.start, block.length)
-    is_single = len(block.pairs) == 1 and block.pairs[0].count == 1 and not call.accumulates
+    is_single = len(block.score_blocks) == 1 and block.score_blocks[0].count == 1 and not call.accumulates
     direct = is_single and call.kernel.direct
     if call.accumulates:
         sum_dq = to_dq
     elif not is_single:
         sum_dq = torch.zeros(to_dq.shape, dtype=call.sum_dtype, device=to_dq.device)
-    for pair in block.pairs:
-        repeats: QueryBlock | Pair = pair if pair.count > 1 else block
-        dout, q, out, lse = (_view_rows(x, repeats, pair.q0, pair.rows) for x in read)
-        k, v, dk, dv = (_view_rows(x, repeats, pair.k0, pair.keys) for x in keys)
+    for scores in block.score_blocks:
+        repeats: QueryBlock | ScoreBlock = scores if scores.count > 1 else block
+        dout, q, out, lse = (_view_rows(x, repeats, scores.q0, scores.rows) for x in read)
+        k, v, dk, dv = (_view_rows(x, repeats, scores.k0, scores.keys) for x in keys)
         written = (to_dq if direct else None, *((dk, dv) if call.writes_kv_grads else (None, None)))
         into = {"into": written} if call.kernel.direct else {}
-        pair_dq, pair_dk, pair_dv = _run_kernel(call, pair, "backward", dout, q, k, v, out, lse, **into)
+        partial_dq, partial_dk, partial_dv = _run_kernel(call, scores, "backward", dout, q, k, v, out, lse, **into)
         if not call.writes_kv_grads:
-            dk.add_(pair_dk)
-            dv.add_(pair_dv)
+            dk.add_(partial_dk)
+            dv.add_(partial_dv)
         if not is_single:
-            _view_in_block(sum_dq, block, pair).add_(pair_dq)
+            _view_in_block(sum_dq, block, scores).add_(partial_dq)
     if not direct and not call.accumulates:
-        to_dq.copy_(pair_dq if is_single else sum_dq)
+        to_dq.copy_(partial_dq if is_single else sum_dq)
 
 
 def _backward_chunk(call: _AttentionCall, chunk: _VarlenChunk, query: Tensors, keys: Tensors) -> None:

@@ -158,7 +158,7 @@ def _compare_with_reference(kernel: Kernel, device: torch.device, dtype: torch.d
     sizes = ((rows, heads), (rows, heads), (keys, 2), (keys, 2))
     drawn = [torch.randn(*size, head_dim, generator=random, device="cpu") for size in sizes]
     dout, q, k, v = (x_SnK.to(device, dtype).transpose(0, 1) for x_SnK in drawn)
-    cases = _pair_cases(kernel, scale, dout[None], q[None], k[None], v[None])
+    cases = _block_cases(kernel, scale, dout[None], q[None], k[None], v[None])
     if kernel.varlen is not None:
         cases = chain(cases, _document_cases(kernel, scale, dout, q, k[:, -rows:], v[:, -rows:]))
     for where, ours, exact in cases:
@@ -175,27 +175,27 @@ def _compare_with_reference(kernel: Kernel, device: torch.device, dtype: torch.d
     return None
 
 
-def _pair_cases(kernel: Kernel, scale: float, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Iterator[_Case]:
-    """Yield cases as in training: strided inputs, a full pair of earlier keys, a causal pair, a backward from the out
+def _block_cases(kernel: Kernel, scale: float, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Iterator[_Case]:
+    """Yield cases as in training: strided inputs, a full block of earlier keys, a causal block, a backward from the out
     and lse of both. A `direct` kernel is also tested with GQA, a window, and buffers."""
     rows, keys = q.shape[2], k.shape[2]
-    pairs = [(k[:, :, :-rows], v[:, :, :-rows], False), (k[:, :, -rows:], v[:, :, -rows:], True)]
+    blocks = [(k[:, :, :-rows], v[:, :, :-rows], False), (k[:, :, -rows:], v[:, :, -rows:], True)]
     out, lse = torch.zeros_like(q, dtype=torch.float64), torch.full_like(q[..., 0], float("-inf"), dtype=torch.float64)
-    for pair_k, pair_v, causal in pairs:
-        merge_softmax(out, lse, *_run_reference(dout, q, pair_k, pair_v, scale, causal)[:2])
+    for block_k, block_v, causal in blocks:
+        merge_softmax(out, lse, *_run_reference(dout, q, block_k, block_v, scale, causal)[:2])
     out_lse = (out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32)))
-    for pair_k, pair_v, causal in pairs:
-        exact = _run_reference(dout, q, pair_k, pair_v, scale, causal, out_lse)
+    for block_k, block_v, causal in blocks:
+        exact = _run_reference(dout, q, block_k, block_v, scale, causal, out_lse)
         how = {"into": (None, None, None)} if kernel.direct else {}
-        ours = kernel.forward(q, pair_k, pair_v, scale, causal)
-        grads = kernel.backward(dout, q, pair_k, pair_v, *out_lse, scale, causal, **how)
+        ours = kernel.forward(q, block_k, block_v, scale, causal)
+        grads = kernel.backward(dout, q, block_k, block_v, *out_lse, scale, causal, **how)
         yield f"a {'causal' if causal else 'full'} block", (*ours, *grads), exact
     if kernel.direct:
         window = keys - rows + 1  # then the rows attend to all keys
         visible = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows).triu()
         ours = _run_into_buffers(kernel, dout, q, k, v, scale, True, window=window)
         yield "a block with a window", ours, _run_reference(dout, q, k, v, scale, visible)
-        k, v, _ = pairs[-1]
+        k, v, _ = blocks[-1]
         ours = _run_into_buffers(kernel, dout, q, k, v, scale, True)
         yield "a causal block written to buffers", ours, _run_reference(dout, q, k, v, scale, True)
 

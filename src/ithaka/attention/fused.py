@@ -1,8 +1,8 @@
 """Element-wise steps between the large kernels, each in one pass over memory if Triton is installed.
 
-Shapes: B pairs in the batch (in `apply_rope`, ranks), h heads, t tokens of a block or tile, K head dim, D hidden, F MLP
-width, V vocabulary, p programs. Tensors may be strided except in K. All compute in fp32 and round once, except
-`silu_mul` without Triton, which rounds twice, as Hugging Face does.
+Shapes: B score blocks in the batch (in `apply_rope`, ranks), h heads, t tokens of a block or tile, K head dim, D
+hidden, F MLP width, V vocabulary, p programs. Tensors may be strided except in K. All compute in fp32 and round once,
+except `silu_mul` without Triton, which rounds twice, as Hugging Face does.
 """
 
 import math
@@ -23,7 +23,7 @@ def runs_in_triton(x: Tensor) -> bool:
 
 
 def merge_softmax(sum_out_BhtK: Tensor, sum_lse_Bht: Tensor, out_BhtK: Tensor, lse_Bht: Tensor) -> None:
-    """Merge the softmax of one pair into the running one, in place. `sum_lse` may be -inf (empty), `lse` must not."""
+    """Merge the softmax of one score block into the running one, in place. `sum_lse` may be -inf (empty), `lse` not."""
     if runs_in_triton(sum_out_BhtK):
         _launch(_merge_kernel, sum_out_BhtK, sum_lse_Bht, out_BhtK, lse_Bht)
         return

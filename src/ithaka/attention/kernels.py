@@ -1,7 +1,7 @@
 """The attention kernels.
 
-Shapes: B = pairs in the batch, h = heads (as many for k as for q, or with GQA fewer), q/k = rows/keys of one block
-pair, K = head dim; T = tokens of many short documents. A kernel computes one block pair with a causal flag;
+Shapes: B = score blocks in the batch, h = heads (as many for k as for q, or with GQA fewer), q/k = rows/keys of one
+score block, K = head dim; T = tokens of many short documents. A kernel computes one score block with a causal flag;
 `blocks.py` does the rest (blocks, windows, documents), and `choose.py` tests it.
 """
 
@@ -40,13 +40,14 @@ class Varlen:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel for block pairs.
+    """A kernel for score blocks.
 
     forward(q_BhqK, k_BhkK, v_BhkK, scale, causal) -> out_BhqK, lse_Bhq (fp32, or fp64 for fp64 inputs)
     backward(dout_BhqK, q, k, v, out_BhqK, lse_Bhq, scale, causal) -> dq, dk, dv, where out and lse may be those
-    of *all* keys: the results are then this pair's contribution to the gradients. Inputs may be strided except in K.
-    A `direct` kernel supports GQA (h larger for q than for k), the mask `window` of `pairs.py` (window=n), and buffers
-    for its results, strided or None: forward takes into=(out, lse) and backward into=(dq, dk, dv). dq may alias out.
+    of *all* keys: the results are then this block's contribution to the gradients. Inputs may be strided except in K.
+    A `direct` kernel supports GQA (h larger for q than for k), the mask `window` of `score_blocks.py` (window=n), and
+    buffers for its results, strided or None: forward takes into=(out, lse) and backward into=(dq, dk, dv). dq may
+    alias out.
     """
 
     name: str
@@ -60,7 +61,7 @@ class Kernel:
     check_installed: Callable[[], str | None] = lambda: None  # returns the problem, if any
     varlen: Varlen | None = None
     has_softcap: bool = False  # forward and backward also take softcap=c: scores become c * tanh(scores / c)
-    fallback: "Kernel | None" = None  # for pairs with fewer rows or keys than `min_tokens`
+    fallback: "Kernel | None" = None  # for score blocks with fewer rows or keys than `min_tokens`
     min_tokens: int = 1
 
     def with_softcap(self, softcap: float) -> "Kernel":
@@ -287,7 +288,7 @@ _FA4 = Kernel(
 )
 _FLASH_VARLEN = Varlen(_flash_varlen_forward, _flash_varlen_backward)
 _FLASH = Kernel("flash", _flash_forward, _flash_backward, varlen=_FLASH_VARLEN)
-# cuDNN rejects a single row and key, and has crashed on other tiny pairs.
+# cuDNN rejects a single row and key, and has crashed on other tiny blocks.
 _CUDNN = Kernel("cudnn", _cudnn_forward, _cudnn_backward, varlen=_FLASH_VARLEN, fallback=_FLASH, min_tokens=128)
 _CPU = Kernel("cpu", _cpu_forward, _cpu_backward, device="cpu", dtypes=ALL_DTYPES, head_dims=(1 << 20, 1))
 _REFERENCE = Kernel(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ithaka.attention.blocks import AttentionSpec, BlockMask, Docs
-from ithaka.attention.pairs import MaskRange
+from ithaka.attention.score_blocks import MaskRange
 from ithaka.config import ConfigError
 from ithaka.dist.exchange import SINGLE_RANK
 from ithaka.layer.stages import ExchangedAttention

@@ -1,6 +1,7 @@
-"""The schedule of block pairs that attention computes, in plain integers, without torch.
+"""The score blocks that attention computes, planned in plain integers, without torch.
 
-A **pair** is a range of query rows and a range of keys with one of five masks (i and j count from the pair's corner):
+A **score block** is a block of the score matrix: a range of query rows and a range of keys, with one of five masks (i
+and j count from the block's corner):
 
     full    every row attends to every key
     causal  square, row i attends to keys j <= i
@@ -10,10 +11,10 @@ A **pair** is a range of query rows and a range of keys with one of five masks (
             sliding window, for kernels that support windows
     squares adjacent causal squares of `lengths` along the diagonal, for kernels that take short documents
 
-A **query block** is a range of query rows and all its pairs. `count` > 1 repeats the block (or pair) `count` times,
+A **query block** is a range of query rows and all its score blocks. `count` > 1 repeats either of them `count` times,
 `step` tokens apart, in one batched kernel call: documents of equal length, the bands of a window, the squares along a
-diagonal. A block and its pairs are never both repeated. Query rows are numbered within this rank's rows; keys by their
-token in the packed sequence, until `split_by_part` maps them to rows of k and v.
+diagonal. A query block and its score blocks are never both repeated. Query rows are numbered within this rank's rows;
+keys by their token in the packed sequence, until `split_by_part` maps them to rows of k and v.
 """
 
 from bisect import bisect_right
@@ -27,7 +28,7 @@ FULL, CAUSAL, EDGE, WINDOW, SQUARES = "full", "causal", "edge", "window", "squar
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class ScoreBlock:
     """Rows [q0, q0 + rows) and keys [k0, k0 + keys), repeated `count` times every `step` tokens."""
 
     q0: int
@@ -42,11 +43,11 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class QueryBlock:
-    """The rows [start, start + length), repeated `count` times every `step` tokens, and their pairs."""
+    """The rows [start, start + length), repeated `count` times every `step` tokens, and their score blocks."""
 
     start: int
     length: int
-    pairs: tuple[Pair, ...]
+    score_blocks: tuple[ScoreBlock, ...]
     count: int = 1
     step: int = 0
 
@@ -108,7 +109,7 @@ def split_by_part(
     blocks: Iterable[QueryBlock], runs: Sequence[KeyRange], num_parts: int, block_kv: int
 ) -> list[list[QueryBlock]]:
     """Split blocks by the part that holds their keys. `runs` ascend and cover all keys of the blocks. Rectangles that
-    are adjacent in a part are joined and cut again into pairs of about `block_kv` keys: for the few keys that a
+    are adjacent in a part are joined and cut again into score blocks of about `block_kv` keys: for the few keys that a
     boundary between parts cuts off, a kernel takes as long as for thousands."""
     firsts = [run.first for run in runs]
     parts: list[list[QueryBlock]] = [[] for _ in range(num_parts)]
@@ -117,60 +118,62 @@ def split_by_part(
         return bisect_right(firsts, token) - 1
 
     for block in blocks:
-        low = min(pair.k0 for pair in block.pairs)
-        high = max(pair.k0 + pair.keys for pair in block.pairs) + (block.count - 1) * block.step
+        low = min(scores.k0 for scores in block.score_blocks)
+        high = max(scores.k0 + scores.keys for scores in block.score_blocks) + (block.count - 1) * block.step
         run = runs[run_at(low)]
         if block.count > 1 and high <= run.first + run.tokens:
-            moved = tuple(replace(pair, k0=pair.k0 + run.shift) for pair in block.pairs)
-            parts[run.part].append(replace(block, pairs=moved))
+            moved = tuple(replace(scores, k0=scores.k0 + run.shift) for scores in block.score_blocks)
+            parts[run.part].append(replace(block, score_blocks=moved))
             continue
         for offset in range(0, block.count * (block.step or 1), block.step or 1):
-            pairs = defaultdict(list)
-            for pair in (replace(pair, q0=pair.q0 + offset, k0=pair.k0 + offset) for pair in block.pairs):
-                run = runs[run_at(pair.k0)]
-                if pair.k0 + pair.keys + (pair.count - 1) * pair.step <= run.first + run.tokens:
-                    pairs[run.part].append(replace(pair, k0=pair.k0 + run.shift))
+            by_part = defaultdict(list)
+            for scores in block.score_blocks:
+                scores = replace(scores, q0=scores.q0 + offset, k0=scores.k0 + offset)
+                run = runs[run_at(scores.k0)]
+                if scores.k0 + scores.keys + (scores.count - 1) * scores.step <= run.first + run.tokens:
+                    by_part[run.part].append(replace(scores, k0=scores.k0 + run.shift))
                     continue
-                for repeat in range(0, pair.count * (pair.step or 1), pair.step or 1):
-                    one = replace(pair, q0=pair.q0 + repeat, k0=pair.k0 + repeat, count=1, step=0)
+                for repeat in range(0, scores.count * (scores.step or 1), scores.step or 1):
+                    one = replace(scores, q0=scores.q0 + repeat, k0=scores.k0 + repeat, count=1, step=0)
                     for run in runs[run_at(one.k0) : run_at(one.k0 + one.keys - 1) + 1]:
-                        pairs[run.part] += _clip_to_range(one, run)
-            for part, part_pairs in pairs.items():
-                recut = tuple(_recut_rectangles(part_pairs, block_kv))
+                        by_part[run.part] += _clip_to_range(one, run)
+            for part, part_blocks in by_part.items():
+                recut = tuple(_recut_rectangles(part_blocks, block_kv))
                 parts[part].append(QueryBlock(block.start + offset, block.length, recut))
     return parts
 
 
-def _recut_rectangles(pairs: list[Pair], block_kv: int) -> Iterator[Pair]:
-    """Join full pairs of the same rows and adjacent keys, and cut them into equal pairs."""
-    joined: list[Pair] = []
-    for pair in pairs:
-        last = joined[-1] if joined else replace(pair, rows=0)
-        if pair.mask == FULL and pair.count == 1 and last == replace(pair, k0=pair.k0 - last.keys, keys=last.keys):
-            joined[-1] = replace(last, keys=last.keys + pair.keys)
+def _recut_rectangles(score_blocks: list[ScoreBlock], block_kv: int) -> Iterator[ScoreBlock]:
+    """Join full score blocks of the same rows and adjacent keys, and cut them into equal ones."""
+    joined: list[ScoreBlock] = []
+    for scores in score_blocks:
+        last = joined[-1] if joined else replace(scores, rows=0)
+        is_adjacent = last == replace(scores, k0=scores.k0 - last.keys, keys=last.keys)
+        if scores.mask == FULL and scores.count == 1 and is_adjacent:
+            joined[-1] = replace(last, keys=last.keys + scores.keys)
         else:
-            joined.append(pair)
-    for pair in joined:
+            joined.append(scores)
+    for scores in joined:
         # Up to a quarter more keys than block_kv.
-        num_pairs = max(1, -(-4 * pair.keys // (5 * block_kv))) if pair.mask == FULL and pair.count == 1 else 1
-        for i in range(num_pairs):
-            a, b = i * pair.keys // num_pairs, (i + 1) * pair.keys // num_pairs
-            yield replace(pair, k0=pair.k0 + a, keys=b - a)
+        num_blocks = max(1, -(-4 * scores.keys // (5 * block_kv))) if scores.mask == FULL and scores.count == 1 else 1
+        for i in range(num_blocks):
+            a, b = i * scores.keys // num_blocks, (i + 1) * scores.keys // num_blocks
+            yield replace(scores, k0=scores.k0 + a, keys=b - a)
 
 
-def _clip_to_range(pair: Pair, run: KeyRange) -> Iterator[Pair]:
-    """Restrict a pair to the keys of a run. A square becomes a smaller square and a rectangle of the rows that attend
-    to all of these keys."""
-    c, d = max(0, run.first - pair.k0), min(pair.keys, run.first + run.tokens - pair.k0)
-    k0, keys = pair.k0 + c + run.shift, d - c
-    if pair.mask == FULL:
-        yield Pair(pair.q0, pair.rows, k0, keys, FULL)
+def _clip_to_range(scores: ScoreBlock, run: KeyRange) -> Iterator[ScoreBlock]:
+    """Restrict a score block to the keys of a run. A square becomes a smaller square and a rectangle of the rows that
+    attend to all of these keys."""
+    c, d = max(0, run.first - scores.k0), min(scores.keys, run.first + run.tokens - scores.k0)
+    k0, keys = scores.k0 + c + run.shift, d - c
+    if scores.mask == FULL:
+        yield ScoreBlock(scores.q0, scores.rows, k0, keys, FULL)
         return
-    assert pair.mask in (CAUSAL, EDGE)
-    yield Pair(pair.q0 + c, keys, k0, keys, pair.mask)
-    first, last = (d, pair.rows) if pair.mask == CAUSAL else (0, c)
+    assert scores.mask in (CAUSAL, EDGE)
+    yield ScoreBlock(scores.q0 + c, keys, k0, keys, scores.mask)
+    first, last = (d, scores.rows) if scores.mask == CAUSAL else (0, c)
     if first < last:
-        yield Pair(pair.q0 + first, last - first, k0, keys, FULL)
+        yield ScoreBlock(scores.q0 + first, last - first, k0, keys, FULL)
 
 
 def plan_query_blocks(
@@ -179,7 +182,7 @@ def plan_query_blocks(
 ) -> Iterator[QueryBlock]:  # fmt: skip
     """Yield blocks of query rows. Every row of every span is in exactly one block.
 
-    `halve`: split the squares on the diagonal (`_halved_causal_pairs`). `call_tokens`: the most rows of a window, or
+    `halve`: split the squares on the diagonal (`_halved_causal_scores`). `call_tokens`: the most rows of a window, or
     tokens of equal documents, in one call, if above block_q. `has_windows`: the kernel supports the mask `window`.
     """
     for equal in _group_equal_documents(spans):
@@ -189,14 +192,17 @@ def plan_query_blocks(
         else:
             blocks = _plan_document(equal[0], causal, window, block_q, block_kv, halve, batch_bands=run == 1)
         # As many documents of equal length as fit into one batched call.
-        nested = any(pair.count > 1 for block in blocks for pair in block.pairs)
+        nested = any(scores.count > 1 for block in blocks for scores in block.score_blocks)
         batch = 1 if nested else max(1, max(block_q, call_tokens) // length)
         for first in range(0, run, batch):
             count = min(batch, run - first)
             offset = start + first * length
             for block in blocks:
-                pairs = tuple(replace(p, q0=p.q0 + offset + shift, k0=p.k0 + offset) for p in block.pairs)
-                moved = replace(block, start=block.start + offset + shift, pairs=pairs)
+                score_blocks = tuple(
+                    replace(scores, q0=scores.q0 + offset + shift, k0=scores.k0 + offset)
+                    for scores in block.score_blocks
+                )
+                moved = replace(block, start=block.start + offset + shift, score_blocks=score_blocks)
                 yield replace(moved, count=count, step=length) if count > 1 else moved
 
 
@@ -239,10 +245,10 @@ def plan_branch_blocks(
     branches: Sequence[Branch], max_rows: int, short: int = 0, *, window: int | None, **options: Any
 ) -> list[QueryBlock]:
     """Return the blocks of all branches with a path. `options`: as for `plan_query_blocks`; `short`: the longest square
-    in a pair of `squares`.
+    in a score block of `squares`.
 
-    Without a window, all rows that attend to a key do so in one pair per block of `max_rows`, even if they belong to
-    several branches: a kernel then sums the key's gradient over them.
+    Without a window, all rows that attend to a key do so in one score block per query block of `max_rows`, even if they
+    belong to several branches: a kernel then sums the key's gradient over them.
     """
     inner = [branch for branch in branches if branch.path]
     if window is not None and any(window < branch.depth + branch.stop - branch.start for branch in inner):
@@ -251,19 +257,19 @@ def plan_branch_blocks(
     for low, high in _merge_ranges((branch.start, branch.stop) for branch in inner):
         num_blocks = -(-(high - low) // min(max_rows, options["block_q"]))
         for a, e in _split_range(low, high, -(-(high - low) // num_blocks)):
-            pairs = [
-                pair
+            score_blocks = [
+                scores
                 for row, stop, first, last in ranges
                 if row < e and a < stop
-                for pair in _full_pairs(max(a, row), min(e, stop), first, last, block_kv)
+                for scores in _full_scores(max(a, row), min(e, stop), first, last, block_kv)
             ]
             for branch in inner:
                 if branch.start < e and a < branch.stop:
                     own = max(a, branch.start), min(e, branch.stop)
-                    pairs += _full_pairs(*own, branch.start, own[0], block_kv) + _causal_pairs(*own, block_kv)
-            squares = [pair for pair in pairs if pair.mask == CAUSAL]
-            pairs = [pair for pair in pairs if pair.mask == FULL]
-            blocks.append(QueryBlock(a, e - a, (*pairs, *_batch_squares(squares, short))))
+                    score_blocks += _full_scores(*own, branch.start, own[0], block_kv) + _causal_scores(*own, block_kv)
+            squares = [scores for scores in score_blocks if scores.mask == CAUSAL]
+            score_blocks = [scores for scores in score_blocks if scores.mask == FULL]
+            blocks.append(QueryBlock(a, e - a, (*score_blocks, *_batch_squares(squares, short))))
     return blocks
 
 
@@ -303,17 +309,17 @@ def _merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _batch_squares(squares: list[Pair], short: int) -> Iterator[Pair]:
+def _batch_squares(squares: list[ScoreBlock], short: int) -> Iterator[ScoreBlock]:
     """Batch causal squares, which are adjacent: those of equal branches, then short ones of any length."""
     equal = []
-    for rows, group in groupby(squares, key=lambda pair: pair.rows):
+    for rows, group in groupby(squares, key=lambda scores: scores.rows):
         first, *others = group
         equal.append(replace(first, count=1 + len(others), step=rows) if others else first)
-    for is_short, group in groupby(equal, key=lambda pair: pair.rows <= short):
+    for is_short, group in groupby(equal, key=lambda scores: scores.rows <= short):
         first, *others = group
         if is_short and others:
-            lengths = tuple(pair.rows for pair in (first, *others) for _ in range(pair.count))
-            yield Pair(first.q0, sum(lengths), first.k0, sum(lengths), SQUARES, lengths=lengths)
+            lengths = tuple(scores.rows for scores in (first, *others) for _ in range(scores.count))
+            yield ScoreBlock(first.q0, sum(lengths), first.k0, sum(lengths), SQUARES, lengths=lengths)
         else:
             yield from (first, *others)
 
@@ -322,24 +328,24 @@ MaskRange = tuple[int, int, int, int]  # rows [a, b) attend to keys [c, d)
 
 
 def plan_range_blocks(ranges: Sequence[MaskRange], num_rows: int, block_q: int, block_kv: int) -> list[QueryBlock]:
-    """Return the blocks of a block mask. A row in no range is in a block without pairs."""
+    """Return the blocks of a block mask. A row in no range is in a query block without score blocks."""
     cuts = sorted({0, num_rows, *(row for a, b, _, _ in ranges for row in (a, b))})
     blocks = []
     for low, high in zip(cuts, cuts[1:], strict=False):
         keys = sorted((c, d) for a, b, c, d in ranges if a <= low and high <= b)
         for a, e in _split_range(low, high, block_q):
-            pairs = (pair for c, d in keys for pair in _full_pairs(a, e, c, d, block_kv))
-            blocks.append(QueryBlock(a, e - a, tuple(pairs)))
+            score_blocks = (scores for c, d in keys for scores in _full_scores(a, e, c, d, block_kv))
+            blocks.append(QueryBlock(a, e - a, tuple(score_blocks)))
     return blocks
 
 
 def split_short_documents(
     spans: list[DocumentSpan], *, short: int, block: int
 ) -> tuple[list[DocumentSpan], list[list[DocumentSpan]]]:
-    """Return (documents for block pairs, chunks of short unequal documents for a varlen kernel).
+    """Return (documents for score blocks, chunks of short unequal documents for a varlen kernel).
 
     A chunk has at least two consecutive documents, complete on this rank, of at most `short` tokens each and `block`
-    tokens together. Equal documents of `short` tokens in total use block pairs: batched, on a faster kernel.
+    tokens together. Equal documents of `short` tokens in total use score blocks: batched, on a faster kernel.
     """
     blocked: list[DocumentSpan] = []
     chunks: list[list[DocumentSpan]] = []
@@ -369,15 +375,15 @@ def _group_equal_documents(spans: list[DocumentSpan]) -> Iterator[list[DocumentS
 def _plan_document(
     span: DocumentSpan, causal: bool, window: int | None, block_q: int, block_kv: int, halve: bool, *, batch_bands: bool
 ) -> list[QueryBlock]:
-    """Return the query blocks of a document, relative to its start: up to `block_q` rows, `block_kv` keys per pair."""
+    """Return the query blocks of a document, relative to its start: up to `block_q` rows, `block_kv` keys per block."""
     length, first, last = span.length, span.first, span.last
     windowed = causal and window is not None and window < last
     if span.is_complete and length <= min(block_q, block_kv) and not windowed:
-        pair = Pair(0, length, 0, length, CAUSAL if causal else FULL)
-        return [QueryBlock(0, length, (pair,))]
+        scores = ScoreBlock(0, length, 0, length, CAUSAL if causal else FULL)
+        return [QueryBlock(0, length, (scores,))]
     if not causal:
         return [
-            QueryBlock(a, e - a, tuple(_full_pairs(a, e, 0, length, block_kv)))
+            QueryBlock(a, e - a, tuple(_full_scores(a, e, 0, length, block_kv)))
             for a, e in _split_range(first, last, block_q)
         ]
     if not windowed:
@@ -390,11 +396,11 @@ def _plan_document(
 
 def _window_block(a: int, e: int, window: int) -> QueryBlock:
     oldest = max(0, a - window + 1)
-    return QueryBlock(a, e - a, (Pair(a, e - a, oldest, e - oldest, WINDOW),))
+    return QueryBlock(a, e - a, (ScoreBlock(a, e - a, oldest, e - oldest, WINDOW),))
 
 
 def _plan_bands(first: int, last: int, window: int, block_q: int, block_kv: int, *, batched: bool) -> list[QueryBlock]:
-    """Rows [first, last), first >= window: a causal square, full pairs, and an edge square `window` - 1 keys back.
+    """Rows [first, last), first >= window: a causal square, full blocks, and an edge square `window` - 1 keys back.
 
     The rows of a band are a power of two, at least half the window, so that the keys of bands in one batched call
     do not overlap: their gradients are added without atomics.
@@ -416,44 +422,46 @@ def _plan_bands(first: int, last: int, window: int, block_q: int, block_kv: int,
 def _band_block(a: int, e: int, window: int, block_kv: int) -> QueryBlock:
     """Rows [a, e), e - a < window (or one row): row i attends to keys (i - window, i]."""
     rows, oldest = e - a, a - window + 1
-    edge = [Pair(a, rows, oldest, rows, EDGE)] if window > 1 else []
-    return QueryBlock(a, rows, (*edge, *_full_pairs(a, e, oldest + rows, a, block_kv), *_causal_pairs(a, e, block_kv)))
+    edge = [ScoreBlock(a, rows, oldest, rows, EDGE)] if window > 1 else []
+    return QueryBlock(
+        a, rows, (*edge, *_full_scores(a, e, oldest + rows, a, block_kv), *_causal_scores(a, e, block_kv))
+    )
 
 
 def _causal_block(a: int, e: int, block_kv: int, halve: bool) -> QueryBlock:
     size = min(e - a, block_kv)
     halve = halve and (e - a) % size == 0
-    diagonal = _halved_causal_pairs(a, e, size, block_kv // 8) if halve else _causal_pairs(a, e, block_kv)
-    return QueryBlock(a, e - a, (*_full_pairs(a, e, 0, a, block_kv), *diagonal))
+    diagonal = _halved_causal_scores(a, e, size, block_kv // 8) if halve else _causal_scores(a, e, block_kv)
+    return QueryBlock(a, e - a, (*_full_scores(a, e, 0, a, block_kv), *diagonal))
 
 
-def _causal_pairs(a: int, e: int, size: int) -> list[Pair]:
+def _causal_scores(a: int, e: int, size: int) -> list[ScoreBlock]:
     """Rows [a, e) and keys [a, e): causal squares along the diagonal, full rectangles below them."""
-    pairs = []
+    score_blocks = []
     for c, d in _split_range(a, e, size):
-        pairs.append(Pair(c, d - c, c, d - c, CAUSAL))
+        score_blocks.append(ScoreBlock(c, d - c, c, d - c, CAUSAL))
         if d < e:
-            pairs.append(Pair(d, e - d, c, d - c, FULL))
-    return pairs
+            score_blocks.append(ScoreBlock(d, e - d, c, d - c, FULL))
+    return score_blocks
 
 
-def _halved_causal_pairs(a: int, e: int, size: int, least: int) -> list[Pair]:
-    """Like `_causal_pairs`, with causal squares halved repeatedly, so that more of the work is in full rectangles.
+def _halved_causal_scores(a: int, e: int, size: int, least: int) -> list[ScoreBlock]:
+    """Like `_causal_scores`, with causal squares halved repeatedly, so that more of the work is in full rectangles.
 
     Forward kernels are slower on a large triangle, whose rows differ much in length, than on a rectangle and two small
     triangles; backward kernels are not. Rectangles of one size are one batched call; so are the triangles.
     """
-    pairs = [pair for pair in _causal_pairs(a, e, size) if pair.mask == FULL]
+    score_blocks = [scores for scores in _causal_scores(a, e, size) if scores.mask == FULL]
     while size % 2 == 0 and size > max(1, least):
         half, count = size // 2, (e - a) // size
-        pairs.append(Pair(a + half, half, a, half, FULL, count, size if count > 1 else 0))
+        score_blocks.append(ScoreBlock(a + half, half, a, half, FULL, count, size if count > 1 else 0))
         size = half
     count = (e - a) // size
-    return [*pairs, Pair(a, size, a, size, CAUSAL, count, size if count > 1 else 0)]
+    return [*score_blocks, ScoreBlock(a, size, a, size, CAUSAL, count, size if count > 1 else 0)]
 
 
-def _full_pairs(a: int, e: int, k_start: int, k_stop: int, block_kv: int) -> list[Pair]:
-    return [Pair(a, e - a, c, d - c, FULL) for c, d in _split_range(k_start, k_stop, block_kv)]
+def _full_scores(a: int, e: int, k_start: int, k_stop: int, block_kv: int) -> list[ScoreBlock]:
+    return [ScoreBlock(a, e - a, c, d - c, FULL) for c, d in _split_range(k_start, k_stop, block_kv)]
 
 
 def _split_range(start: int, stop: int, block: int) -> Iterator[tuple[int, int]]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ithaka.attention.blocks import Docs
-from ithaka.attention.pairs import (
+from ithaka.attention.score_blocks import (
     CAUSAL,
     EDGE,
     FULL,
@@ -35,17 +35,17 @@ def visible(docs, causal, window):
     }
 
 
-def split_squares(pair):
-    for first, length in zip(accumulate((0, *pair.lengths)), pair.lengths, strict=False):
-        yield replace(pair, q0=pair.q0 + first, k0=pair.k0 + first, rows=length, keys=length, mask=CAUSAL)
+def split_squares(scores):
+    for first, length in zip(accumulate((0, *scores.lengths)), scores.lengths, strict=False):
+        yield replace(scores, q0=scores.q0 + first, k0=scores.k0 + first, rows=length, keys=length, mask=CAUSAL)
 
 
 def visits(blocks, window=None):
     for block in blocks:
-        squares = [square for p in block.pairs if p.mask == SQUARES for square in split_squares(p)]
-        block = replace(block, pairs=(*(p for p in block.pairs if p.mask != SQUARES), *squares))
+        squares = [square for p in block.score_blocks if p.mask == SQUARES for square in split_squares(p)]
+        block = replace(block, score_blocks=(*(p for p in block.score_blocks if p.mask != SQUARES), *squares))
         for c in range(block.count):
-            for p, d in ((pair, d) for pair in block.pairs for d in range(pair.count)):
+            for p, d in ((scores, d) for scores in block.score_blocks for d in range(scores.count)):
                 assert block.count == 1 or p.count == 1
                 shift = c * block.step + d * p.step
                 for i in range(p.rows):
@@ -94,7 +94,7 @@ def test_every_visible_pair_is_scheduled_once(
     assert sorted(visits(blocks, window)) == expected
     assert sorted(owned(blocks)) == list(range(len(rows)))
     for block in blocks:
-        for p in block.pairs:
+        for p in block.score_blocks:
             assert p.mask not in (CAUSAL, EDGE) or p.rows == p.keys
 
 
@@ -134,23 +134,23 @@ def test_every_token_of_a_branch_attends_once_to_each_token_before_it(
 
 
 def test_answers_share_calls():
-    """A prompt and its first answer are a document; the prompt's keys are in one more pair, with all other answers."""
+    """A prompt and its first answer are a document; the prompt's keys are in one more block, with all other answers."""
     docs, parents = (0, 32, *range(34, 49, 2)), (-1, *[0] * 8)
     branches = forest_branches(docs, parents)
     assert branches[0] == (0, 34, ()) and {branch.path for branch in branches[1:]} == {((0, 32),)}
     (block,) = plan_branch_blocks(branches, 99, causal=True, window=None, block_q=99, block_kv=99)
-    full, squares = block.pairs
+    full, squares = block.score_blocks
     assert (full.rows, full.keys, squares.rows, squares.count) == (14, 32, 2, 7)
     branches[-2:] = [branches[-2]._replace(stop=49), branches[-1]._replace(start=49, stop=60)]
     (block,) = plan_branch_blocks(branches, 99, 99, causal=True, window=None, block_q=99, block_kv=99)
-    assert block.pairs[1].lengths == (2, 2, 2, 2, 2, 5, 11) and len(block.pairs) == 2
+    assert block.score_blocks[1].lengths == (2, 2, 2, 2, 2, 5, 11) and len(block.score_blocks) == 2
 
 
 @pytest.mark.parametrize("window", [5, 8, 9, 17, 100])
 def test_batched_bands_never_overlap(window):
     """A batched call adds gradients of rows and of keys without atomics."""
     for block in plan_query_blocks(document_spans((0, 300)), causal=True, window=window, block_q=64, block_kv=64):
-        for p in block.pairs:
+        for p in block.score_blocks:
             assert block.count == 1 or block.step >= max(p.rows, p.keys)
             assert p.count == 1 or p.step >= max(p.rows, p.keys)
 
@@ -159,7 +159,7 @@ def test_a_short_window_takes_few_batched_calls():
     blocks = list(
         plan_query_blocks(document_spans((0, 1 << 20)), causal=True, window=4096, block_q=1 << 17, block_kv=1 << 16)
     )
-    assert sum(len(block.pairs) for block in blocks) < 40
+    assert sum(len(block.score_blocks) for block in blocks) < 40
 
 
 def test_equal_documents_share_calls():
@@ -176,7 +176,7 @@ def largest_call(blocks, row_elements):
     return max(
         ((b.count - 1) * b.step + (p.count - 1) * p.step + max(p.rows, p.keys)) * row_elements
         for b in blocks
-        for p in b.pairs
+        for p in b.score_blocks
     )
 
 
@@ -216,13 +216,13 @@ def test_rounds_of_a_ring_have_no_slivers(ring, context):
     rounds, area = docs.rounds(), 0
     for part in range(len(rounds) + 1):
         blocks, _ = docs.plan(part, torch.device("cpu"), False, **options, halve=False, has_windows=True)
-        full = [pair for block in blocks for pair in block.pairs if pair.mask == FULL]
-        area += sum(pair.rows * pair.keys for pair in full)
-        area += sum(pair.rows * (pair.rows + 1) // 2 for block in blocks for pair in block.pairs if pair.mask == CAUSAL)
+        score_blocks = [scores for block in blocks for scores in block.score_blocks]
+        area += sum(scores.rows * scores.keys for scores in score_blocks if scores.mask == FULL)
+        area += sum(scores.rows * (scores.rows + 1) // 2 for scores in score_blocks if scores.mask == CAUSAL)
         for block in blocks if part else ():
             received = sum(rounds[part - 1].num_received)
             fewest = max(1, round(received / block_kv))
-            assert len(block.pairs) <= fewest + sum(map(len, rounds[part - 1].received)) - 1
-            assert min(pair.keys for pair in block.pairs) >= min(block_kv, received) // 2
+            assert len(block.score_blocks) <= fewest + sum(map(len, rounds[part - 1].received)) - 1
+            assert min(scores.keys for scores in block.score_blocks) >= min(block_kv, received) // 2
     rows = [token for start, length in docs.runs for token in (start, start + length)]
     assert area == sum(causal_pairs(b) - causal_pairs(a) for a, b in zip(rows[::2], rows[1::2], strict=True))
