@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ithaka.attention.blocks import Docs
+from ithaka.attention.docs import Docs
 
 
 def attention_reference(

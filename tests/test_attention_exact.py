@@ -6,8 +6,9 @@ from torch.nn import functional as F
 
 import fake_fa4
 from ithaka.attention import blocks as op
-from ithaka.attention.blocks import AttentionSpec, BlockMask, Docs, attention, attention_backward
+from ithaka.attention.blocks import AttentionSpec, attention, attention_backward
 from ithaka.attention.choose import resolve_kernel
+from ithaka.attention.docs import BlockMask, Docs
 from ithaka.attention.kernels import KERNELS
 from ithaka.attention.score_blocks import document_spans, plan_query_blocks
 from ithaka.config import ConfigError

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ithaka.attention.blocks import Docs
+from ithaka.attention.docs import Docs
 from ithaka.attention.score_blocks import (
     CAUSAL,
     EDGE,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ithaka.attention import blocks as attention
+from ithaka.attention import docs as attention_docs
 from ithaka.dist.mesh import make_mesh
 from ithaka.layout import Layout
 from ithaka.model.batch import take_share
@@ -223,8 +223,8 @@ def test_documents_are_worked_out_once_per_batch(monkeypatch):
         walks.append(how["halve"])
         return plan_query_blocks(*args, **how)
 
-    plan_query_blocks = attention.plan_query_blocks
-    monkeypatch.setattr(attention, "plan_query_blocks", counted)
+    plan_query_blocks = attention_docs.plan_query_blocks
+    monkeypatch.setattr(attention_docs, "plan_query_blocks", counted)
     model, _ = parallel(1, tiny_config("llama", 4, 2), Layout(heads_per_stage=1))
     ids = random_ids(1, 40)
     documents = torch.arange(40)[None] // 7

@@ -14,8 +14,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from allocations import rehearsed_peaks
-from ithaka.attention.blocks import Docs
 from ithaka.attention.choose import resolve_kernel
+from ithaka.attention.docs import Docs
 from ithaka.attention.fused import Positions
 from ithaka.config import AdapterConfig
 from ithaka.dist.loopback import LoopbackGroup

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import ithaka
 from grids import diagonal
-from ithaka.attention.blocks import Docs
+from ithaka.attention.docs import Docs
 from ithaka.config import ConfigError, parse_config
 from ithaka.dist import exchange
 from ithaka.dist.mesh import make_mesh

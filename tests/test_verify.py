@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from decoders import DELTA, HYBRIDS, tiny_decoder
 from ithaka import cli, verify
-from ithaka.attention.blocks import Docs
+from ithaka.attention.docs import Docs
 from ithaka.config import AdapterConfig, parse_config
 from ithaka.dist.mesh import make_mesh
 from ithaka.exits import ExitCode

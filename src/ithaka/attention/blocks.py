@@ -11,7 +11,7 @@ kernel call has all rows that attend to a key, the kernel rounds and writes dk a
 (a ring), each call gets one part, and `out` and dq are also sums over calls.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -21,36 +21,15 @@ import torch
 from torch import Tensor
 
 from ithaka.attention.choose import resolve_kernel
+from ithaka.attention.docs import BlockMask, Docs, VarlenChunk
 from ithaka.attention.fused import merge_softmax
 from ithaka.attention.kernels import Kernel
-from ithaka.attention.score_blocks import (
-    EDGE,
-    FULL,
-    SQUARES,
-    WINDOW,
-    DocumentSpan,
-    KeyRange,
-    MaskRange,
-    QueryBlock,
-    ScoreBlock,
-    document_spans,
-    forest_branches,
-    plan_branch_blocks,
-    plan_query_blocks,
-    plan_range_blocks,
-    split_by_part,
-    split_short_documents,
-    visible_keys,
-)
+from ithaka.attention.score_blocks import EDGE, FULL, SQUARES, WINDOW, QueryBlock, ScoreBlock
 from ithaka.config import ConfigError
-from ithaka.plan.layer_bytes import BLOCK_TOKENS, CALL_TOKENS, WHOLE_TOKENS
-from ithaka.plan.ring import RingRound, TokenSharding, contiguous_sharding, ring_rounds
+from ithaka.plan.layer_bytes import CALL_TOKENS, WHOLE_TOKENS
 
 Tensors = tuple[Tensor, ...]
 MAX_ELEMENTS = 2**31 - 1  # that one kernel call may address
-# Documents of unequal length up to this one share calls of the varlen kernel. cuDNN is faster at every length but plans
-# each new shape (0.13 s for both directions), which only longer documents repay (measured at 128 heads x layers).
-SHORT_CALL_TOKENS = 32768
 # fa4 on Hopper: (largest head dim, rows in forward or keys in backward per SM).
 FA4_TILES = (((96, 192), (256, 128)), ((128, 128), (192, 96), (256, 48)))
 
@@ -61,7 +40,7 @@ class AttentionSpec(TypedDict, total=False):
     scale: Required[float]
     causal: bool  # default True
     window: int | None  # row i attends to keys (i - window, i]
-    docs: "Docs | tuple[int, ...] | None"  # cumulative starts (0, ..., S), or a `Docs`
+    docs: Docs | tuple[int, ...] | None  # cumulative starts (0, ..., S), or a `Docs`
     kernel: str  # default "auto"
     softcap: float | None  # scores become softcap * tanh(scores / softcap); default: none
     blocks: tuple[int, int] | None  # (block_q, block_kv) in tokens; default `default_blocks`
@@ -161,158 +140,6 @@ def default_blocks(
 
 
 @dataclass(frozen=True)
-class _VarlenChunk:
-    """The rows and keys of consecutive short documents, for one varlen call."""
-
-    rows: slice
-    keys: slice
-    ends_d: Tensor
-    longest: int
-
-    @classmethod
-    def from_spans(cls, spans: list[DocumentSpan], device: torch.device) -> "_VarlenChunk":
-        start, shift = spans[0].start, spans[0].shift
-        ends = [0, *(span.start + span.length - start for span in spans)]
-        keys, rows = (slice(a, a + ends[-1]) for a in (start, start + shift))
-        longest = max(span.length for span in spans)
-        return cls(rows, keys, torch.tensor(ends, dtype=torch.int32, device=device), longest)
-
-
-class Docs:
-    """The cumulative starts of packed documents, (0, ..., S), and the cached schedules over them.
-
-    Create it once per batch and pass it to every call of attention: with thousands of documents, planning the schedule
-    takes longer on the host than attention takes on the GPU, and each call would upload the varlen kernel's indices.
-    With a `sharding`, the query rows are those of `member`, and the keys come in parts: its own, and those received in
-    each of its `rounds`. `parents` makes them a forest (not in a ring): document i continues the earlier document
-    parents[i] and attends to all of it and of its ancestors; -1: to itself only.
-    """
-
-    def __init__(
-        self,
-        starts: tuple[int, ...],
-        sharding: TokenSharding | None = None,
-        member: int = 0,
-        parents: tuple[int, ...] = (),
-    ) -> None:
-        self.starts, self.sharding, self.parents = starts, sharding or contiguous_sharding(starts[-1], 1), parents
-        self.member, self.runs = member, self.sharding.members[member]
-        self.sent_bytes = 0  # by this member, so far
-        self.local: dict[int, Any] = {}  # by halo: the LocalDocs of this rank (attention/delta_rule.py)
-        if starts[0] != 0 or any(b < a for a, b in zip(starts, starts[1:], strict=False)):
-            raise ConfigError(f"docs must ascend from 0, got {starts[:4]}...{starts[-2:]}")
-        self.longest = max(b - a for a, b in zip(starts, starts[1:], strict=False))
-        self.branches = forest_branches(starts, parents)
-        if self.branches:
-            self.longest = max(branch.depth + branch.stop - branch.start for branch in self.branches)
-        self._rounds: dict[tuple[bool, int | None], list[RingRound]] = {}
-        self._chunked: dict[int, Docs] = {}
-        self._plans: dict[tuple, list[tuple[list[QueryBlock], list[_VarlenChunk]]]] = {}
-
-    def rounds(self, causal: bool = True, window: int | None = None) -> list[RingRound]:
-        """The rounds in which this member receives other members' keys: as many on all members, maybe none."""
-        if (causal, window) not in self._rounds:
-            members = self.sharding.members if len(self.sharding.members) > 1 else ()
-            visible = [visible_keys(document_spans(self.starts, runs), causal, window) for runs in members]
-            self._rounds[causal, window] = ring_rounds(self.sharding, visible, self.member) if members else []
-        return self._rounds[causal, window]
-
-    def split(self, chunk: int) -> "Docs":
-        """The same tokens, with each document cut into chunks of `chunk` tokens."""
-        if chunk not in self._chunked:
-            starts: list[int] = []
-            parents: list[int] = []
-            ends: list[tuple[int, int]] = []  # per document: its last piece, and its length including ancestors
-            for node, (a, b) in enumerate(zip(self.starts, self.starts[1:], strict=False)):
-                parent = self.parents[node] if self.parents else -1
-                last, depth = ends[parent] if parent >= 0 else (-1, 0)
-                for cut in (a, *range(a + chunk - depth % chunk, b, chunk)) if a < b else ():
-                    starts.append(cut)
-                    parents.append(last if cut == a and depth % chunk else -1)
-                    last = len(starts) - 1
-                ends.append((last, depth + b - a))
-            tree = tuple(parents) if max(parents, default=-1) >= 0 else ()
-            self._chunked[chunk] = Docs((*starts, self.starts[-1]), self.sharding, self.member, tree)
-        return self._chunked[chunk]
-
-    def num_keys(self, part: int, causal: bool, window: int | None) -> int:
-        if part:
-            return sum(self.rounds(causal, window)[part - 1].num_received)
-        return sum(length for _, length in self.runs)
-
-    def plan(
-        self, part: int, device: torch.device, varlen: bool, **options: Any
-    ) -> tuple[list[QueryBlock], list[_VarlenChunk]]:
-        """Return the query blocks of a part of the keys and, with `varlen`, chunks of short documents (part 0 only).
-
-        `options`: those of `plan_query_blocks`.
-        """
-        key = (device, varlen, *options.values())
-        if key not in self._plans:
-            spans, chunks = document_spans(self.starts, self.runs), []
-            if self.parents:
-                spans = [DocumentSpan(a, b - a, 0, b - a, 0) for a, b, path in self.branches if not path]
-            # For documents that are complete on this rank, keys have the same offsets as rows.
-            complete = [span._replace(start=span.start + span.shift, shift=0) for span in spans if span.is_complete]
-            short = min(SHORT_CALL_TOKENS, options["block_q"], options["block_kv"]) if varlen else 0
-            if varlen:
-                complete, short_chunks = split_short_documents(
-                    complete, short=short, block=max(options["block_q"], options["call_tokens"])
-                )
-                chunks = [_VarlenChunk.from_spans(chunk, device) for chunk in short_chunks]
-            mask = options["causal"], options["window"]
-            cut = plan_query_blocks(
-                [span for span in spans if not span.is_complete], **options | {"has_windows": False}
-            )
-            num_parts, block_kv = 1 + len(self.rounds(*mask)), options["block_kv"]
-            own, *others = split_by_part(cut, self._key_ranges(*mask), num_parts, block_kv)
-            if self.parents:
-                assert options["causal"]
-                # Their sums are in buffers, for all heads of a call.
-                max_rows = BLOCK_TOKENS["attend backward"] // max(1, options["block_q"] // self.starts[-1])
-                own = plan_branch_blocks(self.branches, max_rows, short, **options)
-            self._plans[key] = [
-                ([*plan_query_blocks(complete, **options), *own], chunks),
-                *((blocks, []) for blocks in others),
-            ]
-        return self._plans[key][part]
-
-    def _key_ranges(self, causal: bool, window: int | None) -> list[KeyRange]:
-        """Map the keys that this rank's rows attend to onto rows of k and v, part by part."""
-        parts = [self.runs, *([run for runs in r.received for run in runs] for r in self.rounds(causal, window))]
-        keys = []
-        for part, runs in enumerate(parts):
-            row = 0
-            for start, length in runs:
-                keys.append(KeyRange(start, length, part, row - start))
-                row += length
-        return sorted(keys)
-
-
-class BlockMask(Docs):
-    """A block mask: for each (a, b, c, d), query rows [a, b) attend to keys [c, d)."""
-
-    def __init__(self, ranges: Sequence[MaskRange], num_rows: int, num_keys: int) -> None:
-        super().__init__((0, num_rows))
-        self.ranges, self._num_keys = tuple(ranges), num_keys
-        for number, (a, b, c, d) in enumerate(self.ranges):
-            if not (0 <= a < b <= num_rows and 0 <= c < d <= num_keys):
-                limits = f"rows within [0, {num_rows}) and keys within [0, {num_keys})"
-                raise ConfigError(f"ranges: {(a, b, c, d)} is empty or out of range; use (a, b, c, d) with {limits}")
-            for other in self.ranges[:number]:
-                if max(a, other[0]) < min(b, other[1]) and max(c, other[2]) < min(d, other[3]):
-                    raise ConfigError(f"ranges: {other} and {(a, b, c, d)} overlap and would count twice; shorten one")
-
-    def num_keys(self, part: int, causal: bool, window: int | None) -> int:
-        return self._num_keys
-
-    def plan(
-        self, part: int, device: torch.device, varlen: bool, **options: Any
-    ) -> tuple[list[QueryBlock], list[_VarlenChunk]]:
-        return plan_range_blocks(self.ranges, self.starts[-1], options["block_q"], options["block_kv"]), []
-
-
-@dataclass(frozen=True)
 class _AttentionCall:
     """The schedule and settings of one call of `attention` or `attention_backward`."""
 
@@ -321,7 +148,7 @@ class _AttentionCall:
     causal: bool
     window: int | None
     query_blocks: list[QueryBlock]
-    chunks: list[_VarlenChunk]
+    chunks: list[VarlenChunk]
     heads_at_once: int  # query heads per kernel call: one if a block fills the GPU, more for short sequences
     sum_dtype: torch.dtype
     accumulates: bool  # out and lse, or dq, are sums over parts of the keys
@@ -415,7 +242,7 @@ def _plan_call(
     )
 
 
-def _count_keys(query_blocks: list[QueryBlock], chunks: list[_VarlenChunk]) -> int:
+def _count_keys(query_blocks: list[QueryBlock], chunks: list[VarlenChunk]) -> int:
     """Keys in all calls for one head."""
     in_blocks = sum(scores.keys * scores.count * block.count for block in query_blocks for scores in block.score_blocks)
     return in_blocks + sum(chunk.keys.stop - chunk.keys.start for chunk in chunks)
@@ -489,7 +316,7 @@ def _forward_block(call: _AttentionCall, block: QueryBlock, query: Tensors, keys
         to_lse.copy_(partial_lse if is_single else sum_lse)
 
 
-def _forward_chunk(call: _AttentionCall, chunk: _VarlenChunk, query: Tensors, keys: Tensors) -> None:
+def _forward_chunk(call: _AttentionCall, chunk: VarlenChunk, query: Tensors, keys: Tensors) -> None:
     assert call.kernel.varlen is not None
     q, out, lse = (x[chunk.rows] for x in query)
     k, v = (x[chunk.keys] for x in keys)
@@ -531,7 +358,7 @@ def _backward_block(call: _AttentionCall, block: QueryBlock, query: Tensors, key
         to_dq.copy_(partial_dq if is_single else sum_dq)
 
 
-def _backward_chunk(call: _AttentionCall, chunk: _VarlenChunk, query: Tensors, keys: Tensors) -> None:
+def _backward_chunk(call: _AttentionCall, chunk: VarlenChunk, query: Tensors, keys: Tensors) -> None:
     assert call.kernel.varlen is not None
     dout, q, out, lse, dq = (x[chunk.rows] for x in query)
     k, v, dk, dv = (x[chunk.keys] for x in keys)

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from ithaka.attention.blocks import Docs
 from ithaka.attention.delta_rule import DeltaInputs, DeltaRule, LocalDocs
+from ithaka.attention.docs import Docs
 from ithaka.dist.exchange import all_gather
 from ithaka.layer.general import GeneralActivations, GeneralLayer
 from ithaka.layer.runs import Arguments

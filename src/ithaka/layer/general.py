@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ithaka.attention.blocks import Docs
+from ithaka.attention.docs import Docs
 from ithaka.layer.routing import Routing
 from ithaka.layer.runs import Arguments, LayerRuns, LayerSpec
 from ithaka.layer.schedule import LayerSchedule, SavedActivations, StageOutput

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ithaka.attention.blocks import AttentionSpec, Docs, attention, attention_backward
+from ithaka.attention.blocks import AttentionSpec, attention, attention_backward
+from ithaka.attention.docs import Docs
 from ithaka.dist.exchange import Exchange, add_returned, start_return, start_round
 from ithaka.layer.tiles import sum_dtype
 from ithaka.phases import phase

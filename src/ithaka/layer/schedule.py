@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ithaka.attention.blocks import AttentionSpec, Docs
+from ithaka.attention.blocks import AttentionSpec
+from ithaka.attention.docs import Docs
 from ithaka.dist.exchange import Exchange, start_heads_to_tokens, start_tokens_to_heads
 from ithaka.layer.dropout import DropoutState
 from ithaka.layer.fourbit import packed_weights, unpacked

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ithaka.attention.blocks import AttentionSpec, BlockMask, Docs
+from ithaka.attention.blocks import AttentionSpec
+from ithaka.attention.docs import BlockMask, Docs
 from ithaka.attention.score_blocks import MaskRange
 from ithaka.config import ConfigError
 from ithaka.dist.exchange import SINGLE_RANK

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ithaka.attention.blocks import Docs
+from ithaka.attention.docs import Docs
 from ithaka.dist.exchange import all_gather, to_sequence_order
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import IGNORE_INDEX

@@ -17,8 +17,8 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import ModelOutput
 
-from ithaka.attention.blocks import Docs
 from ithaka.attention.choose import agree_on_kernel
+from ithaka.attention.docs import Docs
 from ithaka.attention.fused import Positions
 from ithaka.config import AdapterConfig, ConfigError, RopeConfig
 from ithaka.dist.mesh import Mesh, default_device, make_mesh

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ithaka.attention.blocks import Docs
 from ithaka.attention.choose import agree_on_kernel
+from ithaka.attention.docs import Docs
 from ithaka.config import AdapterConfig, ConfigError
 from ithaka.dist.mesh import Mesh, default_device, make_mesh
 from ithaka.layer.general import BatchState, GeneralLayer
