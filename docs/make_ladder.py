@@ -8,7 +8,7 @@ import math
 from html import escape
 from pathlib import Path
 
-from ithaka.plan import show
+from ithaka.plan import units
 from ithaka.plan.hardware import find_hardware
 from ithaka.plan.request import make_request
 
@@ -66,10 +66,10 @@ def svg(longest: dict[str, int]) -> str:
         for start, end, colour in ((FLOOR, before, BAR), (before, tokens, NEW)):
             width = x(end) - x(start)
             parts.append(f'<rect x="{x(start):.1f}" y="{y}" width="{width:.1f}" height="20" fill="{colour}"/>')
-        parts.append(text(x(tokens) + 7, y + 15, show.format_tokens(tokens)))
+        parts.append(text(x(tokens) + 7, y + 15, units.format_tokens(tokens)))
         before = tokens
     for power in range(14, 25, 2):
-        parts.append(text(x(2**power), height - 6, show.format_tokens(2**power), "middle"))
+        parts.append(text(x(2**power), height - 6, units.format_tokens(2**power), "middle"))
     parts.append(text(LEFT - 10, height - 6, "tokens, logarithmic", "end"))
     return "\n".join([*parts, "</g>", "</svg>", ""])
 

@@ -48,7 +48,7 @@ def test_the_ladder_matches_the_planner():
     longest = made.ladder()
     assert (ROOT / "docs" / "ladder.svg").read_text() == made.svg(longest), "run: python docs/make_ladder.py"
     page = (ROOT / "docs" / "how-much-context.md").read_text()
-    rows = dict(zip(made.RUNGS.items(), map(made.show.format_tokens, longest.values()), strict=True))
+    rows = dict(zip(made.RUNGS.items(), map(made.units.format_tokens, longest.values()), strict=True))
     assert not [row for (name, added), n in rows.items() if (row := f"| {name} | `{added}` | {n} |") not in page]
 
 

@@ -19,7 +19,7 @@ from ithaka.plan.hardware import find_gpu, find_hardware, parse_bytes, parse_gpu
 from ithaka.plan.models import MODELS
 from ithaka.plan.request import make_request
 from ithaka.plan.search import NEAR_ENOUGH
-from ithaka.plan.show import format_bytes
+from ithaka.plan.units import format_bytes
 from ithaka.preflight.preflight import resolve
 from refusals import assert_command_refused, assert_refused
 

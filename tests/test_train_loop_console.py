@@ -18,7 +18,7 @@ from rich.console import Console as RichConsole
 from ithaka import launch
 from ithaka.exits import ExitCode
 from ithaka.model.batch import count_pairs
-from ithaka.plan.show import format_count
+from ithaka.plan.units import format_count
 from ithaka.train import console as console_module
 from ithaka.train import loop
 from ithaka.train.console import Console, Record, describe, open_metrics, rename_metrics, status

@@ -29,7 +29,7 @@ from ithaka.plan.hardware import GIB, available_memory
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import Seconds, layer_seconds
-from ithaka.plan.show import format_bytes
+from ithaka.plan.units import format_bytes
 from ithaka.preflight.run import STORE_HOLDERS
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.timeline import PhaseTimer

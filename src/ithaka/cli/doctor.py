@@ -16,7 +16,7 @@ import typer
 import ithaka
 from ithaka.cli.options import AsJson, loading
 from ithaka.plan.hardware import DISK_BYTES_S, available_memory, free_disk, gpu_named, num_cores
-from ithaka.plan.show import format_bytes
+from ithaka.plan.units import format_bytes
 
 PACKAGES = ("torch", "transformers", "flash-attn-4", "triton", "peft", "accelerate", "trl")
 # Packages that add a feature: the feature, and the extra that installs them.

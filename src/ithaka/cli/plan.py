@@ -111,13 +111,14 @@ def rehearse(
     from ithaka.plan import show
     from ithaka.plan.hardware import find_hardware
     from ithaka.plan.request import make_request
+    from ithaka.plan.units import format_bytes
 
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
     context = _context_of_video(model, video) if video else context
     request = make_request(model, hardware, context, batch, overrides or [], adapter)
     plan = request.forward_plan() if evaluate else request.plan()
     if evaluate and not plan.fits:
-        need, have = map(show.format_bytes, plan.ledger.tiers["GPU"])
+        need, have = map(format_bytes, plan.ledger.tiers["GPU"])
         rule = f"needs {need} per GPU, {have} available"
         raise ConfigError(f"--context {context} --evaluate {rule}; use a shorter --context or more GPUs")
     if not plan.fits:

@@ -21,6 +21,7 @@ from ithaka.plan.read_config import unscaled_positions
 from ithaka.plan.request import PlanRequest
 from ithaka.plan.search import Plan, SearchSpace
 from ithaka.plan.shape import Work, span_pairs
+from ithaka.plan.units import format_bytes, format_count, format_duration, format_rate, format_tokens
 
 LINE_WIDTH = 118
 # Lines of a planned configuration for the user to fill in: an example, and a comment.
@@ -87,7 +88,7 @@ def as_dict(plan: Plan, model: str, steps: int | None = None) -> dict[str, Any]:
         "kernel": plan.hardware.gpu.kernel or None,
         "settings": plan.settings,
         "reasons": _explain_settings(plan),
-        **({"choice": _explain_choice(plan)} if plan.fits else {"ways_out": _ways_out(plan)}),
+        **({"choice": _explain_choice(plan)} if plan.fits else {"ways_out": _find_fixes(plan)}),
         "step_s": plan.step_s,
         "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu,
         "sequences_per_step": plan.sequences_per_step,
@@ -151,7 +152,7 @@ def as_text(plan: Plan, model: str, steps: int | None = None, note: str = "") ->
     """Whether it fits, a note, settings and reasons, memory, time, other plans, assumptions."""
     lines = [_format_headline(plan, model), *[note] * bool(note)]
     if not plan.fits:
-        lines.append(_format_ways_out(plan))
+        lines.append(_format_fixes(plan))
     elif steps:
         count = steps * plan.tokens_per_step
         lines.append(f"{steps} steps: {format_duration(steps * plan.step_s)}, {count / 1e9:.4g} billion tokens")
@@ -265,7 +266,7 @@ def _format_experts(plan: Plan) -> list[str]:
     return lines
 
 
-def _ways_out(plan: Plan) -> dict[str, str]:
+def _find_fixes(plan: Plan) -> dict[str, str]:
     """Options that make the plan fit, each on its own, found by search."""
     space = SearchSpace(plan.shape, plan.hardware, plan.fixed)
     context, machine = space.longest_context(plan.work.batch), space.smallest_machine(plan.work)
@@ -282,8 +283,8 @@ def _ways_out(plan: Plan) -> dict[str, str]:
     return options | ({"without": "--set"} if fits_without else {})
 
 
-def _format_ways_out(plan: Plan) -> str:
-    options = _ways_out(plan)
+def _format_fixes(plan: Plan) -> str:
+    options = _find_fixes(plan)
     without = [f"without {options.pop('without')}"] if "without" in options else []
     added = [f"with {format_choices(f'{option} {value}' for option, value in options.items())}"] if options else []
     if added or without:
@@ -464,39 +465,3 @@ def _explain_kernel(plan: Plan) -> str:
     if other == "fa4":
         return f"{name}; with FlashAttention 4 ({FA4_PACKAGE}): {speed}"
     return f"{name} ({FA4_PACKAGE}); with {KERNEL_NAMES[other]}: {speed}"
-
-
-# ---- numbers
-
-
-def format_count(value: float) -> str:
-    """12345 -> '12.3K'."""
-    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if value >= unit:
-            return f"{value / unit:.3g}{name}" if value < 999.5 * unit else f"{value / unit:.0f}{name}"
-    return f"{value:.3g}"
-
-
-def format_tokens(count: int) -> str:
-    return f"{count / 2**20:.4g}M" if count >= 2**20 else f"{count / 2**10:.4g}K" if count >= 2**10 else str(count)
-
-
-def format_rate(per_second: float) -> str:
-    """Four significant digits, or all digits of a larger integer part."""
-    return f"{per_second:.4g}" if per_second < 1000 else f"{per_second:.0f}"
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Up to four significant digits in the largest binary unit; 2228224 -> '2.125 MiB'."""
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(num_bytes) >= unit:
-            return f"{num_bytes / unit:.4g} {name}"
-    return f"{num_bytes:.0f} B"
-
-
-def format_duration(seconds: float) -> str:
-    if seconds >= 7200:
-        return f"{seconds / 3600:.1f} h"
-    if seconds >= 120:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"

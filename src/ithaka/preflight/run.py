@@ -25,7 +25,7 @@ from ithaka.plan.hardware import GPUS, Hardware, available_memory, find_gpu, fre
 from ithaka.plan.read_config import read_json, read_shape, shape_from_config
 from ithaka.plan.search import Plan, SearchSpace, make_search_space, shape_to_train, work_from_config
 from ithaka.plan.shape import ModelShape, Work
-from ithaka.plan.show import format_bytes
+from ithaka.plan.units import format_bytes
 
 FALLBACK_GPU = "H100"  # its rates rank plans for a GPU that is not in the table
 STORE_HOLDERS = ("layer inputs", "kept attention", "on the way to disk")  # names in the ledger

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ithaka.phases import Holder, Listener, PhasePath
 from ithaka.plan.search import Plan
-from ithaka.plan.show import format_bytes
+from ithaka.plan.units import format_bytes
 
 MAP_POINTS = 800  # samples over the step
 NUM_LARGEST = 10  # rows in the list of allocations at the peak

@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 import ithaka
 from ithaka.phases import PhasePath, listening
 from ithaka.plan.hardware import num_cores
-from ithaka.plan.show import format_bytes
+from ithaka.plan.units import format_bytes
 from ithaka.profile.live import AllocatorHistory, LiveBytes
 from ithaka.profile.memory import PhaseLog, format_peak
 

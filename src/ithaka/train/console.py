@@ -32,7 +32,7 @@ from rich.table import Column
 
 from ithaka.config import Config, ConfigError, input_error, to_dict
 from ithaka.dist.rank import is_rank_0
-from ithaka.plan.show import format_bytes, format_count
+from ithaka.plan.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from ithaka.profile.timeline import StepProgress

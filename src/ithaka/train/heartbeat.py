@@ -32,7 +32,7 @@ from ithaka.launch import Outcome, exit_rank
 from ithaka.phases import Listener, PhasePath
 from ithaka.plan.hardware import GPUS, Hardware, available_memory, gpu_named
 from ithaka.plan.seconds import layer_seconds
-from ithaka.plan.show import format_bytes
+from ithaka.plan.units import format_bytes
 from ithaka.preflight.run import Run
 from ithaka.profile.timeline import DeviceTimeline
 

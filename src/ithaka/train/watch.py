@@ -25,7 +25,7 @@ from ithaka.phases import Listener, PhasePath
 from ithaka.plan.hardware import DISK_BYTES_S, gpu_named, peak_flops
 from ithaka.plan.heads import count_slots
 from ithaka.plan.search import Plan
-from ithaka.plan.show import format_bytes, format_count
+from ithaka.plan.units import format_bytes, format_count
 from ithaka.preflight.run import Run, drop_reserve
 from ithaka.profile.memory import sum_planned_by_holder
 from ithaka.profile.step import StepProfile, StepTimes, describe_machine
