@@ -1,4 +1,4 @@
-"""Check error messages without their wording: what they name, and the way out that they offer."""
+"""Check error messages without their wording: what they name, and the fix that they offer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +12,11 @@ from ithaka.exits import ExitCode
 
 
 def assert_refused(
-    refusal: Callable[[], Any] | str, *named: str, way_out: str, error: type[Exception] = ConfigError
+    refusal: Callable[[], Any] | str, *named: str, fix: str, error: type[Exception] = ConfigError
 ) -> str:
-    """A message, or the error that a call raises, names each setting, value or file, and then offers a way out.
+    """A message, or the error that a call raises, names each setting, value or file, and then offers a fix.
 
-    The way out follows the first semicolon; without one, the first full stop or else colon. Returns the message.
+    The fix follows the first semicolon; without one, the first full stop or else colon. Returns the message.
     """
     if not isinstance(refusal, str):
         with pytest.raises(error) as caught:
@@ -26,14 +26,14 @@ def assert_refused(
     problem, _, offer = refusal.partition(separator)
     missing = [fragment for fragment in named if fragment not in problem]
     assert not missing, f"{missing} not named in: {refusal}"
-    assert way_out in offer, f"{way_out!r} not offered in: {refusal}"
+    assert fix in offer, f"{fix!r} not offered in: {refusal}"
     return refusal
 
 
-def assert_command_refused(arguments: list[str], *named: str, way_out: str) -> None:
+def assert_command_refused(arguments: list[str], *named: str, fix: str) -> None:
     """The command prints one line to stderr and ends with the exit code for wrong input."""
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == ExitCode.WRONG_INPUT, result.output
     one_line = result.stderr.startswith("ConfigError: ") and result.stderr.count("\n") == 1
     assert one_line and result.stdout == "", result.output
-    assert_refused(result.stderr.removeprefix("ConfigError: "), *named, way_out=way_out)
+    assert_refused(result.stderr.removeprefix("ConfigError: "), *named, fix=fix)

@@ -355,7 +355,7 @@ def examine_structure(model_type: str, error: Exception) -> Finding:
 
 
 def shorten(message: str) -> str:
-    """The problem, without the type's name and the way out."""
+    """The problem, without the type's name and the fix."""
     problem = re.split(r", so its layers cannot|; use |; set ", message)[0]
     return textwrap.shorten(re.sub(r"^model_type=\S+ ", "", problem), 140, placeholder=" ...")
 

@@ -136,10 +136,10 @@ def test_evaluation_drops_nothing_and_unsupported_modules_are_refused():
             tiny_model(tiny_config("llama", tie_word_embeddings=False)),
             LoraConfig(target_modules=["lm_head"], lora_dropout=P),
         )
-    assert_refused(lambda: parallelize_model(head), "lora_dropout=0.3", "lm_head", way_out="lora_dropout=0")
+    assert_refused(lambda: parallelize_model(head), "lora_dropout=0.3", "lm_head", fix="lora_dropout=0")
     compiled = add_lora(tiny_model(tiny_config("llama")), target_modules=LINEARS, lora_dropout=P)
     refused = lambda: parallelize_model(compiled, layout=Layout(compile=True))  # noqa: E731
-    assert_refused(refused, "adapter.dropout", "train.compile=true", way_out="set one of them")
+    assert_refused(refused, "adapter.dropout", "train.compile=true", fix="set one of them")
 
 
 def test_a_run_resumes_bitwise_with_the_masks_of_its_steps(tmp_path):

@@ -81,8 +81,8 @@ def test_a_four_bit_base_is_suggested_where_it_fits():
 def test_a_four_bit_base_is_suggested_next_to_leaving_out_settings():
     kept = ["--set", "memory.offload=none", "--set", "memory.offload_optimizer=false"]
     args = ["plan", "llama3-8b", "--gpus", "1xRTX4090", "--context", "16K", "--adapter", "8", *kept]
-    ways = json.loads(run(*args, "--json", code=3))["ways_out"]
-    assert ways["--set"] == "adapter.base=nf4" and ways["without"] == "--set"
+    fixes = json.loads(run(*args, "--json", code=3))["ways_out"]
+    assert fixes["--set"] == "adapter.base=nf4" and fixes["without"] == "--set"
     text = run(*args, code=3)
     assert "--set adapter.base=nf4" in text and "without --set" in text
 

@@ -186,7 +186,7 @@ def test_checkpoints_have_only_trained_weights_and_resume_bitwise(ranks, tmp_pat
     assert numbers(run_dir) == whole
     other = dataclasses.replace(config, adapter=dataclasses.replace(adapter, rank=3))
     other = dataclasses.replace(other, train=dataclasses.replace(config.train, steps=9))
-    assert_refused(lambda: valid(other, run_dir), "adapter.rank=3", "2", way_out="leave it out")
+    assert_refused(lambda: valid(other, run_dir), "adapter.rank=3", "2", fix="leave it out")
 
 
 def built(base, adapter):
@@ -233,7 +233,7 @@ def test_settings_have_the_meaning_of_peft(settings, scale, targets):
 
 
 @pytest.mark.parametrize(
-    "change, named, way_out",
+    "change, named, fix",
     [
         ({"peft_type": "IA3"}, ["adapter.path", "peft_type=IA3"], "peft_type=LORA"),
         ({"target_modules": ".*proj"}, ["adapter.path", "target_modules=.*proj"], "list of names"),
@@ -242,7 +242,7 @@ def test_settings_have_the_meaning_of_peft(settings, scale, targets):
         ({"init_lora_weights": "pissa"}, ["adapter.path", "init_lora_weights=pissa"], "init_lora_weights=True"),
     ],
 )
-def test_stored_adapters_are_refused(tmp_path, change, named, way_out):
+def test_stored_adapters_are_refused(tmp_path, change, named, fix):
     base = saved_base(tmp_path / "base", False)
     folder = saved_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
     file = folder / "adapter_config.json"
@@ -252,4 +252,4 @@ def test_stored_adapters_are_refused(tmp_path, change, named, way_out):
         adapter = read_stored_settings(AdapterConfig(path=folder), {"adapter.rank"} if "r" in change else set())
         build_model(base, make_mesh(1), adapter=adapter)
 
-    assert_refused(build, *named, way_out=way_out)
+    assert_refused(build, *named, fix=fix)

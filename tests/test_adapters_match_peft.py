@@ -172,14 +172,14 @@ REFUSED = [  # PEFT's configuration, and what the message mentions
 ]
 
 
-@pytest.mark.parametrize("config, named, way_out", [(config, named, way_out) for config, *named, way_out in REFUSED])
-def test_other_features_of_peft_are_refused(config, named, way_out):
+@pytest.mark.parametrize("config, named, fix", [(config, named, fix) for config, *named, fix in REFUSED])
+def test_other_features_of_peft_are_refused(config, named, fix):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = get_peft_model(tiny_model(tiny_config("llama", num_hidden_layers=1)), config)
-        if way_out == "set_adapter()":
+        if fix == "set_adapter()":
             two_adapters(model)
-    assert_refused(lambda: parallelize_model(model), *named, way_out=way_out)
+    assert_refused(lambda: parallelize_model(model), *named, fix=fix)
 
 
 def test_a_disabled_adapter_gives_the_base_model():
@@ -234,4 +234,4 @@ def test_quantized_linears_are_refused():
     model = tiny_model(tiny_config("llama", num_hidden_layers=1))
     model.model.layers[0].mlp.up_proj.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
     model = get_peft_model(model, LoraConfig(target_modules=["up_proj"]))
-    assert_refused(lambda: parallelize_model(model), "up_proj", "Linear4bit", way_out="not quantized")
+    assert_refused(lambda: parallelize_model(model), "up_proj", "Linear4bit", fix="not quantized")

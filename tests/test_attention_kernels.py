@@ -43,7 +43,7 @@ def test_cpu_takes_its_flash_kernel():
         ("fast", torch.float32, "attention.kernel=fast is not a kernel; use auto, fa4, cudnn, flash"),
     ],
 )
-def test_refusals_name_the_way_out(name, dtype, message):
+def test_refusals_name_the_fix(name, dtype, message):
     with pytest.raises(ConfigError, match=message):
         resolve_kernel(name, CPU, dtype, 64)
 

@@ -53,15 +53,15 @@ def test_plan_reads_what_bench_device_wrote(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments, named, way_out",
+    "arguments, named, fix",
     [
         ("--tokens foo", "--tokens=foo", "65536, 64K or 1M"),
         ("--blocks auto,3x", "--blocks=3x", "128Kx64K, or auto"),
     ],
 )
-def test_bad_attention_sizes_are_refused_before_the_import(arguments, named, way_out, monkeypatch):
+def test_bad_attention_sizes_are_refused_before_the_import(arguments, named, fix, monkeypatch):
     monkeypatch.setitem(sys.modules, "ithaka.bench", None)
-    assert_command_refused(["bench", "attention", *arguments.split()], named, way_out=way_out)
+    assert_command_refused(["bench", "attention", *arguments.split()], named, fix=fix)
 
 
 @pytest.mark.parametrize("arguments, named", [

@@ -58,15 +58,15 @@ def test_positional_arguments_have_the_order_of_transformers(model, expected):
 
 
 @pytest.mark.parametrize(
-    "args, kwargs, named, way_out",
+    "args, kwargs, named, fix",
     [
         ((IDS, None, None, ((IDS, IDS),)), {}, "past_key_values", "input_ids, labels"),
         ((IDS,), {"input_ids": IDS}, "input_ids", "by name"),
         ((IDS,) * 9, {}, "9 positional arguments", "by name, or in the order input_ids, attention_mask"),
     ],
 )
-def test_wrong_positional_arguments_are_refused(model, args, kwargs, named, way_out):
-    assert_refused(lambda: model(*args, **kwargs), named, way_out=way_out, error=TypeError)
+def test_wrong_positional_arguments_are_refused(model, args, kwargs, named, fix):
+    assert_refused(lambda: model(*args, **kwargs), named, fix=fix, error=TypeError)
 
 
 NEUTRAL = {
@@ -100,7 +100,7 @@ def test_arguments_that_change_nothing_are_accepted(model, expected):
     ],
 )
 def test_arguments_that_would_be_ignored_are_refused(model, name, value):
-    assert_refused(refused(model, TypeError, **{name: value}), name, way_out="input_ids, labels")
+    assert_refused(refused(model, TypeError, **{name: value}), name, fix="input_ids, labels")
 
 
 def test_shifted_labels_are_accepted(model, expected):
@@ -114,7 +114,7 @@ def test_documents_are_read_from_cu_seq_lens(model):
     kernel_arguments = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 6, "max_length_k": 6}
     documents = torch.tensor([[0, 0, 0, 0, 1, 1], [2] * 6])
     assert loss_of(model, **kernel_arguments) == loss_of(model, document_ids=documents)
-    assert_refused(refused(model, ValueError, cu_seq_lens_q=ends[:-1]), "cu_seq_lens_q", "6", way_out="12")
+    assert_refused(refused(model, ValueError, cu_seq_lens_q=ends[:-1]), "cu_seq_lens_q", "6", fix="12")
 
 
 def test_generate_matches_hugging_face(model):
@@ -125,7 +125,7 @@ def test_generate_matches_hugging_face(model):
 
 
 def test_a_direct_call_of_forward_is_refused(model):
-    assert_refused(lambda: model.forward(IDS), "model.forward", way_out="model(...)", error=TypeError)
+    assert_refused(lambda: model.forward(IDS), "model.forward", fix="model(...)", error=TypeError)
 
 
 # ---- inputs
@@ -136,7 +136,7 @@ def test_integers_of_any_width_are_accepted(model, expected):
 
 
 @pytest.mark.parametrize(
-    "inputs, kind, way_out",
+    "inputs, kind, fix",
     [
         ({"input_ids": IDS.tolist()}, "list", "tensor"),
         ({"input_ids": None}, "NoneType", "tensor"),
@@ -144,8 +144,8 @@ def test_integers_of_any_width_are_accepted(model, expected):
         ({"document_ids": IDS > 3}, "torch.bool", "integers"),
     ],
 )
-def test_inputs_of_the_wrong_type_are_refused(model, inputs, kind, way_out):
-    assert_refused(refused(model, TypeError, **inputs), *inputs, kind, way_out=way_out)
+def test_inputs_of_the_wrong_type_are_refused(model, inputs, kind, fix):
+    assert_refused(refused(model, TypeError, **inputs), *inputs, kind, fix=fix)
 
 
 def changed(tensor, row, column, value):
@@ -155,10 +155,10 @@ def changed(tensor, row, column, value):
 
 
 @pytest.mark.parametrize("value", [-1, -101, 61])
-@pytest.mark.parametrize("name,way_out", [("labels", "to -100"), ("input_ids", "tokenizer")])
-def test_tokens_outside_the_vocabulary_are_refused(model, name, value, way_out):
+@pytest.mark.parametrize("name,fix", [("labels", "to -100"), ("input_ids", "tokenizer")])
+def test_tokens_outside_the_vocabulary_are_refused(model, name, value, fix):
     message = refused(model, ValueError, **{name: changed(IDS, 1, 3, value)})
-    assert_refused(message, f"{name}[1, 3]={value}", "61 tokens", way_out=way_out)
+    assert_refused(message, f"{name}[1, 3]={value}", "61 tokens", fix=fix)
 
 
 def test_the_first_label_of_a_row_may_be_anything(model, expected):
@@ -168,7 +168,7 @@ def test_the_first_label_of_a_row_may_be_anything(model, expected):
 
 def test_document_numbers_in_the_mask_are_refused(model):
     mask = torch.tensor([[1, 1, 2, 2, 3, 3]] * 2)
-    assert_refused(refused(model, ValueError, attention_mask=mask), "attention_mask", way_out="document_ids")
+    assert_refused(refused(model, ValueError, attention_mask=mask), "attention_mask", fix="document_ids")
 
 
 def test_the_next_call_is_right_after_a_refused_one(model, expected):
@@ -181,7 +181,7 @@ def test_the_next_call_is_right_after_a_refused_one(model, expected):
 
 def test_autocast_is_refused(model):
     with torch.autocast("cpu", torch.bfloat16):
-        assert_refused(refused(model), "torch.autocast", way_out="Layout(dtype='bfloat16')")
+        assert_refused(refused(model), "torch.autocast", fix="Layout(dtype='bfloat16')")
 
 
 def test_backward_under_autocast_computes_as_forward_did():
@@ -204,13 +204,13 @@ def test_autocast_inside_forward_is_refused(model):
 
     forward.__wrapped__ = cast
     model.forward = MethodType(forward, model)
-    assert_refused(refused(model), "torch.autocast('cpu', bfloat16)", way_out="Layout(dtype='bfloat16')")
+    assert_refused(refused(model), "torch.autocast('cpu', bfloat16)", fix="Layout(dtype='bfloat16')")
 
 
 def test_inference_mode_is_refused(model, expected):
     """FSDP2 would keep gathered weights that autograd cannot use later."""
     with torch.inference_mode():
-        assert_refused(refused(model), "torch.inference_mode()", way_out="torch.no_grad()")
+        assert_refused(refused(model), "torch.inference_mode()", fix="torch.no_grad()")
     assert loss_of(model) == pytest.approx(expected, rel=1e-12)
 
 
@@ -220,9 +220,9 @@ def test_torch_compile_around_the_model_is_refused(model, recwarn):
     full = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(unsupported, match=r"torch\.compile"):
         full(input_ids=IDS)
-    assert_refused(refused(torch.compile(model, backend="eager")), "torch.compile", way_out="Layout(compile=True)")
+    assert_refused(refused(torch.compile(model, backend="eager")), "torch.compile", fix="Layout(compile=True)")
     assert not [warning for warning in recwarn if "ynamo" in str(warning.message)]
-    assert_refused(model.compile, "compile()", way_out="Layout(compile=True)")
+    assert_refused(model.compile, "compile()", fix="Layout(compile=True)")
     torch._dynamo.reset()
 
 
@@ -230,11 +230,11 @@ def test_ddp_around_the_model_is_refused(model):
     adapted = get_peft_model(tiny_model(tiny_config("llama")), LoraConfig(target_modules=["q_proj"]))
     for parallel_model in (model, parallelize_model(adapted, mesh=make_mesh(1))):
         wrap = partial(nn.parallel.DistributedDataParallel, parallel_model)
-        assert_refused(wrap, "DistributedDataParallel", way_out="parallelize")
+        assert_refused(wrap, "DistributedDataParallel", fix="parallelize")
 
 
 def test_parallelize_twice_is_refused(model):
-    assert_refused(lambda: parallelize_model(model, mesh=make_mesh(1)), "sharded", way_out="once")
+    assert_refused(lambda: parallelize_model(model, mesh=make_mesh(1)), "sharded", fix="once")
 
 
 @pytest.mark.parametrize(
@@ -250,13 +250,13 @@ def test_a_wrapped_model_is_refused(wrap, name, context):
     mesh = make_mesh(1)
     wrapped = wrap(tiny_model(tiny_config("llama")))
     parallelize = partial(ithaka.parallelize, wrapped, mesh=mesh, context=context)
-    assert_refused(parallelize, type(wrapped).__name__, way_out=f"model.{name}")
+    assert_refused(parallelize, type(wrapped).__name__, fix=f"model.{name}")
 
 
 def test_a_second_backward_is_refused():
     loss = parallel(make_layout(2, keep_everything=1))(input_ids=IDS, labels=IDS).loss
     loss.backward(retain_graph=True)
-    assert_refused(loss.backward, "backward", way_out="call the model again", error=RuntimeError)
+    assert_refused(loss.backward, "backward", fix="call the model again", error=RuntimeError)
 
 
 def step(model, params, **how):
@@ -304,7 +304,7 @@ def test_parameters_that_change_between_forward_and_backward(model, of):
     for act, name in CHANGES.values():
         loss = of(model)
         act(model, params)
-        assert_refused(loss.backward, name, "changed", way_out="backward", error=RuntimeError)
+        assert_refused(loss.backward, name, "changed", fix="backward", error=RuntimeError)
         of(model).backward()
 
 
@@ -314,7 +314,7 @@ def test_parameters_that_change_before_backward_from_a_hooked_layer(model):
     params = dict(model.named_parameters())
     model(input_ids=IDS)
     step(model, params)
-    assert_refused(seen[0].sum().backward, "layer 0", "changed", way_out="backward", error=RuntimeError)
+    assert_refused(seen[0].sum().backward, "layer 0", "changed", fix="backward", error=RuntimeError)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -342,7 +342,7 @@ def test_changes_that_backward_does_not_use_are_accepted(tied):
     loss = mean_loss(model)
     change("model.embed_tokens.weight", torch.zero_, model, dict(zip(names, each, strict=True)))
     if tied:
-        assert_refused(loss.backward, "the head", "changed", way_out="backward", error=RuntimeError)
+        assert_refused(loss.backward, "the head", "changed", fix="backward", error=RuntimeError)
     else:
         loss.backward()
 
@@ -353,7 +353,7 @@ def test_a_call_after_a_failed_backward_is_refused(model):
     first.register_hook(lambda grad: 1 / 0)  # after FSDP2's own hook: its backward has begun
     with pytest.raises(ZeroDivisionError):
         first.backward()
-    assert_refused(refused(model), "backward", way_out="parallelize the model again")
+    assert_refused(refused(model), "backward", fix="parallelize the model again")
 
 
 def test_a_call_after_a_second_backward_is_refused():
@@ -362,7 +362,7 @@ def test_a_call_after_a_second_backward_is_refused():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError):
         loss.backward()
-    assert_refused(refused(model), "backward", way_out="parallelize the model again")
+    assert_refused(refused(model), "backward", fix="parallelize the model again")
 
 
 def test_two_calls_before_their_backwards_are_accepted(model, expected):
@@ -377,7 +377,7 @@ def test_two_calls_before_their_backwards_are_accepted(model, expected):
 
 def test_a_later_dtype_change_is_refused(model):
     model.half()
-    assert_refused(refused(model), "after parallelize", way_out="Layout(dtype=")
+    assert_refused(refused(model), "after parallelize", fix="Layout(dtype=")
 
 
 def test_conversions_that_change_nothing_are_accepted(model, expected):
@@ -409,11 +409,11 @@ def soft_prompt(model):
 @pytest.mark.parametrize("change", [new_head, new_embeddings, adapter, adapter_of_the_mlp, soft_prompt])
 def test_later_changes_of_modules_and_parameters_are_refused(model, change):
     change(model)
-    assert_refused(refused(model), "replaced", "after parallelize", way_out="then parallelize")
+    assert_refused(refused(model), "replaced", "after parallelize", fix="then parallelize")
 
 
 def test_later_resizing_of_embeddings_is_refused(model):
-    assert_refused(partial(model.resize_token_embeddings, 64), "resize_token_embeddings", way_out="then parallelize")
+    assert_refused(partial(model.resize_token_embeddings, 64), "resize_token_embeddings", fix="then parallelize")
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -421,12 +421,12 @@ def test_later_tying_and_untying_are_refused(tied):
     model = parallel(tie_word_embeddings=tied)
     weight = model.model.embed_tokens.weight
     model.lm_head.weight = nn.Parameter(weight.detach().clone()) if tied else weight
-    assert_refused(refused(model), "lm_head.weight", "tied", way_out="then parallelize")
+    assert_refused(refused(model), "lm_head.weight", "tied", fix="then parallelize")
 
 
 def test_gradient_checkpointing_of_hugging_face_is_refused(model):
     for enable in (model.gradient_checkpointing_enable, partial(model.gradient_checkpointing_enable, {})):
-        assert_refused(enable, "gradient_checkpointing_enable", way_out="gradient_checkpointing=False")
+        assert_refused(enable, "gradient_checkpointing_enable", fix="gradient_checkpointing=False")
 
 
 def test_gradient_checkpointing_before_parallelize_is_replaced(expected):
@@ -440,7 +440,7 @@ def test_a_replaced_forward_is_refused():
     attn = model.model.layers[1].self_attn
     attn.forward = MethodType(lambda self, *args, **kwargs: None, attn)
     parallelize = partial(parallelize_model, model, mesh=make_mesh(1))
-    assert_refused(parallelize, "model.layers.1.self_attn", "forward", way_out="without patches")
+    assert_refused(parallelize, "model.layers.1.self_attn", "forward", fix="without patches")
 
 
 def test_evaluation_without_gradients(model, expected):
@@ -455,7 +455,7 @@ def test_an_optimizer_made_before_parallelize_is_refused():
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     model = parallelize_model(model, mesh=make_mesh(1))
     model(input_ids=IDS, labels=IDS).loss.backward()
-    assert_refused(early.step, "SGD", way_out="model.parameters()")
+    assert_refused(early.step, "SGD", fix="model.parameters()")
     before = loss_of(model)
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert loss_of(model) < before

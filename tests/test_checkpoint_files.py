@@ -205,7 +205,7 @@ def test_a_flipped_bit_in_a_finished_run_is_found(run_dir, tmp_path, capsys):
     again = preflight(run_dir / "config.yaml", [], AUTO, run_dir)
     assert (again.last_step, again.finished) == (4, False)
     six = tmp_path / "six"
-    assert_refused(lambda: export(run_dir, six, step=6), "--step=6", "__1_0.distcp", way_out="use another")
+    assert_refused(lambda: export(run_dir, six, step=6), "--step=6", "__1_0.distcp", fix="use another")
     newest, four = (export(run_dir, tmp_path / str(step), step=step) for step in (None, 4))
     assert (newest / "model.safetensors").read_bytes() == (four / "model.safetensors").read_bytes()
     told = "step-00000006 cannot be used: __1_0.distcp is corrupt"
@@ -235,10 +235,10 @@ def test_a_run_without_a_usable_checkpoint_is_refused(run_dir, tmp_path):
     (run_dir / "latest").unlink()
     assert files.find_checkpoint(run_dir).name == "step-00000006"
     shutil.rmtree(run_dir / "checkpoints")
-    assert_refused(lambda: files.find_checkpoint(run_dir), str(run_dir), "checkpoint", way_out="a new run")
+    assert_refused(lambda: files.find_checkpoint(run_dir), str(run_dir), "checkpoint", fix="a new run")
     missing = tmp_path / "nowhere"
     for other in (missing, run_dir.parent):
-        assert_refused(lambda other=other: files.find_checkpoint(other), str(other), way_out="an earlier run")
+        assert_refused(lambda other=other: files.find_checkpoint(other), str(other), fix="an earlier run")
 
 
 def test_pruning_leaves_later_checkpoints_alone(tmp_path):

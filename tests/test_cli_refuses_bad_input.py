@@ -118,7 +118,7 @@ UNUSABLE_RUN_DIRS = [
     (f"--run-dir {path}", f"train.run_dir={path}", reason, "another") for path, reason in UNUSABLE_PATHS
 ]
 
-# One table per command. A row has the arguments, the settings, values and files that the message names, the way out.
+# One table per command. A row has the arguments, the settings, values and files that the message names, the fix.
 TRAIN = [
     ("missing.yaml", "config=missing.yaml", "No such file", "YAML file"),
     ("--set train.stepz=5", "train.stepz=5", "did you mean train.steps?"),
@@ -210,33 +210,29 @@ REFUSALS = {
 }
 
 
-def assert_refused_at_start(folder, started, arguments, *named, way_out):
+def assert_refused_at_start(folder, started, arguments, *named, fix):
     before = contents(folder)
-    assert_command_refused(arguments, *named, way_out=way_out)
+    assert_command_refused(arguments, *named, fix=fix)
     assert started == [] and contents(folder) == before
 
 
 @pytest.mark.parametrize(
-    "arguments, named, way_out",
-    [
-        (f"{command} {arguments}", named, way_out)
-        for command, rows in REFUSALS.items()
-        for arguments, *named, way_out in rows
-    ],
+    "arguments, named, fix",
+    [(f"{command} {arguments}", named, fix) for command, rows in REFUSALS.items() for arguments, *named, fix in rows],
 )
-def test_bad_input_is_refused_before_anything_starts(inputs, started, arguments, named, way_out):
-    assert_refused_at_start(inputs, started, shlex.split(arguments), *named, way_out=way_out)
+def test_bad_input_is_refused_before_anything_starts(inputs, started, arguments, named, fix):
+    assert_refused_at_start(inputs, started, shlex.split(arguments), *named, fix=fix)
 
 
 def test_more_ranks_than_gpus_are_refused(folder, started, monkeypatch):
     monkeypatch.setattr(launch, "num_gpus", lambda: 2)
-    assert_refused_at_start(folder, started, ["train", "--ranks", "4"], "parallel.ranks=4", way_out="at most 2")
+    assert_refused_at_start(folder, started, ["train", "--ranks", "4"], "parallel.ranks=4", fix="at most 2")
 
 
 def test_restarts_under_torchrun_are_refused(folder, started, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert_refused_at_start(folder, started, ["train", "--max-restarts", "3"], "--max-restarts=3", way_out="torchrun")
+    assert_refused_at_start(folder, started, ["train", "--max-restarts", "3"], "--max-restarts=3", fix="torchrun")
 
 
 # ---- valid input starts
@@ -369,10 +365,10 @@ RESUME = [
 ]
 
 
-@pytest.mark.parametrize("change, named, way_out", [(change, named, way_out) for change, *named, way_out in RESUME])
-def test_changes_that_a_checkpoint_does_not_allow_are_refused(run_dir, started, change, named, way_out):
+@pytest.mark.parametrize("change, named, fix", [(change, named, fix) for change, *named, fix in RESUME])
+def test_changes_that_a_checkpoint_does_not_allow_are_refused(run_dir, started, change, named, fix):
     arguments = ["train", "--resume", "run", "--set", change]
-    assert_refused_at_start(run_dir.parent, started, arguments, *named, way_out=way_out)
+    assert_refused_at_start(run_dir.parent, started, arguments, *named, fix=fix)
 
 
 def test_positions_may_grow_on_resume(run_dir, started):
@@ -454,7 +450,7 @@ def test_a_planned_file_is_written_again_unless_it_was_edited(folder):
         assert CliRunner().invoke(app, plan).exit_code == 0
     planned = (folder / "long.yaml").read_text()
     (folder / "long.yaml").write_text(planned + "# mine\n")
-    assert_command_refused(plan, "--out=long.yaml", way_out="--force")
+    assert_command_refused(plan, "--out=long.yaml", fix="--force")
     assert (folder / "long.yaml").read_text() == planned + "# mine\n"
     assert CliRunner().invoke(app, [*plan, "--force"]).exit_code == 0
     assert (folder / "long.yaml").read_text() == planned
@@ -467,7 +463,7 @@ def test_a_page_of_ours_and_an_empty_file_are_replaced(tmp_path):
     check_output("--html", tmp_path / "page.html", force=False)
     check_output("--html", tmp_path / "empty", force=False)
     replace_other = partial(check_output, "--html", tmp_path / "other.html", force=False)
-    assert_refused(replace_other, "other.html", way_out="--force")
+    assert_refused(replace_other, "other.html", fix="--force")
     check_output("--html", tmp_path / "other.html", force=True)
 
 

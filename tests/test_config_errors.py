@@ -1,4 +1,4 @@
-"""The configuration refuses unknown names, wrong types and values out of range, with field, value and way out."""
+"""The configuration refuses unknown names, wrong types and values out of range, with field, value and fix."""
 
 import dataclasses
 import pathlib
@@ -26,7 +26,7 @@ from ithaka.config import (
 )
 from refusals import assert_refused
 
-# (override, how the message names setting and value, way out)
+# (override, how the message names setting and value, fix)
 BAD_OVERRIDES = [
     ("data.contxt=5", "data.contxt=5", "did you mean data.context?"),
     ("dta.context=5", "dta", "did you mean data?"),
@@ -82,17 +82,17 @@ def test_a_loss_may_be_set_by_its_type():
     assert load_config(overrides=["loss=dpo"]).loss.type == "dpo"
 
 
-@pytest.mark.parametrize("override, named, way_out", BAD_OVERRIDES)
-def test_bad_override_is_refused(override, named, way_out):
-    assert_refused(lambda: load_config(overrides=[override]), named, way_out=way_out)
+@pytest.mark.parametrize("override, named, fix", BAD_OVERRIDES)
+def test_bad_override_is_refused(override, named, fix):
+    assert_refused(lambda: load_config(overrides=[override]), named, fix=fix)
 
 
 def test_bad_value_is_refused_even_if_a_later_one_replaces_it():
     overrides = ["train.steps=abc", "train.steps=4"]
-    assert_refused(lambda: load_config(overrides=overrides), "train.steps=abc", way_out="integer")
+    assert_refused(lambda: load_config(overrides=overrides), "train.steps=abc", fix="integer")
 
 
-# (file, what the message names, way out)
+# (file, what the message names, fix)
 BAD_FILES = [
     (None, ["run.yaml", "No such file"], "YAML"),
     ("train: {steps: 5", ["run.yaml", "expected ',' or '}'", "line 1"], "YAML"),
@@ -109,12 +109,12 @@ BAD_FILES = [
 ]
 
 
-@pytest.mark.parametrize("content, named, way_out", BAD_FILES)
-def test_bad_file_is_refused(content, named, way_out, tmp_path):
+@pytest.mark.parametrize("content, named, fix", BAD_FILES)
+def test_bad_file_is_refused(content, named, fix, tmp_path):
     file = tmp_path / "run.yaml"
     if content is not None:
         file.write_text(content)
-    assert_refused(lambda: load_config(file), *named, way_out=way_out)
+    assert_refused(lambda: load_config(file), *named, fix=fix)
 
 
 def test_a_key_may_override_a_merged_one(tmp_path):
@@ -129,7 +129,7 @@ def test_a_key_may_override_a_merged_one(tmp_path):
 
 def test_binary_file_is_refused(tmp_path):
     (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00\x01")
-    assert_refused(lambda: load_config(tmp_path / "run.yaml"), "run.yaml", "decode", way_out="YAML")
+    assert_refused(lambda: load_config(tmp_path / "run.yaml"), "run.yaml", "decode", fix="YAML")
 
 
 def test_later_settings_win(tmp_path):
@@ -223,8 +223,8 @@ def test_any_adapter_setting_enables_the_adapter(tmp_path):
 
 
 def test_construction_in_python_is_checked_too():
-    assert_refused(lambda: dataclasses.replace(TrainConfig(), steps=0), "train.steps=0", way_out="at least 1")
-    assert_refused(lambda: ParallelConfig(cp=1.5), "parallel.cp=1.5", way_out="integer")
+    assert_refused(lambda: dataclasses.replace(TrainConfig(), steps=0), "train.steps=0", fix="at least 1")
+    assert_refused(lambda: ParallelConfig(cp=1.5), "parallel.cp=1.5", fix="integer")
 
 
 @settings(max_examples=25, deadline=None)
@@ -255,7 +255,7 @@ def test_a_source_inherits_reading_options_from_data():
     assert (alone.path, alone.text_field) == (pathlib.Path("a"), "body")
     overrides = ["data.path=c", "data.sources=[{path: a}]"]
     both = ["data.path=c", "data.sources"]
-    assert_refused(lambda: load_config(overrides=overrides), *both, way_out="make the path a source")
+    assert_refused(lambda: load_config(overrides=overrides), *both, fix="make the path a source")
 
 
 def test_formatted_mappings_omit_null():
@@ -268,6 +268,6 @@ def test_one_key_of_a_nested_setting(tmp_path):
     file.write_text("data: {reasoning: {turns: last}}")
     reasoning = load_config(file, ["data.reasoning.loss=false"]).data.reasoning
     assert (reasoning.turns, reasoning.loss) == ("last", False)
-    for name, way_out in (("data.reasoning.lose=false", "did you mean"), ("data.context.x=1", "integer")):
-        with pytest.raises(ValueError, match=way_out):
+    for name, fix in (("data.reasoning.lose=false", "did you mean"), ("data.context.x=1", "integer")):
+        with pytest.raises(ValueError, match=fix):
             load_config(file, [name])

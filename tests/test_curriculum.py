@@ -91,12 +91,12 @@ def test_resume_from_any_entry_repeats_every_number(done, tmp_path, step):
 
 
 def test_a_finished_curriculum_offers_resume_auto(done):
-    assert_command_refused(["train", "--resume", str(done[0])], "curriculum", way_out="--resume auto")
+    assert_command_refused(["train", "--resume", str(done[0])], "curriculum", fix="--resume auto")
 
 
 ENTRY = {"context": 8, "steps": 1}
 
-# (configuration, what the message names, way out)
+# (configuration, what the message names, fix)
 REFUSED = [
     ({"train": {"steps": 7}}, ["train.steps=7", "curriculum"], "per entry"),
     ({"data": {"context": 7}}, ["data.context=7", "curriculum"], "per entry"),
@@ -117,9 +117,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("tree, named, way_out", REFUSED)
-def test_bad_curriculum_is_refused(tree, named, way_out):
-    assert_refused(lambda: parse_config({"curriculum": [ENTRY], **tree}), *named, way_out=way_out)
+@pytest.mark.parametrize("tree, named, fix", REFUSED)
+def test_bad_curriculum_is_refused(tree, named, fix):
+    assert_refused(lambda: parse_config({"curriculum": [ENTRY], **tree}), *named, fix=fix)
 
 
 def test_later_entries_are_checked_before_the_first_starts(done, tmp_path):
@@ -127,7 +127,7 @@ def test_later_entries_are_checked_before_the_first_starts(done, tmp_path):
     tree["curriculum"][3]["data"] = {"path": "/nowhere"}
     (tmp_path / "file.yaml").write_text(yaml.safe_dump(tree))
     arguments = ["train", str(tmp_path / "file.yaml"), "--run-dir", str(tmp_path / "run")]
-    assert_command_refused(arguments, "data.path=/nowhere", way_out="data.path=hf://org/name")
+    assert_command_refused(arguments, "data.path=/nowhere", fix="data.path=hf://org/name")
     assert not (tmp_path / "run").exists()
 
 

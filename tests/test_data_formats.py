@@ -1,4 +1,4 @@
-"""Common data formats are read as intended; others are refused by name, with a way out."""
+"""Common data formats are read as intended; others are refused by name, with a fix."""
 
 import dataclasses
 import json

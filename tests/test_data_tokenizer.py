@@ -89,11 +89,11 @@ def test_tokenizer_json_alone_takes_eos_from_the_models_config(tmp_path):
 
 def test_missing_tokenizers_are_named(tmp_path):
     missing = str(tmp_path / "nowhere")
-    assert_refused(lambda: load_tokenizer(missing, None), f"data.tokenizer={missing}", way_out="set data.tokenizer")
+    assert_refused(lambda: load_tokenizer(missing, None), f"data.tokenizer={missing}", fix="set data.tokenizer")
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')  # transformers makes an empty one from it
-    assert_refused(lambda: load_tokenizer(None, tmp_path), f"model.path={tmp_path}", way_out="set data.tokenizer")
+    assert_refused(lambda: load_tokenizer(None, tmp_path), f"model.path={tmp_path}", fix="set data.tokenizer")
 
 
 def test_vocabulary_larger_than_the_models_is_refused():
-    assert_refused(lambda: check_data(DataConfig(), 256), "259", "vocab_size=256", way_out="data.tokenizer")
+    assert_refused(lambda: check_data(DataConfig(), 256), "259", "vocab_size=256", fix="data.tokenizer")
     check_data(DataConfig(), 259)

@@ -211,7 +211,7 @@ def test_the_page_is_drawn_light_and_dark(folder):
 
 
 @pytest.mark.parametrize(
-    "records, named, way_out",
+    "records, named, fix",
     [
         ([TEXTS[0], "{not json"], ["a.jsonl line 2"], "one JSON object per line"),
         (["", talk("a", "b"), {"messages": [{"role": "judge", "content": "x"}]}], ["line 3", "role judge"], "use"),
@@ -220,16 +220,16 @@ def test_the_page_is_drawn_light_and_dark(folder):
         ([{"body": "a"}], ["a.jsonl line 1", "data.text_field=text"], "body"),
     ],
 )
-def test_bad_data_is_refused_and_nothing_written(folder, records, named, way_out):
+def test_bad_data_is_refused_and_nothing_written(folder, records, named, fix):
     for options in ((), ("--json",), ("--html", "page.html")):
         error = shown(folder, records, *options, code=ExitCode.WRONG_INPUT)
         assert error.count("\n") == 1
-        assert_refused(error, "ConfigError: ", *named, way_out=way_out)
+        assert_refused(error, "ConfigError: ", *named, fix=fix)
 
 
 def test_a_page_that_cannot_be_written_is_refused_first(folder):
     error = shown(folder, [TEXTS[0]], "--html", "missing/page.html", code=ExitCode.WRONG_INPUT)
-    assert_refused(error, "ConfigError: --html=missing/page.html", way_out="another path")
+    assert_refused(error, "ConfigError: --html=missing/page.html", fix="another path")
 
 
 def test_a_record_is_shown_turn_by_turn_with_what_is_cut(folder):
@@ -244,7 +244,7 @@ def test_a_record_is_shown_turn_by_turn_with_what_is_cut(folder):
     figures = json.loads(shown(folder, TALKS, "--record", "4", "--json", bad_records="skip"))
     assert sum(figures["reasons"].values()) == figures["tokens"] == 30
     error = shown(folder, TALKS, "--record", "9", bad_records="skip", code=ExitCode.WRONG_INPUT)
-    assert_refused(error, "--record=9", "4 in a.jsonl", way_out="smaller")
+    assert_refused(error, "--record=9", "4 in a.jsonl", fix="smaller")
 
 
 def test_the_answers_of_a_pair_are_labelled(folder, monkeypatch):

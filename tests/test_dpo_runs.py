@@ -188,7 +188,7 @@ def test_turns_of_an_unrolled_conversation_share_their_history(ranks, folder):
 
 def test_what_does_not_combine_with_pairs_is_refused():
     dpo = {"loss": {"type": "dpo"}}
-    for section, values, way_out in (
+    for section, values, fix in (
         ("data", {"train_on": "all"}, "leave it out"),
         ("data", {"documents": "together"}, "use apart"),
         ("data", {"long_documents": "turns"}, "use drop or refuse"),
@@ -197,12 +197,12 @@ def test_what_does_not_combine_with_pairs_is_refused():
         ("curriculum", [{"context": 64, "steps": 1}], "leave it out"),
     ):
         names = [section] if section == "curriculum" else [f"{section}.{name}" for name in values]
-        assert_refused(lambda tree={**dpo, section: values}: parse_config(tree), *names, "dpo", way_out=way_out)
-    assert_refused(lambda: parse_config({"loss": {"beta": 0.2}}), "loss.beta=0.2", way_out="loss.type=dpo")
-    assert_refused(lambda: parse_config({"loss": "dop"}), "loss.type=dop", way_out="dpo or package.module:function")
+        assert_refused(lambda tree={**dpo, section: values}: parse_config(tree), *names, "dpo", fix=fix)
+    assert_refused(lambda: parse_config({"loss": {"beta": 0.2}}), "loss.beta=0.2", fix="loss.type=dpo")
+    assert_refused(lambda: parse_config({"loss": "dop"}), "loss.type=dop", fix="dpo or package.module:function")
     own = {"type": "hooks:weighted_loss", "label_smoothing": 0.1}
-    assert_refused(lambda: parse_config({"loss": own}), "loss.label_smoothing=0.1", way_out="loss.type=dpo")
-    assert_refused(lambda: parse_config({"data": {"train_on": "pairs"}}), "data.train_on=pairs", way_out="leave it out")
+    assert_refused(lambda: parse_config({"loss": own}), "loss.label_smoothing=0.1", fix="loss.type=dpo")
+    assert_refused(lambda: parse_config({"data": {"train_on": "pairs"}}), "data.train_on=pairs", fix="leave it out")
     assert (data := parse_config({"loss": "dpo"}).data).train_on == "pairs"
     with pytest.raises(BadRecord, match="no field chosen or no field rejected, .*loss.type=dpo.* are prompt, chosen"):
         detect_format({"prompt": "a", "chosen": "b"}, data)
@@ -212,7 +212,7 @@ def test_a_pair_that_does_not_fit_is_refused_or_dropped():
     long = pack.LongDocuments(pairs=True, shares=True)
     tokens = np.arange(30, dtype=np.int32)
     documents = pack.Documents(tokens, np.array([10, 20]), samples=np.array([4, 16]))
-    assert_refused(lambda: pack.cut_documents(documents, 19, long), "data.context=19", way_out="drop")
+    assert_refused(lambda: pack.cut_documents(documents, 19, long), "data.context=19", fix="drop")
     cut = pack.cut_documents(documents, 19, long._replace(mode="drop"))
     assert cut.owners.tolist() == [0] and cut.removed.tolist() == [0, 20]
     assert cut.shards[1].nodes.tolist() == [(0, -1, 1), (6, -1, 0)]
@@ -222,7 +222,7 @@ def test_a_pair_that_does_not_fit_is_refused_or_dropped():
     for mode in ("split", "refuse"):
         assert_refused(
             lambda mode=mode: pack.cut_documents(documents, 14, long._replace(mode=mode)),
-            "a pair of 33 tokens", "data.context=14", way_out="drop",
+            "a pair of 33 tokens", "data.context=14", fix="drop",
         )  # fmt: skip
 
 

@@ -134,10 +134,10 @@ def test_prompts_are_read_with_their_answers(tmp_path):
     assert [BYTES.decode(prompt.tokens) for prompt in prompts] == ["1 + 1 = 2", "Name two: a, b"]
     for bad in ("{", "[]", '{"prompt": "x"}', '{"prompt": "x", "answer": 3}', '{"prompt": "x", "answer": ""}'):
         file.write_text(f"{json.dumps(lines[0])}\n{bad}\n")
-        assert_refused(lambda: read_prompts(file, BYTES), f"--tasks={file}, line 2", way_out='"answer": "2"')
-    assert_refused(lambda: read_prompts(tmp_path / "none", BYTES), "none", way_out="JSONL")
+        assert_refused(lambda: read_prompts(file, BYTES), f"--tasks={file}, line 2", fix='"answer": "2"')
+    assert_refused(lambda: read_prompts(tmp_path / "none", BYTES), "none", fix="JSONL")
     file.write_text("")
-    assert_refused(lambda: read_prompts(file, BYTES), str(file), way_out="prompts and answers")
+    assert_refused(lambda: read_prompts(file, BYTES), str(file), fix="prompts and answers")
     assert len(digest) == 16
 
 
@@ -226,12 +226,12 @@ def test_a_run_is_evaluated_and_printed(ranks, tmp_path, monkeypatch, capfd):
     assert [(row["task"], row["score"], row["samples"]) for row in found["tasks"]] == [("x", 0.5, 2), ("y", 1.0, 1)]
     assert (tmp_path / "page.html").read_text().count("--score: ") == len(TASKS) * len(DEPTHS)
     (tmp_path / "run.json").write_text(result.stdout)
-    for more, *named, way_out in (
+    for more, *named, fix in (
         (["--contexts", "4K"], "--data=", "4096 tokens", "shorter"),
         (["--contexts", "300,900"], "300 tokens", "at least"),
         (["--contexts", "800", str(tmp_path / "run.json")], "run.json", "contexts=[900]", "the same --contexts"),
     ):
-        assert_command_refused([*arguments[:-2], *more], *named, way_out=way_out)
+        assert_command_refused([*arguments[:-2], *more], *named, fix=fix)
     talks = tmp_path / "talks.jsonl"
     talk = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
     talks.write_text(json.dumps({"messages": talk}) + "\n")
@@ -285,7 +285,7 @@ def test_two_models_under_torchrun_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     models = [tmp_path / "a", tmp_path / "b"]
-    assert_refused(lambda: evaluate_all(models), "2 models", "torchrun", way_out="--json, then give both files")
+    assert_refused(lambda: evaluate_all(models), "2 models", "torchrun", fix="--json, then give both files")
 
 
 def test_narrow_parameters_give_the_same_losses(tmp_path):
@@ -329,7 +329,7 @@ def test_a_run_evaluates_itself(ranks, tmp_path):
     assert [record["loss"] for record in records] == pytest.approx([each["loss"] for each in (*others, last)], rel=1e-5)
     assert last["evaluate/loss"] == pytest.approx(found[1]["loss"], rel=1e-5) and "evaluate/retrieval" not in last
     too_long = tiny_run(tmp_path / "long", model=model, train=steps, evaluate={**how, "contexts": ["4K"]})
-    assert_refused(lambda: run(too_long), "evaluate.data=", "4096 tokens", way_out="shorter")
+    assert_refused(lambda: run(too_long), "evaluate.data=", "4096 tokens", fix="shorter")
 
 
 def test_the_page_draws_the_loss_by_position_and_has_no_blank_rows():

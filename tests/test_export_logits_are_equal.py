@@ -75,7 +75,7 @@ def test_export_has_the_tokenizer_with_its_tokens_and_template(ranks, tmp_path):
     (source / "generation_config.json").write_text(generation)
     config = tiny_run(tmp_path, data={"tokenizer": None}, optim={"lr": 1e-5}, train={"steps": 3})
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=source))
-    assert_refused(lambda: valid(config), "261", "vocab_size=259", way_out="model.resize_embeddings=true")
+    assert_refused(lambda: valid(config), "261", "vocab_size=259", fix="model.resize_embeddings=true")
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, resize_embeddings=True))
     ranks.run(2, run, config)
     ranks.run(1, run, *resumed(config))
@@ -107,8 +107,8 @@ def test_export_into_an_empty_folder_and_refusals(ranks, tmp_path, monkeypatch):
     with monkeypatch.context() as inside:
         inside.chdir(out)
         assert export(config.train.run_dir, Path(".")) == out
-    assert_refused(lambda: export(config.train.run_dir, out), f"OUT_DIR={out}", way_out="--force")
+    assert_refused(lambda: export(config.train.run_dir, out), f"OUT_DIR={out}", fix="--force")
     assert export(config.train.run_dir, out, force=True) == out
     missing, other = tmp_path / "nowhere", tmp_path / "other"
-    assert_refused(lambda: export(missing, other), str(missing), way_out="the directory of an earlier run")
+    assert_refused(lambda: export(missing, other), str(missing), fix="the directory of an earlier run")
     assert not (tmp_path / "other").exists()

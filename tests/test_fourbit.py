@@ -283,13 +283,13 @@ def test_commands_read_four_bit_files(saved, tmp_path, stored):
 def test_experts_in_the_order_of_a_kernel_are_refused():
     model = tiny_decoder("gpt_oss", torch.bfloat16, num_hidden_layers=1)
     model.model.layers[0].mlp.experts = Mxfp4GptOssExperts(model.config)
-    assert_refused(lambda: parallelize_model(model), "mlp.experts", "MXFP4", way_out="Mxfp4Config(dequantize=True)")
+    assert_refused(lambda: parallelize_model(model), "mlp.experts", "MXFP4", fix="Mxfp4Config(dequantize=True)")
 
 
 def test_eight_bits_are_refused():
     model = tiny_model(tiny_config("llama", num_hidden_layers=1), torch.bfloat16)
     model.model.layers[0].mlp.up_proj = Linear8bitLt(32, 40, has_fp16_weights=False)
-    assert_refused(lambda: parallelize_model(model), "up_proj", "8-bit", way_out="load_in_4bit=True")
+    assert_refused(lambda: parallelize_model(model), "up_proj", "8-bit", fix="load_in_4bit=True")
 
 
 def test_mxfp4_experts_as_stored_equal_dequantized_ones(tmp_path):

@@ -135,10 +135,10 @@ def test_damaged_experts_are_named(ranks, tmp_path):
         tensors = {name: tensor for name, tensor in (stored | change).items() if tensor is not None}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (missing, renamed, extra, shape, ignored) = ranks.run(1, build_errors, folders)[0]
-    assert_refused(missing, str(folders[0]), expert.format(2), "1 missing", way_out="copy the files again")
-    assert_refused(renamed, expert.format(1), "1 missing", way_out="copy the files again")
-    assert_refused(extra, "experts.4.", way_out="fix config.json")
-    assert_refused(shape, expert.format(0), "(23, 32)", "(24, 32)", way_out="fix config.json")
+    assert_refused(missing, str(folders[0]), expert.format(2), "1 missing", fix="copy the files again")
+    assert_refused(renamed, expert.format(1), "1 missing", fix="copy the files again")
+    assert_refused(extra, "experts.4.", fix="fix config.json")
+    assert_refused(shape, expert.format(0), "(23, 32)", "(24, 32)", fix="fix config.json")
     assert ignored is None
 
 
@@ -207,7 +207,7 @@ def test_adapters_on_experts_are_refused():
     source = tiny_decoder("glm4_moe", torch.float32, num_hidden_layers=2).config.to_dict()
     adapter = AdapterConfig(targets=("q_proj", "down_proj"))
     refused = lambda: build_model(source, make_mesh(1), adapter=adapter)  # noqa: E731
-    assert_refused(refused, "adapter.targets", "down_proj", way_out="q_proj")
+    assert_refused(refused, "adapter.targets", "down_proj", fix="q_proj")
 
 
 # ---- runs

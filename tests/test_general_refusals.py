@@ -50,7 +50,7 @@ def assert_refuses(model, *fragments: str) -> str:
         lambda: parallelize_model(copy.deepcopy(model)),
         f"model_type={model.config.model_type} ",
         *fragments,
-        way_out="use a decoder",
+        fix="use a decoder",
     )
 
 

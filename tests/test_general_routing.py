@@ -88,7 +88,7 @@ def test_another_load_balancing_loss_is_refused(monkeypatch):
         "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func", lambda *a: torch.ones(())
     )
     model = tiny_decoder("mixtral", **BALANCED)
-    assert_refused(lambda: parallelize_model(model), "output_router_logits=True", way_out="use a decoder")
+    assert_refused(lambda: parallelize_model(model), "output_router_logits=True", fix="use a decoder")
 
 
 @pytest.mark.slow

@@ -98,7 +98,7 @@ def test_a_hook_inside_a_layer_or_around_them_is_refused(kind):
     for name in (*(f"model.layers.1.{name}" for name in INNER), "model", "model.norm", "model.rotary_emb", "lm_head"):
         for each, call in ((model, partial(parallelize_model, model)), (parallel, partial(parallel, input_ids=IDS))):
             handle = getattr(each.get_submodule(name), REGISTER[kind])(lambda *args: None)
-            assert_refused(call, f"{name} has a {kind}", way_out="remove the hook")
+            assert_refused(call, f"{name} has a {kind}", fix="remove the hook")
             handle.remove()
 
 
@@ -111,14 +111,14 @@ def test_gradient_checkpointing_changes_nothing():
 def test_a_layer_wrapped_by_the_compiler_is_refused():
     model = make()
     model.model.layers[0] = torch.compile(model.model.layers[0])
-    assert_refused(lambda: parallelize_model(model), "layers.0", way_out="without patches")
+    assert_refused(lambda: parallelize_model(model), "layers.0", fix="without patches")
 
 
 def test_a_layer_compiled_in_place_is_refused():
     """At the latest by its first call."""
     model = make()
     model.model.layers[1].compile(backend="eager")
-    assert_refused(lambda: parallelize_model(model), "layers.1", way_out="compile")
+    assert_refused(lambda: parallelize_model(model), "layers.1", fix="compile")
 
 
 # ---- what runs leave behind
@@ -234,7 +234,7 @@ def test_two_parallel_models_do_not_disturb_each_other():
 
 
 def test_dropout_is_refused():
-    assert_refused(lambda: parallelize_model(make(attention_dropout=0.1)), "attention_dropout=0.1", way_out="0")
+    assert_refused(lambda: parallelize_model(make(attention_dropout=0.1)), "attention_dropout=0.1", fix="0")
 
 
 JITTER = {"router_jitter_noise": 0.0, "input_jitter_noise": 0.2}
@@ -251,7 +251,7 @@ JITTER = {"router_jitter_noise": 0.0, "input_jitter_noise": 0.2}
 def test_randomness_without_a_module_of_its_own_is_refused(family, changes, mode):
     """Also if the model is in evaluation mode, as from_pretrained returns it, and trains later."""
     model = make(family, **changes).train(mode == "train")
-    assert_refused(lambda: parallelize_model(model), f"model_type={family} ", "layers.0", way_out="use a decoder")
+    assert_refused(lambda: parallelize_model(model), f"model_type={family} ", "layers.0", fix="use a decoder")
 
 
 # ---- positions

@@ -43,10 +43,10 @@ def test_hooks_that_would_be_ignored_are_refused(kind, tied):
     for name in IGNORED:
         handle = getattr(model.get_submodule(name), REGISTER[kind])(nothing)
         parallelize = partial(parallelize_model, model, mesh=make_mesh(1))
-        assert_refused(parallelize, f"{name} has a {kind}", way_out="decoder layer")
+        assert_refused(parallelize, f"{name} has a {kind}", fix="decoder layer")
         handle.remove()
         handle = getattr(parallel.get_submodule(name), REGISTER[kind])(nothing)
-        assert_refused(partial(parallel, input_ids=IDS), f"{name} has a {kind}", way_out="decoder layer")
+        assert_refused(partial(parallel, input_ids=IDS), f"{name} has a {kind}", fix="decoder layer")
         handle.remove()
     assert parallel(input_ids=IDS).logits.shape == (1, 8, 61)
 
@@ -54,7 +54,7 @@ def test_hooks_that_would_be_ignored_are_refused(kind, tied):
 def test_a_forward_pre_hook_on_the_model_is_refused():
     model = parallelize_model(make(), mesh=make_mesh(1))
     model.register_forward_pre_hook(nothing)
-    assert_refused(partial(model, input_ids=IDS), "model has a forward pre-hook", way_out="remove the hook")
+    assert_refused(partial(model, input_ids=IDS), "model has a forward pre-hook", fix="remove the hook")
 
 
 def test_hooks_that_transformers_leaves_behind_are_accepted():
@@ -66,7 +66,7 @@ def test_hooks_that_transformers_leaves_behind_are_accepted():
     parallel(input_ids=IDS, labels=IDS).loss.backward()
     assert not parallel.model.layers[0].forward.hooked
     parallel.model.layers[1].self_attn.register_forward_hook(nothing)
-    assert_refused(partial(parallel, input_ids=IDS), "layers.1.self_attn has a forward hook", way_out="remove")
+    assert_refused(partial(parallel, input_ids=IDS), "layers.1.self_attn has a forward hook", fix="remove")
 
 
 class Seen:
@@ -149,4 +149,4 @@ def test_gradient_hooks_on_parameters(when):
         assert torch.equal(seen[0].full_tensor(), model.model.norm.weight.grad.full_tensor())
     model.model.embed_tokens.weight.register_hook(nothing)
     call = partial(model, input_ids=IDS) if when == "after" else partial(parallelize_model, model, mesh=make_mesh(1))
-    assert_refused(call, "model.embed_tokens.weight", "hook", way_out="register_post_accumulate_grad_hook")
+    assert_refused(call, "model.embed_tokens.weight", "hook", fix="register_post_accumulate_grad_hook")

@@ -215,8 +215,8 @@ def test_models_are_found_downloaded_and_refused_by_name(hub, tmp_path):
     )  # v2 has the same files
     assert {file.name for file in root.glob("*/*")} == {"config.json", "model.safetensors"}
     assert all(file.read_bytes() == FILES[file.name] for file in root.glob("*/*"))
-    assert_refused(none["error"], "model.path=org/none", "no such repository", way_out="a local directory")
-    assert_refused(v9["error"], "model.path=org/tiny@v9", "no such revision v9", way_out="correct the name")
+    assert_refused(none["error"], "model.path=org/none", "no such repository", fix="a local directory")
+    assert_refused(v9["error"], "model.path=org/tiny@v9", "no such revision v9", fix="correct the name")
     ranges = [each[3] for each in hub.other.seen if each[3]]
     assert ranges and all(int(each.removeprefix("bytes=").partition("-")[0]) > 0 for each in ranges)
     assert {token for _, path, token, _ in hub.seen if "tiny" in path} == {"Bearer secret"}
@@ -225,7 +225,7 @@ def test_models_are_found_downloaded_and_refused_by_name(hub, tmp_path):
     hub.seen.clear()
     told, (main, none) = fetched(hub, cache, "org/tiny", "org/none", HF_HUB_OFFLINE="1")
     assert told == hub.seen == [] and main == str(root / COMMITS["main"])
-    assert_refused(none["error"], "model.path=org/none", "HF_HUB_OFFLINE", way_out="with a connection")
+    assert_refused(none["error"], "model.path=org/none", "HF_HUB_OFFLINE", fix="with a connection")
 
 
 def test_large_datasets_are_streamed_in_the_order_of_their_files(hub, tmp_path):
@@ -253,7 +253,7 @@ def test_a_push_without_a_connection_says_so(hub, tmp_path, offline):
     code = "from ithaka.exits import TransientError\n" + code
     changes = {"HF_ENDPOINT": "http://localhost:1", "HF_HUB_OFFLINE": offline}
     _, [found] = fetched(hub, tmp_path / "cache", "push=org/new", code=code, **changes)
-    assert_refused(found["error"], "--push=org/new", way_out="`hf upload org/new OUT_DIR`")
+    assert_refused(found["error"], "--push=org/new", fix="`hf upload org/new OUT_DIR`")
 
 
 def test_folders_are_pushed_in_one_commit(hub, tmp_path):
@@ -261,8 +261,8 @@ def test_folders_are_pushed_in_one_commit(hub, tmp_path):
     (tmp_path / "out/README.md").write_text("# a card")
     _, (address, other, wrong) = fetched(hub, tmp_path / "cache", "push=org/new", "push=else/new", "push=new")
     assert address == f"http://localhost:{hub.server_port}/org/new/commit/{'d' * 40}"
-    assert_refused(other["error"], "--push=else/new", way_out="hf auth login")
-    assert_refused(wrong["error"], "--push=new", way_out="ORG/NAME")
+    assert_refused(other["error"], "--push=else/new", fix="hf auth login")
+    assert_refused(wrong["error"], "--push=new", fix="ORG/NAME")
     created = next(json.loads(body) for _, path, _, body in hub.seen if path == "/api/repos/create")
     assert created["name"] == "new" and "private" in (created.get("visibility"), *created)
     commit = next(body for _, path, token, body in hub.seen if "/commit/" in path and token == "Bearer secret")

@@ -46,7 +46,7 @@ def trainer(tmp_path, ithaka=None, arguments=None, **given):
 
 
 @pytest.mark.parametrize(
-    "name, value, way_out",
+    "name, value, fix",
     [
         ("deepspeed", "ds.json", "leave it out"),
         ("fsdp", True, "leave it out"),
@@ -61,44 +61,42 @@ def trainer(tmp_path, ithaka=None, arguments=None, **given):
         ("train_sampling_strategy", "batch_rebalance", "use random or group_by_length"),
     ],
 )
-def test_training_arguments_are_refused(tmp_path, name, value, way_out):
-    assert_refused(lambda: trainer(tmp_path, arguments={name: value}), f"{name}=", way_out=way_out)
+def test_training_arguments_are_refused(tmp_path, name, value, fix):
+    assert_refused(lambda: trainer(tmp_path, arguments={name: value}), f"{name}=", fix=fix)
 
 
 def test_objects_and_classes_are_refused(tmp_path):
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1)
-    for given, way_out in (
+    for given, fix in (
         ({"optimizers": (optimizer, None)}, "optimizer_cls_and_kwargs"),
         ({"compute_metrics": print}, "`ithaka evaluate`"),
         ({"compute_loss_func": print}, "ithaka.token_logprobs"),
     ):
-        assert_refused(partial(trainer, tmp_path, **given), *given, way_out=way_out)
-    assert_refused(lambda: trainer(tmp_path, {"cpus": 2}), "'cpus'", way_out="cp, ring, context, layout")
-    assert_refused(lambda: hf.long_context(RewardTrainer), "RewardTrainer", "head", way_out="GRPOTrainer")
-    assert_refused(lambda: hf.long_context(dict), "dict", way_out="transformers.Trainer, trl.SFTTrainer")
+        assert_refused(partial(trainer, tmp_path, **given), *given, fix=fix)
+    assert_refused(lambda: trainer(tmp_path, {"cpus": 2}), "'cpus'", fix="cp, ring, context, layout")
+    assert_refused(lambda: hf.long_context(RewardTrainer), "RewardTrainer", "head", fix="GRPOTrainer")
+    assert_refused(lambda: hf.long_context(dict), "dict", fix="transformers.Trainer, trl.SFTTrainer")
 
 
 def test_generation_on_the_training_gpus_is_refused(tmp_path):
     make = partial(hf.long_context(GRPOTrainer), None, print, ithaka={"cp": 1})
     config = partial(GRPOConfig, str(tmp_path), use_cpu=True, bf16=False)
     colocated = config(use_vllm=True, vllm_mode="colocate")
-    assert_refused(lambda: make(colocated), "vllm_mode=colocate", way_out="rollout_func")
-    assert_refused(
-        lambda: make(config(max_completion_length=4096)), "max_completion_length=4096", way_out="rollout_func"
-    )
+    assert_refused(lambda: make(colocated), "vllm_mode=colocate", fix="rollout_func")
+    assert_refused(lambda: make(config(max_completion_length=4096)), "max_completion_length=4096", fix="rollout_func")
 
 
 def test_a_trainer_that_does_not_see_all_processes_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "world_size", 1)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("accelerate.state.PartialState._prepare_backend", lambda *args: (None, "NO"))
-    assert_refused(lambda: trainer(tmp_path), "1 of 2 processes", way_out="use_cpu=True")
+    assert_refused(lambda: trainer(tmp_path), "1 of 2 processes", fix="use_cpu=True")
 
 
 def test_a_checkpoint_of_another_trainer_is_refused(tmp_path):
     made = trainer(tmp_path, train_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}])
     resume = partial(made.train, resume_from_checkpoint=str(tmp_path))
-    assert_refused(resume, f"resume_from_checkpoint={tmp_path}", way_out="from_pretrained")
+    assert_refused(resume, f"resume_from_checkpoint={tmp_path}", fix="from_pretrained")
 
 
 class Planted:
@@ -182,9 +180,9 @@ def big_model(**changes):
 def test_a_context_that_does_not_fit_is_refused(on_h200):
     start_process_group()
     run = partial(parallel.plan_model_run, big_model(), None, None, "bfloat16", None)
-    assert_refused(lambda: run(64 * 2**20, 1), "data.context=67108864", "GPU", way_out="memory.offload=host")
+    assert_refused(lambda: run(64 * 2**20, 1), "data.context=67108864", "GPU", fix="memory.offload=host")
     three_ranks = partial(parallel.plan_model_run, big_model(), 3, None, "bfloat16", None, 4096, 1)
-    assert_refused(three_ranks, "parallel.cp=3", "1 rank", way_out="use 1,")
+    assert_refused(three_ranks, "parallel.cp=3", "1 rank", fix="use 1,")
 
 
 def test_adapters_are_planned(on_h200):
@@ -193,7 +191,7 @@ def test_adapters_are_planned(on_h200):
     plain = big_model()
     layout = Layout(tile_tokens=4096)
     fully_trained = partial(parallel.plan_model_run, copy.copy(plain), None, None, "bfloat16", layout, 131072, 1)
-    assert_refused(fully_trained, "data.context=131072", "GPU", way_out="memory.offload=host")
+    assert_refused(fully_trained, "data.context=131072", "GPU", fix="memory.offload=host")
     adapted = get_peft_model(plain, LoraConfig(r=16, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]))
     shape = parallel.shape_from_model(adapted)
     assert shape.num_trained == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
@@ -206,7 +204,7 @@ def test_a_reference_is_planned(on_h200):
     run = partial(parallel.plan_model_run, big_model(), None, None, "bfloat16", None, 131072, 1)
     assert run().plan.fits
     assert_refused(
-        lambda: run(reference=True), "data.context=131072", "parameters 44.87 GiB", way_out="memory.offload=host"
+        lambda: run(reference=True), "data.context=131072", "parameters 44.87 GiB", fix="memory.offload=host"
     )
 
 
@@ -218,7 +216,7 @@ def test_a_context_beyond_the_positions_of_the_model(tmp_path):
         lambda: ithaka.parallelize(load(), context=100),
         lambda: trainer(tmp_path, {"context": 100}, model=load()),
     ):
-        message = assert_refused(refuse, "context=100", "max_position_embeddings=32", way_out="from_pretrained")
+        message = assert_refused(refuse, "context=100", "max_position_embeddings=32", fix="from_pretrained")
     written = re.search(r"from_pretrained\(\.\.\., (.*\})\)", message)[1]
     moved = eval(f"load({written})", {"load": load})
     assert moved.config.max_position_embeddings == 128 and moved.config.rope_parameters["rope_type"] == "yarn"
@@ -226,12 +224,12 @@ def test_a_context_beyond_the_positions_of_the_model(tmp_path):
 
 
 def test_wrong_settings_are_refused_and_a_layout_replaces_the_plan():
-    for settings, *named, way_out in (
+    for settings, *named, fix in (
         ({"context": "long"}, "context='long'", "524288"),
         ({"cp": "all"}, "cp='all'", '"auto"'),
         ({"dtype": "bfloat16", "layout": Layout(dtype="float32")}, "dtype=bfloat16", "layout.dtype=float32", "one of"),
     ):
-        assert_refused(partial(ithaka.parallelize, big_model(), **settings), *named, way_out=way_out)
+        assert_refused(partial(ithaka.parallelize, big_model(), **settings), *named, fix=fix)
     for context in (None, 64):
         model = tiny_model(tiny_config("llama"))
         model = ithaka.parallelize(model, context=context, dtype="float32", layout=Layout(tile_tokens=7))

@@ -147,7 +147,7 @@ def test_ranks_by_default_one_per_gpu():
     assert launch.decide_ranks("auto", gpus=4) == 4
     assert launch.decide_ranks("auto", gpus=0) == 2
     assert launch.decide_ranks(3, gpus=0) == 3
-    assert_refused(lambda: launch.decide_ranks(8, gpus=4), "parallel.ranks=8", way_out="at most 4")
+    assert_refused(lambda: launch.decide_ranks(8, gpus=4), "parallel.ranks=8", fix="at most 4")
 
 
 FAKE_DRIVER = """
@@ -189,7 +189,7 @@ def test_far_more_ranks_than_cores_are_refused(monkeypatch):
         monkeypatch.setattr(launch, "num_cores", lambda cores=cores: cores)
         assert launch.decide_ranks(most, gpus=0) == most
         more = partial(launch.decide_ranks, most + 1, gpus=0)
-        assert_refused(more, f"parallel.ranks={most + 1}", f"{cores} core", way_out=f"at most {most}, or")
+        assert_refused(more, f"parallel.ranks={most + 1}", f"{cores} core", fix=f"at most {most}, or")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "999")
     assert launch.decide_ranks(999, gpus=0) == 999

@@ -158,7 +158,7 @@ def test_a_missing_tensor_is_named(ranks, tmp_path):
     changed(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     (message,) = ranks.run(1, build_error, tmp_path)
     named = str(tmp_path), "model.layers.1.mlp.up_proj.weight", "1 missing"
-    assert_refused(message, *named, way_out="copy the files again")
+    assert_refused(message, *named, fix="copy the files again")
 
 
 def test_an_untied_head_must_be_in_the_file(ranks, tmp_path):
@@ -174,14 +174,14 @@ def test_a_wrong_shape_is_named(ranks, tmp_path):
     name = "model.layers.0.self_attn.k_proj.weight"
     changed(tmp_path, lambda tensors: tensors.update({name: torch.zeros(8, 32)}))
     (message,) = ranks.run(1, build_error, tmp_path)
-    assert_refused(message, name, "(8, 32)", "(16, 32)", way_out="fix config.json")
+    assert_refused(message, name, "(8, 32)", "(16, 32)", fix="fix config.json")
 
 
 def test_an_extra_tensor_is_named(ranks, tmp_path):
     save(tmp_path)
     changed(tmp_path, lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(2)}))
     (message,) = ranks.run(1, build_error, tmp_path)
-    assert_refused(message, "model.layers.2.mlp.up_proj.weight", way_out="fix config.json")
+    assert_refused(message, "model.layers.2.mlp.up_proj.weight", fix="fix config.json")
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 200, -100])
@@ -190,7 +190,7 @@ def test_a_truncated_file_is_named(ranks, tmp_path, num_bytes):
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:num_bytes])
     (message,) = ranks.run(1, build_error, tmp_path)
-    assert_refused(message, "model.path", "model.safetensors", way_out="copy it again")
+    assert_refused(message, "model.path", "model.safetensors", fix="copy it again")
 
 
 def test_a_missing_shard_is_named(ranks, tmp_path):
@@ -206,7 +206,7 @@ def test_an_index_that_names_a_tensor_its_file_does_not_hold(ranks, tmp_path):
     first, second = sorted(tmp_path.glob("*.safetensors"))[:2]
     second.write_bytes(first.read_bytes())
     (message,) = ranks.run(1, build_error, tmp_path)
-    assert_refused(message, "model.layers", "missing", way_out="copy the files again")
+    assert_refused(message, "model.layers", "missing", fix="copy the files again")
 
 
 def test_other_safetensors_files_are_ignored(ranks, tmp_path):
@@ -223,4 +223,4 @@ def test_quantized_weights_are_refused(ranks, tmp_path):
     quantized = {**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(quantized))
     (message,) = ranks.run(1, build_error, tmp_path)
-    assert_refused(message, "model.path", "gptq", way_out="bfloat16")
+    assert_refused(message, "model.path", "gptq", fix="bfloat16")

@@ -91,7 +91,7 @@ def test_a_hub_id_is_fetched_from_the_hub(monkeypatch):
     (HTTPError("", 404, "", None, None), ["not on the hub", "llama3.1-8b"]),
     (HTTPError("", 401, "", None, None), ["401", "hf auth login"]),
 ])  # fmt: skip
-def test_a_failed_fetch_names_the_model_the_reason_and_a_way_out(monkeypatch, error, fragments):
+def test_a_failed_fetch_names_the_model_the_reason_and_a_fix(monkeypatch, error, fragments):
     fake_hub(monkeypatch, error)
     with pytest.raises(ConfigError) as refused:
         find_config("someone/their-model")

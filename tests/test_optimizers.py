@@ -74,19 +74,19 @@ def test_a_run_resumes_bitwise_and_on_other_ranks_and_has_the_planned_bytes(rank
     dist.destroy_process_group()
     changed = dataclasses.replace(half, optim=dataclasses.replace(half.optim, name="adamw"))
     refused = lambda: valid(changed, half.train.run_dir)  # noqa: E731
-    assert_refused(refused, f"optim.name={name}", way_out="start a new run")
+    assert_refused(refused, f"optim.name={name}", fix="start a new run")
 
 
 def test_unsupported_combinations_are_refused(tmp_path, monkeypatch):
     for name in ("adamw8bit", "muon"):
         config = optimizer_run(tmp_path, name, memory={"offload_optimizer": True})
         refused = lambda: valid(config)  # noqa: B023, E731
-        assert_refused(refused, "memory.offload_optimizer=true", f"optim.name={name}", way_out="optim.name=adamw")
+        assert_refused(refused, "memory.offload_optimizer=true", f"optim.name={name}", fix="optim.name=adamw")
     monkeypatch.setattr(checks, "find_spec", lambda package: None if package == "torchao" else True)
     refused = lambda: valid(optimizer_run(tmp_path, "adamw8bit"))  # noqa: E731
-    assert_refused(refused, "optim.name=adamw8bit", way_out="pip install -e '.[adamw8bit]'")
+    assert_refused(refused, "optim.name=adamw8bit", fix="pip install -e '.[adamw8bit]'")
     refused = lambda: EntryConfig(context=61, steps=2, optim={"name": "muon"})  # noqa: E731
-    assert_refused(refused, "curriculum.optim.name", way_out="set optim.name")
+    assert_refused(refused, "curriculum.optim.name", fix="set optim.name")
 
 
 class Layers(nn.Module):

@@ -135,8 +135,8 @@ LLAMA = ["plan", "llama3-8b", "--gpus", "8xH100"]
 )
 def test_a_plan_that_does_not_fit_names_each_tier_that_is_too_small(args, fragments):
     lines = run(*args, code=ExitCode.OUT_OF_MEMORY).splitlines()
-    headline, ways_out = lines[0], next(line for line in lines[1:] if line.startswith(("It fits", "Neither")))
-    assert "does not fit" in headline and all(fragment in headline + ways_out for fragment in fragments)
+    headline, fixes = lines[0], next(line for line in lines[1:] if line.startswith(("It fits", "Neither")))
+    assert "does not fit" in headline and all(fragment in headline + fixes for fragment in fragments)
 
 
 EXPLICIT = {"parallel.heads_per_stage": 8, "memory.keep_attention": "none", "memory.overlap": "false"}
@@ -172,7 +172,7 @@ def test_a_slower_setting_is_reported_as_a_cost():
     assert re.search(r"memory.keep_attention .*: costs [\d.]+ s per step", text)
 
 
-@pytest.mark.parametrize("args, tier, ways", [
+@pytest.mark.parametrize("args, tier, fixes", [
     pytest.param(["llama3-8b", "--gpus", "H100", "--context", "512K"], "host",
                  "--context --adapter --gpus --host-memory --disk", marks=pytest.mark.slow),
     (["llama3-8b", "--gpus", "1xRTX4090", "--context", "8K"], "host", "--adapter --gpus --host-memory"),
@@ -181,11 +181,11 @@ def test_a_slower_setting_is_reported_as_a_cost():
     (["llama3-8b", "--gpus", "H100", "--context", "512K", "--set", "memory.offload=none", "--adapter", "8"], "GPU",
      "--context --gpus without"),
 ])  # fmt: skip
-def test_each_way_out_is_enough_on_its_own(args, tier, ways):
+def test_each_fix_is_enough_on_its_own(args, tier, fixes):
     """Each option makes the plan fit, and no longer context does."""
     answer, text = json.loads(run("plan", *args, "--json", code=3)), run("plan", *args, code=3)
     found = {option: value.partition(" ")[0] for option, value in answer["ways_out"].items()}
-    assert answer["limited_by"] == tier and [*found] == ways.split()
+    assert answer["limited_by"] == tier and [*found] == fixes.split()
     assert all(f"{option} {value}" in text for option, value in answer["ways_out"].items())
     for option, value in found.items():
         if option == "without":
@@ -217,7 +217,7 @@ def test_one_gpu_shares_nothing_and_an_unused_disk_is_not_listed():
 
 
 H100 = "llama3-8b --gpus 8xH100-80GB"
-# Arguments, what the message names, the way out.
+# Arguments, what the message names, the fix.
 REFUSALS = [
     ("no-such --gpus H200", "model=no-such", "llama3.1-8b"),
     ("llama3-8b --gpus 8xH300", "--gpus H300", "H100-80GB"),
@@ -252,9 +252,9 @@ REFUSALS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments, named, way_out", [(arguments, named, out) for arguments, *named, out in REFUSALS])
-def test_bad_input_is_refused(arguments, named, way_out):
-    assert_command_refused(["plan", *arguments.split()], *named, way_out=way_out)
+@pytest.mark.parametrize("arguments, named, fix", [(arguments, named, out) for arguments, *named, out in REFUSALS])
+def test_bad_input_is_refused(arguments, named, fix):
+    assert_command_refused(["plan", *arguments.split()], *named, fix=fix)
 
 
 def test_assumptions_are_listed_unless_set():
@@ -327,7 +327,7 @@ def test_a_planned_file_is_complete(tmp_path, monkeypatch):
     assert (config.model.rope.type, config.model.rope.factor) == ("yarn", 128)  # 8192 positions
     assert (str(config.data.path), config.train.epochs, config.optim.lr) == ("books.jsonl", 1, 1e-5)
     file.write_text(file.read_text() + "\ndata:\n  path: mine.jsonl\n")
-    assert_refused(lambda: load_config(file), "data", "twice", way_out="once")
+    assert_refused(lambda: load_config(file), "data", "twice", fix="once")
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "model_type" in MODELS[name]])
@@ -339,8 +339,8 @@ def test_training_accepts_the_suggested_rope(name):
     for context in (positions + 1, 2**20):
         config = AutoConfig.for_model(**MODELS[name]).get_text_config()
         plain = partial(set_positions, config, None, context, trained=True)
-        way_out = format_value(request.missing_rope(context))
-        assert_refused(plain, f"data.context={context}", f"{positions}", way_out=way_out)
+        fix = format_value(request.missing_rope(context))
+        assert_refused(plain, f"data.context={context}", f"{positions}", fix=fix)
         rope = RopeConfig(**request.missing_rope(context))
         set_positions(AutoConfig.for_model(**MODELS[name]).get_text_config(), rope, context, trained=True)
 
@@ -396,22 +396,22 @@ def test_gpu_file(tmp_path):
             run("plan", "llama3.2-1b", "--gpus", "1", "--gpu-file", str(file), "--context", "8K", "--json")
         )["assumed"]
     )
-    assert_refused(lambda: find_hardware("8xH100", file), "--gpus 8xH100", "--gpu-file", way_out="--gpus 8")
+    assert_refused(lambda: find_hardware("8xH100", file), "--gpus 8xH100", "--gpu-file", fix="--gpus 8")
     file.write_text(json.dumps({"memory_bytes": 1}))
-    assert_refused(lambda: read_gpu(file), "--gpu-file", "matmul_flops", way_out="based_on")
+    assert_refused(lambda: read_gpu(file), "--gpu-file", "matmul_flops", fix="based_on")
 
 
-@pytest.mark.parametrize("field, value, named, rule, way_out", [
+@pytest.mark.parametrize("field, value, named, rule, fix", [
     ("memory_bytes", "NaN", "memory_bytes=nan", "positive number", "correct it"),
     ("link_bytes_s", "Infinity", "link_bytes_s=inf", "positive number", "correct it"),
     ("source", "5", "source=5", "text", "correct it"),
     ("l3_bytes", "5", "l3_bytes", "", "use memory_bytes"),
     ("name", "5", "name=5", "text", "correct it"),
 ])  # fmt: skip
-def test_a_gpu_file_with_a_wrong_value_is_refused(field, value, named, rule, way_out, tmp_path):
+def test_a_gpu_file_with_a_wrong_value_is_refused(field, value, named, rule, fix, tmp_path):
     file = tmp_path / "mine.json"
     file.write_text(f'{{"based_on": "H100-80GB", "{field}": {value}}}')
-    assert_refused(lambda: find_hardware("8", file), f"--gpu-file {file}", named, rule, way_out=way_out)
+    assert_refused(lambda: find_hardware("8", file), f"--gpu-file {file}", named, rule, fix=fix)
 
 
 def test_gpus_are_parsed():

@@ -186,7 +186,7 @@ def seconds_of(keeps: ActivationPolicy, layout: Layout, work: Work) -> float:
 def test_a_layout_for_another_number_of_layers_is_refused():
     short = replace(LLAMA, num_layers=4, windows=LLAMA.windows[:4])
     build = partial(build_ledger, short, STREAMED, H200, Work(2**20))
-    assert_refused(build, "layout.kept", "32", "4 layers", way_out="one per layer")
+    assert_refused(build, "layout.kept", "32", "4 layers", fix="one per layer")
 
 
 def test_memory_does_not_grow_with_the_ring():

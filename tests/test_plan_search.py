@@ -231,15 +231,15 @@ def test_settings_are_parsed_as_in_the_configuration():
 
 
 @pytest.mark.parametrize(
-    "fixed, named, way_out",
+    "fixed, named, fix",
     [
         ({"cp": 3}, "parallel.cp=3", "1, 2, 4 or 8"),
         ({"cp": 8, "heads_per_stage": 12}, "parallel.heads_per_stage=12", "8, 16"),
         ({"keep_attention": 33}, "memory.keep_attention=33", "all"),
     ],
 )
-def test_impossible_settings_are_refused(fixed, named, way_out):
-    assert_refused(lambda: choose(find_shape("llama3-8b"), NODE, 2**17, fixed), named, way_out=way_out)
+def test_impossible_settings_are_refused(fixed, named, fix):
+    assert_refused(lambda: choose(find_shape("llama3-8b"), NODE, 2**17, fixed), named, fix=fix)
 
 
 def test_a_plan_that_does_not_fit_names_the_limiting_tier():

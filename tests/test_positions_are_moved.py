@@ -136,7 +136,7 @@ def test_rope_on_part_of_each_head_keeps_its_type(tmp_path):
     check([{"loss": relative(loss.detach(), expected.detach()), **gradient_errors(model, plain)}])
     yarn = RopeConfig(type="yarn", factor=4)
     named = "model.rope.type=yarn", "rope_type=proportional"
-    assert_refused(lambda: read_hf_config(tmp_path, yarn, CONTEXT), *named, way_out="change theta")
+    assert_refused(lambda: read_hf_config(tmp_path, yarn, CONTEXT), *named, fix="change theta")
 
 
 def trained(config, ids):
@@ -205,7 +205,7 @@ def test_an_adapter_is_exported_with_the_positions_it_was_trained_at(ranks, tmp_
 
 
 @pytest.mark.parametrize(
-    "rope, named, way_out",
+    "rope, named, fix",
     [
         (
             None,
@@ -222,10 +222,10 @@ def test_an_adapter_is_exported_with_the_positions_it_was_trained_at(ranks, tmp_
         ({"type": "llama3", "factor": 4, "beta_fast": 9}, ["model.rope.beta_fast=9.0", "llama3"], "type yarn"),
     ],
 )
-def test_trained_weights_are_refused_beyond_their_positions(tmp_path, rope, named, way_out):
+def test_trained_weights_are_refused_beyond_their_positions(tmp_path, rope, named, fix):
     saved(tmp_path)
     rope = rope and RopeConfig(**rope)
-    assert_refused(lambda: read_hf_config(tmp_path, rope, CONTEXT), *named, way_out=way_out)
+    assert_refused(lambda: read_hf_config(tmp_path, rope, CONTEXT), *named, fix=fix)
     assert read_hf_config(tmp_path, None, MADE_FOR).max_position_embeddings == MADE_FOR
 
 
@@ -233,7 +233,7 @@ def test_refused_before_ranks_start_and_not_from_scratch(tmp_path):
     config, _ = moved_run(tmp_path)
     assert valid(config)
     unmoved = replace(config, model=replace(config.model, rope=None))
-    assert_refused(lambda: valid(unmoved), "data.context=61", "max_position_embeddings=16", way_out="model.rope=")
+    assert_refused(lambda: valid(unmoved), "data.context=61", "max_position_embeddings=16", fix="model.rope=")
     scratch = tiny_run(tmp_path, model={"max_position_embeddings": MADE_FOR})
     assert valid(scratch)
     assert read_hf_config(scratch.model.path, None, 61).max_position_embeddings == 61

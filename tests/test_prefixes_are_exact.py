@@ -215,12 +215,12 @@ def test_forests_that_cannot_be_computed_are_refused():
         return lambda: model(**inputs | changes)
 
     documents, parents = inputs["document_ids"], inputs["parents"]
-    assert_refused(call(document_ids=None), "parents", "document_ids", way_out="pass both", error=ValueError)
-    assert_refused(call(parents=parents.flip(1)), "row 0", way_out="put parents before children", error=ValueError)
-    assert_refused(call(document_ids=documents.clone().fill_(3)), "document 3", way_out="use one", error=ValueError)
+    assert_refused(call(document_ids=None), "parents", "document_ids", fix="pass both", error=ValueError)
+    assert_refused(call(parents=parents.flip(1)), "row 0", fix="put parents before children", error=ValueError)
+    assert_refused(call(document_ids=documents.clone().fill_(3)), "document 3", fix="use one", error=ValueError)
     again = torch.where(documents == documents[0, -1], documents[0, 0], documents)
-    assert_refused(call(document_ids=again), "document_ids", way_out="use ids once", error=ValueError)
-    assert_refused(call(shift_labels=inputs["labels"]), "shift_labels", way_out="pass labels", error=ValueError)
+    assert_refused(call(document_ids=again), "document_ids", fix="use ids once", error=ValueError)
+    assert_refused(call(shift_labels=inputs["labels"]), "shift_labels", fix="pass labels", error=ValueError)
 
     def ring():
         in_ring = parallelize_model(tiny_model(tiny_config("llama")), mesh=make_mesh(2, ring=2))
@@ -229,7 +229,7 @@ def test_forests_that_cannot_be_computed_are_refused():
 
     on_threads(2, ring)
     model.model.layers[0].forward.no_parents = "with recurrent layers: they have one state"
-    assert_refused(call(), "recurrent layers", way_out="as a row", error=ValueError)
+    assert_refused(call(), "recurrent layers", fix="as a row", error=ValueError)
 
 
 def test_gradients_of_a_shared_token_are_summed_in_fp32():
@@ -329,8 +329,8 @@ def test_tokens_that_differ_in_label_adapter_or_routing_are_not_shared():
     other[2, 1, 1] = 1
     assert shared(both, keys=[[routing, routing], ["a", "a"]]) == 6 and shared(both, keys=[[routing, other]]) == 2
     assert pack_prefixes(both).num_tokens == (12, 6) and pack_prefixes([ids, ids[[0, 1, 2, 2]]]).num_tokens == (10, 10)
-    assert_refused(lambda: pack_prefixes(both, [no]), "labels", way_out="one per sequence")
-    assert_refused(lambda: pack_prefixes(both, [no, no[1:]]), "sequence 1", way_out="[tokens]")
+    assert_refused(lambda: pack_prefixes(both, [no]), "labels", fix="one per sequence")
+    assert_refused(lambda: pack_prefixes(both, [no, no[1:]]), "sequence 1", fix="[tokens]")
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from threads import on_threads
 
 SHAPE = r"shape \(2, 8\) with hash \w{16}"
 LONGER = SHAPE.replace("8", "10")
-# (row, column, value) to write into an input, what the message names, the way out.
+# (row, column, value) to write into an input, what the message names, the fix.
 FAULTS = {
     "label": ({"labels": (0, 5, -1)}, ["rank 1: ", "labels[0, 5]=-1", "61 tokens"], "-100"),
     "id": ({"input_ids": (1, 2, 61)}, ["rank 1: ", "input_ids[1, 2]=61", "61 tokens"], "tokenizer"),
@@ -52,7 +52,7 @@ def one_fault(cp, fault, rank):
 def test_an_error_on_one_rank_is_raised_on_all(ranks, cp, fault):
     (first, loss), (second, other_loss) = ranks.run(2, one_fault, cp, fault, 1)
     assert first == second and first.startswith("ValueError: ")
-    assert_refused(first, *FAULTS[fault][1], way_out=FAULTS[fault][2])
+    assert_refused(first, *FAULTS[fault][1], fix=FAULTS[fault][2])
     assert loss == other_loss
 
 
@@ -64,7 +64,7 @@ def wrong_everywhere():
 
 def test_an_error_on_every_rank_names_no_rank(ranks):
     for message in ranks.run(2, wrong_everywhere):
-        assert_refused(message, "TypeError: ", "input_ids", way_out="by name")
+        assert_refused(message, "TypeError: ", "input_ids", fix="by name")
         assert "rank" not in message
 
 
@@ -98,7 +98,7 @@ def hooked_on_one_rank():
 
 def test_a_refused_hook_on_one_rank_raises_on_all(ranks):
     for message in ranks.run(2, hooked_on_one_rank):
-        assert_refused(message, "ConfigError: rank 1: ", "lm_head", "forward hook", way_out="decoder layer")
+        assert_refused(message, "ConfigError: rank 1: ", "lm_head", "forward hook", fix="decoder layer")
 
 
 def different(what, cp=2):
@@ -145,21 +145,21 @@ def different_experts():
 )
 def test_different_batches_in_a_cp_group_are_refused(ranks, what, names, differences):
     (message,) = set(ranks.run(2, different, what))
-    assert_refused(message, "ConfigError: ", "ranks 0 and 1", way_out="same batch")
+    assert_refused(message, "ConfigError: ", "ranks 0 and 1", fix="same batch")
     assert re.search(differences, message) and set(re.findall(r"(\w+): shape", message)) == names
 
 
 def test_options_that_differ_in_a_cp_group_are_refused(ranks):
     ((temperature, per_token),) = set(map(tuple, ranks.run(2, different_options)))
-    assert_refused(temperature, "temperature: 1.0 on rank 0, 0.5 on rank 1", way_out="on all ranks of a cp group")
-    assert_refused(per_token, "per_token: True on rank 0, False on rank 1", way_out="on all ranks of a cp group")
+    assert_refused(temperature, "temperature: 1.0 on rank 0, 0.5 on rank 1", fix="on all ranks of a cp group")
+    assert_refused(per_token, "per_token: True on rank 0, False on rank 1", fix="on all ranks of a cp group")
     (experts,) = set(ranks.run(2, different_experts))
-    assert_refused(experts, "expert_indices: shape (2, 8, 2, 2)", way_out="on all ranks of a cp group")
+    assert_refused(experts, "expert_indices: shape (2, 8, 2, 2)", fix="on all ranks of a cp group")
 
 
-def test_the_way_out_shards_data_by_the_data_parallel_rank(ranks):
+def test_the_fix_shards_data_by_the_data_parallel_rank(ranks):
     for message in ranks.run(4, different, "values"):
-        assert_refused(message, "ranks 0 and 1", way_out="num_replicas=2, rank=torch.distributed.get_rank() // 2")
+        assert_refused(message, "ranks 0 and 1", fix="num_replicas=2, rank=torch.distributed.get_rank() // 2")
 
 
 def data_parallel():
@@ -184,21 +184,21 @@ def different_modes(what):
 
 
 @pytest.mark.parametrize(
-    "what, named, way_out",
+    "what, named, fix",
     [
         ("labels", "True on rank 0, False on rank 1", "labels on every rank or on none"),
         ("gradients", "True on rank 0, False on rank 1", "torch.no_grad()"),
         ("items", "num_items_in_batch: 7 on rank 0, 8 on rank 1", "num_items_in_batch"),
     ],
 )
-def test_data_parallel_ranks_must_agree_on_labels_gradients_and_divisor(ranks, what, named, way_out):
+def test_data_parallel_ranks_must_agree_on_labels_gradients_and_divisor(ranks, what, named, fix):
     for message in ranks.run(2, different_modes, what):
-        assert_refused(message, "ConfigError: ", "ranks 0 and 1", named, way_out=way_out)
+        assert_refused(message, "ConfigError: ", "ranks 0 and 1", named, fix=fix)
 
 
 def test_ranks_that_are_threads_agree_too():
     (message,) = set(on_threads(2, lambda: different("shape")))
-    assert_refused(message, "ranks 0 and 1", way_out="same batch")
+    assert_refused(message, "ranks 0 and 1", fix="same batch")
     assert on_threads(4, data_parallel) == [14 + 18] * 4
 
 

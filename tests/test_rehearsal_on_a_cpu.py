@@ -117,8 +117,8 @@ def test_an_evaluation_is_rehearsed(model):
     assert peak["measured"] == pytest.approx(peak["planned"], rel=0.03) and answer["peak_phase"] == "loss forward"
     assert rows["layer forward"]["measured"] > 0 and "layer backward" not in rows
     command = ["rehearse", str(model), "--gpus", "2xH100-80GB", "--evaluate"]
-    assert_command_refused([*command, "--set", "memory.tile_tokens=64"], "memory.tile_tokens", way_out="leave it out")
-    assert_command_refused([*command, "--context", "1000M"], "--context 1000M", way_out="shorter")
+    assert_command_refused([*command, "--set", "memory.tile_tokens=64"], "memory.tile_tokens", fix="leave it out")
+    assert_command_refused([*command, "--context", "1000M"], "--context 1000M", fix="shorter")
 
 
 def test_an_evaluation_is_as_high_as_its_ledger():
@@ -181,7 +181,7 @@ def test_more_than_is_free_is_refused(model, monkeypatch):
     without_work(monkeypatch)
     with_free(monkeypatch, 2**22)
     arguments = ["rehearse", str(model), "--gpus", "2xH100-80GB", "--context", "1M"]
-    assert_command_refused(arguments, "--context 1048576", "--layers 2", way_out="shorter --context or fewer --layers")
+    assert_command_refused(arguments, "--context 1048576", "--layers 2", fix="shorter --context or fewer --layers")
     assert isinstance(rehearse(model, "--context", "64").exception, Started)
 
 

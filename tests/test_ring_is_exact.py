@@ -283,9 +283,9 @@ def test_a_ring_that_cannot_be_is_refused():
     def refused():
         model = tiny_model(tiny_config("llama", 2, 1))
         three = partial(parallelize_model, model, 4, ring=3)
-        assert_refused(three, "parallel.ring=3", "parallel.cp=4", way_out="1, 2 or 4")
+        assert_refused(three, "parallel.ring=3", "parallel.cp=4", fix="1, 2 or 4")
         no_ring = partial(parallelize_model, model, 4)
-        assert_refused(no_ring, "parallel.cp=4", "2 query heads", way_out="parallel.ring=2")
+        assert_refused(no_ring, "parallel.cp=4", "2 query heads", fix="parallel.ring=2")
         assert parallelize_model(model, 4, ring=2).ithaka_mesh.ring_group.size() == 2
 
     on_threads(4, refused)

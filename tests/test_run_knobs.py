@@ -51,7 +51,7 @@ def test_patience_ends_the_run_and_the_best_checkpoint_is_kept(stopped, tmp_path
     state = files.read_state(files.find_checkpoint(run_dir))
     assert (state["best"], state["stale"]) == ([2.0, 2], 2)
     saved = load_config(run_dir / "config.yaml")
-    assert_refused(lambda: valid(saved, run_dir), "train.patience=2", way_out="--set train.patience=4")
+    assert_refused(lambda: valid(saved, run_dir), "train.patience=2", fix="--set train.patience=4")
     more = replace(saved, train=replace(saved.train, patience=3))
     assert not valid(more, run_dir).finished
 
@@ -62,7 +62,7 @@ def test_epochs_become_steps(stopped):
     assert load_config(stopped.train.run_dir / "config.yaml").optim.decay_steps == train.steps
     resolve(stopped.train.run_dir / "config.yaml", [])  # a run's own settings make another one
     both = ["train.epochs=2", "train.steps=3"]
-    assert_refused(lambda: resolve(None, both), "train.epochs=2.0", "train.steps", way_out="leave one out")
+    assert_refused(lambda: resolve(None, both), "train.epochs=2.0", "train.steps", fix="leave one out")
     assert resolve(None, ["train.epochs=2"]).optim.decay_steps is None
 
 
@@ -80,13 +80,13 @@ def test_a_step_is_exported_and_sampled(stopped, tmp_path):
         out = str(tmp_path / f"step {step}")
         assert ask.invoke(app, ["export", str(run_dir), out, "--step", str(step)]).exit_code == 0
     arguments = ["export", str(run_dir), str(tmp_path / "no"), "--step", "3"]
-    assert_command_refused(arguments, "--step=3", str(run_dir), way_out="2 or 4")
+    assert_command_refused(arguments, "--step=3", str(run_dir), fix="2 or 4")
     weights = [load_file(tmp_path / f"step {step}" / "model.safetensors")["model.norm.weight"] for step in (2, 4)]
     assert not torch.equal(*weights)
     how = ["--prompt", "Document 12: 12 13", "--tokens", "5", "--temperature", "0"]
     texts = [ask.invoke(app, ["sample", str(source), *how]) for source in (run_dir, tmp_path / "step 4")]
     assert texts[0].exit_code == 0 and texts[0].stdout == texts[1].stdout and len(texts[0].stdout) > 1
-    assert_command_refused(["sample", str(tmp_path / "no"), *how], str(tmp_path / "no"), way_out="with weights")
+    assert_command_refused(["sample", str(tmp_path / "no"), *how], str(tmp_path / "no"), fix="with weights")
 
 
 def test_a_trace_is_answered_up_to_a_stop_token(tmp_path, monkeypatch):
@@ -118,10 +118,10 @@ def test_a_trace_is_answered_up_to_a_stop_token(tmp_path, monkeypatch):
     assert result.exit_code == 0 and text.startswith("<|im_start|>system\nbe kind") and '"name": "add"' in text
     assert text.endswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n") and asked["use_cache"]
     assert asked["eos_token_id"] == hf.convert_tokens_to_ids(["</s>", "<|im_end|>"])
-    for option, way_out in (("--messages", "a record with messages"), ("--tools", "a JSON list")):
+    for option, fix in (("--messages", "a record with messages"), ("--tools", "a JSON list")):
         arguments = ["sample", str(tmp_path / "model"), "--prompt", "hi", option, str(tmp_path / "no")]
-        assert_command_refused(arguments, f"{option}=", way_out=way_out)
-    assert_command_refused(["sample", str(tmp_path / "model")], "--prompt=''", way_out="--messages")
+        assert_command_refused(arguments, f"{option}=", fix=fix)
+    assert_command_refused(["sample", str(tmp_path / "model")], "--prompt=''", fix="--messages")
 
 
 def test_evaluate_only_prints_the_loss_and_leaves_the_run_alone(stopped, capsys):
@@ -140,4 +140,4 @@ def test_evaluate_only_prints_the_loss_and_leaves_the_run_alone(stopped, capsys)
 def test_a_knob_without_validation_is_refused(train, tmp_path):
     config = tiny_run(tmp_path, train=train)
     check = partial(check_settings, config, 1, valid(tiny_run(tmp_path)).shape)
-    assert_refused(check, f"train.{next(iter(train))}=", "validation", way_out="train.validate_every")
+    assert_refused(check, f"train.{next(iter(train))}=", "validation", fix="train.validate_every")

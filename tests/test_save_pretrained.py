@@ -76,6 +76,6 @@ def test_errors_are_raised_on_every_rank(tmp_path):
         model = parallelize_model(tiny_model(tiny_config("llama")), mesh=make_mesh(2))
         with pytest.raises(OSError, match="rank 0.*FileExistsError"):
             model.save_pretrained(tmp_path / "file")
-        assert_refused(lambda: model.save_pretrained(tmp_path, variant="fp16"), "variant=", way_out="leave it out")
+        assert_refused(lambda: model.save_pretrained(tmp_path, variant="fp16"), "variant=", fix="leave it out")
 
     on_threads(2, work)

@@ -68,7 +68,7 @@ def test_bench_network_writes_what_plan_reads(ranks, tmp_path):
     gpu = find_hardware("2x2", tmp_path / "network.json").gpu
     far = [row["GB/s"] * 1e9 for row in rows if row["where"] == "between nodes" and row["what"] != "all-gather"]
     assert gpu.network_bytes_s == min(far) and gpu.link_bytes_s == figures["link_bytes_s"]
-    assert_command_refused(["bench", "network"], "bench network", "ranks", way_out="torchrun")
+    assert_command_refused(["bench", "network"], "bench network", "ranks", fix="torchrun")
 
 
 def test_rank_0_of_two_nodes_is_rehearsed(tmp_path, monkeypatch):

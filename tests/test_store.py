@@ -47,11 +47,11 @@ def keep_and_overwrite(store: Store, tensor: torch.Tensor, tier: str):
     return handle
 
 
-def assert_store_error(error: StoreError, tier: str, *wanted: str, way_out: str) -> None:
-    """The error has its tier, and its message has all of `wanted` before the way out."""
-    problem, separator, fix = str(error).partition("; ")
+def assert_store_error(error: StoreError, tier: str, *wanted: str, fix: str) -> None:
+    """The error has its tier, and its message has all of `wanted` before the fix."""
+    problem, separator, offer = str(error).partition("; ")
     assert error.tier == tier and tier in problem and separator, error
-    assert all(text in problem for text in wanted) and way_out in fix, error
+    assert all(text in problem for text in wanted) and fix in offer, error
 
 
 def is_empty(store: Store) -> bool:
@@ -197,18 +197,18 @@ def test_registering_a_layer_returns_the_layer_below():
 # Budgets
 
 
-def test_an_exceeded_host_budget_is_an_error_with_a_way_out():
+def test_an_exceeded_host_budget_is_an_error_with_a_fix():
     store = Store(host_bytes=100)
     first = store.keep(numbers((20,)), "host")
     with pytest.raises(StoreError) as error:
         store.keep(numbers((6,)), "host")
-    assert_store_error(error.value, "host", "24", "80", "100", way_out="memory.offload=disk")
+    assert_store_error(error.value, "host", "24", "80", "100", fix="memory.offload=disk")
     second = store.keep(numbers((5,)), "host")
     del first, second
     assert torch.equal(store.keep(numbers((25,)), "host").fetch(), numbers((25,)))  # free slabs are dropped
 
 
-def test_a_full_disk_is_an_error_with_a_way_out(monkeypatch, tmp_path):
+def test_a_full_disk_is_an_error_with_a_fix(monkeypatch, tmp_path):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -218,7 +218,7 @@ def test_a_full_disk_is_an_error_with_a_way_out(monkeypatch, tmp_path):
     with pytest.raises(StoreError) as error:
         store.keep(numbers((6,)), "disk")
     wanted = ("24", str(tmp_path), "20", "No space left on device")
-    assert_store_error(error.value, "disk", *wanted, way_out="memory.disk_path")
+    assert_store_error(error.value, "disk", *wanted, fix="memory.disk_path")
     del error
     assert torch.equal(first.fetch(), numbers((5,)))
     del first
@@ -226,10 +226,10 @@ def test_a_full_disk_is_an_error_with_a_way_out(monkeypatch, tmp_path):
     wait_until(lambda: is_empty(store))
 
 
-def test_a_missing_directory_is_an_error_with_a_way_out(tmp_path):
+def test_a_missing_directory_is_an_error_with_a_fix(tmp_path):
     with pytest.raises(StoreError) as error:
         Store(disk_path=tmp_path / "gone").keep(numbers((5,)), "disk")
-    assert_store_error(error.value, "disk", "gone", "No such file or directory", way_out="memory.disk_path")
+    assert_store_error(error.value, "disk", "gone", "No such file or directory", fix="memory.disk_path")
 
 
 # The disk writer
@@ -291,7 +291,7 @@ def test_a_disk_failure_is_raised_at_the_next_use(monkeypatch, what):
     for use in uses if what == "pwrite" else uses[:1]:
         with pytest.raises(StoreError) as error:
             use()
-        assert_store_error(error.value, "disk", verb, "20 bytes", "Input/output error", way_out="memory.")
+        assert_store_error(error.value, "disk", verb, "20 bytes", "Input/output error", fix="memory.")
     del handle, use, uses, error
     gc.collect()
     wait_until(lambda: is_empty(store))

@@ -229,10 +229,10 @@ def test_losses_of_data_parallel_groups_add_up():
 
 def test_missing_labels_and_plain_models_are_refused():
     ids, (model, _) = random_ids(1, 4), parallel(1)
-    assert_refused(lambda: ithaka.token_logprobs(model, ids, None), way_out="pass labels", error=TypeError)
+    assert_refused(lambda: ithaka.token_logprobs(model, ids, None), fix="pass labels", error=TypeError)
     plain = tiny_model(tiny_config("llama"))
     no_parallel_model = partial(ithaka.token_logprobs, plain, ids, ids)
-    assert_refused(no_parallel_model, "LlamaForCausalLM", way_out="ithaka.parallelize(")
+    assert_refused(no_parallel_model, "LlamaForCausalLM", fix="ithaka.parallelize(")
 
 
 def test_memory_does_not_grow_with_tokens_times_vocabulary(monkeypatch):

@@ -124,7 +124,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, monkeypatch, capsys
 
     config = tiny_run(tmp_path, train={"track": ["wandb"]})
     monkeypatch.setitem(console_module.TRACKERS, "wandb", failing)
-    assert_refused(lambda: Trackers(tmp_path, config, 0), "train.track=wandb", "no network", way_out="fix its settings")
+    assert_refused(lambda: Trackers(tmp_path, config, 0), "train.track=wandb", "no network", fix="fix its settings")
     monkeypatch.setitem(console_module.TRACKERS, "wandb", lambda *_: console_module.Tracker(None, failing, failing))
     trackers = Trackers(tmp_path, config, 0)
     console = Console(tmp_path, 3, trackers=trackers)
@@ -222,4 +222,4 @@ def test_callbacks_are_called_and_cannot_end_the_run(tmp_path, capsys):
     for name in ("test_trackers", "test_trackers:Nobody", "nowhere:Class"):
         wrong = tiny_run(tmp_path / "wrong", train={"callbacks": [name]})
         refused = lambda: Trackers(tmp_path, wrong, 0)  # noqa: B023, E731
-        assert_refused(refused, f"train.callbacks={name}", way_out="package.module:Class")
+        assert_refused(refused, f"train.callbacks={name}", fix="package.module:Class")

@@ -286,11 +286,11 @@ def test_learning_rates_follow_the_names_of_parameters():
     assert all("mlp" in name for name in found[0.0, 0.1]) and len(found[0.0, 0.1]) == 6
     assert all(".layers.1." in name for name in found[3.0, 0.1] | found[3.0, 0.0])
     assert "model.norm.weight" in found[1.0, 0.0] and sum(map(len, found.values())) == len(names)
-    for pattern, factor, way_out in (("norm", -1, "at least 0"), ("a(", 2, "escape it")):
+    for pattern, factor, fix in (("norm", -1, "at least 0"), ("a(", 2, "escape it")):
         refused = lambda: OptimConfig(lr_factors={pattern: factor})  # noqa: B023, E731
-        assert_refused(refused, f"optim.lr_factors={{{pattern}: {factor}}}", way_out=way_out)
+        assert_refused(refused, f"optim.lr_factors={{{pattern}: {factor}}}", fix=fix)
     unused = OptimConfig(lr_factors={"embed": 0.5, "embed_tokens": 2})
-    assert_refused(lambda: make_optimizer(model, unused), "optim.lr_factors=embed_tokens", way_out="part of a name")
+    assert_refused(lambda: make_optimizer(model, unused), "optim.lr_factors=embed_tokens", fix="part of a name")
 
 
 def test_the_rate_does_not_jump_when_a_run_gets_more_steps():

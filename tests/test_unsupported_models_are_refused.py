@@ -35,7 +35,7 @@ def refused(model) -> str:
 
 def test_an_unknown_family():
     model = on_meta(GPT2Config(n_layer=1, n_embd=8, n_head=2))
-    assert_refused(refused(model), "model_type=gpt2", "model.layers", way_out="use a decoder")
+    assert_refused(refused(model), "model_type=gpt2", "model.layers", fix="use a decoder")
 
 
 def test_a_model_without_a_language_head():
@@ -43,18 +43,18 @@ def test_a_model_without_a_language_head():
     model = on_meta(config, AutoModelForSequenceClassification)
     for other in (model, nn.Linear(2, 2), "a/path"):
         parallelize = partial(parallelize_model, other, mesh=make_mesh(1))
-        assert_refused(parallelize, type(other).__name__, way_out="AutoModelForCausalLM")
+        assert_refused(parallelize, type(other).__name__, fix="AutoModelForCausalLM")
 
 
 def test_attention_dropout():
     message = refused(on_meta(tiny_config("llama", attention_dropout=0.1)))
-    assert_refused(message, "attention_dropout=0.1", way_out="set it to 0")
+    assert_refused(message, "attention_dropout=0.1", fix="set it to 0")
 
 
 def test_rope_that_changes_with_the_length():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     message = refused(on_meta(tiny_config("llama", rope_parameters=rope)))
-    assert_refused(message, "rope_type=dynamic", way_out="default, linear")
+    assert_refused(message, "rope_type=dynamic", fix="default, linear")
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn", "proportional"])
@@ -72,7 +72,7 @@ def test_rope_on_part_of_each_head(tmp_path):
     with pytest.raises(ConfigError) as caught:
         read_hf_config(tmp_path / "config.json", context=64)
     for message in (refused(on_meta(config)), str(caught.value)):
-        assert_refused(message, "partial_rotary_factor=0.5", "rope_type=linear", way_out="remove it")
+        assert_refused(message, "partial_rotary_factor=0.5", "rope_type=linear", fix="remove it")
 
 
 class LoraLinear(nn.Linear):
@@ -85,28 +85,28 @@ def test_a_wrapped_projection(where):
     parent = model.model.layers[1].get_submodule(where.partition(".")[0])
     setattr(parent, where.partition(".")[2], LoraLinear(32, 32, device="meta"))
     message = refused(model)
-    assert_refused(message, f"layers.1.{where}", "LoraLinear", way_out="nn.Linear")
+    assert_refused(message, f"layers.1.{where}", "LoraLinear", fix="nn.Linear")
 
 
 def test_a_wrapped_head():
     model = on_meta(tiny_config("qwen3"))
     model.lm_head = LoraLinear(32, 61, device="meta")
-    assert_refused(refused(model), "lm_head", "LoraLinear", way_out="nn.Linear")
+    assert_refused(refused(model), "lm_head", "LoraLinear", fix="nn.Linear")
 
 
 def test_a_head_with_a_bias():
     model = on_meta(tiny_config("qwen3"))
     model.lm_head = nn.Linear(32, 61, device="meta")
-    assert_refused(refused(model), "lm_head", "bias", way_out="remove it")
+    assert_refused(refused(model), "lm_head", "bias", fix="remove it")
 
 
 def test_dropout_inside_the_mlp():
     model = on_meta(tiny_config("mistral"))
     model.model.layers[0].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.1))
-    assert_refused(refused(model), "model.layers.0.mlp.act_fn.1", "p=0.1", way_out="set it to 0")
+    assert_refused(refused(model), "model.layers.0.mlp.act_fn.1", "p=0.1", fix="set it to 0")
 
 
-# What the messages of `bad_layouts` name, the way out.
+# What the messages of `bad_layouts` name, the fix.
 BAD_LAYOUTS = [
     ("cp=3", "2 ranks", "1 or 2"),
     ("cp=2", "1 query heads", "use "),
@@ -142,8 +142,8 @@ def bad_layouts():
 
 def test_impossible_layouts(ranks):
     for messages in ranks.run(2, bad_layouts):
-        for message, (*named, way_out) in zip(messages, BAD_LAYOUTS, strict=True):
-            assert_refused(message, *named, way_out=way_out)
+        for message, (*named, fix) in zip(messages, BAD_LAYOUTS, strict=True):
+            assert_refused(message, *named, fix=fix)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -152,4 +152,4 @@ def test_frequencies_rounded_to_16_bits(dtype):
     model = AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=dtype)
     check_supported(model)
     message = refused(model.to(torch.float32).to(dtype))
-    assert_refused(message, "inv_freq", str(dtype), way_out=f"dtype={dtype}")
+    assert_refused(message, "inv_freq", str(dtype), fix=f"dtype={dtype}")

@@ -220,11 +220,11 @@ def test_the_layout_is_the_configurations():
 
 def test_models_that_cannot_be_verified_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(verify, "run_ranks", lambda *_: pytest.fail("ranks were started"))
-    assert_refused(lambda: verify.verify(MODEL, None, 9), "--cp=9", "4 query heads", way_out="at most 4")
+    assert_refused(lambda: verify.verify(MODEL, None, 9), "--cp=9", "4 query heads", fix="at most 4")
     many = {**MODEL, "num_attention_heads": 2048, "num_key_value_heads": 2048, "hidden_size": 16384}
-    assert_refused(lambda: verify.verify(many, None, 2048), "--cp=2048", "cores", way_out="torchrun")
+    assert_refused(lambda: verify.verify(many, None, 2048), "--cp=2048", "cores", fix="torchrun")
     (tmp_path / "long.yaml").write_text(f"model: {{path: {tmp_path}}}\n")
-    assert_command_refused(["verify", str(tmp_path / "long.yaml")], "config.json", way_out="a model directory")
+    assert_command_refused(["verify", str(tmp_path / "long.yaml")], "config.json", fix="a model directory")
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    assert_refused(lambda: verify.verify(tmp_path), "pytorch_model.bin", way_out="config.json")
+    assert_refused(lambda: verify.verify(tmp_path), "pytorch_model.bin", fix="config.json")

@@ -415,10 +415,10 @@ def test_plans_refuse_what_video_transformers_do_not_have(setting):
     hardware = find_hardware("8xH100-80GB", None, None, None)
     assert make_request("wan2.1-1.3b", hardware, "64K", 1, [], adapter=16).plan().fits
     assert_refused(
-        lambda: make_request("wan2.1-1.3b", hardware, "64K", 1, [setting]), setting, "video", way_out="leave it out"
+        lambda: make_request("wan2.1-1.3b", hardware, "64K", 1, [setting]), setting, "video", fix="leave it out"
     )
     request = make_request("wan2.1-1.3b", hardware, "64K", 1, [])
-    assert_refused(lambda: request.with_branches("4x1K"), "--branches 4x1K", "video", way_out="leave it out")
+    assert_refused(lambda: request.with_branches("4x1K"), "--branches 4x1K", "video", fix="leave it out")
 
 
 def test_a_video_has_no_configuration_to_train():

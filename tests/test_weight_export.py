@@ -51,7 +51,7 @@ def test_a_base_in_four_bits_is_not_merged():
     model = ithaka.parallelize(adapted_model())
     layer = model.get_base_model().model.layers[0].mlp.down_proj.base_layer
     layer.register_parameter("packed_weight", torch.nn.Parameter(torch.zeros(1), requires_grad=False))
-    assert_refused(lambda: next(iterate_weights(model)), "4 bits", way_out="merge=False")
+    assert_refused(lambda: next(iterate_weights(model)), "4 bits", fix="merge=False")
 
 
 def test_adapters_are_merged_or_separate(tmp_path):

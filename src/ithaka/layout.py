@@ -247,8 +247,8 @@ def check_parallelism(
         for name, size in (("cp", cp), ("ring", ring if cp is None else None), ("replicas", replicas)):
             if size is not None and num_ranks % size:
                 ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-                way = f"use {format_choices(_divisors(num_ranks))}, or change the number of ranks"
-                raise ConfigError(f"parallel.{name}={size} does not divide the {ranks}; {way}")
+                fix = f"use {format_choices(_divisors(num_ranks))}, or change the number of ranks"
+                raise ConfigError(f"parallel.{name}={size} does not divide the {ranks}; {fix}")
     max_heads = num_heads or max(cp or 1, heads_per_stage or 1)
     ring = ring or smallest_ring(cp or 1, max_heads)
     cp = cp or ring

@@ -51,8 +51,8 @@ def _user_cache() -> Path:
 
 
 def _warn(problem: str) -> None:
-    way = "set FLASH_ATTENTION_CUTE_DSL_CACHE_DIR to a folder of your own"
-    warnings.warn(f"kernels are compiled in every process: {problem}; {way}", stacklevel=3)
+    fix = "set FLASH_ATTENTION_CUTE_DSL_CACHE_DIR to a folder of your own"
+    warnings.warn(f"kernels are compiled in every process: {problem}; {fix}", stacklevel=3)
 
 
 def _try_lock(file: IO[str], kind: int) -> bool:

@@ -231,8 +231,8 @@ def parse_gpus(text: str, gpu: Gpu | None = None) -> Hardware:
     num_nodes, per_node = int(match[1] or 1), int(match[2] or 1)
     if match[1] is None and per_node > GPUS_PER_NODE:
         if per_node % GPUS_PER_NODE:
-            way = f"give the number of nodes, for example 1x{text}"
-            raise ConfigError(f"--gpus {text} is not a multiple of {GPUS_PER_NODE}; {way}")
+            fix = f"give the number of nodes, for example 1x{text}"
+            raise ConfigError(f"--gpus {text} is not a multiple of {GPUS_PER_NODE}; {fix}")
         num_nodes, per_node = per_node // GPUS_PER_NODE, GPUS_PER_NODE
     chosen = gpu or find_gpu(match[3])
     return Hardware(chosen, per_node, num_nodes, host_bytes=default_host_bytes(chosen, per_node), assumed_host=True)

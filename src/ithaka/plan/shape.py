@@ -310,10 +310,10 @@ class ModelShape:
         for target in adapter.targets if adapter and adapter.targets != "all-linear" else ():
             only = replace(self, adapter=AdapterConfig(targets=(target,)))
             if not any(only.adapter_parameters) and not only.has_adapter("lm_head"):
-                way = f"use a name such as q_proj or {self.num_layers - 1}.self_attn.q_proj"
+                fix = f"use a name such as q_proj or {self.num_layers - 1}.self_attn.q_proj"
                 if self.measured:
-                    way = f"use one of {', '.join(sorted({name.rpartition('.')[2] for name in self.linears}))}"
-                raise ConfigError(f"adapter.targets={target} names no module of the model; {way}")
+                    fix = f"use one of {', '.join(sorted({name.rpartition('.')[2] for name in self.linears}))}"
+                raise ConfigError(f"adapter.targets={target} names no module of the model; {fix}")
         for name in sorted({*adapter.unquantized} - {*AdapterConfig.unquantized}) if adapter else ():
             module = re.sub(r"^\.\d+(?=\.)", "", f".{name}.")  # 31.mlp.up_proj: of one layer
             if not any(module in f".{path}." for path in self._linear_paths.values()):
@@ -322,8 +322,8 @@ class ModelShape:
             raise ConfigError("adapter.base=mxfp4 needs a model whose files are in MXFP4 (gpt-oss); use nf4")
         if adapter and self.tied and "lm_head" in adapter.targets:
             rule = "cannot be merged into a model that ties it to embed_tokens"
-            way = "leave it out, or train both with adapter.modules_to_save=[embed_tokens]"
-            raise ConfigError(f"adapter.targets=lm_head {rule}; {way}")
+            fix = "leave it out, or train both with adapter.modules_to_save=[embed_tokens]"
+            raise ConfigError(f"adapter.targets=lm_head {rule}; {fix}")
         return replace(self, adapter=adapter)
 
 

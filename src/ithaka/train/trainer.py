@@ -158,8 +158,8 @@ class Trainer:
         self.last_save_at, saver = time.monotonic(), self.saver
         written_s = self.last_save_at - saver.started_at
         so_far = f"the one of step {saver.step} is still being written after {written_s:.0f} s"
-        way = "Save less often (train.save_minutes, train.save_every) or to faster storage."
-        message = f"No checkpoint after step {self.step}: {so_far}. {way}"
+        fix = "Save less often (train.save_minutes, train.save_every) or to faster storage."
+        message = f"No checkpoint after step {self.step}: {so_far}. {fix}"
         self.console.event(self.step, message, save_in_progress=saver.step)
 
     def record_validation(self, val_loss: float | None) -> bool:
@@ -315,8 +315,8 @@ def prepare(run: Run, trains: bool = True) -> Trainer:
     if run.checkpoint is not None:
         run = dataclasses.replace(run, checkpoint=files.find_intact_checkpoint(run.checkpoint))
         if run.last_step < run.config.start:
-            way = "remove the damaged ones, and resume again"
-            raise SharedError(f"checkpoint {run.checkpoint} is of an earlier entry of curriculum; {way}")
+            fix = "remove the damaged ones, and resume again"
+            raise SharedError(f"checkpoint {run.checkpoint} is of an earlier entry of curriculum; {fix}")
     mesh = make_mesh(run.layout.cp, ring=run.layout.ring, replicas=run.layout.replicas)
     _set_determinism(run.config.train.deterministic)
     _settle_matmuls()

@@ -294,10 +294,10 @@ def _describe_saving(trainer: Trainer) -> str:
     settings, room = trainer.config.train, format_bytes(trainer.run.saved_bytes)
     every = [f"{settings.save_minutes:g} minutes"] * (settings.save_minutes > 0)
     every += [f"{settings.save_every} steps"] * (settings.save_every > 0)
-    way = f"in the background, from {room} of host memory per node"
+    how = f"in the background, from {room} of host memory per node"
     if not trainer.saver.background:
-        way = f"in the foreground: {room} of host memory per node are not free for a copy"
-    return f"{'every ' + ' and '.join(every) if every else 'at the end'}, {way}"
+        how = f"in the foreground: {room} of host memory per node are not free for a copy"
+    return f"{'every ' + ' and '.join(every) if every else 'at the end'}, {how}"
 
 
 def summarize_run(trainer: Trainer) -> dict[str, str]:
@@ -321,8 +321,8 @@ def summarize_run(trainer: Trainer) -> dict[str, str]:
         return facts
     facts["train longer"] = shell_command("train", "--resume", run_dir, "--set", f"train.steps={more}")
     if optim.schedule != "constant" and optim.warmup_steps < (optim.decay_steps or trainer.step) <= trainer.step:
-        way = f"for a longer {optim.schedule} add --set optim.decay_steps={more}"
-        facts["lr"] = f"has reached its minimum and stays there; {way}"
+        hint = f"for a longer {optim.schedule} add --set optim.decay_steps={more}"
+        facts["lr"] = f"has reached its minimum and stays there; {hint}"
     return facts
 
 
