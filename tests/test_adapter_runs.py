@@ -162,8 +162,8 @@ def test_a_four_bit_base_trains_as_its_dequantized_weights_and_is_recorded(ranks
 
     out = export(config.train.run_dir, tmp_path / "out")
     with safe_open(out / "adapter_model.safetensors", "pt") as file:
-        facts = json.loads(file.metadata()["base_quantization"])
-    assert (facts["base"], facts["unquantized"]) == ("nf4", ["v_proj"])
+        base = json.loads(file.metadata()["base_quantization"])
+    assert (base["base"], base["unquantized"]) == ("nf4", ["v_proj"])
     merged = {}
     for four_bit in (True, False):
         folder = export(config.train.run_dir, tmp_path / f"merged-{four_bit}", merge=True, four_bit=four_bit)

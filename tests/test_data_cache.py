@@ -14,7 +14,7 @@ from ithaka.data import cache, read
 from ithaka.data import stream as data_stream
 from ithaka.data.cache import TokenCache
 from ithaka.data.files import find_files
-from ithaka.data.open import data_facts, open_data
+from ithaka.data.open import describe_data, open_data
 from ithaka.data.read import make_shards
 from ithaka.data.tokenizer import ByteTokenizer, Tokenizer
 from ithaka.exits import TransientError
@@ -61,9 +61,9 @@ def opened(data, folder, log="log", fills=True, **where):
     return open_data(data, tokenizer=tokenizer, seed=0, **where), tokenizer
 
 
-def test_two_epochs_validation_facts_and_a_resumed_run_tokenise_each_document_once(data, tmp_path):
+def test_two_epochs_validation_summary_and_a_resumed_run_tokenise_each_document_once(data, tmp_path):
     stream, tokenizer = opened(data, tmp_path)
-    data_facts(stream, 1)
+    describe_data(stream, 1)
     while stream.position.epoch < 2:
         stream.next_batch()
         list(stream.validation_batches(2))

@@ -15,7 +15,7 @@ import templates
 from ithaka.config import ConfigError, DataConfig, ReadingConfig
 from ithaka.data.cache import TokenCache
 from ithaka.data.files import find_files
-from ithaka.data.open import check_data, data_facts, open_data
+from ithaka.data.open import check_data, describe_data, open_data
 from ithaka.data.pack import split_samples
 from ithaka.data.read import make_shards
 from ithaka.data.tokenizer import ByteTokenizer, Tokenizer
@@ -435,7 +435,7 @@ def test_a_split_conversation_keeps_its_marks(tmp_path, tokenizer_with):
     opened = open_data(data, tokenizer=tokenizer, seed=0, cache_dir=tmp_path / "tokens")
     batches, found = [opened.next_batch() for _ in pieces], set()
     assert re.fullmatch(
-        r"[\d.]+% of the first .*; an assistant's turn ends with <\|eot_id\|>", data_facts(opened, 9)["trained"]
+        r"[\d.]+% of the first .*; an assistant's turn ends with <\|eot_id\|>", describe_data(opened, 9)["trained"]
     )
     opened.close()
     for batch in batches:

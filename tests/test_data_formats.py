@@ -14,7 +14,7 @@ import pytest
 from ithaka.config import ConfigError, DataConfig, parse_config
 from ithaka.data import files
 from ithaka.data import stream as data_stream
-from ithaka.data.open import check_data, data_facts, epoch_steps
+from ithaka.data.open import check_data, describe_data, epoch_steps
 from runs import MODEL
 from test_data_sources import TEXTS, documents_of, encoded, opened_at, write_jsonl, write_parquet
 
@@ -68,7 +68,7 @@ def test_a_folder_of_splits_trains_on_train_and_validates_on_validation(tmp_path
     assert all(t in text for t in encoded(TEXTS[:20])) and b"document 20" not in text
     (held_out,) = data.validation_sequences(9)
     assert bytes(int(i) for i in held_out.ids if i < 256) == b"".join(encoded(TEXTS[20:23]))
-    assert data_facts(data, 1)["validation"] == f"the split validation of data.path={path}"
+    assert describe_data(data, 1)["validation"] == f"the split validation of data.path={path}"
     other = saved(tmp_path / "other", {"eval": range(3)})
     refused(other, r"other .*split train, only eval; save")
 
@@ -141,7 +141,7 @@ def test_a_folder_of_sources_reports_skipped_files(tmp_path):
     write(tmp_path, a_dot_py="a", b_dot_csv="1,2", c_dot_png=b"\x89\0", d_dot_txt="")
     data = DataConfig(path=tmp_path, context=8, validation_fraction=0)
     opened = opened_at(data)
-    told = data_facts(opened, 10)["left out"]
+    told = describe_data(opened, 10)["left out"]
     assert told == "3 files: b.csv (.csv is not supported), c.png (not UTF-8 text), d.txt (empty)"
     (tmp_path / "a.py").unlink()
     refused(tmp_path, r"contains b.csv .*, c.png .*, d.txt \(empty\); .*UTF-8 text, JSONL")
@@ -158,26 +158,26 @@ def test_small_data_is_counted_and_one_sequence_printed(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["tab\there", "", "esc\x1b[31m"])
     data = DataConfig(path=tmp_path, context=4, validation_fraction=0)
     opened, whole = opened_at(data), dataclasses.replace(data, context=9)
-    lines = data_facts(opened, 10)
+    lines = describe_data(opened, 10)
     assert lines["data"] == "1 file (jsonl), 0.0 MB, 2 documents, 18 tokens, 4 sequences"
     assert lines["unlabelled"] == "left out 1 of 5 sequences: no token to train on"  # the last two tokens
-    assert lines["packing"].startswith("100.0% of each") and "unlabelled" not in data_facts(opened_at(whole), 10)
+    assert lines["packing"].startswith("100.0% of each") and "unlabelled" not in describe_data(opened_at(whole), 10)
     assert lines["epochs"] == "2.5 (10 sequences in total)" and lines["skipped"] == "1 documents: 1 empty"
     assert lines["validation"] == "none, data.validation_fraction=0"
     assert epoch_steps(opened, 1, 1) == 4 and epoch_steps(opened_at(whole), 1, 1) == 2
     longer = opened_at(dataclasses.replace(data, context=64))
-    shown = data_facts(longer, 10)["first tokens"]
+    shown = describe_data(longer, 10)["first tokens"]
     expected = ["tab\\there<|eos|>", "esc\\x1b[31m<|eos|>"]
     assert shown in ("".join(expected), "".join(reversed(expected)))
     opened.next_batch()
-    assert data_facts(opened, 10)["first tokens"] != lines["first tokens"]  # a resumed run shows its position
+    assert describe_data(opened, 10)["first tokens"] != lines["first tokens"]  # a resumed run shows its position
 
 
 def test_only_the_first_part_of_large_data_is_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(data_stream, "ROUND_TOKENS", 0)
     path = write_parquet(tmp_path / "a.parquet", ["1234567"] * 200, row_group_size=50)
     opened = opened_at(DataConfig(path=path, context=8, validation_fraction=0))
-    lines = data_facts(opened, 100)
+    lines = describe_data(opened, 100)
     assert lines["data"].endswith("MB, about 200 documents, 1,600 tokens, about 200 sequences")
     assert lines["epochs"] == "about 0.5 (100 sequences in total)" and lines["first tokens"].startswith(
         "1234567<|eos|>"

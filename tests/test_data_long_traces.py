@@ -9,7 +9,7 @@ import templates
 from grids import diagonal
 from ithaka.config import DataConfig
 from ithaka.data import stream as data_stream
-from ithaka.data.open import data_facts, open_data
+from ithaka.data.open import describe_data, open_data
 from ithaka.data.tokenizer import Tokenizer
 from templates import chat_tokenizer
 
@@ -95,16 +95,16 @@ def test_long_conversations_become_these_pieces(tmp_path, mode, output):
     packed = data.stream.current_round()
     found = [each for i in range(len(packed)) for each in documents_of(data.stream.get_sequence(i))]
     expected = [tuple(piece) for messages in conversations for piece in expected_pieces(messages, mode)]
-    facts = data_facts(data, 1)
+    summary = describe_data(data, 1)
     data.close()
     assert sorted(found) == sorted(expected) and packed.num_left_out == 0
     lost = sum(len(encode(m)) for each in conversations for m in each) - sum(map(len, expected))
     if mode == "turns":  # every piece repeats the head
         lost += sum((len(expected_pieces(each, mode)) - 1) * len(encode(each[0])) for each in conversations)
-    assert (f"{data.stream.removed_tokens:,} tokens" in facts.get("cut", "")) == (data.stream.removed_tokens > 0)
+    assert (f"{data.stream.removed_tokens:,} tokens" in summary.get("cut", "")) == (data.stream.removed_tokens > 0)
     assert data.stream.removed_tokens == lost
     if mode == "split" and output == 60:
-        assert "pieces of long documents: no token to train on" in facts["unlabelled"]
+        assert "pieces of long documents: no token to train on" in summary["unlabelled"]
 
 
 def test_tool_outputs_are_not_shortened_where_they_are_trained(tmp_path):

@@ -18,7 +18,7 @@ from ithaka.config import ConfigError, DataConfig
 from ithaka.data import pack
 from ithaka.data import stream as data_stream
 from ithaka.data.batch import collate, num_valid
-from ithaka.data.open import data_facts
+from ithaka.data.open import describe_data
 from ithaka.data.pack import (
     SEGMENT_DTYPE,
     Documents,
@@ -448,8 +448,8 @@ def test_each_data_source_is_read_with_its_own_options(tmp_path):
     for each in (batch, held_out):
         assert set(each.input_ids[each.source_ids == 1].tolist()) == {ord("b"), 257}
         assert set(each.input_ids[each.source_ids == 0].tolist()) <= {ord("a"), 257, 258}
-    facts = data_facts(data, 10)
-    assert facts["source a"].startswith("75.0% of the tokens; 1 file (jsonl)") and "of b (10 seq" in facts["epochs"]
+    summary = describe_data(data, 10)
+    assert summary["source a"].startswith("75.0% of the tokens; 1 file (jsonl)") and "of b (10 seq" in summary["epochs"]
     state = data.state_dict()
     opened_at(config).load_state_dict(json.loads(json.dumps(state)))
     other = dataclasses.replace(config, sources=[{**sources[0], "weight": 2}, sources[1]])

@@ -178,8 +178,8 @@ def test_turns_of_an_unrolled_conversation_share_their_history(ranks, folder):
         config = parse_config(settings | {"train": {"run_dir": str(folder / how), "steps": 3, "validate_sequences": 1}})
         ranks.run(2, work, config)
         seen[how] = steps(config.train.run_dir)
-        facts = json.loads((config.train.run_dir / "data.json").read_text())
-        packed[how] = float(facts["packing"].partition("%")[0])
+        summary = json.loads((config.train.run_dir / "data.json").read_text())
+        packed[how] = float(summary["packing"].partition("%")[0])
     assert packed["shared"] < 0.75 * packed["apart"]
     for a, b in zip(seen["shared"], seen["apart"], strict=True):
         for name in ("loss", "val_loss", "grad_norm"):  # 1e-8: norms round to fp32, as in transformers

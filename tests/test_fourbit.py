@@ -253,8 +253,8 @@ def test_weights_are_quantized_from_bf16(tmp_path):
 def test_an_adapter_records_how_its_base_is_stored(saved):
     adapter = AdapterConfig(rank=3)
     for stored, codes in (("double", "nf4"), ("single", "fp4")):
-        facts = describe_base(adapter, json.loads((saved[stored] / "config.json").read_text()))
-        assert (facts["base"], facts["double_quantization"]) == (codes, stored == "double")
+        base = describe_base(adapter, json.loads((saved[stored] / "config.json").read_text()))
+        assert (base["base"], base["double_quantization"]) == (codes, stored == "double")
     assert describe_base(adapter, {}) == {}
 
 

@@ -74,7 +74,7 @@ for path, local in names.items():
     rest = read_batches(streamed, 40)  # beyond an epoch
     assert first + rest == read_batches(downloaded, 47)
     assert rest == read_batches(opened(path, state), 40) == read_batches(opened(local, state, **dev), 40)
-    print(json.dumps(next(iter(streamed.facts.values()))))
+    print(json.dumps(next(iter(streamed.summary.values()))))
 files.STREAMED_BYTES = 1e9
 files.open_dataset.cache_clear()
 [file] = files.find_files("hf://org/texts").files

@@ -14,7 +14,7 @@ from transformers.video_utils import VideoMetadata
 from faults import moved
 from ithaka.config import ConfigError, parse_config
 from ithaka.data.images import RecordImages
-from ithaka.data.open import check_data, data_facts, open_data
+from ithaka.data.open import check_data, describe_data, open_data
 from ithaka.data.pixels import _open_image
 from ithaka.data.tokenizer import load_tokenizer
 from ithaka.evaluate import sample
@@ -97,8 +97,8 @@ def pil_to_tensor(image) -> torch.Tensor:
 def test_images_and_videos_have_the_tokens_and_pixels_of_the_processor(folder, monkeypatch):
     data, tokenizer = opened(folder, validation_fraction=0)
     pixels = {"pixel_values": [], "pixel_values_videos": []}
-    facts = data_facts(data, 4)
-    assert (facts["images"], facts["videos"]) == (str(sum(n % 3 for n in range(10))), str(len(VIDEOS)))
+    summary = describe_data(data, 4)
+    assert (summary["images"], summary["videos"]) == (str(sum(n % 3 for n in range(10))), str(len(VIDEOS)))
     read = []
     monkeypatch.setattr("ithaka.data.pixels._open_image", lambda path: read.append(path) or _open_image(path))
     batches = [data.next_batch() for _ in range(3)]
@@ -159,7 +159,7 @@ def test_unreadable_images_are_bad_records(folder):
         with pytest.raises(ConfigError, match=f"{name}.png is (missing|broken)"):
             check_data(settings(folder, {"path": path}).data, 1000, folder / "model")
         data, _ = opened(folder, path=path, bad_records="skip", validation_fraction=0)
-        assert data_facts(data, 4)["skipped"] == "1 documents: 1 with images that cannot be read"
+        assert describe_data(data, 4)["skipped"] == "1 documents: 1 with images that cannot be read"
         data.close()
 
 

@@ -28,7 +28,7 @@ from ithaka.layout import default_dtype
 from ithaka.measure import FIGURES, TASKS, EvalText, Prompt, check_prompts, measure_all, read_prompts, read_text
 from ithaka.model.adapters import auto_class, merge_adapter
 from ithaka.model.build import build_model, has_weights
-from ithaka.model.quantized import BASE_FACTS, round_weights
+from ithaka.model.quantized import BASE_QUANTIZATION, round_weights
 from ithaka.plan.read_config import read_json, read_shape
 from ithaka.plan.search import forward_layout
 from ithaka.report.page import render_page, render_table
@@ -124,10 +124,10 @@ def prepare_model(source: Path, out: Path) -> Path:
         )
     file = source / "adapter_model.safetensors"
     with safe_open(file, framework="pt") as opened:
-        facts = json.loads((opened.metadata() or {}).get(BASE_FACTS, "{}"))
+        quantization = json.loads((opened.metadata() or {}).get(BASE_QUANTIZATION, "{}"))
     change = None
-    if facts:
-        adapter = AdapterConfig(base=facts["base"], unquantized=tuple(facts["unquantized"]))
+    if quantization:
+        adapter = AdapterConfig(base=quantization["base"], unquantized=tuple(quantization["unquantized"]))
         change = partial(round_weights, adapter=adapter)
     merge_adapter(base, source, load_file(file), out, change)
     has_tokenizer = any((source / file).is_file() for file in TOKENIZER_FILES)

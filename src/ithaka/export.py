@@ -20,7 +20,7 @@ from ithaka.checkpoint.safe_load import SafeReader, load_into
 from ithaka.config import ConfigError, check_output, load_config
 from ithaka.hub import HUB_ID, SNAPSHOT
 from ithaka.model.adapters import adapter_tensor_name, auto_class, merge_adapter
-from ithaka.model.quantized import BASE_FACTS, describe_base, round_weights
+from ithaka.model.quantized import BASE_QUANTIZATION, describe_base, round_weights
 from ithaka.plan.read_config import read_json
 from ithaka.train.console import read_metrics
 
@@ -105,8 +105,8 @@ def _write(
         else:
             out_dir.mkdir(parents=True, exist_ok=True)
             stored = read_json(base / "config.json") if base is not None and base.is_dir() else {}
-            facts = describe_base(adapter, stored) if adapter is not None else {}
-            metadata = {"format": "pt", **({BASE_FACTS: json.dumps(facts)} if facts else {})}
+            quantization = describe_base(adapter, stored) if adapter is not None else {}
+            metadata = {"format": "pt", **({BASE_QUANTIZATION: json.dumps(quantization)} if quantization else {})}
             save_file(tensors, out_dir / "adapter_model.safetensors", metadata=metadata)
             # With model.rope, the adapter's base needs this config.json as well.
             not_exported = ["generation_config.json", *([] if settings.rope is not None else ["config.json"])]
@@ -124,7 +124,7 @@ def write_card(run_dir: Path, out_dir: Path, name: str, step: int | None = None)
     losses = [line["val_loss"] for line in metrics if line.get("val_loss")]
     settings = config.at(metrics[-1]["step"] - 1) if metrics else config
     sources = [_public_name(source.path) or "Python's standard library" for source in config.data.all_sources()]
-    facts = {
+    table = {
         "base model": base or "none: trained from scratch",
         "data": ", ".join(sources),
         "context": f"{settings.data.context} tokens",
@@ -136,7 +136,7 @@ def write_card(run_dir: Path, out_dir: Path, name: str, step: int | None = None)
     }
     head = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}", "tags: [ithaka]"]
     head += [f"base_model: {base}"] if base and re.fullmatch(HUB_ID, base) else []
-    rows = [f"| {name} | {value} |" for name, value in facts.items()]
+    rows = [f"| {name} | {value} |" for name, value in table.items()]
     lines = [*head, "---", "", f"# {name}", "", "Trained with ithaka.", "", "| | |", "|---|---|", *rows, ""]
     (out_dir / "README.md").write_text("\n".join(lines), encoding="utf-8")
 

@@ -96,8 +96,8 @@ def long_context(trainer_class: type) -> Any:
         reason = ", because its head has one output, not a vocabulary" if "RewardTrainer" in trl_classes else ""
         raise ConfigError(f"long_context({trl_classes[0]}) is not supported{reason}; {fix}")
     bases = (*(TRL_TRAINERS[known] if known else ()), LongContext, trainer_class)
-    facts = {"for_trl": bool(trl_classes), "rows_per_example": 2 if known == "DPOTrainer" else 1}
-    return type(f"LongContext{trainer_class.__name__}", bases, facts)
+    attributes = {"for_trl": bool(trl_classes), "rows_per_example": 2 if known == "DPOTrainer" else 1}
+    return type(f"LongContext{trainer_class.__name__}", bases, attributes)
 
 
 Trainer: Any = object  # For mypy; `long_context` sets the real base.

@@ -220,7 +220,7 @@ def check_cpu_memory(truncated: Plan) -> None:
 
 
 def describe_rehearsal(plan: Plan, truncated: Plan) -> dict[str, Any]:
-    """Facts to print. kernel: runs on this device; planned_kernel: its rates are in the plan."""
+    """Lines to print first. kernel: runs on this device; planned_kernel: its rates are in the plan."""
     s, hidden = truncated.work.local_tokens(truncated.layout.cp), truncated.shape.hidden
     x = f"one {truncated.layout.dtype} activation [{s} tokens per rank, {hidden} hidden]"
     times = f"the CPU: measured times are for this CPU, planned times for {plan.hardware.gpu.name}"

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ithaka import launch
 from ithaka.config import Config
-from ithaka.data.open import check_data, data_facts, epoch_steps, measure_balance, open_data
+from ithaka.data.open import check_data, describe_data, epoch_steps, measure_balance, open_data
 from ithaka.data.records import SIDES
 from ithaka.data.stream import TrainData
 from ithaka.data.tokenizer import load_tokenizer
@@ -32,7 +32,7 @@ TERMINAL_LIMITS, PAGE_LIMITS = (2, 4, 240), (4, 8, 800)  # sequences, documents 
 
 class DataView(NamedTuple):
     figures: dict[str, Any]  # the --json output
-    facts: dict[str, str]  # text by topic
+    summary: dict[str, str]  # text by topic
     sequences: Sequence[Described] = ()  # document by document
     records: Sequence[Described] = ()  # turn by turn
 
@@ -56,7 +56,7 @@ def build_data_view(
         try:
             global_batch = train.micro_steps(dp_size) * train.batch * dp_size
             steps = train.steps if train.epochs is None else epoch_steps(data, train.epochs, global_batch)
-            facts = data_facts(data, steps * global_batch)
+            summary = describe_data(data, steps * global_batch)
             figures = compute_figures(data)
             indices = np.linspace(0, figures["sequences"] - 1, limits[0]).round().astype(int)
             sequences = [describe_sequence(data, i, *limits[1:]) for i in np.unique(indices).tolist()]
@@ -64,13 +64,13 @@ def build_data_view(
             data.close()
     share = f"{figures['tokens'] / max(figures['estimated_tokens'], 1):.1%} of the data"
     read = "all of the data" if figures["complete"] else f"the first {figures['sequences']:,} sequences, about {share}"
-    _, _, stop = facts.pop("trained", "").partition(";")
-    facts["trained"] = f"{figures['trained_share']:.1%} of these tokens" + f";{stop}" * bool(stop)
-    del facts["first tokens"]
+    _, _, stop = summary.pop("trained", "").partition(";")
+    summary["trained"] = f"{figures['trained_share']:.1%} of these tokens" + f";{stop}" * bool(stop)
+    del summary["first tokens"]
     lengths = "documents of {shortest:,} to {longest:,} tokens, median {median:,.0f}".format(**figures["lengths"])
     found = choose_records(config, tokenizer) if with_records else []
     records = [each for record in found for each in describe_record(record, config, tokenizer)[0]]
-    return DataView(figures, {"read": read, **facts, "lengths": lengths}, sequences, records)
+    return DataView(figures, {"read": read, **summary, "lengths": lengths}, sequences, records)
 
 
 def build_record_view(config: Config, number: int) -> DataView:
@@ -165,15 +165,15 @@ def describe_sequence(data: TrainData, index: int, num_documents: int, num_token
 def print_data(view: DataView, console: Console) -> None:
     """Print the view. Without colors, brackets mark trained tokens and tool calls."""
     uncolored = console.no_color or console.color_system is None
-    facts, lengths = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
-    for topic, fact in view.facts.items():
-        facts.add_row(Text(topic), Text(fact, overflow="fold"))
+    summary, lengths = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
+    for topic, text in view.summary.items():
+        summary.add_row(Text(topic), Text(text, overflow="fold"))
     bins = {size: number for size, number in view.figures.get("histogram", {}).items() if number}
     for up_to, number in bins.items():
         bar = "█" * round(number / max(bins.values()) * min(24, console.width - 24)) or "▏"
         cells = (Text(cell, justify="right") for cell in (f"up to {up_to:,}", f"{number:,}"))
         lengths.add_row(*cells, Text(bar, "cyan"))
-    console.print(facts, Text(), *([lengths, Text()] if bins else []))
+    console.print(summary, Text(), *([lengths, Text()] if bins else []))
     legend = [TextPiece("trained", [0], 0, True), TextPiece(", context only, ", [0], 0, False)]
     legend += [TextPiece("cut", [0], 0, False, cut=True), TextPiece(", ", [0], 0, False)] if view.records else []
     console.print(_style_pieces([*legend, TextPiece("tools", [0], 0, False, True)], uncolored))
@@ -203,7 +203,7 @@ def _style_pieces(pieces: list[TextPiece], uncolored: bool) -> Text:
 def render_data_page(view: DataView, heading: str) -> str:
     """Render the view as a self-contained HTML page."""
     bins = {size: number for size, number in view.figures.get("histogram", {}).items() if number}
-    parts = [render_table(list(view.facts.items()), css_class="facts")]
+    parts = [render_table(list(view.summary.items()), css_class="facts")]
     if bins:
         bars = []
         for up_to, number in bins.items():

@@ -74,8 +74,8 @@ def verify(source: Path | dict, config: Config | None = None, cp: int | None = N
         if code := run_ranks(_verify_rank, (Path(directory), layout, adapter, device), cp):
             raise SystemExit(code)
         checks = json.loads((Path(directory) / CHECKS_FILE).read_text())
-    facts = {"model_type": shape.family, "weights": weights, "cp": cp, "device": device}
-    return {"ok": all(check["ok"] for check in checks), **facts, "checks": checks}
+    setup = {"model_type": shape.family, "weights": weights, "cp": cp, "device": device}
+    return {"ok": all(check["ok"] for check in checks), **setup, "checks": checks}
 
 
 def make_layout(config: Config | None, cp: int, heads: int) -> Layout:

@@ -134,17 +134,17 @@ def rehearse(
     plan = request.forward_plan() if evaluate else request.plan()
     truncated = rehearsal.truncate_plan(plan, min(layers, plan.shape.num_layers), memory_only, kernel)
     rehearsal.check_cpu_memory(truncated)
-    facts = rehearsal.describe_rehearsal(plan, truncated)
+    header = rehearsal.describe_rehearsal(plan, truncated)
     if not as_json:
         decided = {name: format_value(value) for name, value in plan.settings.items() if value is not None}
         settings = ", ".join(f"{name}={value}" for name, value in decided.items())
-        print("rank 0 of {gpus}, {context} tokens, {layers} of {layers_of_model} layers, on {device}".format(**facts))
-        print("attention: kernel {kernel}, planned with {planned_kernel}".format(**facts))
-        print(f"settings: {settings}\nX: {facts['x']}\n", flush=True)
+        print("rank 0 of {gpus}, {context} tokens, {layers} of {layers_of_model} layers, on {device}".format(**header))
+        print("attention: kernel {kernel}, planned with {planned_kernel}".format(**header))
+        print(f"settings: {settings}\nX: {header['x']}\n", flush=True)
     with status(f"rehearsing at {truncated.work.tokens} tokens"):
         rows, peak_phase = rehearsal.rehearse_plan(plan, truncated, model)
     if as_json:
-        print(json.dumps(facts | {"rows": rows, "peak_phase": peak_phase}, indent=2))
+        print(json.dumps(header | {"rows": rows, "peak_phase": peak_phase}, indent=2))
         return
     print(f"{format_table(rows)}\n\npeak in: {peak_phase}")
     if memory_only:

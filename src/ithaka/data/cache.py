@@ -220,8 +220,8 @@ def tokenize(
             found = [(len(prefix) + i, *label[1:]) for i, label in zip(indices, labels, strict=False)]
             turns, spans = ([(i, label) for i, order, label in found if order == which] for which in (0, 1))
             is_record = document.is_start and document.is_record
-            facts = turns, document.notes, is_record, spans, document.images
-            yield TokenizedPart(tokens, document.is_start, reason, *facts)
+            others = turns, document.notes, is_record, spans, document.images
+            yield TokenizedPart(tokens, document.is_start, reason, *others)
 
 
 def _batch_documents(documents: Iterable[Document], batch_chars: int) -> Iterator[list[Document]]:

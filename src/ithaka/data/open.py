@@ -46,7 +46,7 @@ def open_data(
     forest, in which their common prefix is computed once.
     """
     cache = TokenCache(cache_dir, tokenizer, fills_cache)
-    found, held_out, facts = _find_shards(data)
+    found, held_out, summary = _find_shards(data)
     sources = [Source(each.name, each.weight, each.train, cache, (seed, i)) for i, each in enumerate(found)]
     unshuffled = [
         Source(each.name, each.weight, shards, cache, None) for each, shards in zip(found, held_out, strict=False)
@@ -64,7 +64,7 @@ def open_data(
     group = batch * dp_size * accumulate
     stream = make_stream(sources, group=group, needed=None if steps is None else steps * group)
     validation = make_stream(unshuffled, needed=validate_sequences) if unshuffled else None
-    return TrainData(stream, validation, facts, dp_rank=dp_rank, dp_size=dp_size, batch=batch, cp=cp)
+    return TrainData(stream, validation, summary, dp_rank=dp_rank, dp_size=dp_size, batch=batch, cp=cp)
 
 
 def check_data(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> int:
@@ -87,7 +87,7 @@ def check_data(data: DataConfig, vocab_size: int, model_path: Path | None = None
     if any(each.unrolls or each.train_on == "pairs" for each in readings):
         rule = "cannot be combined with data.train_on=pairs or with data.reasoning of all turns"
         raise ConfigError(f"data.images=read {rule}; use {{turns: last}}, or other data")
-    sources, held_out, facts = _find_shards(data)
+    sources, held_out, summary = _find_shards(data)
     for source in sources:
         fix = "add documents, or use another path"
         if held_out and data.validation_path is None:
@@ -106,7 +106,7 @@ def check_data(data: DataConfig, vocab_size: int, model_path: Path | None = None
             )
     for shards in held_out:
         fix = "increase it, or set it to 0" if data.validation_path is None else "use other data"
-        _check_has_text(shards, tokenizer, f"{facts['validation']} has no text to validate on; {fix}")
+        _check_has_text(shards, tokenizer, f"{summary['validation']} has no text to validate on; {fix}")
     return num_bytes + sum(shard.num_bytes for shards in held_out for shard in shards)
 
 
@@ -114,7 +114,7 @@ def _find_shards(data: DataConfig) -> tuple[list[SourceShards], list[list[Shard]
     """Return the shards of each source, those held out for validation, and a description of the data by topic."""
     sources: list[SourceShards] = []
     held_out: list[list[Shard]] = []  # by source, or those of data.validation_path
-    facts: dict[str, str] = {}
+    summary: dict[str, str] = {}
     fraction = data.validation_fraction
     validation = f"data.validation_path={data.validation_path}"
     configs = data.all_sources()
@@ -136,16 +136,16 @@ def _find_shards(data: DataConfig) -> tuple[list[SourceShards], list[list[Shard]
         sources.append(SourceShards(label, name, config.weight, train))
         kinds, num_files = ", ".join(sorted({file.kind for file in found.files})), len(found.files)
         megabytes = sum(shard.num_bytes for shard in train) / 1e6
-        facts[name] = f"{num_files:,} file{'s' * (num_files != 1)} ({kinds}), {megabytes:,.1f} MB"
+        summary[name] = f"{num_files:,} file{'s' * (num_files != 1)} ({kinds}), {megabytes:,.1f} MB"
         if is_streamed(found.files[0].path):
-            facts[name] += f", streamed from {'/'.join(found.files[0].path.parts[2:4])}"
+            summary[name] += f", streamed from {'/'.join(found.files[0].path.parts[2:4])}"
         if found.ignored:
             examples = ", ".join(found.ignored[:3]) + ", ..." * (len(found.ignored) > 3)
             topic = f"left out of {name}" if data.sources else "left out"
-            facts[topic] = f"{len(found.ignored):,} files: {examples}"
+            summary[topic] = f"{len(found.ignored):,} files: {examples}"
     if data.validation_path is not None:
         held_out = [make_shards(find_files(data.validation_path, "data.validation_path").files, data)]
-    return sources, held_out, {**facts, "validation": validation}
+    return sources, held_out, {**summary, "validation": validation}
 
 
 def _name_paths(given: Sequence[Path | None]) -> list[str]:
@@ -195,14 +195,14 @@ def epoch_steps(data: TrainData, epochs: float, global_batch: int) -> int:
     return max(1, math.ceil(epochs * sequences / global_batch - 1e-6))
 
 
-def data_facts(data: TrainData, num_sequences: int) -> dict[str, str]:
+def describe_data(data: TrainData, num_sequences: int) -> dict[str, str]:
     """Describe what a run of `num_sequences` trains on, by topic. Call it on one rank, before the first step.
 
     Figures are from the first round, which must be tokenized anyway; small data is one round.
     """
-    stream, tokenizer, file_facts = data.stream, data.cache.tokenizer, dict(data.facts)
+    stream, tokenizer, file_summary = data.stream, data.cache.tokenizer, dict(data.summary)
     packed = stream.current_round()
-    facts: dict[str, str] = {}
+    summary: dict[str, str] = {}
     sequence_tokens = stream.read_tokens / len(packed)  # read per sequence that is trained on
     epochs = []
     for source in stream.sources:
@@ -210,43 +210,43 @@ def data_facts(data: TrainData, num_sequences: int) -> dict[str, str]:
         about = "" if is_complete else "about "
         share = source.weight / sum(each.weight for each in stream.sources)
         epochs.append(f"{about}{num_sequences * sequence_tokens * share / tokens:.3g}")
-        size = f"{file_facts.pop(source.name)}, {about}{documents:,} documents, {tokens:,} tokens"
+        size = f"{file_summary.pop(source.name)}, {about}{documents:,} documents, {tokens:,} tokens"
         if len(stream.sources) == 1:
             about = "" if tokens == stream.read_tokens else "about "
-            facts["data"] = f"{size}, {about}{round(tokens / sequence_tokens):,} sequences"
+            summary["data"] = f"{size}, {about}{round(tokens / sequence_tokens):,} sequences"
         else:
-            facts[f"source {source.name}"] = f"{share:.1%} of the tokens; {size}"
+            summary[f"source {source.name}"] = f"{share:.1%} of the tokens; {size}"
             epochs[-1] += f" of {source.name}"
-    facts["epochs"] = f"{', '.join(epochs)} ({num_sequences:,} sequences in total)"
-    facts["packing"] = f"{packed.num_tokens / len(packed) / stream.context:.1%} of each sequence filled"
+    summary["epochs"] = f"{', '.join(epochs)} ({num_sequences:,} sequences in total)"
+    summary["packing"] = f"{packed.num_tokens / len(packed) / stream.context:.1%} of each sequence filled"
     if stream.num_long:
         long = f"{stream.num_long:,} document{'s' * (stream.num_long > 1)} longer than data.context"
-        facts["packing"] += f"; {long} {LONG_ACTIONS[stream.long.mode]}"
+        summary["packing"] += f"; {long} {LONG_ACTIONS[stream.long.mode]}"
     if stream.removed_tokens:
-        facts["cut"] = f"{stream.removed_tokens:,} tokens of these documents"
+        summary["cut"] = f"{stream.removed_tokens:,} tokens of these documents"
     if stream.num_left_out or stream.pieces_left_out:
         pieces = f"{stream.pieces_left_out:,} pieces of long documents" * (stream.pieces_left_out > 0)
         sequences = f"{stream.num_left_out:,} of {stream.num_left_out + len(packed):,} sequences"
         left_out = " and ".join(filter(None, (pieces, sequences * (stream.num_left_out > 0))))
-        facts["unlabelled"] = f"left out {left_out}: no token to train on"
+        summary["unlabelled"] = f"left out {left_out}: no token to train on"
     for note, number in sum((source.count("notes") for source in stream.sources), Counter[str]()).items():
-        facts[note] = f"{number:,}"
+        summary[note] = f"{number:,}"
     if balance := measure_balance(data):
-        facts["balance"] = (
+        summary["balance"] = (
             f"attention of {balance['ranks']} ranks, largest over mean: {balance['grouped']:.3f} "
             f"({balance['not_grouped']:.3f} without grouping), over {len(packed):,} sequences"
         )
     if skipped := sum((source.count("skipped") for source in stream.sources), Counter[str]()):
-        facts["skipped"] = f"{skipped.total():,} documents: {_format_counts(skipped)}"
+        summary["skipped"] = f"{skipped.total():,} documents: {_format_counts(skipped)}"
     first = stream.get_sequence(stream.position.packings[-1].done)
     is_trained = first.tokens[: first.length] >= 0
     if not is_trained.all():
-        facts["trained"] = f"{is_trained.mean():.1%} of the first sequence"
+        summary["trained"] = f"{is_trained.mean():.1%} of the first sequence"
         if tokenizer.hf.chat_template:
             none = "no special token, so the model does not learn to stop; set a data.chat_template that has one"
-            facts["trained"] += f"; an assistant's turn ends with {tokenizer.chat.stop_token or none}"
+            summary["trained"] += f"; an assistant's turn ends with {tokenizer.chat.stop_token or none}"
     if tokenizer.chat.has_fixed_date:
-        facts["date"] = f"the chat template prints today's date; fixed at {TODAY:%d %b %Y} here and in the export"
+        summary["date"] = f"the chat template prints today's date; fixed at {TODAY:%d %b %Y} here and in the export"
     text = tokenizer.decode(first.ids[: min(first.length, SAMPLE_TOKENS)])
     sample = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    return {**facts, **file_facts, "first tokens": sample}
+    return {**summary, **file_summary, "first tokens": sample}

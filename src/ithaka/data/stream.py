@@ -373,11 +373,11 @@ class TrainData:
     """This rank's batches of the global stream, and a fixed set of validation batches."""
 
     def __init__(
-        self, stream: SequenceStream, validation: SequenceStream | None, facts: dict[str, str], *,
+        self, stream: SequenceStream, validation: SequenceStream | None, summary: dict[str, str], *,
         dp_rank: int, dp_size: int, batch: int, cp: tuple[int, int],
     ):  # fmt: skip
-        """`facts` describe the data by topic, as far as known without reading it."""
-        self.stream, self.validation, self.facts = stream, validation, facts
+        """`summary`: text by topic, as far as the data are known without reading them."""
+        self.stream, self.validation, self.summary = stream, validation, summary
         self.dp_rank, self.dp_size, self.batch, self.cp = dp_rank, dp_size, batch, cp
         self.source_names, self.cache = [source.name for source in stream.sources], stream.sources[0].cache
         self.position = stream.position  # after the last returned batch; the stream is ahead of it

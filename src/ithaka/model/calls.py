@@ -229,16 +229,16 @@ def _documents_from_lengths(ends: Tensor, input_ids: Tensor) -> Tensor:
 
 def _fingerprint_call(tensors: dict[str, Tensor], items: float | None, named: dict[str, Any]) -> dict[str, Any]:
     """Argument -> shape and hash, or value: equal on two ranks only if the arguments are."""
-    facts: dict[str, Any] = dict.fromkeys((*INPUTS, "expert_indices"), "not passed")
+    fingerprint: dict[str, Any] = dict.fromkeys((*INPUTS, "expert_indices"), "not passed")
     if isinstance(experts := named.get("expert_indices"), Tensor):
         tensors = tensors | {"expert_indices": experts.cpu()}
     for name, tensor in tensors.items():
         values: Any = tensor.contiguous().numpy()
         digest = hashlib.sha1(values, usedforsecurity=False).hexdigest()[:16]
-        facts[name] = f"shape {tuple(tensor.shape)} with hash {digest}"
-    facts |= {"temperature": named.get("temperature") or 1.0, "per_token": bool(named.get("per_token"))}
+        fingerprint[name] = f"shape {tuple(tensor.shape)} with hash {digest}"
+    fingerprint |= {"temperature": named.get("temperature") or 1.0, "per_token": bool(named.get("per_token"))}
     labelled = bool(tensors.keys() & {"labels", "shift_labels"})
-    return facts | dict(zip(MODES, (labelled, torch.is_grad_enabled(), items), strict=True))
+    return fingerprint | dict(zip(MODES, (labelled, torch.is_grad_enabled(), items), strict=True))
 
 
 # ---- differences between ranks

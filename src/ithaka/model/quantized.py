@@ -24,7 +24,7 @@ from ithaka.layer.fourbit import (
 from ithaka.model.adapters import base_tensor_name
 from ithaka.model.families import find_layers
 
-BASE_FACTS = "base_quantization"  # key of an adapter file's metadata
+BASE_QUANTIZATION = "base_quantization"  # key of an adapter file's metadata
 PACKED_AS = "packed_as"  # attribute of a module: parameter name -> arguments of PackedWeight
 QUANT_STATE = re.compile(r"(.*)\.quant_state\.bitsandbytes__(nf4|fp4)")  # the file's name of a tensor's metadata
 STATE_TENSOR = re.compile(r".*\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*)")
@@ -92,8 +92,12 @@ def describe_base(adapter: AdapterConfig, stored: Mapping[str, Any]) -> dict[str
         return {"base": codes, "unquantized": skipped, "block": NF4.block, "double_quantization": is_double}
     if adapter.base == "bf16":
         return {}
-    facts = {"block": NF4.block, "double_quantization": True, "experts": "one matrix at a time"}
-    return {"base": adapter.base, "unquantized": list(adapter.unquantized), **(facts if adapter.base == "nf4" else {})}
+    nf4 = {"block": NF4.block, "double_quantization": True, "experts": "one matrix at a time"}
+    return {
+        "base": adapter.base,
+        "unquantized": list(adapter.unquantized),
+        **(nf4 if adapter.base == "nf4" else {}),
+    }
 
 
 def pack_weights(model: nn.Module, dtype: torch.dtype) -> None:
@@ -106,8 +110,8 @@ def pack_weights(model: nn.Module, dtype: torch.dtype) -> None:
 def read_packed(files: Mapping[str, Any], name: str, weight: PackedWeight, local: Tensor, rows: slice) -> None:
     """Copy some rows of a weight that bitsandbytes stored."""
     layout = weight.layout
-    facts = _read(files, f"{name}.quant_state.bitsandbytes__{layout.codes}", 0, None)
-    state = json.loads(bytes(facts.tolist()))
+    encoded = _read(files, f"{name}.quant_state.bitsandbytes__{layout.codes}", 0, None)
+    state = json.loads(bytes(encoded.tolist()))
     expected = {"blocksize": 64, "shape": list(weight.shape)} | ({"nested_blocksize": 256} if layout.is_double else {})
     for key, value in expected.items():
         if state[key] != value:

@@ -55,19 +55,19 @@ class LiveBytes(MemoryMap):
         if not self._update(local.untyped_storage(), holder=holder):
             self._add(local.untyped_storage(), holder=holder, **dtype_and_shape(local))
 
-    def record(self, storage: UntypedStorage, **facts: Any) -> None:
+    def record(self, storage: UntypedStorage, **fields: Any) -> None:
         """Record a storage, or its new size. FSDP2 resizes storages of earlier steps from 0, so any may be new."""
         if not self._update(storage, num_bytes=storage.nbytes()):
             frames = traceback.walk_stack(sys._getframe())
             line, holder = attribute_stack((frame.f_code.co_filename, at, frame.f_code.co_name) for frame, at in frames)
-            self._add(storage, line=line, holder=holder or PhaseState.holder, **facts)
+            self._add(storage, line=line, holder=holder or PhaseState.holder, **fields)
 
-    def _add(self, storage: UntypedStorage, **facts: Any) -> None:
+    def _add(self, storage: UntypedStorage, **fields: Any) -> None:
         def on_free(_: weakref.ref, key: int = storage._cdata) -> None:
             if key in self.live:
                 self.live.pop(key)[1].stop_ns = time.time_ns()
 
-        allocation = Allocation(storage.nbytes(), time.time_ns(), phase=PhaseState.path, **facts)
+        allocation = Allocation(storage.nbytes(), time.time_ns(), phase=PhaseState.path, **fields)
         self.live[storage._cdata] = weakref.ref(storage, on_free), allocation
         self.allocations.append(allocation)
 

@@ -186,12 +186,12 @@ class StepProfile(ExitStack):
 
 def describe_machine(device: torch.device, num_ranks: int) -> dict[str, Any]:
     """Hardware and software versions for the report, by display name."""
-    facts: dict[str, Any] = {}
+    machine: dict[str, Any] = {}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        facts["GPU"] = f"{properties.name}, {format_bytes(properties.total_memory)}"
-        facts["CUDA"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-    return facts | {
+        machine["GPU"] = f"{properties.name}, {format_bytes(properties.total_memory)}"
+        machine["CUDA"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    return machine | {
         "ranks": num_ranks,
         "CPU": f"{num_cores()} cores, {format_bytes(psutil.virtual_memory().total)}",
         "system": f"{platform.platform()}, Python {platform.python_version()}",

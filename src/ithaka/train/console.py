@@ -232,10 +232,10 @@ class Console:
         """Print `text` without markup, above the progress bar if there is one."""
         self._rich.print(escape(text))
 
-    def facts(self, title: str, facts: dict[str, str]) -> None:
-        width = max(map(len, facts))
+    def table(self, title: str, rows: dict[str, str]) -> None:
+        width = max(map(len, rows))
         self._rich.print(f"[bold]{escape(title)}[/bold]")
-        for key, value in facts.items():
+        for key, value in rows.items():
             self.print(f"  {key:<{width}}  {value}")
 
     def step(self, record: Record) -> None:

@@ -113,7 +113,7 @@ def _run_steps(
     stop_signal, trainer.console, shutdown.saver = 0, console, trainer.saver
     final_status: FinalStatus = "failed"
     try:
-        console.facts("ithaka", describe_run(trainer) | {"timeouts": heartbeat.limits.summary})
+        console.table("ithaka", describe_run(trainer) | {"timeouts": heartbeat.limits.summary})
         watch = Watch(trainer, heartbeat, only_profile)
         note_startup("run directory and trackers")
         if trainer.step == 0 and settings.validate_every:
@@ -159,7 +159,7 @@ def _run_steps(
         return stop_signal
     if console.active and not only_profile:
         entry = f"entry {run.config.entry + 1} of {len(run.config.ends)} " if run.config.curriculum else ""
-        console.facts(f"{entry}done", summarize_run(trainer))
+        console.table(f"{entry}done", summarize_run(trainer))
     return 0
 
 

@@ -24,7 +24,7 @@ from ithaka.config import CONFIG_FORMAT, ConfigError, embedded_model, to_dict, w
 from ithaka.data.batch import Batch
 from ithaka.data.cache import decide_fills
 from ithaka.data.images import PROCESSOR_FILES
-from ithaka.data.open import data_facts, epoch_steps, open_data
+from ithaka.data.open import describe_data, epoch_steps, open_data
 from ithaka.data.tokenizer import load_tokenizer
 from ithaka.dist.agree import SharedError, gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import Mesh, make_mesh, start_process_group
@@ -60,7 +60,7 @@ class Trainer:
         self.step = self.tokens = self.first_step = 0  # first_step: of this process
         self.global_batch = run.config.train.batch * run.config.train.accumulate * mesh.dp_size
         self.contexts = run.config.evaluate.contexts or (run.config.data.context,)  # to evaluate at
-        self.data_facts: dict[str, str] = {}
+        self.data_summary: dict[str, str] = {}
         self.lock: int | None = None  # on the run directory; rank 0 only
         self.saver: save.Saver
         self.console: Console  # once training starts
@@ -138,7 +138,7 @@ class Trainer:
         self.best, self.stale = tuple(state.get("best") or ()) or None, state.get("stale", 0)
         if (before := state.get("global_batch", self.global_batch)) != self.global_batch:
             words = f"{self.global_batch} sequences per step (was {before}); train.global_batch={before} keeps them"
-            self.data_facts["batch"] = words
+            self.data_summary["batch"] = words
 
     @phase("saving")
     def save(self) -> None:
@@ -334,7 +334,7 @@ def prepare(run: Run, trains: bool = True) -> Trainer:
         return trainer
     _decide_steps(trainer)
     trainer.text = raise_on_all_ranks(trainer.read_evaluation)
-    trainer.data_facts = raise_on_all_ranks(_data_facts, trainer)
+    trainer.data_summary = raise_on_all_ranks(_describe_data, trainer)
     note_startup("data")
     if run.checkpoint is not None:
         trainer.load()
@@ -379,7 +379,7 @@ def _decide_steps(trainer: Trainer) -> None:
     trainer.run = dataclasses.replace(run, config=trainer.config)
 
 
-def _data_facts(trainer: Trainer) -> dict[str, str]:
+def _describe_data(trainer: Trainer) -> dict[str, str]:
     """Describe the training data, on rank 0."""
     if trainer.mesh.rank != 0:
         return {}
@@ -387,7 +387,7 @@ def _data_facts(trainer: Trainer) -> dict[str, str]:
     num_sequences = (train.steps - trainer.config.start) * trainer.global_batch
     try:
         with status("reading the data"):
-            return data_facts(data, num_sequences)
+            return describe_data(data, num_sequences)
     except (ConfigError, TransientError):
         data.close(remove=True)
         raise
@@ -403,7 +403,7 @@ def _write_run_dir(trainer: Trainer) -> None:
     settings = run.saved_config or yaml.safe_dump(with_absolute_paths(to_dict(run.config)), sort_keys=False)
     # First: it marks the directory as a run's, in which --resume auto may start again.
     files.write_atomic(run.run_dir / "config.yaml", f"format: {CONFIG_FORMAT}\n{settings}")
-    files.write_atomic(run.run_dir / "data.json", json.dumps(trainer.data_facts, indent=1))
+    files.write_atomic(run.run_dir / "data.json", json.dumps(trainer.data_summary, indent=1))
     folder.mkdir(exist_ok=True)
     adapter = getattr(trainer.model, "peft_config", {}).get("default")
     for part in (adapter, trainer.model.config, trainer.model.generation_config, trainer.tokenizer.hf):

@@ -88,21 +88,21 @@ class Watch:
             work = dataclasses.replace(self.run.work, accumulate=1)
             self.plan = Plan(self.run.shape, self.run.layout, self.run.hardware, work)
             self._progress = Progress(self.plan, self.run.config.train.accumulate, self.device, self.console.progress)
-            self._write_facts()
+            self._write_machine_and_plan()
 
-    def _write_facts(self) -> None:
+    def _write_machine_and_plan(self) -> None:
         """Write machine.json and plan.json for the report."""
         plan, machine = self.plan, describe_machine(self.device, self.trainer.mesh.world_size)
         (self.run.run_dir / "machine.json").write_text(json.dumps(machine), encoding="utf-8")
-        facts = {
+        values = {
             "layout": dataclasses.asdict(plan.layout),
             "stages": len(count_slots(plan.shape, plan.layout)),
             "peak_bytes": sum_planned_by_holder(plan),
             "gpus": plan.hardware.name,  # nodes x ranks
         }
         if gpu_named(plan.hardware.gpu.name):
-            facts["seconds"] = dataclasses.asdict(plan.seconds)
-        (self.run.run_dir / "plan.json").write_text(json.dumps(facts), encoding="utf-8")
+            values["seconds"] = dataclasses.asdict(plan.seconds)
+        (self.run.run_dir / "plan.json").write_text(json.dumps(values), encoding="utf-8")
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -261,7 +261,7 @@ def describe_run(trainer: Trainer) -> dict[str, str]:
         size += f", {format_count(trainer.num_trained)} trained"
     ring = mesh.ring_group.size()
     random = ", random weights" * trainer.random_weights
-    facts = {
+    summary = {
         "model": f"{config.model.path or model.config.model_type}, {size}{random}",
         "ranks": f"{mesh.world_size} ({trainer.device_name}) = {mesh.dp_size} data x {mesh.cp_size} context parallel"
         + f" ({mesh.ulysses_group.size()} Ulysses x {ring} ring)" * (ring > 1),
@@ -272,16 +272,16 @@ def describe_run(trainer: Trainer) -> dict[str, str]:
     }
     if trainer.dpo is not None:
         frozen = "a frozen copy of the initial weights" if config.adapter is None else "the model without its adapter"
-        facts["loss"] = f"dpo, beta {config.loss.beta:g}; the reference is {frozen}"
+        summary["loss"] = f"dpo, beta {config.loss.beta:g}; the reference is {frozen}"
     if config.curriculum:
-        facts["entry"] = f"{config.entry + 1} of {len(config.ends)}, steps {config.start + 1} to {config.train.steps}"
+        summary["entry"] = f"{config.entry + 1} of {len(config.ends)}, steps {config.start + 1} to {config.train.steps}"
     if config.model.rope is not None:
         text = model.config.get_text_config()
         values = {name.removeprefix("rope_"): value for name, value in rope_parameters(text).items()}
         values |= {name: f"({len(value)})" for name, value in values.items() if isinstance(value, list)}
         shown = ", ".join(f"{name} {value}" for name, value in values.items())
-        facts["rope"] = f"{shown}, for {text.max_position_embeddings} positions"
-    return facts | trainer.data_facts | dict(trainer.run.changed)
+        summary["rope"] = f"{shown}, for {text.max_position_embeddings} positions"
+    return summary | trainer.data_summary | dict(trainer.run.changed)
 
 
 def _describe_planned_kernel(trainer: Trainer) -> str:
@@ -307,23 +307,23 @@ def summarize_run(trainer: Trainer) -> dict[str, str]:
     since = (r["val_loss"] for r in records if r["step"] >= trainer.first_step)
     losses = [f"{loss:.4f}" for loss in since if loss is not None]
     rates = [r["tokens_per_s"] for r in records if r["tokens_per_s"]]
-    facts = {"validation loss": " -> ".join([losses[0], *losses[1:][-1:]])} if losses else {}
+    summary = {"validation loss": " -> ".join([losses[0], *losses[1:][-1:]])} if losses else {}
     if trainer.best is not None and trainer.saver.keep_best:
         loss, step = trainer.best
-        facts["best"] = f"{loss:.4f} after step {step}: {shell_command('export', run_dir, 'OUT_DIR', '--step', step)}"
+        summary["best"] = f"{loss:.4f} after step {step}: {shell_command('export', run_dir, 'OUT_DIR', '--step', step)}"
     if trainer.step < trainer.config.train.steps:
-        facts["stopped early"] = f"after step {trainer.step}: {trainer.stale} validations in a row were not lower"
-    facts["speed"] = f"{format_count(statistics.median(rates))} tokens/s (median step)"
-    facts["export"] = shell_command("export", run_dir, "OUT_DIR")
+        summary["stopped early"] = f"after step {trainer.step}: {trainer.stale} validations in a row were not lower"
+    summary["speed"] = f"{format_count(statistics.median(rates))} tokens/s (median step)"
+    summary["export"] = shell_command("export", run_dir, "OUT_DIR")
     if trainer.config.adapter is not None and (path := trainer.config.model.path) is not None and path.is_dir():
-        facts["merged"] = shell_command("export", run_dir, "OUT_DIR", "--merge")
+        summary["merged"] = shell_command("export", run_dir, "OUT_DIR", "--merge")
     if trainer.config.curriculum:
-        return facts
-    facts["train longer"] = shell_command("train", "--resume", run_dir, "--set", f"train.steps={more}")
+        return summary
+    summary["train longer"] = shell_command("train", "--resume", run_dir, "--set", f"train.steps={more}")
     if optim.schedule != "constant" and optim.warmup_steps < (optim.decay_steps or trainer.step) <= trainer.step:
         hint = f"for a longer {optim.schedule} add --set optim.decay_steps={more}"
-        facts["lr"] = f"has reached its minimum and stays there; {hint}"
-    return facts
+        summary["lr"] = f"has reached its minimum and stays there; {hint}"
+    return summary
 
 
 def step_flops(num_matmul_params: int, num_tokens: int, head_size: int, num_pairs: int) -> float:
