@@ -6,7 +6,7 @@ import torch
 from ithaka.attention import docs as attention_docs
 from ithaka.dist.mesh import make_mesh
 from ithaka.layout import Layout
-from ithaka.model.batch import take_share
+from ithaka.model.batch import shard_batch
 from models import tiny_config
 from parity import check, compare_with, each_of, parallel, plain_sum, random_ids
 
@@ -190,7 +190,7 @@ def test_one_row_of_position_ids_serves_every_row(ranks):
 def test_positions_begin_anew_in_every_document_of_every_row():
     """RoPE sees only distances, so that a loss would not show it; how far positions go decides longrope's set."""
     ids, _, documents, positions = packed_inputs(2)
-    share = take_share({"input_ids": ids, "document_ids": documents}, 61, make_mesh(1))
+    share = shard_batch({"input_ids": ids, "document_ids": documents}, 61, make_mesh(1))
     assert share.positions_s.tolist() == positions.flatten().tolist()
     assert share.num_positions == max(LENGTHS)
 
@@ -209,7 +209,7 @@ def test_document_starts():
         ({"position_ids": restart, "attention_mask": mask}, [0, 7]),
         ({"document_ids": documents, "attention_mask": mask}, [0, 6, 7]),
     ):
-        share = take_share({"input_ids": ids, **inputs}, 61, mesh)
+        share = shard_batch({"input_ids": ids, **inputs}, 61, mesh)
         assert list(share.docs.starts) == [*starts, 8]
         if "position_ids" in inputs:
             assert share.positions_s.tolist() == inputs["position_ids"][0].tolist()

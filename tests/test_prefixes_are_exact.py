@@ -19,7 +19,7 @@ from ithaka.layer.linear import Linear
 from ithaka.layer.loss import LinearHead, linear_cross_entropy, summed_cross_entropy
 from ithaka.layout import Layout
 from ithaka.model import prefixes
-from ithaka.model.batch import take_share
+from ithaka.model.batch import shard_batch
 from ithaka.model.build import parallelize_model
 from ithaka.model.prefixes import pack_prefixes, shared_logprobs
 from ithaka.plan.shape import Work
@@ -265,7 +265,7 @@ def test_the_packer_shares_every_common_prefix():
         # A token's position and the pairs that its attention takes are those of its sequence.
         pairs = {prefix: len(prefix) for prefix in prefixes}
         assert packed.num_pairs[1] == sum(pairs.values())
-        share = take_share(packed.inputs, 61, make_mesh(1))
+        share = shard_batch(packed.inputs, 61, make_mesh(1))
         assert [each.tolist() for each in packed.unpack(share.positions_s[None])] == [
             list(range(len(each))) for each in sequences
         ]
@@ -288,7 +288,7 @@ def test_the_plan_counts_tokens_and_pairs_of_a_forest():
     work = packed.work
     assert (work.tokens, work.pairs(None)) == (6144, packed.num_pairs[1])
     assert work.pairs(None) < Work(6144).pairs(None)
-    share = take_share(packed.inputs, 61, make_mesh(1))
+    share = shard_batch(packed.inputs, 61, make_mesh(1))
     blocks, _ = share.docs.plan(
         0, torch.device("cpu"), False, causal=True, window=None, block_q=512, block_kv=512, halve=False, call_tokens=0,
         has_windows=False,

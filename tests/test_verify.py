@@ -130,17 +130,17 @@ def wrong_partners(patch):
 
 
 def changed_share(patch, change):
-    def take_share(inputs, vocab_size, mesh):
-        return change(batch.take_share(inputs, vocab_size, mesh), inputs, mesh)
+    def shard_batch(inputs, vocab_size, mesh):
+        return change(batch.shard_batch(inputs, vocab_size, mesh), inputs, mesh)
 
-    patch.setattr(calls, "take_share", take_share)
+    patch.setattr(calls, "shard_batch", shard_batch)
 
 
 def shift_after_sharding(patch):
     def change(share, inputs, mesh):
         if share.labels_s is None:
             return share
-        labels_s = batch._take_own(inputs["labels"], mesh, share.docs.sharding, IGNORE_INDEX)
+        labels_s = batch._select_own(inputs["labels"], mesh, share.docs.sharding, IGNORE_INDEX)
         return replace(share, labels_s=F.pad(labels_s[1:], (0, 1), value=IGNORE_INDEX))
 
     changed_share(patch, change)

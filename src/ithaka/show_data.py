@@ -103,7 +103,7 @@ def compute_figures(data: TrainData) -> dict[str, Any]:
         figures = {
             "files": len({part.file for shard in source.shards for part in shard.parts}),
             "documents": len(lengths),
-            "tokens": stream.taken_tokens[i],  # for long documents, the tokens of their pieces
+            "tokens": stream.source_tokens[i],  # for long documents, the tokens of their pieces
             "trained_tokens": int(trained[i]),
             "estimated_tokens": estimated_tokens,
         }

@@ -93,7 +93,7 @@ class ShardCounts(NamedTuple):
     notes: Mapping[str, int]
 
 
-class TakenDocuments(NamedTuple):
+class SelectedDocuments(NamedTuple):
     """Documents of one shard, as segments. Only these are kept: a round may have millions of documents."""
 
     shard: Shard
@@ -113,15 +113,15 @@ class Source:
         self.num_bytes = sum(shard.num_bytes for shard in shards)
         self.shard_counts: dict[int, ShardCounts] = {}  # by shard, for those loaded so far
 
-    def take_documents(
+    def next_documents(
         self, position: SourcePosition, num_tokens: float, cut: Cut, wrap: bool, prefetch: bool = True,
         report: Callable[[float], None] = lambda share: None,
-    ) -> tuple[list[TakenDocuments], SourcePosition]:  # fmt: skip
-        """Take documents whose pieces have at least `num_tokens` tokens: return them by shard, and the next position.
+    ) -> tuple[list[SelectedDocuments], SourcePosition]:  # fmt: skip
+        """Return the next documents by shard, of at least `num_tokens` tokens in all, and the position after them.
 
         Stop at the end of an epoch, unless `wrap`. `prefetch`: tokenize the following shards in the background.
         """
-        taken: list[TakenDocuments] = []
+        selected: list[SelectedDocuments] = []
         until = position.tokens + num_tokens
         # Tokens at the start of the epoch, if it is within this call.
         epoch_start = position.tokens if position.shard == position.document == 0 else None
@@ -139,7 +139,7 @@ class Source:
             count = int(ends.searchsorted(until - position.tokens)) + 1
             read = 0 if wrap else (position.shard + 1) / len(order)
             report(min(max(read, 1 - (until - position.tokens) / max(num_tokens, 1)), 1))
-            taken.append(self._select(self.shards[index], pieces, indices[:count]))
+            selected.append(self._select(self.shards[index], pieces, indices[:count]))
             tokens = position.tokens + int(ends[:count][-1:].sum())
             position = replace(position, document=position.document + count, tokens=tokens)
             if count >= len(indices):
@@ -152,14 +152,14 @@ class Source:
                 if not wrap:
                     break
         if self.key is not None and prefetch:  # the next round may need as many shards
-            self.cache.prepare(self.shards[i] for i in order[position.shard :][: 1 + len(taken)])
-        return taken, position
+            self.cache.prepare(self.shards[i] for i in order[position.shard :][: 1 + len(selected)])
+        return selected, position
 
-    def _select(self, shard: Shard, cut: CutDocuments, indices: np.ndarray) -> TakenDocuments:
+    def _select(self, shard: Shard, cut: CutDocuments, indices: np.ndarray) -> SelectedDocuments:
         documents, records = pack.split_samples(cut.shards[0])
         documents = documents[np.isin(records, indices)]
         counts = (int(each[indices].sum()) for each in (cut.pieces_left_out, cut.removed))
-        return TakenDocuments(shard, cut.shards, documents, pack.select_pieces(cut, indices), *counts)
+        return SelectedDocuments(shard, cut.shards, documents, pack.select_pieces(cut, indices), *counts)
 
     def _shuffle(self, count: int, *key: int) -> list[int]:
         return list(range(count)) if self.key is None else pack.permutation(count, (*self.key, *key)).tolist()
@@ -167,7 +167,7 @@ class Source:
     def estimate_size(self, cut: Cut) -> tuple[int, int, bool]:
         """Return the number of documents and tokens, and whether all of them were read. Reads a shard if none was."""
         if not self.shard_counts:
-            self.take_documents(SourcePosition(), 1, cut, wrap=False)
+            self.next_documents(SourcePosition(), 1, cut, wrap=False)
         scale = self.num_bytes / sum(self.shards[i].num_bytes for i in self.shard_counts)
         documents, tokens, _, _ = zip(*self.shard_counts.values(), strict=True)
         return round(sum(documents) * scale), round(sum(tokens) * scale), len(documents) == len(self.shards)
@@ -180,7 +180,7 @@ class Source:
 class SequenceStream:
     """Packed sequences of `context` tokens from several sources.
 
-    Loading a round sets `documents`, the uncut documents as segments; `taken_tokens`, the tokens in their pieces, by
+    Loading a round sets `documents`, the uncut documents as segments; `source_tokens`, the tokens in their pieces, by
     source; `num_long`, the documents longer than the context; `pieces_left_out`, their pieces without a trained token;
     `removed_tokens`, their tokens in no piece; `num_left_out`, the sequences without a label in this round and in empty
     rounds before it; and `read_tokens`, the tokens of all these sequences.
@@ -295,7 +295,7 @@ class SequenceStream:
     def _load_round(self) -> PackedRound:
         main, key = self.position.sources[self.main], self.sources[self.main].key
         key = None if key is None else (*key, main.epoch, main.shard, main.document)
-        segments = self._take_documents(key)
+        segments = self._next_documents(key)
         self.num_long = 0
         for i, packing in enumerate(self.position.packings):
             documents = segments if i else self.documents
@@ -317,8 +317,8 @@ class SequenceStream:
         self.read_tokens += packed.read_tokens
         return packed
 
-    def _take_documents(self, key: Key | None) -> np.ndarray:
-        """Take the documents of a round from all sources, shuffled by `key`: return their pieces [n]."""
+    def _next_documents(self, key: Key | None) -> np.ndarray:
+        """Return the pieces [n] of the next round, from all sources, shuffled by `key`."""
         positions, packing = list(self.position.sources), self.position.packings[0]
         num_tokens = tokens_per_round(packing, self.shuffled)
         prefetch = self.needed is None or self.needed * self.context > num_tokens  # the run needs another round
@@ -326,12 +326,12 @@ class SequenceStream:
         main, weights, done = self.main, [source.weight for source in self.sources], 0.0
         self._shards: list[tuple[Shard, Documents]] = []
         self.pieces_left_out = self.removed_tokens = 0
-        taken: list[np.ndarray] = []
+        by_source: list[np.ndarray] = []
         all_documents = [np.empty(0, SEGMENT_DTYPE)]
         for i in sorted(range(len(positions)), key=lambda i: i != main):  # the others follow the main source
             need = weights[i] / weights[main] * positions[main].tokens - positions[i].tokens
             need = num_tokens * weights[i] / sum(weights) if i == main else need
-            shards, positions[i] = self.sources[i].take_documents(
+            shards, positions[i] = self.sources[i].next_documents(
                 positions[i], need, cut, wrap=i != main, prefetch=prefetch,
                 report=functools.partial(self._report_share, done, weights[i]),
             )  # fmt: skip
@@ -344,17 +344,17 @@ class SequenceStream:
                 self.removed_tokens += each.removed_tokens
                 self._shards += [(each.shard, documents) for documents in each.tokens]
                 all_documents.append(each.documents)
-            taken.append(np.concatenate([np.empty(0, SEGMENT_DTYPE), *(each.pieces for each in shards)]))
+            by_source.append(np.concatenate([np.empty(0, SEGMENT_DTYPE), *(each.pieces for each in shards)]))
         self.documents = np.concatenate(all_documents)
         self._round_end = tuple(positions)
         starts = (position.tokens for position in self.position.sources)
-        self.taken_tokens = [end.tokens - start for end, start in zip(positions, starts, strict=True)]
+        self.source_tokens = [end.tokens - start for end, start in zip(positions, starts, strict=True)]
         self._documents = [documents for _, documents in self._shards]
         if key is not None:
-            taken = [segments[pack.permutation(len(segments), key)] for segments in taken]
+            by_source = [segments[pack.permutation(len(segments), key)] for segments in by_source]
         # Interleave the sources evenly.
-        progress = [segments["length"].cumsum() / max(segments["length"].sum(), 1) for segments in taken]
-        return np.concatenate(taken)[np.concatenate(progress).argsort(kind="stable")]
+        progress = [segments["length"].cumsum() / max(segments["length"].sum(), 1) for segments in by_source]
+        return np.concatenate(by_source)[np.concatenate(progress).argsort(kind="stable")]
 
     def _report_share(self, done: float, weight: float, share: float) -> None:
         self.report((done + weight * share) / sum(source.weight for source in self.sources))

@@ -167,7 +167,7 @@ class _ExpertsFunction(torch.autograd.Function):
             if down.bias_EN.requires_grad:
                 weight_tE = _spread(expert_tk, weight_tk.to(wide), len(down.bias_EN))
                 grads.add(down.bias_EN, weight_tE.t() @ dy_tD)
-        return dx_tD, None, dweight_tk.to(ctx.dtypes[1]), None, *map(own.take_as, ctx.tensors)
+        return dx_tD, None, dweight_tk.to(ctx.dtypes[1]), None, *map(own.take_rounded, ctx.tensors)
 
 
 def _spread(expert_tk: Tensor, weight_tk: Tensor, num_experts: int) -> Tensor:
@@ -226,6 +226,7 @@ class LayerExperts:
                 self.counts_E = counts_E if self.counts_E is None else self.counts_E + counts_E
 
     def take_counts(self) -> Tensor | None:
+        """Return the tokens per expert since the last call, and reset them; None if there are none."""
         counts_E, self.counts_E = self.counts_E, None
         return counts_E
 

@@ -165,7 +165,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 scale_t = valid_t.to(sum_.dtype) / divisor
                 loss_t = _tile_loss_and_grads(dx_tD, x_tD, target_t1[:, 0], scale_t, head, grads)
             sum_ += torch.where(valid_t, loss_t, 0).sum()
-        ctx.grads = [dx_sD, *(grads.take_as(p) for p in params)] if needs_grad else None
+        ctx.grads = [dx_sD, *(grads.take_rounded(p) for p in params)] if needs_grad else None
         return sum_ / divisor
 
     @staticmethod
@@ -218,7 +218,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 softmax_grad(dlogits_tV, target_t1[:, 0], lse_s[rows], valid_t * dlosses_s[rows], entropy)
                 head.backward(saved, dlogits_tV, dx_tD, grads)
                 del saved, dlogits_tV  # before the next tile is allocated
-            return dx_sD, None, None, None, None, *(grads.take_as(p) for p in ctx.params)
+            return dx_sD, None, None, None, None, *(grads.take_rounded(p) for p in ctx.params)
 
 
 def _tiles(x_sD: Tensor, dx_sD: Tensor | None, rows_e: Tensor | None, tile: int) -> Iterator[tuple[slice, Tensor, Any]]:

@@ -365,4 +365,4 @@ class _LayerFunction(torch.autograd.Function):
             with unpacked(ctx.layer.packed):
                 dx_sD = ctx.layer.backward(ctx.saved, dy_sD, grads)
         ctx.saved = None
-        return dx_sD, None, None, None, *(grads.take_as(t) for t in ctx.inputs)
+        return dx_sD, None, None, None, *(grads.take_rounded(t) for t in ctx.inputs)

@@ -82,7 +82,7 @@ class GradSum:
         """Remove and return the sum of `param`, in the dtype of the sum."""
         return self._sums.pop(id(param), None)
 
-    def take_as(self, param: Tensor) -> Tensor | None:
+    def take_rounded(self, param: Tensor) -> Tensor | None:
         """Remove and return the sum of `param`, rounded to the dtype of `param`."""
         grad = self.take(param)
         return None if grad is None else tag(grad.to(param.dtype), Holder.GRADIENTS)

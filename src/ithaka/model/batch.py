@@ -82,8 +82,8 @@ class PackedBatch:
         return table, rows
 
 
-def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
-    """Cut `inputs`, [B, N] tensors on the host that are equal on all ranks of the cp group, into this rank's tokens.
+def shard_batch(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
+    """Return this rank's tokens of `inputs`: [B, N] tensors on the host, equal on all ranks of the cp group.
 
     position_ids may be [1, N], shared by all rows. Raises ValueError for inputs that would be ignored or miscomputed.
     """
@@ -114,15 +114,15 @@ def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
         shifted_BN, rows_e = _at_tokens(labels_BN, table, IGNORE_INDEX), rows[mesh.cp_rank].to(mesh.device)
         labels_s = shifted_BN[mesh.cp_rank].to(mesh.device)
     elif shifted_BN is not None:
-        labels_s = _take_own(shifted_BN, mesh, packing.sharding, IGNORE_INDEX)
+        labels_s = _select_own(shifted_BN, mesh, packing.sharding, IGNORE_INDEX)
 
     sharding = packing.sharding
     return Share(
-        ids_s=_take_own(ids_BN, mesh, sharding, 0),
-        positions_s=_take_own(positions_BN, mesh, sharding, 0),
+        ids_s=_select_own(ids_BN, mesh, sharding, 0),
+        positions_s=_select_own(positions_BN, mesh, sharding, 0),
         labels_s=labels_s,
         branch_rows_e=rows_e,
-        real_s=_take_own(
+        real_s=_select_own(
             torch.ones_like(ids_BN, dtype=torch.bool) if mask_BN is None else mask_BN, mesh, sharding, False
         ),
         docs=Docs(packing.starts, sharding, mesh.ring_group.rank(), packing.parents),
@@ -132,7 +132,7 @@ def take_share(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
 
 
 def pack_batch(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> PackedBatch:
-    """Return how `take_share` packs the tokens of a call. `rows_BN`: any tensor of the batch's shape."""
+    """Return how `shard_batch` packs the tokens of a call. `rows_BN`: any tensor of the batch's shape."""
     given = {name: inputs[name] for name in INPUTS if inputs.get(name) is not None}
     tensors = {name: to_integers(name, value) for name, value in given.items()}
     positions_BN, mask_BN, documents_BN, _, parents_BN = map(tensors.get, INPUTS[2:])
@@ -195,13 +195,13 @@ def _read_parents(
     return tuple(parents)
 
 
-def take_label_share(rows_BN: Tensor, mesh: Mesh, packing: PackedBatch, fill: float = 0) -> Tensor:
+def shard_label_values(rows_BN: Tensor, mesh: Mesh, packing: PackedBatch, fill: float = 0) -> Tensor:
     """Return this rank's share, [s] or [s + e] on its device, of [B, N] values that are stored at their labels' tokens.
 
     `fill` is for tokens that predict no label: the last of a row, and padding.
     """
     if not packing.parents:
-        return _take_own(_shift_left(rows_BN, fill), mesh, packing.sharding, fill)
+        return _select_own(_shift_left(rows_BN, fill), mesh, packing.sharding, fill)
     table, _ = packing.label_table(mesh.cp_size)
     return _at_tokens(rows_BN, table[mesh.cp_rank].to(rows_BN.device), fill).to(mesh.device)
 
@@ -216,11 +216,11 @@ def _shift_left(rows_BN: Tensor, fill: float) -> Tensor:
     return F.pad(rows_BN[:, 1:], (0, 1), value=fill)
 
 
-def _take_own(rows_BN: Tensor, mesh: Mesh, sharding: TokenSharding, fill: float) -> Tensor:
-    return take_own_tokens(rows_BN.reshape(-1), mesh, sharding, fill).to(mesh.device, copy=True)
+def _select_own(rows_BN: Tensor, mesh: Mesh, sharding: TokenSharding, fill: float) -> Tensor:
+    return select_own_tokens(rows_BN.reshape(-1), mesh, sharding, fill).to(mesh.device, copy=True)
 
 
-def take_own_tokens(flat_S: Tensor, mesh: Mesh, sharding: TokenSharding, fill: float) -> Tensor:
+def select_own_tokens(flat_S: Tensor, mesh: Mesh, sharding: TokenSharding, fill: float) -> Tensor:
     """Return this rank's tokens, [s, ...] of [S, ...], padded with `fill`."""
     chunks = [flat_S[start : start + length] for start, length in sharding.members[mesh.ring_group.rank()]]
     member = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
@@ -245,7 +245,7 @@ class GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dfull_BNV):
-        return take_own_tokens(dfull_BNV.flatten(0, 1), ctx.mesh, ctx.sharding, 0), None, None, None
+        return select_own_tokens(dfull_BNV.flatten(0, 1), ctx.mesh, ctx.sharding, 0), None, None, None
 
 
 def to_integers(name: str, tensor: Tensor) -> Tensor:

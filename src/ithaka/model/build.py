@@ -40,7 +40,7 @@ from ithaka.layer.streamed import StreamedLayer
 from ithaka.layer.tiles import sum_dtype
 from ithaka.layout import Layout, check_parallelism
 from ithaka.model.adapters import add_adapter, auto_class, check_adapters
-from ithaka.model.batch import GatherTokens, take_own_tokens
+from ithaka.model.batch import GatherTokens, select_own_tokens
 from ithaka.model.calls import (
     CallChecker,
     CheckedCall,
@@ -441,7 +441,7 @@ def _number_tokens(call: CheckedCall, num_calls: int) -> Tensor:
     mesh, (num_rows, length) = call.mesh, call.shape
     sequences_B = (num_calls * num_rows + torch.arange(num_rows)) * mesh.dp_size + mesh.dp_rank
     tokens_BN = (sequences_B[:, None] << POSITION_BITS) + torch.arange(length)
-    return take_own_tokens(tokens_BN.flatten(), mesh, call.share.docs.sharding, 0).to(mesh.device)
+    return select_own_tokens(tokens_BN.flatten(), mesh, call.share.docs.sharding, 0).to(mesh.device)
 
 
 def _run_streamed_layers(model: PreTrainedModel, call: CheckedCall) -> Tensor:

@@ -27,7 +27,7 @@ from ithaka.dist.mesh import Mesh
 from ithaka.layer.mlp import HOOK_DICTS
 from ithaka.layer.tiles import PARAMETERS_CHANGED
 from ithaka.layout import check_parallelism
-from ithaka.model.batch import INPUTS, Share, take_own_tokens, take_share, to_integers
+from ithaka.model.batch import INPUTS, Share, select_own_tokens, shard_batch, to_integers
 from ithaka.model.families import (
     GENERAL_HOOKABLE,
     GENERAL_PATCHABLE,
@@ -123,10 +123,10 @@ class CallChecker:
         fingerprint = _fingerprint_call(tensors, items, named) if self.mesh.world_size > 1 else {}
         if "parents" in tensors and (reason := why_no_parents(model)):
             raise ValueError(f"parents is not supported {reason}; leave it out, and pass each branch as a row")
-        share = take_share(tensors, find_decoder(model).embed_tokens.num_embeddings, self.mesh)
+        share = shard_batch(tensors, find_decoder(model).embed_tokens.num_embeddings, self.mesh)
         shape, chosen_sLk = tensors["input_ids"].shape, None
         if (given := named.get("expert_indices")) is not None:
-            chosen_sLk = _take_expert_indices(model, given, shape, share, self.mesh)
+            chosen_sLk = _shard_expert_indices(model, given, shape, share, self.mesh)
         return (share, shape, items, chosen_sLk), (share.num_valid, share.num_positions, 0), fingerprint
 
     def _make_call(self, named: dict[str, Any], inputs: Any, num_tokens: int, num_positions: int, _: int) -> Any:
@@ -199,8 +199,8 @@ def why_no_parents(model: Any) -> str:
     return next(filter(None, (layer.forward.no_parents for layer in find_layers(model))), "")
 
 
-def _take_expert_indices(model: Any, given: Tensor, shape: torch.Size, share: Share, mesh: Mesh) -> Tensor:
-    """The experts that this rank's tokens must choose in each layer, [s, L, k], of [B, N, L, k]."""
+def _shard_expert_indices(model: Any, given: Tensor, shape: torch.Size, share: Share, mesh: Mesh) -> Tensor:
+    """Return the experts that this rank's tokens must choose in each layer, [s, L, k], from [B, N, L, k]."""
     if not isinstance(given, Tensor):
         raise TypeError(f"expert_indices is {type(given).__name__}; pass a tensor")
     blocks = [layer.forward.experts.block for layer in find_layers(model)]
@@ -214,7 +214,7 @@ def _take_expert_indices(model: Any, given: Tensor, shape: torch.Size, share: Sh
     if given.min() < 0 or given.max() >= num_experts:
         found = f"{int(given.min())} to {int(given.max())}"
         raise ValueError(f"expert_indices has values from {found}; use 0 to {num_experts - 1}")
-    return take_own_tokens(given.flatten(0, 1).to("cpu", torch.int16), mesh, share.docs.sharding, 0).to(mesh.device)
+    return select_own_tokens(given.flatten(0, 1).to("cpu", torch.int16), mesh, share.docs.sharding, 0).to(mesh.device)
 
 
 def _documents_from_lengths(ends: Tensor, input_ids: Tensor) -> Tensor:

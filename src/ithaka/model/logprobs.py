@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import TokenResults
-from ithaka.model.batch import GatherTokens, pack_batch, take_label_share
+from ithaka.model.batch import GatherTokens, pack_batch, shard_label_values
 from ithaka.plan.ring import contiguous_sharding
 
 
@@ -69,7 +69,7 @@ def label_share(model: PreTrainedModel, values_BN: Tensor, **inputs: Any) -> Ten
     documents. 0 for tokens without a label.
     """
     mesh = _get_mesh(model)
-    return take_label_share(values_BN, mesh, pack_batch(inputs, values_BN, mesh))
+    return shard_label_values(values_BN, mesh, pack_batch(inputs, values_BN, mesh))
 
 
 def _get_mesh(model: PreTrainedModel) -> Mesh:

@@ -24,7 +24,7 @@ from ithaka.layer.store import Store
 from ithaka.layer.tiles import sum_dtype
 from ithaka.layout import Layout, check_parallelism
 from ithaka.model.adapters import check_adapters, lora_options
-from ithaka.model.batch import GatherTokens, take_own_tokens
+from ithaka.model.batch import GatherTokens, select_own_tokens
 from ithaka.model.build import apply_fsdp, resolve_layout
 from ithaka.model.calls import (
     MODES,
@@ -202,14 +202,14 @@ class VideoTransformer:
         patches_SC, steps = family.cut(**clip), clip["timestep"].flatten()
         num_patches, c = len(patches_SC), mesh.cp_size
         sharding = contiguous_sharding(-(-num_patches // c) * c, mesh.ring_group.size())
-        take_own = partial(take_own_tokens, mesh=mesh, sharding=sharding, fill=0)
-        steps_U, steps_s = _find_distinct(steps if len(steps) == 1 else take_own(steps))
-        tokens = Tokens(family.rotary, take_own(family.positions(**clip)).to(mesh.device), steps_s)
+        select_own = partial(select_own_tokens, mesh=mesh, sharding=sharding, fill=0)
+        steps_U, steps_s = _find_distinct(steps if len(steps) == 1 else select_own(steps))
+        tokens = Tokens(family.rotary, select_own(family.positions(**clip)).to(mesh.device), steps_s)
         starts = (0, *dict.fromkeys((num_patches, sharding.num_tokens)))  # padding is a document
         self.batch.docs = Docs(starts, sharding, mesh.ring_group.rank())
         with phase("embedding"):
             condition = family.condition(steps_U, **{k: v for k, v in clip.items() if k != "timestep"})
-            x_sD = mark_backward(family.embed(take_own(patches_SC)).to(self.dtype), "embedding backward")
+            x_sD = mark_backward(family.embed(select_own(patches_SC)).to(self.dtype), "embedding backward")
         x_1sD, shared = x_sD[None], (condition.text_1LD, condition.bias, condition.modulations_UM)
         try:
             for block in find_layers(family.model):

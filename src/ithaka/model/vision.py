@@ -26,7 +26,7 @@ from ithaka.dist.exchange import start_uneven_all_to_all
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.fourbit import packed_weights, unpacked
 from ithaka.layer.tiles import GradSum
-from ithaka.model.batch import MEDIA, OwnPixels, Share, divide_frames, split_positions, take_own_tokens, to_integers
+from ithaka.model.batch import MEDIA, OwnPixels, Share, divide_frames, select_own_tokens, split_positions, to_integers
 from ithaka.model.calls import CallChecker, CheckedCall
 from ithaka.model.families import find_decoder
 from ithaka.phases import mark_backward, phase
@@ -92,9 +92,9 @@ class VisionChecker(CallChecker):
         if axes_3S is None:
             positions_3s = share.positions_s.expand(3, -1)
         else:
-            positions_3s = take_own_tokens(axes_3S.t(), self.mesh, share.docs.sharding, 0).t().to(self.mesh.device)
+            positions_3s = select_own_tokens(axes_3S.t(), self.mesh, share.docs.sharding, 0).t().to(self.mesh.device)
             counts = counts[0], 1 + int(axes_3S.max()), *counts[2:]
-        media = frames.take_share(share, self.mesh)
+        media = frames.shard(share, self.mesh)
         share = replace(share, positions_s=positions_3s)
         return (share, shape, *others, media), (*counts[:2], frames.num_frames), fingerprint
 
@@ -166,7 +166,7 @@ class _Frames:
             raise ValueError(f"{rule}; use the processor of the model, without truncation")
         return grid, pixels
 
-    def take_share(self, share: Share, mesh: Mesh) -> Media:
+    def shard(self, share: Share, mesh: Mesh) -> Media:
         """Return this rank's frames, with about as many patches as on other ranks, and the routes of all features."""
         patches_f = self.grids_f3.prod(1)
         cuts = divide_frames(patches_f, mesh.cp_size)
@@ -412,7 +412,7 @@ class _EncodeTiles(torch.autograd.Function):
                 for param, grad in zip(params, found, strict=True):
                     grads.add(param, grad)
         # A rank without frames returns zeros, because FSDP2 reduces every gradient on all ranks.
-        sums = [grads.take_as(param) for param in params]
+        sums = [grads.take_rounded(param) for param in params]
         filled = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(params, sums, strict=True)]
         return None, None, None, *filled
 

@@ -75,7 +75,7 @@ def _shard_documents(starts: Sequence[int], ring: int, size: int, threshold: flo
     members: list[list[TokenRange]] = [[] for _ in range(ring)]
     rooms, pairs, unplaced = [size] * ring, [0] * ring, []
 
-    def take(member: int, start: int, length: int, depth: int) -> None:
+    def assign(member: int, start: int, length: int, depth: int) -> None:
         """`depth`: tokens of the document before `start`."""
         if length:
             members[member].append((start, length))
@@ -85,10 +85,10 @@ def _shard_documents(starts: Sequence[int], ring: int, size: int, threshold: flo
     def cut(start: int, length: int) -> None:
         front, back = start, start + length
         for member, share in enumerate(_shares(length, rooms)):
-            take(member, front, -(-share // 2), front - start)
+            assign(member, front, -(-share // 2), front - start)
             front += -(-share // 2)
             back -= share // 2
-            take(member, back, share // 2, back - start)
+            assign(member, back, share // 2, back - start)
 
     for negative, start in documents:
         length = -negative
@@ -98,7 +98,7 @@ def _shard_documents(starts: Sequence[int], ring: int, size: int, threshold: flo
         with_room = [member for member in range(ring) if rooms[member] >= length]
         if with_room:
             # Use up tokens and attention at the same pace.
-            take(min(with_room, key=lambda m: pairs[m] / mean - rooms[m] / size), start, length, 0)
+            assign(min(with_room, key=lambda m: pairs[m] / mean - rooms[m] / size), start, length, 0)
         else:
             unplaced.append((start, length))
     for start, length in unplaced:

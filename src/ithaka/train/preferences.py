@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ithaka.config import ConfigError, LossConfig
 from ithaka.data.batch import Batch
 from ithaka.dist.mesh import Mesh
-from ithaka.model.batch import pack_batch, take_label_share
+from ithaka.model.batch import pack_batch, shard_label_values
 from ithaka.model.build import GlobalSum
 
 METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen",
@@ -66,7 +66,7 @@ class DPO:
         out = model(**batch.inputs, per_token=True)
         samples_BS = batch.labels.new_zeros(batch.labels.shape) if batch.sample_ids is None else batch.sample_ids
         packing = pack_batch(batch.inputs, batch.labels, self.mesh)
-        samples_s = take_label_share(samples_BS, self.mesh, packing).clamp(min=0)  # without a label, 0 is added
+        samples_s = shard_label_values(samples_BS, self.mesh, packing).clamp(min=0)  # without a label, 0 is added
         sums = torch.zeros(2 * max(1, batch.num_preferences), dtype=torch.float64, device=self.mesh.device)
         sums = sums.index_add(0, samples_s, out.tokens.logprobs.double())
         return GlobalSum.apply(sums, self.mesh.cp_group).view(-1, 2), out

@@ -21,7 +21,7 @@ from ithaka.config import ConfigError, OptimConfig
 from ithaka.data.batch import Batch, num_valid
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import IGNORE_INDEX, TokenResults
-from ithaka.model.batch import count_pairs, pack_batch, take_label_share
+from ithaka.model.batch import count_pairs, pack_batch, shard_label_values
 from ithaka.model.families import find_layers
 from ithaka.phases import phase
 from ithaka.train.optimizers import MuonAndAdamW, make_adamw8bit
@@ -123,9 +123,9 @@ class SourceSums:
     def add(self, batch: Batch, tokens: TokenResults | None) -> None:
         if tokens is not None and batch.source_ids is not None:
             packing = pack_batch(batch.inputs, batch.labels, self.mesh)
-            valid_s = take_label_share(batch.labels, self.mesh, packing, IGNORE_INDEX) != IGNORE_INDEX
+            valid_s = shard_label_values(batch.labels, self.mesh, packing, IGNORE_INDEX) != IGNORE_INDEX
             values_2s = torch.stack([-tokens.logprobs.detach().double(), valid_s.double()])
-            self._sums.index_add_(1, take_label_share(batch.source_ids, self.mesh, packing), values_2s)
+            self._sums.index_add_(1, shard_label_values(batch.source_ids, self.mesh, packing), values_2s)
 
     def means(self, what: str) -> dict[str, float]:
         """Return the mean loss of each source with a label on any rank: {"what/NAME": mean}."""
