@@ -121,10 +121,12 @@ def fastest(rows: list[Row]) -> Row:
     return min((row for row in rows if "step_s" in row), key=lambda row: row["step_s"], default={})
 
 
-def pairs(rows: dict[str, Row], checkpointing: str, precision: str) -> list[tuple[str, Row, Row, dict[str, Row]]]:
+def compare_rows(
+    rows: dict[str, Row], checkpointing: str, precision: str
+) -> list[tuple[str, Row, Row, dict[str, Row]]]:
     """Return, for each context: its name, their fastest row of a precision, our row to compare it with, and all of
     ours. The row to compare is our fastest that needs no more memory than theirs or, if none does, our fastest."""
-    pairs, of_kind = [], [row for row in rows.values() if row["checkpointing"] == checkpointing]
+    comparisons, of_kind = [], [row for row in rows.values() if row["checkpointing"] == checkpointing]
     of_kind.sort(key=lambda row: (row["documents"], row["tokens"]))
     for context, group in groupby(of_kind, key=format_context):
         same = list(group)
@@ -132,8 +134,8 @@ def pairs(rows: dict[str, Row], checkpointing: str, precision: str) -> list[tupl
         ours = [row for row in same if row["side"] == "ithaka"]
         fair = [row for row in ours if (row.get("peak_GiB") or 0) <= (theirs.get("peak_GiB") or 1e9)]
         by_how = {row["how"]: row for row in ours if row.get("within", precision) == precision}
-        pairs.append((context, theirs, fastest(fair) or fastest(ours), by_how))
-    return pairs
+        comparisons.append((context, theirs, fastest(fair) or fastest(ours), by_how))
+    return comparisons
 
 
 def cell(row: Row) -> str:
@@ -148,7 +150,7 @@ def write_table(rows: dict[str, Row], file: Path) -> None:
     for checkpointing, heading in HEADINGS.items():
         columns = " | ".join(COLUMNS).format(f"checkpoint: {FIXED[checkpointing]}")
         lines += ["", f"**{heading}**", "", f"| {columns} |", "|---" * len(COLUMNS) + "|"]
-        compared = [pair for precision in PRECISION for pair in pairs(rows, checkpointing, precision)]
+        compared = [each for precision in PRECISION for each in compare_rows(rows, checkpointing, precision)]
         for what, theirs, best, ours in compared:
             cells = [what, cell(theirs), ""] + [cell(ours.get(way, {})) for way in (FIXED[checkpointing], "planned")]
             if theirs and best:
@@ -172,9 +174,9 @@ def draw(rows: dict[str, Row], file: Path) -> None:
     for row, axes in zip((("tokens_per_s", "tokens/s"), ("peak_GiB", "peak, GiB")), figure.subplots(2, 2), strict=True):
         for ax, (checkpointing, heading) in zip(axes, HEADINGS.items(), strict=True):
             for side, precision, place, color in SERIES:
-                compared = [pair for pair in pairs(rows, checkpointing, precision) if " of " not in pair[0]]
-                heights = [pair[place].get(row[0]) or float("nan") for pair in compared]
-                ax.plot([pair[0] for pair in compared], heights, "o-", color=color, label=side)
+                compared = [each for each in compare_rows(rows, checkpointing, precision) if " of " not in each[0]]
+                heights = [each[place].get(row[0]) or float("nan") for each in compared]
+                ax.plot([each[0] for each in compared], heights, "o-", color=color, label=side)
             ax.set(title=heading, xlabel="tokens", ylabel=row[1], ylim=(0, None))
             ax.grid(alpha=0.3)
             ax.legend(frameon=False)

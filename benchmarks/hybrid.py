@@ -235,8 +235,8 @@ def rule_errors(tokens: int, heads: tuple[int, int], dims: int) -> dict[str, flo
             out, states = rule.forward(rule.zero_state())
             rule.backward(states, dout.to(out.dtype), rule.zero_state())
         outs.append([out, *rule.inputs])
-    pairs = zip(("out", *DeltaInputs._fields), *outs, strict=True)
-    return {name: float(f"{float((a.double() - b).norm() / b.norm()):.2e}") for name, a, b in pairs}
+    named = zip(("out", *DeltaInputs._fields), *outs, strict=True)
+    return {name: float(f"{float((a.double() - b).norm() / b.norm()):.2e}") for name, a, b in named}
 
 
 def main() -> None:

@@ -191,8 +191,8 @@ def fixed_settings(chosen: Mapping[str, Any], num_layers: int, num_ranks: int) -
 def settings_from_layout(layout: Layout, num_heads: int) -> dict[str, Any]:
     """The settings of a configuration that describe `layout`."""
     keywords = {
-        argument: {value: keyword for keyword, value in pairs.items()}
-        for argument, pairs in _keyword_values(len(layout.kept), 0).items()
+        argument: {value: keyword for keyword, value in values.items()}
+        for argument, values in _keyword_values(len(layout.kept), 0).items()
     }
     values = {name: getattr(layout, argument) for name, argument in SETTINGS.items()}
     settings = {name: keywords.get(SETTINGS[name], {}).get(value, value) for name, value in values.items()}

@@ -409,8 +409,8 @@ class ChatTemplate:
         if not self.hf.is_fast:
             return 0
         encoded = [self.hf(text, add_special_tokens=False, return_offsets_mapping=True) for text in (one, other)]
-        pairs = zip(*(each["input_ids"][:: -1 if at_end else 1] for each in encoded), strict=False)
-        count = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        aligned = zip(*(each["input_ids"][:: -1 if at_end else 1] for each in encoded), strict=False)
+        count = sum(1 for _ in itertools.takewhile(lambda ids: ids[0] == ids[1], aligned))
         offsets = encoded[0]["offset_mapping"]
         if not count:
             return 0

@@ -216,5 +216,5 @@ def is_blank(answer: Any) -> bool:
 
 def count_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return how many items both sequences start with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    numbered = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in numbered if a != b), min(len(one), len(other)))

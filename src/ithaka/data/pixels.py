@@ -154,8 +154,8 @@ class ImageReader:
         if medium.kind == "image":
             return self.images(images=[_open_image(medium.source)], return_tensors="pt")["pixel_values"]
         videos = self.processor.video_processor
-        pair, (height, width) = videos.temporal_patch_size, (videos.patch_size * n for n in medium.grid[1:])
-        frames = read_frames(medium.source, medium.frames[steps[0] * pair : (steps[-1] + 1) * pair])
+        per_step, (height, width) = videos.temporal_patch_size, (videos.patch_size * n for n in medium.grid[1:])
+        frames = read_frames(medium.source, medium.frames[steps[0] * per_step : (steps[-1] + 1) * per_step])
         # Resized here: the processor's size depends on the number of frames.
         resized = _TorchTransforms.resize(videos, frames[None], SizeDict(height=height, width=width))[0]
         options = {"do_resize": False, "do_sample_frames": False, "do_convert_rgb": False}

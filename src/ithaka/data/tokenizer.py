@@ -81,7 +81,7 @@ class Tokenizer:
             list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False,
             verbose=False, truncation=False, padding=False,
         )  # fmt: skip
-        pairs = []
+        documents = []
         for i, (ranges, chars) in enumerate(zip(trained, starts, strict=True)):
             ids = np.asarray(encoded["input_ids"][i], dtype=np.int32)
             if not encoded.is_fast and ranges is not None:
@@ -93,8 +93,8 @@ class Tokenizer:
                 [] if not encoded.is_fast else [_first_token(encoded.encodings[i], char) for char in each]
                 for each in (chain(*(ranges or ())), chars)
             )
-            pairs.append((ids if ranges is None else _mask_outside(ids, edges), indices))
-        return pairs
+            documents.append((ids if ranges is None else _mask_outside(ids, edges), indices))
+        return documents
 
     def decode(self, ids: Any) -> str:
         """Return the text, special tokens included."""
@@ -121,15 +121,15 @@ class ByteTokenizer(Tokenizer):
     def encode_documents(
         self, texts: Sequence[str], trained: Sequence[TrainedRanges], starts: Sequence[Sequence[int]]
     ) -> list[tuple[np.ndarray, list[int]]]:
-        pairs = []
+        documents = []
         for text, ranges, chars in zip(texts, trained, starts, strict=True):
             ids = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
             edges, indices = (
                 list(accumulate(len(text[low:high].encode()) for low, high in pairwise([0, *each])))
                 for each in (chain(*(ranges or ())), chars)
             )
-            pairs.append((ids if ranges is None else _mask_outside(ids, edges), indices))
-        return pairs
+            documents.append((ids if ranges is None else _mask_outside(ids, edges), indices))
+        return documents
 
 
 def _mask_outside(ids: np.ndarray, edges: Sequence[int]) -> np.ndarray:

@@ -146,8 +146,8 @@ class DeltaLayer(GeneralLayer):
             graph = saved.projection_graphs.popleft() if saved.projection_graphs else None
             if graph is None:
                 _, graph = self._capture_with_graph(x_tD, arguments)
-            pairs = [(edge, d[rows]) for edge, d in zip(graph.edges, douts, strict=True) if edge is not None]
-            (dx_tD,) = self._tile_backward(pairs, [graph.x_tD], graph.arguments, saved, rows, grads)
+            edges_and_grads = [(edge, d[rows]) for edge, d in zip(graph.edges, douts, strict=True) if edge is not None]
+            (dx_tD,) = self._tile_backward(edges_and_grads, [graph.x_tD], graph.arguments, saved, rows, grads)
             dy_sD[rows] += dx_tD[h:]
             inside = min(h, rows.start)  # tokens of the halo that are on this rank
             dy_sD[rows.start - inside : rows.start] += dx_tD[h - inside : h]

@@ -144,8 +144,8 @@ def dequantize(packed: Tensor, layout: Format, into: Tensor) -> None:
         chunks = zip(matrix.split(CHUNK_ROWS * ROW), matrix_rows.split(CHUNK_ROWS), strict=True)
         for out, rows in chunks:
             codes = rows[:, :SCALES_AT]
-            pairs = torch.stack((codes >> 4, codes & 15), -1).view(-1, layout.block)
-            values = _table(layout.codes, rows.device)[pairs.int()] * _row_scales(rows, layout).reshape(-1, 1)
+            indices = torch.stack((codes >> 4, codes & 15), -1).view(-1, layout.block)
+            values = _table(layout.codes, rows.device)[indices.int()] * _row_scales(rows, layout).reshape(-1, 1)
             out.copy_(values.view(-1)[: len(out)])
 
 
@@ -275,7 +275,7 @@ if triton is not None:
         row, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
         byte = part * (PART // 2) + tl.arange(0, PART // 2)
         codes = tl.load(packed + row * BYTES + byte)
-        pairs = tl.interleave(tl.load(table + (codes >> 4).to(tl.int32)), tl.load(table + (codes & 15).to(tl.int32)))
+        unscaled = tl.interleave(tl.load(table + (codes >> 4).to(tl.int32)), tl.load(table + (codes & 15).to(tl.int32)))
         BLOCK: tl.constexpr = 32 if KIND == 2 else 64
         block = part * (PART // BLOCK) + tl.arange(0, PART // BLOCK)
         if KIND == 0:
@@ -287,7 +287,7 @@ if triton is not None:
                 scales = tl.load(dynamic + scale_bytes.to(tl.int32)) * tl.load(at) + tl.load(at + 1)
             else:
                 scales = (scale_bytes.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        values = tl.reshape(pairs, (PART // BLOCK, BLOCK)) * scales[:, None]
+        values = tl.reshape(unscaled, (PART // BLOCK, BLOCK)) * scales[:, None]
         at = row % num_rows * ROW + part * PART + tl.arange(0, PART)
         into += row // num_rows * count
         tl.store(into + at, tl.reshape(values, (PART,)).to(into.dtype.element_ty), at < count)

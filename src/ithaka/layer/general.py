@@ -193,12 +193,12 @@ class GeneralLayer(LayerSchedule):
                 with self.experts.repeat_tile(saved.chosen, self.parts.skips_experts):
                     graph = self._finish_with_graph(x_tD, self._join_heads(outs_ctnK), saved.positions.tile(rows))
             x_tD, out_tHK, arguments, y_tD, router_logits = graph
-            pairs = [(y_tD, dy_sD[rows])]
+            outputs_and_grads = [(y_tD, dy_sD[rows])]
             if saved.routing is not None and saved.routing.grad_E is not None:
                 with torch.enable_grad():
-                    pairs += [saved.routing.output_and_grad(logits_tE, rows) for logits_tE in router_logits]
+                    outputs_and_grads += [saved.routing.output_and_grad(logits_tE, rows) for logits_tE in router_logits]
             with self.experts.add_grads_to(grads, is_only_tile=len(x_tD) == len(dy_sD)):
-                dx_tD, dout_tHK = self._tile_backward(pairs, [x_tD, out_tHK], arguments, saved, rows, grads)
+                dx_tD, dout_tHK = self._tile_backward(outputs_and_grads, [x_tD, out_tHK], arguments, saved, rows, grads)
             saved.dout_sHK[rows], dy_sD[rows] = dout_tHK, dx_tD  # dout may alias dy
 
     def _output_grad(self, stage: Stage, saved: Any, dy_sD: Tensor) -> Tensor:
@@ -223,24 +223,24 @@ class GeneralLayer(LayerSchedule):
             ]
             if saved.dsinks_H is not None and rows.start == 0:
                 douts.append(saved.dsinks_H.to(saved.sinks_H.dtype))
-            pairs = [(edge, d) for edge, d in zip(graph.edges, douts, strict=False) if edge is not None]
-            (dx_tD,) = self._tile_backward(pairs, [graph.x_tD], graph.arguments, saved, rows, grads)
+            edges_and_grads = [(edge, d) for edge, d in zip(graph.edges, douts, strict=False) if edge is not None]
+            (dx_tD,) = self._tile_backward(edges_and_grads, [graph.x_tD], graph.arguments, saved, rows, grads)
             dy_sD[rows] += dx_tD
 
     def _tile_backward(
         self,
-        pairs: Sequence[tuple[Any, Tensor]],
+        outputs_and_grads: Sequence[tuple[Any, Tensor]],
         inputs: list[Tensor],
         arguments: Arguments,
         saved: Any,
         rows: slice,
         grads: GradSum,
     ) -> tuple[Tensor, ...]:
-        """Return the gradients of `inputs`, given pairs of an output and its gradient. Add the gradients of parameters
-        and of the layer's arguments to `grads`."""
+        """Return the gradients of `inputs`, given each output (or its edge) with its gradient. Add the gradients
+        of parameters and of the layer's arguments to `grads`."""
         params = [param for param in self.layer.parameters() if param.requires_grad]
         leaves = [leaf for _, leaf in arguments.trained]
-        outputs, douts = zip(*pairs, strict=True)
+        outputs, douts = zip(*outputs_and_grads, strict=True)
         found = torch.autograd.grad(outputs, [*inputs, *leaves, *params], douts, allow_unused=True)
         for param, grad in zip(params, found[len(inputs) + len(leaves) :], strict=True):
             grads.add(param, grad)

@@ -203,7 +203,9 @@ class LayerSchedule:
 
     def forward(self, x_sD: Tensor, saved: SavedActivations) -> Tensor:
         policy = saved.policy
-        outputs = [StageOutput(*(self.store.keep(t, policy.attention) for t in pair)) for pair in self._attend(saved)]
+        outputs = [
+            StageOutput(*(self.store.keep(t, policy.attention) for t in out_lse)) for out_lse in self._attend(saved)
+        ]
         if policy.attention is not None:
             saved.outputs = outputs
         with phase("mlp"):
@@ -266,7 +268,9 @@ class LayerSchedule:
     def _take_outputs(self, saved: SavedActivations) -> deque[StageOutput]:
         """Return the saved outputs of attention, or recompute them."""
         if not saved.outputs:
-            return deque(StageOutput(*(self.store.keep(t, "device") for t in pair)) for pair in self._attend(saved))
+            return deque(
+                StageOutput(*(self.store.keep(t, "device") for t in out_lse)) for out_lse in self._attend(saved)
+            )
         outputs, saved.outputs = deque(saved.outputs), []
         return outputs
 

@@ -258,8 +258,8 @@ def _raise_if_ranks_differ(calls: list[dict[str, Any]], cp: int) -> None:
     for b, call in enumerate(calls[1:], 1):
         inputs = [name for name in call if name not in MODES]
         for a, names, message in ((b - b % cp, inputs, same_batch), (0, MODES, same_modes)):
-            pairs = [(name, calls[a][name], call[name]) for name in names]
-            differences = [f"{name}: {x} on rank {a}, {y} on rank {b}" for name, x, y in pairs if x != y]
+            values = [(name, calls[a][name], call[name]) for name in names]
+            differences = [f"{name}: {x} on rank {a}, {y} on rank {b}" for name, x, y in values if x != y]
             if differences:
                 raise ConfigError(message.format(a, b, "; ".join(differences)))
 

@@ -140,7 +140,7 @@ def token_dims(model: PreTrainedModel, name: str, long: Any, short: Any) -> tupl
     (leaves, tree_spec), (others, other_spec) = (pytree.tree_flatten(call[1:]) for call in (long, short))
     if tree_spec != other_spec:
         raise refusal(model, f"passes different arguments to {name} for different lengths")
-    return tuple(_token_dim(model, name, *pair) for pair in zip(leaves, others, strict=True))
+    return tuple(_token_dim(model, name, *both) for both in zip(leaves, others, strict=True))
 
 
 def _token_dim(model: PreTrainedModel, name: str, long: Any, short: Any) -> int | None:

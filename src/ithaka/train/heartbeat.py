@@ -210,8 +210,8 @@ class PhaseTracker(Listener):
         if self._full_pause < math.inf:
             pauses[ATTENTION] = max(pauses[ATTENTION], self._full_pause)
         self.warm = True
-        pairs, self._attention = [pair for pair in self._attention if len(pair) == 2], []
-        return sum(self._timeline.seconds(*pair) for pair in pairs), list(pauses.values())
+        intervals, self._attention = [each for each in self._attention if len(each) == 2], []
+        return sum(self._timeline.seconds(*interval) for interval in intervals), list(pauses.values())
 
 
 class Heartbeat:
