@@ -45,10 +45,10 @@ class LocalDocs:
     def __init__(self, starts: Sequence[int], first: int, num_tokens: int, halo: int, device: Any) -> None:
         """`starts`: cumulative starts of the sequence's documents, (0, ..., S). `first`: this rank's first token."""
         inside = [start - first for start in starts[:-1] if first - halo < start < first + num_tokens]
-        self.starts, self._starts = [start for start in inside if start >= 0], inside
+        self.starts, self._starts_with_halo = [start for start in inside if start >= 0], inside
         self.halo, self.num_tokens = halo, num_tokens
-        self.continued = 0 not in inside  # the first document started on an earlier rank
-        self.continues = first + num_tokens not in starts  # the last document continues on the next rank
+        self.begins_earlier = 0 not in inside  # the first document, on an earlier rank
+        self.ends_later = first + num_tokens not in starts  # the last document, on a later rank
         tokens = torch.arange(first - halo, first + num_tokens)
         ids = torch.bucketize(tokens, torch.tensor(starts[:-1]), right=True)  # 0 before the sequence
         self._ids = ids.to(torch.int32).to(device)
@@ -58,7 +58,7 @@ class LocalDocs:
         return self._ids[first + self.halo : stop + self.halo]
 
     def has_start(self, rows: slice) -> bool:
-        return any(rows.start <= start < rows.stop for start in self._starts)
+        return any(rows.start <= start < rows.stop for start in self._starts_with_halo)
 
 
 class DeltaInputs(NamedTuple):

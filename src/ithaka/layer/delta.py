@@ -37,7 +37,8 @@ class DeltaActivations(GeneralActivations):
 
 @dataclass(eq=False, repr=False)
 class DeltaLayer(GeneralLayer):
-    """Its head table has one stage on one rank. A stage's second output is the states before each segment of tokens."""
+    """Heads are not exchanged: the head table is that of a single rank, with one stage. In place of lse, it saves the
+    states before each segment of tokens."""
 
     saved_type = DeltaActivations
     num_projected = 5
@@ -55,7 +56,7 @@ class DeltaLayer(GeneralLayer):
         with phase("attention"):
             state_HKV = rule.zero_state()
             if self.group.size() > 1:
-                summary_HKX = rule.summarize() if rule.docs.continues else None
+                summary_HKX = rule.summarize() if rule.docs.ends_later else None
                 for summary in self._gather_summaries(rule, summary_HKX)[: self.rank]:
                     state_HKV = _apply_map(summary, state_HKV)
             out_sHV, states = rule.forward(state_HKV)
@@ -71,7 +72,7 @@ class DeltaLayer(GeneralLayer):
         with phase("attention"):
             dstate_HKV = rule.zero_state()
             if self.group.size() > 1:
-                summary_HKX = rule.summarize_grad(dout_sHV) if rule.docs.continued else None
+                summary_HKX = rule.summarize_grad(dout_sHV) if rule.docs.begins_earlier else None
                 for summary in self._gather_summaries(rule, summary_HKX)[self.rank + 1 :].flip(0):
                     dstate_HKV = _apply_map(summary, dstate_HKV)
             rule.backward(states, dout_sHV, dstate_HKV)  # inputs become their gradients
@@ -89,7 +90,7 @@ class DeltaLayer(GeneralLayer):
         return DeltaRule(DeltaInputs(*inputs), self._local_docs(docs, inputs[0]), spec.normalizes)
 
     def _gather_summaries(self, rule: DeltaRule, summary_HKX: Tensor | None) -> Tensor:
-        """The maps of all ranks, [c, H, K, X]. Those that no other rank needs are 0."""
+        """Return the maps of all ranks, [c, H, K, X]; zeros for those that no other rank needs."""
         if summary_HKX is None:
             zeros = rule.zero_state()
             summary_HKX = F.pad(zeros, (zeros.shape[-2], 0))
@@ -109,7 +110,7 @@ class DeltaLayer(GeneralLayer):
         return docs.local[h]
 
     def _gather_halo(self, x_sD: Tensor) -> Tensor:
-        """The last tokens of the ranks before; zeros before the sequence."""
+        """Return the last tokens of the ranks before; zeros before the sequence."""
         tail_tD = x_sD.detach()[-self._num_halo :].contiguous()
         before_tD = tail_tD[:0]
         if self.group.size() > 1:
@@ -143,8 +144,9 @@ class DeltaLayer(GeneralLayer):
         (douts,), h = head_grads, self._num_halo
         dhalo_hD = torch.zeros_like(saved.halo_hD)
         for rows, x_tD, arguments in self._project_tiles(saved):
-            graph = saved.projection_graphs.popleft() if saved.projection_graphs else None
-            if graph is None:
+            if saved.projection_graphs:
+                graph = saved.projection_graphs.popleft()
+            else:
                 _, graph = self._capture_with_graph(x_tD, arguments)
             edges_and_grads = [(edge, d[rows]) for edge, d in zip(graph.edges, douts, strict=True) if edge is not None]
             (dx_tD,) = self._tile_backward(edges_and_grads, [graph.x_tD], graph.arguments, saved, rows, grads)
@@ -161,7 +163,7 @@ def _apply_map(map_HKX: Tensor, state_HKV: Tensor) -> Tensor:
 
 
 def _gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The tensors of all ranks, [c, ...]."""
+    """Return the tensors of all ranks, [c, ...]."""
     gathered = own.new_empty(group.size(), *own.shape)
     all_gather(gathered.flatten(0, 1), own, group=group)
     return gathered

@@ -103,19 +103,19 @@ class ExpertBlock:
         self.is_only_tile = True  # in the layer's backward
         self.skips_output = False  # return zeros, because nothing needs the output
         self.chosen_tk: Tensor | None = None  # in the last call
-        self.ends_E = torch.empty(0)
+        self.ends_E = torch.empty(0)  # where each expert's rows end, in the last call
 
     def __call__(self, x_tD: Tensor, expert_tk: Tensor, weight_tk: Tensor) -> Tensor:
         self.chosen_tk = expert_tk
         with torch.autocast(x_tD.device.type, enabled=False):
-            tensors = [t for linear in self.maps() for t in linear.tensors]
+            tensors = [t for linear in self.linears() for t in linear.tensors]
             return _ExpertsFunction.apply(x_tD, expert_tk, weight_tk, self, *tensors)
 
-    def maps(self) -> tuple[GroupedLinear, GroupedLinear]:
+    def linears(self) -> tuple[GroupedLinear, GroupedLinear]:
         """The two linear maps, read again in every pass: FSDP2 replaces parameters, and PEFT switches adapters."""
-        return self._map("gate_up_proj" if self.experts.has_gate else "up_proj"), self._map("down_proj")
+        return self._linear("gate_up_proj" if self.experts.has_gate else "up_proj"), self._linear("down_proj")
 
-    def _map(self, name: str) -> GroupedLinear:
+    def _linear(self, name: str) -> GroupedLinear:
         experts: Any = self.experts
         base = GroupedLinear(getattr(experts, name), getattr(experts, f"{name}_bias", None), experts.is_transposed)
         wrapper: Any = self.adapters.get(name)
@@ -131,7 +131,7 @@ class ExpertBlock:
 class _ExpertsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_tD, expert_tk, weight_tk, block, *tensors):
-        (up, down), wide = block.maps(), sum_dtype(x_tD.dtype)
+        (up, down), wide = block.linears(), sum_dtype(x_tD.dtype)
         rows, inputs_tD = Rows.sort(expert_tk, block.num_experts), x_tD.to(up.weight.dtype)
         block.ends_E = rows.ends_E
         weight_n = rows.take(weight_tk.to(sum_dtype(weight_tk.dtype)))
@@ -148,8 +148,8 @@ class _ExpertsFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy_tD):
-        (up, down), own = ctx.block.maps(), GradSum()
-        grads, is_only_tile = (own, True) if ctx.block.grads is None else (ctx.block.grads, ctx.block.is_only_tile)
+        (up, down), returned = ctx.block.linears(), GradSum()
+        grads, is_only_tile = (returned, True) if ctx.block.grads is None else (ctx.block.grads, ctx.block.is_only_tile)
         rows, inputs_tD, weight_n, h_nF = ctx.kept
         ctx.kept = None  # h is overwritten
         dy_nD = dy_tD.to(inputs_tD.dtype)[rows.token_n]
@@ -167,7 +167,7 @@ class _ExpertsFunction(torch.autograd.Function):
             if down.bias_EN.requires_grad:
                 weight_tE = _spread(expert_tk, weight_tk.to(wide), len(down.bias_EN))
                 grads.add(down.bias_EN, weight_tE.t() @ dy_tD)
-        return dx_tD, None, dweight_tk.to(ctx.dtypes[1]), None, *map(own.take_rounded, ctx.tensors)
+        return dx_tD, None, dweight_tk.to(ctx.dtypes[1]), None, *map(returned.take_rounded, ctx.tensors)
 
 
 def _spread(expert_tk: Tensor, weight_tk: Tensor, num_experts: int) -> Tensor:
@@ -180,22 +180,22 @@ class _Replay(TorchFunctionMode):
 
     def __init__(self, chosen_tk: Tensor, num_experts: int) -> None:
         super().__init__()
-        self.chosen_tk, self.num_experts, self.num_answers = chosen_tk, num_experts, 0
+        self.chosen_tk, self.num_experts, self.num_replays = chosen_tk, num_experts, 0
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function in (torch.topk, Tensor.topk):
             scores, k = args[0], kwargs["k"] if "k" in kwargs else args[1]
             if scores.shape[-1] == self.num_experts and k == self.chosen_tk.shape[1]:
-                self.num_answers += 1
+                self.num_replays += 1
                 chosen = self.chosen_tk.view(*scores.shape[:-1], k)
                 return torch.return_types.topk((scores.gather(-1, chosen), chosen))
         return function(*args, **kwargs)
 
 
 class LayerExperts:
-    """The experts of a decoder layer, in the three passes over a tile. Does nothing for a layer without experts, or
-    with experts that do not have transformers' standard layout: those stay a black box."""
+    """The experts of a decoder layer in forward, recomputation and backward of a tile. Does nothing for a layer without
+    experts, or with experts that do not have transformers' standard layout: those run as they do in transformers."""
 
     def __init__(self, layer: nn.Module, replaces: bool = True) -> None:
         found = [module for module in layer.modules() if is_expert_module(module)] if replaces else []
@@ -205,7 +205,7 @@ class LayerExperts:
         if self.block is not None:
             found[0].forward = self.block
         self.given_sk: Tensor | None = None  # the choices for this rank's tokens, if the user passed them
-        self.counts_E: Tensor | None = None  # rows of each expert in training since `take_counts`
+        self.counts_E: Tensor | None = None  # rows of each expert, in training, since `take_counts`
 
     def restore(self) -> None:
         if self.block is not None:
@@ -216,7 +216,7 @@ class LayerExperts:
         """Run a tile, and append its choices to `chosen`."""
         with self._choose(None if self.given_sk is None else self.given_sk[rows]) as replay:
             yield
-        if replay is not None and not replay.num_answers:
+        if replay is not None and not replay.num_replays:
             k = replay.chosen_tk.shape[1]
             raise ValueError(f"expert_indices has {k} experts per token; use as many as the router chooses")
         if self.block is not None and self.block.chosen_tk is not None:
@@ -226,7 +226,7 @@ class LayerExperts:
                 self.counts_E = counts_E if self.counts_E is None else self.counts_E + counts_E
 
     def take_counts(self) -> Tensor | None:
-        """Return the tokens per expert since the last call, and reset them; None if there are none."""
+        """Return the rows of each expert since the last call, and reset them; None if no tile ran in training."""
         counts_E, self.counts_E = self.counts_E, None
         return counts_E
 

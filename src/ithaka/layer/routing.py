@@ -30,7 +30,7 @@ class Routing:
     grad_E: Tensor | None = None  # gradient of every token's probabilities; None until the loss's backward
 
     def start_call(self, real_s: Tensor) -> "Routing":
-        """The sums of a new call. Those of earlier ones may still be needed by their backward."""
+        """Return empty sums for a new call. Earlier ones are kept, because their backward may still need them."""
         return replace(self, real_s=real_s, sums_2E=None, num_rows=None, grad_E=None)
 
     def find_routers(self, layer: nn.Module) -> list[nn.Module]:
@@ -47,13 +47,13 @@ class Routing:
         self.num_rows = real_t1.sum() if self.num_rows is None else self.num_rows + real_t1.sum()
 
     def output_and_grad(self, logits_tE: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """The probabilities of a tile, with their graph, and their gradient."""
+        """Return the probabilities of a tile, with their graph, and their gradient."""
         assert self.real_s is not None and self.grad_E is not None
         probs_tE = logits_tE.softmax(-1)
         return probs_tE, (self.real_s[rows, None] * self.grad_E).to(probs_tE.dtype)
 
     def mean_loss(self) -> Tensor:
-        """The loss of the tokens of this rank alone, without the coefficient."""
+        """Return the loss of this rank's tokens alone, without the coefficient."""
         assert self.sums_2E is not None and self.num_rows is not None
         choices_E, probs_E = self.sums_2E / self.num_rows
         return len(choices_E) * (choices_E * probs_E).sum()

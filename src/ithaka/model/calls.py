@@ -69,6 +69,8 @@ TRUSTED_MODULES = ("ithaka.", "torch.distributed.", "transformers.utils.output_c
 
 @dataclass(frozen=True)
 class CheckedCall:
+    """A call that passed all checks on every rank, and this rank's share of its inputs."""
+
     mesh: Mesh
     share: Share
     shape: torch.Size  # of input_ids
@@ -118,15 +120,15 @@ class CallChecker:
         return (self._make_call(named, inputs, *totals),), {}
 
     def _read_call(self, model: Any, named: dict[str, Any]) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
-        """What this rank needs of its call, (valid labels, positions, frames), and what must agree between ranks."""
+        """Return this rank's inputs, the numbers of valid labels, positions and frames, and the call's fingerprint."""
         tensors, items = _parse_arguments(**named)
         fingerprint = _fingerprint_call(tensors, items, named) if self.mesh.world_size > 1 else {}
         if "parents" in tensors and (reason := why_no_parents(model)):
             raise ValueError(f"parents is not supported {reason}; leave it out, and pass each branch as a row")
         share = shard_batch(tensors, find_decoder(model).embed_tokens.num_embeddings, self.mesh)
         shape, chosen_sLk = tensors["input_ids"].shape, None
-        if (given := named.get("expert_indices")) is not None:
-            chosen_sLk = _shard_expert_indices(model, given, shape, share, self.mesh)
+        if (indices := named.get("expert_indices")) is not None:
+            chosen_sLk = _shard_expert_indices(model, indices, shape, share, self.mesh)
         return (share, shape, items, chosen_sLk), (share.num_valid, share.num_positions, 0), fingerprint
 
     def _make_call(self, named: dict[str, Any], inputs: Any, num_tokens: int, num_positions: int, _: int) -> Any:
@@ -136,7 +138,7 @@ class CallChecker:
         return CheckedCall(self.mesh, share, shape, num_tokens, num_positions, divisor, *options, chosen_sLk)
 
     def _bind_arguments(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """All arguments by name. Positional ones have the order of transformers' forward."""
+        """Return all arguments by name. Positional ones have the order of transformers' forward."""
         named = dict(zip(self.names, args, strict=False))
         twice = sorted(named.keys() & kwargs.keys())
         if twice or len(args) > len(named):
@@ -154,8 +156,8 @@ class CallChecker:
                 )
 
     def _agree(self, report: Report) -> tuple[int, int, int]:
-        """Number of valid labels, positions and frames in the global batch, without a device sync. Raises on all ranks
-        or on none."""
+        """Return the numbers of valid labels, positions and frames in the global batch. Raises on all ranks or on none.
+        Does not synchronize with the device."""
         reports, cp = gather_objects(report), self.mesh.cp_size
         raise_first([error for error, *_ in reports])
         _raise_if_ranks_differ([fingerprint for _, fingerprint, *_ in reports], cp)
@@ -167,7 +169,7 @@ class CallChecker:
 
 
 def _parse_arguments(input_ids: Any = None, **named: Any) -> tuple[dict[str, Tensor], float | None]:
-    """The tensors among the arguments, on the host, where documents are read, and num_items_in_batch."""
+    """Return the tensors among the arguments, on the host, where documents are read, and num_items_in_batch."""
     for name in named.keys() - {*ARGUMENTS, *KERNEL_ARGUMENTS}:
         value, no_effect = named[name], name == "return_dict"  # use_cache=False and return_dict=True change nothing
         if value is not None and (isinstance(value, Tensor) or value != no_effect):
@@ -199,26 +201,26 @@ def why_no_parents(model: Any) -> str:
     return next(filter(None, (layer.forward.no_parents for layer in find_layers(model))), "")
 
 
-def _shard_expert_indices(model: Any, given: Tensor, shape: torch.Size, share: Share, mesh: Mesh) -> Tensor:
+def _shard_expert_indices(model: Any, indices: Tensor, shape: torch.Size, share: Share, mesh: Mesh) -> Tensor:
     """Return the experts that this rank's tokens must choose in each layer, [s, L, k], from [B, N, L, k]."""
-    if not isinstance(given, Tensor):
-        raise TypeError(f"expert_indices is {type(given).__name__}; pass a tensor")
+    if not isinstance(indices, Tensor):
+        raise TypeError(f"expert_indices is {type(indices).__name__}; pass a tensor")
     blocks = [layer.forward.experts.block for layer in find_layers(model)]
     num_experts = min((block.num_experts for block in blocks if block is not None), default=0)
     if not num_experts:
         raise TypeError("expert_indices was passed, but no layer has experts that can replay them; leave it out")
     wanted = (*shape, len(blocks))
-    if given.shape[:-1] != wanted or given.is_floating_point():
+    if indices.shape[:-1] != wanted or indices.is_floating_point():
         rule = f"pass integers of shape {(*wanted, 'experts per token')}, with an entry for every layer"
-        raise ValueError(f"expert_indices has shape {tuple(given.shape)} and dtype {given.dtype}; {rule}")
-    if given.min() < 0 or given.max() >= num_experts:
-        found = f"{int(given.min())} to {int(given.max())}"
+        raise ValueError(f"expert_indices has shape {tuple(indices.shape)} and dtype {indices.dtype}; {rule}")
+    if indices.min() < 0 or indices.max() >= num_experts:
+        found = f"{int(indices.min())} to {int(indices.max())}"
         raise ValueError(f"expert_indices has values from {found}; use 0 to {num_experts - 1}")
-    return select_own_tokens(given.flatten(0, 1).to("cpu", torch.int16), mesh, share.docs.sharding, 0).to(mesh.device)
+    return select_own_tokens(indices.flatten(0, 1).to("cpu", torch.int16), mesh, share.docs.sharding, 0).to(mesh.device)
 
 
 def _documents_from_lengths(ends: Tensor, input_ids: Tensor) -> Tensor:
-    """document_ids from FlashAttention's cumulative lengths, which cover all rows."""
+    """Return document_ids from FlashAttention's cumulative lengths, which cover all rows."""
     lengths = ends.cpu().diff()
     if int(lengths.sum()) != input_ids.numel():
         raise ValueError(
@@ -228,7 +230,7 @@ def _documents_from_lengths(ends: Tensor, input_ids: Tensor) -> Tensor:
 
 
 def _fingerprint_call(tensors: dict[str, Tensor], items: float | None, named: dict[str, Any]) -> dict[str, Any]:
-    """Argument -> shape and hash, or value: equal on two ranks only if the arguments are."""
+    """Return the shape and hash of each tensor argument, or its value: equal on two ranks only if the arguments are."""
     fingerprint: dict[str, Any] = dict.fromkeys((*INPUTS, "expert_indices"), "not passed")
     if isinstance(experts := named.get("expert_indices"), Tensor):
         tensors = tensors | {"expert_indices": experts.cpu()}
@@ -245,7 +247,7 @@ def _fingerprint_call(tensors: dict[str, Tensor], items: float | None, named: di
 
 
 def _raise_if_ranks_differ(calls: list[dict[str, Any]], cp: int) -> None:
-    """Ranks of a cp group must have the same batch, and all ranks the same MODES."""
+    """Raise ConfigError unless the ranks of each cp group have the same batch, and all ranks the same MODES."""
     same_batch = (
         "ranks {} and {} share a sequence but have different batches: {}. Pass the same batch on all ranks of a cp "
         "group: shard data by the data-parallel rank, not the global one, e.g. DistributedSampler(dataset, "

@@ -93,7 +93,7 @@ def read_call(model: PreTrainedModel, name: str, call: AttentionCall | DeltaCall
 def _read_mask(
     model: PreTrainedModel, name: str, call: AttentionCall, mask: PlaceholderMask
 ) -> tuple[int | None, int | None]:
-    """(window, chunk) of the mask: the candidate that equals it on pairs around every length in the configuration."""
+    """Return (window, chunk): the candidate that equals the mask around every length in the configuration."""
     window = call.options.get("sliding_window")
     sizes = [size for size in (window, mask.local_size) if size is not None]
     lengths = sorted({*sizes, *_config_lengths(find_decoder(model).config)})
@@ -123,13 +123,13 @@ def attends_to(rows: Tensor, keys: Tensor, window: int | None, chunk: int | None
 
 
 def _config_lengths(config: Any) -> set[int]:
-    """Every integer in the configuration that may be a number of tokens."""
+    """Return every number in the configuration that may be a number of tokens."""
     values = pytree.tree_leaves(config.to_dict())
     return {int(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool) and 1 < v <= FAR_POSITION}
 
 
 def _boundary_pairs(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Rows and keys around 0, every length and its multiples, and the far end."""
+    """Return rows and keys of query-key pairs around 0, every length and its multiples, and FAR_POSITION."""
     edges = {0, FAR_POSITION, *(m * length for length in lengths for m in (1, 2, 3))}
     rows = sorted({edge + d for edge in edges for d in (-1, 0, 1) if edge + d >= 0})
     pairs = set()
@@ -332,7 +332,7 @@ class _Probe:
         return self._gradients((y[0] if isinstance(y, tuple) else y)[0], x, [arguments])
 
     def _gradients(self, y: Tensor, x: Tensor, arguments: list[Arguments]) -> dict[str, Tensor | None]:
-        """The output and all gradients, by name. Those of arguments are joined along their tokens."""
+        """Return the output and all gradients, by name. Those of arguments are joined along their tokens."""
         params = {name: param for name, param in self.layer.named_parameters() if param.requires_grad}
         leaves = {i: [args.leaves[i] for args in arguments] for i in self.float_leaves}
         generator = torch.Generator().manual_seed(3)
@@ -355,7 +355,7 @@ def _join(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, Any]]:
 
 
 def plain_attention(q_SHK: Tensor, k_SGK: Tensor, v_SGK: Tensor, sinks_H: Tensor | None, spec: LayerSpec) -> Tensor:
-    """Differentiable attention of a few tokens, [S, H, K]."""
+    """Return differentiable attention of a few tokens, [S, H, K]."""
     repeat = spec.num_heads // spec.num_kv_heads
     k_SHK, v_SHK = (t.repeat_interleave(repeat, dim=1) for t in (k_SGK, v_SGK))
     scores_HSS = torch.einsum("ihk,jhk->hij", q_SHK, k_SHK) * spec.scale
