@@ -195,7 +195,7 @@ def _run_without_result(*inputs: Any) -> None:
 
 
 class LayerRuns:
-    """A layer's forward up to its attention call, and from there to its end, on some tokens."""
+    """Runs a layer's forward on some tokens: up to its attention call, or from there to its end."""
 
     def __init__(self, name: str, layer: nn.Module, spec: LayerSpec, compiles: bool = False) -> None:
         self.name, self.layer, self.spec, self.compiles = name, layer, spec, compiles
@@ -211,7 +211,7 @@ class LayerRuns:
         self.routers: list[nn.Module] = []
         self.router_index = 0  # where the logits are in a router's output
         self.router_logits: list[Tensor] = []
-        # The compiler removes them as dead code.
+        # Not if compiled: the compiler removes them as dead code.
         self.skipped = [_SkippedLinear(layer.get_submodule(path)) for path in spec.skippable if not compiles]
 
     def find_call(self, x_tD: Tensor, arguments: Arguments) -> AttentionCall | DeltaCall | None:
@@ -242,7 +242,7 @@ class LayerRuns:
             self.router_logits = []
             for router in self.routers:
                 stack.enter_context(router.register_forward_hook(self._record_router))
-            mask = ReplayingMask(out_tHK[..., : self.spec.v_head_dim].contiguous())  # as in transformers
+            mask = ReplayingMask(out_tHK[..., : self.spec.v_head_dim].contiguous())  # as transformers returns it
             if self.mixer:
                 stack.enter_context(self.mixer.replaying(mask.out_tHV))
             return self.run_2(self.layer, x_tD, *arguments.with_mask(mask), self.spec.forward)
@@ -257,6 +257,7 @@ class LayerRuns:
 
 
 def compute_like_autocast(x: Tensor) -> Any:
+    """Autocast to the dtype of x if it has 16 bits; otherwise, no autocast."""
     is_16_bit = x.dtype.itemsize == 2
     return torch.autocast(x.device.type, x.dtype if is_16_bit else torch.bfloat16, is_16_bit, cache_enabled=False)
 
