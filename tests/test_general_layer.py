@@ -1,11 +1,13 @@
 """Decoders on the general path: loss, logits and every gradient equal plain transformers, in fp64 throughout."""
 
 import copy
+import traceback
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ithaka
 from decoders import DECODERS, tiny_decoder
@@ -245,6 +247,37 @@ def test_logits_are_differentiable():
         return logits
 
     assert_equal(on_two_ranks("granite", squared))
+
+
+class TensorsFromTheHost(TorchDispatchMode):
+    """Counts calls of torch.tensor in layers. On a GPU, each would copy from the host and wait for the GPU."""
+
+    num_calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.lift_fresh.default:
+            ours = [frame.filename for frame in traceback.extract_stack() if "/ithaka/" in frame.filename]
+            self.num_calls += "/ithaka/layer/" in ours[-1]  # not in the exchanges of the tests' threads
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_layer_makes_its_indices_once():
+    """With sinks, in several stages and tiles."""
+    ids = random_ids(1, 20)
+
+    def work():
+        mesh = make_mesh(2)
+        model = tiny_decoder("gpt_oss", num_hidden_layers=1)
+        parallelize_model(model, mesh=mesh, layout=Layout(2, heads_per_stage=4, tile_tokens=5))
+        counts = []
+        for _ in range(2):
+            with TensorsFromTheHost() as found:
+                model(input_ids=ids, labels=ids).loss.backward()
+            counts.append(found.num_calls)
+        return counts
+
+    for first, second in on_threads(2, work):
+        assert first > 0 and second == 0
 
 
 def test_evaluation_keeps_no_graph():

@@ -9,7 +9,7 @@ Shapes as in layer/schedule.py; H query heads, G kv heads.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -68,6 +68,7 @@ class GeneralLayer(LayerSchedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._indices = dict[tuple[int, ...], Tensor]()
         self.runs = LayerRuns(self.name, self.layer, self.parts, self.layout.compile)
         self.experts = self.runs.experts
         if self.parts.delta is not None:
@@ -168,19 +169,20 @@ class GeneralLayer(LayerSchedule):
 
     def _sinks_backward(self, i: int, out_SnK: Tensor, dout_SnK: Tensor, lse_nS: Tensor, saved: Any) -> None:
         wide = lse_nS.dtype
-        sums_n = lse_nS.new_zeros(len(lse_nS))
+        sums_n, sinks_n1 = lse_nS.new_zeros(len(lse_nS)), self._own_sinks(saved, i).to(wide)
         for rows in tile_slices(len(out_SnK), self.layout.tile_tokens):
             d_tn = (out_SnK[rows].to(wide) * dout_SnK[rows]).sum(-1)
-            sums_n -= ((self._own_sinks(saved, i).to(wide) - lse_nS[:, rows]).exp() * d_tn.t()).sum(1)
-        heads_n = torch.tensor(self.table.stages[i].query_heads[self.rank], device=sums_n.device)
+            sums_n -= ((sinks_n1 - lse_nS[:, rows]).exp() * d_tn.t()).sum(1)
         if saved.dsinks_H is None:
             saved.dsinks_H = torch.zeros_like(saved.sinks_H, dtype=wide)
-        saved.dsinks_H.index_add_(0, heads_n.clamp(min=0), torch.where(heads_n < 0, 0, sums_n))
+        heads = {slot: head for slot, head in enumerate(self.table.stages[i].query_heads[self.rank]) if head >= 0}
+        own_n = sums_n[self._index(heads, sums_n)]
+        saved.dsinks_H.index_add_(0, self._index(heads.values(), sums_n), own_n)
 
     def _own_sinks(self, saved: Any, i: int) -> Tensor:
         """Return the sinks of this rank's heads in a stage, [n, 1]; empty slots have arbitrary values."""
-        heads = self.table.stages[i].query_heads[self.rank]
-        return saved.sinks_H[torch.tensor(heads, device=saved.sinks_H.device).clamp(min=0), None]
+        heads = flatten_heads((self.table.stages[i].query_heads[self.rank],))
+        return saved.sinks_H[self._index(heads, saved.sinks_H), None]
 
     # ---- backward
 
@@ -250,11 +252,19 @@ class GeneralLayer(LayerSchedule):
 
     # ---- heads: [s, H, K] in the model's order, and the slots of ranks and stages
 
+    def _index(self, heads: Iterable[int], like: Tensor) -> Tensor:
+        """Return heads or slots as an index on the device of `like`. Kept, because a copy from the host would wait for
+        the GPU."""
+        if (key := tuple(heads)) not in self._indices:
+            with torch.inference_mode(False):  # training may follow an evaluation
+                self._indices[key] = torch.tensor(key, device=like.device)
+        return self._indices[key]
+
     def _select_heads(self, t_sHK: Tensor, heads: Heads) -> Tensor:
         """Return some heads in exchange layout [c, s, n, K]. May alias its input."""
         order = flatten_heads(heads)
         if order != list(range(t_sHK.shape[1])):
-            t_sHK = t_sHK.index_select(1, torch.tensor(order, device=t_sHK.device))
+            t_sHK = t_sHK.index_select(1, self._index(order, t_sHK))
         return t_sHK.unflatten(1, (len(heads), -1)).transpose(0, 1).contiguous()
 
     def _join_heads(self, outs_ctnK: Sequence[Tensor]) -> Tensor:
@@ -262,17 +272,16 @@ class GeneralLayer(LayerSchedule):
         outs_tcnK = [out.transpose(0, 1) for out in outs_ctnK]
         joined_tNK = (outs_tcnK[0] if len(outs_tcnK) == 1 else torch.cat(outs_tcnK, dim=2)).flatten(1, 2)
         slots = self._query_slots
-        return joined_tNK if slots is None else joined_tNK.index_select(1, slots.to(joined_tNK.device))
+        return joined_tNK if slots is None else joined_tNK.index_select(1, self._index(slots, joined_tNK))
 
     @cached_property
-    def _query_slots(self) -> Tensor | None:
+    def _query_slots(self) -> list[int] | None:
         """For each query head, its slot among those of all ranks and stages; None if they are the same."""
         order = [head for rank_heads in self.query_heads for head in rank_heads]
         slots = [order.index(head) for head in range(self.parts.num_heads)]
-        return None if slots == list(range(len(order))) else torch.tensor(slots)
+        return None if slots == list(range(len(order))) else slots
 
-    @staticmethod
-    def _sum_heads(ds_ctnK: Sequence[Tensor], heads: Heads, num_heads: int) -> Tensor:
+    def _sum_heads(self, ds_ctnK: Sequence[Tensor], heads: Heads, num_heads: int) -> Tensor:
         """Sum the gradients of slots by head, [t, H, K]. A kv head may have several slots; empty slots have zeros."""
         ds_tcnK = [d.transpose(0, 1) for d in ds_ctnK]
         d_tNK = (ds_tcnK[0] if len(ds_tcnK) == 1 else torch.cat(ds_tcnK, dim=2)).flatten(1, 2)
@@ -280,7 +289,7 @@ class GeneralLayer(LayerSchedule):
         if order == list(range(num_heads)):
             return d_tNK
         sums_tHK = d_tNK.new_zeros(len(d_tNK), num_heads, d_tNK.shape[-1], dtype=sum_dtype(d_tNK.dtype))
-        sums_tHK.index_add_(1, torch.tensor(order, device=d_tNK.device), d_tNK.to(sums_tHK.dtype))
+        sums_tHK.index_add_(1, self._index(order, d_tNK), d_tNK.to(sums_tHK.dtype))
         return sums_tHK
 
     def _staged_attention(self, docs: Docs) -> StagedAttention:
