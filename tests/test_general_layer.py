@@ -57,6 +57,12 @@ CASES = {  # family, changes to its configuration, layout, inputs
         Layout(4, ring=2, heads_per_stage=4, tile_tokens=4),
         documents("document_ids"),
     ),
+    "sinks, a stage without heads on one rank": (
+        "gpt_oss",
+        {"num_hidden_layers": 1, "num_attention_heads": 3, "num_key_value_heads": 1},
+        Layout(2, heads_per_stage=2, tile_tokens=7),
+        {},
+    ),
     "softcap of scores and logits, everything kept": (
         "gemma2",
         {"num_hidden_layers": 2},

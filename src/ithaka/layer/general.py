@@ -257,7 +257,7 @@ class GeneralLayer(LayerSchedule):
         the GPU."""
         if (key := tuple(heads)) not in self._indices:
             with torch.inference_mode(False):  # training may follow an evaluation
-                self._indices[key] = torch.tensor(key, device=like.device)
+                self._indices[key] = torch.tensor(key, dtype=torch.long, device=like.device)  # also if empty
         return self._indices[key]
 
     def _select_heads(self, t_sHK: Tensor, heads: Heads) -> Tensor:
