@@ -177,8 +177,8 @@ def measure_update(
             trainer = None
             free_memory()
     peak = torch.cuda.max_memory_allocated() / GIB if ON_GPU and not is_out else None
-    facts = {"trainer": name, "side": side, "tokens": tokens, "lora": arguments.lora, "layers": arguments.layers}
-    return {**facts, "seconds": seconds and round(seconds, 3), "peak_gib": peak and round(peak, 2), "fits": not is_out}
+    case = {"trainer": name, "side": side, "tokens": tokens, "lora": arguments.lora, "layers": arguments.layers}
+    return {**case, "seconds": seconds and round(seconds, 3), "peak_gib": peak and round(peak, 2), "fits": not is_out}
 
 
 @contextlib.contextmanager
@@ -233,8 +233,8 @@ def describe_plan(name: str, plan: Plan) -> dict[str, Any]:
     ledger = plan.ledger
     gib = {tier: round(need / GIB, 1) for tier, (need, _) in ledger.tiers.items() if need}
     lora = plan.shape.adapter is not None
-    facts = {"planned": name, "gpus": plan.hardware.name, "lora": lora, "tokens": plan.work.context}
-    return {**facts, "fits": plan.fits, "seconds": round(plan.step_s, 2), "gib": gib}
+    case = {"planned": name, "gpus": plan.hardware.name, "lora": lora, "tokens": plan.work.context}
+    return {**case, "fits": plan.fits, "seconds": round(plan.step_s, 2), "gib": gib}
 
 
 def rehearse(arguments: argparse.Namespace, name: str, gpus: str, longest: bool = False) -> dict[str, Any]:

@@ -34,11 +34,11 @@ from ithaka.plan.read_config import shape_from_config
 
 SEVERAL_ON_ONE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "LOCAL_RANK": "0"}
 ITEMSIZES = {"float": 4, "c10::BFloat16": 2}
-CASES = ((1, 1), (2, 1), (2, 2), (4, 1))  # ring, stages of a rank's heads
+CASES = ((1, 1), (2, 1), (2, 2), (4, 1))  # ring, stages
 
 
 def case_layout(ranks: int, ring: int, stages: int, tokens: int) -> Layout:
-    """A ring with one rank per Ulysses group has 32 heads to divide into stages, otherwise 32 / ulysses."""
+    """`stages` divide the 32 query heads of the layer."""
     return make_layout(
         1,
         cp=ranks,
@@ -122,12 +122,12 @@ def main(
     if folder is not None:
         run_rank(tokens, tiny, folder)
         return
-    with socket.socket() as found, tempfile.TemporaryDirectory() as name:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    with tempfile.TemporaryDirectory() as name:
         words = ["--tokens", str(1024 if tiny else tokens), "--folder", name, *(["--tiny"] if tiny else [])]
         shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **SEVERAL_ON_ONE}
-        found.close()
         processes = [
             subprocess.Popen([sys.executable, __file__, *words], env=os.environ | shared | {"RANK": str(rank)})
             for rank in range(ranks)

@@ -77,7 +77,7 @@ class DeltaMixer:
 
     @contextmanager
     def replaying(self, out_tHV: Tensor) -> Iterator[None]:
-        """Return `out_tHV` as the output of the rule. The convolution returns zeros without storage (unread)."""
+        """Return `out_tHV` as the output of the rule. The convolution returns zeros, which nothing reads."""
         self.replayed_tHV, self.num_calls = out_tHV, 0
         with self._replace_forward(self._forward):
             yield

@@ -194,7 +194,7 @@ class LayerBytes:
             if self.s <= (self.layout.tile_tokens or self.s):
                 return shape.mlp_parameters * e
             # A tile's gradients exist together, then they are added to the sums. Those of experts are added directly.
-            experts = 0 if self.layout.compile else sum(size for _, size in shape.measured.stacked)
+            experts = 0 if self.layout.compile else shape.measured.expert_parameters
             return shape.mlp_parameters * (e + wide) - experts * e
         if phase != "backward mlp" or shape.measured:
             return shape.trained_layer * wide

@@ -236,7 +236,7 @@ class LayerSeconds:
         experts = (1 if self.policy.mlp else 5 / 3) * self._experts(layer)  # recomputes gate and up (layer/experts.py)
         if not self.is_frozen:
             experts += self._experts(layer, adds=self.num_tiles > 1)
-        sums = self.sum_grads(self.shape.mlp_parameters - sum(size for _, size in layer.stacked))
+        sums = self.sum_grads(self.shape.mlp_parameters - layer.expert_parameters)
         return self._measured_run(dense, num_matmuls, moved) + experts + sums + adapters
 
     def _measured_run(self, dense: int, num_matmuls: int, moved: int) -> float:
@@ -248,7 +248,7 @@ class LayerSeconds:
         if not layer.experts:
             return 0.0
         share, half = EXPERT_SUM_SHARE if adds else EXPERTS_SHARE
-        rows = self.s / self.num_tiles * layer.experts / max(1, sum(size for _, size in layer.stacked))
+        rows = self.s / self.num_tiles * layer.experts / max(1, layer.expert_parameters)
         return self.matmul(layer.experts, 1, share / (1 + half / rows))
 
     def adapters(self, names: Sequence[str], backward: bool) -> float:

@@ -69,6 +69,10 @@ class MeasuredLayer:
         "experts",
     )
 
+    @property
+    def expert_parameters(self) -> int:
+        return sum(size for _, size in self.stacked)
+
 
 @dataclass(frozen=True)
 class Encoder:
@@ -183,7 +187,7 @@ class ModelShape:
         adapted = sum(sum(sizes.values()) for sizes in self.adapter_parameters)
         wide, narrow_bytes = adapted // num_ranks, 2 * (1 + 4 / MOMENT_BLOCK)
         if self.optimizer == "muon":
-            stacked = self.num_layers * sum(size for _, size in self.measured.stacked) if self.measured else 0
+            stacked = self.num_layers * self.measured.expert_parameters if self.measured else 0
             ends = self.trained_head + self.trained_parameters("embed_tokens") * (not self.tied)
             wide, narrow_bytes = -(-(stacked * (not self.adapter) + ends) // num_ranks), 4
         return 8 * wide + int(narrow_bytes * (trained - wide))
@@ -231,7 +235,7 @@ class ModelShape:
         layer = self.measured
         if layer is None:
             return self.num_parameters
-        stacked = sum(size for _, size in layer.stacked) * layer.total_parameters / layer.parameters
+        stacked = layer.expert_parameters * layer.total_parameters / layer.parameters
         return self.num_parameters - round(stacked) + self.num_layers * layer.experts
 
     @cached_property
