@@ -461,10 +461,9 @@ def _layer_peaks(
     for kind in kinds_of_layers(shape):
         b = copy(_layer_sizes(kind, shape, s, policy, fields))
         b.layout, kept = replace(b.layout, tile_tokens=tile_tokens), max(kept, b.kept)
-        points += [
-            p._replace(tile_bytes=b.tile_bytes(p.tile_work), grad_bytes=b.weight_grads(p.phase))
-            for p in _full_length_peaks(kind, shape, s, policy, fields)
-        ]
+        peaks = _full_length_peaks(kind, shape, s, policy, fields)
+        tiles = {work: b.tile_bytes(work) for work in {p.tile_work for p in peaks}}
+        points += [p._replace(tile_bytes=tiles[p.tile_work], grad_bytes=b.weight_grads(p.phase)) for p in peaks]
     forward, backward = (
         max((p for p in points if p.phase.startswith(direction)), key=lambda point: (point.live, -point.tile_bytes))
         for direction in ("forward", "backward")

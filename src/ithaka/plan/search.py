@@ -39,6 +39,7 @@ TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 CONTEXT_GRAIN = 1024  # longest contexts are multiples of this many tokens per rank
 UNLIMITED_BYTES = 2**60
 NEAR_ENOUGH = 0.99  # plans within this fraction of the best speed compete on host memory
+SIZES = ("heads_per_stage", "tile_tokens", "overlap")  # of buffers on the device
 NUM_OTHERS = 4  # plans shown with the chosen one
 CAPACITY_GRAIN = 64 * 10**9  # step of the search for enough host memory or disk, bytes
 MAX_NODES = 1024  # in the search for a large enough machine
@@ -200,8 +201,13 @@ class SearchSpace:
 
     def plans_that_fit(self, work: Work) -> Iterator[Plan]:
         """Yield plans that fit. Once a tier holds everything, slower tiers are not tried."""
-        settled = set()
+        settled, can_fit = set(), {}
         for candidate in self.candidates([split for split in self.splits if self.fits(work, [split])]):
+            cell = tuple(value for name, value in candidate.items() if name not in SIZES)
+            if cell not in can_fit:
+                can_fit[cell] = any(self.make_plan(each, work).fits for each in self._smallest_sizes(candidate, work))
+            if not can_fit[cell]:
+                continue
             # Skip tiles that are twice as large as needed: all hold the same tokens.
             max_tile = max(2 * work.local_tokens(candidate["cp"]) - 1, self.tile_sizes[-1])
             if "tile_tokens" not in self.fixed and candidate["tile_tokens"] > max_tile:
@@ -237,7 +243,10 @@ class SearchSpace:
         candidates = list(self.candidates())
         fewest = min(candidate["keep_attention"] for candidate in candidates)
         plans = [self.make_plan(each, work) for each in candidates if each["keep_attention"] == fewest]
-        return min(plans, key=lambda plan: (plan.ledger.worst[0], -plan.tokens_per_s_per_gpu))
+        least = min(plan.ledger.worst[0] for plan in plans)
+        return max(
+            (plan for plan in plans if plan.ledger.worst[0] == least), key=lambda plan: plan.tokens_per_s_per_gpu
+        )
 
     # ---- candidates
 
@@ -309,6 +318,18 @@ class SearchSpace:
                 yield candidate
                 if candidate["keep_attention"] and "keep_attention" not in self.fixed:
                     yield candidate | {"keep_attention": self.shape.num_layers}
+
+    def _smallest_sizes(self, candidate: Fixed, work: Work) -> Iterator[Fixed]:
+        """Those that fit if `candidate` does with any of SIZES. A single tile may need less than several: it sums no
+        gradients. A short tile may need less with overlap: its input is fetched once."""
+        local_tokens, tiles = work.local_tokens(candidate["cp"]), self.tile_sizes
+        one_tile = min((tile for tile in tiles if tile >= local_tokens), default=tiles[-1])
+        counts = {candidate["keep_attention"]}
+        if candidate["keep_attention"] and "keep_attention" not in self.fixed:
+            counts.add(self.shape.num_layers)
+        for tile, overlap, count in product({tiles[-1], one_tile}, (False, True), counts):
+            sizes = {"heads_per_stage": candidate["cp"] // candidate["ring"], "tile_tokens": tile, "overlap": overlap}
+            yield {**candidate, **sizes, **self.fixed, "keep_attention": count}
 
     def make_plan(self, candidate: Fixed, work: Work) -> Plan:
         return Plan(self.shape, make_layout(self.shape.num_layers, **candidate), self.hardware, work)
@@ -403,21 +424,32 @@ def _keep_most(plan: Plan, name: str, most: int) -> Plan:
     # All layers may keep their attention output where fewer may not: none recomputes, which frees memory on the device.
     if full.fits or not plan.fits:
         return full
-    room, more = plan.ledger.gpu_bytes - plan.ledger.gpu_peak, full.ledger.gpu_peak - plan.ledger.gpu_peak
-    guess = most * room // max(more, 1)
-    count = _largest(lambda count: plan.with_changes(**{name: count}).fits, beyond=most, guess=guess)
-    return plan.with_changes(**{name: count})
+    tiers = zip(plan.ledger.tiers.values(), full.ledger.tiers.values(), strict=True)
+    guess = min(most * (have - need) // (more - need) for (need, have), (more, _) in tiers if more > need)
+    tried = {}
+
+    def fits(count: int) -> bool:
+        tried[count] = plan.with_changes(**{name: count})
+        return tried[count].fits
+
+    count = _largest(fits, beyond=most, guess=guess)
+    return tried.get(count) or plan.with_changes(**{name: count})
 
 
-def _largest(fits: Callable[[int], bool], low: int = 0, beyond: int | None = None, guess: int = 0) -> int:
-    """The largest count that fits, or `low`. Every count below one that fits does; `beyond`, if known, does not fit."""
+def _largest(fits: Callable[[int], bool], low: int = 0, beyond: int | None = None, guess: int | None = None) -> int:
+    """The largest count that fits, or `low`. Every count below one that fits does; `beyond`, if known, does not fit.
+    Steps away from `guess` grow; without one, and beyond the bounds, the range is halved."""
     if beyond is None:
         beyond = low + 1
         while fits(beyond):
             low, beyond = beyond, 2 * beyond
-    guesses = [guess, guess + 1]
+    middle, step = (low, beyond) if guess is None else (guess + 1, 1)
     while beyond - low > 1:
-        middle = guesses.pop() if guesses else (low + beyond) // 2
-        if low < middle < beyond:
-            low, beyond = (middle, beyond) if fits(middle) else (low, middle)
+        if not low < middle < beyond:
+            middle = (low + beyond) // 2
+        if fits(middle):
+            low, middle = middle, middle + step
+        else:
+            beyond, middle = middle, middle - step
+        step *= 2
     return low

@@ -253,6 +253,8 @@ class LayerSeconds:
 
     def adapters(self, names: Sequence[str], backward: bool) -> float:
         """Seconds of a layer's adapters. A token uses only the adapters of its experts."""
+        if not self.shape.adapter:
+            return 0.0
         stacked, measured = dict(self.shape.measured.stacked) if self.shape.measured else {}, self.shape.measured
         chosen = measured.experts / sum(stacked.values()) if stacked and measured else 1.0
         passes = 0.0
