@@ -60,6 +60,7 @@ def processes(tmp_path_factory):
     # Compiles 800 regular expressions at its first call, which otherwise is in every fork.
     get_checkpoint_conversion_mapping("llama")
     folder = tmp_path_factory.getbasetemp()
+    _remember_tensor_metas()
     _share_measurements((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "measured")
     # For its log, a rendezvous asks `inspect` for the source of every frame, which looks through all imported modules.
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
@@ -68,6 +69,28 @@ def processes(tmp_path_factory):
         PRELOAD.clear()
     else:
         fork_from_here()
+
+
+def _remember_tensor_metas():
+    """DTensor runs every operator on fake tensors for the shape of its result, again for each new mesh. The result is
+    the same on every mesh, and every case has a new one."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator, _are_we_tracing
+    from torch.utils._pytree import tree_map_only
+
+    propagate, known = ShardingPropagator._propagate_tensor_meta_non_cached, {}
+
+    def propagate_once(propagator, schema):
+        if _are_we_tracing():
+            return propagate(propagator, schema)
+        arguments = schema.args_schema, schema.kwargs_schema
+        is_spec = lambda value: isinstance(value, DTensorSpec)  # noqa: E731
+        key = schema.op, repr(tree_map_only(DTensorSpec, lambda spec: spec.tensor_meta, arguments, is_leaf=is_spec))
+        if key not in known:
+            known[key] = propagate(propagator, schema)
+        return known[key]
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = propagate_once
 
 
 def _share_measurements(folder):
