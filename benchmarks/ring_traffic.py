@@ -108,7 +108,7 @@ def run_rank(tokens: int, tiny: bool, folder: Path) -> None:
 def planned_bytes(config: dict[str, Any], layout: Layout, tokens: int) -> dict[str, int]:
     """The ring's bytes, as in plan/seconds.py."""
     sizes = LayerBytes(shape_from_config(config, "llama3-8b"), layout, tokens // layout.cp)
-    kv = 2 * sum(stage.read_kv for stage in sizes.slots) * sizes.slot * (layout.ring - 1)
+    kv = sizes.ring_kv * (layout.ring - 1)
     return {"planned forward ring bytes": kv, "planned backward ring bytes": kv + sizes.in_sum_dtype(kv)}
 
 

@@ -15,7 +15,7 @@ from ithaka.model.families import find_decoder, has_encoder
 from ithaka.model.rotary import ExactRotary, rotary_modules
 
 LENGTHS = (24, 17)  # tokens of the two recorded calls
-SMALL_VOCABULARY = 16  # of the copy
+SMALL_VOCABULARY = 16  # token ids in the recorded calls; the copy keeps their embeddings only
 
 
 def refusal(model: PreTrainedModel, problem: str) -> ConfigError:

@@ -178,6 +178,11 @@ class LayerBytes:
         rounds = 3 * self.ring_round(stage)
         return self.slots[stage].widest_read * self.in_sum_dtype(self.slot) + rounds + self.in_sum_dtype(rounds)
 
+    @property
+    def ring_kv(self) -> int:
+        """k and v of a layer that a ring member sends to each of the others. A stage sends what it reads."""
+        return 2 * sum(stage.read_kv for stage in self.slots) * self.slot
+
     def ring_round(self, stage: int) -> int:
         """k and v of one read that a ring member receives in a round."""
         member_tokens = self.layout.ulysses * self.s

@@ -39,7 +39,7 @@ TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 CONTEXT_GRAIN = 1024  # longest contexts are multiples of this many tokens per rank
 UNLIMITED_BYTES = 2**60
 NEAR_ENOUGH = 0.99  # plans within this fraction of the best speed compete on host memory
-SIZES = ("heads_per_stage", "tile_tokens", "overlap")  # of buffers on the device
+BUFFER_SETTINGS = ("heads_per_stage", "tile_tokens", "overlap")  # they change only the sizes of device buffers
 NUM_OTHERS = 4  # plans shown with the chosen one
 CAPACITY_GRAIN = 64 * 10**9  # step of the search for enough host memory or disk, bytes
 MAX_NODES = 1024  # in the search for a large enough machine
@@ -203,10 +203,11 @@ class SearchSpace:
         """Yield plans that fit. Once a tier holds everything, slower tiers are not tried."""
         settled, can_fit = set(), {}
         for candidate in self.candidates([split for split in self.splits if self.fits(work, [split])]):
-            cell = tuple(value for name, value in candidate.items() if name not in SIZES)
-            if cell not in can_fit:
-                can_fit[cell] = any(self.make_plan(each, work).fits for each in self._smallest_sizes(candidate, work))
-            if not can_fit[cell]:
+            others = tuple(value for name, value in candidate.items() if name not in BUFFER_SETTINGS)
+            if others not in can_fit:
+                smallest = self._smallest_buffers(candidate, work)
+                can_fit[others] = any(self.make_plan(each, work).fits for each in smallest)
+            if not can_fit[others]:
                 continue
             # Skip tiles that are twice as large as needed: all hold the same tokens.
             max_tile = max(2 * work.local_tokens(candidate["cp"]) - 1, self.tile_sizes[-1])
@@ -319,9 +320,10 @@ class SearchSpace:
                 if candidate["keep_attention"] and "keep_attention" not in self.fixed:
                     yield candidate | {"keep_attention": self.shape.num_layers}
 
-    def _smallest_sizes(self, candidate: Fixed, work: Work) -> Iterator[Fixed]:
-        """Those that fit if `candidate` does with any of SIZES. A single tile may need less than several: it sums no
-        gradients. A short tile may need less with overlap: its input is fetched once."""
+    def _smallest_buffers(self, candidate: Fixed, work: Work) -> Iterator[Fixed]:
+        """Yield the variants of `candidate` with the smallest buffers: if none of them fits, no other choice of
+        BUFFER_SETTINGS does. A single tile may need less than several, because it sums no gradients. A short tile may
+        need less with overlap, because its input is fetched once."""
         local_tokens, tiles = work.local_tokens(candidate["cp"]), self.tile_sizes
         one_tile = min((tile for tile in tiles if tile >= local_tokens), default=tiles[-1])
         counts = {candidate["keep_attention"]}

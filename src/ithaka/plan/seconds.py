@@ -27,9 +27,9 @@ FLOP_SHARE = 0.886  # fraction of the peak rate that large matmuls reach: 700 TF
 # Measured layers: the fraction of the matmul rate for dense matmuls; then the traffic of element-wise kernels, eager
 # and compiled, relative to the bytes counted in an eager run.
 GENERAL_SHARE, EAGER_MOVES, COMPILED_MOVES = 0.8, 2.0, 0.42
-# Grouped matmuls of experts: the fraction of the matmul rate for many rows per expert, and the rows at which it is half
-# of that, because reading the weights takes as long. Then the same for the kernel that adds a tile's weight gradients.
-# Within 20 % of `python benchmarks/experts.py` on one H200, from 32 to 2048 rows.
+# Grouped matmuls of experts: (fraction of the matmul rate with many rows per expert, rows per expert at which the rate
+# is half of that; with fewer, reading weights dominates). EXPERT_SUM_SHARE: the kernel that adds a tile's weight
+# gradients to a sum. Within 20 % of `python benchmarks/experts.py` on one H200, from 32 to 2048 rows.
 EXPERTS_SHARE, EXPERT_SUM_SHARE = (0.91, 170), (0.68, 500)
 ENCODER_SHARE = 0.65  # matmuls of image encoders, whose matrices are small
 COPY_SHARE = 0.88  # fraction of the PCIe rate that tile-by-tile copies reach
@@ -294,7 +294,7 @@ class LayerSeconds:
         b, ring = self.bytes, self.layout.ring
         in_node = max(1, math.gcd(self.layout.cp, self.hardware.gpus_per_node) // self.layout.ulysses)  # fewest members
         per_byte = (in_node - 1) / self.gpu.link_bytes_s + (ring - in_node) / self.gpu.network_bytes_s
-        kv = 2 * sum(stage.read_kv for stage in b.slots) * b.slot
+        kv = b.ring_kv
         last = sum(b.in_sum_dtype(b.ring_round(stage)) for stage in range(b.num_stages))
         rate = self.gpu.link_bytes_s if in_node == ring else self.gpu.network_bytes_s
         return kv * per_byte, (kv + b.in_sum_dtype(kv)) * per_byte, last / rate
