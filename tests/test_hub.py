@@ -118,6 +118,8 @@ class Handler(BaseHTTPRequestHandler):
         self.server.seen.append((self.command, self.path, self.headers.get("Authorization"), body))
         if self.path == "/api/repos/create" and json.loads(body)["organization"] != "org":
             return self.answer(403, b'{"error": "not allowed"}', {})
+        if self.path == "/api/repos/create" and json.loads(body)["name"] == "public":
+            return self.answer(409, b'{"url": "http://localhost/org/public"}', {})
         files = json.loads(body)["files"] if kind == "preupload" else []
         modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
         address = f"http://localhost:{self.server.server_port}/org/new"
@@ -130,6 +132,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         hub, path = self.server, self.path.partition("?")[0].strip("/").split("/")
         hub.seen.append((self.command, self.path, self.headers.get("Authorization"), self.headers.get("Range")))
+        if path in (["api", "models", "org", "new"], ["api", "models", "org", "public"]):
+            body = {"id": "/".join(path[2:]), "private": path[-1] == "new", "siblings": []}
+            return self.answer(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
         if path[:4] == ["api", "models", "org", "tiny"] and path[-1] in ("tiny", *COMMITS, *COMMITS.values()):
             sha, kind = COMMITS.get(path[-1], path[-1]), path[4] if len(path) > 4 else "revision"
             entries = [{"rfilename": name, "size": len(data)} for name, data in FILES.items()]
@@ -256,13 +261,16 @@ def test_a_push_without_a_connection_says_so(hub, tmp_path, offline):
     assert_refused(found["error"], "--push=org/new", fix="`hf upload org/new OUT_DIR`")
 
 
-def test_folders_are_pushed_in_one_commit(hub, tmp_path):
+def test_folders_are_pushed_in_one_commit_to_private_repositories(hub, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/README.md").write_text("# a card")
-    _, (address, other, wrong) = fetched(hub, tmp_path / "cache", "push=org/new", "push=else/new", "push=new")
+    names = "push=org/new", "push=else/new", "push=new", "push=org/public"
+    _, (address, other, wrong, public) = fetched(hub, tmp_path / "cache", *names)
     assert address == f"http://localhost:{hub.server_port}/org/new/commit/{'d' * 40}"
     assert_refused(other["error"], "--push=else/new", fix="hf auth login")
     assert_refused(wrong["error"], "--push=new", fix="ORG/NAME")
+    assert_refused(public["error"], "--push=org/public is public", fix="make it private")
+    assert not any("/org/public/" in path for _, path, *_ in hub.seen), "nothing was uploaded"
     created = next(json.loads(body) for _, path, _, body in hub.seen if path == "/api/repos/create")
     assert created["name"] == "new" and "private" in (created.get("visibility"), *created)
     commit = next(body for _, path, token, body in hub.seen if "/commit/" in path and token == "Bearer secret")

@@ -76,19 +76,24 @@ def _download(repo: str, revision: str | None, what: str) -> Path:
 
 
 def create_repository(repo: str) -> None:
-    """Create a private model repository unless it exists. Call it before the export, so that errors appear early."""
+    """Create a private model repository unless there is one. ConfigError if it is public. Call it before the export, so
+    that errors appear early."""
     from huggingface_hub import HfApi, errors
 
     if not re.fullmatch(HUB_ID, repo):
         raise ConfigError(f"--push={repo} is not a name on the hub; use ORG/NAME")
     try:
-        HfApi().create_repo(repo, private=True, exist_ok=True)
+        HfApi().create_repo(repo, private=True, exist_ok=True)  # an existing one keeps its visibility
+        is_private = HfApi().model_info(repo).private
     except Exception as error:  # as in _download
         reason = str(error).strip().rpartition("\n")[2]
         fix = "log in with `hf auth login` and a token that may write there"
         if is_transient(error) or isinstance(error, errors.OfflineModeIsEnabled):
             fix = f"connect to the hub, or leave out --push and upload the export later with `hf upload {repo} OUT_DIR`"
         raise input_error(f"--push={repo} cannot be created or written ({reason}); {fix}", error) from None
+    if not is_private:
+        fix = "make it private on the hub, use another name, or leave out --push and upload the export with"
+        raise ConfigError(f"--push={repo} is public, and exports are pushed only to private ones; {fix} `hf upload`")
 
 
 def push_folder(folder: Path, repo: str, message: str) -> str:
