@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import math
 import re
 from unittest.mock import patch
 
@@ -278,6 +279,31 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
     found = json.loads(result.stdout)
     assert result.exit_code == 0 and not found["partial"] and found["retrieval"] == [] and len(passes) == 3
     assert found["loss"] == pytest.approx(found["short_context_loss"])
+
+
+def test_stored_results_are_shown_and_compared(tmp_path):
+    """A file may hold the two results of an earlier comparison."""
+    bins = [{"from": 1, "to": 64, "loss": 4.0, "error": None}, {"from": 64, "to": 128, "loss": 2.0, "error": None}]
+    a = {"model": "a", "loss": 3.0, "loss_by_position": bins, "retrieval": []}
+    b = {**a, "model": "b", "loss": 5.0}
+    for name, result in {"a": a, "b": b, "ab": [a, b], "none": [], "other": {"model_type": "llama"}}.items():
+        (tmp_path / name).write_text(json.dumps(result))
+    show = lambda *names: CliRunner().invoke(app, ["evaluate", *(str(tmp_path / name) for name in names)])  # noqa: E731
+    assert show("ab").exit_code == 0 and "mean A  mean B" in show("ab").stdout
+    assert show("ab").stdout == show("a", "b").stdout != show("a").stdout
+    assert_command_refused(["evaluate", str(tmp_path / "ab"), str(tmp_path / "a")], "3 results", fix="two files")
+    for name in ("none", "other"):
+        assert_command_refused(["evaluate", str(tmp_path / name)], str(tmp_path / name), fix="written by --json")
+
+
+def test_a_loss_that_is_not_finite_is_null_in_json_and_left_out_of_the_chart(tmp_path):
+    bins = [{"from": 1, "to": 64, "loss": math.inf, "error": None}, {"from": 64, "to": 128, "loss": 2.0, "error": None}]
+    result = {"model": "a", "loss": math.nan, "loss_by_position": bins, "retrieval": []}
+    assert render_results([result]).count("<circle") == 1
+    assert "<circle" not in render_results([{**result, "loss_by_position": bins[:1]}])
+    (tmp_path / "a").write_text(json.dumps(result))
+    found = json.loads(CliRunner().invoke(app, ["evaluate", str(tmp_path / "a"), "--json"]).stdout)
+    assert (found["loss"], found["loss_by_position"][0]["loss"]) == (None, None)
 
 
 def test_two_models_under_torchrun_are_refused(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The report is one complete file that draws itself in a browser without a network."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def run_dir(tmp_path_factory) -> Path:
 def embedded(page: Path) -> list[dict]:
     text = page.read_text()
     start = text.index(">", text.index('<script id="data"')) + 1
-    return json.loads(text[start : text.index("</script>", start)])
+    return json.loads(text[start : text.index("</script>", start)], parse_constant=pytest.fail)
 
 
 def test_a_finished_run_has_a_complete_report(run_dir):
@@ -61,6 +62,28 @@ def test_text_from_a_run_cannot_break_out_of_its_script_element(run_dir, tmp_pat
     page = write_report([tmp_path])
     assert embedded(page)[0]["machine"]["CPU"].startswith("</script>")
     assert page.read_text().count("<script>") == 2
+
+
+@pytest.fixture
+def with_bad_losses(run_dir, tmp_path) -> Path:
+    """A run with losses that are not finite or whose perplexity is not, and with a file that a crash cut short."""
+    (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text() + "extra: .nan\n")
+    losses = [(2.0, 3.0), (1e3, math.nan), (math.inf, 1e4), (1.5, 2.5), (1.25, -math.inf)]
+    steps = [{"step": i, "loss": loss, "val_loss": val_loss} for i, (loss, val_loss) in enumerate(losses)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    (tmp_path / "plan.json").write_text('{"layout": {')
+    (tmp_path / "evaluations").mkdir()
+    (tmp_path / "evaluations/step-2.json").write_text(json.dumps({"model": "a", "loss": math.nan, "retrieval": []}))
+    write_report([tmp_path])
+    return tmp_path
+
+
+def test_the_page_has_valid_json(with_bad_losses):
+    """Browsers reject NaN and Infinity."""
+    (run,) = embedded(with_bad_losses / "report.html")
+    assert run["metrics"]["loss"] == [2.0, 1e3, None, 1.5, 1.25]
+    assert run["metrics"]["val_loss"] == [3.0, None, 1e4, 2.5, None]
+    assert run["evaluation"]["loss"] is run["config"]["extra"] is run["plan"] is None
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path):
@@ -109,6 +132,23 @@ def test_all_charts_are_drawn_without_errors(run_dir, browser, tmp_path, size, n
     )
     background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, background[4:-1].split(","))) < 150) == dark
+
+
+@needs_browser
+def test_losses_that_are_not_finite_are_left_out(with_bad_losses, browser):
+    browser.open(with_bad_losses / "report.html")
+    assert browser.complaints() == []
+    assert len(drawn := browser.evaluate(DRAWN_PIXELS)) == 2 and min(drawn) > 500  # loss, perplexity
+
+
+@needs_browser
+@pytest.mark.slow
+def test_a_long_run_is_drawn(run_dir, browser, tmp_path):
+    (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text())
+    steps = ({"step": i, "loss": 2.0, "val_loss": None} for i in range(300_000))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    browser.open(write_report([tmp_path]))
+    assert browser.complaints() == []
 
 
 @needs_browser

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from ithaka import launch
-from ithaka.config import AdapterConfig, ConfigError
+from ithaka.config import AdapterConfig, ConfigError, input_error
 from ithaka.data.formats import parse_tools, to_messages
 from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from ithaka.dist.mesh import default_device, end_process_group, make_mesh, start_process_group
@@ -50,22 +50,35 @@ COMPARABLE_KEYS = ("tasks_version", "contexts", "documents", "text", "prompts") 
 
 
 def evaluate_all(sources: Sequence[Path], *options: Any) -> list[dict[str, Any]]:
-    """Evaluate each source, or read its --json output. Raise ConfigError if the results are not comparable."""
-    stored = {
-        source: read_json(source, "MODEL=", "give a file written by --json") for source in sources if source.is_file()
-    }
+    """Evaluate each source, or read its --json output, which may hold two results. Raise ConfigError if there are more
+    than two, or they are not comparable."""
+    stored = {source: _read_results(source) for source in sources if source.is_file()}
+    if (count := sum(len(stored[source]) if source in stored else 1 for source in sources)) > 2:
+        raise ConfigError(f"{count} results are too many to compare; give a file with two, or two files with one each")
     results: list[dict[str, Any]] = []
     if launch.under_torchrun() and len(sources) - len(stored) > 1:  # the process group starts only once
         fix = "write each result with --json, then give both files"
         raise ConfigError(f"{len(sources)} models cannot be evaluated in one torchrun; {fix}")
     for source in sources:
-        results.append(stored.get(source) or evaluate(source, *options))
+        results += stored.get(source) or [evaluate(source, *options)]
         for name in COMPARABLE_KEYS:
             value, first = (result.get(name) for result in (results[-1], results[0]))
             if value != first and not (name == "text" and None in (value, first)):  # missing in old files
                 problem = f"{source} has {name}={value}, {sources[0]} has {first}: they cannot be compared"
                 fix = "measure both with the same --contexts, --documents, --data and --chat-template"
                 raise ConfigError(f"{problem}; {fix}")
+    return results
+
+
+def _read_results(file: Path) -> list[dict[str, Any]]:
+    """Read the output of --json: a result, or a list of two."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise input_error(f"MODEL={file} cannot be read ({error}); give a file written by --json", error) from None
+    results, keys = values if isinstance(values, list) else [values], {"model", "retrieval"}
+    if not results or not all(isinstance(result, dict) and keys <= result.keys() for result in results):
+        raise ConfigError(f"MODEL={file} has no results; give a file written by --json")
     return results
 
 
@@ -251,7 +264,10 @@ def _render(results: Sequence[dict[str, Any]], parts: Sequence[str]) -> str:
 
 def render_chart(lines: Sequence[list[dict[str, Any]]]) -> str:
     """An SVG chart of the loss by position, on a logarithmic axis, with one line per model."""
-    points = [row for rows in lines for row in rows if row["loss"] is not None]
+    lines = [[row for row in rows if row["loss"] is not None and math.isfinite(row["loss"])] for rows in lines]
+    points = [row for rows in lines for row in rows]
+    if not points:
+        return "not measured"
     left, top, width, height = 48, 28, 640, 220  # the names of the models are above the lines
     first = min(points, key=lambda row: row["to"])
     low, high = math.log2(max(first["from"], first["to"] / 2)), math.log2(max(row["to"] for row in points))
@@ -272,8 +288,7 @@ def render_chart(lines: Sequence[list[dict[str, Any]]]) -> str:
     for position in sorted({row["to"] for row in points}):
         label = f"{position // 1024}K" if position % 1024 == 0 else f"{position}"
         parts.append(f'<text x="{x(position):.1f}" y="{top + height + 18}" text-anchor="middle">{label}</text>')
-    for number, rows in enumerate(lines):
-        found = [row for row in rows if row["loss"] is not None]
+    for number, found in enumerate(lines):
         edges = [f"{x(row[edge]):.1f},{y(row['loss']):.1f}" for row in found for edge in ("from", "to")]
         parts.append(f'<polyline class="line{number}" points="{" ".join(edges)}"/>')
         for row in found:

@@ -15,6 +15,7 @@ from ithaka.config import ConfigError, check_output, embedded_model, explicit_se
 from ithaka.dist.rank import is_rank_0
 from ithaka.exits import ExitCode, is_transient
 from ithaka.hub import create_repository, fetch_model, push_folder
+from ithaka.plan.units import format_json
 
 if TYPE_CHECKING:
     from ithaka.preflight.run import Run
@@ -277,7 +278,7 @@ def evaluate(
     if page is not None:
         page.write_text(evaluation.render_results(results), encoding="utf-8")
     if as_json:
-        print(json.dumps(results if len(results) > 1 else results[0], indent=2))
+        print(format_json(results if len(results) > 1 else results[0], indent=2))
     for title, rows in evaluation.make_tables(results) if not as_json else ():
         print(f"{title}\n{format_table(rows) if rows else 'not measured'}\n")
     if not as_json and (explanation := evaluation.explain_figures(results)):

@@ -1,4 +1,7 @@
-"""Counts, tokens, rates, bytes and durations as text."""
+"""Counts, tokens, rates, bytes, durations and JSON as text."""
+
+import json
+from typing import Any
 
 
 def format_count(value: float) -> str:
@@ -32,3 +35,11 @@ def format_duration(seconds: float) -> str:
     if seconds >= 120:
         return f"{seconds / 60:.1f} min"
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
+
+
+def format_json(values: Any, **options: Any) -> str:
+    """JSON with null for NaN and infinities: Python writes them as NaN and Infinity, which browsers reject."""
+    try:
+        return json.dumps(values, allow_nan=False, **options)
+    except ValueError:
+        return json.dumps(json.loads(json.dumps(values), parse_constant=lambda _: None), **options)

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from ithaka.config import PAGE_MARK, ConfigError, check_writable
+from ithaka.plan.units import format_json
 from ithaka.train.console import read_metrics
 
 CHART_LIBRARY = "echarts.common.min.js"  # Apache ECharts 6.1.0, as published; see NOTICE.echarts
@@ -31,7 +32,7 @@ def write_report(run_dirs: Sequence[Path], out: Path | None = None, live: bool =
     path = out or run_dirs[0] / f"report{others}.html"
     check_writable("--out", path)
     # An unescaped "<" in a run's text could end the script element or open a comment in it.
-    data = json.dumps(runs, separators=(",", ":")).replace("<", "\\u003c")
+    data = format_json(runs, separators=(",", ":")).replace("<", "\\u003c")
     body = "<noscript>This page needs JavaScript to draw its charts; all of it is in this file.</noscript>"
     scripts = f'<script id="data" type="application/json">{data}</script>\n<script>{read_asset(CHART_LIBRARY)}</script>'
     text = render_page(", ".join(run["name"] for run in runs), body, scripts, read_asset("report.js"), live)
@@ -84,7 +85,10 @@ def read_run(run_dir: Path) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    """The file's contents, or None if it does not exist or is incomplete."""
+    with suppress(FileNotFoundError, ValueError):
+        return json.loads(path.read_text(encoding="utf-8"))
+    return None
 
 
 class Markup(str):

@@ -41,6 +41,9 @@ function seconds(s) {
   return s >= 1 ? s.toFixed(2) + " s" : (s * 1000).toFixed(s >= 0.01 ? 0 : 2) + " ms";
 }
 function tokens(n) { return n % 1024 ? String(n) : n % 2 ** 20 ? n / 1024 + "K" : n / 2 ** 20 + "M"; }
+// Math.max(...values) fails for more values than the stack holds, about 100,000.
+function largest(values) { return values.reduce((a, b) => Math.max(a, b), -Infinity); }
+function smallest(values) { return values.reduce((a, b) => Math.min(a, b), Infinity); }
 function lastOf(values) { return values.filter(v => v != null).at(-1); }
 function median(values) {
   const sorted = values.filter(v => v != null).sort((a, b) => a - b);
@@ -157,7 +160,7 @@ function summary() {
   perRun(into, (run, box) => {
     const m = run.metrics, peak = run.profile && run.profile.memory.peak;
     const numSteps = run.config.train?.steps, val = lastOf(m.val_loss), mfu = median(m.mfu);
-    const best = Math.min(...m.val_loss.filter(v => v != null));
+    const best = smallest(m.val_loss.filter(v => v != null));
     const ifSet = (value, format) => value == null ? null : format(value);
     const cards = [
       ["steps" + (numSteps ? ` of ${numSteps}` : ""), lastOf(m.step)],
@@ -190,7 +193,7 @@ const xValues = run => {
 };
 function points(run, key) {
   const own = run.metrics[key] ?? [], x = xValues(run);
-  return x.map((at, i) => [at, own[i]]).filter(p => p[0] != null && p[1] != null);
+  return x.map((at, i) => [at, own[i]]).filter(p => p[0] != null && Number.isFinite(p[1]));
 }
 // Exponential moving average with bias correction.
 function smoothed(values) {
@@ -218,14 +221,14 @@ function curves(into, title, note, keys, format, units) {
   const box = make("div", {}, make("h3", {}, title), make("p", { class: "note" }, note));
   into.append(box);
   chart(box, (c, narrow) => {
-    const [name, xUnits] = AXES[readControls().x] ?? AXES.step, most = Math.max(...values());
+    const [name, xUnits] = AXES[readControls().x] ?? AXES.step, most = largest(values());
     const isStep = name === "step";
     return {
       ...base(c, narrow),
       tooltip: { ...base(c, narrow).tooltip, valueFormatter: format },
       xAxis: axis(c, {
         type: "value", minInterval: isStep ? 1 : 0, name, min: "dataMin", max: "dataMax",
-        axisLabel: { formatter: isStep ? n => Number.isInteger(n) ? String(n) : "" : inUnitOf(Math.max(...runs.flatMap(xValues)), xUnits), showMinLabel: isStep, showMaxLabel: isStep },
+        axisLabel: { formatter: isStep ? n => Number.isInteger(n) ? String(n) : "" : inUnitOf(largest(runs.flatMap(xValues)), xUnits), showMinLabel: isStep, showMaxLabel: isStep },
       }),
       yAxis: units === BYTES ? fromZero(c, most, BYTES, 5) : axis(c, { type: "value", scale: true, axisLabel: { formatter: inUnitOf(most, units) } }),
       series: runs.flatMap((run, r) => keys.filter(([key]) => points(run, key).length).map(([key, title, isSparse], k) => ({
