@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import yaml
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
@@ -29,7 +30,7 @@ from ithaka.cli import app
 from ithaka.config import load_config, to_yaml
 from ithaka.exits import TransientError
 from ithaka.export import export
-from ithaka.preflight.preflight import AUTO, find_resume_point, preflight
+from ithaka.preflight.preflight import AUTO, find_resume_point, preflight, resolve
 from ithaka.preflight.run import model_shape
 from refusals import assert_refused
 from runs import metrics, numbers, run, tiny_run
@@ -248,8 +249,41 @@ def test_pruning_leaves_later_checkpoints_alone(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000008"]
 
 
+def test_pruning_keeps_the_previous_best_if_the_best_was_not_saved(tmp_path):
+    for step, best in ((1, None), (2, [3.0, 2]), (3, [2.0, 3]), (4, [2.0, 3]), (6, [1.0, 5])):
+        (tmp_path / files.step_name(step)).mkdir()
+        (tmp_path / files.step_name(step) / "state.json").write_text(json.dumps({"step": step, "best": best}))
+    (tmp_path / files.step_name(4) / "state.json").write_text("{")
+    files.prune(tmp_path, 6, keep_last=1, best=5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000006"]
+
+
+def test_a_decay_is_moved_by_the_newest_usable_checkpoint(run_dir, capsys):
+    """wsd: the decay begins at step 5, between the two checkpoints. The run resumes from the second if it can."""
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    config["optim"] |= {"schedule": "wsd", "cooldown_steps": 1, "decay_steps": 6}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    assert resolve(None, ["train.steps=12"], run_dir).optim.decay_steps == 6
+    (run_dir / "checkpoints/step-00000006/state.json").write_text('{"step": 6, "tok')
+    assert resolve(None, ["train.steps=12"], run_dir).optim.decay_steps == 12
+    assert capsys.readouterr().err == "", "reported where the run resumes"
+
+
 def test_a_checkpoint_that_another_run_removes_is_damaged(tmp_path):
     assert "FileNotFoundError" in files.find_corruption(tmp_path / "gone")
+    (tmp_path / "state.json").write_text("{")
+    assert "JSONDecodeError" in files.find_corruption(tmp_path)
+
+
+def test_a_message_about_the_last_checkpoint_does_not_raise(tmp_path, monkeypatch):
+    assert files.describe_last(tmp_path) == "There is no checkpoint yet."
+    (tmp_path / "latest").touch()
+
+    def fail(*_, **__):
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    assert files.describe_last(tmp_path) == f"{tmp_path}/latest cannot be read (stale file handle)."
 
 
 def test_two_runs_in_one_directory_are_refused(trained, run_dir, ranks):

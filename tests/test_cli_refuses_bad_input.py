@@ -293,7 +293,7 @@ def test_own_model_starts_from_plain_defaults(folder, started):
 @pytest.fixture
 def run_dir(folder, monkeypatch):
     """A run of the default model with a checkpoint after step 5."""
-    monkeypatch.setattr("ithaka.checkpoint.files.find_checkpoint", lambda run_dir: run_dir)
+    monkeypatch.setattr("ithaka.checkpoint.files.find_checkpoint", lambda run_dir, **_: run_dir)
     state = {"step": 5, "stale": 0, "epochs": None, "checksums": {}}
     monkeypatch.setattr("ithaka.checkpoint.files.read_state", lambda path: state)
     (folder / "run").mkdir()

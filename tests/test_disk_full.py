@@ -1,5 +1,5 @@
 """A full disk: in the middle of a step it is explained once, without a hang, and the run resumes from its last
-checkpoint; evaluations and profiles that cannot be written do not end the run."""
+checkpoint; evaluations, profiles and descriptions that cannot be written do not end the run."""
 
 import dataclasses
 import errno
@@ -80,9 +80,12 @@ def test_an_evaluation_or_a_profile_that_cannot_be_written_does_not_end_the_run(
         path = config.train.run_dir / file.format(step)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to("/dev/full")  # opens, and every write fails with ENOSPC
+    config.train.run_dir.mkdir(exist_ok=True)
+    (config.train.run_dir / ".plan.json.tmp").symlink_to("/dev/full")
     loop.train(validate_run(config, 1, force=True))
     what, told = "evaluation" if file and "eval" in file else "profile", capsys.readouterr().out
     assert told.count(f"The {what} cannot be written (") == 1
+    assert told.count("The description of the machine and the plan cannot be written (OSError: ") == 1
     assert ("No space left on device" if file else "trace.json is incomplete") in told
     records = metrics(config.train.run_dir)
     assert [record["step"] for record in records] == [1, 2, 3, 4]

@@ -98,6 +98,40 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(ranks, whole, 
     assert numbers(config.train.run_dir) == numbers(whole.train.run_dir)
 
 
+def test_errors_after_the_last_save_do_not_fail_the_run(tmp_path, monkeypatch, capfd):
+    """An old checkpoint cannot be deleted, the console not closed, and the run not summarized."""
+    settings = {"steps": 2, "save_every": 1, "keep_last": 1, "validate_every": 0, "validate_sequences": 0}
+    config, close, rmtree, summaries = tiny_run(tmp_path, train=settings), Console.close, shutil.rmtree, []
+
+    def keep_checkpoints(path, *args, **kwargs):
+        if path.name.startswith("step-"):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+        rmtree(path, *args, **kwargs)
+
+    def fail_to_close(console, status):
+        close(console, status)
+        raise OSError("no console")
+
+    def fail_to_summarize(trainer):
+        (trainer.run.run_dir / "metrics.jsonl").write_text("{\n")
+        summaries.append(watch.summarize_run(trainer))
+        raise ZeroDivisionError("no summary")
+
+    monkeypatch.setattr(files.shutil, "rmtree", keep_checkpoints)
+    monkeypatch.setattr(Console, "close", fail_to_close)
+    monkeypatch.setattr(loop, "summarize_run", fail_to_summarize)
+    assert run(config) == ExitCode.DONE
+    assert files.find_checkpoint(config.train.run_dir).name == "step-00000002"
+    printed = capfd.readouterr()
+    assert (
+        f"step-00000001 cannot be deleted ([Errno {errno.ENOTEMPTY}] " in printed.err
+        and "cannot be written" not in printed.out
+    )
+    for reason in ("(OSError: no console)", "(ZeroDivisionError: no summary)"):
+        assert f"{reason}; the checkpoints are not affected" in printed.err
+    assert len(summaries) == 1 and "export" in summaries[0] and "speed" not in summaries[0], "no step was recorded"
+
+
 def slow_to_write(patch):
     """The steps that follow a save change the weights before they are written."""
     dcp_save = save.dcp.save
@@ -520,6 +554,36 @@ def test_a_step_that_is_bad_twice_is_skipped_or_ends_the_run(ranks, whole, tmp_p
     [skipped] = [line["skipped_documents"] for line in metrics(config.train.run_dir) if "event" in line]
     assert skipped and all(isinstance(start, str) for start in skipped)
     assert [record["step"] for record in read_metrics(config.train.run_dir / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
+def run_with_skipped_batches(config, numbers, stops=True, resume=None):
+    """Run, with these batches skipped; if it `stops`, the last rank receives a signal in the last of them. Returns the
+    exit code and the step of each save."""
+    calls, saves, advance, start_save = [], [], trainer_module.Trainer.advance, trainer_module.Trainer.save
+
+    def advance_or_skip(trainer, batches):
+        calls.append(batches)
+        if len(calls) not in numbers:
+            return advance(trainer, batches)
+        if stops and len(calls) == numbers[-1] and dist.get_rank() == dist.get_world_size() - 1:
+            signal.raise_signal(signal.SIGINT)
+        return None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module.Trainer, "advance", advance_or_skip)
+        patch.setattr(trainer_module.Trainer, "save", lambda self: saves.append(self.step) or start_save(self))
+        return run(config, resume), saves
+
+
+def test_a_run_stops_and_saves_after_a_skipped_batch(ranks, whole, tmp_path):
+    config = moved(whole, tmp_path / "run", steps=2, save_every=1, validate_every=0)
+    for code, saves in ranks.run(2, run_with_skipped_batches, config, [2, 3]):
+        assert (code, saves) == (ExitCode.SIGNALED + signal.SIGINT, [1, 1]), "due after the step, and at the end"
+    config = moved(config, tmp_path / "first", save_every=0, save_minutes=1e-9)
+    [(code, saves)] = ranks.run(1, run_with_skipped_batches, config, [1])
+    assert (code, saves) == (ExitCode.SIGNALED + signal.SIGINT, [0]), "before the first step"
+    [(code, saves)] = ranks.run(1, run_with_skipped_batches, config, [2], False, config.train.run_dir)
+    assert (code, saves) == (ExitCode.DONE, [1, 1, 2]), "the clock makes a save due in the skipped step"
 
 
 def test_a_spike_is_a_multiple_of_the_median(whole):

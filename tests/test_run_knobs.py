@@ -23,6 +23,7 @@ from ithaka.config import load_config
 from ithaka.preflight.checks import check_settings
 from ithaka.preflight.preflight import resolve, validate_run
 from ithaka.train import trainer as trainer_module
+from ithaka.train.console import read_metrics
 from refusals import assert_command_refused, assert_refused
 from runs import metrics, run, tiny_run, valid
 from templates import chat_tokenizer
@@ -34,8 +35,8 @@ def names(run_dir):
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """A run with fixed validation losses: it stops early, two validations after the lowest."""
-    losses = iter((9.0, 3.0, 2.0, 2.5, 2.25))
+    """A run with fixed validation losses, one of them NaN: it stops early, two validations after the lowest."""
+    losses = iter((9.0, math.nan, 2.0, 2.5, 2.25))
     settings = {"validate_every": 1, "save_every": 0, "keep_last": 1, "patience": 2, "epochs": 2, "accumulate": 3}
     config = tiny_run(tmp_path_factory.mktemp("knobs"), train=settings)
     with pytest.MonkeyPatch.context() as patch:
@@ -46,7 +47,9 @@ def stopped(tmp_path_factory):
 
 def test_patience_ends_the_run_and_the_best_checkpoint_is_kept(stopped, tmp_path):
     run_dir = stopped.train.run_dir
-    assert [line["val_loss"] for line in metrics(run_dir)] == [9.0, 3.0, 2.0, 2.5, 2.25]
+    assert [line["val_loss"] for line in read_metrics(run_dir / "metrics.jsonl")] == [9.0, None, 2.0, 2.5, 2.25]
+    assert [(line["step"], line["val_loss"]) for line in metrics(run_dir) if "event" in line] == [(1, "nan")]
+    assert "NaN" not in (run_dir / "metrics.jsonl").read_text()
     assert names(run_dir) == ["step-00000002", "step-00000004"], "the best and the last"
     state = files.read_state(files.find_checkpoint(run_dir))
     assert (state["best"], state["stale"]) == ([2.0, 2], 2)
@@ -54,6 +57,18 @@ def test_patience_ends_the_run_and_the_best_checkpoint_is_kept(stopped, tmp_path
     assert_refused(lambda: valid(saved, run_dir), "train.patience=2", fix="--set train.patience=4")
     more = replace(saved, train=replace(saved.train, patience=3))
     assert not valid(more, run_dir).finished
+
+
+def test_a_run_recovers_from_a_nan_that_was_saved_as_its_best_loss(stopped, tmp_path, monkeypatch):
+    run_dir = shutil.copytree(stopped.train.run_dir, tmp_path / "run")
+    path = files.find_checkpoint(run_dir)
+    state = files.read_state(path) | {"best": [math.nan, 1], "stale": 2}
+    state["checksums"]["state.json"] = files._state_checksum(state)
+    (path / "state.json").write_text(json.dumps(state))
+    monkeypatch.setattr(trainer_module.Trainer, "validate", lambda self: (7.0, {}))
+    run(resolve(None, ["train.steps=5"], run_dir), run_dir)
+    state = files.read_state(files.find_checkpoint(run_dir))
+    assert (state["step"], state["best"], state["stale"]) == (5, [7.0, 5], 0)
 
 
 def test_epochs_become_steps(stopped):
@@ -70,7 +85,8 @@ def test_a_resumed_run_takes_another_learning_rate(stopped, tmp_path):
     run_dir = shutil.copytree(stopped.train.run_dir, tmp_path / "run")
     changes = ["optim.lr=0.5", "optim.schedule=constant", "train.patience=0", "train.steps=5", "train.validate_every=0"]
     run(resolve(None, changes, run_dir), run_dir)
-    assert [line["lr"] for line in metrics(run_dir)[-1:]] == [0.5] and len(metrics(run_dir)) == 6
+    records = read_metrics(run_dir / "metrics.jsonl")
+    assert records[-1]["lr"] == 0.5 and len(records) == 6
     assert names(run_dir)[0] == "step-00000005", "without patience and keep_best the best is as old as any other"
 
 

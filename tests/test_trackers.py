@@ -126,7 +126,8 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, monkeypatch, capsys
     monkeypatch.setitem(console_module.TRACKERS, "wandb", failing)
     assert_refused(lambda: Trackers(tmp_path, config, 0), "train.track=wandb", "no network", fix="fix its settings")
     monkeypatch.setitem(console_module.TRACKERS, "wandb", lambda *_: console_module.Tracker(None, failing, failing))
-    trackers = Trackers(tmp_path, config, 0)
+    (tmp_path / console_module.IDS_FILE).write_text('{"wan')  # a crash
+    trackers = Trackers(tmp_path, config, 2)
     console = Console(tmp_path, 3, trackers=trackers)
     for words in trackers.log(VALUES, 1):
         console.print(words)

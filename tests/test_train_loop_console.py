@@ -21,7 +21,7 @@ from ithaka.model.batch import count_pairs
 from ithaka.plan.units import format_count
 from ithaka.train import console as console_module
 from ithaka.train import loop
-from ithaka.train.console import Console, Record, describe, open_metrics, rename_metrics, status
+from ithaka.train.console import Console, Record, describe, open_metrics, read_metrics, rename_metrics, status
 from ithaka.train.trainer import Diverged
 from ithaka.train.watch import step_flops
 from runs import metrics, run, start_program, tiny_run, wait_for
@@ -79,7 +79,8 @@ def test_each_source_has_its_own_loss(ranks, tmp_path):
 
 def test_resumed_metrics_drop_lost_steps_and_half_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    path.write_text('{"step": 1}\n{"st\0\0\0\nnull\n{"step": 2}\n{"step": 3}\n{"ste')
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
     with open_metrics(path, 2) as file:
         file.write(b'{"step": 3}\n')
         assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
@@ -116,6 +117,18 @@ def test_console_has_a_bar_on_a_terminal_and_plain_lines_elsewhere(tmp_path, mon
     ):
         assert part in text
     assert terminal == ("━" in text)  # the bar
+
+
+def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
+    file = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+    monkeypatch.setattr(console_module, "RichConsole", partial(RichConsole, file=file))
+    shown = Console(tmp_path, num_steps=3)
+    shown.table("title", {"model": "tiny"})
+    shown.step(record(1))
+    shown.close()
+    assert [line["step"] for line in metrics(tmp_path)] == [1]
+    with pytest.raises(OSError):
+        file.close()
 
 
 def test_flops_and_amounts():

@@ -13,6 +13,7 @@ the previous one is used.
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -80,19 +81,39 @@ def publish(temporary: Path, final: Path, state: dict[str, Any], files: dict[str
     record["checksums"] = {name: digest for name, (_, digest) in files.items()}
     record["checksums"][STATE_FILE] = _state_checksum(record)
     write_atomic(temporary / STATE_FILE, json.dumps(record, indent=1))
-    if final.exists():  # left by a run that was resumed from an earlier checkpoint
-        shutil.rmtree(final)
+    replaced = temporary.with_name(f"{temporary.name}-replaced")
+    if final.exists():  # a run resumed from an earlier checkpoint, or skipped batches since the last save
+        os.rename(final, replaced)
     os.rename(temporary, final)
     sync_directory(final.parent)
     write_atomic(final.parents[1] / "latest", final.name + "\n")
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def prune(root: Path, step: int, keep_last: int, best: int = 0) -> None:
-    """Delete old checkpoints except the one of step `best`. Checkpoints after `step` are kept: the run was resumed
-    from an earlier step, and the user may still want them."""
-    for path in [path for path in sorted(root.glob("step-*")) if path.name <= step_name(step)][:-keep_last]:
-        if path.name != step_name(best):
-            shutil.rmtree(path)
+    """Delete old checkpoints except the one of step `best` or, if it was not saved, the previous best. Checkpoints
+    after `step` are kept: the run was resumed from an earlier step, and the user may still want them. One that cannot
+    be deleted is reported, and the save still counts."""
+    paths = [path for path in sorted(root.glob("step-*")) if path.name <= step_name(step)]
+    best_path = root / step_name(best)
+    if best and best_path not in paths:
+        best_path = max(filter(_was_best, paths), default=best_path)
+    for path in paths[:-keep_last]:
+        try:
+            if path != best_path:
+                shutil.rmtree(path)
+        except OSError as error:
+            print(f"Old checkpoint {path} cannot be deleted ({error}); the run continues", file=sys.stderr, flush=True)
+
+
+def _was_best(path: Path) -> bool:
+    """Whether the validation loss was the lowest so far when this checkpoint was saved."""
+    try:
+        state = read_state(path)
+        best, _ = read_best(state)
+        return best is not None and best[1] == state["step"]
+    except (OSError, ValueError, LookupError):  # damaged
+        return False
 
 
 def is_visible(file: Path, num_bytes: int) -> bool:
@@ -124,6 +145,15 @@ def read_state(path: Path) -> dict[str, Any]:
     return json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
 
 
+def read_best(state: dict[str, Any]) -> tuple[tuple[float, int] | None, int]:
+    """The lowest validation loss and its step, if any, and how many validations in a row were not lower. Earlier
+    versions could save a NaN as the lowest loss: then no validation counts."""
+    best = state.get("best")
+    if best is not None and not math.isfinite(best[0]):
+        return None, 0
+    return best and (best[0], best[1]), state.get("stale", 0)
+
+
 def find_problem(path: Path) -> str | None:
     """Reason why the checkpoint at `path` cannot be used, or None. Checks state.json, file sizes and torch's index;
     `find_corruption` reads the files."""
@@ -153,7 +183,7 @@ def find_corruption(path: Path, share: int = 0, num_shares: int = 1) -> str | No
         for name, digest in checksums[share::num_shares]:
             if name != STATE_FILE and checksum(path / name) != digest:
                 return f"{name} is corrupt"
-    except OSError as error:  # another run in this directory may be removing it
+    except Exception as error:  # another run in this directory may be removing it
         return _describe_damage(path, error)
     return None
 
@@ -166,9 +196,9 @@ def _describe_damage(path: Path, error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def find_checkpoint(run_dir: Path, before: Path | None = None) -> Path:
-    """The newest usable checkpoint up to RUN_DIR/latest, or before `before`; rank 0 reports those that are not.
-    ConfigError if there is none."""
+def find_checkpoint(run_dir: Path, before: Path | None = None, quiet: bool = False) -> Path:
+    """The newest usable checkpoint up to RUN_DIR/latest, or before `before`; unless `quiet`, rank 0 reports those that
+    are not. ConfigError if there is none."""
     if not run_dir.is_dir():
         raise ConfigError(f"run directory {run_dir} does not exist; use the directory of an earlier run")
     latest = latest_name(run_dir)
@@ -179,7 +209,8 @@ def find_checkpoint(run_dir: Path, before: Path | None = None) -> Path:
     for path in candidates:
         if (reason := find_problem(path)) is None:
             return path
-        report_unusable(path, reason)
+        if not quiet:
+            report_unusable(path, reason)
     if not candidates and not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"run directory {run_dir} has no config.yaml; use the directory of an earlier run")
     other = "other " if before is not None else ""
@@ -193,7 +224,7 @@ def find_intact_checkpoint(path: Path) -> Path:
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     while reasons := list(filter(None, gather_objects(raise_on_all_ranks(find_corruption, path, rank, num_ranks)))):
         report_unusable(path, reasons[0])
-        path = find_checkpoint(path.parents[1], before=path)
+        path = raise_on_all_ranks(find_checkpoint, path.parents[1], before=path)
     return path
 
 
@@ -227,5 +258,8 @@ def latest_name(run_dir: Path) -> str:
 
 def describe_last(run_dir: Path) -> str:
     """A sentence for messages about a run that ended."""
-    name = latest_name(run_dir)
+    try:
+        name = latest_name(run_dir)
+    except OSError as error:  # must not hide why the run ended
+        return f"{run_dir / 'latest'} cannot be read ({error})."
     return f"The last checkpoint is {run_dir / 'checkpoints' / name}." if name else "There is no checkpoint yet."

@@ -190,7 +190,7 @@ class Saver:
         def make_directory() -> None:
             root.mkdir(parents=True, exist_ok=True)
             for stale in root.glob(".tmp-*"):
-                shutil.rmtree(stale)
+                shutil.rmtree(stale, ignore_errors=True)
             temporary.mkdir()
 
         def own_files() -> dict[str, tuple[int, str]]:

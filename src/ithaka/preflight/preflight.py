@@ -11,6 +11,7 @@ import fcntl
 import os
 import time
 from collections.abc import Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -215,9 +216,11 @@ def _check_resumed(file: Path | None, changes: list[str], resume: Path, run_dir:
 def _resumed_decay_steps(file: Path) -> str:
     """optim.decay_steps of a resumed run. A decay that had not begun ends with the longer run."""
     before = load_config(file)
-    end, newest = before.optim.decay_steps or before.train.steps, files.newest_checkpoint(file.parent)
-    if before.optim.schedule == "wsd" and end == before.train.steps and newest is not None:
-        return str(end) if files.read_state(newest)["step"] > before.optim.decay_start(end) else "null"
+    end = before.optim.decay_steps or before.train.steps
+    if before.optim.schedule == "wsd" and end == before.train.steps:
+        with suppress(ConfigError):  # no usable checkpoint, which `find_resume_point` reports
+            step = files.read_state(files.find_checkpoint(file.parent, quiet=True))["step"]
+            return str(end) if step > before.optim.decay_start(end) else "null"
     return str(end) if end > before.optim.warmup_steps else "null"
 
 

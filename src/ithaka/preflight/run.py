@@ -63,7 +63,7 @@ class Run:
         if train.epochs is not None and state["epochs"] != train.epochs:
             return False  # the number of steps is not known before the data is read
         steps = train.steps if train.epochs is None else state["steps"]
-        return state["step"] >= steps or 0 < train.patience <= state["stale"]
+        return state["step"] >= steps or 0 < train.patience <= files.read_best(state)[1]
 
     @property
     def work(self) -> Work:

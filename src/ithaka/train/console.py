@@ -1,8 +1,9 @@
 """Rank 0's output: the console, metrics.jsonl and trackers.
 
-Each step's `Record` goes to all three; `metrics.jsonl` holds one JSON object per line. Trackers are configured by their
-own environment variables (WANDB_MODE=offline, TRACKIO_DIR, MLFLOW_TRACKING_URI); RUN_DIR/track.json holds the ids with
-which a resumed run continues its entries. This module does not import torch: `status` is shown while torch loads.
+Each step's `Record` goes to all three; `metrics.jsonl` holds one JSON object per line, with null for values that are
+not finite. Trackers are configured by their own environment variables (WANDB_MODE=offline, TRACKIO_DIR,
+MLFLOW_TRACKING_URI); RUN_DIR/track.json holds the ids with which a resumed run continues its entries. This module does
+not import torch: `status` is shown while torch loads.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from io import FileIO
@@ -32,7 +33,7 @@ from rich.table import Column
 
 from ithaka.config import Config, ConfigError, input_error, to_dict
 from ithaka.dist.rank import is_rank_0
-from ithaka.plan.units import format_bytes, format_count
+from ithaka.plan.units import format_bytes, format_count, format_json
 
 if TYPE_CHECKING:
     from ithaka.profile.timeline import StepProgress
@@ -155,22 +156,32 @@ def describe_progress(report: StepProgress) -> str:
 
 def open_metrics(path: Path, step: int) -> FileIO:
     """Open the file to append records, unbuffered, and drop lines after `step`, which a resumed run writes again."""
-    lines = [line for line in _complete_lines(path) if json.loads(line)["step"] <= step] if step else []
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    os.replace(temporary, path)
+    lines = [line for line, record in _read_lines(path) if record["step"] <= step] if step else []
+    _replace(path, "".join(line + "\n" for line in lines))
     return FileIO(path, "a")
 
 
-def _complete_lines(path: Path) -> list[str]:
-    """Read the lines of the file, without a partial last line that a killed process may leave."""
-    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-    return [line for line in lines[:-1] if line]
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each line of the file and its record, without incomplete lines, which a crash may leave."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.split("\n")[:-1]:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "step" in record:
+            yield line, record
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the step records, without progress reports and events."""
-    return [record for record in map(json.loads, _complete_lines(path)) if not record.keys() & {"progress", "event"}]
+    return [record for _, record in _read_lines(path) if not record.keys() & {"progress", "event"}]
 
 
 class Console:
@@ -217,24 +228,29 @@ class Console:
 
     @contextmanager
     def writing(self, what: str) -> Iterator[None]:
-        """Wrap the writing of optional files: an OSError does not end the run. It is reported once, until `what` can be
+        """Wrap the writing of optional files: an error does not end the run. It is reported once, until `what` can be
         written again."""
         try:
             yield
-        except OSError as error:
+        except Exception as error:
             if what not in self._unwritable:
-                self.print(f"The {what} cannot be written ({error}); the run continues without it")
+                reason = f"{type(error).__name__}: {error}"
+                self.print(f"The {what} cannot be written ({reason}); the run continues without it")
             self._unwritable.add(what)
         else:
             self._unwritable.discard(what)
 
     def print(self, text: str) -> None:
         """Print `text` without markup, above the progress bar if there is one."""
-        self._rich.print(escape(text))
+        self._print(escape(text))
+
+    def _print(self, markup: str) -> None:
+        with suppress(OSError):  # a log on a full disk must not end the run
+            self._rich.print(markup)
 
     def table(self, title: str, rows: dict[str, str]) -> None:
         width = max(map(len, rows))
-        self._rich.print(f"[bold]{escape(title)}[/bold]")
+        self._print(f"[bold]{escape(title)}[/bold]")
         for key, value in rows.items():
             self.print(f"  {key:<{width}}  {value}")
 
@@ -268,7 +284,7 @@ class Console:
     def _write(self, values: dict[str, Any]) -> None:
         """Append a line to metrics.jsonl. If the disk is full or read-only, retry it with the next line."""
         with self._metrics_lock:  # another thread reports progress
-            before, self._unwritten = self._unwritten, self._unwritten + f"{json.dumps(values)}\n".encode()
+            before, self._unwritten = self._unwritten, self._unwritten + f"{format_json(values)}\n".encode()
             try:
                 self._unwritten = self._unwritten[self._metrics.write(self._unwritten) :]
             except OSError as error:
@@ -395,7 +411,9 @@ class Trackers:
     def __init__(self, run_dir: Path, config: Config, step: int) -> None:
         self._open, self._failed, self._callbacks = dict[str, Tracker](), set[str](), dict[str, Any]()
         file = run_dir / IDS_FILE
-        ids = json.loads(file.read_text(encoding="utf-8")) if step and file.is_file() else {}
+        ids = dict[str, str | None]()
+        with suppress(OSError, ValueError):  # without ids, new entries are started
+            ids = json.loads(file.read_text(encoding="utf-8")) if step else {}
         for name in config.train.track:
             try:
                 self._open[name] = TRACKERS[name](run_dir, config, step + 1, ids.get(name))
@@ -413,7 +431,7 @@ class Trackers:
                 reason, fix = f"{type(error).__name__}: {error}", "name a class as package.module:Class, or correct it"
                 raise ConfigError(f"train.callbacks={kind} cannot be created ({reason}); {fix}") from error
         if ids:
-            file.write_text(json.dumps(ids), encoding="utf-8")
+            _replace(file, json.dumps(ids))
 
     def log(self, values: Mapping[str, Any], step: int) -> list[str]:
         """Log one step. Returns a message for each tracker or callback that fails; the run continues without it."""

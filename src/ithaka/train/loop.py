@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from signal import SIGINT, Signals
 from threading import Timer
 
@@ -28,6 +30,7 @@ from ithaka.train.console import (
     startup_seconds,
 )
 from ithaka.train.heartbeat import Heartbeat, Limits, PhaseTracker, validation_seconds
+from ithaka.train.step import StepResult
 from ithaka.train.trainer import Trainer, prepare
 from ithaka.train.watch import (
     OutOfMemoryTracker,
@@ -95,7 +98,7 @@ def validate_only(run: Run) -> None:
         raise SharedError(f"--evaluate-only: nothing is held out for validation; {fix}")
     if trainer.mesh.rank == 0:
         model = f"{run.run_dir}, step {trainer.step}" if run.checkpoint else run.config.model.path or "embedded model"
-        perplexity = {"perplexity": math.exp(loss)} if trainer.dpo is None else {}
+        perplexity = {"perplexity": torch.tensor(loss, dtype=torch.float64).exp().item()} if trainer.dpo is None else {}
         for name, value in {"validation loss": loss, **perplexity, **sources}.items():
             print(f"{name:<16} {value:.4f}", flush=True)
         print(f"for {model}, on up to {count} sequences of {run.config.data.context} tokens", flush=True)
@@ -127,19 +130,12 @@ def _run_steps(
             with watch.step(trainer.step + 1):
                 advanced = trainer.advance(batches)
                 step_s = shutdown.step_s = time.perf_counter() - start
-            if advanced is None:
-                continue
-            result, lr, num_tokens = advanced
-            val_loss, sources, is_best = _validate_if_due(trainer)
+            val_loss, sources, is_best = _validate_if_due(trainer) if advanced is not None else (None, {}, False)
             rank_figures = watch.measure(batches, step_s)
             stop_signal, save_state, peaks, figures = _agree(stop, trainer, watch.device_peak_bytes, rank_figures)
             watch.report(*figures)
-            losses = result.loss, val_loss, lr, result.grad_norm
-            counts, ring = (trainer.tokens, result.label_tokens), (result.balance, result.ring_bytes)
-            speed = num_tokens / step_s, step_s, flops_utilization(trainer, num_tokens, result.num_pairs, step_s)
-            console.step(Record(trainer.step, *losses, *counts, *speed, *peaks, *ring, result.source_losses | sources))
-            if trainer.step == max(1, trainer.first_step):
-                _report_startup(console)
+            if advanced is not None:  # else the batch was skipped, but the run may stop or save here
+                _record_step(trainer, *advanced, step_s, val_loss, sources, peaks)
             is_last = bool(stop_signal) or trainer.done
             _save_if_due(trainer, *save_state, is_best=is_best, is_last=is_last, only_profile=only_profile)
         final_status = "finished" if trainer.done else "killed"
@@ -147,20 +143,55 @@ def _run_steps(
         final_status = "killed"
         raise
     finally:
-        console.close(final_status)
+        with _warn_only("The console and the trackers cannot be closed"):
+            console.close(final_status)
         is_last_entry = trainer.config.entry + 1 == len(trainer.config.ends)
         trainer.data.close(remove=only_profile or (trainer.done and is_last_entry))
         if trainer.lock is not None:
             os.close(trainer.lock)
-    if not trainer.done:
-        if not only_profile:
-            resume = shell_command("train", "--resume", run.run_dir)
-            console.print(f"Stopped after step {trainer.step}; resume with: {resume}")
-        return stop_signal
     if console.active and not only_profile:
-        entry = f"entry {run.config.entry + 1} of {len(run.config.ends)} " if run.config.curriculum else ""
-        console.table(f"{entry}done", summarize_run(trainer))
-    return 0
+        with _warn_only("The run cannot be summarized"):
+            _print_end(trainer)
+    return stop_signal if not trainer.done else 0
+
+
+def _print_end(trainer: Trainer) -> None:
+    run, console = trainer.run, trainer.console
+    if not trainer.done:
+        resume = shell_command("train", "--resume", run.run_dir)
+        console.print(f"Stopped after step {trainer.step}; resume with: {resume}")
+        return
+    entry = f"entry {run.config.entry + 1} of {len(run.config.ends)} " if run.config.curriculum else ""
+    console.table(f"{entry}done", summarize_run(trainer))
+
+
+@contextmanager
+def _warn_only(what: str) -> Iterator[None]:
+    """Print an error instead of raising it: it must neither fail a run that is saved nor hide the run's own error."""
+    try:
+        yield
+    except Exception as error:
+        message = f"{what} ({type(error).__name__}: {error}); the checkpoints are not affected\n"
+        os.write(2, message.encode())
+
+
+def _record_step(
+    trainer: Trainer,
+    result: StepResult,
+    lr: float,
+    num_tokens: int,
+    step_s: float,
+    val_loss: float | None,
+    sources: dict[str, float],
+    peaks: tuple[int | None, int],
+) -> None:
+    losses = result.loss, val_loss, lr, result.grad_norm
+    counts, ring = (trainer.tokens, result.label_tokens), (result.balance, result.ring_bytes)
+    speed = num_tokens / step_s, step_s, flops_utilization(trainer, num_tokens, result.num_pairs, step_s)
+    figures = result.source_losses | sources
+    trainer.console.step(Record(trainer.step, *losses, *counts, *speed, *peaks, *ring, figures))
+    if trainer.step == max(1, trainer.first_step):
+        _report_startup(trainer.console)
 
 
 def _report_startup(console: Console) -> None:
@@ -188,6 +219,9 @@ def _validate_if_due(trainer: Trainer) -> tuple[float | None, dict[str, float], 
         with trainer.console.show_activity("validation"):
             val_loss, figures = trainer.validate()
         is_best = trainer.record_validation(val_loss)
+        if val_loss is not None and not math.isfinite(val_loss):
+            message = f"step {trainer.step}: the validation loss is {val_loss}, which does not count as lower"
+            trainer.console.event(trainer.step, message, val_loss=str(val_loss))
     if trainer.text is not None and trainer.is_due(trainer.config.evaluate.every):
         with trainer.console.show_activity("evaluation"):
             figures = figures | trainer.evaluate()

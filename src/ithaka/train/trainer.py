@@ -35,6 +35,7 @@ from ithaka.measure import EvalText, check_prompts, flatten_metrics, measure_all
 from ithaka.model.build import build_model, has_weights
 from ithaka.model.calls import why_no_parents
 from ithaka.phases import phase
+from ithaka.plan.units import format_json
 from ithaka.preflight.checks import check_same_inputs
 from ithaka.preflight.run import Run, can_save_in_background, store_host_bytes
 from ithaka.train.console import Console, import_named, note_startup, status
@@ -72,7 +73,7 @@ class Trainer:
         self.best: tuple[float, int] | None = None  # lowest validation loss, and its step
         self.stale = 0  # validations since
         self.epochs = run.config.train.epochs
-        self.last_save_at = time.monotonic()  # or skipped
+        self.last_save_at, self.last_save_step = time.monotonic(), 0  # or skipped
         self.data_positions: dict[str, Any] = {}  # in data of other entries
         config = run.config
         torch.manual_seed(config.train.seed + mesh.rank)
@@ -134,8 +135,9 @@ class Trainer:
         with status("loading the checkpoint"):
             state = save.load_checkpoint(self.run.checkpoint, self.model, self.optimizer)
         self.step, self.tokens, self.first_step = state["step"], state["tokens"], state["step"] + 1
+        self.last_save_step = self.step
         self.norms.extend(state.get("norms", []))
-        self.best, self.stale = tuple(state.get("best") or ()) or None, state.get("stale", 0)
+        self.best, self.stale = files.read_best(state)
         if (before := state.get("global_batch", self.global_batch)) != self.global_batch:
             words = f"{self.global_batch} sequences per step (was {before}); train.global_batch={before} keeps them"
             self.data_summary["batch"] = words
@@ -143,7 +145,7 @@ class Trainer:
     @phase("saving")
     def save(self) -> None:
         """Start a save, in the background if host memory allows; `saver.finish` waits for it."""
-        self.last_save_at = time.monotonic()
+        self.last_save_at, self.last_save_step = time.monotonic(), self.step
         norms = list(self.norms) if self.config.train.spike else []
         state = {"step": self.step, "tokens": self.tokens, "data": self.data.state_dict(), "norms": norms}
         state |= {"global_batch": self.global_batch, "best": self.best, "stale": self.stale}
@@ -155,7 +157,7 @@ class Trainer:
 
     def skip_save(self) -> None:
         """Report a due save that is skipped because another one is in progress."""
-        self.last_save_at, saver = time.monotonic(), self.saver
+        self.last_save_at, self.last_save_step, saver = time.monotonic(), self.step, self.saver
         written_s = self.last_save_at - saver.started_at
         so_far = f"the one of step {saver.step} is still being written after {written_s:.0f} s"
         fix = "Save less often (train.save_minutes, train.save_every) or to faster storage."
@@ -163,10 +165,11 @@ class Trainer:
         self.console.event(self.step, message, save_in_progress=saver.step)
 
     def record_validation(self, val_loss: float | None) -> bool:
-        """Update the best loss and patience. Returns whether this loss is the lowest so far."""
+        """Update the best loss and patience. Returns whether this loss is the lowest so far. One that is not finite
+        never is."""
         if val_loss is None:
             return False
-        better = self.best is None or val_loss < self.best[0]
+        better = math.isfinite(val_loss) and (self.best is None or val_loss < self.best[0])
         self.best, self.stale = ((val_loss, self.step), 0) if better else (self.best, self.stale + 1)
         return better
 
@@ -177,10 +180,11 @@ class Trainer:
 
     @property
     def save_is_due(self) -> bool:
-        """Whether a save is due, by the clock of rank 0."""
+        """Whether a save is due, by the clock of rank 0. After a skipped batch the step is still the last one."""
         minutes = self.config.train.save_minutes
         by_time = minutes > 0 and time.monotonic() - self.last_save_at >= 60 * minutes
-        return self.mesh.rank == 0 and (by_time or self.is_due(self.config.train.save_every))
+        by_step = self.step != self.last_save_step and self.is_due(self.config.train.save_every)
+        return self.mesh.rank == 0 and (by_time or by_step)
 
     def accepts(self, loss: float, norm: float) -> bool:
         """Whether to update the weights: loss and norm are finite, and the norm is not a spike."""
@@ -287,7 +291,7 @@ class Trainer:
         self.model.reshard()  # after forward, the root keeps its parameters gathered for backward
         if self.mesh.rank == 0:
             folder = self.run.run_dir / "evaluations"
-            words = json.dumps({"model": f"{self.run.run_dir}, step {self.step}", **found}, indent=2)
+            words = format_json({"model": f"{self.run.run_dir}, step {self.step}", **found}, indent=2)
             with self.console.writing("evaluation"):
                 folder.mkdir(exist_ok=True)
                 files.write_atomic(folder / f"step-{self.step}.json", words)

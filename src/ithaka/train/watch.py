@@ -1,7 +1,6 @@
 """Observe and describe a run: progress in long steps, profiles, slow ranks and disks, where memory ran out."""
 
 import dataclasses
-import json
 import os
 import statistics
 import sys
@@ -14,6 +13,7 @@ from typing import Literal
 import psutil
 import torch
 
+from ithaka.checkpoint.files import step_name, write_atomic
 from ithaka.config import shell_command
 from ithaka.data.batch import Batch
 from ithaka.exits import is_out_of_memory
@@ -25,7 +25,7 @@ from ithaka.phases import Listener, PhasePath
 from ithaka.plan.hardware import DISK_BYTES_S, gpu_named, peak_flops
 from ithaka.plan.heads import count_slots
 from ithaka.plan.search import Plan
-from ithaka.plan.units import format_bytes, format_count
+from ithaka.plan.units import format_bytes, format_count, format_json
 from ithaka.preflight.run import Run, drop_reserve
 from ithaka.profile.memory import sum_planned_by_holder
 from ithaka.profile.step import StepProfile, StepTimes, describe_machine
@@ -88,12 +88,13 @@ class Watch:
             work = dataclasses.replace(self.run.work, accumulate=1)
             self.plan = Plan(self.run.shape, self.run.layout, self.run.hardware, work)
             self._progress = Progress(self.plan, self.run.config.train.accumulate, self.device, self.console.progress)
-            self._write_machine_and_plan()
+            with self.console.writing("description of the machine and the plan"):
+                self._write_machine_and_plan()
 
     def _write_machine_and_plan(self) -> None:
         """Write machine.json and plan.json for the report."""
         plan, machine = self.plan, describe_machine(self.device, self.trainer.mesh.world_size)
-        (self.run.run_dir / "machine.json").write_text(json.dumps(machine), encoding="utf-8")
+        write_atomic(self.run.run_dir / "machine.json", format_json(machine))
         values = {
             "layout": dataclasses.asdict(plan.layout),
             "stages": len(count_slots(plan.shape, plan.layout)),
@@ -102,7 +103,7 @@ class Watch:
         }
         if gpu_named(plan.hardware.gpu.name):
             values["seconds"] = dataclasses.asdict(plan.seconds)
-        (self.run.run_dir / "plan.json").write_text(json.dumps(values), encoding="utf-8")
+        write_atomic(self.run.run_dir / "plan.json", format_json(values))
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -304,16 +305,19 @@ def summarize_run(trainer: Trainer) -> dict[str, str]:
     run_dir, more, optim = trainer.run.run_dir, 2 * trainer.step, trainer.config.optim
     records = read_metrics(run_dir / "metrics.jsonl")
     # Only since the resume: with other settings, earlier validations may have used other text.
-    since = (r["val_loss"] for r in records if r["step"] >= trainer.first_step)
+    since = (r.get("val_loss") for r in records if r["step"] >= trainer.first_step)
     losses = [f"{loss:.4f}" for loss in since if loss is not None]
-    rates = [r["tokens_per_s"] for r in records if r["tokens_per_s"]]
+    rates = [r["tokens_per_s"] for r in records if r.get("tokens_per_s")]
     summary = {"validation loss": " -> ".join([losses[0], *losses[1:][-1:]])} if losses else {}
     if trainer.best is not None and trainer.saver.keep_best:
         loss, step = trainer.best
-        summary["best"] = f"{loss:.4f} after step {step}: {shell_command('export', run_dir, 'OUT_DIR', '--step', step)}"
+        how = f": {shell_command('export', run_dir, 'OUT_DIR', '--step', step)}"
+        is_saved = (run_dir / "checkpoints" / step_name(step)).is_dir()
+        summary["best"] = f"{loss:.4f} after step {step}{how if is_saved else ', whose checkpoint was not saved'}"
     if trainer.step < trainer.config.train.steps:
         summary["stopped early"] = f"after step {trainer.step}: {trainer.stale} validations in a row were not lower"
-    summary["speed"] = f"{format_count(statistics.median(rates))} tokens/s (median step)"
+    if rates:  # none if metrics.jsonl could not be written
+        summary["speed"] = f"{format_count(statistics.median(rates))} tokens/s (median step)"
     summary["export"] = shell_command("export", run_dir, "OUT_DIR")
     if trainer.config.adapter is not None and (path := trainer.config.model.path) is not None and path.is_dir():
         summary["merged"] = shell_command("export", run_dir, "OUT_DIR", "--merge")
