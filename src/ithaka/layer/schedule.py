@@ -385,7 +385,7 @@ def count_references(t: Tensor) -> int:
 
 @cache
 def references_of_a_new_gradient() -> int:
-    """Count the references to a gradient that only its backward has. They depend on the versions of Python and torch."""
+    """Count the references to a gradient that nothing else holds. They depend on the versions of Python and torch."""
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         x = torch.ones(1, device="cpu", requires_grad=True)
         torch.autograd.grad(2 * _CountReferences.apply(x), x)

@@ -22,9 +22,8 @@ from ithaka.attention.docs import Docs
 from ithaka.attention.fused import Positions
 from ithaka.config import AdapterConfig, ConfigError, RopeConfig
 from ithaka.dist.mesh import Mesh, default_device, make_mesh
-from ithaka.layer.delta import DeltaLayer
+from ithaka.layer.delta import LAYERS
 from ithaka.layer.dropout import POSITION_BITS, replace_dropout
-from ithaka.layer.general import GeneralLayer
 from ithaka.layer.linear import as_linear
 from ithaka.layer.loss import (
     IGNORE_INDEX,
@@ -63,8 +62,6 @@ from ithaka.phases import Holder, mark_backward, phase, tag
 from ithaka.plan.bytes import logits_tile_tokens
 from ithaka.plan.heads import head_table
 from ithaka.plan.read_config import check_quantization
-
-LAYERS = {"attention": GeneralLayer, "delta rule": DeltaLayer}  # by how a layer mixes tokens
 
 
 @dataclass

@@ -23,8 +23,8 @@ from ithaka.layer.mixers import DeltaCall
 from ithaka.layer.runs import Arguments, AttentionCall, LayerRuns, LayerSpec, PlaceholderMask
 from ithaka.model.adapters import auto_class, is_stacked
 from ithaka.model.families import find_decoder, find_layers, has_encoder, has_known_layers
-from ithaka.model.probe import describe_layer, read_call
-from ithaka.model.recorder import LENGTHS, Recorder, refusal, token_dims
+from ithaka.model.probe import describe_layer
+from ithaka.model.recorder import LENGTHS, Recorder, read_call, refusal, token_dims
 from ithaka.model.video_blocks import TOKEN_DIMS, Ltx, SelfAttention, Tokens, Wan, find_family, read_spec
 from ithaka.model.vision import FrameAttention
 from ithaka.plan.read_config import VIDEO_SCALES
