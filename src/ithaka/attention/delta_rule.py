@@ -22,6 +22,7 @@ dims, X = K + V. States are [H, K, V], in fp32 or wider; affine maps are [H, K, 
 """
 
 import warnings
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,7 +59,8 @@ class LocalDocs:
         return self._ids[first + self.halo : stop + self.halo]
 
     def has_start(self, rows: slice) -> bool:
-        return any(rows.start <= start < rows.stop for start in self._starts_with_halo)
+        index = bisect_left(self._starts_with_halo, rows.start)
+        return index < len(self._starts_with_halo) and self._starts_with_halo[index] < rows.stop
 
 
 class DeltaInputs(NamedTuple):

@@ -167,3 +167,6 @@ def _gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     gathered = own.new_empty(group.size(), *own.shape)
     all_gather(gathered.flatten(0, 1), own, group=group)
     return gathered
+
+
+LAYERS = {"attention": GeneralLayer, "delta rule": DeltaLayer}  # by how a layer mixes tokens

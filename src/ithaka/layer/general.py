@@ -83,7 +83,7 @@ class GeneralLayer(LayerSchedule):
         assert docs is not None
         arguments = Arguments(args, kwargs, spec.token_dims, x_1sD.shape[1])
         docs = docs if spec.chunk is None else docs.split(spec.chunk)
-        y_1sD = super().__call__(x_1sD[0], arguments, docs)
+        y_1sD = super().__call__(x_1sD, arguments, docs)
         return y_1sD if spec.num_outputs is None else (y_1sD, *[None] * (spec.num_outputs - 1))
 
     def _other_inputs(self, positions: Arguments) -> list[Tensor]:

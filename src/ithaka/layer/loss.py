@@ -131,33 +131,33 @@ class ScaledHead:
 
 
 def linear_cross_entropy(
-    x_sD: Tensor, labels_s: Tensor, head: Head, tile: int, rows_e: Tensor | None = None
+    x: Tensor, labels_s: Tensor, head: Head, tile: int, rows_e: Tensor | None = None
 ) -> TokenResults:
     """Return per-token results of head(x), `tile` tokens at a time. Labels are already shifted.
 
-    `rows_e`, ascending: further rows of x, which predict the labels after the first s.
+    x: [s, D] or [1, s, D]. `rows_e`, ascending: further rows of x, which predict the labels after the first s.
 
     Log-probabilities and entropies are differentiable. Saves x and, per token, the log-sum-exp and the entropy.
     """
-    return TokenResults(*_LinearCrossEntropy.apply(x_sD, labels_s, head, tile, rows_e, *head.params))
+    return TokenResults(*_LinearCrossEntropy.apply(x, labels_s, head, tile, rows_e, *head.params))
 
 
 def summed_cross_entropy(
-    x_sD: Tensor, labels_s: Tensor, head: Head, tile: int, divisor: float, rows_e: Tensor | None = None
+    x: Tensor, labels_s: Tensor, head: Head, tile: int, divisor: float, rows_e: Tensor | None = None
 ) -> Tensor:
-    """Return the summed loss of head(x) divided by `divisor`. Computes the gradients at once, if required. `rows_e`: as
-    in `linear_cross_entropy`."""
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x_sD, *head.params))
-    return _SummedCrossEntropy.apply(x_sD, labels_s, head, tile, rows_e, divisor, needs_grad, *head.params)
+    """Return the summed loss of head(x) divided by `divisor`. Computes the gradients at once, if required. x and
+    `rows_e`: as in `linear_cross_entropy`."""
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *head.params))
+    return _SummedCrossEntropy.apply(x, labels_s, head, tile, rows_e, divisor, needs_grad, *head.params)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @phase("loss forward")
-    def forward(ctx, x_sD, labels_s, head, tile, rows_e, divisor, needs_grad, *params):
-        sum_ = x_sD.new_zeros((), dtype=sum_dtype(x_sD.dtype))
-        dx_sD, grads = tag(torch.zeros_like(x_sD), Holder.RESIDUAL) if needs_grad else None, GradSum()
-        for rows, x_tD, dx_tD in _tiles(x_sD, dx_sD, rows_e, tile):
+    def forward(ctx, x, labels_s, head, tile, rows_e, divisor, needs_grad, *params):
+        sum_ = x.new_zeros((), dtype=sum_dtype(x.dtype))
+        dx, grads = tag(torch.zeros_like(x), Holder.RESIDUAL) if needs_grad else None, GradSum()
+        for rows, x_tD, dx_tD in _tiles(x, dx, rows_e, tile):
             valid_t, target_t1 = _valid_and_target(labels_s[rows])
             if dx_tD is None:
                 loss_t = _tile_loss(x_tD, target_t1, head)
@@ -165,7 +165,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 scale_t = valid_t.to(sum_.dtype) / divisor
                 loss_t = _tile_loss_and_grads(dx_tD, x_tD, target_t1[:, 0], scale_t, head, grads)
             sum_ += torch.where(valid_t, loss_t, 0).sum()
-        ctx.grads = [dx_sD, *(grads.take_rounded(p) for p in params)] if needs_grad else None
+        ctx.grads = [dx, *(grads.take_rounded(p) for p in params)] if needs_grad else None
         return sum_ / divisor
 
     @staticmethod
@@ -173,21 +173,21 @@ class _SummedCrossEntropy(torch.autograd.Function):
     def backward(ctx, dloss):
         if ctx.grads is None:
             raise RuntimeError(BACKWARD_RAN_TWICE)
-        (dx_sD, *dparams), ctx.grads = ctx.grads, None
-        for grad in (dx_sD, *dparams):
+        (dx, *dparams), ctx.grads = ctx.grads, None
+        for grad in (dx, *dparams):
             if grad is not None:
                 scale_in_place(grad, dloss)
-        return dx_sD, None, None, None, None, None, None, *dparams
+        return dx, None, None, None, None, None, None, *dparams
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @phase("loss forward")
-    def forward(ctx, x_sD, labels_s, head, tile, rows_e, *params):
-        logprobs_s = x_sD.new_empty(len(labels_s), dtype=sum_dtype(x_sD.dtype))
+    def forward(ctx, x, labels_s, head, tile, rows_e, *params):
+        logprobs_s = x.new_empty(len(labels_s), dtype=sum_dtype(x.dtype))
         lse_s, entropies_s, mean_logits_s = (torch.empty_like(logprobs_s) for _ in range(3))
         correct_s = torch.empty_like(labels_s, dtype=torch.bool)
-        for rows, x_tD, _ in _tiles(x_sD, None, rows_e, tile):
+        for rows, x_tD, _ in _tiles(x, None, rows_e, tile):
             logits_tV = head.logits(x_tD)
             valid_t, target_t1 = _valid_and_target(labels_s[rows])
             label_logit_t = logits_tV.gather(1, target_t1)[:, 0]
@@ -197,7 +197,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             correct_s[rows] = valid_t & (logits_tV.argmax(-1) == target_t1[:, 0])
             mean_logits_s[rows] = torch.where(valid_t, plain_mean_t, 0)
             del logits_tV  # before the next tile is allocated
-        ctx.save_for_backward(x_sD, labels_s, lse_s, entropies_s)
+        ctx.save_for_backward(x, labels_s, lse_s, entropies_s)
         ctx.head, ctx.tile, ctx.rows_e, ctx.params = head, tile, rows_e, params
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(correct_s, mean_logits_s)
@@ -206,24 +206,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @phase("loss backward")
     def backward(ctx, dlogprobs_s, dentropies_s, *_):
-        x_sD, labels_s, lse_s, entropies_s = ctx.saved_tensors
-        with torch.autocast(x_sD.device.type, enabled=False):
+        x, labels_s, lse_s, entropies_s = ctx.saved_tensors
+        with torch.autocast(x.device.type, enabled=False):
             dlosses_s = lse_s.new_zeros(()).expand_as(lse_s) if dlogprobs_s is None else -dlogprobs_s
             head, grads = ctx.head, GradSum()
-            dx_sD = tag(torch.zeros_like(x_sD), Holder.RESIDUAL)
-            for rows, x_tD, dx_tD in _tiles(x_sD, dx_sD, ctx.rows_e, ctx.tile):
+            dx = tag(torch.zeros_like(x), Holder.RESIDUAL)
+            for rows, x_tD, dx_tD in _tiles(x, dx, ctx.rows_e, ctx.tile):
                 saved, dlogits_tV = head.run(x_tD)
                 valid_t, target_t1 = _valid_and_target(labels_s[rows])
                 entropy = None if dentropies_s is None else (valid_t * dentropies_s[rows], entropies_s[rows])
                 softmax_grad(dlogits_tV, target_t1[:, 0], lse_s[rows], valid_t * dlosses_s[rows], entropy)
                 head.backward(saved, dlogits_tV, dx_tD, grads)
                 del saved, dlogits_tV  # before the next tile is allocated
-            return dx_sD, None, None, None, None, *(grads.take_rounded(p) for p in ctx.params)
+            return dx, None, None, None, None, *(grads.take_rounded(p) for p in ctx.params)
 
 
-def _tiles(x_sD: Tensor, dx_sD: Tensor | None, rows_e: Tensor | None, tile: int) -> Iterator[tuple[slice, Tensor, Any]]:
+def _tiles(x: Tensor, dx: Tensor | None, rows_e: Tensor | None, tile: int) -> Iterator[tuple[slice, Tensor, Any]]:
     """Yield a slice of labels, the rows of x that predict them, and where to add the gradients of these rows. Those of
     `rows_e` are added to dx in fp32, at the end."""
+    x_sD, dx_sD = (None if t is None else t.view(t.shape[-2:]) for t in (x, dx))
     s = len(x_sD)
     for rows in tile_slices(s, tile):
         yield rows, x_sD[rows], None if dx_sD is None else dx_sD[rows]

@@ -114,7 +114,7 @@ class DeltaMixer:
         if self.replayed_tHV is not None:
             return x_1Nt.new_zeros(()).expand(x_1Nt.shape)
         self.halo = max(self.halo, weight.shape[-1] - 1)
-        y_tN = short_convolution(x_1Nt[0].t(), weight, bias, self.ids_t)
+        y_tN = short_convolution(x_1Nt.squeeze(0).t(), weight, bias, self.ids_t)
         y_tN = y_tN if activation is None else ACT2FN[activation](y_tN)
         return y_tN.to(x_1Nt.dtype).t()[None]
 
@@ -126,11 +126,12 @@ class DeltaMixer:
             return self.replayed_tHV[None], None
         assert self.dtype is not None
         wide = torch.promote_types(self.dtype, torch.float32)
-        inputs = DeltaInputs(*(t[0].to(self.dtype) for t in (q, k, v)), *(t[0].to(wide) for t in (g, beta)))
+        q, k, v, g, beta = (t.squeeze(0) for t in (q, k, v, g, beta))
+        inputs = DeltaInputs(*(t.to(self.dtype) for t in (q, k, v)), *(t.to(wide) for t in (g, beta)))
         self.call = DeltaCall(self.module, inputs, options, self.halo)
         if not self.traced:
             raise EndRun
-        return torch.zeros_like(v), None
+        return torch.zeros_like(v)[None], None
 
     def take_call(self) -> DeltaCall | None:
         call, self.call = self.call, None

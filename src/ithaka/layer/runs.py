@@ -91,7 +91,7 @@ def _attend(
         raise RuntimeError(
             f"{type(module).__name__} gets a mask that transformers.masking_utils did not make: {type(attention_mask)}"
         )
-    return attention_mask.attend(AttentionCall(module, q[0], k[0], v[0], options))[None], None
+    return attention_mask.attend(AttentionCall(module, q.squeeze(0), k.squeeze(0), v.squeeze(0), options))[None], None
 
 
 def _make_mask(mask_function: Any = None, local_size: int | None = None, **others: Any) -> PlaceholderMask:
@@ -186,7 +186,7 @@ def run_layer(
 ) -> Tensor:
     """Run the forward of the layer's class, without hooks, on a residual stream in fp32 or wider."""
     y = (forward or type(layer).forward)(layer, x_tD[None].to(sum_dtype(x_tD.dtype)), *args, **kwargs)
-    return (y[0] if isinstance(y, tuple) else y)[0].to(x_tD.dtype)
+    return (y[0] if isinstance(y, tuple) else y).squeeze(0).to(x_tD.dtype)
 
 
 def _run_without_result(*inputs: Any) -> None:

@@ -10,15 +10,17 @@ Ulysses ranks, n head slots per rank and stage, K head dim, N the width of sever
 Saved for backward: the layer's input, and more according to the `ActivationPolicy`. The rest is recomputed.
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ithaka.attention.blocks import AttentionSpec
 from ithaka.attention.docs import Docs
@@ -143,14 +145,16 @@ class LayerSchedule:
         self.no_parents = ""  # why a call may not have `parents`, as part of an error: "with ..."
         # Without overlap, memory is scarce. Attention outputs that backward has used free room on the host.
         self.stores_dq = self.reads_grads_by_tile and not self.layout.overlap
-        self.hooked = False  # set at each call; if True, a user's hook may hold the gradients between layers
 
-    def __call__(self, x_sD: Tensor, positions: Any, docs: Docs) -> Tensor:
-        x_sD = x_sD.contiguous()  # a user's hook may have replaced it
+    def __call__(self, x: Tensor, positions: Any, docs: Docs) -> Tensor:
+        """x: [s, D], or with leading dims of size 1, as `batch_dims` of the output."""
+        dtype = next(param.dtype for param in self.layer.parameters() if param.is_floating_point())
+        x = x.to(dtype).contiguous()  # a user's hook may have replaced it
         inputs = (*self._other_inputs(positions), *self.layer.parameters())
         # Below the first trained parameter there is no backward.
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (x_sD, *inputs)):
-            return _LayerFunction.apply(x_sD, self, positions, docs, *inputs)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *inputs)):
+            return _LayerFunction.apply(x, self, positions, docs, *inputs)
+        x_sD = x.view(x.shape[-2:])
         with phase(self.name), phase("forward"), unpacked(self.packed):
             saved = self.saved_type(positions, docs, TensorHandle(x_sD))
             saved.keys_s = self.dropout.keys_s if self.dropout is not None else None
@@ -257,13 +261,12 @@ class LayerSchedule:
 
     # ---- backward
 
-    def backward(self, saved: SavedActivations, dy_sD: Tensor, grads: GradSum) -> Tensor:
-        """Return dx, written over dy; add weight gradients to `grads`."""
+    def backward(self, saved: SavedActivations, dy_sD: Tensor, grads: GradSum) -> None:
+        """Write dx over dy; add weight gradients to `grads`."""
         outputs = self._take_outputs(saved)
         with phase("mlp"):
             self._mlp_backward(saved, outputs, dy_sD, grads)
         self._attention_backward(saved, outputs, dy_sD, grads)
-        return dy_sD
 
     def _take_outputs(self, saved: SavedActivations) -> deque[StageOutput]:
         """Return the saved outputs of attention, or recompute them."""
@@ -346,8 +349,8 @@ class _LayerFunction(torch.autograd.Function):
     """One autograd node per layer. It returns the weight gradients to autograd, as FSDP2 expects."""
 
     @staticmethod
-    def forward(ctx, x_sD, layer, positions, docs, *inputs):
-        ctx.layer, ctx.inputs, ctx.hooked, ctx.num_changes = layer, inputs, layer.hooked, layer.num_changes()
+    def forward(ctx, x, layer, positions, docs, *inputs):
+        ctx.layer, ctx.inputs, ctx.num_changes, x_sD = layer, inputs, layer.num_changes(), x.view(x.shape[-2:])
         ctx.saved = layer.saved_type(positions, docs, layer.store.keep(x_sD, layer.policy.input), layer.policy)
         ctx.saved.keys_s = layer.dropout.keys_s if layer.dropout is not None else None
         ctx.saved.below = layer.store.register_layer(ctx.saved)
@@ -360,13 +363,45 @@ class _LayerFunction(torch.autograd.Function):
             raise RuntimeError(BACKWARD_RAN_TWICE)
         if ctx.layer.num_changes() != ctx.num_changes:
             raise RuntimeError(PARAMETERS_CHANGED.format(ctx.layer.name))
+        is_shared = count_references(dy) > references_of_a_new_gradient()
         grads = GradSum()
         ctx.saved.read_ahead()
-        dy_sD = dy.view(dy.shape[-2:])
         with phase(ctx.layer.name), phase("backward"), torch.autocast(dy.device.type, enabled=False):
-            row_major = torch.contiguous_format
-            dy_sD = dy_sD.clone(memory_format=row_major) if ctx.hooked else dy_sD.contiguous()  # overwritten
+            dy = dy.clone(memory_format=torch.contiguous_format) if is_shared else dy.contiguous()  # becomes dx
             with unpacked(ctx.layer.packed):
-                dx_sD = ctx.layer.backward(ctx.saved, dy_sD, grads)
+                ctx.layer.backward(ctx.saved, dy.view(dy.shape[-2:]), grads)
         ctx.saved = None
-        return dx_sD, None, None, None, *(grads.take_rounded(t) for t in ctx.inputs)
+        return dy, None, None, None, *(grads.take_rounded(t) for t in ctx.inputs)
+
+
+# ---- who else holds a gradient
+
+
+def count_references(t: Tensor) -> int:
+    """References to a tensor in Python and in C++, and to its memory. A view, a hook or autograd may hold more than the
+    caller knows of, for example for the other operand of a sum."""
+    return sys.getrefcount(t) + t._use_count() + torch._C._storage_Use_Count(t.untyped_storage()._cdata)
+
+
+@cache
+def references_of_a_new_gradient() -> int:
+    """Count the references to a gradient that nothing else holds. They depend on the versions of Python and torch."""
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones(1, device="cpu", requires_grad=True)
+        torch.autograd.grad(2 * _CountReferences.apply(x), x)
+    return _CountReferences.count
+
+
+class _CountReferences(torch.autograd.Function):
+    """Called by autograd as `_LayerFunction` is."""
+
+    count = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        _CountReferences.count = count_references(dy)
+        return dy

@@ -98,7 +98,7 @@ class StreamedLayer(LayerSchedule):
         return as_linear(self.parts.o_proj).select_heads(self._head_index(heads, self.q), self.parts.head_dim, dim=1)
 
     def _norm_and_mlp(self, residual_tD: Tensor) -> Tensor:
-        return self.mlp(apply_norm(self.parts.norm2, residual_tD)[None])[0]
+        return self.mlp(apply_norm(self.parts.norm2, residual_tD)[None]).squeeze(0)
 
     def _as_gated_mlp(self) -> GatedMlp | None:
         """Call in every pass: hooks and wrappers may be added later."""

@@ -31,25 +31,30 @@ def tile_slices(num_tokens: int, tile_tokens: int | None) -> list[slice]:
 
 
 class GradSum:
-    """Sums gradients over tiles and stages, in fp32 if there are several, and rounds once at the end."""
+    """Sums gradients over tiles and stages, in fp32 if there are several, and rounds once at the end.
+
+    Writes only to sums that it made: autograd may return one tensor for two parameters.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[int, Tensor] = {}
+        self._added: dict[int, Tensor] = {}  # the only gradient added so far
 
     def add(self, param: Tensor, grad: Tensor | None) -> None:
-        """Add to the sum of `param`. Takes ownership of `grad`."""
+        """Add to the sum of `param`."""
         if grad is None:
             return
-        total = self._sums.get(id(param))
-        self._put(param, grad if total is None else total.to(sum_dtype(total.dtype)).add_(grad))
+        if id(param) in self._sums or id(param) in self._added:
+            self.sum_of(param).add_(grad)
+        else:
+            self._added[id(param)] = tag(grad, Holder.GRADIENTS)
 
     def add_product(self, param: Tensor, dout_tN: Tensor, in_tD: Tensor) -> None:
         """Add one tile's weight gradient, dout^T @ in, directly to the fp32 sum."""
-        total = self._sums.get(id(param))
-        if total is None:
-            self._put(param, wide_matmul(dout_tN.t(), in_tD))
+        if id(param) in self._sums or id(param) in self._added:
+            add_matmul(self.sum_of(param), dout_tN.t(), in_tD)
         else:
-            add_matmul(total, dout_tN.t(), in_tD)
+            self._put(param, wide_matmul(dout_tN.t(), in_tD))
 
     def add_heads(self, param: Tensor, heads_n: Tensor | None, grad: Tensor | None, dim: int = 0) -> None:
         """Add the gradient of selected heads (repeats allowed; None: all, in order) to the sum of `param`.
@@ -66,21 +71,23 @@ class GradSum:
 
     def add_tile(self, full: Tensor, dim: int | None, rows: slice, grad: Tensor | None) -> None:
         """Add the gradient of the tokens `rows`, along `dim`, of an activation. Without a `dim`, of all of it."""
-        if grad is None or dim is None:  # autograd may return one tensor for `full` and for a parameter added to it
-            self.add(full, None if grad is None else grad.clone())
+        if grad is None or dim is None:
+            self.add(full, grad)
             return
         self.sum_of(full).narrow(dim, rows.start, rows.stop - rows.start).add_(grad)
 
     def sum_of(self, param: Tensor) -> Tensor:
         """The sum of `param` in `sum_dtype`, zeros at first, to add to in place."""
-        total = self._sums.get(id(param))
-        if total is None:
-            total = torch.zeros(param.shape, dtype=sum_dtype(param.dtype), device=param.device)
-        return self._put(param, total.to(sum_dtype(total.dtype)))
+        if (total := self._sums.get(id(param))) is not None:
+            return total
+        if (added := self._added.pop(id(param), None)) is not None:
+            return self._put(param, added.to(sum_dtype(added.dtype), copy=True))
+        return self._put(param, torch.zeros(param.shape, dtype=sum_dtype(param.dtype), device=param.device))
 
     def take(self, param: Tensor) -> Tensor | None:
         """Remove and return the sum of `param`, in the dtype of the sum."""
-        return self._sums.pop(id(param), None)
+        added = self._added.pop(id(param), None)
+        return self._sums.pop(id(param), None) if added is None else added
 
     def take_rounded(self, param: Tensor) -> Tensor | None:
         """Remove and return the sum of `param`, rounded to the dtype of `param`."""

@@ -22,9 +22,8 @@ from ithaka.attention.docs import Docs
 from ithaka.attention.fused import Positions
 from ithaka.config import AdapterConfig, ConfigError, RopeConfig
 from ithaka.dist.mesh import Mesh, default_device, make_mesh
-from ithaka.layer.delta import DeltaLayer
+from ithaka.layer.delta import LAYERS
 from ithaka.layer.dropout import POSITION_BITS, replace_dropout
-from ithaka.layer.general import GeneralLayer
 from ithaka.layer.linear import as_linear
 from ithaka.layer.loss import (
     IGNORE_INDEX,
@@ -63,8 +62,6 @@ from ithaka.phases import Holder, mark_backward, phase, tag
 from ithaka.plan.bytes import logits_tile_tokens
 from ithaka.plan.heads import head_table
 from ithaka.plan.read_config import check_quantization
-
-LAYERS = {"attention": GeneralLayer, "delta rule": DeltaLayer}  # by how a layer mixes tokens
 
 
 @dataclass
@@ -247,7 +244,8 @@ def apply_fsdp(
     offload = CPUOffloadPolicy(pin_memory=pin_memory) if layout.offload_optimizer else OffloadPolicy()
 
     def shard(module: nn.Module, param_dtype: torch.dtype) -> None:
-        precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        # Layers cast their input, and take other arguments as they are: angles must stay in fp32.
+        precision = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
         fully_shard(module, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
 
     for unit in units:
@@ -344,9 +342,11 @@ class _LossHead:
     model: PreTrainedModel
     tile_tokens: int | None
 
-    def __call__(self, x_sD: Tensor, call: CheckedCall) -> TokenResults | Tensor:
-        """Return this rank's loss, or TokenResults if call.per_token, or logits if there are no labels."""
+    def __call__(self, x: Tensor, call: CheckedCall) -> TokenResults | Tensor:
+        """Return this rank's loss, or TokenResults if call.per_token, or logits if there are no labels. x: [s, D] or
+        [1, s, D]."""
         model, labels_s = self.model, call.share.labels_s
+        x = x.to(model.get_output_embeddings().weight.dtype).contiguous()  # a user's hook may have replaced it
         head: Head
         if model.ithaka_decoder is None:
             head = LinearHead(model.model.norm, as_linear(model.lm_head))
@@ -355,11 +355,11 @@ class _LossHead:
         if call.temperature != 1:
             head = ScaledHead(head, 1 / call.temperature)
         if labels_s is None:
-            logits_sV = head.logits(x_sD)
+            logits_sV = head.logits(x.view(x.shape[-2:]))
             return GatherTokens.apply(logits_sV, call.mesh, call.share.docs.sharding, call.shape)
         num_logits = model.get_output_embeddings().weight.shape[0]
-        tile = logits_tile_tokens(self.tile_tokens, len(x_sD), num_logits * x_sD.element_size())
-        inputs = x_sD.contiguous(), labels_s, head, tile  # a user's hook may have returned a view
+        tile = logits_tile_tokens(self.tile_tokens, x.shape[-2], num_logits * x.element_size())
+        inputs = x, labels_s, head, tile
         rows_e = call.share.branch_rows_e
         if call.per_token or (model.ithaka_loss and model.training):
             return linear_cross_entropy(*inputs, rows_e)
@@ -396,11 +396,11 @@ def _forward(
     for index, layer in enumerate(find_layers(model)):
         layer.forward.experts.given_sk = None if call.chosen_sLk is None else call.chosen_sLk[:, index]
     if model.ithaka_decoder is None:
-        x_sD = _run_streamed_layers(model, call)
+        x = _run_streamed_layers(model, call)
     else:
         inputs = None if call.media is None else embed_tokens_and_media(model, call)
-        x_sD = run_decoder(model, model.ithaka_decoder, call, inputs)
-    head = model.lm_head(x_sD, call)
+        x = run_decoder(model, model.ithaka_decoder, call, inputs)
+    head = model.lm_head(x, call)
     if share.labels_s is None:
         guard_backward(model, [head])
         return ParallelOutput(logits=head)
@@ -408,7 +408,7 @@ def _forward(
     own = head if tokens is None else _token_losses(model, tokens, share.labels_s).sum() / call.divisor
     routing, aux_loss = model.ithaka_decoder and model.ithaka_decoder.batch.routing, None
     if routing is not None:
-        own_aux = routing.loss(x_sD, call.mesh.cp_group)
+        own_aux = routing.loss(x, call.mesh.cp_group)
         # Averaged over data-parallel groups and, by their tokens, over micro-batches.
         own = own + routing.coefficient * call.num_tokens / call.divisor / call.mesh.dp_size * own_aux
         aux_loss = own_aux + (call.mesh.cp_size - 1) * own_aux.detach()  # its backward covers this rank's tokens

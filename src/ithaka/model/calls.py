@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_compile_callback
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
@@ -50,7 +49,6 @@ MODES = ("labels passed", "gradients enabled", "num_items_in_batch")  # must agr
 HOOK_KINDS = dict(
     zip(HOOK_DICTS, ("forward hook", "forward pre-hook", "backward hook", "backward pre-hook"), strict=True)
 )
-GLOBAL_HOOKS = [getattr(torch_module, f"_global{hooks}") for hooks in HOOK_DICTS]
 COMPILED = (
     "torch.compile cannot trace a parallel model, which has its own kernels and collectives; call the model without "
     "it, and compile the MLP with Layout(compile=True) or train.compile"
@@ -107,7 +105,7 @@ class CallChecker:
             _check_last_backward(model)
             _read_gradient_dtypes(model)
             self._check_unchanged(model)
-            hooked = check_modules(model)
+            check_modules(model)
             named = self._bind_arguments(args, kwargs)
             inputs, counts, fingerprint = self._read_call(model, named)
         except (TypeError, ValueError) as caught:
@@ -115,8 +113,6 @@ class CallChecker:
         finally:
             torch.set_num_threads(num_threads)
         totals = self._agree((error, fingerprint, *counts))
-        for layer in find_layers(model):
-            layer.forward.hooked = hooked
         return (self._make_call(named, inputs, *totals),), {}
 
     def _read_call(self, model: Any, named: dict[str, Any]) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
@@ -269,9 +265,8 @@ def _raise_if_ranks_differ(calls: list[dict[str, Any]], cp: int) -> None:
 # ---- the model
 
 
-def check_modules(model: nn.Module) -> bool:
-    """Refuse hooks and patches that a parallel model would ignore. Returns whether other hooks are registered."""
-    hooked = any(GLOBAL_HOOKS)
+def check_modules(model: nn.Module) -> None:
+    """Refuse hooks and patches that a parallel model would ignore."""
     known = not isinstance(model, PreTrainedModel) or has_known_layers(model)
     hookable, patchable = (HOOKABLE, PATCHABLE) if known else (GENERAL_HOOKABLE, GENERAL_PATCHABLE)
     for name, module in model.named_modules():
@@ -284,7 +279,6 @@ def check_modules(model: nn.Module) -> bool:
                     f"{where} has a {kind}, which a parallel model would ignore or call with other values; remove the "
                     "hook, or put it on the decoder layer, its mlp or embed_tokens"
                 )
-            hooked = True
         if "forward" in vars(module) and not patchable.fullmatch(name) and not _is_trusted(module.forward):
             raise ConfigError(
                 f"{where} has a replaced forward, which a parallel model would ignore; parallelize the model as "
@@ -296,7 +290,6 @@ def check_modules(model: nn.Module) -> bool:
                 f"{name} has a gradient hook, which FSDP2 does not call; change param.grad after backward, or use "
                 "register_post_accumulate_grad_hook after parallelize"
             )
-    return hooked
 
 
 def _is_trusted(function: Any) -> bool:

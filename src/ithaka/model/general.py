@@ -86,14 +86,14 @@ def attach_decoder(model: PreTrainedModel, decoder: Decoder) -> None:
 def run_decoder(
     model: PreTrainedModel, decoder: Decoder, call: CheckedCall, inputs: dict[str, Any] | None = None
 ) -> Tensor:
-    """Run the model's own forward on this rank's tokens, or on `inputs` for them, up to its last norm; return x_sD."""
+    """Run the model's own forward on this rank's tokens, or on `inputs` for them, up to its last norm; return x_1sD."""
     share, batch = call.share, decoder.batch
     batch.docs, batch.num_positions = share.docs, call.num_positions
     if batch.routing is not None:
         batch.routing = batch.routing.start_call(share.real_s)
     inputs = inputs or {"input_ids": share.ids_s[None], "position_ids": share.positions_s[None]}
     try:
-        return find_decoder(model)(**inputs, use_cache=False).last_hidden_state[0]
+        return find_decoder(model)(**inputs, use_cache=False).last_hidden_state
     finally:
         batch.docs = None
 
@@ -108,7 +108,7 @@ def make_head(model: PreTrainedModel, decoder: Decoder) -> Head:
     def run(x_tD: Tensor) -> Tensor:
         with compute_like_autocast(x_tD):
             h_1tD = norm(x_tD[None].to(sum_dtype(x_tD.dtype)))
-            return _run_after_layers(model, h_1tD, _BareModule(lm_head)).logits[0]
+            return _run_after_layers(model, h_1tD, _BareModule(lm_head)).logits.squeeze(0)
 
     return GraphHead(run, [*lm_head.parameters(), *norm.parameters()])
 

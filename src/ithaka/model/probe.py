@@ -1,13 +1,15 @@
-"""Check that the general layer computes what a model does: read its attention calls, and reject what would differ.
+"""Check that the general layer computes what a model does, and reject what would differ.
 
 Nothing here knows a model family. With recorded arguments (model/recorder.py), one layer of each kind runs on a few
-tokens, as the general layer runs it and as transformers does. All outputs and gradients must agree.
+tokens, as the general layer runs it and as transformers does. Then two layers run with everything around them. All
+outputs and gradients must agree. Experts and MLPs are small copies where their structure allows.
 """
 
 import copy
+import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,20 +19,35 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from ithaka.attention.delta_rule import DeltaInputs, run_delta_rule
+from ithaka.attention.docs import Docs
 from ithaka.config import ConfigError
-from ithaka.layer.mixers import DeltaCall, DeltaMixer, DeltaSpec
-from ithaka.layer.runs import ATTENTION, Arguments, AttentionCall, LayerRuns, LayerSpec, PlaceholderMask, ReplayingMask
+from ithaka.dist.loopback import LoopbackGroup
+from ithaka.dist.rank import is_rank_0
+from ithaka.exits import is_out_of_memory
+from ithaka.layer.delta import LAYERS
+from ithaka.layer.experts import is_expert_module
+from ithaka.layer.mixers import DeltaMixer
+from ithaka.layer.runs import ATTENTION, Arguments, LayerRuns, LayerSpec, PlaceholderMask, ReplayingMask
+from ithaka.layer.store import Store
+from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.families import find_decoder
-from ithaka.model.recorder import LENGTHS, Recorder, randomize, refusal, token_dims
+from ithaka.model.recorder import (
+    LENGTHS,
+    Recorder,
+    attends_to,
+    config_lengths,
+    randomize,
+    read_call,
+    refusal,
+    shrink,
+    token_dims,
+)
 from ithaka.model.rotary import ExactRotary, rotary_modules
+from ithaka.plan.heads import head_table
 
 PROBE_CUT = 9  # the probe's tokens are cut here, into two unequal parts
-FAR_POSITION = 10_000_000
 # The largest difference between the two runs of a probe, relative to the largest value: both are fp32.
 TOLERANCE = 1e-3
-# Options of an attention call that change nothing, or that every model passes along.
-IGNORED_OPTIONS = ("position_ids", "cache_position", "use_cache", "output_router_logits")
-COMPUTED_OPTIONS = ("scaling", "sliding_window", "s_aux", "softcap", "use_qk_l2norm_in_kernel", "chunk_size")
 
 
 def describe_layer(layer: nn.Module) -> Any:
@@ -57,90 +74,6 @@ def _describe_arguments(calls: list[Any], index: int) -> Any:
     )
 
 
-# ---- the attention call and its mask
-
-
-def read_call(model: PreTrainedModel, name: str, call: AttentionCall | DeltaCall, mask: PlaceholderMask) -> LayerSpec:
-    """Return the spec of a layer's attention or delta rule. Raises ConfigError for options that we do not compute."""
-    options = call.options
-    for option, value in options.items():
-        known = option in (*IGNORED_OPTIONS, *COMPUTED_OPTIONS) or value is None or value is False
-        if not known and not (option == "dropout" and not value) and (option, value) != ("is_causal", True):
-            shown = "a tensor" if isinstance(value, Tensor) else value
-            raise refusal(model, f"passes {option}={shown} to the attention of {name}, which is not supported")
-    if isinstance(call, DeltaCall):
-        (_, J, K), (_, H, V) = call.inputs.k_sJK.shape, call.inputs.v_sHV.shape
-        delta = DeltaSpec(J, K, bool(options.get("use_qk_l2norm_in_kernel")), call.halo)
-        return LayerSpec(H, H, V, V, K**-0.5, delta=delta)
-    (num_heads, _, head_dim), (num_kv_heads, _, v_head_dim) = call.q_HtK.shape, call.v_GtV.shape
-    if v_head_dim > head_dim:
-        raise refusal(model, f"has heads of {head_dim} for q and {v_head_dim} for v in {name}")
-    scale, softcap = options.get("scaling"), options.get("softcap")
-    window, chunk = _read_mask(model, name, call, mask)
-    return LayerSpec(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        scale=head_dim**-0.5 if scale is None else float(scale),
-        window=window,
-        chunk=chunk,
-        softcap=softcap,
-        has_sinks=options.get("s_aux") is not None,
-    )
-
-
-def _read_mask(
-    model: PreTrainedModel, name: str, call: AttentionCall, mask: PlaceholderMask
-) -> tuple[int | None, int | None]:
-    """Return (window, chunk): the candidate that equals the mask around every length in the configuration."""
-    window = call.options.get("sliding_window")
-    sizes = [size for size in (window, mask.local_size) if size is not None]
-    lengths = sorted({*sizes, *_config_lengths(find_decoder(model).config)})
-    rows, keys = _boundary_pairs(lengths)
-    zeros = torch.zeros_like(rows)
-    try:
-        visible = mask.function(zeros, zeros, rows, keys)
-    except Exception as error:
-        problem = f"has a mask in {name} that depends on more than positions ({type(error).__name__}: {error})"
-        raise refusal(model, problem) from error
-    for window, chunk in ((None, None), *((size, None) for size in sizes), *((None, size) for size in sizes)):
-        if torch.equal(visible.expand(rows.shape), attends_to(rows, keys, window, chunk)):
-            if call.options.get("sliding_window") not in (None, window):
-                break
-            return window, chunk
-    raise refusal(
-        model,
-        f"has a mask in {name} that is neither causal nor a causal window or chunk of {sizes or 'any size'} tokens",
-    )
-
-
-def attends_to(rows: Tensor, keys: Tensor, window: int | None, chunk: int | None) -> Tensor:
-    visible = keys <= rows
-    if window is not None:
-        visible = visible & (keys > rows - window)
-    return visible if chunk is None else visible & (rows // chunk == keys // chunk)
-
-
-def _config_lengths(config: Any) -> set[int]:
-    """Return every number in the configuration that may be a number of tokens."""
-    values = pytree.tree_leaves(config.to_dict())
-    return {int(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool) and 1 < v <= FAR_POSITION}
-
-
-def _boundary_pairs(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return rows and keys of query-key pairs around 0, every length and its multiples, and FAR_POSITION."""
-    edges = {0, FAR_POSITION, *(m * length for length in lengths for m in (1, 2, 3))}
-    rows = sorted({edge + d for edge in edges for d in (-1, 0, 1) if edge + d >= 0})
-    pairs = set()
-    for row in rows:
-        near = {row + d for d in (-2, -1, 0, 1)} | {row - length + d for length in lengths for d in (-1, 0, 1)}
-        chunks = {row // length * length + d for length in lengths for d in (-1, 0, 1)}
-        pairs |= {(row, key) for key in near | chunks | {0, 1} if key >= 0}
-    rows_p, keys_p = zip(*sorted(pairs), strict=True)
-    return torch.tensor(rows_p), torch.tensor(keys_p)
-
-
 # ---- the probe
 
 
@@ -158,17 +91,15 @@ class _Probe:
         dims: tuple[int | None, ...],
         recorder: Recorder,
         device: torch.device,
+        is_small: bool = True,
     ) -> None:
         self.model, self.index, self.dims, self.recorder = model, index, dims, recorder
         self.device, self.name = device, f"model.layers.{index}"
         leaves = pytree.tree_leaves(recorder.call(LENGTHS[0])[index][1:])
         self.float_leaves = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
-        self.layer = copy.deepcopy(layer, dict(recorder.memo)).train()  # so that random numbers show
-        randomize(self.layer, device, seed=1)
+        self.layer, self.is_small = _copy_layer(model, layer, recorder, device, is_small)
         self.mixer = DeltaMixer.find(self.layer)
-        for module in rotary_modules(self.layer):
-            model._init_weights(module)
-            module.forward = ExactRotary(module, recorder.batch)
+        self.slower: list[str] = []
 
     def run(self) -> None:
         """Find the layer's spec; raise ConfigError if the two runs differ."""
@@ -179,27 +110,44 @@ class _Probe:
                 raise refusal(self.model, f"draws random numbers in {self.name} (dropout or noise)")
             try:
                 self._run_general(0)
-            except Exception:  # some code does not accept the stride of a skipped result
+            except Exception as error:  # some code does not accept the stride of a skipped result
+                self._note("computes q, k and v a second time after its attention", error)
                 self.spec = replace(self.spec, skippable=())
-            for first in (0, 1 + max(_config_lengths(find_decoder(self.model).config), default=0)):
+            for first in (0, 1 + max(config_lengths(find_decoder(self.model).config), default=0)):
                 self._compare(first)
-            self._find_experts()
+            if any(map(is_expert_module, self.layer.modules())):
+                self._find_experts()
+            for slower in self.slower if is_rank_0() else ():
+                warnings.warn(f"{self.name} {slower}", stacklevel=2)
         except ConfigError:
             raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             problem = f"has a layer {self.name} that does not run ({type(error).__name__}: {error})"
             raise refusal(self.model, problem) from error
 
     def _find_experts(self) -> None:
         """Find out whether an ExpertBlock computes the same, and whether gradients need its output."""
-        for name in ("has_expert_block", "skips_experts"):
+        for name, effect in (
+            ("has_expert_block", "runs its experts as transformers does, without ithaka's grouped matmuls"),
+            ("skips_experts", "computes its experts' outputs again in backward"),
+        ):
             changes: dict[str, Any] = {name: True}
             spec, self.spec = self.spec, replace(self.spec, **changes)
             try:
                 self._compare(0)
-            except Exception:
+            except Exception as error:
                 self.spec = spec
+                if name == "has_expert_block" or not isinstance(error, ConfigError):
+                    self._note(effect, error)
                 return
+
+    def _note(self, effect: str, error: Exception) -> None:
+        """Note why the layer runs slower than others. Raises the error if it says nothing about the layer."""
+        if is_out_of_memory(error):
+            raise error
+        self.slower.append(f"{effect} ({type(error).__name__}: {error})")
 
     def matches(self, index: int) -> bool:
         """Whether the layer computes the same at another index."""
@@ -210,7 +158,9 @@ class _Probe:
                 self.spec, num_outputs=None, skippable=(), has_expert_block=False, skips_experts=False
             )
             other: Any = self._run_transformers(0)["output"]
-        except Exception:
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
             return False  # its own probe names the problem
         finally:
             self._set_index(own)
@@ -281,18 +231,9 @@ class _Probe:
         for name, buffer in self.layer.named_buffers():
             if name not in buffers or not torch.equal(buffer, buffers[name]):
                 raise refusal(self.model, f"changes the buffer {name} of {self.name} in its forward")
-        where = f"of {self.name} at position {first}"
-        for name, expected in theirs.items():
-            got = ours.get(name)
-            if name == "output" and self.spec.skips_experts:
-                continue
-            if expected is None and got is None:
-                continue
-            if got is None or expected is None or got.shape != expected.shape:
-                raise refusal(self.model, f"gives no {name} {where} in one of the two runs")
-            error = float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-20))
-            if not error < TOLERANCE:
-                raise refusal(self.model, f"gives another {name} {where} when its tokens are split (by {error:.1e})")
+        if self.spec.skips_experts:
+            del theirs["output"]
+        _compare_results(self.model, ours, theirs, f"of {self.name} at position {first}")
 
     def _run_general(self, first: int) -> dict[str, Tensor | None]:
         num_tokens, spec, x = LENGTHS[0], self.spec, self._input()
@@ -370,18 +311,136 @@ def plain_attention(q_SHK: Tensor, k_SGK: Tensor, v_SGK: Tensor, sinks_H: Tensor
     return torch.einsum("hij,jhk->ihk", weights_HSS, v_SHK)
 
 
+def _copy_layer(
+    model: PreTrainedModel, layer: nn.Module, recorder: Recorder, device: torch.device, is_small: bool = True
+) -> tuple[nn.Module, bool]:
+    """Return a copy of a layer with random weights, and whether its experts or MLPs are smaller."""
+    layer = copy.deepcopy(layer, dict(recorder.memo)).train()  # so that random numbers show
+    layer.gradient_checkpointing = False  # type: ignore[assignment]
+    is_small = is_small and shrink(layer)
+    randomize(layer, device, seed=1)
+    for module in rotary_modules(layer):
+        model._init_weights(module)
+        module.forward = ExactRotary(module, recorder.batch)
+    return layer, is_small
+
+
+def _compare_results(
+    model: PreTrainedModel, ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None], where: str
+) -> None:
+    for name, expected in theirs.items():
+        got = ours.get(name)
+        if expected is None and got is None:
+            continue
+        if got is None or expected is None or got.shape != expected.shape:
+            raise refusal(model, f"gives no {name} {where} in one of the two runs")
+        error = float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-20))
+        if not error < TOLERANCE:
+            raise refusal(model, f"gives another {name} {where} when its tokens are split (by {error:.1e})")
+
+
 def probe_layers(model: PreTrainedModel, recorder: Recorder, device: torch.device) -> list[LayerSpec]:
-    """Probe one layer of each kind; return the specs of all layers."""
+    """Probe one layer of each kind, one after the other, then two layers together; return the specs of all layers."""
     calls, shorter = (recorder.call(length) for length in LENGTHS)
-    kinds: dict[Any, list[_Probe]] = {}
-    specs: list[LayerSpec] = []
+    kinds: dict[Any, list[int]] = {}
     for index, layer in enumerate(find_decoder(model).layers):
         dims = token_dims(model, f"model.layers.{index}", calls[index], shorter[index])
-        probes = kinds.setdefault((describe_layer(layer), _describe_arguments(calls, index), dims), [])
-        probe = next((probe for probe in probes if probe.matches(index)), None)
-        if probe is None:
-            probe = _Probe(model, layer, index, dims, recorder, device)
-            probe.run()
-            probes.append(probe)
-        specs.append(probe.spec)
-    return specs
+        kinds.setdefault((describe_layer(layer), _describe_arguments(calls, index), dims), []).append(index)
+    specs: dict[int, LayerSpec] = {}
+    for (*_, dims), indices in kinds.items():
+        while indices:  # layers of a kind may still differ by their index
+            specs |= _probe_kind(model, indices, dims, recorder, device)
+            indices = [index for index in indices if index not in specs]
+    ordered = [specs[index] for index in range(len(specs))]
+    for layer, spec in zip(recorder.base.layers, ordered, strict=True):
+        layer.num_outputs = spec.num_outputs
+    _probe_without_layers(model, recorder)
+    _probe_together(model, ordered, recorder, device)
+    return ordered
+
+
+def _probe_kind(
+    model: PreTrainedModel, indices: list[int], dims: tuple[int | None, ...], recorder: Recorder, device: torch.device
+) -> dict[int, LayerSpec]:
+    """Probe the first of some layers; return its spec for all of them that compute the same."""
+    first, *others = indices
+    inputs = model, find_decoder(model).layers[first], first, dims, recorder, device
+    probe = _Probe(*inputs)
+    try:
+        probe.run()
+    except ConfigError as error:
+        if not probe.is_small or error.__cause__ is None:  # it runs, so its size is not the reason
+            raise
+        probe = _Probe(*inputs, is_small=False)
+        probe.run()
+    return {first: probe.spec} | {index: probe.spec for index in others if probe.matches(index)}
+
+
+def _probe_without_layers(model: PreTrainedModel, recorder: Recorder) -> None:
+    """Check that nothing around the layers mixes tokens."""
+    outputs = []
+    for first, length in ((0, LENGTHS[0]), (0, PROBE_CUT), (PROBE_CUT, LENGTHS[0] - PROBE_CUT)):
+        recorder.call(length, first, end=LENGTHS[0])
+        outputs.append(recorder.output)
+    _compare_results(model, {"output": torch.cat(outputs[1:], dim=1)}, {"output": outputs[0]}, "without its layers")
+
+
+def _probe_together(model: PreTrainedModel, specs: list[LayerSpec], recorder: Recorder, device: torch.device) -> None:
+    """Compare two consecutive layers, of two kinds if there are, together with what is around them."""
+    first = next((i for i in range(len(specs) - 1) if specs[i] != specs[i + 1]), 0)
+    pair = range(first, min(first + 2, len(specs)))
+    where = f"in a run of {' and '.join(f'model.layers.{i}' for i in pair)}"
+    for is_small in (True, False):
+        copies = [_copy_layer(model, find_decoder(model).layers[i], recorder, device, is_small) for i in pair]
+        layers = {i: layer for i, (layer, _) in zip(pair, copies, strict=True)}
+        try:
+            theirs = _run_layers(recorder, layers, device, "eager")
+            for i, layer in layers.items():
+                layer.forward = _make_layer(layer, specs[i], recorder)
+            _compare_results(model, _run_layers(recorder, layers, device, ATTENTION), theirs, where)
+            return
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, ConfigError):
+                raise
+            if is_small and any(shrunk for _, shrunk in copies):
+                continue
+            raise refusal(model, f"does not run {where} ({type(error).__name__}: {error})") from error
+
+
+def _make_layer(layer: nn.Module, spec: LayerSpec, recorder: Recorder) -> Any:
+    """The general layer on one rank, in two tiles."""
+    groups, table = (LoopbackGroup(0, 1), LoopbackGroup(0, 1)), head_table(spec.num_heads, spec.num_kv_heads, 1, None)
+    layout = Layout(tile_tokens=PROBE_CUT, kernel="reference")
+    inputs = *groups, table, Store(), layout, ActivationPolicy()
+    return LAYERS[spec.mixer]("probe", layer, spec, *inputs, batch=recorder.batch)
+
+
+def _run_layers(
+    recorder: Recorder, layers: dict[int, nn.Module], device: torch.device, attention: str
+) -> dict[str, Tensor | None]:
+    """Run the recorder's model with some layers; return its output and the gradients of all trained parameters and of
+    the embeddings, by name."""
+    base, batch, recorded, num_tokens = recorder.base, recorder.batch, recorder.base.layers, LENGTHS[0]
+    embeddings = [module for module in base.modules() if isinstance(module, nn.Embedding)]
+    recorder.config._attn_implementation = attention
+    batch.num_positions, batch.docs = num_tokens, Docs((0, num_tokens))
+    base.layers = nn.ModuleList(layers.get(i, layer) for i, layer in enumerate(recorded))
+    try:
+        base.to(device)
+        for module in embeddings:
+            module.weight.requires_grad_()
+        params = {name: param for name, param in base.named_parameters() if param.requires_grad}
+        inputs = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in recorder.inputs(num_tokens).items()}
+        with torch.enable_grad(), ExitStack() as stack:
+            for mixer in filter(None, map(DeltaMixer.find, layers.values() if attention == "eager" else ())):
+                stack.enter_context(mixer.in_plain_torch())
+            y = base(**inputs).last_hidden_state
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float32).to(device)
+        grads = torch.autograd.grad(y, list(params.values()), dy, allow_unused=True)
+        named = {f"gradient of {name}": grad for name, grad in zip(params, grads, strict=True)}
+        return {"output": y.detach(), **named}
+    finally:
+        base.layers, batch.docs = recorded, None
+        for module in embeddings:
+            module.weight.requires_grad_(False)
+        base.to("cpu")

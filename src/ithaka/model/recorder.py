@@ -1,6 +1,8 @@
-"""Record the arguments that a model passes to each of its layers, from a copy of the model without its layers."""
+"""Record the arguments that a model passes to each of its layers, from a copy of the model without its layers; read the
+attention call of a layer; shrink a layer."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,13 +11,20 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
+from ithaka.layer.experts import is_expert_module
 from ithaka.layer.general import BatchState
-from ithaka.layer.runs import ATTENTION
+from ithaka.layer.mixers import DeltaCall, DeltaSpec
+from ithaka.layer.runs import ATTENTION, AttentionCall, LayerSpec, PlaceholderMask
 from ithaka.model.families import find_decoder, has_encoder
 from ithaka.model.rotary import ExactRotary, rotary_modules
 
 LENGTHS = (24, 17)  # tokens of the two recorded calls
 SMALL_VOCABULARY = 16  # token ids in the recorded calls; the copy keeps their embeddings only
+FEW_EXPERTS, SMALL_WIDTH = 32, 32  # in a small copy of a layer; the width is that of an expert or MLP
+FAR_POSITION = 10_000_000
+# Options of an attention call that change nothing, or that every model passes along.
+IGNORED_OPTIONS = ("position_ids", "cache_position", "use_cache", "output_router_logits")
+COMPUTED_OPTIONS = ("scaling", "sliding_window", "s_aux", "softcap", "use_qk_l2norm_in_kernel", "chunk_size")
 
 
 def refusal(model: PreTrainedModel, problem: str) -> ConfigError:
@@ -35,7 +44,9 @@ def copy_config(config: Any) -> Any:
 
 
 class _RecordedLayer(nn.Module):
-    """Takes the place of a layer and records its arguments."""
+    """Takes the place of a layer, records its arguments and returns its input."""
+
+    num_outputs: int | None = None  # length of the tuple that the layer returns; None: a tensor
 
     def __init__(self, layer: nn.Module, calls: list[Any]) -> None:
         super().__init__()
@@ -46,9 +57,9 @@ class _RecordedLayer(nn.Module):
             raise AttributeError(name)
         return getattr(self.__dict__["_recorded"][0], name)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         self.__dict__["_recorded"][1].append((x, args, kwargs))
-        return x
+        return x if self.num_outputs is None else (x, *[None] * (self.num_outputs - 1))
 
 
 class Recorder:
@@ -79,14 +90,10 @@ class Recorder:
         self.calls.clear()
         self.config._attn_implementation = attention
         self.batch.num_positions = end or first + length
-        ids = (torch.arange(first, first + length) % SMALL_VOCABULARY)[None]
-        positions = torch.arange(first, first + length)[None]
-        if has_encoder(self.model):
-            positions = positions.expand(3, 1, -1)
         num_layers = len(find_decoder(self.model).layers)
         try:
             with torch.no_grad():
-                self.output = self.base(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+                self.output = self.base(**self.inputs(length, first)).last_hidden_state
         except ConfigError:
             raise
         except Exception as error:
@@ -94,6 +101,14 @@ class Recorder:
         if len(self.calls) != num_layers:
             raise refusal(self.model, f"calls {len(self.calls)} layers, but has {num_layers}")
         return list(self.calls)
+
+    def inputs(self, length: int, first: int = 0) -> dict[str, Any]:
+        """The arguments of a call of `base`."""
+        ids = (torch.arange(first, first + length) % SMALL_VOCABULARY)[None]
+        positions = torch.arange(first, first + length)[None]
+        if has_encoder(self.model):
+            positions = positions.expand(3, 1, -1)
+        return {"input_ids": ids, "position_ids": positions, "use_cache": False}
 
     def find_norm(self, base: nn.Module) -> nn.Module | None:
         """Return the child of `base` that maps the last layer's output to that of `base`, such as the final norm. None
@@ -150,3 +165,164 @@ def _token_dim(model: PreTrainedModel, name: str, long: Any, short: Any) -> int 
     if len(dims) > 1 or any((long.shape[dim], short.shape[dim]) != LENGTHS for dim in dims):
         raise refusal(model, f"passes {name} a tensor of shape {tuple(long.shape)} for {LENGTHS[0]} tokens")
     return dims[0] if dims else None
+
+
+# ---- the attention call and its mask
+
+
+def read_call(model: PreTrainedModel, name: str, call: AttentionCall | DeltaCall, mask: PlaceholderMask) -> LayerSpec:
+    """Return the spec of a layer's attention or delta rule. Raises ConfigError for options that we do not compute."""
+    options = call.options
+    for option, value in options.items():
+        known = option in (*IGNORED_OPTIONS, *COMPUTED_OPTIONS) or value is None or value is False
+        if not known and not (option == "dropout" and not value) and (option, value) != ("is_causal", True):
+            shown = "a tensor" if isinstance(value, Tensor) else value
+            raise refusal(model, f"passes {option}={shown} to the attention of {name}, which is not supported")
+    if isinstance(call, DeltaCall):
+        (_, J, K), (_, H, V) = call.inputs.k_sJK.shape, call.inputs.v_sHV.shape
+        delta = DeltaSpec(J, K, bool(options.get("use_qk_l2norm_in_kernel")), call.halo)
+        return LayerSpec(H, H, V, V, K**-0.5, delta=delta)
+    (num_heads, _, head_dim), (num_kv_heads, _, v_head_dim) = call.q_HtK.shape, call.v_GtV.shape
+    if v_head_dim > head_dim:
+        raise refusal(model, f"has heads of {head_dim} for q and {v_head_dim} for v in {name}")
+    scale, softcap = options.get("scaling"), options.get("softcap")
+    window, chunk = _read_mask(model, name, call, mask)
+    return LayerSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        scale=head_dim**-0.5 if scale is None else float(scale),
+        window=window,
+        chunk=chunk,
+        softcap=softcap,
+        has_sinks=options.get("s_aux") is not None,
+    )
+
+
+def _read_mask(
+    model: PreTrainedModel, name: str, call: AttentionCall, mask: PlaceholderMask
+) -> tuple[int | None, int | None]:
+    """Return (window, chunk): the candidate that equals the mask around every length in the configuration."""
+    window = call.options.get("sliding_window")
+    sizes = [size for size in (window, mask.local_size) if size is not None]
+    lengths = sorted({*sizes, *config_lengths(find_decoder(model).config)})
+    rows, keys = _boundary_pairs(lengths)
+    zeros = torch.zeros_like(rows)
+    try:
+        visible = mask.function(zeros, zeros, rows, keys)
+    except Exception as error:
+        problem = f"has a mask in {name} that depends on more than positions ({type(error).__name__}: {error})"
+        raise refusal(model, problem) from error
+    for window, chunk in ((None, None), *((size, None) for size in sizes), *((None, size) for size in sizes)):
+        if torch.equal(visible.expand(rows.shape), attends_to(rows, keys, window, chunk)):
+            if call.options.get("sliding_window") not in (None, window):
+                break
+            return window, chunk
+    raise refusal(
+        model,
+        f"has a mask in {name} that is neither causal nor a causal window or chunk of {sizes or 'any size'} tokens",
+    )
+
+
+def attends_to(rows: Tensor, keys: Tensor, window: int | None, chunk: int | None) -> Tensor:
+    visible = keys <= rows
+    if window is not None:
+        visible = visible & (keys > rows - window)
+    return visible if chunk is None else visible & (rows // chunk == keys // chunk)
+
+
+def config_lengths(config: Any) -> set[int]:
+    """Return every number in the configuration that may be a number of tokens."""
+    values = pytree.tree_leaves(config.to_dict())
+    return {int(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool) and 1 < v <= FAR_POSITION}
+
+
+def _boundary_pairs(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return rows and keys of query-key pairs around 0, every length and its multiples, and FAR_POSITION."""
+    edges = {0, FAR_POSITION, *(m * length for length in lengths for m in (1, 2, 3))}
+    rows = sorted({edge + d for edge in edges for d in (-1, 0, 1) if edge + d >= 0})
+    pairs = set()
+    for row in rows:
+        near = {row + d for d in (-2, -1, 0, 1)} | {row - length + d for length in lengths for d in (-1, 0, 1)}
+        chunks = {row // length * length + d for length in lengths for d in (-1, 0, 1)}
+        pairs |= {(row, key) for key in near | chunks | {0, 1} if key >= 0}
+    rows_p, keys_p = zip(*sorted(pairs), strict=True)
+    return torch.tensor(rows_p), torch.tensor(keys_p)
+
+
+# ---- small copies of layers
+
+
+def shrink(layer: nn.Module) -> bool:
+    """Replace experts and MLPs whose structure is known by few and narrow ones, without values; `randomize` draws them.
+    Return whether anything changed."""
+    sizes = [param.shape for param in layer.parameters()]
+    for module in list(layer.modules()):
+        for child in module.children():
+            if is_expert_module(child) and not is_expert_module(module):  # not inside one of PEFT's wrappers
+                _shrink_experts(module, child)
+        if type(getattr(module, "down_proj", None)) is nn.Linear:
+            _shrink_mlp(module)
+    return sizes != [param.shape for param in layer.parameters()]
+
+
+def _shrink_experts(block: nn.Module, experts: Any) -> None:
+    """`block`: the module that has the router, too."""
+    adapters: dict[str, Any] = {}
+    while hasattr(experts, "parameter_name"):
+        adapters[experts.parameter_name], experts = experts, experts.base_layer
+    num_experts, few = experts.num_experts, min(experts.num_experts, FEW_EXPERTS)
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+    dims = {up: 2, "down_proj": 1} if experts.is_transposed else {up: 1, "down_proj": 2}
+    width = experts.down_proj.shape[dims["down_proj"]]
+    lora: set[nn.Module] = set()
+    for name, dim in dims.items():
+        old = getattr(experts, name).shape[dim]
+        new = old // width * min(width, SMALL_WIDTH)
+        _resize(experts, name, {dim: new})
+        if name == up and getattr(experts, f"{up}_bias", None) is not None:
+            _resize(experts, f"{up}_bias", {1: new})
+        for a, b in zip(*_adapters_of(adapters.get(name)), strict=True):
+            lora |= {a, b}
+            num_rows = a.weight.shape[0] // num_experts * few
+            _resize(a, "weight", {0: num_rows} | ({1: new} if name == "down_proj" else {}))
+            _resize(b, "weight", {1: num_rows} | ({0: new} if name == up else {}))
+    for module in block.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and module not in lora:
+                _resize(module, name, {dim: few for dim, size in enumerate(tensor.shape) if size == num_experts})
+        vars(module).update({key: few for key, value in vars(module).items() if _is_count(value, num_experts)})
+
+
+def _adapters_of(wrapper: Any) -> tuple[list[Any], list[Any]]:
+    return ([], []) if wrapper is None else ([*wrapper.lora_A.values()], [*wrapper.lora_B.values()])
+
+
+def _is_count(value: Any, count: int) -> bool:
+    return type(value) is int and value == count
+
+
+def _shrink_mlp(mlp: Any) -> None:
+    others = [getattr(mlp, name) for name in ("gate_proj", "up_proj", "gate_up_proj") if hasattr(mlp, name)]
+    width, new = mlp.down_proj.in_features, min(mlp.down_proj.in_features, SMALL_WIDTH)
+    if not all(type(linear) is nn.Linear and linear.out_features % width == 0 for linear in others):
+        return
+    _resize(mlp.down_proj, "weight", {1: new})
+    mlp.down_proj.in_features = new
+    for linear in others:
+        linear.out_features = linear.out_features // width * new
+        for name in ("weight", *(["bias"] if linear.bias is not None else [])):
+            _resize(linear, name, {0: linear.out_features})
+
+
+def _resize(module: nn.Module, name: str, sizes: dict[int, int]) -> None:
+    """Give a parameter other sizes in some dims, and no values; of a buffer, keep the first entries."""
+    if (param := module._parameters.get(name)) is not None:
+        shape = [sizes.get(dim, size) for dim, size in enumerate(param.shape)]
+        empty = torch.empty(shape, dtype=param.dtype, device="meta")
+        module._parameters[name] = nn.Parameter(empty, param.requires_grad)
+        return
+    for dim, size in sizes.items():
+        buffer = module._buffers[name]
+        module._buffers[name] = None if buffer is None else buffer.narrow(dim, 0, size)

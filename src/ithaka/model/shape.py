@@ -23,8 +23,8 @@ from ithaka.layer.mixers import DeltaCall
 from ithaka.layer.runs import Arguments, AttentionCall, LayerRuns, LayerSpec, PlaceholderMask
 from ithaka.model.adapters import auto_class, is_stacked
 from ithaka.model.families import find_decoder, find_layers, has_encoder, has_known_layers
-from ithaka.model.probe import describe_layer, read_call
-from ithaka.model.recorder import LENGTHS, Recorder, refusal, token_dims
+from ithaka.model.probe import describe_layer
+from ithaka.model.recorder import LENGTHS, Recorder, read_call, refusal, token_dims
 from ithaka.model.video_blocks import TOKEN_DIMS, Ltx, SelfAttention, Tokens, Wan, find_family, read_spec
 from ithaka.model.vision import FrameAttention
 from ithaka.plan.read_config import VIDEO_SCALES
@@ -341,10 +341,8 @@ class _BlockMeasurement(_Measurement):
         hidden = self.spec.num_heads * self.spec.head_dim
         # Few, so that both runs peak at the same point: the text's bytes do not grow with the tokens.
         num_text = 520 if getattr(self.layer.attn2, "add_k_proj", None) is not None else 8
-        x, text, modulations = (
-            torch.empty(*shape, dtype=torch.bfloat16)
-            for shape in ((num_tokens, hidden), (1, num_text, hidden), (1, 6 * hidden))
-        )
+        x = torch.empty(num_tokens, hidden, dtype=torch.bfloat16)
+        text, modulations = (torch.empty(1, *shape) for shape in ((num_text, hidden), (6 * hidden,)))
         coords = torch.zeros(num_tokens, 3, dtype=torch.long if isinstance(self.family, Wan) else torch.float32)
         arguments = (text, None, modulations, Tokens(self.family.rotary, coords, None), PlaceholderMask())
         return x, Arguments(arguments, {}, TOKEN_DIMS, num_tokens)

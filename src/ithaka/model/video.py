@@ -129,7 +129,7 @@ def make_clip(model: Any, num_patches: int) -> dict[str, Any]:
 
 
 class _Clips:
-    """The arguments of a checked call. Not a dataclass: FSDP2 would cast its tensors."""
+    """The arguments of a checked call."""
 
     def __init__(self, clips: list[dict[str, Any]], return_dict: bool) -> None:
         self.clips, self.return_dict = clips, return_dict
@@ -217,7 +217,7 @@ class VideoTransformer:
         finally:
             self.batch.docs = None
         with phase("loss"):
-            out_sC = self._run_head(x_1sD[0], condition.embedded_UD, tokens)
+            out_sC = self._run_head(x_1sD, condition.embedded_UD, tokens)
             return family.join(GatherTokens.apply(out_sC, mesh, sharding, (1, num_patches)), **clip)
 
     def _share_input(self, value: Any) -> Any:
@@ -227,17 +227,18 @@ class VideoTransformer:
         value = value.to(self.mesh.device, sum_dtype(self.dtype) if value.is_floating_point() else value.dtype)
         return _SumGradients.apply(value, self.mesh.cp_group) if value.requires_grad else value
 
-    def _run_head(self, x_sD: Tensor, embedded_UD: Tensor, tokens: Tokens) -> Tensor:
+    def _run_head(self, x_1sD: Tensor, embedded_UD: Tensor, tokens: Tokens) -> Tensor:
         """Last norm and output projection, in tiles that backward recomputes."""
-        size, outs, first = self.layout.tile_tokens or len(x_sD), [], 0
-        for x_tD in x_sD.split(size):
-            tile = x_tD, embedded_UD, tokens.narrow(0, first, len(x_tD))
+        size, outs, first = self.layout.tile_tokens or x_1sD.shape[1], [], 0
+        for x_1tD in x_1sD.split(size, dim=1):
+            t = x_1tD.shape[1]
+            tile = x_1tD, embedded_UD, tokens.narrow(0, first, t)
             outs.append(checkpoint(self._run_head_tile, *tile, use_reentrant=False))
-            first += len(x_tD)
+            first += t
         return torch.cat(outs)
 
-    def _run_head_tile(self, x_tD: Tensor, embedded_UD: Tensor, tokens: Tokens) -> Tensor:
-        model = self.family.model
+    def _run_head_tile(self, x_1tD: Tensor, embedded_UD: Tensor, tokens: Tokens) -> Tensor:
+        model, x_tD = self.family.model, x_1tD.squeeze(0)
         shift, scale = tokens.select(model.scale_shift_table.view(2, -1) + embedded_UD[:, None]).unbind(1)
         return model.proj_out(model.norm_out(x_tD.to(embedded_UD.dtype)) * (1 + scale) + shift)
 

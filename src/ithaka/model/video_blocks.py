@@ -37,10 +37,7 @@ JOINT_ATTENTION = ("HunyuanVideo", "CogVideoX", "ConsisID", "Mochi", "EasyAnimat
 
 
 class Tokens:
-    """What a block needs to know about each of its tokens: coordinates in the clip, and which timestep applies.
-
-    Not a dataclass: FSDP2 would cast its tensors.
-    """
+    """What a block needs to know about each of its tokens: coordinates in the clip, and which timestep applies."""
 
     def __init__(self, rotary: Callable[[Tensor], tuple[Tensor, Tensor]], coords_s3: Tensor, steps_s: Tensor | None):
         self.rotary, self.coords_s3 = rotary, coords_s3
@@ -72,7 +69,7 @@ class SelfAttention:
         cos, sin = tokens.rotary(tokens.coords_s3)
         q, k, v = attn.norm_q(attn.to_q(h_1tD)), attn.norm_k(attn.to_k(h_1tD)), attn.to_v(h_1tD)
         q, k, v = (t.unflatten(-1, (attn.heads, -1)) for t in (q, k, v))
-        q_HtK, k_HtK, v_HtK = (t[0].transpose(0, 1) for t in (_rotate(q, cos, sin), _rotate(k, cos, sin), v))
+        q_HtK, k_HtK, v_HtK = (t.squeeze(0).transpose(0, 1) for t in (_rotate(q, cos, sin), _rotate(k, cos, sin), v))
         return AttentionCall(attn, q_HtK, k_HtK, v_HtK, {})
 
 

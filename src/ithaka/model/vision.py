@@ -37,7 +37,7 @@ ARGUMENTS = (*(name for names in MEDIA.values() for name in names), "mm_token_ty
 
 
 class Media:
-    """This rank's part of a call's images and videos. Not a dataclass: FSDP2 would cast its tensors."""
+    """This rank's part of a call's images and videos."""
 
     is_used = False  # whether any rank has images in this call, so that all must run the encoder
 
@@ -45,7 +45,7 @@ class Media:
         self.pixels_PC, self.grids_f3, self.route = pixels_PC, grids_f3, route
 
     def take_pixels(self) -> Tensor:
-        """Return the pixels and drop the reference to them, because FSDP2 makes a cast copy."""
+        """Return the pixels and drop the reference to them, because the encoder makes a cast copy."""
         pixels_PC, self.pixels_PC = self.pixels_PC, self.pixels_PC[:0]
         return pixels_PC
 
@@ -336,16 +336,17 @@ class _AddToRows(torch.autograd.Function):
 
 @dataclass(eq=False, repr=False)
 class TiledEncoder:
-    """Replaces the forward of an encoder: (pixels_PC, grids_f3) -> features [M, D] for the embeddings and for each
-    DeepStack layer. Keeps only pixels for backward, which recomputes each tile."""
+    """Replaces the forward of an encoder: media -> features [M, D] for the embeddings and for each DeepStack layer.
+    Keeps only pixels for backward, which recomputes each tile."""
 
     visual: Any
 
     def __post_init__(self) -> None:
         self.packed = list(packed_weights(self.visual).values())
 
-    def __call__(self, pixels_PC: Tensor, grids_f3: Tensor) -> tuple[Tensor, ...]:
-        params = self.params()
+    def __call__(self, media: Media) -> tuple[Tensor, ...]:
+        params, grids_f3 = self.params(), media.grids_f3
+        pixels_PC = media.take_pixels().to(self.visual.patch_embed.proj.weight.dtype)
         if params and torch.is_grad_enabled():
             return _EncodeTiles.apply(self, pixels_PC, grids_f3, *params)
         return self.encode(pixels_PC, grids_f3)
@@ -462,7 +463,7 @@ def embed_tokens_and_media(model: PreTrainedModel, call: CheckedCall) -> dict[st
     with phase("embedding"):
         x_1sD = model.get_input_embeddings()(share.ids_s)[None]
         if media.is_used:
-            features = model.model.visual(media.take_pixels(), media.grids_f3)
+            features = model.model.visual(media)
             features = _SendFeatures.apply(media.route, call.mesh.cp_group, *features)
             x_1sD = _AddToRows.apply(x_1sD.index_fill(1, media.route.rows_n, 0), media.route.rows_n, features[0])
             if len(features) > 1:
