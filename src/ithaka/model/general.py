@@ -123,8 +123,9 @@ def _run_after_layers(
     if hasattr(find_decoder(model).config, "output_router_logits"):
         inputs.setdefault("output_router_logits", False)
     model._modules["lm_head"] = lm_head
+    ids = torch.empty(hidden.shape[:2], dtype=torch.long, device="meta")  # a forward may read its shape, not its values
     try:
-        return type(model).forward(model, input_ids=None, use_cache=False, **inputs)
+        return type(model).forward(model, input_ids=ids, use_cache=False, **inputs)
     finally:
         model._modules["lm_head"] = own_head
         del base.forward
