@@ -22,10 +22,14 @@ def _documents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
     return list(zip(*slices, strict=True))
 
 
-def _probabilities(q_qhK, k_kgK, lse_hq, softmax_scale, causal, window_size_left):
-    """exp(scores - lse) [h, q, k], and lse if it is not given."""
+def _probabilities(q_qhK, k_kgK, lse_hq, softmax_scale, causal, window_size_left, softcap):
+    """exp(scores - lse) [h, q, k], lse if it is not given, and the derivative of the scores [h, q, k] by q k^T."""
     repeat = q_qhK.shape[1] // k_kgK.shape[1]
     scores = torch.einsum("qhK,khK->hqk", q_qhK, k_kgK.repeat_interleave(repeat, 1)) * softmax_scale
+    slopes = torch.full_like(scores, softmax_scale)
+    if softcap is not None:
+        slopes = slopes * (1 - (scores / softcap).tanh().square())
+        scores = softcap * (scores / softcap).tanh()
     rows, keys = scores.shape[1:]
     behind = (torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)).to(scores.device)
     seen = torch.ones_like(behind, dtype=torch.bool)
@@ -35,10 +39,10 @@ def _probabilities(q_qhK, k_kgK, lse_hq, softmax_scale, causal, window_size_left
         seen &= behind <= window_size_left
     scores = scores.masked_fill(~seen, float("-inf"))
     lse_hq = scores.logsumexp(-1) if lse_hq is None else lse_hq
-    return (scores - lse_hq[..., None]).exp(), lse_hq
+    return (scores - lse_hq[..., None]).exp(), lse_hq, slopes
 
 
-def _flash_attn_fwd(q, k, v, softmax_scale, causal, window_size_left, return_lse, out, lse, **lengths):
+def _flash_attn_fwd(q, k, v, softmax_scale, causal, window_size_left, return_lse, out, lse, softcap=None, **lengths):
     assert return_lse
     packed = bool(lengths)
     out = torch.empty_like(q) if out is None else out
@@ -49,14 +53,15 @@ def _flash_attn_fwd(q, k, v, softmax_scale, causal, window_size_left, return_lse
     q, k, v = _wide(q, k, v)
     for rows, keys in _documents(q, k, **lengths):
         of_lse = (slice(None), rows) if packed else rows
-        probs, lse[of_lse] = _probabilities(q[rows], k[keys], None, softmax_scale, causal, window_size_left)
+        mask = softmax_scale, causal, window_size_left, softcap
+        probs, lse[of_lse], _ = _probabilities(q[rows], k[keys], None, *mask)
         repeat = q.shape[-2] // v.shape[-2]
         out[rows] = torch.einsum("hqk,khK->qhK", probs, v[keys].repeat_interleave(repeat, 1))
     return out, lse, None, None, None
 
 
 def _flash_attn_bwd(
-    q, k, v, out, dout, lse, softmax_scale, causal, window_size_left, deterministic, dq, dk, dv, **lengths
+    q, k, v, out, dout, lse, softmax_scale, causal, window_size_left, deterministic, dq, dk, dv, softcap=None, **lengths
 ):
     packed, repeat = bool(lengths), q.shape[-2] // k.shape[-2]
     dq, dk, dv = (torch.empty_like(x) if d is None else d for x, d in ((q, dq), (k, dk), (v, dv)))
@@ -65,10 +70,11 @@ def _flash_attn_bwd(
     q, k, v, out, dout = _wide(q, k, v, out, dout)
     for rows, keys in _documents(q, k, **lengths):
         of_lse = (slice(None), rows) if packed else rows
-        probs, _ = _probabilities(q[rows], k[keys], lse[of_lse], softmax_scale, causal, window_size_left)
+        mask = softmax_scale, causal, window_size_left, softcap
+        probs, _, slopes = _probabilities(q[rows], k[keys], lse[of_lse], *mask)
         delta_hq = (out[rows] * dout[rows]).sum(-1).t()
         dprobs = torch.einsum("qhK,khK->hqk", dout[rows], v[keys].repeat_interleave(repeat, 1))
-        dscores = probs * (dprobs - delta_hq[..., None]) * softmax_scale
+        dscores = probs * (dprobs - delta_hq[..., None]) * slopes
         of_k = torch.einsum("hqk,qhK->khK", dscores, q[rows]), torch.einsum("hqk,qhK->khK", probs, dout[rows])
         dk[keys], dv[keys] = (x.unflatten(1, (-1, repeat)).sum(2) for x in of_k)
         dq[rows] = torch.einsum("hqk,khK->qhK", dscores, k[keys].repeat_interleave(repeat, 1))

@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 import textwrap
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -21,6 +22,7 @@ from decoders import random_decoder
 from general import compare, worst
 from ithaka.config import ConfigError
 from ithaka.layer import schedule
+from ithaka.layer.expert_rows import Gate
 from ithaka.layout import Layout
 from ithaka.model.families import check_supported, has_known_layers, map_layer
 from ithaka.model.general import prepare_decoder
@@ -378,16 +380,20 @@ def read_layers(model: PreTrainedModel) -> list[dict[str, Any]]:
 
 
 def compare_wide(model: PreTrainedModel) -> list[dict[str, float]]:
-    """Errors of loss and gradients on 2 ranks, in fp64 throughout."""
-    backward = schedule._LayerFunction.backward
-
-    def wide_backward(ctx, dy):
-        with InFloat64():
-            return backward(ctx, dy)
-
+    """Errors of loss and gradients on 2 ranks, in fp64 throughout. Autograd does not enter the caller's modes, so every
+    backward that runs a model's own code enters one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule._LayerFunction, "backward", staticmethod(wide_backward))
+        patch.setattr(schedule._LayerFunction, "backward", staticmethod(_widen(schedule._LayerFunction.backward)))
+        patch.setattr(Gate, "backward", _widen(Gate.backward))
         return compare(model, Layout(2, tile_tokens=5), tokens=TOKENS)
+
+
+def _widen(function: Callable) -> Callable:
+    def run_wide(*args):
+        with InFloat64():
+            return function(*args)
+
+    return run_wide
 
 
 if __name__ == "__main__":

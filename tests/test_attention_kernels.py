@@ -1,5 +1,6 @@
 """The kernel registry finds the kernels that run here and refuses others with a way to install them."""
 
+import copy
 import json
 import socket
 import sys
@@ -13,16 +14,19 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import ithaka.attention.blocks as op
+from decoders import tiny_decoder
 from ithaka import bench
 from ithaka.attention import choose, kernels
-from ithaka.attention.choose import available_kernels, resolve_kernel
+from ithaka.attention.choose import agree_on_kernel, available_kernels, kernel_for, resolve_kernel
 from ithaka.attention.kernels import KERNELS, Kernel, Varlen
 from ithaka.bench import AttentionCase, measure_attention
 from ithaka.cli import app
 from ithaka.config import ConfigError
 from ithaka.model.build import parallelize_model
+from ithaka.plan.shape import AttentionKind
 from ithaka.train.trainer import prepare
 from models import tiny_config, tiny_model
+from parity import random_ids
 from reference import attention_reference
 from runs import tiny_run, valid
 
@@ -201,6 +205,79 @@ def test_a_trial_has_all_that_training_asks_of_a_kernel(fa4, monkeypatch, what):
         resolve_kernel("fa4", CPU, torch.float32, 8)
 
 
+def off_in_groups_of(num_heads, kernel):
+    """Wrong for one number of query heads per kv head."""
+
+    def forward(q, k, *rest, **how):
+        out, lse = kernel.forward(q, k, *rest, **how)
+        return out.mul_(1.1 if q.shape[1] == num_heads * k.shape[1] else 1), lse
+
+    return replace(kernel, forward=forward)
+
+
+def forward_without_softcap(kernel):
+    return replace(without("softcap", kernel), backward=kernel.backward)
+
+
+def backward_without_softcap(kernel):
+    return replace(without("softcap", kernel), forward=kernel.forward)
+
+
+MODELS = {  # a kernel, and a model for which it is wrong: softcap and query heads per kv head
+    "softcap": (lambda kernel: without("softcap", kernel), (50.0, 2), "(out|lse) is off by .* in a full block"),
+    "softcap in forward": (forward_without_softcap, (50.0, 2), "(out|lse) is off by .* in a full block"),
+    "softcap in backward": (backward_without_softcap, (50.0, 2), "d[qkv] is off by .* in a full block"),
+    "softcap of documents": (
+        lambda kernel: replace(kernel, varlen=without("softcap", kernel.varlen)),
+        (50.0, 2),
+        "(out|lse) is off by .* in packed documents",
+    ),
+    "groups": (lambda kernel: off_in_groups_of(3, kernel), (None, 3), "out is off by .* in a full block"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("what", MODELS)
+def test_a_kernel_that_is_wrong_for_this_model_is_not_chosen(fa4, monkeypatch, what, dtype):
+    broken, (softcap, group), message = MODELS[what]
+    how = (CPU, dtype, 8, softcap, group)
+    assert resolve_kernel("auto", *how).name == "fa4"
+    monkeypatch.setitem(KERNELS, "fa4", broken(KERNELS["fa4"]))
+    assert resolve_kernel("fa4", CPU, dtype, 8).name == "fa4", "right for other models"
+    with pytest.raises(ConfigError, match=f"attention.kernel=fa4 is wrong here: {message}"):
+        resolve_kernel("fa4", *how)
+    with pytest.warns(UserWarning, match="auto skips fa4"):
+        name = agree_on_kernel("auto", CPU, dtype, [AttentionKind(8, group, None, softcap), AttentionKind(8)])
+    assert name == "cpu"
+    assert kernel_for(name, AttentionKind(8, group, None, softcap)) == ("reference" if softcap else "cpu")
+
+
+@pytest.mark.usefixtures("probes_once", "quiet_transformers")
+def test_layers_with_larger_heads_than_the_kernel_takes_run_in_the_reference(monkeypatch):
+    """The others keep the kernel, and a warning names the head dim."""
+    sizes = {"vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8, "global_head_dim": 32}
+    kinds = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    model, ids = tiny_decoder("gemma4_text", **sizes, **kinds), random_ids(1, 9)
+    plain = copy.deepcopy(model)
+    with monkeypatch.context() as patch:
+        patch.setitem(KERNELS, "cpu", replace(CPU_KERNEL, head_dims=(16, 8)))
+        with pytest.warns(UserWarning, match="head dim 32 runs in the reference .*: cpu takes head dims up to 16"):
+            parallelize_model(model)
+        assert [layer.forward.layout.kernel for layer in model.model.layers] == ["cpu", "reference"]
+        loss = model(input_ids=ids, labels=ids).loss
+    torch.testing.assert_close(loss, parallelize_model(plain)(input_ids=ids, labels=ids).loss, rtol=1e-6, atol=0)
+
+
+def test_a_gpu_without_a_fast_kernel_for_the_head_dim_warns(recwarn):
+    """Head dims are known without a GPU."""
+    device, kinds = torch.device("cuda"), [AttentionKind(512, 2)]
+    with pytest.warns(UserWarning, match="head dim 512 runs in the reference .*: fa4 takes head dims up to 256"):
+        assert agree_on_kernel("auto", device, torch.bfloat16, kinds) == "reference"
+    assert agree_on_kernel("reference", device, torch.bfloat16, [AttentionKind(512, 4)]) == "reference"
+    assert agree_on_kernel("auto", CPU, torch.bfloat16, kinds) == "cpu"
+    assert not recwarn.list
+
+
 def kernels_of(config, broken_on):
     """The kernels of this rank's layers and of a run, and the warnings, if `cpu` fails on some ranks."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
@@ -250,7 +327,7 @@ def test_a_trial_takes_no_random_numbers_and_passes_in_any_mode(dtype):
     fresh = replace(KERNELS["cpu"], name=str(dtype))  # one that was not tested yet
     before = torch.get_rng_state()
     with torch.inference_mode():
-        assert choose._test_kernel(fresh, CPU, dtype, 40) is None
+        assert choose._test_kernel(fresh, CPU, dtype, AttentionKind(40)) is None
     assert torch.equal(before, torch.get_rng_state())
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from threads import on_threads
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers", "probes_once")
 
+PACKAGE = Path(ithaka.__file__).parent
 HOST = ActivationPolicy("host", "host")
 ATTENTION = ActivationPolicy("device", "device")
 PROJECTIONS = ActivationPolicy("device", "device", projections=True)
@@ -103,6 +105,13 @@ CASES = {  # family, changes to its configuration, layout, inputs
         {"num_hidden_layers": 2},
         Layout(2, ring=2),
         documents("document_ids", "position_ids"),
+    ),
+    "head dims by kind of layer": (
+        "gemma4_text",
+        {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 32}
+        | {"vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8},
+        Layout(2, **STAGES),
+        {},
     ),
     "parallel attention and MLP, windows": ("cohere2", {}, Layout(), {}),
     "biases, tied embeddings": ("starcoder2", {"num_hidden_layers": 2}, Layout(4), {}),
@@ -262,8 +271,9 @@ class TensorsFromTheHost(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.aten.lift_fresh.default:
-            ours = [frame.filename for frame in traceback.extract_stack() if "/ithaka/" in frame.filename]
-            self.num_calls += "/ithaka/layer/" in ours[-1]  # not in the exchanges of the tests' threads
+            files = (Path(frame.filename) for frame in traceback.extract_stack())
+            *_, innermost = (file for file in files if file.is_relative_to(PACKAGE))
+            self.num_calls += innermost.is_relative_to(PACKAGE / "layer")  # not in the exchanges of the tests' threads
         return function(*args, **(kwargs or {}))
 
 

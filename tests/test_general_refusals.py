@@ -408,6 +408,19 @@ class ScalesLogits(Olmo2ForCausalLM):
         return out
 
 
+class MasksLogits(Olmo2ForCausalLM):
+    def forward(self, **kwargs):
+        out = super().forward(**kwargs)
+        out.logits = out.logits * (kwargs["input_ids"] != 0)[..., None]
+        return out
+
+
+def test_logits_that_depend_on_token_ids_are_refused():
+    model = plant(Olmo2DecoderLayer)
+    model.__class__ = MasksLogits
+    assert_refuses(model, "from more than lm_head")
+
+
 def test_trained_parameters_after_the_head_are_refused():
     model = plant(Olmo2DecoderLayer)
     model.__class__, model.scale = ScalesLogits, nn.Parameter(torch.ones(1))

@@ -3,6 +3,7 @@ faults`: each takes a minute."""
 
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -39,9 +40,9 @@ def folder(tmp_path, monkeypatch):
     slow += "trainer.train_step = lambda *args, **how: time.sleep(0.1) or step(*args, **how)\n"
     (tmp_path / "slow.py").write_text(slow + "from ithaka.cli import main; main()\n")
     commands = {
-        "ithaka": f'exec {sys.executable} {tmp_path / "slow.py"} "$@"',
-        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
-        "scontrol": f'[ "$1" = show ] && echo localhost || echo "$@" >> {tmp_path / "requeued"}',
+        "ithaka": f'exec {shlex.join([sys.executable, str(tmp_path / "slow.py")])} "$@"',
+        "torchrun": f'exec {shlex.quote(sys.executable)} -m torch.distributed.run "$@"',
+        "scontrol": f'[ "$1" = show ] && echo localhost || echo "$@" >> {shlex.quote(str(tmp_path / "requeued"))}',
         # Two nodes of one task, on one machine. Signals go to the tasks, and the highest code is returned, as by Slurm.
         "srun": '[ "$1 $2" = "--kill-on-bad-exit=0 --wait=120" ] || exit 9; shift 2; for i in 0 1; do SLURM_PROCID=$i '
         'SLURM_LOCALID=0 SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=1 "$@" & pids="$pids $!"; done; code=0; '

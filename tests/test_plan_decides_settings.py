@@ -14,9 +14,12 @@ from ithaka.attention.kernels import KERNELS
 from ithaka.cli import app
 from ithaka.config import ConfigError, explicit_settings, load_config, to_yaml
 from ithaka.dist.agree import gather_objects, raise_on_all_ranks
-from ithaka.layout import layout_from_config
+from ithaka.layout import Layout, layout_from_config, make_layout
 from ithaka.plan.hardware import KERNEL_NAMES, gpu_named, parse_gpus, peak_flops
-from ithaka.plan.show import as_text
+from ithaka.plan.models import find_shape
+from ithaka.plan.search import Plan
+from ithaka.plan.shape import AttentionKind, Work
+from ithaka.plan.show import as_dict, as_text, list_assumptions
 from ithaka.preflight.checks import check_ranks_agree, check_settings
 from ithaka.preflight.run import (
     Run,
@@ -152,13 +155,34 @@ def test_plans_assume_the_kernel_that_training_uses(tmp_path, monkeypatch, asked
 
 def test_a_run_reports_a_kernel_that_differs_from_the_plan():
     """A kernel may fail its test, which needs a GPU."""
-    plan = SimpleNamespace(hardware=node(H100))  # with cuDNN: flash-attn-4 is not installed
+    plan = Plan(find_shape("llama3-8b"), Layout(), node(H100), Work(4096))  # with cuDNN: flash-attn-4 is not installed
     found = [
         watch._describe_planned_kernel(SimpleNamespace(kernel=kernel, run=SimpleNamespace(plan=planned)))
         for kernel in ("cudnn", "flash")
         for planned in (plan, None)
     ]
     assert found == ["", "", ", planned with cudnn", ""]
+
+
+@pytest.mark.parametrize(
+    "gpu, kind, kernels, says",
+    [
+        ("H200", AttentionKind(256, 2), "fa4", ""),
+        ("H200", AttentionKind(512, 2), "fa4 and reference", "FlashAttention 4; the fp64 reference for head dim 512, "),
+        ("H200", AttentionKind(256, 2, softcap=50.0), "fa4", ""),
+        ("A100-80GB", AttentionKind(256, 2, softcap=50.0), "cudnn and reference", "head dim 256 and softcap 50, "),
+    ],
+)
+def test_attention_is_planned_with_the_kernel_that_computes_it(gpu, kind, kernels, says):
+    """Layers with a window run in the GPU's kernel, the others in `kernels`."""
+    shape, window = find_shape("gemma-3-4b"), AttentionKind(256, 2, 1024)
+    layout = make_layout(shape.num_layers)
+    usual, plan = (
+        Plan(dataclasses.replace(shape, kinds=(window, full)), layout, parse_gpus(gpu), Work(2**17))
+        for full in (AttentionKind(256, 2), kind)
+    )
+    assert as_dict(plan, "gemma")["kernel"] == kernels and says in list_assumptions(plan)["attention"]
+    assert (plan.seconds.attention > 20 * usual.seconds.attention) == bool(says)
 
 
 def test_the_slowest_kernel_of_all_ranks_counts():

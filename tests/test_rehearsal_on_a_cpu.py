@@ -71,7 +71,7 @@ def test_the_plan_is_for_the_kernel_that_runs(model, monkeypatch, runs, planned)
         raise Started
 
     monkeypatch.setattr(rehearsal, "rehearse", start)
-    monkeypatch.setattr(rehearsal, "find_kernel", lambda name, head_dim: runs)
+    monkeypatch.setattr(rehearsal, "find_kernel", lambda name, kinds: runs)
     given = ["--set", "attention.kernel=cudnn"] if runs == "cudnn" else []
     result = rehearse(model, "--context", "64", *given)
     assert f"attention: kernel {runs}, planned with {planned}\n" in result.stdout

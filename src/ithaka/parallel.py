@@ -133,7 +133,7 @@ def plan_model_run(
     least = raise_on_all_ranks(weakest_machine, gather_objects(machine))
     shape = dataclasses.replace(raise_on_all_ranks(shape_from_model, model), reference=reference)
     if default_device().type == "cuda" and uses_planner(config, least):  # which kernel works is found by running it
-        least = least.with_kernel(agree_on_kernel("auto", default_device(), torch.bfloat16, shape.head_dim))
+        least = least.with_kernel(agree_on_kernel("auto", default_device(), torch.bfloat16, shape.attention_kinds))
 
     def plan_and_check() -> Run:
         planned, plan = (config, None) if layout else plan_run(config, explicit, least, shape)

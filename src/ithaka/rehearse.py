@@ -3,6 +3,7 @@
 X is the bytes of one residual-stream tensor on one rank: s * D * 2 in bf16.
 """
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ithaka.attention.choose import resolve_kernel
+from ithaka.attention.choose import agree_on_kernel, kernel_for
 from ithaka.config import AdapterConfig, ConfigError, OptimConfig
 from ithaka.dist.loopback import start_loopback
 from ithaka.dist.mesh import default_device, make_mesh
@@ -25,10 +26,11 @@ from ithaka.model.video import build_transformer, make_clip
 from ithaka.model.video_blocks import is_diffusers_model
 from ithaka.model.vision import make_frames
 from ithaka.phases import PhasePath, listening, phase
-from ithaka.plan.hardware import GIB, available_memory
+from ithaka.plan.hardware import GIB, available_memory, join_kernels
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import Seconds, layer_seconds
+from ithaka.plan.shape import AttentionKind
 from ithaka.plan.units import format_bytes
 from ithaka.preflight.run import STORE_HOLDERS
 from ithaka.profile.live import LiveBytes
@@ -187,9 +189,9 @@ def compute_dtype() -> str:
 # ---- compare measurements with the plan
 
 
-def find_kernel(name: str, head_dim: int) -> str:
+def find_kernel(name: str, kinds: Iterable[AttentionKind]) -> str:
     """Resolve the attention kernel for this device and the dtype of a rehearsal."""
-    return resolve_kernel(name, default_device(), getattr(torch, compute_dtype()), head_dim).name
+    return agree_on_kernel(name, default_device(), getattr(torch, compute_dtype()), kinds)
 
 
 def truncate_plan(plan: Plan, layers: int, memory_only: bool, kernel: str = "auto") -> Plan:
@@ -222,13 +224,15 @@ def check_cpu_memory(truncated: Plan) -> None:
 def describe_rehearsal(plan: Plan, truncated: Plan) -> dict[str, Any]:
     """Lines to print first. kernel: runs on this device; planned_kernel: its rates are in the plan."""
     s, hidden = truncated.work.local_tokens(truncated.layout.cp), truncated.shape.hidden
+    kinds = truncated.shape.attention_kinds
+    kernel = find_kernel(truncated.layout.kernel, kinds)
     x = f"one {truncated.layout.dtype} activation [{s} tokens per rank, {hidden} hidden]"
     times = f"the CPU: measured times are for this CPU, planned times for {plan.hardware.gpu.name}"
     return {
         "device": torch.cuda.get_device_name() if _on_gpu() else times,
         "gpus": plan.hardware.name,
-        "kernel": find_kernel(truncated.layout.kernel, truncated.shape.head_dim),
-        "planned_kernel": plan.hardware.gpu.kernel or None,
+        "kernel": join_kernels(kernel_for(kernel, kind) for kind in kinds),
+        "planned_kernel": join_kernels(plan.kernels.values()) or None,
         "context": plan.work.context,
         "layers": truncated.shape.num_layers,
         "layers_of_model": plan.shape.num_layers,

@@ -41,7 +41,7 @@ class AttentionSpec(TypedDict, total=False):
     causal: bool  # default True
     window: int | None  # row i attends to keys (i - window, i]
     docs: Docs | tuple[int, ...] | None  # cumulative starts (0, ..., S), or a `Docs`
-    kernel: str  # default "auto"
+    kernel: str | Kernel  # default "auto"; a `Kernel` is not tested
     softcap: float | None  # scores become softcap * tanh(scores / softcap); default: none
     blocks: tuple[int, int] | None  # (block_q, block_kv) in tokens; default `default_blocks`
 
@@ -184,7 +184,7 @@ def _plan_call(
     causal: bool = True,
     window: int | None = None,
     docs: Docs | tuple[int, ...] | None = None,
-    kernel: str = "auto",
+    kernel: str | Kernel = "auto",
     blocks: tuple[int, int] | None = None,
     softcap: float | None = None,
 ) -> _AttentionCall:
@@ -205,7 +205,11 @@ def _plan_call(
     assert len(k) == docs.num_keys(part, causal, window)
     if blocks is not None and min(blocks) < 1:
         raise ConfigError(f"attention.block_q, block_kv={blocks} must be at least 1 token each; use auto")
-    chosen = resolve_kernel(kernel, q.device, q.dtype, head_dim, softcap)
+    group = num_heads // num_kv_heads
+    if isinstance(kernel, Kernel):
+        chosen = kernel.with_softcap(softcap)
+    else:
+        chosen = resolve_kernel(kernel, q.device, q.dtype, head_dim, softcap, group)
     reach = min(docs.longest, window or docs.longest)
     block_q, block_kv = blocks or default_blocks(q.device, chosen, head_dim * q.element_size(), reach, backward)
     heads_at_once = max(1, block_q // max(1, num_tokens))
@@ -217,7 +221,6 @@ def _plan_call(
     )
     options |= dict(call_tokens=call_tokens, has_windows=chosen.direct)
     query_blocks, chunks = docs.plan(part, q.device, chosen.varlen is not None, **options)
-    group = num_heads // num_kv_heads
     heads_per_kv = group if chosen.direct and heads_at_once >= group else 1
     once = (
         owns_kv_grads

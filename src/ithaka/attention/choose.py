@@ -5,8 +5,9 @@ Shapes: h = heads, T = tokens of packed documents, K = head dim.
 
 import socket
 import warnings
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from itertools import accumulate, chain
 
 import torch
@@ -18,11 +19,16 @@ from ithaka.attention.kernels import KERNELS, Kernel, Varlen
 from ithaka.config import ConfigError
 from ithaka.dist.agree import gather_objects
 from ithaka.dist.rank import is_local_rank_0
+from ithaka.plan.shape import AttentionKind
+
+Kinds = tuple[AttentionKind, ...]
+DEFAULT_GROUP = 2  # query heads per kv head in tests for no model in particular
 
 
 def try_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, str | None]:
     """Return why each kernel cannot be used on this machine, and a fix; None if it passes its test."""
-    return {name: _why_unusable(kernel, device, dtype, head_dim) for name, kernel in KERNELS.items()}
+    kinds = (AttentionKind(head_dim, DEFAULT_GROUP),)
+    return {name: _why_unusable(kernel, device, dtype, kinds) for name, kernel in KERNELS.items()}
 
 
 def available_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
@@ -39,79 +45,130 @@ def expected_kernel(name: str, runnable: Sequence[str]) -> str:
 
 
 def resolve_kernel(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    softcap: float | None = None,
+    group: int = DEFAULT_GROUP,
 ) -> Kernel:
-    """Return the kernel called `name`; "auto" is the first of `available_kernels`. `softcap` is bound to the kernel.
+    """Return the kernel called `name`; "auto" is the first one that passes a test of such attention, with `group` query
+    heads per kv head. `softcap` is bound to the kernel.
 
-    Raises ConfigError for a kernel that is unknown, does not support this device, dtype or head dim, or fails its
-    test. `auto` skips such kernels and warns once about each that failed its test.
+    Raises ConfigError for a kernel that is unknown, does not support this attention, or fails its test. `auto` skips
+    such kernels and warns once about each that failed its test.
     """
-    if softcap is not None:
-        able = tuple(kernel for kernel in KERNELS.values() if kernel.has_softcap)
-        chosen = _choose_kernel(able, device, dtype, head_dim) if name == "auto" else None
-        return (chosen or resolve_kernel(name, device, dtype, head_dim)).with_softcap(softcap)
-    if name == "auto":
-        return _choose_kernel(tuple(KERNELS.values()), device, dtype, head_dim)
-    if name not in KERNELS:
-        raise ConfigError(f"attention.kernel={name} is not a kernel; use auto, {', '.join(KERNELS)}")
-    problem = _why_unusable(KERNELS[name], device, dtype, head_dim)
-    if problem is not None:
-        raise ConfigError(f"attention.kernel={name} {problem}, or use auto")
-    return KERNELS[name]
+    kinds = (AttentionKind(head_dim, group, softcap=softcap),)
+    return _resolve(name, device, dtype, kinds).with_softcap(softcap)
 
 
-def agree_on_kernel(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None
-) -> str:
-    """Return the name of the kernel that all ranks use. If "auto" differs between ranks, it is the first kernel that
-    passes its test on all of them, and rank 0 warns. Collective."""
-    chosen = resolve_kernel(name, device, dtype, head_dim, softcap).name
-    if name != "auto" or not dist.is_initialized() or dist.get_world_size() == 1:
-        return chosen
+def agree_on_kernel(name: str, device: torch.device, dtype: torch.dtype, kinds: Iterable[AttentionKind]) -> str:
+    """Return the name of the kernel that all ranks use for a model, which passes a test of every kind of attention that
+    it supports; layers of other kinds use the reference (`kernel_for`), and rank 0 warns about them. If "auto" differs
+    between ranks, it is the first kernel that passes on all of them, and rank 0 warns. Collective."""
+    kinds = tuple(sorted(set(kinds), key=repr))
+    chosen = _resolve(name, device, dtype, kinds).name
+    if name == "auto" and dist.is_initialized() and dist.get_world_size() > 1:
+        chosen = _agree(chosen, device, dtype, kinds)
+    if name != "reference" and is_local_rank_0():
+        _warn_if_slow(chosen, device, dtype, kinds)
+    return chosen
+
+
+def _agree(chosen: str, device: torch.device, dtype: torch.dtype, kinds: Kinds) -> str:
     names, order = gather_objects(chosen), list(KERNELS)
     if len(set(names)) == 1:
         return chosen
     best, common = (pick(names, key=order.index) for pick in (min, max))
-    problems = gather_objects((socket.gethostname(), _why_unusable(KERNELS[best], device, dtype, head_dim)))
-    while any(gather_objects(_why_unusable(KERNELS[common], device, dtype, head_dim))):
+    problems = gather_objects((socket.gethostname(), _why_unusable(KERNELS[best], device, dtype, kinds)))
+    while any(gather_objects(_why_unusable(KERNELS[common], device, dtype, kinds))):
         common = order[order.index(common) + 1]  # ends at the reference, which always runs
     if dist.get_rank() == 0:
         lacking = [(rank, host, why) for rank, (host, why) in enumerate(problems) if why is not None]
         (rank, host, why), *others = lacking
         where = f"rank {rank} on {host}{f' and {len(others)} more' if others else ''}"
         message = f"attention.kernel=auto is {common} on all ranks: {where} cannot use {best}, which {why}"
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, stacklevel=4)
     return common
 
 
+def kernel_for(name: str, kind: AttentionKind) -> str:
+    """Return the kernel of a layer in a model with kernel `name`: this one, or the reference if it does not compute the
+    layer's attention."""
+    return name if _why_not_computed(KERNELS[name], kind) is None else "reference"
+
+
 @cache
-def _choose_kernel(kernels: tuple[Kernel, ...], device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+def _warn_if_slow(chosen: str, device: torch.device, dtype: torch.dtype, kinds: Kinds) -> None:
+    """Warn about attention that runs in the reference kernel although another one was expected."""
+    slow = [kind for kind in kinds if kernel_for(chosen, kind) == "reference"]
+    is_expected = chosen == "reference" and (device.type != "cuda" or dtype.itemsize > 2)
+    if not slow or is_expected:
+        return
+    faster = next(kernel for kernel in KERNELS.values() if chosen in (kernel.name, "reference"))
+    reasons = dict.fromkeys(_why_unsupported(faster, device, dtype, kind) for kind in slow)
+    why = "; ".join(f"{faster.name} {reason.partition('; ')[0]}" for reason in reasons if reason)
+    head_dims = ", ".join(map(str, sorted({kind.head_dim for kind in slow})))
+    message = f"attention with head dim {head_dims} runs in the reference kernel, in fp64 and tens of times slower"
+    warnings.warn(f"{message}{f': {why}' if why else ''}", stacklevel=4)
+
+
+def _resolve(name: str, device: torch.device, dtype: torch.dtype, kinds: Kinds) -> Kernel:
+    if name == "auto":
+        return _choose_kernel(tuple(KERNELS.values()), device, dtype, kinds)
+    if name not in KERNELS:
+        raise ConfigError(f"attention.kernel={name} is not a kernel; use auto, {', '.join(KERNELS)}")
+    problem = _why_unusable(KERNELS[name], device, dtype, kinds)
+    if problem is not None:
+        raise ConfigError(f"attention.kernel={name} {problem}, or use auto")
+    return KERNELS[name]
+
+
+@cache
+def _choose_kernel(kernels: tuple[Kernel, ...], device: torch.device, dtype: torch.dtype, kinds: Kinds) -> Kernel:
     for kernel in kernels:
-        unsupported = _why_unsupported(kernel, device, dtype, head_dim)
-        failure = unsupported or _test_kernel(kernel, device, dtype, head_dim)
+        failure = _why_unusable(kernel, device, dtype, kinds)
         if failure is None:
             return kernel
-        if unsupported is None and is_local_rank_0():  # once per machine
-            warnings.warn(f"attention.kernel=auto skips {kernel.name}, which {failure}", stacklevel=4)
-    raise ConfigError(f"no attention kernel takes {dtype} with head dim {head_dim} on {device}; change model.dtype")
+        is_supported = any(_why_unsupported(kernel, device, dtype, kind) is None for kind in kinds)
+        if is_supported and is_local_rank_0():  # once per machine
+            warnings.warn(f"attention.kernel=auto skips {kernel.name}, which {failure}", stacklevel=5)
+    head_dims = ", ".join(str(kind.head_dim) for kind in kinds)
+    raise ConfigError(f"no attention kernel takes {dtype} with head dim {head_dims} on {device}; change model.dtype")
 
 
-def _why_unusable(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return why this kernel cannot be used on this machine, and a fix; None if it can."""
-    return _why_unsupported(kernel, device, dtype, head_dim) or _test_kernel(kernel, device, dtype, head_dim)
+def _why_unusable(kernel: Kernel, device: torch.device, dtype: torch.dtype, kinds: Kinds) -> str | None:
+    """Return why this kernel cannot be used on this machine, and a fix; None if it supports some of these kinds of
+    attention and passes a test of each."""
+    reasons = [_why_unsupported(kernel, device, dtype, kind) for kind in kinds]
+    supported = [kind for kind, reason in zip(kinds, reasons, strict=True) if reason is None]
+    if not supported:
+        return reasons[0]
+    failures = (_test_kernel(kernel, device, dtype, _trial_kind(kernel, kind)) for kind in supported)
+    return next((failure for failure in failures if failure is not None), None)
 
 
-def _why_unsupported(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return why the kernel does not support these inputs; None if it does. Does not run it."""
-    largest, multiple = kernel.head_dims
+def _why_unsupported(kernel: Kernel, device: torch.device, dtype: torch.dtype, kind: AttentionKind) -> str | None:
+    """Return why the kernel does not support this attention; None if it does. Does not run it."""
     if kernel.device not in ("any", device.type):
         return f"runs on {kernel.device}, not on {device.type}; move the tensors"
     if dtype not in kernel.dtypes:
         return f"takes {', '.join(map(str, kernel.dtypes))}, not {dtype}; change model.dtype"
-    if head_dim > largest or head_dim % multiple:
-        return f"takes head dims up to {largest} in steps of {multiple}, not {head_dim}; use reference"
+    if reason := _why_not_computed(kernel, kind):
+        return reason
     if kernel.capabilities and (has := torch.cuda.get_device_capability(device))[0] not in kernel.capabilities:
         return f"needs compute capability {' or '.join(map(str, kernel.capabilities))}, not {has[0]}.{has[1]}"
+    return None
+
+
+def _why_not_computed(kernel: Kernel, kind: AttentionKind) -> str | None:
+    """Return why the kernel does not compute this attention on any device; None if it does."""
+    largest, multiple = kernel.head_dims
+    if kind.head_dim > largest or kind.head_dim % multiple:
+        return f"takes head dims up to {largest} in steps of {multiple}, not {kind.head_dim}; use reference"
+    if kind.softcap is not None and not kernel.has_softcap:
+        able = ", ".join(kernel.name for kernel in KERNELS.values() if kernel.has_softcap)
+        return f"does not compute softcap={kind.softcap}; use one of {able}"
     return None
 
 
@@ -125,8 +182,14 @@ _Case = tuple[str, tuple[Tensor, ...], tuple[Tensor, ...]]  # case, results of t
 _RESULT_NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
+def _trial_kind(kernel: Kernel, kind: AttentionKind) -> AttentionKind:
+    """Leave out what the kernel does not compute: `blocks.py` runs GQA and windows with others head by head."""
+    group = kind.group if kernel.direct else 1
+    return replace(kind, group=group, window=kind.window if kernel.direct or kernel.varlen else None)
+
+
 @cache
-def _test_kernel(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def _test_kernel(kernel: Kernel, device: torch.device, dtype: torch.dtype, kind: AttentionKind) -> str | None:
     """Run the kernel on small random data; return what is wrong, or None.
 
     Only a test shows what this build of PyTorch or cuDNN accepts and computes correctly.
@@ -137,7 +200,7 @@ def _test_kernel(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_
         return problem
     try:
         with torch.inference_mode(False), torch.no_grad():
-            wrong = _compare_with_reference(kernel, device, dtype, head_dim)
+            wrong = _compare_with_reference(kernel, device, dtype, kind)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # no error of a kernel may end the run
@@ -147,20 +210,26 @@ def _test_kernel(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_
         return f"{wrong}; update PyTorch{', or install flash-attn-4 again' if kernel.name == 'fa4' else ''}"
     if kernel.fallback is None:
         return None
-    wrong = _why_unusable(kernel.fallback, device, dtype, head_dim)
+    wrong = _why_unusable(kernel.fallback, device, dtype, (kind,))
     return wrong and f"needs {kernel.fallback.name} for small blocks, which {wrong}"
 
 
-def _compare_with_reference(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def _compare_with_reference(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, kind: AttentionKind
+) -> str | None:
     """Return a description of the first result that differs from the fp64 reference by more than rounding, or None."""
-    rows, scale = (256 if device.type == "cuda" else 32), head_dim**-0.5
-    keys, random, heads = 2 * rows, torch.Generator().manual_seed(0), 4 if kernel.direct else 2
-    sizes = ((rows, heads), (rows, heads), (keys, 2), (keys, 2))
+    rows, head_dim = (256 if device.type == "cuda" else 32), kind.head_dim
+    scale = head_dim**-0.5 * max(1.0, (kind.softcap or 0.0) / 8)  # scores that the softcap changes
+    keys, random = 2 * rows, torch.Generator().manual_seed(0)
+    sizes = ((rows, 2 * kind.group), (rows, 2 * kind.group), (keys, 2), (keys, 2))
     drawn = [torch.randn(*size, head_dim, generator=random, device="cpu") for size in sizes]
     dout, q, k, v = (x_SnK.to(device, dtype).transpose(0, 1) for x_SnK in drawn)
-    cases = _block_cases(kernel, scale, dout[None], q[None], k[None], v[None])
+    run_exactly = partial(_run_reference, softcap=kind.softcap)
+    kernel = kernel.with_softcap(kind.softcap)
+    cases = _block_cases(kernel, run_exactly, scale, dout[None], q[None], k[None], v[None])
     if kernel.varlen is not None:
-        cases = chain(cases, _document_cases(kernel, scale, dout, q, k[:, -rows:], v[:, -rows:]))
+        window = kind.window if kind.window and kind.window < rows // 2 else 5
+        cases = chain(cases, _document_cases(kernel, run_exactly, window, scale, dout, q, k[:, -rows:], v[:, -rows:]))
     for where, ours, exact in cases:
         for name, a, b in zip(_RESULT_NAMES, ours, exact, strict=True):
             allowed = (_LSE_TOLERANCE if name == "lse" else _TOLERANCE)[dtype]
@@ -175,17 +244,19 @@ def _compare_with_reference(kernel: Kernel, device: torch.device, dtype: torch.d
     return None
 
 
-def _block_cases(kernel: Kernel, scale: float, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Iterator[_Case]:
+def _block_cases(
+    kernel: Kernel, run_exactly: Callable, scale: float, dout: Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> Iterator[_Case]:
     """Yield cases as in training: strided inputs, a full block of earlier keys, a causal block, a backward from the out
     and lse of both. A `direct` kernel is also tested with GQA, a window, and buffers."""
     rows, keys = q.shape[2], k.shape[2]
     blocks = [(k[:, :, :-rows], v[:, :, :-rows], False), (k[:, :, -rows:], v[:, :, -rows:], True)]
     out, lse = torch.zeros_like(q, dtype=torch.float64), torch.full_like(q[..., 0], float("-inf"), dtype=torch.float64)
     for block_k, block_v, causal in blocks:
-        merge_softmax(out, lse, *_run_reference(dout, q, block_k, block_v, scale, causal)[:2])
+        merge_softmax(out, lse, *run_exactly(dout, q, block_k, block_v, scale, causal)[:2])
     out_lse = (out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32)))
     for block_k, block_v, causal in blocks:
-        exact = _run_reference(dout, q, block_k, block_v, scale, causal, out_lse)
+        exact = run_exactly(dout, q, block_k, block_v, scale, causal, out_lse)
         how = {"into": (None, None, None)} if kernel.direct else {}
         ours = kernel.forward(q, block_k, block_v, scale, causal)
         grads = kernel.backward(dout, q, block_k, block_v, *out_lse, scale, causal, **how)
@@ -194,20 +265,22 @@ def _block_cases(kernel: Kernel, scale: float, dout: Tensor, q: Tensor, k: Tenso
         window = keys - rows + 1  # then the rows attend to all keys
         visible = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows).triu()
         ours = _run_into_buffers(kernel, dout, q, k, v, scale, True, window=window)
-        yield "a block with a window", ours, _run_reference(dout, q, k, v, scale, visible)
+        yield "a block with a window", ours, run_exactly(dout, q, k, v, scale, visible)
         k, v, _ = blocks[-1]
         ours = _run_into_buffers(kernel, dout, q, k, v, scale, True)
-        yield "a causal block written to buffers", ours, _run_reference(dout, q, k, v, scale, True)
+        yield "a causal block written to buffers", ours, run_exactly(dout, q, k, v, scale, True)
 
 
-def _document_cases(kernel: Kernel, scale: float, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Iterator[_Case]:
+def _document_cases(
+    kernel: Kernel, run_exactly: Callable, size: int, scale: float, dout: Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> Iterator[_Case]:
     """Yield cases of three packed documents, without and with a window. Inputs are [h, T, K]."""
     lengths, varlen = (3, 7, q.shape[1] - 10), kernel.varlen
     assert varlen is not None
     ends_d = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=q.device)
     visible_TT = torch.block_diag(*(torch.ones(n, n, device=q.device) for n in lengths)).bool().tril()
     dout_ThK, *inputs = (x.transpose(0, 1) for x in (dout, q, k, v))
-    for window, where in ((None, "packed documents"), (5, "packed documents with a window")):
+    for window, where in ((None, "packed documents"), (size, "packed documents with a window")):
         how = (ends_d, max(lengths), scale, True, window)
         if kernel.direct:
             out, lse, *grads = _run_into_buffers(varlen, dout_ThK, *inputs, *how)
@@ -218,7 +291,7 @@ def _document_cases(kernel: Kernel, scale: float, dout: Tensor, q: Tensor, k: Te
         yield (
             where,
             ours,
-            _run_reference(dout, q, k, v, scale, visible_TT if window is None else visible_TT.triu(1 - window)),
+            run_exactly(dout, q, k, v, scale, visible_TT if window is None else visible_TT.triu(1 - window)),
         )
 
 
@@ -233,9 +306,9 @@ def _run_into_buffers(kernel: Kernel | Varlen, dout, q, k, v, *how, **window) ->
     return out, lse, dq, dk, dv
 
 
-def _run_reference(dout, q, k, v, scale, causal, out_lse=None) -> tuple[Tensor, ...]:
+def _run_reference(dout, q, k, v, scale, causal, out_lse=None, softcap=None) -> tuple[Tensor, ...]:
     """Return the results of the reference in fp64. Its backward starts from `out_lse`, or else from its own."""
-    reference = KERNELS["reference"]
+    reference = KERNELS["reference"].with_softcap(softcap)
     dout, q, k, v = (x.double() for x in (dout, q, k, v))
     repeat = q.shape[-3] // k.shape[-3]
     k, v = (x.repeat_interleave(repeat, -3) for x in (k, v))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ithaka.attention.compiled import import_fa4, start_helpers
 from ithaka.config import ConfigError
+from ithaka.plan.hardware import HEAD_DIMS
 
 aten: Any = torch.ops.aten
 DTYPES_16_BIT = (torch.bfloat16, torch.float16)
@@ -55,7 +56,7 @@ class Kernel:
     backward: Callable[..., tuple[Tensor, ...]]
     device: str = "cuda"
     dtypes: tuple[torch.dtype, ...] = DTYPES_16_BIT
-    head_dims: tuple[int, int] = (256, 8)  # (maximum, required multiple)
+    head_dims: tuple[int, int] = HEAD_DIMS  # (maximum, required multiple)
     direct: bool = False
     capabilities: tuple[int, ...] = ()  # supported major versions; empty: all
     check_installed: Callable[[], str | None] = lambda: None  # returns the problem, if any
@@ -64,7 +65,9 @@ class Kernel:
     fallback: "Kernel | None" = None  # for score blocks with fewer rows or keys than `min_tokens`
     min_tokens: int = 1
 
-    def with_softcap(self, softcap: float) -> "Kernel":
+    def with_softcap(self, softcap: float | None) -> "Kernel":
+        if softcap is None:
+            return self
         if not self.has_softcap:
             able = ", ".join(kernel.name for kernel in KERNELS.values() if kernel.has_softcap)
             raise ConfigError(f"attention.kernel={self.name} does not compute softcap={softcap}; use one of {able}")
@@ -242,9 +245,8 @@ def _fa4_varlen_backward(dout, q, k, v, out, lse, *documents, into=(None, None, 
 def compile_ahead(gpu: str, head_dim: int, dtype: str, group: int) -> None:
     """Start processes that compile the kernels for the test and for training with `group` query heads per kv head."""
     masks = [(causal, window, packed) for packed in (False, True) for causal, window in ((True, None), (True, 5))]
-    kinds = [(2, *mask) for mask in (*masks, (False, None, False))]
-    kinds += [(group, causal, None, packed) for causal, packed in ((True, False), (False, False), (True, True))]
-    kernels = [(head_dim, dtype, *kind, backward) for kind in dict.fromkeys(kinds) for backward in (False, True)]
+    masks.append((False, None, False))
+    kernels = [(head_dim, dtype, group, *mask, backward) for mask in masks for backward in (False, True)]
     start_helpers(gpu, "from ithaka.attention.kernels import compile_fa4; compile_fa4", kernels)
 
 

@@ -130,7 +130,7 @@ def rehearse(
 
     kernel = request.config.attention.kernel
     with status("trying attention kernels"):
-        request = request.with_kernel(rehearsal.find_kernel(kernel, plan.shape.head_dim))
+        request = request.with_kernel(rehearsal.find_kernel(kernel, plan.shape.attention_kinds))
     plan = request.forward_plan() if evaluate else request.plan()
     truncated = rehearsal.truncate_plan(plan, min(layers, plan.shape.num_layers), memory_only, kernel)
     rehearsal.check_cpu_memory(truncated)

@@ -25,6 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from ithaka.layer.experts import LayerExperts
 from ithaka.layer.mixers import DeltaCall, DeltaMixer, DeltaSpec, EndRun
 from ithaka.layer.tiles import sum_dtype
+from ithaka.plan.shape import AttentionKind
 
 ATTENTION = "ithaka"  # the name of the functions below in transformers' registries
 
@@ -123,6 +124,12 @@ class LayerSpec:
     has_expert_block: bool = False  # an ExpertBlock computes what its experts do
     skips_experts: bool = False  # no gradient depends on the experts' output
     delta: DeltaSpec | None = None  # the layer has the gated delta rule, not attention; K is then V
+
+    @property
+    def kind(self) -> AttentionKind:
+        return AttentionKind(
+            self.head_dim, self.num_heads // self.num_kv_heads, self.window or self.chunk, self.softcap
+        )
 
     @property
     def mixer(self) -> str:

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ithaka.attention.blocks import AttentionSpec
 from ithaka.attention.docs import Docs
+from ithaka.attention.kernels import KERNELS
 from ithaka.dist.exchange import Exchange, start_heads_to_tokens, start_tokens_to_heads
 from ithaka.layer.dropout import DropoutState
 from ithaka.layer.fourbit import packed_weights, unpacked
@@ -339,9 +340,8 @@ class LayerSchedule:
 
     def _staged_attention(self, docs: Docs) -> StagedAttention:
         parts, layout = self.parts, self.layout
-        spec = AttentionSpec(
-            scale=parts.scale, window=parts.window, docs=docs, kernel=layout.kernel, blocks=layout.blocks
-        )
+        kernel = KERNELS.get(layout.kernel, layout.kernel)  # tested when the model was built, unless it is auto
+        spec = AttentionSpec(scale=parts.scale, window=parts.window, docs=docs, kernel=kernel, blocks=layout.blocks)
         return StagedAttention(self.table, self.rank, self.ring, spec)
 
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import ModelOutput
 
-from ithaka.attention.choose import agree_on_kernel
+from ithaka.attention.choose import agree_on_kernel, kernel_for
 from ithaka.attention.docs import Docs
 from ithaka.attention.fused import Positions
 from ithaka.config import AdapterConfig, ConfigError, RopeConfig
@@ -52,7 +52,7 @@ from ithaka.model.calls import (
     refuse_wrappers,
 )
 from ithaka.model.families import check_supported, find_decoder, find_layers, has_encoder, has_known_layers, map_layer
-from ithaka.model.general import Decoder, attach_decoder, make_head, prepare_decoder, run_decoder
+from ithaka.model.general import Decoder, attach_decoder, attention_kinds, make_head, prepare_decoder, run_decoder
 from ithaka.model.positions import compute_frequencies, set_positions
 from ithaka.model.quantized import choose_packed, convert_bitsandbytes, pack_weights
 from ithaka.model.save import generate, save_pretrained
@@ -114,10 +114,8 @@ def parallelize_model(
     decoder, device = None, mesh.device if mesh else default_device()
     if not has_known_layers(model):
         decoder = prepare_decoder(model, device)
-    if decoder is None:
-        num_heads, head_dim, softcap = model.config.num_attention_heads, map_layer(model, 0).head_dim, None
-    else:
-        num_heads, head_dim, softcap = decoder.num_heads, decoder.head_dim, decoder.softcap
+    num_heads = model.config.num_attention_heads if decoder is None else decoder.num_heads
+    if decoder is not None:
         decoder.check_ring(model, layout.ring)
     check_parallelism(
         num_heads=num_heads,
@@ -129,7 +127,8 @@ def parallelize_model(
     mesh = mesh or make_mesh(layout.cp, ring=layout.ring, replicas=layout.replicas)
     dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
     # Test the kernel here, so that it does not fail in the first step.
-    layout = replace(layout, kernel=agree_on_kernel(layout.kernel, mesh.device, dtype, head_dim, softcap))
+    kernel = agree_on_kernel(layout.kernel, mesh.device, dtype, attention_kinds(model, decoder))
+    layout = replace(layout, kernel=kernel)
     pack_weights(model, dtype)
     ends = find_decoder(model).embed_tokens, model.lm_head
     is_tied = set.intersection(*(set(end.parameters()) for end in ends))  # tied weights belong to the root unit
@@ -137,8 +136,10 @@ def parallelize_model(
     apply_fsdp(model, [*encoder, *find_layers(model), *(() if is_tied else ends)], mesh, layout, dtype)
     _swap_forwards(model, mesh, layout, store or Store(mesh.device), decoder)
     model.ithaka_dropout, model.ithaka_loss = dropout, None  # the trainer sets a custom loss
-    for layer in find_layers(model):
+    for index, layer in enumerate(find_layers(model)):
         layer.forward.dropout = dropout
+        if decoder is not None:
+            layer.forward.layout = replace(layout, kernel=kernel_for(kernel, decoder.specs[index].kind))
     if encoder:
         attach_encoder(model)
     (VisionChecker if encoder else CallChecker)(model, mesh)

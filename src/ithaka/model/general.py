@@ -16,10 +16,11 @@ from ithaka.layer.routing import Routing
 from ithaka.layer.runs import LayerSpec, compute_like_autocast
 from ithaka.layer.tiles import sum_dtype
 from ithaka.model.calls import CheckedCall
-from ithaka.model.families import find_decoder
+from ithaka.model.families import find_decoder, map_layer
 from ithaka.model.probe import probe_layers
 from ithaka.model.recorder import Recorder, copy_config, refusal
 from ithaka.model.rotary import ExactRotary, rotary_modules
+from ithaka.plan.shape import AttentionKind
 
 
 @dataclass
@@ -40,10 +41,6 @@ class Decoder:
     def num_heads(self) -> int:
         return min(spec.num_heads for spec in self.attention)
 
-    @property
-    def head_dim(self) -> int:
-        return max(spec.head_dim for spec in self.attention)
-
     def check_ring(self, model: PreTrainedModel, ring: int) -> None:
         if ring > 1 and any(spec.delta for spec in self.specs):
             raise ConfigError(
@@ -51,10 +48,6 @@ class Decoder:
                 "rank several parts of the sequence, but the gated delta rule passes its states from part to part in "
                 f"order; use parallel.ring=1, with parallel.cp of at most {self.num_heads}, the query heads"
             )
-
-    @property
-    def softcap(self) -> float | None:
-        return next((spec.softcap for spec in self.specs if spec.softcap is not None), None)
 
 
 def prepare_decoder(model: PreTrainedModel, device: torch.device) -> Decoder:
@@ -68,6 +61,15 @@ def prepare_decoder(model: PreTrainedModel, device: torch.device) -> Decoder:
         norm, has_linear_head = recorder.find_norm(base), _has_linear_head(model)
         batch.routing = _find_routing(model, len(base.layers))
     return Decoder(specs, batch, norm, has_linear_head)
+
+
+def attention_kinds(model: PreTrainedModel, decoder: Decoder | None) -> list[AttentionKind]:
+    """Return the attention of each layer. `decoder`: None if the layers map to LayerParts."""
+    if decoder is not None:
+        return [spec.kind for spec in decoder.attention]
+    group = model.config.num_attention_heads // model.config.num_key_value_heads
+    layers = (map_layer(model, index) for index in range(len(model.model.layers)))
+    return [AttentionKind(layer.head_dim, group, layer.window) for layer in layers]
 
 
 def attach_decoder(model: PreTrainedModel, decoder: Decoder) -> None:
@@ -123,8 +125,9 @@ def _run_after_layers(
     if hasattr(find_decoder(model).config, "output_router_logits"):
         inputs.setdefault("output_router_logits", False)
     model._modules["lm_head"] = lm_head
+    ids = torch.empty(hidden.shape[:2], dtype=torch.long, device="meta")  # a forward may read its shape, not its values
     try:
-        return type(model).forward(model, input_ids=None, use_cache=False, **inputs)
+        return type(model).forward(model, input_ids=ids, use_cache=False, **inputs)
     finally:
         model._modules["lm_head"] = own_head
         del base.forward

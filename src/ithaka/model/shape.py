@@ -86,7 +86,8 @@ def measure_layers(model: PreTrainedModel) -> ModelShape:
     ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
     others = sum(param.numel() for param in model.parameters() if id(param) not in ends)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    return ModelShape(
+    kinds = tuple(dict.fromkeys(spec.kind for spec in attention))
+    shape = ModelShape(
         family=model.config.model_type,
         num_layers=len(layers),
         hidden=model.get_input_embeddings().weight.shape[1],
@@ -101,6 +102,7 @@ def measure_layers(model: PreTrainedModel) -> ModelShape:
         delta=next((_delta_shape(spec) for spec in specs if spec.delta), None),
         encoder=measure_encoder(model) if has_encoder(model) else None,
     )
+    return shape if shape.attention_kinds == kinds else replace(shape, kinds=kinds)
 
 
 def measure_encoder(model: Any) -> Encoder:

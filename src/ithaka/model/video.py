@@ -72,7 +72,7 @@ def parallelize_transformer(
     check_parallelism(num_heads=spec.num_heads, **sizes)
     mesh = mesh or make_mesh(layout.cp, ring=layout.ring, replicas=layout.replicas)
     dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
-    layout = replace(layout, kernel=agree_on_kernel(layout.kernel, mesh.device, dtype, spec.head_dim))
+    layout = replace(layout, kernel=agree_on_kernel(layout.kernel, mesh.device, dtype, [spec.kind]))
     apply_fsdp(model, blocks, mesh, layout, dtype, root_dtype=sum_dtype(dtype))
     transformer = VideoTransformer(family, mesh, layout, dtype, BatchState())
     table = head_table(spec.num_heads, spec.num_heads, layout.ulysses, layout.heads_per_stage)

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,21 @@ LINK_SHARE = 0.8  # fraction of NVLink's published rate that large collectives r
 
 H200_MATMUL = 790e12
 # Attention FLOP/s by kernel, forward and backward (LOG.md; flash: at 256K). Other GPUs: the same ratios.
-H200_ATTENTION = {"fa4": (664e12, 628e12), "cudnn": (594e12, 534e12), "flash": (310e12, 325e12)}
-KERNEL_NAMES = {"fa4": "FlashAttention 4", "cudnn": "cuDNN", "flash": "FlashAttention 2"}
+# The reference computes in fp64, at head dim 512; it is slower still on GPUs with few fp64 units.
+H200_ATTENTION = {
+    "fa4": (664e12, 628e12),
+    "cudnn": (594e12, 534e12),
+    "flash": (310e12, 325e12),
+    "reference": (6.3e12, 13.9e12),
+}
+REFERENCE_HEAD_DIM = 512
+KERNEL_NAMES = {
+    "fa4": "FlashAttention 4",
+    "cudnn": "cuDNN",
+    "flash": "FlashAttention 2",
+    "reference": "the fp64 reference",
+}
+HEAD_DIMS = (256, 8)  # (maximum, required multiple) of all of them but the reference
 FA4_PACKAGE = "pip install -e '.[gpu]'"
 B200_FA4_FORWARD = 1613e12  # published: arXiv 2603.05451, "up to"; backward: the H200's ratio
 H200_PCIE = 55e9
@@ -132,6 +146,12 @@ class Hardware:
         )
         return dataclasses.replace(self, gpu=changed)
 
+    def for_attention(self, head_dim: int, softcap: float | None = None) -> Hardware:
+        """A copy with the reference kernel's rates if this GPU's kernel does not compute such attention."""
+        largest, multiple = HEAD_DIMS
+        fits = head_dim <= largest and head_dim % multiple == 0
+        return self if fits and (softcap is None or self.gpu.kernel == "fa4") else self.with_kernel("reference")
+
     def with_gpus(self, gpus_per_node: int) -> Hardware:
         """A copy with `gpus_per_node`, and host memory to match if it is assumed."""
         assumed = default_host_bytes(self.gpu, gpus_per_node) if self.assumed_host else self.host_bytes
@@ -141,6 +161,11 @@ class Hardware:
     def name(self) -> str:
         nodes = f"{self.num_nodes}x" if self.num_nodes > 1 else ""
         return f"{nodes}{self.gpus_per_node}x{self.gpu.name}"
+
+
+def join_kernels(names: Iterable[str]) -> str:
+    """The distinct kernels of a model's layers: fa4 and reference"""
+    return " and ".join(dict.fromkeys(names))
 
 
 def _gpu(

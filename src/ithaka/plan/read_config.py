@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ithaka.config import ConfigError, input_error
 from ithaka.hub import HUB_ID
-from ithaka.plan.shape import DeltaShape, Encoder, MeasuredLayer, ModelShape
+from ithaka.plan.shape import AttentionKind, DeltaShape, Encoder, MeasuredLayer, ModelShape
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 GIVE_MODEL = "give a model directory or a config.json"
@@ -128,7 +128,8 @@ def _measure(values: str, source: str) -> ModelShape:
     imports torch and modules above the planner, so its module is imported lazily."""
     for model in built_in_decoders().values():
         if model["config"] == json.loads(values):
-            shape = model["shape"] | {"windows": tuple(model["shape"]["windows"])}
+            kinds = tuple(AttentionKind(**kind) for kind in model["shape"].get("kinds", ()))
+            shape = model["shape"] | {"windows": tuple(model["shape"]["windows"]), "kinds": kinds}
             tuples = {key: tuple(map(tuple, shape["measured"][key])) for key in ("linears", "stacked")}
             encoder = Encoder(**shape["encoder"]) if shape.get("encoder") else None
             delta = DeltaShape(**shape["delta"]) if shape.get("delta") else None

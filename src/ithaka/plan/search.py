@@ -31,7 +31,7 @@ from ithaka.layout import (
 from ithaka.plan.bytes import Ledger, build_ledger
 from ithaka.plan.hardware import GPUS_PER_NODE, Hardware
 from ithaka.plan.seconds import Seconds, flop_seconds, gather_seconds, reduce_seconds, step_seconds
-from ithaka.plan.shape import ModelShape, Work
+from ithaka.plan.shape import AttentionKind, ModelShape, Work
 
 TILE_BYTES = 2**29  # bytes of x in the largest tile: narrow models need more tokens to outweigh a kernel launch
 NUM_TILE_SIZES = 6  # each half of the one before
@@ -83,6 +83,12 @@ class Plan:
         layout = self.layout
         tiers = layout.input_tier, layout.attention_tier if layout.keep_attention else None, layout.offload_optimizer
         return layout.cp, layout.ring, *tiers
+
+    @property
+    def kernels(self) -> dict[AttentionKind, str]:
+        """The kernel whose rates are planned for each kind of attention; "": unknown."""
+        kinds = self.shape.attention_kinds
+        return {kind: self.hardware.for_attention(kind.head_dim, kind.softcap).gpu.kernel for kind in kinds}
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ithaka.config import LAYER_LINEARS
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.bytes import logits_tile_tokens
-from ithaka.plan.hardware import DISK_BYTES_S, HOST_UPDATE_BYTES_S, Hardware
+from ithaka.plan.hardware import DISK_BYTES_S, HOST_UPDATE_BYTES_S, REFERENCE_HEAD_DIM, Hardware
 from ithaka.plan.layer_bytes import DeltaBytes, LayerBytes, layer_sizes
 from ithaka.plan.shape import MeasuredLayer, ModelShape, Work
 
@@ -138,18 +138,22 @@ class LayerSeconds:
 
     def attention(self, work: Work, window: int | None) -> tuple[float, float]:
         """(forward, backward): two and five matmuls per query-key pair."""
-        heads = -(-self.shape.heads // self.layout.ulysses)
-        flops = 4 * self.shape.head_dim * heads * work.pairs(window, self.shape.causal) / self.layout.ring
+        heads, kind = -(-self.shape.heads // self.layout.ulysses), self.shape.kind_by_window.get(window)
+        head_dim, softcap = (kind.head_dim, kind.softcap) if kind else (self.shape.head_dim, None)
+        gpu = self.hardware.for_attention(head_dim, softcap).gpu
+        flops = 4 * head_dim * heads * work.pairs(window, self.shape.causal) / self.layout.ring
         share, share_back = 1.0, 1.0
-        if self.shape.head_dim <= 64:
+        if gpu.kernel == "reference":  # its scores in fp64 dominate
+            share = share_back = head_dim / REFERENCE_HEAD_DIM
+        elif head_dim <= 64:
             share, share_back = NARROW_HEAD_SHARE
             share /= 1 + NARROW_HEAD_START / max(work.length, NARROW_HEAD_LEAST)
-        elif self.shape.head_dim > 128:
+        elif head_dim > 128:
             share, share_back = WIDE_HEAD_SHARE
         if window is not None and window < work.length:
             share, share_back = share * WINDOW_SHARE[0], share_back * WINDOW_SHARE[1]
-        forward = flops / (self.gpu.attention_forward_flops * share)
-        return forward, 2.5 * flops / (self.gpu.attention_backward_flops * share_back)
+        forward = flops / (gpu.attention_forward_flops * share)
+        return forward, 2.5 * flops / (gpu.attention_backward_flops * share_back)
 
     def rule(self) -> tuple[float, float]:
         """(forward, backward) of the gated delta rule."""

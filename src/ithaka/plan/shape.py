@@ -100,6 +100,16 @@ class DeltaShape:
 
 
 @dataclass(frozen=True)
+class AttentionKind:
+    """The attention of some layers, as far as it matters to kernels."""
+
+    head_dim: int
+    group: int = 1  # query heads per kv head
+    window: int | None = None  # as in ModelShape.windows
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
 class ModelShape:
     family: str
     num_layers: int
@@ -124,10 +134,23 @@ class ModelShape:
     encoder: Encoder | None = None  # image encoder; `measured` includes its parameters
     freezes_encoder: bool = False
     optimizer: str = "adamw"  # as optim.name
+    kinds: tuple[AttentionKind, ...] = ()  # empty: `head_dim` in all layers, and no softcap
 
     def __hash__(self) -> int:
         """Hash a few fields only: the planner's caches hash a shape at every lookup."""
         return hash((self.num_layers, self.hidden, self.heads, self.mlp, self.vocab))
+
+    @cached_property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """The kinds of attention, in the order of their first layers. Without the gated delta rule."""
+        windows = [window for window in dict.fromkeys(self.windows) if window != 0] or [None]
+        group = self.heads // self.kv_heads
+        return self.kinds or tuple(AttentionKind(self.head_dim, group, window) for window in windows)
+
+    @cached_property
+    def kind_by_window(self) -> dict[int | None, AttentionKind]:
+        """The kind of attention with each window; if there are several, the one with the largest heads."""
+        return {kind.window: kind for kind in sorted(self.attention_kinds, key=lambda kind: kind.head_dim)}
 
     @cached_property
     def trained_encoder(self) -> int:

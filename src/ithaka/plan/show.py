@@ -14,7 +14,7 @@ import yaml
 from ithaka.config import SECTIONS, format_value, to_dict
 from ithaka.layout import EVERYTHING, SETTINGS, format_choices
 from ithaka.plan.bytes import HOST_PROCESS_BYTES, HOST_RESERVE_SHARE, RESERVE_BYTES, RESERVE_SHARE
-from ithaka.plan.hardware import DISK_BYTES_S, FA4_PACKAGE, GIB, KERNEL_NAMES
+from ithaka.plan.hardware import DISK_BYTES_S, FA4_PACKAGE, GIB, KERNEL_NAMES, join_kernels
 from ithaka.plan.layer_bytes import LayerBytes
 from ithaka.plan.models import hub_id
 from ithaka.plan.read_config import unscaled_positions
@@ -85,7 +85,7 @@ def as_dict(plan: Plan, model: str, steps: int | None = None) -> dict[str, Any]:
         "context": plan.work.context,
         "batch": plan.work.batch,
         "gpus": plan.hardware.name,
-        "kernel": plan.hardware.gpu.kernel or None,
+        "kernel": join_kernels(plan.kernels.values()) or None,
         "settings": plan.settings,
         "reasons": _explain_settings(plan),
         **({"choice": _explain_choice(plan)} if plan.fits else {"ways_out": _find_fixes(plan)}),
@@ -458,6 +458,11 @@ def _explain_kernel(plan: Plan) -> str:
     """The attention kernel, and the speed with the alternative if FlashAttention 4 runs on this GPU."""
     gpu = plan.hardware.gpu
     name, other = KERNEL_NAMES.get(gpu.kernel, gpu.kernel), "cudnn" if gpu.kernel == "fa4" else "fa4"
+    if slow := [kind for kind, kernel in plan.kernels.items() if kernel == "reference"]:
+        softcaps = {kind: f" and softcap {kind.softcap:g}" if kind.softcap else "" for kind in slow}
+        kinds = ", ".join(dict.fromkeys(f"head dim {kind.head_dim}{softcaps[kind]}" for kind in slow))
+        name = f"{name}; " * (len(slow) < len(plan.kernels))
+        return f"{name}{KERNEL_NAMES['reference']} for {kinds}, tens of times slower: no other kernel computes it"
     if "fa4" not in gpu.kernels:
         return name
     changed = replace(plan, hardware=plan.hardware.with_kernel(other))

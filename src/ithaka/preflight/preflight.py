@@ -133,8 +133,9 @@ def validate_run(
             raise ConfigError(f"train.{name}={value} is already reached by checkpoint {checkpoint}; to continue, {fix}")
     if run.hardware.gpu.kernel == "fa4" and launch.num_gpus() and is_local_rank_0():
         # Compiles while this process imports transformers and checks the inputs.
-        group = run.shape.heads // run.shape.kv_heads
-        compile_ahead(run.hardware.gpu.name, run.shape.head_dim, run.layout.dtype or "float32", group)
+        for head_dim, group in {(kind.head_dim, kind.group) for kind in run.shape.attention_kinds}:
+            if run.hardware.for_attention(head_dim).gpu.kernel == "fa4":
+                compile_ahead(run.hardware.gpu.name, head_dim, run.layout.dtype or "float32", group)
     return dataclasses.replace(run, data_bytes=check_inputs(run))
 
 

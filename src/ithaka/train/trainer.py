@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import yaml
 
-from ithaka.attention.choose import agree_on_kernel, resolve_kernel
+from ithaka.attention.choose import agree_on_kernel, kernel_for
 from ithaka.checkpoint import files, save
 from ithaka.config import CONFIG_FORMAT, ConfigError, embedded_model, to_dict, with_absolute_paths
 from ithaka.data.batch import Batch
@@ -35,6 +35,7 @@ from ithaka.measure import EvalText, check_prompts, flatten_metrics, measure_all
 from ithaka.model.build import build_model, has_weights
 from ithaka.model.calls import why_no_parents
 from ithaka.phases import phase
+from ithaka.plan.hardware import join_kernels
 from ithaka.plan.units import format_json
 from ithaka.preflight.checks import check_same_inputs
 from ithaka.preflight.run import Run, can_save_in_background, store_host_bytes
@@ -77,7 +78,9 @@ class Trainer:
         self.data_positions: dict[str, Any] = {}  # in data of other entries
         config = run.config
         torch.manual_seed(config.train.seed + mesh.rank)
-        self.kernel = resolve_kernel(run.layout.kernel, mesh.device, compute_dtype(run), run.shape.head_dim).name
+        kinds = run.shape.attention_kinds
+        kernel = agree_on_kernel(run.layout.kernel, mesh.device, compute_dtype(run), kinds)
+        self.kernel = join_kernels(kernel_for(kernel, kind) for kind in kinds)
         self.store = Store(mesh.device, host_bytes=store_host_bytes(run), disk_path=config.memory.disk_path)
         source = config.model.path or embedded_model(config.model.embedded)
         self.random_weights = run.checkpoint is None and not has_weights(source)
@@ -325,7 +328,7 @@ def prepare(run: Run, trains: bool = True) -> Trainer:
     _set_determinism(run.config.train.deterministic)
     _settle_matmuls()
     if run.layout.kernel == "auto":  # a named kernel that does not work raises an error with the other checks
-        kernel = agree_on_kernel("auto", mesh.device, compute_dtype(run), run.shape.head_dim)
+        kernel = agree_on_kernel("auto", mesh.device, compute_dtype(run), run.shape.attention_kinds)
         run = dataclasses.replace(run, layout=dataclasses.replace(run.layout, kernel=kernel))
     note_startup("attention kernel")
     trainer = raise_on_all_ranks(Trainer, run, mesh, decide_fills(run.run_dir / "tokens"))

@@ -22,7 +22,7 @@ from ithaka.layer.store import StoreError
 from ithaka.model.batch import count_pairs
 from ithaka.model.positions import rope_parameters
 from ithaka.phases import Listener, PhasePath
-from ithaka.plan.hardware import DISK_BYTES_S, gpu_named, peak_flops
+from ithaka.plan.hardware import DISK_BYTES_S, gpu_named, join_kernels, peak_flops
 from ithaka.plan.heads import count_slots
 from ithaka.plan.search import Plan
 from ithaka.plan.units import format_bytes, format_count, format_json
@@ -287,7 +287,7 @@ def describe_run(trainer: Trainer) -> dict[str, str]:
 
 def _describe_planned_kernel(trainer: Trainer) -> str:
     """Return the kernel that was planned with, if another one runs."""
-    expected = trainer.run.plan.hardware.gpu.kernel if trainer.run.plan else ""
+    expected = join_kernels(trainer.run.plan.kernels.values()) if trainer.run.plan else ""
     return f", planned with {expected}" if expected not in ("", trainer.kernel) else ""
 
 
