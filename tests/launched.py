@@ -6,7 +6,11 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
+
 from ithaka.config import ConfigError
+from ithaka.exits import ExitCode
+from ithaka.launch import Outcome, exit_rank
 
 
 def write_environment(folder: Path) -> None:
@@ -32,6 +36,16 @@ def fail(rank: str, kind: str) -> None:
     if kind == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     raise RuntimeError("boom")
+
+
+def freeze(folder: Path) -> None:
+    """Rank 1 freezes, and rank 0 reports it, as its heartbeat would."""
+    if os.environ["RANK"] == "1":
+        (folder / "pid").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while not (folder / "pid").exists() or psutil.Process(int((folder / "pid").read_text())).status() != "stopped":
+        time.sleep(0.02)
+    exit_rank(Outcome(ExitCode.HANG, "rank 1 has sent no heartbeat"))
 
 
 def fail_everywhere() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from contextlib import closing, suppress
 from signal import SIGINT, Signals
 from threading import Timer
 
@@ -59,7 +60,8 @@ def train(run: Run, only_profile: bool = False) -> int:
     start_process_group()
     limits = Limits(*map(max, zip(*(vars(own).values() for own in gather_objects(limits)), strict=True)))
     heartbeat = Heartbeat(tracker, limits, run.run_dir)
-    with catch_stop_signals(shutdown.handle_signal) as stop, listening(memory_tracker), listening(tracker):
+    catching = catch_stop_signals(shutdown.handle_signal)
+    with closing(shutdown), catching as stop, listening(memory_tracker), listening(tracker):
         try:
             heartbeat.start()
             set_timeouts(2 * limits.longest)
@@ -76,8 +78,6 @@ def train(run: Run, only_profile: bool = False) -> int:
             model = str(run.config.model.path or run.run_dir / "model")
             message = explain_out_of_memory(run, error, memory_tracker, model)
             raise OutOfMemoryError(f"{message}\n{files.describe_last(run.run_dir)}") from error
-        finally:
-            shutdown.close()
     return ExitCode.SIGNALED + stop_signal if stop_signal else ExitCode.DONE
 
 
@@ -265,7 +265,9 @@ class GracefulShutdown:
 
     def leave(self, number: int) -> None:
         reason = f"the step and its checkpoint do not finish within train.grace_s={self.seconds:g}"
-        message = f"{Signals(number).name}: {reason}. {files.describe_last(self.run.run_dir)}"
+        message = f"{Signals(number).name}: {reason}."
+        with suppress(OSError):
+            message += f" {files.describe_last(self.run.run_dir)}"
         exit_rank(Outcome(ExitCode.SIGNALED + number, message, shared=True))
 
     def close(self) -> None:
