@@ -78,7 +78,7 @@ def fail_while_saving(folder: Path) -> None:
 
 def never_stop(folder: Path) -> None:
     if os.environ["RANK"] == "0":
-        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # as a run locks its directory
+        fcntl.lockf(os.open(folder / "lock", os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)  # as a run locks its directory
     signal.signal(signal.SIGINT, lambda number, frame: None)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     (folder / f"ready{os.environ['RANK']}").write_text(str(os.getpid()))

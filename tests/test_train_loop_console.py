@@ -17,7 +17,8 @@ import torch
 from rich.console import Console as RichConsole
 
 from ithaka import launch
-from ithaka.exits import ExitCode
+from ithaka.checkpoint import files
+from ithaka.exits import ExitCode, TransientError
 from ithaka.model.batch import count_pairs
 from ithaka.plan.units import format_count
 from ithaka.train import console as console_module
@@ -130,6 +131,8 @@ def test_sigterm_finishes_the_step_saves_and_exits_with_its_code(tmp_path):
     config = tiny_run(tmp_path, train={**train, "run_dir": str(tmp_path / "it's mine")})
     program = start_program(config, 2)
     wait_for(lambda: len(metrics(config.train.run_dir)) >= 2, program)
+    with pytest.raises(TransientError, match="in use by another run"):
+        files.check_not_locked(config.train.run_dir)
     os.kill(program.pid, signal.SIGTERM)
     assert program.wait(60) == ExitCode.SIGNALED + signal.SIGTERM, program.stderr
     last = metrics(config.train.run_dir)[-1]["step"]

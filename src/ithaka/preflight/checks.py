@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import ithaka
 from ithaka.attention.kernels import KERNELS
+from ithaka.checkpoint import files
 from ithaka.config import (
     Config,
     ConfigError,
@@ -102,7 +103,8 @@ def check_run_dir(run_dir: Path, auto: bool, force: bool) -> None:
     """Refuse to start a run among other files, which it might overwrite (such as report.html). With
     --resume auto, a run that ended before its first checkpoint starts again in its own directory."""
     config_file = run_dir / "config.yaml"
-    own_files = {"hang", ".config.yaml.tmp", *(path.name for path in run_dir.glob("*") if path.suffix in LOG_FILES)}
+    own_files = {path.name for path in run_dir.glob("*") if path.suffix in LOG_FILES}
+    own_files |= {"hang", files.LOCK_FILE, ".config.yaml.tmp"}
     if config_file.exists() and not auto:
         resume = shell_command("train", "--resume", run_dir)
         fix = f"choose another --run-dir, or continue it: {resume}"
