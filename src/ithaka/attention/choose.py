@@ -16,7 +16,7 @@ from torch import Tensor
 from ithaka.attention.fused import merge_softmax
 from ithaka.attention.kernels import KERNELS, Kernel, Varlen
 from ithaka.config import ConfigError
-from ithaka.dist.agree import gather_objects
+from ithaka.dist.agree import gather_objects, raise_on_all_ranks
 from ithaka.dist.rank import is_local_rank_0
 
 
@@ -65,7 +65,7 @@ def agree_on_kernel(
 ) -> str:
     """Return the name of the kernel that all ranks use. If "auto" differs between ranks, it is the first kernel that
     passes its test on all of them, and rank 0 warns. Collective."""
-    chosen = resolve_kernel(name, device, dtype, head_dim, softcap).name
+    chosen = raise_on_all_ranks(resolve_kernel, name, device, dtype, head_dim, softcap).name
     if name != "auto" or not dist.is_initialized() or dist.get_world_size() == 1:
         return chosen
     names, order = gather_objects(chosen), list(KERNELS)

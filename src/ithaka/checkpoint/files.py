@@ -224,7 +224,7 @@ def find_intact_checkpoint(path: Path) -> Path:
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     while reasons := list(filter(None, gather_objects(raise_on_all_ranks(find_corruption, path, rank, num_ranks)))):
         report_unusable(path, reasons[0])
-        path = find_checkpoint(path.parents[1], before=path)
+        path = raise_on_all_ranks(find_checkpoint, path.parents[1], before=path)
     return path
 
 

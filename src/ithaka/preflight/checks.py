@@ -27,7 +27,7 @@ from ithaka.config import (
     shell_command,
     to_yaml,
 )
-from ithaka.dist.agree import SharedError, gather_objects
+from ithaka.dist.agree import SharedError, gather_objects, raise_on_all_ranks
 from ithaka.exits import TransientError
 from ithaka.layout import SETTINGS, check_fixed, check_optimizer, fixed_settings, format_choices
 from ithaka.plan.shape import ModelShape
@@ -149,7 +149,8 @@ def check_ranks_agree(configs: Sequence[Config], newest: Sequence[Path | None] =
 
 def check_same_inputs(config: Config, data: TrainData, tokenizer: str) -> None:
     """Refuse ranks with different data, model files or package versions. Collective."""
-    (_, first), *others = gather_objects((socket.gethostname(), _fingerprints(config, data, tokenizer)))
+    fingerprints = raise_on_all_ranks(_fingerprints, config, data, tokenizer)
+    (_, first), *others = gather_objects((socket.gethostname(), fingerprints))
     for rank, (host, own) in enumerate(others, 1):
         for name, value in first.items():
             if own.get(name) != value:

@@ -71,8 +71,7 @@ def train(run: Run, only_profile: bool = False) -> int:
             heartbeat.close()
         except Exception as error:
             heartbeat.wait_for_cause(error, stop)
-            code = ExitCode.OUT_OF_MEMORY if ran_out_of_memory(error) else exit_code_for(error)
-            heartbeat.close(f"{type(error).__name__}: {error}"[:2000], code)
+            heartbeat.close(f"{type(error).__name__}: {error}"[:2000], exit_code_for(error))
             if not ran_out_of_memory(error):
                 raise
             model = str(run.config.model.path or run.run_dir / "model")
