@@ -6,7 +6,11 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
+
 from ithaka.config import ConfigError
+from ithaka.exits import ExitCode
+from ithaka.launch import Outcome, exit_rank
 
 
 def write_environment(folder: Path) -> None:
@@ -32,6 +36,16 @@ def fail(rank: str, kind: str) -> None:
     if kind == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     raise RuntimeError("boom")
+
+
+def freeze(folder: Path) -> None:
+    """Rank 1 freezes, and rank 0 reports it, as its heartbeat would."""
+    if os.environ["RANK"] == "1":
+        (folder / "pid").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while not (folder / "pid").exists() or psutil.Process(int((folder / "pid").read_text())).status() != "stopped":
+        time.sleep(0.02)
+    exit_rank(Outcome(ExitCode.HANG, "rank 1 has sent no heartbeat"))
 
 
 def fail_everywhere() -> None:
@@ -64,7 +78,7 @@ def fail_while_saving(folder: Path) -> None:
 
 def never_stop(folder: Path) -> None:
     if os.environ["RANK"] == "0":
-        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # as a run locks its directory
+        fcntl.lockf(os.open(folder / "lock", os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)  # as a run locks its directory
     signal.signal(signal.SIGINT, lambda number, frame: None)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     (folder / f"ready{os.environ['RANK']}").write_text(str(os.getpid()))

@@ -2,13 +2,14 @@
 
 import contextlib
 import dataclasses
-import fcntl
+import errno
 import io
 import json
 import os
 import pickle
 import re
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,6 @@ from ithaka.checkpoint import files, save
 from ithaka.checkpoint.safe_load import SafeReader
 from ithaka.cli import app
 from ithaka.config import load_config, to_yaml
-from ithaka.exits import TransientError
 from ithaka.export import export
 from ithaka.preflight.preflight import AUTO, find_resume_point, preflight, resolve
 from ithaka.preflight.run import model_shape
@@ -200,6 +200,17 @@ def test_resume_skips_a_checkpoint_with_a_flipped_bit(trained, run_dir, ranks):
     assert files.find_checkpoint(run_dir).name == "step-00000007"
 
 
+def test_a_run_on_a_file_system_without_locks_is_warned_once(tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(files.fcntl, "lockf", fail)
+    with pytest.warns(UserWarning, match=r"cannot be locked \(No locks available\).* start only one at a time") as said:
+        assert files.lock_run_dir(tmp_path) is None
+        files.check_not_locked(tmp_path)
+    assert len(said) == 1
+
+
 def test_a_flipped_bit_in_a_finished_run_is_found(run_dir, tmp_path, capsys):
     """Resuming falls back to the checkpoint before; an export reports the damage."""
     damaged(run_dir, "flipped")
@@ -291,17 +302,19 @@ def test_two_runs_in_one_directory_are_refused(trained, run_dir, ranks):
     longer = dataclasses.replace(trained.train, steps=7, run_dir=run_dir)
     config = dataclasses.replace(trained, train=longer)
     before = (run_dir / "config.yaml").read_text()
-    directory = os.open(run_dir, os.O_RDONLY)
+    lock = files.lock_run_dir(run_dir)
+    in_use = rf"in use by another run \(pid {os.getpid()} on {socket.gethostname()}\); wait"
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX)
-        with pytest.raises(AssertionError, match="in use by another run"):
+        with pytest.raises(AssertionError, match=in_use):
             ranks.run(2, run, config, run_dir)
         (run_dir / "latest").rename(run_dir / "later")  # as before its first checkpoint
-        with pytest.raises(TransientError, match="in use by another run"):  # perhaps one that is just ending
-            find_resume_point(run_dir, config, model_shape(config))
+        with pytest.raises(AssertionError, match=f"TransientError: .*{in_use}"):  # perhaps one that is just ending
+            ranks.run(1, find_resume_point, run_dir, config, model_shape(config))
         (run_dir / "later").rename(run_dir / "latest")
+        with pytest.raises(AssertionError, match=in_use):  # as two nodes start at once
+            ranks.run(1, files.lock_run_dir, run_dir)
     finally:
-        os.close(directory)
+        os.close(lock)
     assert (run_dir / "config.yaml").read_text() == before
     ranks.run(2, run, config, run_dir)
     assert files.find_checkpoint(run_dir).name == "step-00000007"

@@ -98,7 +98,7 @@ def wrapped(error: Exception) -> Exception:
         (SharedTransientError("x"), ExitCode.TRANSIENT),
         (type("ReadError", (type("TransportError", (Exception,), {}),), {})("x"), ExitCode.TRANSIENT),  # as httpx's
         *((OSError(number, ""), ExitCode.FAILED) for number in (errno.ENOENT, errno.EACCES, errno.ENOSPC)),
-        (StoreError("host", "x"), ExitCode.FAILED),  # the loop explains it as out of memory
+        (StoreError("host", "x"), ExitCode.OUT_OF_MEMORY),
         (RuntimeError("x"), ExitCode.FAILED),
     ],
 )

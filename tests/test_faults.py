@@ -340,21 +340,87 @@ def test_all_ranks_end_with_the_code_of_the_one_that_failed(whole, tmp_path):
 
 
 @pytest.fixture
-def pair(monkeypatch, tmp_path):
-    """The heartbeats of two ranks, in this process and on one store; what they say as they end goes to `.ended`."""
+def make_beats(monkeypatch, tmp_path):
+    """Returns a function that makes the heartbeats of several ranks, in this process and on one store; what they say as
+    they end goes to `.ended`."""
     start_process_group()
     monkeypatch.setattr(heartbeat, "OWN_ERROR_WAIT_S", 0.0)
-    store, beats = dist.HashStore(), []
-    for rank in range(2):
-        beat = heartbeat.Heartbeat(heartbeat.PhaseTracker(torch.device("cpu")), heartbeat.Limits(60, 60, 60), tmp_path)
-        beat.rank, beat.size, beat._store, beat._last_beat_at, beat.ended = rank, 2, store, beat._last_beat_at * 2, []
-        beat._beat()
-        beats.append(beat)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
+    beats = []
+
+    def make(size, store):
+        for rank in range(size):
+            tracker, limits = heartbeat.PhaseTracker(torch.device("cpu")), heartbeat.Limits(60, 60, 60)
+            beat = heartbeat.Heartbeat(tracker, limits, tmp_path)
+            beat.rank, beat.size, beat._store, beat.ended = rank, size, store, []
+            beat._last_beat_at = beat._last_beat_at * size
+            beat._beat()
+            beats.append(beat)
+        return beats[-size:]
+
     monkeypatch.setattr(heartbeat, "exit_rank", lambda outcome: [beat.ended.append(outcome.text) for beat in beats])
     monkeypatch.setattr(dist, "barrier", lambda: None)
-    yield beats
+    yield make
     for beat in beats:
         beat._stop.set()
+
+
+@pytest.fixture
+def pair(make_beats):
+    return make_beats(2, dist.HashStore())
+
+
+class CountingStore:
+    def __init__(self):
+        self._store, self.requests = dist.HashStore(), 0
+
+    def __getattr__(self, name):
+        self.requests += 1
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("size", [2, 64])
+def test_heartbeats_make_two_store_requests_per_rank(make_beats, size):
+    store = CountingStore()
+    beats = make_beats(size, store)
+    store.requests = 0
+    for beat in beats:
+        beat._watch_ranks()
+    assert store.requests == 2 * size and not beats[0].ended
+
+
+def test_rank_0_reports_a_failed_or_silent_rank_to_all(monkeypatch, make_beats):
+    first, second, third = make_beats(3, dist.HashStore())
+    for _ in range(2):
+        for beat in (third, second, first):
+            beat._watch_ranks()
+    monkeypatch.setattr(heartbeat, "MAX_SILENCE_S", 8.0)
+    for beat in (first, second):
+        beat._last_beat_at[2] -= 9
+        beat._watch_ranks()
+    silent, same = first.ended
+    assert " has sent no heartbeat for 8 s: it died or is frozen\n  rank 0: step 0" in silent and same == silent
+    third.close("MemoryError: no room", ExitCode.OUT_OF_MEMORY)
+    outcomes = []
+    monkeypatch.setattr(heartbeat, "exit_rank", outcomes.append)
+    for beat in (first, second):
+        beat._watch_ranks()
+    failed, same = outcomes
+    assert failed.code == same.code == ExitCode.OUT_OF_MEMORY and same.text == failed.text
+    assert failed.text.startswith("rank 2 on ") and "failed: MemoryError: no room\n" in failed.text
+
+
+def test_other_ranks_notice_that_rank_0_failed_or_fell_silent(monkeypatch, pair):
+    failing, watching = pair
+    for _ in range(2):
+        watching._watch_ranks()
+    monkeypatch.setattr(heartbeat, "MAX_SILENCE_S", 8.0)
+    watching._last_beat_at[0] -= 9
+    watching._watch_ranks()
+    assert watching.ended[0].startswith("rank 0 on ") and " has sent no heartbeat for 8 s" in watching.ended[0]
+    failing.close("RuntimeError: boom")
+    watching._watch_ranks()
+    assert watching.ended[1].startswith("rank 0 on ") and "failed: RuntimeError: boom\n" in watching.ended[1]
 
 
 def test_a_store_that_is_frozen_ends_a_rank(monkeypatch, pair):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from ithaka import launch
 from ithaka.checkpoint.files import lock_run_dir
@@ -26,6 +27,7 @@ from launched import (
     fail_everywhere,
     fail_while_saving,
     finish_step_then_stop,
+    freeze,
     never_stop,
     not_yet_training,
     write_environment,
@@ -121,6 +123,25 @@ def test_a_killed_rank_is_named(capsys, monkeypatch):
     monkeypatch.setattr(launch, "FAILURE_GRACE_S", 0.2)
     assert launch.run_ranks(fail, ("1", "killed"), 2) == ExitCode.HANG
     assert "rank 1 was killed by SIGKILL" in capsys.readouterr().err
+
+
+def test_the_launchers_own_kill_of_a_frozen_rank_is_not_the_cause(capsys, monkeypatch, tmp_path):
+    """PyTorch's launcher sends SIGTERM, which a frozen rank ignores, and SIGKILL 30 s later; here after one second."""
+    monkeypatch.setattr(launch, "FAILURE_GRACE_S", 0.2)
+    close = SubprocessContext._close
+    monkeypatch.setattr(SubprocessContext, "_close", lambda self, death_sig, timeout: close(self, death_sig, 1))
+    assert launch.run_ranks(freeze, (tmp_path,), 2) == ExitCode.HANG
+    assert capsys.readouterr().err == "rank 1 has sent no heartbeat\n"
+    assert gone([int((tmp_path / "pid").read_text())])
+
+
+@pytest.mark.parametrize("asked_to_stop", [False, True])
+def test_the_launchers_own_sigterm_is_not_the_cause(asked_to_stop):
+    """After a failure it ends the other ranks with SIGTERM, and they say so. A user's SIGTERM may break connections."""
+    failed, stopped = launch.Outcome(ExitCode.FAILED, "boom"), launch.Outcome(143, "SIGTERM: ...", shared=True)
+    outcomes = [stopped, failed] if asked_to_stop else [failed, stopped]
+    order = partial(launch._cause_order, asked_to_stop=asked_to_stop)
+    assert sorted(reversed(outcomes), key=order) == outcomes
 
 
 def test_an_error_on_all_ranks_is_printed_once(capfd):

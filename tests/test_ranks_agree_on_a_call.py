@@ -4,10 +4,16 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ithaka.attention import choose
+from ithaka.config import ConfigError
+from ithaka.dist.agree import RankFailed, raise_on_all_ranks
 from ithaka.dist.loopback import start_loopback
+from ithaka.exits import exit_code_for
 from ithaka.layout import ActivationPolicy, Layout
+from ithaka.model import build, calls
 from models import tiny_config
 from parity import parallel, random_ids
 from refusals import assert_refused
@@ -99,6 +105,50 @@ def hooked_on_one_rank():
 def test_a_refused_hook_on_one_rank_raises_on_all(ranks):
     for message in ranks.run(2, hooked_on_one_rank):
         assert_refused(message, "ConfigError: rank 1: ", "lm_head", "forward hook", fix="decoder layer")
+
+
+def raising_on_rank_1(error):
+    def function(*args, **kwargs):
+        if dist.get_rank() == 1:
+            raise error
+
+    return function
+
+
+def unexpected_errors():
+    """Errors on rank 1 alone: in a call, in the check of a model, in the test of a kernel, and in a nested check."""
+    model, mesh = parallel(1)
+    ids, ends = random_ids(1, 8), torch.tensor([0, 5, 2, 8] if mesh.rank == 1 else [0, 2, 5, 8])
+    messages = [message_of(lambda: model(ids, labels=ids, cu_seq_lens_q=ends))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "_check_last_backward", raising_on_rank_1(KeyError("gone")))
+        messages.append(message_of(lambda: model(ids, labels=ids)))
+        patch.setattr(build, "prepare_decoder", raising_on_rank_1(ConfigError("the probe differs")))
+        patch.setattr(build, "has_known_layers", lambda model: False)
+        messages.append(message_of(lambda: parallel(1)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose, "_why_unusable", raising_on_rank_1(OSError("no driver")))
+        messages.append(message_of(lambda: choose.agree_on_kernel("cpu", mesh.device, torch.float32, 8)))
+
+    def nested():
+        raising_on_rank_1(MemoryError("no room"))()
+        raise_on_all_ranks(int)  # where rank 0 waits
+
+    with pytest.raises(RankFailed) as raised:
+        raise_on_all_ranks(nested)
+    assert isinstance(raised.value.__cause__, MemoryError) == (mesh.rank == 1)
+    return [*messages, f"{exit_code_for(raised.value)} {raised.value}"]
+
+
+def test_an_unexpected_error_on_one_rank_is_raised_on_all(ranks):
+    first, second = ranks.run(2, unexpected_errors, timeout_s=30)
+    assert first == second
+    lengths, call, probe, kernel, memory = first
+    assert_refused(lengths, "ValueError: rank 1: cu_seq_lens_q decreases by 3", fix="only increase")
+    assert call.startswith("RankFailed: rank 1: Traceback") and call.endswith("KeyError: 'gone'")
+    assert probe.startswith("SharedError: rank 1 on ") and probe.endswith(": the probe differs")
+    assert kernel.startswith("RankFailed: rank 1 on ") and kernel.endswith("OSError: no driver")
+    assert memory.startswith("3 rank 1 on ") and memory.endswith(": MemoryError: no room")
 
 
 def different(what, cp=2):

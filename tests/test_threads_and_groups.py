@@ -18,8 +18,8 @@ from ithaka.profile import timeline
 from ithaka.train import heartbeat
 from runs import metrics, run, tiny_run, valid
 
-# Threads that use no CUDA: they read, tokenize, or write a page.
-ON_HOST = ("prefetch batch", "tokenize", "report")
+# Threads that use no CUDA: they read, tokenize, write a page, or handle signals.
+ON_HOST = ("prefetch batch", "tokenize", "report", "signals")
 
 
 def threads_of(config):

@@ -4,11 +4,12 @@ import json
 import os
 import signal
 import struct
+import subprocess
+import sys
 import time
 
 import pytest
 
-from ithaka.checkpoint import files
 from ithaka.train import console as console_module
 from ithaka.train import trainer as trainer_module
 from ithaka.train.console import Console, Trackers
@@ -175,7 +176,8 @@ def test_trackers_learn_how_a_run_ended_and_cannot_change_it(tmp_path, monkeypat
     assert endings == [ending]
     words = "train.track=wandb could not be closed (OSError: no network); it may lack the last steps"
     assert capsys.readouterr().out.count(words) == 1
-    os.close(files.lock_run_dir(config.train.run_dir))  # the run gave it back
+    try_lock = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    subprocess.run([sys.executable, "-c", try_lock, config.train.run_dir / "lock"], check=True)  # the run released it
 
 
 class Recorder:

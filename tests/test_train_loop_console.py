@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 import time
+from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -16,7 +17,8 @@ import torch
 from rich.console import Console as RichConsole
 
 from ithaka import launch
-from ithaka.exits import ExitCode
+from ithaka.checkpoint import files
+from ithaka.exits import ExitCode, TransientError
 from ithaka.model.batch import count_pairs
 from ithaka.plan.units import format_count
 from ithaka.train import console as console_module
@@ -24,6 +26,7 @@ from ithaka.train import loop
 from ithaka.train.console import Console, Record, describe, open_metrics, read_metrics, rename_metrics, status
 from ithaka.train.trainer import Diverged
 from ithaka.train.watch import step_flops
+from programs import Program
 from runs import metrics, run, start_program, tiny_run, wait_for
 from test_trackers import tensorboard_scalars
 
@@ -141,6 +144,8 @@ def test_sigterm_finishes_the_step_saves_and_exits_with_its_code(tmp_path):
     config = tiny_run(tmp_path, train={**train, "run_dir": str(tmp_path / "it's mine")})
     program = start_program(config, 2)
     wait_for(lambda: len(metrics(config.train.run_dir)) >= 2, program)
+    with pytest.raises(TransientError, match="in use by another run"):
+        files.check_not_locked(config.train.run_dir)
     os.kill(program.pid, signal.SIGTERM)
     assert program.wait(60) == ExitCode.SIGNALED + signal.SIGTERM, program.stderr
     last = metrics(config.train.run_dir)[-1]["step"]
@@ -165,11 +170,14 @@ def test_a_second_signal_leaves_at_once_but_an_echo_does_not(monkeypatch, capfd)
     with launch.catch_stop_signals() as received:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)  # torchrun passing it on
-        assert received == [signal.SIGINT] and left == []
-        monkeypatch.setattr(launch, "SIGNAL_DEBOUNCE_S", -1.0)  # as if later
+    assert received == [signal.SIGINT] and left == []
+    monkeypatch.setattr(launch, "SIGNAL_DEBOUNCE_S", -1.0)  # as if later
+    with launch.catch_stop_signals():
+        signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
     assert left == [ExitCode.SIGNALED + signal.SIGINT]
-    assert capfd.readouterr().err == "Stopping after this step; Ctrl-C again stops at once.\n"  # the first is answered
+    stopping = "Stopping after this step; Ctrl-C again stops at once.\n"
+    assert capfd.readouterr().err == 2 * stopping  # only the first is answered
 
 
 @pytest.fixture
@@ -200,6 +208,34 @@ def test_a_step_that_outlasts_the_grace_is_left(grace):
     assert grace.done == ["waits"]  # of Ctrl-C as long as it takes
     grace.handle_signal(signal.SIGUSR1, False)
     assert grace.done[1].code == ExitCode.SIGNALED + signal.SIGUSR1
+
+
+def wait_in_cpp(folder):
+    """Like a rank in a collective that another rank does not join."""
+    run = SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(grace_s=0.2)), run_dir=folder)
+    with launch.catch_stop_signals(loop.GracefulShutdown(run).handle_signal):
+        reader, writer = os.pipe()
+        if not (worker := os.fork()):
+            os.write(writer, b"ready")
+            time.sleep(60)
+            os._exit(0)
+        os.read(reader, 5)
+        os.kill(worker, signal.SIGTERM)
+        worker_code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+        time.sleep(0.4)  # the worker's signal must not end this process
+        (folder / "ready").write_text(str(worker_code))
+        torch.distributed.HashStore().wait(["never"], timedelta(seconds=60))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
+def test_the_grace_ends_even_while_the_main_thread_is_in_cpp(tmp_path, number):
+    program = Program(tmp_path, wait_in_cpp, tmp_path)
+    wait_for(lambda: (tmp_path / "ready").exists() and (tmp_path / "ready").read_text(), program, timeout_s=20)
+    assert (tmp_path / "ready").read_text() == str(-signal.SIGTERM), "a forked process has its own signals"
+    os.kill(program.pid, number)
+    assert program.wait(10) == ExitCode.SIGNALED + number
+    first, last = program.stderr.splitlines()
+    assert first.startswith("Stopping after this step") and f"{number.name}: the step and its checkpoint do not" in last
 
 
 @pytest.mark.parametrize("is_done", [True, False])

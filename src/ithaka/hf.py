@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import state_dict as state_dicts
 
 from ithaka.checkpoint.safe_load import load_into
 from ithaka.config import ConfigError
+from ithaka.dist.agree import raise_on_all_ranks
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.model import build
@@ -318,10 +319,12 @@ class LongContext(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         state = {"model": self._weights(), "moments": self._moments()["state"]}
         dcp.save(state, checkpoint_id=Path(output_dir, STATE_FOLDER))
-        if self.args.should_save:
+
+        def save_scheduler() -> None:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
             Path(output_dir, STATE_FOLDER, UNLABELLED_FILE).write_text(str(self.num_unlabelled))
-        dist.barrier()
+
+        raise_on_all_ranks(save_scheduler if self.args.should_save else lambda: None)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint, STATE_FOLDER)

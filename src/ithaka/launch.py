@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -192,7 +193,8 @@ def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int)
     # Share the cores among the ranks. OpenMP reads the variable when a rank imports torch.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_ranks)))
     outcomes = list[Outcome]()
-    with tempfile.TemporaryDirectory(prefix="ithaka-") as name, catch_stop_signals(_forward_signal) as received:
+    catching = catch_stop_signals(_forward_signal, in_thread=False)
+    with tempfile.TemporaryDirectory(prefix="ithaka-") as name, catching as received:
         folder = Path(name)
         (folder / "call").write_bytes(pickle.dumps((os.getpid(), sys.path)) + pickle.dumps((function, args)))
         config = LaunchConfig(
@@ -211,10 +213,9 @@ def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int)
             program = "from ithaka.launch import run_child_rank; run_child_rank()"
             elastic_launch(config, sys.executable)("-c", program, name)
         except ChildFailedError as error:
-            cause, _ = error.get_first_failure()
+            _, first = error.get_first_failure()
             for rank, failure in error.failures.items():
-                ended_by_launcher = failure.exitcode == -signal.SIGTERM and rank != cause
-                if not ended_by_launcher and not (folder / f"failed-{rank}").exists():
+                if not _ended_by_launcher(failure, first) and not (folder / f"failed-{rank}").exists():
                     outcomes.append(_outcome_from_exit_code(rank, failure.exitcode))
         except KeyboardInterrupt:
             outcomes.append(Outcome(ExitCode.SIGNALED + received[0], f"stopped by {received[0].name}"))
@@ -223,7 +224,7 @@ def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int)
         os.write(1, b"\x1b[?25h")  # not through sys.stdout, which a spinner may have replaced
     if len(received) > 1:
         return Outcome(ExitCode.SIGNALED + received[0], f"stopped at once by a second {received[-1].name}")
-    return min(outcomes, key=_cause_order, default=Outcome(0))
+    return min(outcomes, key=partial(_cause_order, asked_to_stop=bool(received)), default=Outcome(0))
 
 
 def _forward_signal(number: int, again: bool) -> None:
@@ -238,11 +239,22 @@ def _forward_signal(number: int, again: bool) -> None:
         _print_stopping()
 
 
-def _cause_order(outcome: Outcome) -> tuple[int, float]:
-    """Sort key: the likely cause first, then ranks that failed because of it, then ranks that only stopped."""
+def _ended_by_launcher(failure: Any, first: Any) -> bool:
+    """Whether PyTorch's launcher killed this rank because the `first` one failed: with SIGTERM or, if the rank is
+    frozen, 30 s later with SIGKILL. An earlier SIGKILL comes from the system."""
+    was_late = failure.timestamp - first.timestamp > FAILURE_GRACE_S
+    return failure is not first and (
+        failure.exitcode == -signal.SIGTERM or (failure.exitcode == -signal.SIGKILL and was_late)
+    )
+
+
+def _cause_order(outcome: Outcome, asked_to_stop: bool) -> tuple[int, float]:
+    """Sort key: the likely cause first, then ranks that failed because of it, then ranks that only stopped. Unless the
+    user `asked_to_stop`, a signal came from the launcher, after another rank failed."""
+    stopped = not outcome.text or (outcome.code >= ExitCode.SIGNALED and not asked_to_stop)
     explained = outcome.code in FINAL_EXIT_CODES - {ExitCode.DONE} | {ExitCode.TRANSIENT} or outcome.shared
     killed = "was killed by" in outcome.text.partition("\n")[0]
-    return (0 if explained else 1 if killed else 2 if outcome.text else 3), outcome.time_s
+    return (3 if stopped else 0 if explained else 1 if killed else 2), outcome.time_s
 
 
 def _outcome_from_exit_code(rank: int, code: int) -> Outcome:
@@ -334,13 +346,16 @@ def _print_stopping() -> None:
 
 @contextlib.contextmanager
 def catch_stop_signals(
-    handler: Callable[[int, bool], None] = handle_stop_signal,
+    handler: Callable[[int, bool], None] = handle_stop_signal, in_thread: bool = True
 ) -> Iterator[list[signal.Signals]]:
     """Catch STOP_SIGNALS and yield the list of those received, which the training loop checks after each step. Calls
-    `handler(signal, again)` for each; `again` is true from the second on."""
+    `handler(signal, again)` for each; `again` is true from the second on.
+
+    The handler runs in a thread: in the main thread, Python would run it only after that returns from C++, and a
+    backward or a collective may take minutes. `in_thread=False`: in the main thread, where it may raise."""
     received, last_s = list[signal.Signals](), 0.0
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def receive(number: int, frame: FrameType | None = None) -> None:
         nonlocal last_s
         if received and time.monotonic() - last_s <= SIGNAL_DEBOUNCE_S:
             return
@@ -348,10 +363,58 @@ def catch_stop_signals(
         last_s = time.monotonic()
         handler(number, len(received) > 1)
 
-    numbers = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()
-    previous = {number: signal.signal(number, handle) for number in numbers}
-    try:
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield received
+        return
+    with _receive_in_thread(receive) if in_thread else contextlib.nullcontext(receive) as python_handler:
+        try:
+            for number in STOP_SIGNALS:
+                _previous_handlers[number] = signal.signal(number, python_handler)
+            yield received
+        finally:
+            _restore_handlers()
+
+
+@contextlib.contextmanager
+def _receive_in_thread(receive: Callable[[int], None]) -> Iterator[Callable[[int, FrameType | None], None]]:
+    """Call `receive(signal)` in a thread for each stop signal that has a handler in Python, and yield a handler that
+    does nothing. Blocking the signals for `sigwait` would not do: threads that already run could still get them, and
+    child processes would inherit the mask."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def receive_from_pipe() -> None:
+        while number := os.read(reader, 1)[0]:
+            if number in STOP_SIGNALS:
+                receive(number)
+
+    thread = threading.Thread(target=receive_from_pipe, daemon=True, name="signals")
+    thread.start()
+    previous_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield lambda number, frame: None
     finally:
-        for number, old_handler in previous.items():
-            signal.signal(number, old_handler)
+        signal.set_wakeup_fd(previous_fd)
+        os.write(writer, bytes(1))  # closing it would not end the thread if a forked process has it open
+        thread.join()
+        os.close(reader)
+        os.close(writer)
+
+
+_previous_handlers: dict[int, Any] = {}  # while stop signals are caught
+
+
+def _restore_handlers() -> None:
+    while _previous_handlers:
+        number, handler = _previous_handlers.popitem()
+        signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set in Python
+
+
+def _restore_in_fork() -> None:
+    """A forked process, such as a worker of a DataLoader, must not send its signals through its parent's pipe."""
+    if _previous_handlers:
+        signal.set_wakeup_fd(-1)
+        _restore_handlers()
+
+
+os.register_at_fork(after_in_child=_restore_in_fork)

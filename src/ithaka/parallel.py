@@ -129,7 +129,7 @@ def plan_model_run(
     parallel = {name: value for name, value in {"cp": cp, "ring": ring}.items() if value}
     settings = {"data": {"context": context}, "train": {"batch": batch}, "parallel": parallel}
     config, explicit = parse_config({"model": {"dtype": dtype}, **settings}), {f"parallel.{name}" for name in parallel}
-    machine = raise_on_all_ranks(detect_machine, config, num_ranks, launch.detect_gpu())
+    machine = raise_on_all_ranks(lambda: detect_machine(config, num_ranks, launch.detect_gpu()))
     least = raise_on_all_ranks(weakest_machine, gather_objects(machine))
     shape = dataclasses.replace(raise_on_all_ranks(shape_from_model, model), reference=reference)
     if default_device().type == "cuda" and uses_planner(config, least):  # which kernel works is found by running it

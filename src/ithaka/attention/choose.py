@@ -17,7 +17,7 @@ from torch import Tensor
 from ithaka.attention.fused import merge_softmax
 from ithaka.attention.kernels import KERNELS, Kernel, Varlen
 from ithaka.config import ConfigError
-from ithaka.dist.agree import gather_objects
+from ithaka.dist.agree import gather_objects, raise_on_all_ranks
 from ithaka.dist.rank import is_local_rank_0
 from ithaka.plan.shape import AttentionKind
 
@@ -67,7 +67,7 @@ def agree_on_kernel(name: str, device: torch.device, dtype: torch.dtype, kinds: 
     it supports; layers of other kinds use the reference (`kernel_for`), and rank 0 warns about them. If "auto" differs
     between ranks, it is the first kernel that passes on all of them, and rank 0 warns. Collective."""
     kinds = tuple(sorted(set(kinds), key=repr))
-    chosen = _resolve(name, device, dtype, kinds).name
+    chosen = raise_on_all_ranks(_resolve, name, device, dtype, kinds).name
     if name == "auto" and dist.is_initialized() and dist.get_world_size() > 1:
         chosen = _agree(chosen, device, dtype, kinds)
     if name != "reference" and is_local_rank_0():

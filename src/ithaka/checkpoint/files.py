@@ -3,6 +3,7 @@
     RUN_DIR/model/                       config, generation config, tokenizer: what export needs besides the weights
     RUN_DIR/checkpoints/step-00000100/   torch.distributed.checkpoint files and state.json
     RUN_DIR/latest                       one line, the name of the newest complete checkpoint
+    RUN_DIR/lock                         locked while a run writes to RUN_DIR; one line, its process and host
 
 A checkpoint is written under a name that starts with a dot, synced, renamed, and only then named by `latest`. So
 `latest` names a complete checkpoint whenever the run is killed. All ranks must see the same RUN_DIR. state.json has a
@@ -10,14 +11,18 @@ checksum of every file, verified before a run resumes, counts as finished, or is
 the previous one is used.
 """
 
+import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import math
 import os
 import shutil
+import socket
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +38,7 @@ from ithaka.layout import format_choices
 CHECKPOINT_FORMAT = 1
 SHARED_FS_DELAY_S = 60.0  # within which a shared file system must show one node's files to another
 STATE_FILE = "state.json"
+LOCK_FILE = "lock"
 step_name = "step-{:08d}".format
 
 
@@ -55,19 +61,44 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
-def lock_run_dir(run_dir: Path, kind: int = fcntl.LOCK_EX) -> int:
+def lock_run_dir(run_dir: Path) -> int | None:
     """Lock the run directory until the returned descriptor is closed or the process ends. TransientError if another run
-    holds the lock."""
-    directory = os.open(run_dir, os.O_RDONLY)
+    holds the lock, on any node. If the file system has no locks, warn and return None.
+
+    This is a POSIX lock on a file: NFS and Lustre may keep those of `flock` local to a node. Closing any other
+    descriptor of the file would release it, so this process must not open the file again."""
     try:
-        fcntl.flock(directory, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(directory)
-        message = f"train.run_dir={run_dir} is in use by another run; wait until it ends, or stop it"
+        file = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+        _try_lock(file, run_dir, fcntl.LOCK_EX)
+    except OSError as error:
+        rule = "so a second run in it would not be noticed; start only one at a time"
+        warnings.warn(f"train.run_dir={run_dir} cannot be locked ({error.strerror}), {rule}", stacklevel=2)
+        return None
+    with contextlib.suppress(OSError):  # only for the other run's message
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return file
+
+
+def check_not_locked(run_dir: Path) -> None:
+    """TransientError if another run holds the lock. Several processes may check at once, but not one that holds it."""
+    with contextlib.suppress(OSError):  # there is no such file, or the file system has no locks
+        file = os.open(run_dir / LOCK_FILE, os.O_RDONLY)
+        _try_lock(file, run_dir, fcntl.LOCK_SH)
+        os.close(file)
+
+
+def _try_lock(file: int, run_dir: Path, kind: int) -> None:
+    """Close the descriptor if this fails."""
+    try:
+        fcntl.lockf(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(file, 300, 0).decode(errors="replace").strip() or "another process"
+        os.close(file)
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            raise
+        message = f"train.run_dir={run_dir} is in use by another run ({holder}); wait until it ends, or stop it"
         raise TransientError(message) from None
-    except OSError:  # a file system without locks
-        pass
-    return directory
 
 
 # ---- publish

@@ -1,13 +1,14 @@
 """Agreement between ranks: gather Python objects, and raise one rank's error on every rank."""
 
 import socket
+import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from ithaka.config import ConfigError
-from ithaka.exits import TransientError, is_transient
+from ithaka.exits import ExitCode, TransientError, exit_code_for, is_transient
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,12 +26,35 @@ class SharedTransientError(TransientError):
     shared = True
 
 
+class RankFailed(RuntimeError):
+    """Any other error of a rank, raised on every rank; rank 0 prints it. The failed rank's own error is its cause."""
+
+    shared = True
+    exit_code = ExitCode.FAILED
+
+
 class RankError(NamedTuple):
     """An error of one rank, in a form that can be sent to the others."""
 
     type: type[Exception]
     message: str
     host: str = ""  # empty: the message names only the rank
+    exit_code: ExitCode = ExitCode.FAILED  # if RankFailed
+
+
+def describe_error(error: Exception, keep: Sequence[type[Exception]] = (), host: str = "") -> RankError:
+    """Describe any error so that every rank can raise it: a ConfigError, a transient error or one of exactly the types
+    to `keep` by its message, any other as RankFailed, with its traceback if it has no exit code of its own. Call it in
+    the except block."""
+    code, name = exit_code_for(error), type(error).__name__
+    if type(error) in keep:
+        return RankError(type(error), str(error), host)
+    if isinstance(error, ConfigError):
+        return RankError(SharedError, str(error), host)
+    if is_transient(error):
+        return RankError(SharedTransientError, f"{name}: {error}".removeprefix("TransientError: "), host)
+    text = traceback.format_exc().rstrip() if code == ExitCode.FAILED else f"{name}: {error}"
+    return RankError(RankFailed, text, host, code)
 
 
 def gather_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -41,9 +65,9 @@ def gather_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return objects
 
 
-def raise_first(errors: Sequence[RankError | None], what: str = "") -> None:
+def raise_first(errors: Sequence[RankError | None], what: str = "", cause: Exception | None = None) -> None:
     """Raise the first error in `errors`, which has one entry per rank; a transient error only if there is no other.
-    The message starts with `what` and names the rank unless every rank failed."""
+    The message starts with `what` and names the rank unless every rank failed. `cause`: this rank's own error."""
     failed = {rank: error for rank, error in enumerate(errors) if error is not None}
     if not failed:
         return
@@ -51,23 +75,23 @@ def raise_first(errors: Sequence[RankError | None], what: str = "") -> None:
     error = failed[rank]
     where = f"rank {rank} on {error.host}" if error.host else f"rank {rank}"
     parts = what, "" if len(failed) == len(errors) else where, error.message
-    raise error.type(": ".join(filter(None, parts)))
+    raised = error.type(": ".join(filter(None, parts)))
+    if isinstance(raised, RankFailed):
+        raised.exit_code = error.exit_code
+    raise raised from cause
 
 
 def raise_on_all_ranks(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call `function` on every rank and return this rank's result. A ConfigError or a transient error on any rank is
-    raised on all, as SharedError or SharedTransientError.
+    """Call `function` on every rank and return this rank's result. An error on any rank is raised on all, as
+    SharedError, SharedTransientError or RankFailed.
 
-    `function` must not communicate. Any other error propagates on its own rank only: that rank exits and closes its
-    connections, which is how the others notice."""
-    failure = None
+    `function` must not communicate, except by calling this."""
+    failure = cause = None
     try:
         result = function(*args, **kwargs)
     except Exception as error:
-        if not isinstance(error, ConfigError) and not is_transient(error):
+        if getattr(error, "shared", False):  # already raised on every rank
             raise
-        message = str(error) if isinstance(error, ConfigError | TransientError) else f"{type(error).__name__}: {error}"
-        shared = SharedError if isinstance(error, ConfigError) else SharedTransientError
-        failure = RankError(shared, message, socket.gethostname())
-    raise_first(gather_objects(failure))
+        failure, cause = describe_error(error, host=socket.gethostname()), error
+    raise_first(gather_objects(failure), cause=cause)
     return result

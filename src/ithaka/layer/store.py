@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ithaka.dist.mesh import use_device
+from ithaka.exits import ExitCode
 from ithaka.phases import Holder, phase, tag
 
 Event = torch.cuda.Event | None  # None on a CPU device
@@ -31,6 +32,8 @@ Event = torch.cuda.Event | None  # None on a CPU device
 
 class StoreError(RuntimeError):
     """A tier is full or has failed. The message gives the tier, the request, the limit and a fix."""
+
+    exit_code = ExitCode.OUT_OF_MEMORY
 
     def __init__(self, tier: Literal["host", "disk"], message: str) -> None:
         super().__init__(message)

@@ -21,7 +21,8 @@ from ithaka.attention.choose import agree_on_kernel, kernel_for
 from ithaka.attention.docs import Docs
 from ithaka.attention.fused import Positions
 from ithaka.config import AdapterConfig, ConfigError, RopeConfig
-from ithaka.dist.mesh import Mesh, default_device, make_mesh
+from ithaka.dist.agree import raise_on_all_ranks
+from ithaka.dist.mesh import Mesh, default_device, make_mesh, start_process_group
 from ithaka.layer.delta import LAYERS
 from ithaka.layer.dropout import POSITION_BITS, replace_dropout
 from ithaka.layer.linear import as_linear
@@ -105,15 +106,10 @@ def parallelize_model(
         model.save_pretrained = base.save_pretrained
         refuse_wrappers(model)
         return model
-    dropout = replace_dropout(model)
-    check_supported(model)
-    check_modules(model)
+    device = mesh.device if mesh else default_device()
+    start_process_group(device)
     layout = resolve_layout(cp, ring, mesh, layout)
-    if dropout is not None and layout.compile:
-        raise ConfigError("train.compile=true cannot be used with adapter.dropout; set one of them to false or 0")
-    decoder, device = None, mesh.device if mesh else default_device()
-    if not has_known_layers(model):
-        decoder = prepare_decoder(model, device)
+    dropout, decoder = raise_on_all_ranks(_inspect, model, layout, device)
     num_heads = model.config.num_attention_heads if decoder is None else decoder.num_heads
     if decoder is not None:
         decoder.check_ring(model, layout.ring)
@@ -147,6 +143,16 @@ def parallelize_model(
     model.save_pretrained, model.generate = MethodType(save_pretrained, model), MethodType(generate, model)
     refuse_wrappers(model)
     return model
+
+
+def _inspect(model: PreTrainedModel, layout: Layout, device: torch.device) -> tuple[Any, Decoder | None]:
+    """Check the model; return its dropout and, if its layers are general, how to run them. Either may be None."""
+    dropout = replace_dropout(model)
+    check_supported(model)
+    check_modules(model)
+    if dropout is not None and layout.compile:
+        raise ConfigError("train.compile=true cannot be used with adapter.dropout; set one of them to false or 0")
+    return dropout, None if has_known_layers(model) else prepare_decoder(model, device)
 
 
 def resolve_layout(cp: int | None, ring: int | None, mesh: Mesh | None, layout: Layout | None) -> Layout:

@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
-from ithaka.dist.agree import RankError, gather_objects, raise_first
+from ithaka.dist.agree import RankError, describe_error, gather_objects, raise_first
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.mlp import HOOK_DICTS
 from ithaka.layer.tiles import PARAMETERS_CHANGED
@@ -96,7 +96,7 @@ class CallChecker:
     def __call__(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[Any], dict]:
         if torch.compiler.is_compiling():  # Dynamo then falls back to eager, and the checks raise on all ranks
             raise ConfigError(COMPILED)
-        mesh, error, fingerprint = self.mesh, None, dict[str, Any]()
+        mesh, error, cause, fingerprint = self.mesh, None, None, dict[str, Any]()
         counts: tuple[int, ...] = (0, 0, 0)
         num_threads = torch.get_num_threads()
         try:
@@ -108,11 +108,11 @@ class CallChecker:
             check_modules(model)
             named = self._bind_arguments(args, kwargs)
             inputs, counts, fingerprint = self._read_call(model, named)
-        except (TypeError, ValueError) as caught:
-            error = RankError(type(caught), str(caught))
+        except Exception as caught:
+            error, cause = describe_error(caught, keep=(TypeError, ValueError, ConfigError)), caught
         finally:
             torch.set_num_threads(num_threads)
-        totals = self._agree((error, fingerprint, *counts))
+        totals = self._agree((error, fingerprint, *counts), cause)
         return (self._make_call(named, inputs, *totals),), {}
 
     def _read_call(self, model: Any, named: dict[str, Any]) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
@@ -151,11 +151,11 @@ class CallChecker:
                     "change the model first, then parallelize; to compute in another dtype, set Layout(dtype=...)"
                 )
 
-    def _agree(self, report: Report) -> tuple[int, int, int]:
+    def _agree(self, report: Report, cause: Exception | None) -> tuple[int, int, int]:
         """Return the numbers of valid labels, positions and frames in the global batch. Raises on all ranks or on none.
         Does not synchronize with the device."""
         reports, cp = gather_objects(report), self.mesh.cp_size
-        raise_first([error for error, *_ in reports])
+        raise_first([error for error, *_ in reports], cause=cause)
         _raise_if_ranks_differ([fingerprint for _, fingerprint, *_ in reports], cp)
         num_valid, num_positions, num_frames = zip(*(report[2:] for report in reports[::cp]), strict=True)
         return sum(num_valid), max(num_positions), sum(num_frames)
@@ -222,6 +222,8 @@ def _documents_from_lengths(ends: Tensor, input_ids: Tensor) -> Tensor:
         raise ValueError(
             f"cu_seq_lens_q ends at {int(ends[-1])}; use one that ends at the {input_ids.numel()} input_ids"
         )
+    if (least := int(lengths.min())) < 0:
+        raise ValueError(f"cu_seq_lens_q decreases by {-least}; use cumulative lengths, which only increase")
     return torch.arange(len(lengths)).repeat_interleave(lengths).view(input_ids.shape)
 
 

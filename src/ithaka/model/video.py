@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from ithaka.attention.choose import agree_on_kernel
 from ithaka.attention.docs import Docs
 from ithaka.config import AdapterConfig, ConfigError
-from ithaka.dist.mesh import Mesh, default_device, make_mesh
+from ithaka.dist.agree import raise_on_all_ranks
+from ithaka.dist.mesh import Mesh, default_device, make_mesh, start_process_group
 from ithaka.layer.general import BatchState, GeneralLayer
 from ithaka.layer.runs import PlaceholderMask
 from ithaka.layer.store import Store
@@ -66,8 +67,9 @@ def parallelize_transformer(
     family, layout = find_family(model), resolve_layout(cp, ring, mesh, layout)
     spec, blocks = read_spec(family), list(find_layers(model))
     device = mesh.device if mesh else default_device()
+    start_process_group(device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        probe_block(family, spec, device)
+        raise_on_all_ranks(probe_block, family, spec, device)
     sizes = {name: getattr(layout, name) for name in ("cp", "ring", "replicas", "heads_per_stage")}
     check_parallelism(num_heads=spec.num_heads, **sizes)
     mesh = mesh or make_mesh(layout.cp, ring=layout.ring, replicas=layout.replicas)

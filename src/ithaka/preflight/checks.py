@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import ithaka
 from ithaka.attention.kernels import KERNELS
+from ithaka.checkpoint import files
 from ithaka.config import (
     Config,
     ConfigError,
@@ -26,7 +27,7 @@ from ithaka.config import (
     shell_command,
     to_yaml,
 )
-from ithaka.dist.agree import SharedError, gather_objects
+from ithaka.dist.agree import SharedError, gather_objects, raise_on_all_ranks
 from ithaka.exits import TransientError
 from ithaka.layout import SETTINGS, check_fixed, check_optimizer, fixed_settings, format_choices
 from ithaka.plan.shape import ModelShape
@@ -102,7 +103,8 @@ def check_run_dir(run_dir: Path, auto: bool, force: bool) -> None:
     """Refuse to start a run among other files, which it might overwrite (such as report.html). With
     --resume auto, a run that ended before its first checkpoint starts again in its own directory."""
     config_file = run_dir / "config.yaml"
-    own_files = {"hang", ".config.yaml.tmp", *(path.name for path in run_dir.glob("*") if path.suffix in LOG_FILES)}
+    own_files = {path.name for path in run_dir.glob("*") if path.suffix in LOG_FILES}
+    own_files |= {"hang", files.LOCK_FILE, ".config.yaml.tmp"}
     if config_file.exists() and not auto:
         resume = shell_command("train", "--resume", run_dir)
         fix = f"choose another --run-dir, or continue it: {resume}"
@@ -147,7 +149,8 @@ def check_ranks_agree(configs: Sequence[Config], newest: Sequence[Path | None] =
 
 def check_same_inputs(config: Config, data: TrainData, tokenizer: str) -> None:
     """Refuse ranks with different data, model files or package versions. Collective."""
-    (_, first), *others = gather_objects((socket.gethostname(), _fingerprints(config, data, tokenizer)))
+    fingerprints = raise_on_all_ranks(_fingerprints, config, data, tokenizer)
+    (_, first), *others = gather_objects((socket.gethostname(), fingerprints))
     for rank, (host, own) in enumerate(others, 1):
         for name, value in first.items():
             if own.get(name) != value:

@@ -7,8 +7,6 @@ weights. With another context or other steps, no document is skipped or repeated
 """
 
 import dataclasses
-import fcntl
-import os
 import time
 from collections.abc import Set
 from contextlib import suppress
@@ -238,7 +236,7 @@ def default_settings(file: Path | None, changes: list[str]) -> dict[str, dict[st
 def find_resume_point(run_dir: Path, config: Config, shape: ModelShape) -> tuple[Path, dict[str, str]]:
     """The latest checkpoint, and a description of each setting that differs from the run's. Refuses changes that can be
     checked without the data; opening the data checks the others."""
-    os.close(files.lock_run_dir(run_dir, fcntl.LOCK_SH))  # shared: under torchrun every rank does this
+    files.check_not_locked(run_dir)
     before, checkpoint = load_config(run_dir / "config.yaml"), files.find_checkpoint(run_dir)
     if config.train.seed != before.train.seed:
         why = f"is not the run's {before.train.seed}, which determines the order of its data"

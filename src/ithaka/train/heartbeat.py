@@ -1,6 +1,7 @@
 """Each rank publishes a heartbeat and its phase. If one dies, freezes or hangs, all ranks exit and name it.
 
-Heartbeats go through the rendezvous store, so they keep working while collectives hang.
+Heartbeats go through the rendezvous store, so they keep working while collectives hang. Rank 0 reads those of all ranks
+and adds its verdict to its own; the others read only rank 0's. So the store serves two requests per rank and period.
 """
 
 from __future__ import annotations
@@ -228,7 +229,8 @@ class Heartbeat:
         store = dist.distributed_c10d._get_default_store()
         # Use a separate connection: another thread may block the shared one.
         self._store = dist.PrefixStore("heartbeat", store.clone() if hasattr(store, "clone") else store)
-        self._last_beats, self._polls_without_answer = list[Beat](), 0
+        self._verdict: tuple[str, int] | None = None  # rank 0's final report and exit code
+        self._last_beats, self._polls_without_answer = dict[int, Beat](), 0  # of the ranks that this one reads
         self._num_store_failures = 0  # consecutive
         self._last_beat_at = [time.monotonic()] * self.size  # when each rank's latest beat was read
         self._progress_at = time.monotonic()
@@ -255,7 +257,7 @@ class Heartbeat:
         """If a collective failed because another rank died, wait for the thread to find out which and end this process.
         Returns if it does not, or if `stop` holds a signal."""
         lost = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
-        deadline = time.monotonic() + MAX_SILENCE_S + 2 * BEAT_S
+        deadline = time.monotonic() + MAX_SILENCE_S + 4 * BEAT_S
         while lost and self._thread.is_alive() and not stop and time.monotonic() < deadline:
             time.sleep(0.1)
 
@@ -281,11 +283,13 @@ class Heartbeat:
         with self._lock:  # an older beat must not overwrite the last one
             self._num_beats += 1
             beat = {"beat": self._num_beats, "host": socket.gethostname(), **self._position}
-            beat |= {"status": self._status, "code": self._code}
+            beat |= {"status": self._status, "code": self._code, "verdict": self._verdict}
             self._store.set(str(self.rank), json.dumps(beat))
 
-    def _read_beats(self) -> list[Beat]:
-        return [json.loads(self._store.get(str(rank))) for rank in range(self.size)]
+    def _read_beats(self) -> dict[int, Beat]:
+        """Read all ranks' beats on rank 0, else rank 0's and this rank's. One request."""
+        ranks = list(range(self.size)) if self.rank == 0 else [0, self.rank]
+        return dict(zip(ranks, map(json.loads, self._store.multi_get([str(rank) for rank in ranks])), strict=True))
 
     def _run(self) -> None:
         use_device(self.tracker.device)
@@ -300,7 +304,7 @@ class Heartbeat:
                     self._reported.add(task)
 
     def _watch_ranks(self) -> None:
-        """Publish a beat and read all ranks'. End the run if a rank failed or fell silent, or none makes progress."""
+        """Publish a beat and read others. End the run if a rank failed or fell silent, or none makes progress."""
         now, before = time.monotonic(), self._last_beats
         late = now - max(self._last_beat_at) > STALE_BEAT_S  # this process was suspended, and others may have been
         try:
@@ -309,12 +313,16 @@ class Heartbeat:
         except dist.DistError as error:
             self._num_store_failures += 1
             if self._num_store_failures == MAX_STORE_FAILURES:
-                self._end(f"rank 0 or its launcher is gone: its store does not answer ({_shorten(error)})")
+                reason = f"rank 0 or its launcher is gone: its store does not answer ({_shorten(error)})"
+                self._end(reason, publishes=False)
             return
         self._num_store_failures = self._polls_without_answer = 0
-        if late or not before or any(a["passed"] != b["passed"] for a, b in zip(before, beats, strict=True)):
+        if self.rank != 0 and beats[0]["verdict"] is not None:
+            self._leave(*beats[0]["verdict"])
+            return
+        if late or not before or any(beat["passed"] != before[rank]["passed"] for rank, beat in beats.items()):
             self._progress_at = now
-        for rank, beat in enumerate(beats):
+        for rank, beat in beats.items():
             if late or not before or beat["beat"] != before[rank]["beat"] or beat["status"] == "done":
                 self._last_beat_at[rank] = now
             name = f"rank {rank} on {beat['host']}"
@@ -322,10 +330,11 @@ class Heartbeat:
                 self._end(f"{name} failed: {beat['status']}", beat["code"])
             if now - self._last_beat_at[rank] > MAX_SILENCE_S:
                 self._end(f"{name} has sent no heartbeat for {MAX_SILENCE_S:.0f} s: it died or is frozen")
-        phases = [tuple(beat["path"]) for beat in beats if self.tracker.warm]
+        phases = [tuple(beat["path"]) for beat in beats.values() if self.tracker.warm]
         limit = max(map(self.limits.for_phase, phases), default=self.limits.start)
-        if now - self._progress_at > limit and not any(beat["status"] for beat in beats):
-            self._end(f"{_describe_stragglers(beats)}: no rank made progress for {limit:.0f} s")
+        no_progress = now - self._progress_at > limit and not any(beat["status"] for beat in beats.values())
+        if self.rank == 0 and no_progress:
+            self._end(f"{_describe_stragglers(list(beats.values()))}: no rank made progress for {limit:.0f} s")
 
     def _watch_store(self) -> None:
         """End the run if the store stops answering: requests block if its process is frozen or its machine is gone.
@@ -335,7 +344,7 @@ class Heartbeat:
             self._polls_without_answer += 1
             if self._polls_without_answer * BEAT_S > MAX_SILENCE_S:
                 silence = f"its store has not answered for {MAX_SILENCE_S:.0f} s"
-                self._end(f"rank 0 or its launcher is gone or frozen: {silence}")
+                self._end(f"rank 0 or its launcher is gone or frozen: {silence}", publishes=False)
 
     def _watch_memory(self) -> None:
         """Warn once per machine when host memory is low, and name the largest other process."""
@@ -349,10 +358,23 @@ class Heartbeat:
         memory = f"{socket.gethostname()} has {format_bytes(free)} of host memory left"
         os.write(2, f"{memory}; the largest other process is {name} ({pid}) with {format_bytes(used)}\n".encode())
 
-    def _end(self, reason: str, code: int = ExitCode.HANG) -> None:
-        """Dump stacks, report the last position of every rank, and end this process. `code` is the exit code of the
-        failed rank: all ranks exit with it, so a scheduler sees only one."""
-        if self._stop.wait(OWN_ERROR_WAIT_S):  # this rank raised its own error
+    def _end(self, reason: str, code: int = ExitCode.HANG, publishes: bool = True) -> None:
+        """End this process, and on rank 0 all others, with a report of each rank's last position. `code` is the exit
+        code of the failed rank: all ranks exit with it, so a scheduler sees only one."""
+        beats, now = self._last_beats, time.monotonic()
+        listed = sorted(beats, key=lambda rank: beats[rank]["passed"])[:MAX_LISTED_RANKS]
+        ages_s = [now - beat_at for beat_at in self._last_beat_at]
+        lines = [f"  rank {rank}: {_describe_position(beats[rank], ages_s[rank])}" for rank in sorted(listed)]
+        lines += [f"  {len(beats) - MAX_LISTED_RANKS} more ranks, further ahead"] * (len(beats) > MAX_LISTED_RANKS)
+        report = "\n".join([reason, *lines, f"Stack traces of all ranks are in {self.run_dir / 'hang'}"])
+        if self.rank == 0 and publishes:
+            self._verdict = report, code
+            self._publish()
+        self._leave(report, code)
+
+    def _leave(self, report: str, code: int) -> None:
+        """Dump stacks and end this process, unless it raises its own error first."""
+        if self._stop.wait(OWN_ERROR_WAIT_S):
             return
         folder = self.run_dir / "hang"
         with suppress(Exception):
@@ -362,12 +384,9 @@ class Heartbeat:
             dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
             if self.tracker.on_gpu and dump is not None:
                 (folder / f"nccl-{self.rank}.pickle").write_bytes(dump())  # read it with torchfrtrace
-        beats, now = self._last_beats, time.monotonic()
-        listed = sorted(range(len(beats)), key=lambda rank: beats[rank]["passed"])[:MAX_LISTED_RANKS]
-        ages_s = [now - beat_at for beat_at in self._last_beat_at]
-        lines = [f"  rank {rank}: {_describe_position(beats[rank], ages_s[rank])}" for rank in sorted(listed)]
-        lines += [f"  {len(beats) - MAX_LISTED_RANKS} more ranks, further ahead"] * (len(beats) > MAX_LISTED_RANKS)
-        exit_rank(Outcome(code, "\n".join([reason, *lines, f"Stack traces of all ranks are in {folder}"])))
+        if self._verdict is not None:
+            time.sleep(BEAT_S)  # the store may end with this process, and the others read it once per period
+        exit_rank(Outcome(code, report))
 
 
 def _describe_position(beat: Beat, age_s: float) -> str:

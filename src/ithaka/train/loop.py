@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from signal import SIGINT, Signals
 from threading import Timer
 
@@ -62,7 +62,8 @@ def train(run: Run, only_profile: bool = False) -> int:
     start_process_group()
     limits = Limits(*map(max, zip(*(vars(own).values() for own in gather_objects(limits)), strict=True)))
     heartbeat = Heartbeat(tracker, limits, run.run_dir)
-    with catch_stop_signals(shutdown.handle_signal) as stop, listening(memory_tracker), listening(tracker):
+    catching = catch_stop_signals(shutdown.handle_signal)
+    with closing(shutdown), catching as stop, listening(memory_tracker), listening(tracker):
         try:
             heartbeat.start()
             set_timeouts(2 * limits.longest)
@@ -72,15 +73,12 @@ def train(run: Run, only_profile: bool = False) -> int:
             heartbeat.close()
         except Exception as error:
             heartbeat.wait_for_cause(error, stop)
-            code = ExitCode.OUT_OF_MEMORY if ran_out_of_memory(error) else exit_code_for(error)
-            heartbeat.close(f"{type(error).__name__}: {error}"[:2000], code)
+            heartbeat.close(f"{type(error).__name__}: {error}"[:2000], exit_code_for(error))
             if not ran_out_of_memory(error):
                 raise
             model = str(run.config.model.path or run.run_dir / "model")
             message = explain_out_of_memory(run, error, memory_tracker, model)
             raise OutOfMemoryError(f"{message}\n{files.describe_last(run.run_dir)}") from error
-        finally:
-            shutdown.close()
     return ExitCode.SIGNALED + stop_signal if stop_signal else ExitCode.DONE
 
 

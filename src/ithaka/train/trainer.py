@@ -63,7 +63,7 @@ class Trainer:
         self.global_batch = run.config.train.batch * run.config.train.accumulate * mesh.dp_size
         self.contexts = run.config.evaluate.contexts or (run.config.data.context,)  # to evaluate at
         self.data_summary: dict[str, str] = {}
-        self.lock: int | None = None  # on the run directory; rank 0 only
+        self.lock: int | None = None  # of the run directory; rank 0 only
         self.saver: save.Saver
         self.console: Console  # once training starts
         self.device_name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"

@@ -16,7 +16,7 @@ import torch
 from ithaka.checkpoint.files import step_name, write_atomic
 from ithaka.config import shell_command
 from ithaka.data.batch import Batch
-from ithaka.exits import is_out_of_memory
+from ithaka.exits import ExitCode, exit_code_for
 from ithaka.layer.fourbit import packed_weights
 from ithaka.layer.store import StoreError
 from ithaka.model.batch import count_pairs
@@ -172,7 +172,7 @@ class Watch:
 
 def ran_out_of_memory(error: BaseException | None) -> bool:
     """Whether the device, the host or the store ran out of memory."""
-    return error is not None and (isinstance(error, StoreError) or is_out_of_memory(error))
+    return error is not None and exit_code_for(error) == ExitCode.OUT_OF_MEMORY
 
 
 class OutOfMemoryTracker(Listener):
