@@ -317,7 +317,7 @@ def verify(
     cp: Annotated[int | None, typer.Option(min=1, help="Ranks that share a sequence; by default 4.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two layers of your model on cp ranks with plain transformers: loss, gradients, masks, documents."""
+    """Compare layers of each kind, on cp ranks, with plain transformers: loss, gradients, masks, documents."""
     from ithaka.plan.models import find_config
 
     settings, path = None, Path(model).expanduser()
@@ -334,7 +334,9 @@ def verify(
     if as_json:
         print(json.dumps(result, indent=2))
     else:
-        print("{model_type}, two layers, {weights} weights, cp={cp} on {device}".format(**result))
+        layers = ", ".join(map(str, result["layers"]))
+        setup = "{model_type}, {weights} weights, cp={cp} on {device}".format(**result)
+        print(f"{setup}; layers compared: {layers}")
         print(format_table([_format_check(**check) for check in result["checks"]]))
         failed = [check["part"] for check in result["checks"] if not check["ok"]]
         print(f"failed: {', '.join(failed)}" if failed else "all checks passed")
