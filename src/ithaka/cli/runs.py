@@ -3,7 +3,6 @@
 import json
 import signal
 import sys
-import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -43,8 +42,15 @@ def train(
 ) -> None:
     """Train the model in CONFIG.yaml; by default, a small one on Python's standard library."""
     if evaluate_only and resume is None:
-        with tempfile.TemporaryDirectory(prefix="ithaka-") as name:
-            start_run(config, overrides, ranks, f"{name}/run", trains=False)
+        with loading():
+            from ithaka.dist.agree import shared_temporary_path
+            from ithaka.dist.mesh import start_process_group
+            from ithaka.launch import under_torchrun
+
+            if under_torchrun():
+                start_process_group()
+        with shared_temporary_path("ithaka-") as folder:
+            start_run(config, overrides, ranks, f"{folder}/run", trains=False)
     start_run(config, overrides, ranks, run_dir, resume, max_restarts, trains=not evaluate_only, force=force)
 
 
@@ -274,6 +280,8 @@ def evaluate(
 
     models = [fetch_model(each, "MODEL=") for each in models]
     results = evaluation.evaluate_all(models, lengths, data, ranks, documents, samples, tasks, chat_template)
+    if not is_rank_0():
+        return
     if page is not None:
         page.write_text(evaluation.render_results(results), encoding="utf-8")
     if as_json:
