@@ -1,4 +1,4 @@
-"""Rehearse the plans of MoE models and four-bit bases, two layers each, within the memory of the planned GPU.
+"""Rehearse the plans of MoE models and four-bit bases, two layers each or one of each kind, within the planned memory.
 
     python benchmarks/rehearse_plans.py                        # one GPU; about a minute per plan
     python benchmarks/rehearse_plans.py --cases longest        # the longest contexts only
@@ -115,24 +115,25 @@ def rehearse_case(case: Case, layers: int, seconds: float, model: str, context: 
     row: dict[str, Any] = {
         "case": case.name,
         "context": plan.work.context,
-        "layers": layers,
         "planned step s": plan.step_s,
         "settings": {name: str(value) for name, value in plan.settings.items() if value is not None},
         "GPU GiB": plan.hardware.gpu.memory_bytes / 2**30,
     }
     for tokens in dict.fromkeys((plan.work.context, timed)):
         at = shorten(tokens)
-        truncated = rehearsal.truncate_plan(at, layers, memory_only=tokens != timed)
+        truncated = rehearsal.truncate_plan(at, layers, memory_only=tokens != timed, config=find_config(model))
         rehearsal.check_cpu_memory(truncated)
         with status(f"{case.name}: {tokens} tokens"):
             rows, phase = rehearsal.rehearse_plan(at, truncated, model)
+        row["layers"] = list(truncated.layers)
         found = {each["what"]: (each["planned"], each["measured"]) for each in rows}
         if tokens == plan.work.context:
             row |= compare("peak GiB", *found["peak without reserve"]) | {"peak in": phase}
             row |= compare("host GiB", *found["host, including disk staging"])
         if tokens == timed:
             row["timed context"] = tokens
-            row |= compare("forward s", *found["layer forward"]) | compare("backward s", *found["layer backward"])
+            for name in (name for name in found if name.startswith(("layer forward", "layer backward"))):
+                row |= compare(f"{name.removeprefix('layer ')} s", *found[name])
         free_memory()
     return row | {"took s": round(time.monotonic() - started, 1)}
 

@@ -118,5 +118,6 @@ def test_plans_are_rehearsed_at_two_contexts():
     result = benchmark("rehearse_plans", "--small", "--seconds", "0", "--cases", "1M, adapters, mxfp4", "--layers", 1)
     row = json.loads(result.stdout)
     assert (row["case"], row["context"]) == ("gpt-oss-120b, 1xH200, 1M, adapters, mxfp4", 1024), row
-    assert row["timed context"] == 512 and row["measured backward s"] > 0
+    assert row["timed context"] == 512 and row["layers"] == [0, 1]
+    assert row["measured backward, full attention, experts (1 of 2 layers) s"] > 0
     assert row["measured peak GiB"] == pytest.approx(row["planned peak GiB"], rel=0.4)

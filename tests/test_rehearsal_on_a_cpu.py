@@ -7,15 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from decoders import SIZES
 from ithaka import rehearse as rehearsal
 from ithaka.cli import app
 from ithaka.dist.loopback import LoopbackGroup
+from ithaka.layout import make_layout
+from ithaka.model.truncate import choose_layers, find_representative_layers, read_kinds, truncate_config
 from ithaka.plan.hardware import parse_gpus
-from ithaka.plan.models import find_shape
+from ithaka.plan.models import find_config, find_shape
 from ithaka.plan.read_config import shape_from_config
-from ithaka.plan.search import SearchSpace, forward_plan
+from ithaka.plan.search import Plan, SearchSpace, forward_plan
 from ithaka.plan.seconds import layer_seconds
 from ithaka.plan.shape import Work
 from models import tiny_config
@@ -158,7 +162,7 @@ def test_attention_cut_short_makes_no_step(memory_only, monkeypatch):
     monkeypatch.setattr(rehearsal, "_on_gpu", lambda: True)
     plan = SearchSpace(find_shape("llama3-8b"), parse_gpus("8xH100")).choose(Work(2**20))
     few = rehearsal.truncate_plan(plan, 2, memory_only)
-    measured = rehearsal.RehearsalResult(1, 1, 1, "", 0, 0, 1.0, 2.0, 7.0)
+    measured = rehearsal.RehearsalResult(1, 1, 1, "", 0, 0, [[1.0, 2.0]] * 2, 7.0)
     rows = {row["what"]: row for row in rehearsal.compare_with_plan(plan, few, measured)}
     assert ("tokens/s per GPU" in rows) == ("step of 32 layers" in rows) == (not memory_only)
     assert "layer forward" in rows
@@ -172,9 +176,108 @@ def test_a_forward_of_all_layers_is_that_of_few_and_the_loss(monkeypatch):
     alone_s = forward.total - forward.exchange
     loss_s = plan.step_s - 32 * forward.total  # 128K tokens on each GPU
     assert loss_s == pytest.approx(2 * 2**17 * 4096 * 128256 / 720e12, rel=0.2)
-    measured = rehearsal.RehearsalResult(1, 1, 1, "", 0, 0, alone_s, 0.0, 2 * alone_s + loss_s)
+    measured = rehearsal.RehearsalResult(1, 1, 1, "", 0, 0, [[alone_s, 0.0]] * 2, 2 * alone_s + loss_s)
     rows = {row["what"]: row for row in rehearsal.compare_with_plan(plan, few, measured)}
     assert rows["forward of 32 layers"]["measured"] == pytest.approx(rows["forward of 32 layers"]["planned"])
+
+
+# ---- kinds of layers
+
+KINDS = {
+    "gemma-3-27b": {"window of 1024": (0, 52), "full attention": (5, 10)},
+    "qwen3.5-9b": {"gated delta rule": (0, 24), "full attention": (3, 8)},
+    "olmo-3-32b": {"window of 4096": (0, 48), "full attention": (3, 16)},
+    "gpt-oss-20b": {"window of 128, experts": (0, 12), "full attention, experts": (1, 12)},
+    "glm-4.5-air": {"full attention": (0, 1), "full attention, experts": (1, 45)},
+    "llama3.1-8b": {"full attention": (0, 32)},
+    "wan2.1-1.3b": {"full attention": (0, 30)},
+}
+
+
+def plan_of(name: str, gpus: str = "1xH200"):
+    shape = find_shape(name)
+    return Plan(shape, make_layout(shape.num_layers), parse_gpus(gpus), Work(2**17))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_layer_is_rehearsed(name):
+    """Each kind has its first layer of the model; a single kind has two layers, as many as --layers asks for."""
+    truncated = rehearsal.truncate_plan(plan_of(name), 2, False, config=find_config(name))
+    found = {kind: (truncated.layers[few[0]], len(layers)) for kind, few, layers in truncated.groups}
+    assert found == KINDS[name]
+    assert len(truncated.layers) == truncated.shape.num_layers == 2
+    assert truncated.shape.windows == tuple(find_shape(name).windows[i] for i in truncated.layers)
+    # Without config.json, windows alone make a kind.
+    assert len(rehearsal.truncate_plan(plan_of(name), 2, False).groups) == len(set(find_shape(name).windows))
+
+
+def test_more_layers_are_those_of_the_most_frequent_kinds():
+    kinds = ["window"] * 5 + ["full"] + ["window"] * 5 + ["full"]
+    assert [choose_layers(kinds, count) for count in (1, 2, 3)] == [(0, 5), (0, 5), (0, 1, 5)]
+    assert choose_layers(kinds, 7) == (0, 1, 2, 3, 4, 5, 6) and choose_layers(kinds, 20) == tuple(range(12))
+
+
+def test_policies_are_those_of_evenly_spaced_layers_of_each_kind():
+    plan = plan_of("gemma-3-27b").with_changes(keep_attention=31, keep_everything=16)  # the last layers
+    kept = rehearsal.truncate_plan(plan, 5, False).layout.kept
+    windowed, full = ([i for i, w in enumerate(plan.shape.windows) if bool(w) == is_windowed] for is_windowed in (1, 0))
+    expected = [windowed[n] for n in (6, 19, 32, 45)] + [full[5]]
+    assert kept == tuple(plan.layout.kept[i] for i in expected) and len(set(kept)) == 3
+
+
+def test_a_step_is_extrapolated_by_kind(monkeypatch):
+    """Full attention takes 10 times as long as a window, in 10 of 62 layers."""
+    monkeypatch.setattr(rehearsal, "_on_gpu", lambda: True)
+    plan = plan_of("gemma-3-27b")
+    few = rehearsal.truncate_plan(plan, 3, False)
+    layer_s = [[1.0, 3.0], [2.0, 4.0], [10.0, 40.0]]
+    measured = rehearsal.RehearsalResult(1, 1, 1, "", 0, 0, layer_s, 70.0)
+    rows = {row["what"]: row for row in rehearsal.compare_with_plan(plan, few, measured)}
+    assert rows["step of 62 layers"]["measured"] == pytest.approx(70 - 60 + 52 * 5 + 10 * 50)
+    for kind, window, seconds in (("window of 1024 (52", 1024, (1.5, 3.5)), ("full attention (10", None, (10.0, 40.0))):
+        planned = layer_seconds(few.shape, few.layout, few.hardware, few.work, window, few.layout.kept[0])
+        for i, direction in enumerate(("forward", "backward")):
+            row = rows[f"layer {direction}, {kind} of 62 layers)"]
+            assert (row["planned"], row["measured"]) == (pytest.approx(planned[i].total), seconds[i])
+
+
+def test_parameters_are_those_of_the_layers_that_run():
+    """GLM-4.5's first layer is dense: it has far fewer parameters than the others."""
+    config = find_config("glm-4.5-air")
+    truncated = rehearsal.truncate_plan(plan_of("glm-4.5-air"), 2, False, config=config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(truncate_config(AutoConfig.for_model(**config), truncated.layers))
+    assert truncated.shape.num_parameters == sum(param.numel() for param in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "family, changes, layers",
+    [
+        ("deepseek_v3", {"first_k_dense_replace": 3}, (0, 3)),
+        ("qwen2_moe", {"decoder_sparse_step": 1, "mlp_only_layers": [0, 1]}, (0, 2)),
+        ("qwen2_moe", {"decoder_sparse_step": 3, "mlp_only_layers": []}, (0, 1, 2)),  # computed from the index
+        ("gemma3_text", {"layer_types": None}, (0, 5)),
+        ("smollm3", {"layer_types": None}, (0, 3)),  # without positions
+        ("gemma4_text", {"global_head_dim": 32, "layer_types": None}, (0, 5)),
+    ],
+)
+def test_a_truncated_configuration_has_a_layer_of_each_kind(family, changes, layers):
+    config = AutoConfig.for_model(family, **SIZES | {"num_hidden_layers": 6} | changes)
+    kinds, chosen = find_representative_layers(config, 2)
+    assert chosen == layers
+    again = AutoConfig.for_model(**truncate_config(config, chosen).to_dict())
+    assert read_kinds(again) == [kinds[i] for i in chosen] and {*read_kinds(again)} == {*kinds}
+
+
+def test_a_layer_of_each_kind_runs(model):
+    config = tiny_config("qwen2", num_hidden_layers=4, max_window_layers=3, tie_word_embeddings=False)
+    model.write_text(json.dumps(config.to_dict()))
+    result = rehearse(model, "--context", "64", "--layers", "1")
+    assert result.exit_code == 0, result.output
+    window = f"window of {config.sliding_window} (1 of 4 layers)"
+    assert f"\nlayer 0: full attention (3 of 4 layers)\nlayer 3: {window}\n" in result.stdout
+    for row in ("layer forward, full attention (3 of 4 layers)", f"layer backward, {window}"):
+        assert re.search(rf"\n{re.escape(row)} +\S+ +[0-9.e-]+ +s", result.stdout), row
 
 
 def test_more_than_is_free_is_refused(model, monkeypatch):

@@ -112,6 +112,22 @@ def test_right_models_pass(saved, tmp_path, family, heads, kv_heads, cp, adapter
         assert cut["layer_types"] == ["linear_attention", "full_attention"]
 
 
+@pytest.mark.parametrize("runs", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_layer_of_each_kind_is_compared(tmp_path, runs):
+    """A dense layer with a window, experts with a window, and experts with full attention, with their own weights."""
+    model = tiny_decoder("afmoe", torch.float32, num_hidden_layers=6, num_dense_layers=2, layer_types=None)
+    model.save_pretrained(tmp_path / "model")
+    assert verify.write_truncated_model(tmp_path / "model", tmp_path / "cut") == ("its own", [0, 2, 3])
+    cut, weights = verify.load_truncated_model(tmp_path / "cut", None).state_dict(), model.state_dict()
+    for name, weight in cut.items():
+        index, _, rest = name.removeprefix("model.layers.").partition(".")
+        source = f"model.layers.{[0, 2, 3][int(index)]}.{rest}" if index.isdecimal() else name
+        assert torch.equal(weight, weights[source].double()), name
+    layout = verify.make_layout(None, 1, model.config.num_attention_heads, 3)
+    checks = list(verify.run_checks(tmp_path / "cut", make_mesh(1), layout, None)) if runs else []
+    assert not [check for check in checks if not check["ok"]]
+
+
 # ---- planted errors
 
 

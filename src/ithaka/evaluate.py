@@ -20,7 +20,9 @@ from ithaka import launch
 from ithaka.config import AdapterConfig, ConfigError, input_error
 from ithaka.data.formats import parse_tools, to_messages
 from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
+from ithaka.dist.agree import gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import default_device, end_process_group, make_mesh, start_process_group
+from ithaka.dist.rank import is_local_rank_0, local_rank_0
 from ithaka.exits import ExitCode
 from ithaka.export import export
 from ithaka.hub import fetch_model
@@ -95,13 +97,21 @@ def evaluate(
     """Evaluate a Hugging Face directory, a run's latest checkpoint or an adapter, with all ranks in one cp group."""
     with tempfile.TemporaryDirectory(prefix="ithaka-evaluate-") as name:
         folder = Path(name)
-        model = prepare_model(source, folder / "model")
-        read_shape(model)
-        tokenizer = load_tokenizer(None, model, chat_template)
-        text = read_text(data, tokenizer, max(contexts), num_documents)
-        if samples:
-            check_prompts(text, tokenizer, contexts)
-        prompts, digest = read_prompts(tasks, tokenizer) if tasks is not None else ([], None)
+        # Once per node, before the process group starts, in which an export would be collective.
+        model = prepare_model(source, folder / "model") if is_local_rank_0() else source
+        if launch.under_torchrun():
+            start_process_group()
+        model = gather_objects(model)[local_rank_0()]
+
+        def read_inputs() -> tuple[EvalText, Sequence[Prompt], str | None]:
+            read_shape(model)
+            tokenizer = load_tokenizer(None, model, chat_template)
+            text = read_text(data, tokenizer, max(contexts), num_documents)
+            if samples:
+                check_prompts(text, tokenizer, contexts)
+            return text, *(read_prompts(tasks, tokenizer) if tasks is not None else ([], None))
+
+        text, prompts, digest = raise_on_all_ranks(read_inputs)
         longest = max([*contexts, *(len(prompt.tokens) for prompt in prompts)])
         # On a CPU, exchanges between ranks take longer than short sequences.
         is_small = not launch.num_gpus() and longest <= SMALL_CONTEXT

@@ -34,6 +34,7 @@ from ithaka.plan.hardware import num_cores
 
 PARENT_POLL_S = 0.2  # how often a rank checks that its launcher is alive
 FAILURE_GRACE_S = 2.0  # after one rank failed, for the others to report their own errors
+RANK_0_GRACE_S = 10.0  # for rank 0 to print an error that all ranks have
 SIGNAL_DEBOUNCE_S = 0.5  # a terminal and a launcher, or `timeout`, may send the same signal twice
 RETRY_S = 15.0  # before a restart after a transient fault
 DEFAULT_CPU_RANKS = 2
@@ -133,8 +134,15 @@ def print_outcome(outcome: Outcome) -> None:
             store.set("printed", "")
         else:
             with contextlib.suppress(RuntimeError):
-                store.wait(["printed"], timedelta(seconds=FAILURE_GRACE_S + 8))
+                store.wait(["printed"], timedelta(seconds=RANK_0_GRACE_S))
         dist.destroy_process_group()
+
+
+def wait_for_rank_0() -> None:
+    """Call it before printing an error that rank 0 may have too, without a process group. Rank 0 then prints it and
+    exits, and torchrun ends this rank while it waits."""
+    if under_torchrun() and not is_rank_0():
+        time.sleep(RANK_0_GRACE_S)
 
 
 class Restarts:

@@ -3,12 +3,14 @@
 X is the bytes of one residual-stream tensor on one rank: s * D * 2 in bf16.
 """
 
-from collections.abc import Iterable
+import copy
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import groupby
-from typing import Any
+from functools import cached_property, partial
+from statistics import mean
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,8 +22,9 @@ from ithaka.dist.loopback import start_loopback
 from ithaka.dist.mesh import default_device, make_mesh
 from ithaka.layout import Layout, default_dtype
 from ithaka.measure import token_losses
-from ithaka.model.build import build_model
+from ithaka.model.build import build_model, read_hf_config
 from ithaka.model.families import find_layers, has_encoder
+from ithaka.model.truncate import choose_layers, find_representative_layers, truncate_config
 from ithaka.model.video import build_transformer, make_clip
 from ithaka.model.video_blocks import is_diffusers_model
 from ithaka.model.vision import make_frames
@@ -40,8 +43,10 @@ from ithaka.train.preferences import use_reference
 from ithaka.train.step import make_optimizer
 from ithaka.train.watch import OutOfMemoryTracker, explain_out_of_memory, ran_out_of_memory
 
+DIRECTIONS = ("forward", "backward")
 TINY_TOKENS = 1024  # per rank; activations are negligible compared with weights
 MEMORY_ONLY_DOCUMENT = 128 * 1024  # document length with memory_only, which bounds the cost of attention
+Row = tuple[str, float | None, float, str]  # what, planned, measured, unit
 
 
 @dataclass(frozen=True)
@@ -54,9 +59,17 @@ class RehearsalResult:
     peak_phase: str
     host_bytes: int  # offloaded by this rank
     disk_bytes: int
-    forward_s: float  # per layer
-    backward_s: float
+    layer_s: list[list[float]]  # [forward, backward] of each layer
     step_s: float  # truncated model, including the optimizer
+
+    @property
+    def forward_s(self) -> float:
+        """Mean over the layers."""
+        return mean(forward for forward, _ in self.layer_s)
+
+    @property
+    def backward_s(self) -> float:
+        return mean(backward for _, backward in self.layer_s)
 
 
 def rehearse(
@@ -71,19 +84,19 @@ def rehearse(
     optimizer_name: Any = "adamw",
     reference: bool = False,
     document_tokens: int | None = None,
+    layers: Sequence[int] | None = None,
 ) -> RehearsalResult:
     """Run training steps (trains=False: forward passes) as rank 0 of `ranks`, and measure the last. `config` is the
-    model's config.json; the layout sets the number of layers. Weights are random. `memory_only`: run one step, and
-    limit attention to documents of 128 Ki tokens; allocations do not change. `reference`: run the model without its
-    adapter, or a frozen copy, first, as DPO and GRPO do."""
-    layers, is_video = len(layout.kept), "_class_name" in config
+    model's config.json, of which `layers` run, by default the first; the layout has a policy for each. Weights are
+    random. `memory_only`: run one step, and limit attention to documents of 128 Ki tokens; allocations do not change.
+    `reference`: run the model without its adapter, or a frozen copy, first, as DPO and GRPO do."""
+    is_video, num_layers = "_class_name" in config, len(layout.kept)
     if is_video and memory_only:
         raise ConfigError("--memory-only cuts attention into documents, which a clip does not have; leave it out")
-    text = config.get("text_config") or config
-    cut = {"num_layers" if is_video else "num_hidden_layers": layers}
-    if text.get("layer_types"):
-        cut["layer_types"] = text["layer_types"][:layers]
-    truncated = {**config, **(cut if text is config else {"text_config": {**text, **cut}})}
+    if is_video:
+        truncated = {**config, "num_layers": num_layers}
+    else:
+        truncated = truncate_config(_read_config(config), layers or range(num_layers)).to_dict()
     start_loopback(ranks)
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
@@ -101,10 +114,7 @@ def rehearse(
         _, tiny_peaks = _measure_step(step, _make_inputs(model, mesh.cp_size * tiny_s), mesh.device, 2)
         seconds, peaks = _measure_step(step, _make_inputs(model, context, document), mesh.device, steps)
         peak_path, store = max(peaks, key=lambda path: (peaks[path], len(path))), find_layers(model)[0].forward.store
-        forward_s, backward_s = (
-            sum(seconds.get(("step", f"layer {i}", name), 0.0) for i in range(layers))
-            for name in ("forward", "backward")
-        )
+        layer_s = [[seconds.get(("step", f"layer {i}", name), 0.0) for name in DIRECTIONS] for i in range(num_layers)]
         return RehearsalResult(
             x_bytes=layout.x_bytes(config["num_attention_heads"] * config["attention_head_dim"], s)
             if is_video
@@ -114,10 +124,13 @@ def rehearse(
             peak_phase=" / ".join(peak_path[1:]) or "outside layers and loss",
             host_bytes=store.pool.peak_bytes,
             disk_bytes=store.disk.used_bytes,
-            forward_s=forward_s / layers,
-            backward_s=backward_s / layers,
+            layer_s=layer_s,
             step_s=seconds[("step",)],
         )
+
+
+def _read_config(config: dict[str, Any]) -> Any:
+    return read_hf_config(copy.deepcopy(config))  # transformers changes nested values
 
 
 def _measure_step(
@@ -194,34 +207,77 @@ def find_kernel(name: str, kinds: Iterable[AttentionKind]) -> str:
     return agree_on_kernel(name, default_device(), getattr(torch, compute_dtype()), kinds)
 
 
-def truncate_plan(plan: Plan, layers: int, memory_only: bool, kernel: str = "auto") -> Plan:
-    """Map a plan to one with fewer layers, in this device's dtype. Activation policies are taken from evenly spaced
-    layers; every layer gets the adapters of the layer with the most."""
-    shape = plan.shape
-    policies = tuple(plan.layout.kept[(2 * i + 1) * shape.num_layers // (2 * layers)] for i in range(layers))
-    truncated = shape.first_layers(layers)
+class KindOfLayer(NamedTuple):
+    name: str
+    rehearsed: list[int]  # its layers in the truncated model
+    layers: list[int]  # its layers in the model
+
+
+@dataclass(frozen=True)
+class TruncatedPlan(Plan):
+    """The plan of a model with a few of its layers."""
+
+    layers: tuple[int, ...] = ()  # of the model
+    kinds: tuple[Hashable, ...] = ()  # of all layers of the model: equal for layers of one kind
+
+    @cached_property
+    def groups(self) -> list[KindOfLayer]:
+        """The kinds of layers, named for what the plan knows about them."""
+        groups = []
+        for kind in dict.fromkeys(self.kinds):
+            rehearsed = [i for i, layer in enumerate(self.layers) if self.kinds[layer] == kind]
+            window, experts = self.shape.windows[rehearsed[0]], getattr(kind, "has_experts", False)
+            name = "gated delta rule" if window == 0 else f"window of {window}" if window else "full attention"
+            name += ", experts" if experts else ""
+            groups.append(KindOfLayer(name, rehearsed, [i for i, other in enumerate(self.kinds) if other == kind]))
+        uses = Counter(group.name for group in groups)
+        return [
+            group._replace(name=f"{group.name}, as layer {group.layers[0]}") if uses[group.name] > 1 else group
+            for group in groups
+        ]
+
+
+def truncate_plan(
+    plan: Plan, num_layers: int, memory_only: bool, kernel: str = "auto", config: dict[str, Any] | None = None
+) -> TruncatedPlan:
+    """Map a plan to one with `num_layers` layers, or one of each kind if that is more, in this device's dtype. A kind's
+    activation policies are taken from evenly spaced layers; every layer gets the adapters of the layer with the most.
+    `config` is the model's config.json; without it, layers of one kind are those with the same window."""
+    shape, kinds, dropped = plan.shape, tuple[Hashable, ...](plan.shape.windows), None
+    layers = choose_layers(kinds, num_layers)
+    if config is not None and "_class_name" not in config:
+        of_config, layers = find_representative_layers(_read_config(config), num_layers)
+        dropped = sum(kind.num_parameters for i, kind in enumerate(of_config) if i not in layers)
+        kinds = tuple(of_config)
+    truncated = shape.keep_layers(layers, dropped)
     if shape.adapter:
         targets = (*shape.most_adapted, *(["lm_head"] if shape.has_adapter("lm_head") else []))
         truncated = truncated.with_adapter(replace(shape.adapter, targets=targets))
-    layout = replace(plan.layout, kept=policies, dtype=compute_dtype(), kernel=kernel)
     work = replace(plan.work, document_tokens=MEMORY_ONLY_DOCUMENT) if memory_only else plan.work
-    return Plan(truncated, layout, plan.hardware, work)
+    few = TruncatedPlan(truncated, plan.layout, plan.hardware, work, layers=layers, kinds=kinds)
+    policies = {}
+    for _, rehearsed, all_layers in few.groups:
+        for i, layer in enumerate(rehearsed):
+            policies[layer] = plan.layout.kept[all_layers[(2 * i + 1) * len(all_layers) // (2 * len(rehearsed))]]
+    kept = tuple(policies[i] for i in range(len(layers)))
+    return replace(few, layout=replace(plan.layout, kept=kept, dtype=compute_dtype(), kernel=kernel))
 
 
-def check_cpu_memory(truncated: Plan) -> None:
+def check_cpu_memory(truncated: TruncatedPlan) -> None:
     """On a CPU, refuse a rehearsal that exceeds free host memory, which then also holds the device's tensors."""
     ledger = truncated.ledger
     host_bytes = (ledger.host_needed - ledger.host["reserve"]) // truncated.hardware.gpus_per_node
     need_bytes, free_bytes = ledger.gpu_peak - ledger.gpu["reserve"] + host_bytes, available_memory()
     if need_bytes > free_bytes and not _on_gpu():
+        fewer = " or fewer --layers" if len(truncated.layers) > len(truncated.groups) else ""
         raise ConfigError(
             f"--context {truncated.work.context} with --layers {truncated.shape.num_layers} needs "
             f"{format_bytes(need_bytes)} without a GPU, {format_bytes(free_bytes)} available; "
-            "use a shorter --context or fewer --layers"
+            f"use a shorter --context{fewer}"
         )
 
 
-def describe_rehearsal(plan: Plan, truncated: Plan) -> dict[str, Any]:
+def describe_rehearsal(plan: Plan, truncated: TruncatedPlan) -> dict[str, Any]:
     """Lines to print first. kernel: runs on this device; planned_kernel: its rates are in the plan."""
     s, hidden = truncated.work.local_tokens(truncated.layout.cp), truncated.shape.hidden
     kinds = truncated.shape.attention_kinds
@@ -236,14 +292,18 @@ def describe_rehearsal(plan: Plan, truncated: Plan) -> dict[str, Any]:
         "context": plan.work.context,
         "layers": truncated.shape.num_layers,
         "layers_of_model": plan.shape.num_layers,
+        "kinds": [
+            {"kind": name, "rehearsed": [truncated.layers[i] for i in rehearsed], "layers_of_model": len(layers)}
+            for name, rehearsed, layers in truncated.groups
+        ],
         "attention_cut_short": truncated.work != plan.work and plan.work.tokens > MEMORY_ONLY_DOCUMENT,
         "x": f"{x} = {format_bytes(truncated.layout.x_bytes(hidden, s))}",
         "settings": plan.settings,
     }
 
 
-def rehearse_plan(plan: Plan, truncated: Plan, model: str) -> tuple[list[dict[str, Any]], str]:
-    """Rehearse the first layers of `model` within the planned GPU's memory. Return table rows and the peak's phase."""
+def rehearse_plan(plan: Plan, truncated: TruncatedPlan, model: str) -> tuple[list[dict[str, Any]], str]:
+    """Rehearse a few layers of `model` within the planned GPU's memory. Return table rows and the peak's phase."""
     config, memory_tracker = find_config(model), OutOfMemoryTracker(default_device())
     if _on_gpu():
         total_bytes = torch.cuda.get_device_properties(default_device()).total_memory
@@ -251,6 +311,7 @@ def rehearse_plan(plan: Plan, truncated: Plan, model: str) -> tuple[list[dict[st
     try:
         options = (truncated.work != plan.work, truncated.shape.adapter, plan.work.trains)
         named: dict[str, Any] = {"optimizer_name": truncated.shape.optimizer, "reference": plan.work.reference}
+        named["layers"] = truncated.layers
         if plan.work.batch > 1:
             named["document_tokens"] = plan.work.context
         with listening(memory_tracker):
@@ -262,43 +323,59 @@ def rehearse_plan(plan: Plan, truncated: Plan, model: str) -> tuple[list[dict[st
     return compare_with_plan(plan, truncated, measured), measured.peak_phase
 
 
-def _planned_seconds(plan: Plan) -> tuple[Seconds, Seconds]:
-    """Planned seconds of all layers: forward, with that of a reference, and backward if the plan trains."""
-    total = Seconds(), Seconds()
-    for (window, policy), group in groupby(zip(plan.shape.windows, plan.layout.kept, strict=True)):
-        per_layer = layer_seconds(plan.shape, plan.layout, plan.hardware, plan.work, window, policy)
-        num_layers = len(list(group))
-        num_forward = num_layers * (1 + plan.work.reference)
-        total = total[0] + per_layer[0].times(num_forward), total[1] + per_layer[1].times(num_layers * plan.work.trains)
-    return total
+def _layer_seconds(plan: Plan) -> list[tuple[Seconds, Seconds]]:
+    """Planned seconds of each layer: forward, with that of a reference, and backward if the plan trains."""
+    pairs = list(zip(plan.shape.windows, plan.layout.kept, strict=True))
+    seconds = {}
+    for window, policy in set(pairs):
+        forward, backward = layer_seconds(plan.shape, plan.layout, plan.hardware, plan.work, window, policy)
+        seconds[window, policy] = forward.times(1 + plan.work.reference), backward.times(plan.work.trains)
+    return [seconds[pair] for pair in pairs]
 
 
-def compare_with_plan(plan: Plan, truncated: Plan, measured: RehearsalResult) -> list[dict[str, Any]]:
+def _compare_layers(truncated: TruncatedPlan, measured: RehearsalResult) -> Iterator[Row]:
+    """Yield mean seconds per layer of each kind, without exchanges."""
+    planned = _layer_seconds(truncated)
+    for name, rehearsed, layers in truncated.groups:
+        suffix = f", {name} ({len(layers)} of {len(truncated.kinds)} layers)" if len(truncated.groups) > 1 else ""
+        for index, direction in enumerate(DIRECTIONS[: 1 + truncated.work.trains]):
+            planned_s = mean(planned[i][index].without_exchange for i in rehearsed)
+            yield f"layer {direction}{suffix}", planned_s, mean(measured.layer_s[i][index] for i in rehearsed), "s"
+
+
+def extrapolate_step(plan: Plan, truncated: TruncatedPlan, measured: RehearsalResult) -> float:
+    """Seconds of the full model's step: the measured one with all layers of each kind, and planned exchanges."""
+    few, full = _layer_seconds(truncated), _layer_seconds(plan)
+    step_s = measured.step_s + sum(forward.exchange + backward.exchange for forward, backward in full)
+    for _, rehearsed, layers in truncated.groups:
+        # Scale by planned seconds, not by layer count: layers may have different activation policies.
+        planned_few, planned_full = (
+            sum(part.without_exchange for i in indices for part in seconds[i])
+            for seconds, indices in ((few, rehearsed), (full, layers))
+        )
+        step_s += (planned_full / planned_few - 1) * sum(sum(measured.layer_s[i]) for i in rehearsed)
+    return step_s
+
+
+def compare_with_plan(plan: Plan, truncated: TruncatedPlan, measured: RehearsalResult) -> list[dict[str, Any]]:
     """Rows for the rehearsed layers, then, on a GPU and with full attention, for the full model's step or forward."""
-    forward, backward = (total.times(1 / truncated.shape.num_layers) for total in _planned_seconds(truncated))
-    exchange_s, layer_s = (forward + backward).exchange, measured.forward_s + measured.backward_s
-    trains = plan.work.trains
-    # Scale by planned seconds, not by layer count: layers may have different activation policies.
-    full_model = sum(_planned_seconds(plan), Seconds())
-    layer_ratio = (full_model.total - full_model.exchange) / ((forward + backward).total - exchange_s)
-    step_s = measured.step_s + (layer_ratio - truncated.shape.num_layers) * layer_s + full_model.exchange
-    tokens_per_s = plan.work.tokens / plan.layout.cp / step_s
     ledger, node_gib = truncated.ledger, GIB * truncated.hardware.gpus_per_node
     peak_bytes = ledger.gpu_peak - ledger.gpu["reserve"]
     host_bytes = sum(ledger.host[holder] for holder in STORE_HOLDERS)
-    rows: list[tuple[str, float | None, float, str]] = [
+    rows: list[Row] = [
         ("peak without reserve", peak_bytes / GIB, measured.peak_bytes / GIB, "GiB"),
         ("layer peak above parameters and gradients", None, measured.layer_bytes / measured.x_bytes, "X"),
         ("host, including disk staging", host_bytes / node_gib, measured.host_bytes / GIB, "GiB"),
         ("disk", ledger.disk_peak / node_gib, measured.disk_bytes / GIB, "GiB"),
-        ("layer forward", forward.total - forward.exchange, measured.forward_s, "s"),
+        *_compare_layers(truncated, measured),
     ]
-    if trains:
-        rows.append(("layer backward", backward.total - backward.exchange, measured.backward_s, "s"))
     if _on_gpu() and truncated.work == plan.work:  # CPU times and truncated attention cannot be extrapolated
+        exchange_s = mean(forward.exchange + backward.exchange for forward, backward in _layer_seconds(plan))
+        step_s, name = extrapolate_step(plan, truncated, measured), "step" if plan.work.trains else "forward"
+        tokens_per_s = plan.work.tokens / plan.layout.cp / step_s
         rows += [
             ("exchange per layer (planned only)", exchange_s, exchange_s, "s"),
-            (f"{'step' if trains else 'forward'} of {plan.shape.num_layers} layers", plan.step_s, step_s, "s"),
+            (f"{name} of {plan.shape.num_layers} layers", plan.step_s, step_s, "s"),
             ("tokens/s per GPU", round(plan.tokens_per_s_per_gpu), round(tokens_per_s), ""),
         ]
     return [dict(zip(("what", "planned", "measured", "unit"), row, strict=True)) for row in rows]

@@ -1,4 +1,4 @@
-"""Run two layers of a model, with its weights, on cp ranks, and compare them with plain transformers.
+"""Run one layer of each kind of a model, with its weights, on cp ranks, and compare them with plain transformers.
 
 Both sides run in float64; only norms and RoPE angles round to float32, as in transformers. The reference for loss and
 gradients rounds nothing: transformers' gated delta rule in float32 leaves mostly noise in the gradients of its decays.
@@ -37,12 +37,14 @@ from ithaka.model.build import has_weights, parallelize_model, read_hf_config
 from ithaka.model.families import find_layers, has_encoder
 from ithaka.model.logprobs import token_logprobs
 from ithaka.model.quantized import round_weights
+from ithaka.model.truncate import find_representative_layers, truncate_config
 from ithaka.model.weights import end_parameters, open_tensor_files
 from ithaka.plan.read_config import read_json, read_shape, shape_from_config
 from ithaka.preflight.checks import check_weights
 from ithaka.preflight.run import read_stored_settings
 
 TOLERANCE = 1e-4  # relative; a wrong index, factor or mask gives at least 1e-2
+MIN_LAYERS = 2
 MAX_VOCAB, MAX_WINDOW, MAX_TILE = 1024, 11, 16
 CHECKS_FILE = "checks.json"
 INVALID_ERROR = 1e9  # for missing and non-finite gradients: JSON has no infinity
@@ -66,24 +68,25 @@ def verify(source: Path | dict, config: Config | None = None, cp: int | None = N
         raise ConfigError(f"--cp={cp} exceeds the {heads} query heads; use at most {heads}")
     if cp > num_gpus():
         check_cpu_ranks(cp, "--cp")
-    layout, device = make_layout(config, cp, heads), "cuda" if num_gpus() >= cp else "cpu"
+    device = "cuda" if num_gpus() >= cp else "cpu"
     adapter = config.adapter if config is not None else AdapterConfig(rank=4) if find_spec("peft") else None
     adapter = adapter and replace(read_stored_settings(adapter, set()), path=None)
     with tempfile.TemporaryDirectory(prefix="ithaka-verify-") as directory:
-        weights = write_truncated_model(source, Path(directory), config)
+        weights, layers = write_truncated_model(source, Path(directory), config)
+        layout = make_layout(config, cp, heads, len(layers))
         if code := run_ranks(_verify_rank, (Path(directory), layout, adapter, device), cp):
             raise SystemExit(code)
         checks = json.loads((Path(directory) / CHECKS_FILE).read_text())
-    setup = {"model_type": shape.family, "weights": weights, "cp": cp, "device": device}
+    setup = {"model_type": shape.family, "layers": layers, "weights": weights, "cp": cp, "device": device}
     return {"ok": all(check["ok"] for check in checks), **setup, "checks": checks}
 
 
-def make_layout(config: Config | None, cp: int, heads: int) -> Layout:
-    """Adapt the configured layout to two layers, few tokens and float64; by default, enable every technique."""
+def make_layout(config: Config | None, cp: int, heads: int, num_layers: int = MIN_LAYERS) -> Layout:
+    """Adapt the configured layout to a few layers and tokens and float64; by default, enable every technique."""
     if config is None:
-        policies = (ActivationPolicy("host", "host"), ActivationPolicy())
-        return Layout(cp, cp if cp < heads else None, MAX_TILE, policies, dtype="float64")
-    layout = layout_from_config(config, 2, cp, on_gpu=False)
+        policies = (ActivationPolicy("host", "host"), ActivationPolicy()) * num_layers
+        return Layout(cp, cp if cp < heads else None, MAX_TILE, policies[-num_layers:], dtype="float64")
+    layout = layout_from_config(config, num_layers, cp, on_gpu=False)
     stage = layout.heads_per_stage and max(1, layout.heads_per_stage // config.parallel.cp_of(cp)) * cp
     stage = stage if stage and stage < heads else None
     tile, ring = min(layout.tile_tokens or MAX_TILE, MAX_TILE), math.gcd(cp, layout.ring)
@@ -91,21 +94,15 @@ def make_layout(config: Config | None, cp: int, heads: int) -> Layout:
     return replace(layout, dtype="float64", offload_optimizer=False)
 
 
-def write_truncated_model(source: Path | dict, out: Path, settings: Config | None = None) -> str:
-    """Write a Hugging Face directory with two layers (of different types if the model has them) and a small vocabulary.
-    Return the origin of its weights."""
+def write_truncated_model(source: Path | dict, out: Path, settings: Config | None = None) -> tuple[str, list[int]]:
+    """Write a Hugging Face directory with two layers, or one of each kind if that is more, and a small vocabulary.
+    Return the origin of its weights, and the layers."""
     config = read_hf_config(source, settings.model.rope if settings is not None else None)
+    _, layers = find_representative_layers(config, MIN_LAYERS)
+    config = truncate_config(config, layers)
     text = config.get_text_config()
-    num_layers, num_dense = text.num_hidden_layers, getattr(text, "first_k_dense_replace", None)
-    lists = {key: value for key, value in vars(text).items() if isinstance(value, list) and len(value) == num_layers}
-    kinds = [(i < (num_dense or 0), *(value[i] for value in lists.values())) for i in range(num_layers)]
-    layers = [0, next((i for i, kind in enumerate(kinds) if kind != kinds[0]), 1)][:num_layers]
-    text.num_hidden_layers, text.vocab_size = len(layers), min(MAX_VOCAB, text.vocab_size)
+    text.vocab_size = min(MAX_VOCAB, text.vocab_size)
     text.bos_token_id = text.eos_token_id = text.pad_token_id = None  # may exceed the truncated vocabulary
-    for key, value in lists.items():
-        setattr(text, key, [value[i] for i in layers])
-    if num_dense is not None:
-        text.first_k_dense_replace = sum(i < num_dense for i in layers)
     if getattr(text, "sliding_window", None):
         text.sliding_window = min(MAX_WINDOW, text.sliding_window)
     if text is not config:
@@ -114,7 +111,7 @@ def write_truncated_model(source: Path | dict, out: Path, settings: Config | Non
     if not has_weights(source):
         torch.manual_seed(0)
         model_class.from_config(config).save_pretrained(out)
-        return "random"
+        return "random", list(layers)
     with torch.device("meta"):
         model = model_class.from_config(config)
     # Older files of vision-language models have other prefixes.
@@ -132,7 +129,7 @@ def write_truncated_model(source: Path | dict, out: Path, settings: Config | Non
             rows = text.vocab_size if _without_prefix(name) in ends else None
             tensors[new_name] = file.get_slice(name)[:rows].contiguous()
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    return "its own"
+    return "its own", list(layers)
 
 
 def _without_prefix(name: str) -> str:
@@ -182,7 +179,6 @@ class ModelPair:
         self.direction_errors: Errors = {}  # per-head gradient direction errors, by name
         self.plain = load_truncated_model(directory, adapter).to(mesh.device) if mesh.rank == 0 else None
         model = load_truncated_model(directory, adapter)
-        layout = replace(layout, kept=layout.kept[-len(find_layers(model)) :])
         attention = [layer.self_attn for layer in find_layers(model) if hasattr(layer, "self_attn")]
         self.head_dim = getattr(attention[0], "head_dim", None) if attention else None
         self.model = parallelize_model(model, mesh=mesh, layout=layout)

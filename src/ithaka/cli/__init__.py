@@ -2,14 +2,19 @@
 
 import logging
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from ithaka.cli import doctor, plan, runs
+from ithaka.dist.rank import is_rank_0, leave_launcher
 from ithaka.exits import is_transient
+
+# Commands that run on all ranks of torchrun. The others run on rank 0 only.
+ON_ALL_RANKS = (["train"], ["profile"], ["evaluate"], ["bench", "network"])
 
 logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao registers its enums on import
 
@@ -21,11 +26,17 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except Exception as error:
-            if not type(error).__module__.startswith("ithaka.") and not is_transient(error):
+            is_ours = type(error).__module__.startswith("ithaka.") or is_transient(error)
+            is_usage = hasattr(error, "show")  # a wrong argument, which click prints
+            if not is_ours and not is_usage:
                 raise
-            from ithaka.launch import outcome_from_error, print_outcome
+            from ithaka.launch import outcome_from_error, print_outcome, wait_for_rank_0
 
             outcome = outcome_from_error(error)
+            if not outcome.shared:
+                wait_for_rank_0()
+            if not is_ours:
+                raise
             print_outcome(outcome)
             raise typer.Exit(outcome.code) from None
 
@@ -64,4 +75,13 @@ def main() -> None:
         from ithaka.launch import exit_with_parent
 
         exit_with_parent()
+    if not runs_on_all_ranks(sys.argv[1:]):
+        if not is_rank_0():
+            return
+        leave_launcher()
     app()
+
+
+def runs_on_all_ranks(arguments: Sequence[str]) -> bool:
+    is_help = "--help" in arguments
+    return not is_help and any(list(arguments[: len(command)]) == command for command in ON_ALL_RANKS)

@@ -96,7 +96,9 @@ def rehearse(
     gpus: Gpus,
     context: Context = "128K",
     video: Video = None,
-    layers: Annotated[int, typer.Option(min=1, help="Layers to run; the others are extrapolated.")] = 2,
+    layers: Annotated[
+        int, typer.Option(min=1, help="Layers to run, at least one of each kind; the others are extrapolated.")
+    ] = 2,
     host_memory: HostMemory = None,
     disk: Disk = None,
     batch: Batch = 1,
@@ -110,6 +112,7 @@ def rehearse(
     """Run rank 0 of these GPUs on this device, and compare measurements with the plan."""
     from ithaka.plan import show
     from ithaka.plan.hardware import find_hardware
+    from ithaka.plan.models import find_config
     from ithaka.plan.request import make_request
     from ithaka.plan.units import format_bytes
 
@@ -132,13 +135,16 @@ def rehearse(
     with status("trying attention kernels"):
         request = request.with_kernel(rehearsal.find_kernel(kernel, plan.shape.attention_kinds))
     plan = request.forward_plan() if evaluate else request.plan()
-    truncated = rehearsal.truncate_plan(plan, min(layers, plan.shape.num_layers), memory_only, kernel)
+    truncated = rehearsal.truncate_plan(plan, layers, memory_only, kernel, find_config(model))
     rehearsal.check_cpu_memory(truncated)
     header = rehearsal.describe_rehearsal(plan, truncated)
     if not as_json:
         decided = {name: format_value(value) for name, value in plan.settings.items() if value is not None}
         settings = ", ".join(f"{name}={value}" for name, value in decided.items())
         print("rank 0 of {gpus}, {context} tokens, {layers} of {layers_of_model} layers, on {device}".format(**header))
+        for kind in header["kinds"] if len(header["kinds"]) > 1 else ():
+            rehearsed, num_layers = ", ".join(map(str, kind["rehearsed"])), header["layers_of_model"]
+            print(f"layer {rehearsed}: {kind['kind']} ({kind['layers_of_model']} of {num_layers} layers)")
         print("attention: kernel {kernel}, planned with {planned_kernel}".format(**header))
         print(f"settings: {settings}\nX: {header['x']}\n", flush=True)
     with status(f"rehearsing at {truncated.work.tokens} tokens"):

@@ -3,7 +3,6 @@
 import json
 import signal
 import sys
-import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -44,8 +43,15 @@ def train(
 ) -> None:
     """Train the model in CONFIG.yaml; by default, a small one on Python's standard library."""
     if evaluate_only and resume is None:
-        with tempfile.TemporaryDirectory(prefix="ithaka-") as name:
-            start_run(config, overrides, ranks, f"{name}/run", trains=False)
+        with loading():
+            from ithaka.dist.agree import shared_temporary_path
+            from ithaka.dist.mesh import start_process_group
+            from ithaka.launch import under_torchrun
+
+            if under_torchrun():
+                start_process_group()
+        with shared_temporary_path("ithaka-") as folder:
+            start_run(config, overrides, ranks, f"{folder}/run", trains=False)
     start_run(config, overrides, ranks, run_dir, resume, max_restarts, trains=not evaluate_only, force=force)
 
 
@@ -275,6 +281,8 @@ def evaluate(
 
     models = [fetch_model(each, "MODEL=") for each in models]
     results = evaluation.evaluate_all(models, lengths, data, ranks, documents, samples, tasks, chat_template)
+    if not is_rank_0():
+        return
     if page is not None:
         page.write_text(evaluation.render_results(results), encoding="utf-8")
     if as_json:
@@ -318,7 +326,7 @@ def verify(
     cp: Annotated[int | None, typer.Option(min=1, help="Ranks that share a sequence; by default 4.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two layers of your model on cp ranks with plain transformers: loss, gradients, masks, documents."""
+    """Compare layers of each kind, on cp ranks, with plain transformers: loss, gradients, masks, documents."""
     from ithaka.plan.models import find_config
 
     settings, path = None, Path(model).expanduser()
@@ -335,7 +343,9 @@ def verify(
     if as_json:
         print(json.dumps(result, indent=2))
     else:
-        print("{model_type}, two layers, {weights} weights, cp={cp} on {device}".format(**result))
+        layers = ", ".join(map(str, result["layers"]))
+        setup = "{model_type}, {weights} weights, cp={cp} on {device}".format(**result)
+        print(f"{setup}; layers compared: {layers}")
         print(format_table([_format_check(**check) for check in result["checks"]]))
         failed = [check["part"] for check in result["checks"] if not check["ok"]]
         print(f"failed: {', '.join(failed)}" if failed else "all checks passed")

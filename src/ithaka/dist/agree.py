@@ -1,13 +1,18 @@
 """Agreement between ranks: gather Python objects, and raise one rank's error on every rank."""
 
+import shutil
 import socket
+import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from ithaka.config import ConfigError
+from ithaka.dist.rank import is_local_rank_0
 from ithaka.exits import ExitCode, TransientError, exit_code_for, is_transient
 
 P = ParamSpec("P")
@@ -95,3 +100,15 @@ def raise_on_all_ranks(function: Callable[P, T], *args: P.args, **kwargs: P.kwar
         failure, cause = describe_error(error, host=socket.gethostname()), error
     raise_first(gather_objects(failure), cause=cause)
     return result
+
+
+@contextmanager
+def shared_temporary_path(prefix: str) -> Iterator[Path]:
+    """A temporary directory with the same path on all ranks. Nodes that do not share it may create their own."""
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as own:
+        path = Path(gather_objects(own)[0])
+        try:
+            yield path
+        finally:
+            if is_local_rank_0():
+                shutil.rmtree(path, ignore_errors=True)

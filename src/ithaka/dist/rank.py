@@ -11,3 +11,14 @@ def is_rank_0() -> bool:
 def is_local_rank_0() -> bool:
     """Whether this process acts for its node. True for a process without a launcher."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def local_rank_0() -> int:
+    """The rank that acts for this process's node. The ranks of a node are consecutive."""
+    return int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def leave_launcher() -> None:
+    """Act as a process without a launcher from now on."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)

@@ -70,6 +70,10 @@ class Seconds:
     def total(self) -> float:
         return sum(vars(self).values())
 
+    @property
+    def without_exchange(self) -> float:
+        return self.total - self.exchange
+
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(*map(operator.add, vars(self).values(), vars(other).values()))
 

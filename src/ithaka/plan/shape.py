@@ -183,13 +183,19 @@ class ModelShape:
         return self.num_layers * self.layer_parameters + embeddings + self.hidden
 
     def first_layers(self, num_layers: int) -> ModelShape:
-        """Return the same model with fewer layers. The parameters of a measured model are scaled in proportion."""
-        measured = self.measured
+        """Return the same model with fewer layers."""
+        return self.keep_layers(range(num_layers))
+
+    def keep_layers(self, layers: Sequence[int], dropped: int | None = None) -> ModelShape:
+        """Return the same model with these layers only. `dropped`: the parameters of all others; without it, those of a
+        measured model are scaled in proportion."""
+        measured, windows = self.measured, tuple(self.windows[i] for i in layers)
         if measured:
             rest = self.encoder.parameters if self.encoder else 0
-            total = rest + (measured.total_parameters - rest) * num_layers // self.num_layers
+            kept = (measured.total_parameters - rest) * len(layers) // self.num_layers
+            total = rest + kept if dropped is None else measured.total_parameters - dropped
             measured = replace(measured, total_parameters=total)
-        return replace(self, num_layers=num_layers, windows=self.windows[:num_layers], measured=measured)
+        return replace(self, num_layers=len(layers), windows=windows, measured=measured)
 
     def shards(self, num_ranks: int) -> tuple[int, int]:
         """(trained, frozen) parameters of one rank. Trained ones are fp32, with a gradient and two AdamW moments."""

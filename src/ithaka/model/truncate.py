@@ -1,0 +1,87 @@
+"""Truncate a model to a few layers, with at least one of each kind."""
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from ithaka.model.adapters import auto_class, is_stacked
+from ithaka.model.families import find_layers
+
+NUM_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")  # first layers without experts
+LAYER_INDICES = ("mlp_only_layers", "moe_layers")
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What makes layers differ in time, memory or function, apart from the values of their parameters."""
+
+    settings: tuple[str, ...]  # the layer's entries in the configuration's lists
+    modules: tuple[tuple[str, type], ...]
+    parameters: tuple[tuple[str, torch.Size], ...]
+    has_experts: bool
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.parameters)
+
+
+def read_kinds(config: Any) -> list[LayerKind]:
+    """The kind of each layer of the model that a Hugging Face configuration describes."""
+    with torch.device("meta"):
+        layers = find_layers(auto_class(config.model_type).from_config(config))
+    lists = _layer_lists(config.get_text_config().to_dict()).values()
+    return [
+        LayerKind(
+            tuple(repr(values[i]) for values in lists),
+            tuple((name, type(module)) for name, module in layer.named_modules()),
+            tuple((name, param.shape) for name, param in layer.named_parameters()),
+            any(map(is_stacked, layer.parameters())),
+        )
+        for i, layer in enumerate(layers)
+    ]
+
+
+def _layer_lists(values: dict[str, Any]) -> dict[str, Sequence[Any]]:
+    """The lists of a decoder's configuration that have one entry per layer."""
+    lists = {name: value for name, value in values.items() if isinstance(value, list | tuple)}
+    names = [name for name in lists if name not in LAYER_INDICES and not name.endswith("_token_id")]
+    return {name: lists[name] for name in names if len(lists[name]) == values["num_hidden_layers"]}
+
+
+def choose_layers(kinds: Sequence[Hashable], count: int) -> tuple[int, ...]:
+    """The first layer of each kind, then, up to `count`, more of the kinds with the most layers."""
+    num_layers, chosen = Counter(kinds), Counter(set(kinds))
+    for _ in range(min(count, len(kinds)) - len(chosen)):
+        chosen[max(num_layers, key=lambda kind: num_layers[kind] / chosen[kind])] += 1
+    return tuple(i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < chosen[kind])
+
+
+def truncate_config(config: Any, layers: Sequence[int]) -> Any:
+    """A Hugging Face configuration of a model with these layers of `config` only."""
+    values = config.to_dict()
+    text = values if config.get_text_config() is config else values["text_config"]
+    text |= {name: [value[i] for i in layers] for name, value in _layer_lists(text).items()}
+    text |= {name: sum(i < text[name] for i in layers) for name in NUM_DENSE if text.get(name) is not None}
+    for name in LAYER_INDICES:
+        if text.get(name):
+            text[name] = [layers.index(i) for i in text[name] if i in layers]
+    if overrides := text.get("per_layer_config"):
+        text["per_layer_config"] = {layers.index(int(i)): overrides[i] for i in overrides if int(i) in layers}
+    text["num_hidden_layers"] = len(layers)
+    return AutoConfig.for_model(**values)
+
+
+def find_representative_layers(config: Any, count: int) -> tuple[list[LayerKind], tuple[int, ...]]:
+    """The kind of each layer, and at least `count` layers with all kinds that `truncate_config` can keep. Some families
+    compute a layer's kind from its index: then all layers up to the last of these."""
+    kinds = read_kinds(config)
+    layers = choose_layers(kinds, count)
+    for candidate in (layers, tuple(range(layers[-1] + 1))):
+        if read_kinds(truncate_config(config, candidate)) == [kinds[i] for i in candidate]:
+            return kinds, candidate
+    return kinds, tuple(range(len(kinds)))
