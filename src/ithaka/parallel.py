@@ -159,7 +159,7 @@ def shape_from_model(model: Any) -> ModelShape:
     modules = {name: module for name, module in base.named_modules() if adapter in getattr(module, "lora_A", ())}
     rank = max(module.r[adapter] for module in modules.values())
     layers = r"^((transformer_)?blocks|model\.language_model\.layers)\."  # the planner names all of them model.layers
-    targets = tuple(re.sub(layers, "model.layers.", name) for name in modules)
+    targets = tuple(re.sub(layers, "model.layers.", _target_name(name, module)) for name, module in modules.items())
     if is_video or shape.encoder:
         targets = tuple(target for target in targets if target.startswith("model.layers."))
     if is_video:
@@ -169,6 +169,11 @@ def shape_from_model(model: Any) -> ModelShape:
     others: Any = {"base": "nf4"} if quant_method(base.config.to_dict()) == "bitsandbytes" else {}
     others["dropout"] = max(getattr(module.lora_dropout[adapter], "p", 0.0) for module in modules.values())
     return shape.with_adapter(AdapterConfig(rank, targets=targets, modules_to_save=tuple(saved), **others))
+
+
+def _target_name(name: str, module: Any) -> str:
+    """The adapted module or, for experts, parameter, which PEFT wraps in modules around each other."""
+    return f"{name.replace('.base_layer', '')}.{module.parameter_name}" if hasattr(module, "parameter_name") else name
 
 
 def base_model(model: Any) -> Any:
