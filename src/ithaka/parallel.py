@@ -16,10 +16,10 @@ from ithaka.config import SAVEABLE_MODULES, AdapterConfig, ConfigError, parse_co
 from ithaka.dist.agree import gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import Mesh, default_device, start_process_group
 from ithaka.layer.store import Store
-from ithaka.layout import Layout, layout_from_config
+from ithaka.layout import Layout, check_dtype, layout_from_config
 from ithaka.model import build
 from ithaka.model.adapters import find_active_adapter
-from ithaka.model.calls import check_arguments
+from ithaka.model.calls import check_arguments, compute_dtype
 from ithaka.model.positions import rope_parameters
 from ithaka.model.video import parallelize_transformer
 from ithaka.model.video_blocks import is_diffusers_model
@@ -88,6 +88,8 @@ def parallelize(
     base = base_model(model)
     if not is_diffusers_model(base):
         check_arguments(model, cp, ring)
+    if dtype is not None:
+        check_dtype("dtype", dtype)
     if layout is not None and dtype is not None:
         if layout.dtype not in (None, dtype):
             raise ConfigError(f"dtype={dtype} conflicts with layout.dtype={layout.dtype}; set one of them")
@@ -99,9 +101,9 @@ def parallelize(
             raise ConfigError(f"context={context!r} is not a number of tokens, at least 2; use 524288 or '512K'")
         if not is_diffusers_model(base):
             _check_positions(base.config.get_text_config(), num_tokens)
+        planned_dtype = str(compute_dtype(base, layout or Layout(dtype=dtype))).removeprefix("torch.")
         start_process_group()
-        dtype = dtype or str(base.dtype).removeprefix("torch.")
-        run = plan_model_run(model, cp, ring, dtype, layout, num_tokens, batch, reference)
+        run = plan_model_run(model, cp, ring, planned_dtype, layout, num_tokens, batch, reference)
         layout, plan = run.layout, run.plan
         store = store or Store(default_device(), host_bytes=store_host_bytes(run))
         if plan is not None and dist.get_rank() == 0:

@@ -47,6 +47,7 @@ from ithaka.model.calls import (
     check_arguments,
     check_modules,
     check_torch_modes,
+    compute_dtype,
     count_changes,
     guard_backward,
     mark_replaced_parameters,
@@ -108,10 +109,11 @@ def parallelize_model(
         model.save_pretrained = base.save_pretrained
         refuse_wrappers(model)
         return model
+    layout = resolve_layout(cp, ring, mesh, layout)
+    dtype = compute_dtype(model, layout)
     dropout = replace_dropout(model)
     check_supported(model)
     check_modules(model)
-    layout = resolve_layout(cp, ring, mesh, layout)
     if dropout is not None and layout.compile:
         raise ConfigError("train.compile=true cannot be used with adapter.dropout; set one of them to false or 0")
     decoder, device = None, mesh.device if mesh else default_device()
@@ -130,7 +132,6 @@ def parallelize_model(
         heads_per_stage=layout.heads_per_stage,
     )
     mesh = mesh or make_mesh(layout.cp, ring=layout.ring, replicas=layout.replicas)
-    dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
     # Test the kernel here, so that it does not fail in the first step.
     layout = replace(layout, kernel=agree_on_kernel(layout.kernel, mesh.device, dtype, head_dim, softcap))
     pack_weights(model, dtype)
