@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from trl import GRPOConfig, GRPOTrainer, RewardTrainer
 
 import ithaka
 from ithaka import hf, parallel
+from ithaka.checkpoint.save import trained_weights
 from ithaka.config import parse_config
 from ithaka.dist.mesh import start_process_group
 from ithaka.layout import Layout
+from ithaka.model import build
 from ithaka.preflight.run import detect_machine, plan_run
 from models import tiny_config, tiny_model
 from refusals import assert_refused
@@ -109,7 +112,7 @@ class Planted:
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = trainer(tmp_path, train_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}])
-    dcp.save({"model": made._weights()}, checkpoint_id=tmp_path / hf.STATE_FOLDER)
+    dcp.save({"model": trained_weights(made.model)}, checkpoint_id=tmp_path / hf.STATE_FOLDER)
     (tmp_path / hf.STATE_FOLDER / ".metadata").write_bytes(pickle.dumps(Planted()))
     with pytest.raises(dcp.CheckpointException, match=r"\.metadata .*posix\.mkdir"):
         made.train(resume_from_checkpoint=str(tmp_path))
@@ -198,6 +201,17 @@ def test_adapters_are_planned(on_h200):
     assert parallel.plan_model_run(adapted, None, None, "bfloat16", None, 131072, 1).plan.fits
 
 
+def test_adapters_on_experts_are_planned(monkeypatch):
+    """PEFT wraps the parameters of experts, not their module."""
+    shape = SimpleNamespace(encoder=None, with_adapter=lambda adapter: adapter)
+    monkeypatch.setattr(parallel, "shape_from_config", lambda *_: shape)  # measuring one takes seconds
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe", num_hidden_layers=1))
+    names = ["self_attn.q_proj", "mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=names[:1], target_parameters=names[1:]))
+    assert sorted(parallel.shape_from_model(adapted).targets) == sorted(f"model.layers.0.{name}" for name in names)
+
+
 def test_a_reference_is_planned(on_h200):
     """A context that fits does not fit with a frozen copy of the model."""
     start_process_group()
@@ -221,6 +235,25 @@ def test_a_context_beyond_the_positions_of_the_model(tmp_path):
     moved = eval(f"load({written})", {"load": load})
     assert moved.config.max_position_embeddings == 128 and moved.config.rope_parameters["rope_type"] == "yarn"
     ithaka.parallelize(moved, context=100)
+
+
+def test_float16_is_refused(tmp_path):
+    """As the compute dtype, and for trained parameters, whose dtype gradients have after backward. A frozen model in
+    float16 trains adapters in bfloat16."""
+    plain = tiny_model(tiny_config("llama"), torch.float32)
+    half = AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=torch.float16)
+    meets = partial(assert_refused, fix="use bfloat16 or float32")
+    meets(lambda: Layout(dtype="float16"), "layout.dtype=float16", "underflows")
+    for call in (ithaka.parallelize, partial(ithaka.parallelize, context=64)):
+        meets(partial(call, plain, dtype="float16"), "dtype=float16", "underflows")
+        meets(partial(call, half), "the model's dtype=float16", "underflows")
+        meets(partial(call, half, dtype="bfloat16"), "embed_tokens.weight.dtype=float16", "underflows")
+    meets(lambda: build.parallelize_model(half), "the model's dtype=float16", "underflows")
+    meets(lambda: trainer(tmp_path, model=half), "the model's dtype=float16", "underflows")
+    meets(lambda: trainer(tmp_path, arguments={"bf16": True}, model=half), "weight.dtype=float16", "underflows")
+    assert_refused(lambda: parse_config({"model": {"dtype": "float16"}}), "model.dtype=float16", fix="bfloat16")
+    adapted = get_peft_model(half, LoraConfig(r=4, target_modules=["q_proj"]))
+    assert ithaka.parallelize(adapted, dtype="bfloat16", context=64)
 
 
 def test_wrong_settings_are_refused_and_a_layout_replaces_the_plan():

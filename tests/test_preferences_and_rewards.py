@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import io
+import itertools
 from functools import partial
 from pathlib import Path
 
@@ -14,22 +15,24 @@ from datasets import Dataset
 from peft import LoraConfig
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.trainer_callback import PrinterCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer, rloo_trainer
 
+from decoders import tiny_decoder
 from ithaka.hf import long_context
 from ithaka.model import prefixes
 from ithaka.model.prefixes import PackedPrefixes, pack_prefixes
 from models import tiny_config, tiny_model
-from trainers import full_weights, trainer_environment
+from trainers import ShiftRouters, full_weights, trainer_environment
 
 TOLERANCE = 1e-6  # relative above 1; TRL's fused head computes in fp32
 TIMES = ("time", "runtime", "per_second", "epoch", "flos")  # logged values that differ between runs
 LORA = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+EXPERTS = ("qwen3_moe", "gpt_oss", "minimax_m2")
 TRAINERS = {
     "dpo": (DPOTrainer, DPOConfig),
     "kto": (KTOTrainer, KTOConfig),
@@ -131,7 +134,7 @@ def in_order(groups, batch):
     return {name: rows[order] if rows.dim() else rows for name, rows in batch.items()}
 
 
-def train(kind, cp, folder, resume=None, lora=False, changes=None):
+def train(kind, cp, folder, resume=None, lora=False, changes=None, family="llama"):
     """(logs, weights) of a run on the ranks there are; cp=0: of the plain trainer."""
     trainer_class, config_class = TRAINERS[kind]
     world = dist.get_world_size()
@@ -147,8 +150,10 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None):
         patch.setattr(prefixes, "pack_prefixes", lambda rows: packed.append(pack_prefixes(rows)) or packed[-1])
         for module in (grpo_trainer, rloo_trainer):
             patch.setattr(module, "shuffle_sequence_dict", partial(in_order, world // cp if cp else 1))
-        path, tokens = folder.parent / "model", tokenizer()
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+        path, tokens = folder.parent / family, tokenizer()
+        options = {} if family == "llama" else {"experts_implementation": "eager"}  # grouped_mm has no fp64
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **options)
+        settings["model_init_kwargs"] = options  # for the reference
         arguments = {"model": model, "processing_class": tokens, "peft_config": LORA if lora else None}
         if kind in ("grpo", "rloo"):
             prompts = [{"prompt": row["prompt"]} for row in pairs(16)]
@@ -164,7 +169,7 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None):
             arguments |= {"train_dataset": Dataset.from_list(rows)}
         else:
             arguments |= {"train_dataset": pairs(16), "eval_dataset": pairs(4)}
-        trainer = trainer_class(args=config_class(str(folder), **settings), **arguments)
+        trainer = trainer_class(args=config_class(str(folder), **settings), callbacks=[ShiftRouters()], **arguments)
         trainer.remove_callback(PrinterCallback)
         if kind == "rloo":  # it has no rollout_func
             texts = trainer.processing_class.batch_decode
@@ -179,7 +184,8 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None):
         if kind in ("dpo", "kto"):  # with long_context, the reference runs before the model keeps activations
             num_kl = int(getattr(trainer, "calculate_KL", False))  # passes of the model, and of the reference
             assert is_trained.index(True) == (1 + 2 * num_kl if cp else num_kl)
-        assert bool(packed) == bool(cp and kind in ("grpo", "rloo"))
+        if family == "llama":  # a load-balancing loss counts tokens, so nothing is shared
+            assert bool(packed) == bool(cp and kind in ("grpo", "rloo"))
         assert all(both[1] < both[0] for both in (each.num_tokens for each in packed))
         trainer.save_model(str(folder / "final"))
         if settings.get("use_vllm") and dist.get_rank() == 0:  # the weights before the last update
@@ -204,10 +210,13 @@ def check(runs, expected, only_here=(), ignored=()):
 
 @pytest.fixture(scope="module")
 def saved_model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trl")
-    config = tiny_config("llama", vocab_size=258, num_hidden_layers=1)
-    tiny_model(config, torch.float64).save_pretrained(folder / "model")
-    return folder
+    return tmp_path_factory.mktemp("trl")
+
+
+def save_model(family, folder):
+    sizes = {"vocab_size": 258, "num_hidden_layers": 1}
+    model = tiny_model(tiny_config("llama", **sizes)) if family == "llama" else tiny_decoder(family, **sizes)
+    model.save_pretrained(folder)
 
 
 GRPO = {"per_device_train_batch_size": 4, "max_completion_length": 32, "temperature": 0.7, "num_generations": 4}
@@ -237,22 +246,33 @@ CASES = {
 CASES["grpo, three steps"] = ("grpo", True, {**CASES["grpo by batch"][2], "max_steps": 3, "save_steps": 2})
 CASES["kto, one group"] = ("kto", True, {"per_device_train_batch_size": 4, "max_steps": 6})
 CASES["grpo, vllm"] = ("grpo", False, {**GRPO, "use_vllm": True, "vllm_mode": "server", "max_steps": 4})
-SLOW = ("grpo, vllm", "kto, one group", "dpo copy", "dpo adapter", "kto", "rloo", "grpo by group", "grpo by batch")
+# Default configurations of experts: TRL adds the load-balancing loss. minimax_m2 also has a persistent buffer.
+SHORT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2, "save_steps": 1}
+for kind, family in itertools.product(TRAINERS, EXPERTS):
+    settings = (GRPO if kind in ("grpo", "rloo") else {}) | SHORT
+    CASES[f"{kind} on {family}"] = (kind, (kind, family) == ("kto", "qwen3_moe"), settings)
+FAST = ("grpo, three steps", "grpo on minimax_m2")
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
 def test_steps_equal_those_of_one_process(ranks, saved_model, case):
     """And those after a resume from the first checkpoint, on two ranks."""
     kind, lora, changes = CASES[case]
     length = {} if kind in ("grpo", "rloo") else {"max_length": 64}
     changes = {"per_device_eval_batch_size": 2, **length, **changes}
-    run, logged = partial(train, lora=lora, changes=changes), SAMPLED if kind == "grpo" else ()
+    family = case.rpartition(" on ")[2] if " on " in case else "llama"
+    if not (saved_model / family).is_dir():
+        save_model(family, saved_model / family)
+    run, logged = partial(train, lora=lora, changes=changes, family=family), SAMPLED if kind == "grpo" else ()
     (expected,) = ranks.run(1, run, kind, 0, saved_model / f"plain {case}")
-    num_ranks = 2 if "one group" in case else 4
+    assert ("aux_loss" in expected[0][0]) == (family in EXPERTS)
+    num_ranks = 2 if "one group" in case or family in EXPERTS else 4
     check(ranks.run(num_ranks, run, kind, 2, saved_model / case), expected, logged, MEANS_OF_MEANS)
-    if lora:
+    if lora or family in EXPERTS:
         resumed = partial(run, resume=str(saved_model / case / f"checkpoint-{(SETTINGS | changes)['save_steps']}"))
         runs = ranks.run(2, resumed, kind, 2, saved_model / f"resumed {case}")
         check(runs, expected, logged, ignored=RESTARTED)
+    if family in EXPERTS and not lora:
+        assert not AutoConfig.from_pretrained(saved_model / case / "final").output_router_logits

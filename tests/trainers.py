@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
 
 
 @contextmanager
@@ -26,5 +28,16 @@ def trainer_environment(cp: int) -> Iterator[None]:
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
-    named = model.named_parameters()
+    """Parameters and persistent buffers."""
+    stored = model.state_dict().keys()
+    named = [*model.named_parameters(), *(each for each in model.named_buffers() if each[0] in stored)]
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in named}
+
+
+class ShiftRouters(TrainerCallback):
+    """Changes the persistent buffers of routers after each step, as a callback for balanced experts would."""
+
+    def on_step_end(self, args, state, control, model, **others):
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer += 0.5 * torch.arange(len(buffer)).roll(state.global_step).to(buffer)

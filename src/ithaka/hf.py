@@ -9,7 +9,7 @@ import copy
 import inspect
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict as state_dicts
 
 from ithaka.checkpoint.safe_load import load_into
+from ithaka.checkpoint.save import trained_weights
 from ithaka.config import ConfigError
 from ithaka.dist.agree import raise_on_all_ranks
 from ithaka.dist.mesh import Mesh
@@ -144,7 +145,8 @@ class LongContext(Trainer):
         dtype = "bfloat16" if self.args.bf16 else None
         batch = self.args.per_device_train_batch_size * self.rows_per_example
         has_copy = getattr(self, "ref_model", None) is not None
-        parallelize(self.model, context=context, batch=batch, dtype=dtype, reference=has_copy, **settings)
+        with _router_logits(base.config.get_text_config(), getattr(self, "aux_loss_enabled", None)):
+            parallelize(self.model, context=context, batch=batch, dtype=dtype, reference=has_copy, **settings)
         self._share_data()
 
     def _check_arguments(self, arguments: dict[str, Any]) -> None:
@@ -317,7 +319,7 @@ class LongContext(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = {"model": self._weights(), "moments": self._moments()["state"]}
+        state = {"model": trained_weights(base_model(self.model)), "moments": self._moments()["state"]}
         dcp.save(state, checkpoint_id=Path(output_dir, STATE_FOLDER))
 
         def save_scheduler() -> None:
@@ -331,9 +333,10 @@ class LongContext(Trainer):
         if not folder.is_dir():
             rule = f"resume_from_checkpoint={resume_from_checkpoint} has no folder {STATE_FOLDER}"
             raise ConfigError(f"{rule}; use one that long_context wrote without save_only_model, or from_pretrained")
-        weights, options = self._weights(), state_dicts.StateDictOptions(strict=False)  # without the frozen weights
+        base, options = base_model(self.model), state_dicts.StateDictOptions(strict=False)  # without the frozen weights
+        weights = trained_weights(base)
         load_into({"model": weights}, folder)
-        state_dicts.set_model_state_dict(base_model(self.model), weights, options=options)
+        state_dicts.set_model_state_dict(base, weights, options=options)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
@@ -349,14 +352,23 @@ class LongContext(Trainer):
         for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
 
-    def _weights(self) -> dict[str, Any]:
-        """Return the trained weights. Frozen ones come with the model."""
-        base = base_model(self.model)
-        params = dict(base.named_parameters(remove_duplicate=False))
-        return {name: t for name, t in state_dicts.get_model_state_dict(base).items() if params[name].requires_grad}
-
     def _moments(self) -> dict[str, Any]:
         return state_dicts.get_optimizer_state_dict(base_model(self.model), self.optimizer.optimizer)
+
+
+@contextlib.contextmanager
+def _router_logits(config: Any, needed: bool | None) -> Iterator[None]:
+    """Parallelize with the load-balancing loss if TRL adds it: TRL requests it in each call, whatever the configuration
+    says, which is saved unchanged. None: the configuration decides."""
+    configured = getattr(config, "output_router_logits", False)
+    if needed is None or needed == configured:
+        yield
+        return
+    config.output_router_logits = needed
+    try:
+        yield
+    finally:
+        config.output_router_logits = configured
 
 
 def _refuse_arguments(args: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from ithaka.config import Config, ConfigError, check_effects
 
 Tier = Literal["device", "host", "disk"]
-ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,10 @@ class Layout:
     kernel: str = "auto"  # attention kernel
     blocks: tuple[int, int] | None = None  # tokens per query and per key block of attention; None: sized to the cache
     compile: bool = False  # torch.compile layers on the general path, and the MLP of others
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None:
+            check_dtype("layout.dtype", self.dtype)
 
     @property
     def ulysses(self) -> int:
@@ -227,6 +231,15 @@ def layout_from_config(
 
 
 # ---- checks
+
+
+def check_dtype(name: str, dtype: str) -> None:
+    """Raise ConfigError unless gradients can be computed in `dtype`."""
+    if dtype == "float16":
+        rule = "underflows: the loss is divided by the tokens of a step, so gradients fall below its smallest number"
+        raise ConfigError(f"{name}=float16 {rule}; use bfloat16 or float32")
+    if dtype not in ELEMENT_BYTES:
+        raise ConfigError(f"{name}={dtype} is not supported; use bfloat16, float32 or float64")
 
 
 def check_parallelism(

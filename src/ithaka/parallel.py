@@ -16,10 +16,10 @@ from ithaka.config import SAVEABLE_MODULES, AdapterConfig, ConfigError, parse_co
 from ithaka.dist.agree import gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import Mesh, default_device, start_process_group
 from ithaka.layer.store import Store
-from ithaka.layout import Layout, layout_from_config
+from ithaka.layout import Layout, check_dtype, layout_from_config
 from ithaka.model import build
 from ithaka.model.adapters import find_active_adapter
-from ithaka.model.calls import check_arguments
+from ithaka.model.calls import check_arguments, compute_dtype
 from ithaka.model.positions import rope_parameters
 from ithaka.model.video import parallelize_transformer
 from ithaka.model.video_blocks import is_diffusers_model
@@ -88,6 +88,8 @@ def parallelize(
     base = base_model(model)
     if not is_diffusers_model(base):
         check_arguments(model, cp, ring)
+    if dtype is not None:
+        check_dtype("dtype", dtype)
     if layout is not None and dtype is not None:
         if layout.dtype not in (None, dtype):
             raise ConfigError(f"dtype={dtype} conflicts with layout.dtype={layout.dtype}; set one of them")
@@ -99,9 +101,9 @@ def parallelize(
             raise ConfigError(f"context={context!r} is not a number of tokens, at least 2; use 524288 or '512K'")
         if not is_diffusers_model(base):
             _check_positions(base.config.get_text_config(), num_tokens)
+        planned_dtype = str(compute_dtype(base, layout or Layout(dtype=dtype))).removeprefix("torch.")
         start_process_group()
-        dtype = dtype or str(base.dtype).removeprefix("torch.")
-        run = plan_model_run(model, cp, ring, dtype, layout, num_tokens, batch, reference)
+        run = plan_model_run(model, cp, ring, planned_dtype, layout, num_tokens, batch, reference)
         layout, plan = run.layout, run.plan
         store = store or Store(default_device(), host_bytes=store_host_bytes(run))
         if plan is not None and dist.get_rank() == 0:
@@ -159,7 +161,7 @@ def shape_from_model(model: Any) -> ModelShape:
     modules = {name: module for name, module in base.named_modules() if adapter in getattr(module, "lora_A", ())}
     rank = max(module.r[adapter] for module in modules.values())
     layers = r"^((transformer_)?blocks|model\.language_model\.layers)\."  # the planner names all of them model.layers
-    targets = tuple(re.sub(layers, "model.layers.", name) for name in modules)
+    targets = tuple(re.sub(layers, "model.layers.", _target_name(name, module)) for name, module in modules.items())
     if is_video or shape.encoder:
         targets = tuple(target for target in targets if target.startswith("model.layers."))
     if is_video:
@@ -169,6 +171,11 @@ def shape_from_model(model: Any) -> ModelShape:
     others: Any = {"base": "nf4"} if quant_method(base.config.to_dict()) == "bitsandbytes" else {}
     others["dropout"] = max(getattr(module.lora_dropout[adapter], "p", 0.0) for module in modules.values())
     return shape.with_adapter(AdapterConfig(rank, targets=targets, modules_to_save=tuple(saved), **others))
+
+
+def _target_name(name: str, module: Any) -> str:
+    """The adapted module or, for experts, parameter, which PEFT wraps in modules around each other."""
+    return f"{name.replace('.base_layer', '')}.{module.parameter_name}" if hasattr(module, "parameter_name") else name
 
 
 def base_model(model: Any) -> Any:

@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from ithaka.checkpoint.files import checksum, is_visible, latest_name, prune, publish, read_state, step_name
@@ -25,6 +30,7 @@ from ithaka.dist.agree import RankError, SharedTransientError, gather_objects, r
 from ithaka.dist.mesh import default_device, use_device
 from ithaka.exits import is_out_of_memory
 from ithaka.layer.store import Slab
+from ithaka.model.adapters import find_active_adapter
 from ithaka.phases import phase
 from ithaka.plan.shape import MOMENT_BLOCK, has_moment_blocks
 
@@ -57,14 +63,14 @@ def _rng_tensors(rank: int) -> dict[str, Tensor]:
     return states
 
 
-def _trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Weights and optimizer state, without frozen weights and their buffers: a run with an adapter reads those from
-    model.path."""
-    weights, optim = get_state_dict(model, optimizer)
+def trained_weights(model: nn.Module) -> dict[str, Any]:
+    """Weights and persistent buffers, without frozen weights. With an adapter, also without buffers: they come with the
+    base model."""
+    weights = get_model_state_dict(model)
     params = dict(model.named_parameters(remove_duplicate=False))  # a tied weight under both names
-    frozen = {name for name, param in params.items() if not param.requires_grad}
-    frozen |= weights.keys() - params.keys() if frozen else set()
-    return {name: t for name, t in weights.items() if name not in frozen}, optim
+    left_out = {name for name, param in params.items() if not param.requires_grad}
+    left_out |= weights.keys() - params.keys() if find_active_adapter(model) else set()
+    return {name: t for name, t in weights.items() if name not in left_out}
 
 
 def _plain_moments(state: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +99,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
     With another number of ranks, tensors are resharded and RNG states are not restored: those belong to ranks."""
     state, rank = read_state(path), dist.get_rank()
-    weights, optim = _trained_state(model, optimizer)
+    weights, optim = trained_weights(model), get_optimizer_state_dict(model, optimizer)
     tensors: dict[str, Any] = {"model": weights, "moments": _plain_moments(optim["state"])}
     if state["world_size"] == dist.get_world_size():
         saved = SafeReader(path).read_metadata().state_dict_metadata
@@ -123,7 +129,7 @@ class Saver:
         """Start a save. Collective, and none may be in progress. `state` is JSON with an int "step"; rank 0's is
         written. `finish` reports the result."""
         assert not self.in_progress
-        weights, optim = _trained_state(model, optimizer)
+        weights, optim = trained_weights(model), get_optimizer_state_dict(model, optimizer)
         # Not the optimizer's hyperparameters: they come from the config, and the learning rate from the step.
         tensors = {"model": weights, "moments": _plain_moments(optim["state"]), "rng": _rng_tensors(dist.get_rank())}
         done, device = Future[None](), default_device()

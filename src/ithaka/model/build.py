@@ -47,6 +47,7 @@ from ithaka.model.calls import (
     check_arguments,
     check_modules,
     check_torch_modes,
+    compute_dtype,
     count_changes,
     guard_backward,
     mark_replaced_parameters,
@@ -109,6 +110,7 @@ def parallelize_model(
     device = mesh.device if mesh else default_device()
     start_process_group(device)
     layout = resolve_layout(cp, ring, mesh, layout)
+    dtype = compute_dtype(model, layout)
     dropout, decoder = raise_on_all_ranks(_inspect, model, layout, device)
     num_heads = model.config.num_attention_heads if decoder is None else decoder.num_heads
     if decoder is not None:
@@ -121,7 +123,6 @@ def parallelize_model(
         heads_per_stage=layout.heads_per_stage,
     )
     mesh = mesh or make_mesh(layout.cp, ring=layout.ring, replicas=layout.replicas)
-    dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
     # Test the kernel here, so that it does not fail in the first step.
     kernel = agree_on_kernel(layout.kernel, mesh.device, dtype, attention_kinds(model, decoder))
     layout = replace(layout, kernel=kernel)
@@ -475,8 +476,9 @@ def _make_zero_output(model: PreTrainedModel, call: CheckedCall) -> ParallelOutp
     )
     correct_s, means_s = torch.zeros_like(labels_s, dtype=torch.bool), zero.new_zeros(labels_s.shape)
     tokens = TokenResults(logprobs_s, entropies_s, correct_s, means_s)
-    tokens_or_none = tokens if call.per_token else None
-    return ParallelOutput(loss=loss, num_tokens=0, tokens=tokens_or_none, docs=share.docs, own_loss=zero)
+    routing = model.ithaka_decoder and model.ithaka_decoder.batch.routing
+    results = {"tokens": tokens if call.per_token else None, "aux_loss": None if routing is None else zero}
+    return ParallelOutput(loss=loss, num_tokens=0, docs=share.docs, own_loss=zero, **results)
 
 
 class GlobalSum(torch.autograd.Function):

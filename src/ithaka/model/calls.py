@@ -25,7 +25,7 @@ from ithaka.dist.agree import RankError, describe_error, gather_objects, raise_f
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.mlp import HOOK_DICTS
 from ithaka.layer.tiles import PARAMETERS_CHANGED
-from ithaka.layout import check_parallelism
+from ithaka.layout import Layout, check_dtype, check_parallelism
 from ithaka.model.batch import INPUTS, Share, select_own_tokens, shard_batch, to_integers
 from ithaka.model.families import (
     GENERAL_HOOKABLE,
@@ -341,6 +341,17 @@ def check_arguments(model: Any, cp: int | None, ring: int | None) -> None:
             "AutoModelForCausalLM.from_pretrained or from_config"
         )
     check_parallelism(cp=cp, ring=ring)
+
+
+def compute_dtype(model: Any, layout: Layout) -> torch.dtype:
+    """Return the layout's dtype, or else the model's. Raises ConfigError if gradients would underflow in it, or in
+    the dtype of a trained parameter, which they have after backward."""
+    dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
+    check_dtype("the model's dtype", str(dtype).removeprefix("torch."))
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            check_dtype(f"{name}.dtype", str(param.dtype).removeprefix("torch."))
+    return dtype
 
 
 class _RefuseDDP:

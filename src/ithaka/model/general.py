@@ -164,7 +164,8 @@ def _find_routing(model: PreTrainedModel, num_layers: int) -> Routing | None:
         _run_after_layers(model, hidden, head, labels=labels, output_router_logits=on, router_logits=tuple(logits))
         for on in (False, True)
     ]
-    coefficient = getattr(config, "router_aux_loss_coef", 0.0)
+    # TRL may have changed the configuration's coefficient, which the model does not read again.
+    coefficient = getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0.0))
     routing = Routing(top_k, coefficient, recorder, torch.ones(5, dtype=torch.bool))
     for layer_logits in logits:
         routing.add(layer_logits, slice(0, 5))

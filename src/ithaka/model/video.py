@@ -31,6 +31,7 @@ from ithaka.model.calls import (
     MODES,
     CallChecker,
     check_torch_modes,
+    compute_dtype,
     count_changes,
     guard_backward,
     refuse_wrappers,
@@ -65,6 +66,7 @@ def parallelize_transformer(
         refuse_wrappers(model)
         return model
     family, layout = find_family(model), resolve_layout(cp, ring, mesh, layout)
+    dtype = compute_dtype(model, layout)
     spec, blocks = read_spec(family), list(find_layers(model))
     device = mesh.device if mesh else default_device()
     start_process_group(device)
@@ -73,7 +75,6 @@ def parallelize_transformer(
     sizes = {name: getattr(layout, name) for name in ("cp", "ring", "replicas", "heads_per_stage")}
     check_parallelism(num_heads=spec.num_heads, **sizes)
     mesh = mesh or make_mesh(layout.cp, ring=layout.ring, replicas=layout.replicas)
-    dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
     layout = replace(layout, kernel=agree_on_kernel(layout.kernel, mesh.device, dtype, [spec.kind]))
     apply_fsdp(model, blocks, mesh, layout, dtype, root_dtype=sum_dtype(dtype))
     transformer = VideoTransformer(family, mesh, layout, dtype, BatchState())
