@@ -14,6 +14,7 @@ from ithaka.dist.loopback import start_loopback
 from ithaka.exits import exit_code_for
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model import build, calls
+from ithaka.plan.shape import AttentionKind
 from models import tiny_config
 from parity import parallel, random_ids
 from refusals import assert_refused
@@ -128,7 +129,8 @@ def unexpected_errors():
         messages.append(message_of(lambda: parallel(1)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "_why_unusable", raising_on_rank_1(OSError("no driver")))
-        messages.append(message_of(lambda: choose.agree_on_kernel("cpu", mesh.device, torch.float32, 8)))
+        kind = AttentionKind(head_dim=8, group=1)
+        messages.append(message_of(lambda: choose.agree_on_kernel("cpu", mesh.device, torch.float32, [kind])))
 
     def nested():
         raising_on_rank_1(MemoryError("no room"))()
