@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import threading
 
 import pytest
@@ -53,6 +54,42 @@ def test_a_device_is_chosen_by_its_number(monkeypatch):
     for name in ("cuda:3", "cuda", "cpu"):
         mesh.use_device(torch.device(name))
     assert chosen == [torch.device("cuda:3")]
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """A GPU that does nothing; the caches of mesh.py are cleared before and after."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    for name in mesh.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    mesh._use_expandable_segments.cache_clear()
+    yield
+    mesh._use_expandable_segments.cache_clear()
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_segments_of_gpu_memory_expand(monkeypatch, fake_gpu, is_new):
+    """Set once, in every version of torch, and not for child processes."""
+    settings = []
+    if is_new:
+        monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False)
+    else:
+        monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings", raising=False)
+        monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
+    assert mesh.default_device() == mesh.default_device() == torch.device("cuda", 0)
+    assert settings == ["expandable_segments:True"]
+    assert not os.environ.keys() & {*mesh.ALLOCATOR_VARIABLES}
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_users_allocator_settings_are_kept(monkeypatch, fake_gpu, name):
+    settings = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False)
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    mesh.default_device()
+    assert not settings
 
 
 def groups_after_entries(config):

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ithaka.dist.exchange import SINGLE_RANK
 from ithaka.layout import check_parallelism
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # a user's own
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,25 @@ def make_node_groups(device: torch.device) -> dict[str, dist.ProcessGroup]:
 
 
 def default_device() -> torch.device:
+    """This rank's GPU, which becomes the current device, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
+    _use_expandable_segments()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+@cache
+def _use_expandable_segments() -> None:
+    """Let the CUDA allocator grow its segments, unless the user has configured it: segments of fixed size fragment, and
+    a plan that fits may then run out of memory. Not through the environment, which torch may have read already, and
+    child processes inherit."""
+    if any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        return
+    # Newer versions of torch deprecate the second, older ones lack the first.
+    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)
+    configure("expandable_segments:True")
 
 
 def use_device(device: torch.device) -> None:
