@@ -135,3 +135,15 @@ def test_flash_linear_attention_is_used_where_its_gradients_are_right(monkeypatc
     monkeypatch.setattr(delta_rule, "_can_run_fla", lambda v: False)
     assert relative(out, rule.forward(state)[0]) < (1e-9 if wrong else 1e-2)
     assert relative(summary, rule.summarize()) < 1e-9
+
+
+class NeverScanned(list):
+    def __iter__(self):
+        raise AssertionError("all documents are scanned for one segment")
+
+
+def test_a_start_is_found_without_a_scan_of_all_documents():
+    docs = LocalDocs((0, 3, 4, 9, 20, 24), 6, 12, 3, "cpu")  # starts at -2 and 3, counted from the first token
+    docs._starts_with_halo = NeverScanned(docs._starts_with_halo)
+    found = [rows for rows in ((-3, -2), (-2, 0), (-1, 3), (0, 4), (3, 4), (4, 12)) if docs.has_start(slice(*rows))]
+    assert found == [(-2, 0), (0, 4), (3, 4)]

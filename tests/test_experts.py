@@ -13,10 +13,12 @@ from decoders import tiny_decoder
 from general import add_lora, assert_equal, compare, mean_loss
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.expert_rows import Rows
-from ithaka.layer.experts import ExpertBlock, GroupedLinear, LayerExperts
+from ithaka.layer.experts import ExpertBlock, GroupedLinear, LayerExperts, _ExpertsFunction
 from ithaka.layer.tiles import GradSum
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
+from ithaka.model import probe
 from ithaka.model.build import parallelize_model
+from ithaka.model.recorder import Recorder, randomize
 from ithaka.train.step import expert_loads
 from models import tiny_config, tiny_model
 from parity import random_ids, relative
@@ -246,3 +248,51 @@ def test_large_layers_are_not_gathered_ahead(monkeypatch):
         ahead.clear()
         assert_equal(compare(tiny_decoder("gpt_oss", num_hidden_layers=3), Layout(2, overlap=False)))
         assert sum(ahead) == 2 * (5 if limit else 1)  # ranks; lm_head, three layers and the embedding, or only lm_head
+
+
+# ---- the probe
+
+
+LARGE = {"num_hidden_layers": 1, "num_local_experts": 64, "intermediate_size": 96, "moe_intermediate_size": 96}
+LARGE |= {"n_routed_experts": 64, "num_experts": 64, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 0}
+
+
+@pytest.mark.parametrize(
+    "family, adapted", [("gpt_oss", False), ("gpt_oss", True), ("deepseek_v3", False), ("qwen2_moe", True)]
+)
+def test_the_probe_has_few_and_narrow_experts(family, adapted, monkeypatch):
+    """With adapters, each expert has its own."""
+    model, sizes = tiny_decoder(family, torch.float32, **LARGE), []
+    if adapted:
+        names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        model = add_lora(model, target_modules=[], target_parameters=names).get_base_model()
+
+    def watch(layer, *args, **kwargs):
+        sizes.append(sum(param.numel() for param in layer.parameters()))
+        randomize(layer, *args, **kwargs)
+
+    monkeypatch.setattr(probe, "randomize", watch)
+    (spec,) = probe.probe_layers(model, Recorder(model), torch.device("cpu"))
+    assert spec.has_expert_block and spec.skips_experts
+    assert len(sizes) == 2 and max(sizes) < 0.3 * sum(param.numel() for param in model.model.layers.parameters())
+
+
+def test_running_out_of_memory_in_the_probe_is_raised(monkeypatch):
+    def run_out(ctx, *inputs):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(_ExpertsFunction, "forward", run_out)
+    model = tiny_decoder("gpt_oss", torch.float32, num_hidden_layers=1)
+    with pytest.raises(torch.OutOfMemoryError):
+        probe.probe_layers(model, Recorder(model), torch.device("cpu"))
+
+
+def test_experts_that_run_as_in_transformers_are_named(monkeypatch):
+    def fail(ctx, *inputs):
+        raise NotImplementedError("no such kernel")
+
+    monkeypatch.setattr(_ExpertsFunction, "forward", fail)
+    model = tiny_decoder("gpt_oss", torch.float32, num_hidden_layers=1)
+    with pytest.warns(UserWarning, match=r"model.layers.0 runs its experts as transformers does.*no such kernel"):
+        (spec,) = probe.probe_layers(model, Recorder(model), torch.device("cpu"))
+    assert not spec.has_expert_block

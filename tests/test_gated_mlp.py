@@ -34,6 +34,19 @@ def test_a_wide_output_is_in_the_dtype_of_sums():
     assert Linear(weight.bfloat16()).apply_wide(x.bfloat16()).dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_two_parameters_share_is_not_added_to(dtype):
+    """Autograd returns one tensor for both operands of a sum."""
+    first, second = (torch.zeros(3, dtype=dtype) for _ in range(2))
+    shared, grads = torch.ones(3, dtype=dtype), GradSum()
+    grads.add(first, shared)
+    grads.add(second, shared)
+    grads.add(first, torch.ones(3, dtype=dtype))
+    grads.sum_of(second).add_(2)
+    assert torch.equal(shared, torch.ones(3, dtype=dtype))
+    assert grads.take(first).tolist() == [2, 2, 2] and grads.take(second).tolist() == [3, 3, 3]
+
+
 def test_products_in_16_bits_are_summed_unrounded():
     """One rounding to bfloat16 would be off by 1e-3."""
     weight, tiles = draw(40, 30).bfloat16(), [(draw(16, 40).bfloat16(), draw(17, 30)[:16].bfloat16()) for _ in range(3)]

@@ -14,6 +14,7 @@ import ithaka
 from decoders import DECODERS, tiny_decoder
 from general import add_lora, assert_equal, compare, gradient_errors, mean_loss, wide_runs
 from ithaka.dist.mesh import make_mesh
+from ithaka.layer.runs import LayerRuns
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
 from ithaka.verify import InFloat64
@@ -294,6 +295,52 @@ def test_a_layer_makes_its_indices_once():
 
     for first, second in on_threads(2, work):
         assert first > 0 and second == 0
+
+
+class FullSelects(TorchDispatchMode):
+    """Counts backwards of `x[0]`, which copy all of x; that of a view copies nothing."""
+
+    num_calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.num_calls += function is torch.ops.aten.select_backward.default and args[1][0] == 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["olmo2", "qwen3_5_text", "granite"])
+def test_backward_copies_nothing_to_drop_a_batch_dim(family):
+    """Of attention, of the delta rule, and with a head that is not linear."""
+    ids = random_ids(1, 20)
+    model = parallelize_model(tiny_decoder(family, torch.float32, num_hidden_layers=3), layout=Layout(tile_tokens=7))
+    loss = model(input_ids=ids, labels=ids).loss
+    with FullSelects() as found:
+        loss.backward()
+    assert found.num_calls == 0
+
+
+def test_layers_in_bf16_share_exact_angles(monkeypatch):
+    """FSDP2 would cast them to bf16, once per layer, and each layer would keep its own for backward."""
+    kinds, first = ["sliding_attention", "full_attention"] * 4, 1_000_000
+    plain = tiny_decoder("gemma3_text", torch.float32, num_hidden_layers=8, layer_types=kinds)
+    model, found = parallelize_model(plain, layout=Layout(dtype="bfloat16")), []
+    find_call = LayerRuns.find_call
+
+    def watch(runs, x, arguments):
+        found.extend(t for t in arguments.leaves if isinstance(t, torch.Tensor) and t.is_floating_point())
+        call = find_call(runs, x, arguments)
+        assert {t.dtype for t in (x, call.q_HtK, call.k_GtK, call.v_GtV)} == {torch.bfloat16}
+        return call
+
+    monkeypatch.setattr(LayerRuns, "find_call", watch)
+    positions = torch.arange(first, first + 20)[None]
+    model(input_ids=random_ids(1, 20), labels=random_ids(1, 20), position_ids=positions)
+    assert len(found) == 2 * 8
+    angles = {t.untyped_storage().data_ptr(): t for t in found}  # of two kinds of layers
+    assert len(angles) == 4
+    frequencies = [getattr(model.model.rotary_emb, f"{kind}_inv_freq").double() for kind in kinds[:2]]
+    exact = [positions[0, :, None] * frequencies_k for frequencies_k in frequencies]
+    for cos_or_sin, expected in zip(angles.values(), (f() for t in exact for f in (t.cos, t.sin)), strict=True):
+        torch.testing.assert_close(cos_or_sin[0, :, :8].double(), expected, rtol=0, atol=1e-7)
 
 
 def test_evaluation_keeps_no_graph():

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.olmo2.modeling_olmo2 import (
     Olmo2Attention,
     Olmo2DecoderLayer,
@@ -270,6 +272,50 @@ def test_a_number_shared_between_layers_is_refused():
     for index, layer in enumerate(model.model.layers):
         layer.writes = index == 0
     assert_refuses(model, "layers.")
+
+
+def add_embeddings(h, embeddings):
+    return h + embeddings
+
+
+def subtract_mean(h, embeddings):
+    return h - h.mean(1, keepdim=True)
+
+
+def scale_the_input(h, embeddings):
+    """Changes what the first layer has kept for its backward."""
+    embeddings.mul_(1.5)
+    return h
+
+
+def between_layers(change):
+    class Between(Olmo2Model):
+        def forward(self, input_ids, position_ids=None, **kwargs):
+            h = embeddings = 1.0 * self.embed_tokens(input_ids)
+            position_ids = torch.arange(h.shape[1])[None] if position_ids is None else position_ids
+            kwargs = {"config": self.config, "inputs_embeds": h, "past_key_values": None, "attention_mask": None}
+            mask = create_causal_mask(**kwargs, position_ids=position_ids)
+            angles = self.rotary_emb(h, position_ids=position_ids)
+            for layer in self.layers:
+                h = change(layer(h, attention_mask=mask, position_embeddings=angles), embeddings)
+            return BaseModelOutputWithPast(last_hidden_state=self.norm(h))
+
+    model = tiny_decoder("olmo2", num_hidden_layers=3)
+    model.model.__class__ = Between
+    return model
+
+
+def test_a_tensor_added_to_the_output_of_each_layer_is_exact():
+    """Its gradient and that of the layer's output are one tensor, which the layer must not overwrite."""
+    assert_equal(compare(between_layers(add_embeddings), TILES))
+
+
+def test_token_mixing_between_layers_is_refused():
+    assert_refuses(between_layers(subtract_mean), "gives another output without its layers")
+
+
+def test_changing_the_input_of_a_layer_after_it_is_refused():
+    assert_refuses(between_layers(scale_the_input), "in a run of model.layers.0 and model.layers.1")
 
 
 class PassesADictionary(Olmo2Model):

@@ -4,9 +4,11 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from decoders import tiny_decoder
 from ithaka.dist.mesh import make_mesh
-from ithaka.layout import make_layout
+from ithaka.layout import Layout, make_layout
 from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model
 from parity import random_ids
@@ -125,6 +127,37 @@ def test_a_tensor_hook_outlives_the_module_hook_that_set_it():
     assert torch.equal(*kept) and kept[0].abs().max() > 0
 
 
+class Copies(TorchDispatchMode):
+    """Counts copies of a residual stream of 8 tokens."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.shape, self.num_copies = (8, hidden), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.num_copies += function is torch.ops.aten.clone.default and args[0].shape[-2:] == self.shape
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "hook, num_copies",
+    [(None, 0), (lambda out, kept: out.register_hook(lambda grad: None), 0)]
+    + [(lambda out, kept: out.register_hook(kept.append), 1)]
+    + [(lambda out, kept: out.register_hook(lambda grad: kept.append(grad[0])), 1)]
+    + [(lambda out, kept: out.retain_grad() or kept.append(out), 1)],  # made by PyTorch
+    ids=["none", "keeps nothing", "keeps it", "keeps a view", "retained"],
+)
+@pytest.mark.parametrize("make_one", [make, partial(tiny_decoder, "olmo2")], ids=["fast path", "general path"])
+def test_a_gradient_is_copied_only_if_something_else_holds_it(make_one, hook, num_copies):
+    model, kept = parallelize_model(make_one(num_hidden_layers=3), mesh=make_mesh(1)), []
+    if hook is not None:
+        model.model.layers[1].register_forward_hook(lambda module, args, out: hook(out, kept) and None)
+    loss = model(input_ids=IDS, labels=IDS).loss
+    with Copies(model.config.hidden_size) as found:
+        loss.backward()
+    assert found.num_copies == num_copies
+
+
 def test_a_hook_may_change_an_output():
     """Forward hooks on a layer and on the embeddings (such as noise) take effect as with Hugging Face."""
     losses = []
@@ -135,6 +168,18 @@ def test_a_hook_may_change_an_output():
         model.model.layers[0].register_forward_hook(lambda module, args, out: out - 0.5)
         losses.append(float(model(input_ids=IDS).logits.detach().square().sum()))
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("make_one", [make, partial(tiny_decoder, "olmo2")], ids=["fast path", "general path"])
+def test_a_hook_may_return_another_dtype(make_one):
+    """Layers and the head compute in their own."""
+    model = parallelize_model(make_one(), mesh=make_mesh(1), layout=Layout(dtype="bfloat16"))
+    expected = model(input_ids=IDS, labels=IDS).loss
+    for module in (model.model.embed_tokens, *model.model.layers):
+        module.register_forward_hook(lambda module, args, out: out.double())
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    assert torch.equal(loss, expected)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -105,8 +105,8 @@ class _Probe:
         """Find the layer's spec; raise ConfigError if the two runs differ."""
         try:
             self.spec = self._find_skippable(self._read_call())
-            self.output, again = (self._run_transformers(0)["output"] for _ in range(2))
-            if again is None or not torch.equal(self.output, again):
+            self.output, again = (self._run_forward(0)[0].detach() for _ in range(2))
+            if not torch.equal(self.output, again):
                 raise refusal(self.model, f"draws random numbers in {self.name} (dropout or noise)")
             try:
                 self._run_general(0)
@@ -157,7 +157,7 @@ class _Probe:
             same = self._read_call() == replace(
                 self.spec, num_outputs=None, skippable=(), has_expert_block=False, skips_experts=False
             )
-            other: Any = self._run_transformers(0)["output"]
+            other = self._run_forward(0)[0]
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -259,6 +259,11 @@ class _Probe:
         return results
 
     def _run_transformers(self, first: int) -> dict[str, Tensor | None]:
+        y, x, arguments = self._run_forward(first)
+        return self._gradients(y, x, [arguments])
+
+    def _run_forward(self, first: int) -> tuple[Tensor, Tensor, Arguments]:
+        """Run the layer as transformers does; return its output, input and arguments."""
         x, num_tokens = self._input(), LENGTHS[0]
         arguments = self._arguments(first, num_tokens, first + num_tokens, attention="eager")
         self.recorder.config._attn_implementation = "eager"
@@ -270,7 +275,7 @@ class _Probe:
             (leaves, tree_spec), (old_leaves, old_spec) = pytree.tree_flatten(value), pytree.tree_flatten(old)
             if tree_spec != old_spec or any(a is not b for a, b in zip(leaves, old_leaves, strict=True)):
                 raise refusal(self.model, f"has a layer {self.name} that changes its argument {where}")
-        return self._gradients((y[0] if isinstance(y, tuple) else y)[0], x, [arguments])
+        return (y[0] if isinstance(y, tuple) else y).squeeze(0), x, arguments
 
     def _gradients(self, y: Tensor, x: Tensor, arguments: list[Arguments]) -> dict[str, Tensor | None]:
         """Return the output and all gradients, by name. Those of arguments are joined along their tokens."""

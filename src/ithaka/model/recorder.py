@@ -291,7 +291,8 @@ def _shrink_experts(block: nn.Module, experts: Any) -> None:
     for module in block.modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and module not in lora:
-                _resize(module, name, {dim: few for dim, size in enumerate(tensor.shape) if size == num_experts})
+                sizes = tensor.shape[:1] if module is experts else tensor.shape  # their widths may be equal
+                _resize(module, name, {dim: few for dim, size in enumerate(sizes) if size == num_experts})
         vars(module).update({key: few for key, value in vars(module).items() if _is_count(value, num_experts)})
 
 
