@@ -127,7 +127,7 @@ def test_every_token_of_a_branch_attends_once_to_each_token_before_it(
             expected += [(path[i], path[j]) for j in range(max(0, i + 1 - window) if window else 0, i + 1)]
     branches = forest_branches(docs, parents)
     how = dict(causal=True, window=window, block_q=block_q, block_kv=block_kv)
-    roots = [DocumentSpan(a, b - a, 0, b - a, 0) for a, b, path in branches if not path]
+    roots = [DocumentSpan(a, b - a, 0, b - a, 0) for a, b, depth, *_ in branches if not depth]
     blocks = [*plan_query_blocks(roots, **how), *plan_branch_blocks(branches, max_rows, short, **how)]
     assert sorted(visits(blocks)) == sorted(expected)
     assert sorted(owned(blocks)) == list(range(docs[-1]))
@@ -137,7 +137,7 @@ def test_answers_share_calls():
     """A prompt and its first answer are a document; the prompt's keys are in one more block, with all other answers."""
     docs, parents = (0, 32, *range(34, 49, 2)), (-1, *[0] * 8)
     branches = forest_branches(docs, parents)
-    assert branches[0] == (0, 34, ()) and {branch.path for branch in branches[1:]} == {((0, 32),)}
+    assert branches[0][:3] == (0, 34, 0) and {tuple(branch.path) for branch in branches[1:]} == {((0, 32),)}
     (block,) = plan_branch_blocks(branches, 99, causal=True, window=None, block_q=99, block_kv=99)
     full, squares = block.score_blocks
     assert (full.rows, full.keys, squares.rows, squares.count) == (14, 32, 2, 7)

@@ -1,5 +1,7 @@
 """A forest of shared prefixes gives the results of its branches as separate sequences, on any number of ranks."""
 
+import sys
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -7,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ithaka
 from allocations import allocator_peak
 from decoders import tiny_decoder
 from general import add_lora, assert_equal
 from general import compare as compare_decoders
+from ithaka.attention.docs import BlockMask, Docs
 from ithaka.data.pack import group_samples
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.linear import Linear
@@ -21,6 +25,7 @@ from ithaka.layout import Layout
 from ithaka.model import prefixes
 from ithaka.model.batch import shard_batch
 from ithaka.model.build import parallelize_model
+from ithaka.model.forest import build_forest
 from ithaka.model.prefixes import pack_prefixes, shared_logprobs
 from ithaka.plan.shape import Work
 from models import tiny_config, tiny_model
@@ -278,6 +283,74 @@ def test_samples_are_joined_only_if_their_forest_fits_the_context():
     for context, groups in ((13, [11, 13, 13]), (14, [14, 13]), (16, [14, 13]), (17, [17])):
         found = group_samples(samples, context, min_tokens=8)
         assert [sum(node.stop - node.start for node in forest) for _, forest in found] == groups
+
+
+def count_operations(work) -> int:
+    """Count the bytecode instructions that Python executes."""
+    count, tracer = 0, sys.gettrace()
+
+    def trace(frame, event, _):
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(tracer)
+    return count
+
+
+def pack_prompts(n: int) -> None:
+    """Different prompts with a common first token, and prefixes of one sequence."""
+    ids = np.random.default_rng(0).integers(0, 1000, (n, 12)).astype(np.int64)
+    ids[:, 0] = 1
+    build_forest(ids[:, :, None], min_tokens=4)
+    build_forest([np.arange(4 + i)[:, None] for i in reversed(range(n))], min_tokens=4)
+
+
+def plan_forest(n: int, order: str) -> None:
+    parents = {
+        "answers": [-1 if i % 4 == 0 else i - i % 4 for i in range(n)],  # four nodes per prompt
+        "turns": [-1, *(i - 1 if i % 2 else i - 2 for i in range(1, n))],  # an answer between one turn and the next
+        "late": [-1, *range(n // 2), *reversed(range(n // 2))],  # all turns, then their answers
+    }[order]
+    Docs(tuple(range(0, 8 * len(parents) + 1, 8)), parents=tuple(parents)).plan(
+        0, torch.device("cpu"), True, causal=True, window=None, block_q=8192, block_kv=4096, halve=False,
+        call_tokens=0, has_windows=False,
+    )  # fmt: skip
+
+
+def plan_ranges(n: int) -> None:
+    mask = BlockMask([(i, i + 1, i, i + 1) for i in range(n)], n, n)
+    mask.plan(0, torch.device("cpu"), False, block_q=64, block_kv=64)
+
+
+def test_host_work_grows_with_the_number_of_sequences_not_with_its_square():
+    forests = [partial(plan_forest, order=order) for order in ("answers", "turns", "late")]
+    for work in (pack_prompts, plan_ranges, *forests):
+        work(8)  # fills caches
+        fewer, more = (count_operations(partial(work, n)) for n in (60, 240))
+        assert more < 5 * fewer, work
+
+
+def test_parents_are_read_with_as_many_tensor_operations_for_any_number_of_documents():
+    class Count(TorchDispatchMode):
+        total = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.total += 1
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    for n in (5, 50):
+        inputs = packed([(2, node - 1) for node in range(n)])
+        with Count() as count:
+            shard_batch(inputs, 61, make_mesh(1))
+        counts.append(count.total)
+    assert counts[0] == counts[1]
 
 
 def test_the_plan_counts_tokens_and_pairs_of_a_forest():

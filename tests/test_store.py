@@ -165,11 +165,11 @@ def test_slabs_and_disk_space_are_reused(tier):
     store = Store()
     one_step(store, tier, 50)
     used = store.disk.used_bytes
-    slabs = {id(s) for slabs in store.pool._free.values() for s in slabs}
+    slabs = {id(s) for slabs in store.pool._slabs.values() for s in slabs}
     for _ in range(4):
         one_step(store, tier, 50)
         if tier == "host":
-            assert {id(s) for slabs in store.pool._free.values() for s in slabs} == slabs
+            assert {id(s) for slabs in store.pool._slabs.values() for s in slabs} == slabs
     assert store.disk.used_bytes == used
     assert store.pool.used_bytes <= (6 + 1) * 50 * 4 * 4, "six being written and one being read"
 
@@ -180,6 +180,47 @@ def test_steps_of_changing_length_do_not_accumulate_memory(tier):
     for length in range(60, 20, -1):
         one_step(store, tier, length)
     assert store.pool.peak_bytes <= 2 * 6 * 60 * 16 and store.disk.used_bytes <= 6 * 60 * 16
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The sizes of new slabs."""
+    sizes, make = [], store_module.Slab.__init__
+    monkeypatch.setattr(store_module.Slab, "__init__", lambda self, n, pin: sizes.append(n) or make(self, n, pin))
+    return sizes
+
+
+def test_the_slabs_of_the_longest_sequence_serve_all_shorter_ones(made):
+    """Four layers keep tensors of three sizes and, in backward, one more for a moment."""
+    store, sizes = Store(), (32, 48, 3)
+    lengths, num_made, used_bytes = (64, 80, 64, 80, 79, 7, 1, 41), [], []
+    for length in lengths:
+        layers = [
+            [keep_and_overwrite(store, numbers((length, size), seed=i), "host") for size in sizes] for i in range(4)
+        ]
+        for i in reversed(range(4)):
+            extra = store.keep(numbers((length, 32)), "host")
+            for size, handle in zip(sizes, layers.pop(), strict=True):
+                assert torch.equal(handle.fetch(), numbers((length, size), seed=i))
+            del extra, handle
+        assert is_empty(store)
+        num_made.append(len(made))
+        used_bytes.append(store.pool.used_bytes)
+    assert num_made == [13, *[26] * 7]
+    assert used_bytes == [4 * 64 * (4 * 83 + 32), *[4 * 80 * (4 * 83 + 32)] * 7]
+
+
+@pytest.mark.parametrize("num_short", [1, 2, 4, 5])
+def test_several_short_sequences_at_once_fit_where_a_long_one_did(num_short, made):
+    store = Store(host_bytes=6 * 1000 * 16)
+    one_step(store, "host", 1000)
+    made.clear()
+    length = 1000 // num_short
+    handles = [keep_and_overwrite(store, numbers((length, 4), seed=i), "host") for i in range(6 * num_short)]
+    for i in reversed(range(6 * num_short)):
+        assert torch.equal(handles.pop().fetch(), numbers((length, 4), seed=i))
+    one_step(store, "host", 1000)
+    assert made == []
 
 
 def test_registering_a_layer_returns_the_layer_below():

@@ -1,5 +1,6 @@
 """Packed documents and block masks: the query blocks of attention over them, planned once and cached."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,7 +122,7 @@ class Docs:
         if key not in self._plans:
             spans, chunks = document_spans(self.starts, self.runs), []
             if self.parents:
-                spans = [DocumentSpan(a, b - a, 0, b - a, 0) for a, b, path in self.branches if not path]
+                spans = [DocumentSpan(a, b - a, 0, b - a, 0) for a, b, depth, *_ in self.branches if not depth]
             # For documents that are complete on this rank, keys have the same offsets as rows.
             complete = [span._replace(start=span.start + span.shift, shift=0) for span in spans if span.is_complete]
             short = min(SHORT_CALL_TOKENS, options["block_q"], options["block_kv"]) if varlen else 0
@@ -165,13 +166,27 @@ class BlockMask(Docs):
     def __init__(self, ranges: Sequence[MaskRange], num_rows: int, num_keys: int) -> None:
         super().__init__((0, num_rows))
         self.ranges, self._num_keys = tuple(ranges), num_keys
-        for number, (a, b, c, d) in enumerate(self.ranges):
+        for a, b, c, d in self.ranges:
             if not (0 <= a < b <= num_rows and 0 <= c < d <= num_keys):
                 limits = f"rows within [0, {num_rows}) and keys within [0, {num_keys})"
                 raise ConfigError(f"ranges: {(a, b, c, d)} is empty or out of range; use (a, b, c, d) with {limits}")
-            for other in self.ranges[:number]:
-                if max(a, other[0]) < min(b, other[1]) and max(c, other[2]) < min(d, other[3]):
-                    raise ConfigError(f"ranges: {other} and {(a, b, c, d)} overlap and would count twice; shorten one")
+        self._check_overlaps()
+
+    def _check_overlaps(self) -> None:
+        """Go through the rows at which a range starts or ends. The keys of the ranges there must not overlap."""
+        edges = [(row, row == r[0], number) for number, r in enumerate(self.ranges) for row in r[:2]]
+        active: list[tuple[int, int, int]] = []  # keys [c, d) and the range's number, ascending
+        for _, is_start, number in sorted(edges):
+            keys = (*self.ranges[number][2:], number)
+            at = bisect_left(active, keys)
+            if not is_start:
+                del active[at]
+                continue
+            for c, d, other in active[max(0, at - 1) : at + 1]:
+                if max(keys[0], c) < min(keys[1], d):
+                    first, second = (self.ranges[i] for i in sorted((number, other)))
+                    raise ConfigError(f"ranges: {first} and {second} overlap and would count twice; shorten one")
+            active.insert(at, keys)
 
     def num_keys(self, part: int, causal: bool, window: int | None) -> int:
         return self._num_keys

@@ -21,10 +21,12 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby, pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 FULL, CAUSAL, EDGE, WINDOW, SQUARES = "full", "causal", "edge", "window", "squares"
+Range = tuple[int, int]  # [start, stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,17 +212,22 @@ def plan_query_blocks(
 
 
 class Branch(NamedTuple):
-    """Tokens [start, stop), causal among themselves, that also attend to all keys [first, last) of `path`, the tokens
-    before them from the root on. A node and a child that follows it in the sequence are one branch."""
+    """Tokens [start, stop), causal among themselves, that also attend to all keys of `path`: the `depth` tokens before
+    them from the root on. A node and a child that follows it in the sequence are one branch."""
 
     start: int
     stop: int
-    path: tuple[tuple[int, int], ...] = ()
+    depth: int = 0
+    trunk: "Branch | None" = None  # the branch that this one continues, from its start up to `fork`
+    fork: int = 0
 
     @property
-    def depth(self) -> int:
-        """Tokens before this branch."""
-        return sum(last - first for first, last in self.path)
+    def path(self) -> Iterator[Range]:
+        """Ranges of keys, from the nearest to the root."""
+        branch = self
+        while branch.trunk is not None:
+            yield branch.trunk.start, branch.fork
+            branch = branch.trunk
 
 
 def forest_branches(starts: Sequence[int], parents: Sequence[int]) -> list[Branch]:
@@ -232,9 +239,11 @@ def forest_branches(starts: Sequence[int], parents: Sequence[int]) -> list[Branc
         if parent >= 0 and starts[parent + 1] == start and branch_of[parent] == len(branches) - 1:
             branches[-1] = branches[-1]._replace(stop=stop)
         elif parent >= 0:
-            trunk = branches[branch_of[parent]]
-            last = (trunk.start, starts[parent + 1])
-            branches.append(Branch(start, stop, (*trunk.path, last) if last[0] < last[1] else trunk.path))
+            trunk, fork = branches[branch_of[parent]], starts[parent + 1]
+            if trunk.start < fork:
+                branches.append(Branch(start, stop, trunk.depth + fork - trunk.start, trunk, fork))
+            else:
+                branches.append(trunk._replace(start=start, stop=stop))
         else:
             branches.append(Branch(start, stop))
         branch_of.append(len(branches) - 1)
@@ -250,58 +259,75 @@ def plan_branch_blocks(
     Without a window, all rows that attend to a key do so in one score block per query block of `max_rows`, even if they
     belong to several branches: a kernel then sums the key's gradient over them.
     """
-    inner = [branch for branch in branches if branch.path]
+    inner = [branch for branch in branches if branch.depth]
     if window is not None and any(window < branch.depth + branch.stop - branch.start for branch in inner):
         return [block for branch in inner for block in _plan_windowed_branch(branch, window, options)]
-    blocks, block_kv, ranges = [], options["block_kv"], _shared_ranges(inner)
+    rows, block_kv = list[Range](), options["block_kv"]  # rows: of each query block
     for low, high in _merge_ranges((branch.start, branch.stop) for branch in inner):
         num_blocks = -(-(high - low) // min(max_rows, options["block_q"]))
-        for a, e in _split_range(low, high, -(-(high - low) // num_blocks)):
-            score_blocks = [
-                scores
-                for row, stop, first, last in ranges
-                if row < e and a < stop
-                for scores in _full_scores(max(a, row), min(e, stop), first, last, block_kv)
-            ]
-            for branch in inner:
-                if branch.start < e and a < branch.stop:
-                    own = max(a, branch.start), min(e, branch.stop)
-                    score_blocks += _full_scores(*own, branch.start, own[0], block_kv) + _causal_scores(*own, block_kv)
-            squares = [scores for scores in score_blocks if scores.mask == CAUSAL]
-            score_blocks = [scores for scores in score_blocks if scores.mask == FULL]
-            blocks.append(QueryBlock(a, e - a, (*score_blocks, *_batch_squares(squares, short))))
-    return blocks
+        rows += _split_range(low, high, -(-(high - low) // num_blocks))
+    score_blocks: list[list[ScoreBlock]] = [[] for _ in rows]
+    squares: list[list[ScoreBlock]] = [[] for _ in rows]
+    for low, high, first, last in _shared_ranges(inner):
+        for number, a, e in _overlaps(rows, low, high):
+            score_blocks[number] += _full_scores(a, e, first, last, block_kv)
+    for branch in inner:
+        for number, a, e in _overlaps(rows, branch.start, branch.stop):
+            own = _full_scores(a, e, branch.start, a, block_kv) + _causal_scores(a, e, block_kv)
+            score_blocks[number] += [scores for scores in own if scores.mask == FULL]
+            squares[number] += [scores for scores in own if scores.mask == CAUSAL]
+    return [
+        QueryBlock(a, e - a, (*full, *_batch_squares(causal, short)))
+        for (a, e), full, causal in zip(rows, score_blocks, squares, strict=True)
+    ]
+
+
+def _overlaps(ranges: list[Range], low: int, high: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (index, start, stop) of the parts of [low, high) in `ranges`, which ascend without overlaps."""
+    for number in range(bisect_right(ranges, low, key=itemgetter(1)), len(ranges)):
+        start, stop = ranges[number]
+        if start >= high:
+            return
+        yield number, max(low, start), min(high, stop)
 
 
 def _plan_windowed_branch(branch: Branch, window: int, options: dict[str, Any]) -> list[QueryBlock]:
     """Plan a branch as the end of a document, its path and itself, whose keys lie in several ranges."""
-    keys, depth = [], 0
-    for first, last in (*branch.path, branch[:2]):
+    total = branch.depth + branch.stop - branch.start
+    span = DocumentSpan(0, total, branch.depth, total, branch.start - branch.depth)
+    keys, depth = list[KeyRange](), total
+    for first, last in chain([branch[:2]], branch.path):
+        depth -= last - first
         keys.append(KeyRange(depth, last - first, 0, first - depth))
-        depth += last - first
-    span = DocumentSpan(0, depth, branch.depth, depth, branch.start - branch.depth)
+        if depth <= branch.depth - window:
+            break
     blocks = plan_query_blocks([span], window=window, **options | {"has_windows": False})
-    return split_by_part(blocks, keys, 1, options["block_kv"])[0]
+    return split_by_part(blocks, keys[::-1], 1, options["block_kv"])[0]
 
 
 def _shared_ranges(branches: Sequence[Branch]) -> "list[MaskRange]":
     """Return rows and the keys on their paths: each key once, unless the rows that attend to it are not consecutive."""
-    readers = defaultdict(list)
-    for branch in branches:
-        for first, last in branch.path:
-            readers[first].append((last, branch.start, branch.stop))
-    ranges = []
-    for first, rows in readers.items():
-        for last in sorted({last for last, _, _ in rows}):
-            for a, b in _merge_ranges((start, stop) for reach, start, stop in rows if reach >= last):
-                ranges.append((a, b, first, last))
+    # By the start of a trunk: its forks, and the rows behind each.
+    readers: dict[int, list[tuple[int, list[Range]]]] = {b.trunk.start: [] for b in branches if b.trunk is not None}
+    for branch in reversed(branches):
+        assert branch.trunk is not None
+        rows = [(branch.start, branch.stop), *chain(*(behind for _, behind in readers.get(branch.start, ())))]
+        readers[branch.trunk.start].append((branch.fork, _merge_ranges(sorted(rows))))
+    ranges = list[MaskRange]()
+    for first, forks in readers.items():
+        merged, levels = list[Range](), list[tuple[int, list[Range]]]()
+        for last, group in groupby(sorted(forks, key=itemgetter(0), reverse=True), key=itemgetter(0)):
+            merged = _merge_ranges(sorted(chain(merged, *(rows for _, rows in group))))
+            levels.append((last, merged))
+        for last, merged in reversed(levels):
+            ranges += [(a, b, first, last) for a, b in merged]
             first = last
     return ranges
 
 
-def _merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge_ranges(ranges: Iterable[Range]) -> list[Range]:
     """Merge adjacent ranges, which must ascend."""
-    merged: list[tuple[int, int]] = []
+    merged: list[Range] = []
     for start, stop in ranges:
         if merged and merged[-1][1] == start:
             start = merged.pop()[0]
@@ -329,14 +355,16 @@ MaskRange = tuple[int, int, int, int]  # rows [a, b) attend to keys [c, d)
 
 def plan_range_blocks(ranges: Sequence[MaskRange], num_rows: int, block_q: int, block_kv: int) -> list[QueryBlock]:
     """Return the blocks of a block mask. A row in no range is in a query block without score blocks."""
-    cuts = sorted({0, num_rows, *(row for a, b, _, _ in ranges for row in (a, b))})
-    blocks = []
-    for low, high in zip(cuts, cuts[1:], strict=False):
-        keys = sorted((c, d) for a, b, c, d in ranges if a <= low and high <= b)
-        for a, e in _split_range(low, high, block_q):
-            score_blocks = (scores for c, d in keys for scores in _full_scores(a, e, c, d, block_kv))
-            blocks.append(QueryBlock(a, e - a, tuple(score_blocks)))
-    return blocks
+    rows = list(pairwise(sorted({0, num_rows, *(row for a, b, _, _ in ranges for row in (a, b))})))
+    keys: list[list[Range]] = [[] for _ in rows]
+    for a, b, c, d in ranges:
+        for number, _, _ in _overlaps(rows, a, b):
+            keys[number].append((c, d))
+    return [
+        QueryBlock(a, e - a, tuple(scores for c, d in visible for scores in _full_scores(a, e, c, d, block_kv)))
+        for (low, high), visible in zip(rows, map(sorted, keys), strict=True)
+        for a, e in _split_range(low, high, block_q)
+    ]
 
 
 def split_short_documents(

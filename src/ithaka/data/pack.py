@@ -22,7 +22,7 @@ import numpy as np
 
 from ithaka.config import ConfigError
 from ithaka.layer.loss import IGNORE_INDEX
-from ithaka.model.forest import MIN_TOKENS, Node, build_forest, count_equal
+from ithaka.model.forest import MIN_TOKENS, Forest, Node
 
 SHORT_DOCUMENT_FRACTION = 1 / 8  # fraction of the context; sorting shorter documents saves under 0.4 % of padding
 Key = tuple[int, ...]  # seeds a hash
@@ -285,21 +285,14 @@ def group_samples(
         labels[:1] = 0
         rows.append(np.stack([tokens ^ (tokens >> 31), labels], 1).astype(np.int64))
     least = min_tokens or max(map(len, rows), default=0) + 1
-    groups: list[list[int]] = [[]]
-    size = 0  # upper bound on the tokens of the last group's forest
-    for number, own in enumerate(rows):
-        shared = count_equal(own, rows[number - 1], least) if groups[-1] else 0
-        # Behind a branch, the forest shares up to least - 1 tokens less than the two samples have in common.
-        shared = 0 if shared < least else shared - (least - 1) * (len(groups[-1]) > 1)
-        size += len(own) - shared
-        if size > context and groups[-1]:
-            forest, _ = build_forest([rows[i] for i in (*groups[-1], number)], least)
-            size = sum(node.stop - node.start for node in forest)
-            if size > context:
-                groups.append([])
-                size = len(own)
-        groups[-1].append(number)
-    return [([samples[i] for i in group], build_forest([rows[i] for i in group], least)[0]) for group in groups]
+    groups: list[tuple[list[np.ndarray], Forest]] = []
+    for tokens, own in zip(samples, rows, strict=True):
+        if not groups or groups[-1][1].num_tokens + groups[-1][1].count_new(own) > context:
+            groups.append(([], Forest(least)))
+        group, forest = groups[-1]
+        group.append(tokens)
+        forest.add(own)
+    return [(group, forest.sort()[0]) for group, forest in groups]
 
 
 def _cut_samples(documents: Documents, context: int, long: LongDocuments) -> CutDocuments:

@@ -13,12 +13,13 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,8 +44,9 @@ class StoreError(RuntimeError):
 class Slab:
     """A host buffer, pinned if there is a GPU. Pinned once and reused from step to step."""
 
-    last_copy: Event = None  # the previous owner's last copy out of this buffer
-    _pinned = False
+    last_copy: Event = None  # the last copy out of this buffer for a tensor that is no longer kept
+    num_tensors = 0  # kept here: one, or several of a short sequence
+    _end, _pinned = 0, False
 
     def __init__(self, num_bytes: int, pin: bool) -> None:
         # Not pin_memory(), whose allocator rounds sizes up to powers of two.
@@ -63,8 +65,16 @@ class Slab:
                 )
             self._pinned = True
 
-    def view(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return self.bytes.view(dtype).view(shape)
+    def view(self, shape: torch.Size, dtype: torch.dtype, where: slice = slice(None)) -> Tensor:
+        return self.bytes[where].view(dtype).view(shape)
+
+    def take(self, num_bytes: int) -> "SlabRange | None":
+        """Return a range of bytes for a tensor, if there is room behind the others."""
+        start = -(-self._end // 16) * 16 if self.num_tensors else 0  # aligned for every dtype
+        if start + num_bytes > len(self.bytes):
+            return None
+        self.num_tensors, self._end = self.num_tensors + 1, start + num_bytes
+        return SlabRange(self, slice(start, self._end))
 
     def __del__(self) -> None:
         if self._pinned and not sys.is_finalizing():
@@ -73,108 +83,127 @@ class Slab:
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
 
 
-class _FreeLists:
-    """The allocations of one tier. Free ones are listed by size and reused for tensors of the same size."""
+class SlabRange(NamedTuple):
+    """The bytes of a slab that hold a tensor."""
 
-    def __init__(self) -> None:
-        self.used_bytes = 0
-        self._free: dict[int, list[Any]] = {}
-        self._changed = threading.Condition()  # re-entrant: a handle's __del__ may run while this thread holds it
-
-    @property
-    def busy_bytes(self) -> int:
-        """Bytes in use by kept tensors; the rest is free for reuse."""
-        with self._changed:
-            return self.used_bytes - _sum_bytes(self._free.copy())
-
-    def start_pass(self, num_bytes: int) -> None:
-        """Call while nothing is kept. If the first tensor has a new size, shapes have changed: drop the free lists."""
-        with self._changed:
-            if not self._free.get(num_bytes):
-                self._drop_free()
-
-    def mark_free(self, num_bytes: int, allocation: Any) -> None:
-        with self._changed:
-            self._free.setdefault(num_bytes, []).append(allocation)
-            self._changed.notify_all()
-
-    def _drop_free(self) -> None:
-        free, self._free = self._free, {}  # swap first: a handle may be deleted meanwhile and free its slab
-        self.used_bytes -= _sum_bytes(free)
+    slab: Slab
+    where: slice
 
 
-def _sum_bytes(free: dict[int, list[Any]]) -> int:
-    return sum(size * len(allocations) for size, allocations in free.items())
-
-
-class SlabPool(_FreeLists):
-    """Slabs within a budget. Free slabs of other sizes are dropped to make room."""
+class SlabPool:
+    """Slabs within a budget. Those of the longest pass serve shorter ones: tensors grow with the sequence, so each uses
+    a slab of the size that it would have in the longest pass."""
 
     def __init__(self, budget_bytes: int | None, pin: bool) -> None:
-        super().__init__()
-        self.budget_bytes, self.pin, self.peak_bytes = budget_bytes, pin, 0
-        self.num_expected = 0  # slabs that the disk threads will release
+        self.budget_bytes, self.pin = budget_bytes, pin
+        self.used_bytes = self.peak_bytes = self.busy_bytes = 0  # of slabs; busy_bytes: of kept tensors
+        self.num_expected = 0  # tensors that the disk threads will release
         self.waited_s = 0.0  # spent waiting for the disk
+        self._slabs: dict[int, list[Slab]] = {}  # by size
+        self._first_bytes = self._longest_bytes = 0  # first tensor of this pass, and of the longest one
+        self._changed = threading.Condition()  # re-entrant: a handle's __del__ may run while this thread holds it
 
-    def acquire(self, num_bytes: int) -> Slab:
-        """Return a slab of `num_bytes`. Waits while the disk threads hold slabs, and raises StoreError otherwise."""
+    def start_pass(self, num_bytes: int) -> None:
+        """Call while nothing is kept, with the size of the first tensor. Makes room for a longer pass."""
         with self._changed:
-            while (slab := self.try_acquire(num_bytes)) is None:
+            self._first_bytes = num_bytes
+            if num_bytes > self._longest_bytes:
+                self._longest_bytes = num_bytes
+                self._drop_free()
+
+    def acquire(self, num_bytes: int) -> SlabRange:
+        """Return `num_bytes` of a slab. If there is no room, wait for the disk threads, share any slab (several short
+        passes at once), or raise StoreError."""
+        with self._changed:
+            while (acquired := self.try_acquire(num_bytes)) is None:
                 if not self.num_expected:
-                    raise StoreError(
-                        "host",
-                        f"host memory: {num_bytes} more bytes needed, with {self.used_bytes} of the limit of "
-                        f"{self.budget_bytes} in use; use memory.offload=disk, memory.keep_attention=none, more ranks "
-                        "(parallel.cp) or a shorter data.context",
-                    )
+                    if acquired := self._take([*chain(*self._slabs.values())], num_bytes):
+                        return acquired
+                    used = f"{num_bytes} more bytes needed, with {self.used_bytes} of the limit of {self.budget_bytes}"
+                    fix = "memory.offload=disk, memory.keep_attention=none, more ranks (parallel.cp)"
+                    raise StoreError("host", f"host memory: {used} in use; use {fix} or a shorter data.context")
                 start = time.monotonic()
                 self._changed.wait()
                 self.waited_s += time.monotonic() - start
-            return slab
+            return acquired
 
-    def try_acquire(self, num_bytes: int) -> Slab | None:
+    def try_acquire(self, num_bytes: int) -> SlabRange | None:
         with self._changed:
-            if free := self._free.get(num_bytes):
-                return free.pop()
-            if not self._has_room(num_bytes):
-                self._drop_free()
-            if not self._has_room(num_bytes):
-                return None
-            slab = Slab(num_bytes, self.pin)
-            self.used_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-            return slab
+            in_longest = num_bytes * self._longest_bytes // max(1, self._first_bytes)
+            size = in_longest if in_longest >= num_bytes and in_longest in self._slabs else num_bytes
+            slabs = sorted(self._slabs.get(size, ()), key=lambda slab: slab.num_tensors)  # free ones first
+            acquired = self._take(slabs, num_bytes)
+            if acquired is None and (slab := self._make_slab(size) or self._make_slab(num_bytes)):
+                acquired = self._take([slab], num_bytes)
+            return acquired
 
-    def release(self, slab: Slab, expected: bool = False) -> None:
+    def _take(self, slabs: Iterable[Slab], num_bytes: int) -> SlabRange | None:
+        acquired = next(filter(None, (slab.take(num_bytes) for slab in slabs)), None)
+        self.busy_bytes += 0 if acquired is None else num_bytes
+        return acquired
+
+    def release(self, acquired: SlabRange, expected: bool = False) -> None:
         with self._changed:
             self.num_expected -= expected
-            self.mark_free(len(slab.bytes), slab)
+            self.busy_bytes -= acquired.where.stop - acquired.where.start
+            acquired.slab.num_tensors -= 1
+            self._changed.notify_all()
 
     def expect_release(self) -> None:
         with self._changed:
             self.num_expected += 1
 
+    def _make_slab(self, num_bytes: int) -> Slab | None:
+        if not self._has_room(num_bytes):
+            self._drop_free()
+        if not self._has_room(num_bytes):
+            return None
+        slab = Slab(num_bytes, self.pin)
+        self._slabs.setdefault(num_bytes, []).append(slab)
+        self.used_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return slab
+
+    def _drop_free(self) -> None:
+        busy = {size: [slab for slab in slabs if slab.num_tensors] for size, slabs in self._slabs.items()}
+        self._slabs = {size: slabs for size, slabs in busy.items() if slabs}
+        self.used_bytes = sum(size * len(slabs) for size, slabs in self._slabs.items())
+
     def _has_room(self, num_bytes: int) -> bool:
         return self.budget_bytes is None or self.used_bytes + num_bytes <= self.budget_bytes
 
 
-class DiskFile(_FreeLists):
+class DiskFile:
     """An unnamed file, which the system deletes with the process, even after kill -9. Space is reserved up front."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__()
         self.directory = directory
+        self.used_bytes = self.busy_bytes = 0  # of the file, and of kept tensors
+        self._free: dict[int, list[int]] = {}  # offsets by size
+        self._lock = threading.RLock()  # re-entrant, as in SlabPool
         self._file: Any = None
         self.failure: str | None = None  # message of the first failed background write
         self.moved_bytes, self.busy_s = 0, 0.0  # busy_s: time with at least one transfer in flight
         self._num_transfers, self._busy_since = 0, 0.0
 
+    def start_pass(self, num_bytes: int) -> None:
+        """Call while nothing is kept. If the first tensor has a new size, shapes have changed: start over."""
+        with self._lock:
+            if not self._free.get(num_bytes):
+                self._free, self.used_bytes = {}, 0
+
+    def mark_free(self, num_bytes: int, offset: int) -> None:
+        with self._lock:
+            self.busy_bytes -= num_bytes
+            self._free.setdefault(num_bytes, []).append(offset)
+
     def reserve(self, num_bytes: int) -> int:
         """Reserve `num_bytes` and return their offset. A full disk fails here, not in a background write."""
-        with self._changed:
+        with self._lock:
             if self.failure is not None:
                 raise StoreError("disk", self.failure)
             if free := self._free.get(num_bytes):
+                self.busy_bytes += num_bytes
                 return free.pop()
             offset = self.used_bytes
             try:
@@ -185,6 +214,7 @@ class DiskFile(_FreeLists):
                 needed = f"{num_bytes} more bytes needed in {self.directory}, with {offset} in use"
                 raise self._error(needed, error) from error
             self.used_bytes += num_bytes
+            self.busy_bytes += num_bytes
             return offset
 
     def write(self, data: memoryview, offset: int) -> None:
@@ -207,13 +237,13 @@ class DiskFile(_FreeLists):
 
     @contextmanager
     def _timed_transfer(self, num_bytes: int) -> Iterator[None]:
-        with self._changed:
+        with self._lock:
             self._busy_since = self._busy_since if self._num_transfers else time.monotonic()
             self._num_transfers += 1
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._num_transfers -= 1
                 self.moved_bytes += num_bytes
                 self.busy_s += 0.0 if self._num_transfers else time.monotonic() - self._busy_since
@@ -328,8 +358,8 @@ class HostHandle(TensorHandle):
         self.store, self.shape, self.dtype, self.nbytes = store, tensor.shape, tensor.dtype, tensor.nbytes
         self._source: Tensor | None = tensor
         self._prefetched: tuple[Tensor, Event] | None = None
-        self._slab: Slab | None = store.pool.acquire(tensor.nbytes)
-        self._copied_out = self._copy_out(tensor, self._slab)
+        self._range: SlabRange | None = store.pool.acquire(tensor.nbytes)
+        self._copied_out = self._copy_out(tensor, self._range)
 
     def release_source(self) -> None:
         if self._source is not None:
@@ -371,15 +401,15 @@ class HostHandle(TensorHandle):
                 self.store.wait_event(incoming[1])
 
     @phase("copies")
-    def _copy_out(self, tensor: Tensor, slab: Slab) -> Event:
+    def _copy_out(self, tensor: Tensor, into: SlabRange) -> Event:
         store = self.store
-        with store.on_stream(store.out_stream, store.record_event(), slab.last_copy):
-            slab.view(self.shape, self.dtype).copy_(tensor, non_blocking=True)
+        with store.on_stream(store.out_stream, store.record_event(), into.slab.last_copy):
+            into.slab.view(self.shape, self.dtype, into.where).copy_(tensor, non_blocking=True)
         return store.record_event(store.out_stream)
 
     def _host_tensor(self) -> Tensor:
-        assert self._slab is not None
-        return self._slab.view(self.shape, self.dtype)
+        assert self._range is not None
+        return self._range.slab.view(self.shape, self.dtype, self._range.where)
 
     @phase("copies")
     def _copy_in(self, rows: slice, dim: int, full: Tensor | None = None) -> tuple[Tensor, Event]:
@@ -401,14 +431,14 @@ class HostHandle(TensorHandle):
         store = self.store
         if self._prefetched is not None:
             store.wait_event(self._prefetched[1])
-        if self._slab is not None:
+        if self._range is not None:
             with store.on_stream(store.in_stream, self._copied_out):
-                self._slab.last_copy = store.record_event(store.in_stream)
+                self._range.slab.last_copy = store.record_event(store.in_stream)
         self._free()
 
     def _free(self) -> None:
-        if self._slab is not None:
-            self.store.pool.release(self._slab)
+        if self._range is not None:
+            self.store.pool.release(self._range)
 
 
 class DiskHandle(HostHandle):
@@ -418,18 +448,18 @@ class DiskHandle(HostHandle):
         super().__init__(tensor, store)
         self._offset = store.disk.reserve(tensor.nbytes)
         self._reading: Future | None = None
-        slab, self._slab = self._slab, None
-        assert slab is not None
+        source, self._range = self._range, None
+        assert source is not None
         store.pool.expect_release()
-        self._writing = store.threads.submit(_write_slab, store, slab, self._copied_out, self._offset)
+        self._writing = store.threads.submit(_write_slab, store, source, self._copied_out, self._offset)
 
     def read_ahead(self, wait: bool = False) -> None:
         if self._reading is not None:
             return
         pool = self.store.pool
-        self._slab = pool.acquire(self.nbytes) if wait else pool.try_acquire(self.nbytes)
-        if self._slab is not None:
-            self._reading = self.store.threads.submit(_read_slab, self.store, self._slab, self._writing, self._offset)
+        self._range = pool.acquire(self.nbytes) if wait else pool.try_acquire(self.nbytes)
+        if self._range is not None:
+            self._reading = self.store.threads.submit(_read_slab, self.store, self._range, self._writing, self._offset)
 
     def _host_tensor(self) -> Tensor:
         self.read_ahead(wait=True)
@@ -444,29 +474,29 @@ class DiskHandle(HostHandle):
             super()._free()
             return
         # Must not block: this may run on a writer thread, or under a lock that the writer needs.
-        if self._slab is not None:
+        if self._range is not None:
             self.store.pool.expect_release()
-        release = partial(_release_all, self.store, self._slab, self._offset, self.nbytes)
+        release = partial(_release_all, self.store, self._range, self._offset, self.nbytes)
         (self._reading or self._writing).add_done_callback(release)
 
 
-def _write_slab(store: Store, slab: Slab, copied_out: Event, offset: int) -> None:
+def _write_slab(store: Store, source: SlabRange, copied_out: Event, offset: int) -> None:
     try:
         if copied_out is not None:
             copied_out.synchronize()
-        store.disk.write(slab.memory, offset)
+        store.disk.write(source.slab.memory[source.where], offset)
     finally:
-        store.pool.release(slab, expected=True)
+        store.pool.release(source, expected=True)
 
 
-def _read_slab(store: Store, slab: Slab, writing: Future, offset: int) -> None:
+def _read_slab(store: Store, into: SlabRange, writing: Future, offset: int) -> None:
     writing.result()  # submitted earlier, so this cannot deadlock
-    if slab.last_copy is not None:
-        slab.last_copy.synchronize()
-    store.disk.read(slab.memory, offset)
+    if into.slab.last_copy is not None:
+        into.slab.last_copy.synchronize()
+    store.disk.read(into.slab.memory[into.where], offset)
 
 
-def _release_all(store: Store, slab: Slab | None, offset: int, num_bytes: int, _: Future) -> None:
-    if slab is not None:
-        store.pool.release(slab, expected=True)
+def _release_all(store: Store, acquired: SlabRange | None, offset: int, num_bytes: int, _: Future) -> None:
+    if acquired is not None:
+        store.pool.release(acquired, expected=True)
     store.disk.mark_free(num_bytes, offset)

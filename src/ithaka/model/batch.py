@@ -11,7 +11,6 @@ labels of the rank that predicts them, e on every rank.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -172,11 +171,16 @@ def _read_parents(
             "parents was passed without document_ids; pass both: parents holds the document_ids of parents"
         )
     N, parents = documents_BN.shape[1], list[int]()
+    starts_n, flat_S = torch.tensor(starts), parents_BN.reshape(-1)
+    lengths_n = starts_n.diff(append=torch.tensor([len(flat_S)]))
+    varies_S = flat_S != flat_S[starts_n].repeat_interleave(lengths_n)
+    varying = set((torch.searchsorted(starts_n, varies_S.nonzero()[:, 0], right=True) - 1).tolist())
+    is_padding_n = torch.zeros_like(starts_n) if mask_BN is None else ~mask_BN.reshape(-1)[starts_n]
     known: dict[tuple[int, int], int] = {}
-    for node, (start, stop) in enumerate(pairwise((*starts, documents_BN.numel()))):
+    columns = (documents_BN.reshape(-1)[starts_n].tolist(), flat_S[starts_n].tolist(), is_padding_n.tolist())
+    for node, (start, document, parent, is_padding) in enumerate(zip(starts, *columns, strict=True)):
         row, column = divmod(start, N)
-        document, parent = int(documents_BN[row, column]), int(parents_BN[row, column])
-        is_padding, where = mask_BN is not None and not mask_BN[row, column], f"row {row}, token {column}"
+        where = f"row {row}, token {column}"
         if is_padding or parent == -1:
             parents.append(-1)
         elif (row, parent) not in known:
@@ -187,7 +191,7 @@ def _read_parents(
             parents.append(known[row, parent])
         if is_padding:
             continue
-        if (parents_BN.reshape(-1)[start:stop] != parent).any():
+        if node in varying:
             raise ValueError(f"parents varies in document {document} at {where}; use one value for all of its tokens")
         if (row, document) in known:
             raise ValueError(f"document_ids: {document} at {where} is not consecutive; with parents, use ids once")

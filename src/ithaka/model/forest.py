@@ -1,7 +1,7 @@
 """A forest of token sequences: common prefixes are nodes that several sequences go through."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,70 +18,99 @@ class Node(NamedTuple):
     parent: int  # index of a node, or -1
 
 
-def build_forest(rows: Sequence[np.ndarray], min_tokens: int) -> tuple[list[Node], list[int]]:
-    """Return the nodes of a forest of the sequences `rows`, [tokens, ...] each, and the node in which each one ends.
-    Common prefixes of fewer than `min_tokens` are not shared.
+class Forest:
+    """A forest of token sequences. Common prefixes of fewer than `min_tokens` are not shared.
 
-    Parents come before children, and the largest subtree comes first, so that attention treats long paths as one
-    document and batches answers of equal length.
+    Children are found by their first rows (`min_tokens` of them, or all of a shorter node), so adding a sequence takes
+    time in proportion to its length, however many it has to be compared with.
     """
-    nodes: list[list[int]] = []  # as Node, in order of creation
-    children: dict[tuple[int, bytes], list[int]] = defaultdict(list)  # by parent and first row
-    ends = list[int]()
-    for number, own in enumerate(rows):
-        at, parent = 0, -1
-        while at < len(own):
-            siblings = children[parent, own[at].tobytes()]
-            for child in siblings:
-                sequence, start, stop, _ = nodes[child]
-                num_equal = count_equal(own[at:], rows[sequence][start:stop], min_tokens)
-                if num_equal >= min(min_tokens, stop - start):
-                    break
-            else:
-                siblings.append(len(nodes))
-                nodes.append([number, at, len(own), parent])
-                parent = siblings[-1]
+
+    def __init__(self, min_tokens: int) -> None:
+        self.min_tokens, self.num_tokens = min_tokens, 0
+        self._rows: list[np.ndarray] = []  # per sequence, [tokens, ...]
+        self._nodes: list[Node] = []
+        self._ranks: list[int] = []  # order of creation. A split node's upper part keeps the rank, its lower the index.
+        self._children: dict[int, dict[int, dict[bytes, int]]] = defaultdict(dict)  # by parent, number of rows and rows
+        self._ends: list[int] = []
+
+    def count_new(self, own: np.ndarray) -> int:
+        """Return the number of tokens that a sequence would add."""
+        return len(own) - self._descend(own)[1]
+
+    def add(self, own: np.ndarray) -> None:
+        self._rows.append(own)
+        node, at = self._descend(own)
+        if node >= 0 and at < self._nodes[node].stop:
+            upper, lower = len(self._nodes), node
+            self._nodes.append(self._nodes[lower]._replace(stop=at))
+            self._nodes[lower] = self._nodes[lower]._replace(start=at, parent=upper)
+            self._ranks.append(self._ranks[lower])
+            self._ranks[lower] = node = upper
+            self._link(upper)
+            self._link(lower)
+        if at < len(own):
+            self._nodes.append(Node(len(self._rows) - 1, at, len(own), node))
+            node = len(self._ranks)
+            self._ranks.append(node)
+            self._link(node)
+        self._ends.append(node)
+        self.num_tokens += len(own) - at
+
+    def sort(self) -> tuple[list[Node], list[int]]:
+        """Return the nodes, and the node in which each sequence ends.
+
+        Parents come before children, and the largest subtree comes first, so that attention treats long paths as one
+        document and batches answers of equal length.
+        """
+        nodes, sizes = self._nodes, [stop - start for _, start, stop, _ in self._nodes]
+        children = defaultdict[int, list[int]](list)
+        for number in sorted(range(len(nodes)), key=self._ranks.__getitem__):
+            children[nodes[number].parent].append(number)
+        top_down = list(children[-1])
+        for number in top_down:
+            top_down += children[number]
+        for number in reversed(top_down):
+            sizes[number] += sum(sizes[child] for child in children[number])
+        order, stack = list[int](), sorted(children[-1], key=sizes.__getitem__)
+        while stack:
+            order.append(stack.pop())
+            stack += sorted(children[order[-1]], key=sizes.__getitem__)
+        places = {old: new for new, old in enumerate(order)} | {-1: -1}
+        ends = [places[end] for end in self._ends]
+        return [nodes[old]._replace(parent=places[nodes[old].parent]) for old in order], ends
+
+    def _descend(self, own: np.ndarray) -> tuple[int, int]:
+        """Return the last node that a sequence goes through, at least in part, and the tokens shared up to there."""
+        at, node = 0, -1
+        while node < 0 or at == self._nodes[node].stop:
+            rest = own[at:]
+            matches = [by_rows.get(rest[:n].tobytes()) for n, by_rows in self._children[node].items()]
+            child = min((match for match in matches if match is not None), key=self._ranks.__getitem__, default=None)
+            if child is None:
                 break
-            if start + num_equal < stop:  # split it: the upper part keeps its index, so that earlier ends move down
-                lower = len(nodes)
-                nodes.append([sequence, start + num_equal, stop, child])
-                nodes[child][2] = start + num_equal
-                for key in [key for key in children if key[0] == child]:
-                    children[lower, key[1]] = children.pop(key)
-                    for grandchild in children[lower, key[1]]:
-                        nodes[grandchild][3] = lower
-                children[child, rows[sequence][start + num_equal].tobytes()].append(lower)
-                ends = [lower if end == child else end for end in ends]
-            parent, at = child, at + num_equal
-        ends.append(parent)
-    return _sort_nodes(nodes, ends)
+            sequence, start, stop, _ = self._nodes[child]
+            at, node = at + _count_equal(rest, self._rows[sequence][start:stop]), child
+        return node, at
+
+    def _link(self, node: int) -> None:
+        sequence, start, stop, parent = self._nodes[node]
+        first = self._rows[sequence][start:stop][: self.min_tokens]
+        self._children[parent].setdefault(len(first), {})[first.tobytes()] = node
 
 
-def _sort_nodes(nodes: list[list[int]], ends: list[int]) -> tuple[list[Node], list[int]]:
-    children, sizes = defaultdict[int, list[int]](list), [stop - start for _, start, stop, _ in nodes]
-    for number, (*_, parent) in enumerate(nodes):
-        children[parent].append(number)
-    top_down = list(children[-1])
-    for number in top_down:
-        top_down += children[number]
-    for number in reversed(top_down):
-        sizes[number] += sum(sizes[child] for child in children[number])
-    order, stack = list[int](), sorted(children[-1], key=sizes.__getitem__)
-    while stack:
-        order.append(stack.pop())
-        stack += sorted(children[order[-1]], key=sizes.__getitem__)
-    places = {old: new for new, old in enumerate(order)} | {-1: -1}
-    return [Node(*nodes[old])._replace(parent=places[nodes[old][3]]) for old in order], [places[end] for end in ends]
+def build_forest(rows: Iterable[np.ndarray], min_tokens: int) -> tuple[list[Node], list[int]]:
+    """Return the sorted nodes of a forest of the sequences `rows`, and the node in which each one ends."""
+    forest = Forest(min_tokens)
+    for own in rows:
+        forest.add(own)
+    return forest.sort()
 
 
-def count_equal(a: np.ndarray, b: np.ndarray, min_tokens: int) -> int:
-    """Count equal leading rows. Compares `min_tokens` rows first, because most sequences differ early."""
-    for size in (min_tokens, min(len(a), len(b))):
-        size = min(size, len(a), len(b))
-        differs = (a[:size] != b[:size]).any(1)
-        if differs.any():
-            return int(differs.argmax())
-    return size
+def _count_equal(a: np.ndarray, b: np.ndarray) -> int:
+    """Count equal leading rows."""
+    size = min(len(a), len(b))
+    differs = (a[:size] != b[:size]).any(1)
+    return int(differs.argmax()) if differs.any() else size
 
 
 def path_to(nodes: Sequence[Node], number: int) -> list[int]:
