@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -82,6 +82,6 @@ def main() -> None:
     app()
 
 
-def runs_on_all_ranks(arguments: Sequence[str]) -> bool:
-    is_help = "--help" in arguments
-    return not is_help and any(list(arguments[: len(command)]) == command for command in ON_ALL_RANKS)
+def runs_on_all_ranks(arguments: list[str]) -> bool:
+    """Whether a command line uses the ranks of torchrun."""
+    return "--help" not in arguments and any(arguments[: len(command)] == command for command in ON_ALL_RANKS)
