@@ -75,12 +75,20 @@ def test_micro_batches_share_the_load_balancing_loss():
     plain = tiny_decoder("mixtral", num_hidden_layers=2)
     parts = (IDS[1:2], IDS[2:4])
     losses = [model(input_ids=ids, labels=ids, num_items_in_batch=51).loss for ids in parts]
+    assert model(input_ids=IDS, labels=torch.full_like(IDS, -100), per_token=True).aux_loss == 0  # no rank has a label
     expected = 0.0
     for ids in parts:
         out = plain(input_ids=ids, use_cache=False, output_router_logits=True)
         ce = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum") / 51
         expected += ce + COEFFICIENT * out.aux_loss * (17 * len(ids) / 51)
     assert relative(sum(losses).detach(), expected.detach()) < 1e-6
+
+
+def test_the_load_balancing_loss_has_the_coefficient_of_the_model():
+    """TRL changes the one in the configuration, which the model does not read again."""
+    model = tiny_decoder("mixtral", **BALANCED)
+    model.config.router_aux_loss_coef = 0.1
+    assert parallelize_model(model).ithaka_decoder.batch.routing.coefficient == COEFFICIENT
 
 
 def test_another_load_balancing_loss_is_refused(monkeypatch):

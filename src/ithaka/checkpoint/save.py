@@ -73,6 +73,10 @@ def trained_weights(model: nn.Module) -> dict[str, Any]:
     return {name: t for name, t in weights.items() if name not in left_out}
 
 
+def _trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    return trained_weights(model), get_optimizer_state_dict(model, optimizer)
+
+
 def _plain_moments(state: dict[str, Any]) -> dict[str, Any]:
     """The tensors of an optimizer's state. Moments in 8 bits become codes and scales, both sharded by rows."""
     moments = [value for each in state.values() for value in each.values() if isinstance(value, DTensor)]
@@ -99,7 +103,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 
     With another number of ranks, tensors are resharded and RNG states are not restored: those belong to ranks."""
     state, rank = read_state(path), dist.get_rank()
-    weights, optim = trained_weights(model), get_optimizer_state_dict(model, optimizer)
+    weights, optim = _trained_state(model, optimizer)
     tensors: dict[str, Any] = {"model": weights, "moments": _plain_moments(optim["state"])}
     if state["world_size"] == dist.get_world_size():
         saved = SafeReader(path).read_metadata().state_dict_metadata
@@ -129,7 +133,7 @@ class Saver:
         """Start a save. Collective, and none may be in progress. `state` is JSON with an int "step"; rank 0's is
         written. `finish` reports the result."""
         assert not self.in_progress
-        weights, optim = trained_weights(model), get_optimizer_state_dict(model, optimizer)
+        weights, optim = _trained_state(model, optimizer)
         # Not the optimizer's hyperparameters: they come from the config, and the learning rate from the step.
         tensors = {"model": weights, "moments": _plain_moments(optim["state"]), "rng": _rng_tensors(dist.get_rank())}
         done, device = Future[None](), default_device()

@@ -477,8 +477,8 @@ def _make_zero_output(model: PreTrainedModel, call: CheckedCall) -> ParallelOutp
     correct_s, means_s = torch.zeros_like(labels_s, dtype=torch.bool), zero.new_zeros(labels_s.shape)
     tokens = TokenResults(logprobs_s, entropies_s, correct_s, means_s)
     routing = model.ithaka_decoder and model.ithaka_decoder.batch.routing
-    results = {"tokens": tokens if call.per_token else None, "aux_loss": None if routing is None else zero}
-    return ParallelOutput(loss=loss, num_tokens=0, docs=share.docs, own_loss=zero, **results)
+    tokens_or_none, aux = tokens if call.per_token else None, None if routing is None else zero
+    return ParallelOutput(loss, num_tokens=0, tokens=tokens_or_none, docs=share.docs, own_loss=zero, aux_loss=aux)
 
 
 class GlobalSum(torch.autograd.Function):
