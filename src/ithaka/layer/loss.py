@@ -224,7 +224,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _tiles(x: Tensor, dx: Tensor | None, rows_e: Tensor | None, tile: int) -> Iterator[tuple[slice, Tensor, Any]]:
     """Yield a slice of labels, the rows of x that predict them, and where to add the gradients of these rows. Those of
     `rows_e` are added to dx in fp32, at the end."""
-    x_sD, dx_sD = (None if t is None else t.view(t.shape[-2:]) for t in (x, dx))
+    x_sD, dx_sD = x.view(x.shape[-2:]), None if dx is None else dx.view(dx.shape[-2:])
     s = len(x_sD)
     for rows in tile_slices(s, tile):
         yield rows, x_sD[rows], None if dx_sD is None else dx_sD[rows]

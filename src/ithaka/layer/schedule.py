@@ -377,9 +377,9 @@ class _LayerFunction(torch.autograd.Function):
 # ---- who else holds a gradient
 
 
-def count_references(t: Tensor) -> int:
-    """References to a tensor in Python and in C++, and to its memory. A view, a hook or autograd may hold more than the
-    caller knows of, for example for the other operand of a sum."""
+def count_references(t: Any) -> int:
+    """Count the references to a tensor in Python and in C++, and to its memory. A hook, a view or autograd may hold
+    some, for example for the other operand of a sum."""
     return sys.getrefcount(t) + t._use_count() + torch._C._storage_Use_Count(t.untyped_storage()._cdata)
 
 
