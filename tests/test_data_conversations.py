@@ -581,6 +581,42 @@ def test_a_pair_with_an_answer_that_trains_nothing_is_bad(tmp_path, tokenizer_wi
         assert len(documents) == 4 and skipped == {reason: 1}
 
 
+def test_templates_that_take_only_parts_get_parts(tmp_path, tokenizer_with):
+    """They render a string as nothing."""
+    marked = (
+        "<|im_start|>System: be kind<end_of_utterance>\nUser: hello<end_of_utterance>\nAssistant:« hello there, 🎉 user"
+        "<end_of_utterance>»\nUser:  the 2 <end_of_utterance>\nAssistant:«  2 + 2 is 4.\n<end_of_utterance>»\n"
+    )
+    tokenizer = tokenizer_with(templates.SMOLVLM)
+    ((tokens,), _) = tokens_of(written(tmp_path / "a.jsonl", {"messages": TALK}), tokenizer)
+    assert tokens == reference(tokenizer.hf, marked)
+    parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in TALK]
+    assert plain_ids(tokens) == tokenizer.hf.apply_chat_template(parts, tokenize=True)["input_ids"]
+    assert tokenizer.chat.stop_token == "<end_of_utterance>"
+
+
+def test_answers_that_the_template_leaves_out_are_refused(tmp_path, tokenizer_with):
+    drops = templates.CHATML.replace("message['content']", "(message['content'] if message['role'] == 'user' else '')")
+    path = written(tmp_path / "a.jsonl", {"messages": TALK[1:3]}, {"messages": TALK[1:3]})
+    match = (
+        r"a.jsonl line 1: message 2 has the content 'hello there, 🎉 user', which .*; set data.chat_template to chatml"
+    )
+    with pytest.raises(ConfigError, match=rf"{match}.* or drop the record \(2 of the 2"):
+        tokens_of(path, tokenizer_with(drops))
+    untrained = [*TALK[1:4], {**TALK[4], "content": ""}]
+    untrained[1] = {**untrained[1], "train": False}
+    (_, skipped) = tokens_of(written(tmp_path / "b.jsonl", {"messages": untrained}), tokenizer_with(drops))
+    assert not skipped
+    with_call = [says("user", "2 + 2?"), calls({"a": 2}, content="I call")]
+    with pytest.raises(ConfigError, match="the content 'I call', which .*, remove the content, or drop the record"):
+        tokens_of(written(tmp_path / "c.jsonl", {"messages": with_call}), tokenizer_with(templates.MISTRAL))
+    for change in ("tojson", "replace('\n', ' ')"):  # keeps the text, in another form
+        changes = templates.CHATML.replace("message['content']", f"(message['content'] | {change})")
+        talk = [says("user", "2"), says("assistant", '"2"\n\n+ 2')]
+        (_, skipped) = tokens_of(written(tmp_path / "d.jsonl", {"messages": talk}), tokenizer_with(changes))
+        assert not skipped
+
+
 @pytest.mark.parametrize("answers", [2, 3])
 def test_tools_that_the_template_ignores_are_refused(tmp_path, tokenizer_with, answers):
     """A call without content would train an empty answer."""

@@ -342,7 +342,7 @@ def sample(
     if tokenizer.hf.chat_template and not raw:
         messages = [{"role": "system", "content": system}] if system else []
         messages += [*record["messages"], *([{"role": "user", "content": prompt}] if prompt else [])]
-        text = tokenizer.hf.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        text = tokenizer.chat.apply(messages, tools, add_generation_prompt=True)
         prefix, stop = (), tokenizer.chat.stop_token
     elif system or messages_file or tools_file:
         raise ConfigError("--system, --messages and --tools need a chat template; use --prompt, without --raw")

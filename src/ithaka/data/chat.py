@@ -73,6 +73,7 @@ class ChatTemplate:
         added = [token.content for token in hf.added_tokens_decoder.values() if token.special]
         self.special_tokens = sorted({*added, *hf.all_special_tokens}, key=len, reverse=True)
         self._renders_field: dict[tuple[str, bool], bool] = {}
+        self._takes_parts: dict[bool, bool] = {}  # by whether there are tools
 
     def render(
         self, messages: list[Message], tools: Tools, trainable: Sequence[bool], reading: ReadingConfig
@@ -93,7 +94,7 @@ class ChatTemplate:
         end = len(messages)
         while True:
             part = messages[:end]
-            text = self._apply(part, tools)
+            text = self.apply(part, tools)
             self._check_rendered(text, part, tools)
             located, starts = self._locate_turns(part, tools, text, optional=all_roles and all(trainable))
             lost = {i for i in pending if i < end and self._is_lost(part[i], located[i])}
@@ -106,6 +107,8 @@ class ChatTemplate:
                 fix = "use data.train_on=assistant, or data.reasoning.turns=last"
                 raise ConfigError(f"data.train_on=all cannot be combined with reasoning that needs unrolling; {fix}")
             if trained := sorted(pending - lost):
+                for i in trained:
+                    self._check_answer(text, part[i], located[i], i)
                 ranges, spans = self._find_ranges(part, tools, text, located, trained, reading, trainable)
                 samples.append(Sample(text, ranges, starts, spans))
             elif not samples and not lost:
@@ -213,6 +216,20 @@ class ChatTemplate:
             if text.count(name) < count:
                 self._refuse_tool(name)
 
+    def _check_answer(self, text: str, message: Message, turns: list[Turn], index: int) -> None:
+        """Raise BadRecord if the content of an assistant's message, after any reasoning, is missing from its turn."""
+        content = (message.get("content") or "").rpartition("</think>")[2].strip()
+        low, high = (turns[0].start, turns[0].stop) if len(turns) == 1 else (0, len(text))
+        if message["role"] != "assistant" or text.find(content, low, high) >= 0:
+            return
+        forms = (content, json.dumps(content, ensure_ascii=False)[1:-1])
+        if any("".join(form.split()) in "".join(text[low:high].split()) for form in forms):
+            return  # with other whitespace, or as JSON
+        rule = f"message {index + 1} has the content {content[:40]!r}, which the chat template does not render there"
+        fix = f"set data.chat_template to {self._suggest_templates()}, or a file that renders it"
+        fix += ", remove the content" * bool(message.get("tool_calls"))
+        raise BadRecord(TEMPLATE_REFUSES, f"{rule}; {fix}, or drop the record")
+
     def _suggest_templates(self, *without: str) -> str:
         """Name the built-in templates whose tokens the tokenizer has; all if it has none of them."""
         names = [name for name in BUILTIN_TEMPLATES if name not in without]
@@ -229,10 +246,32 @@ class ChatTemplate:
         key, value = (field, bool(tools)), "Probe0123"
         if key not in self._renders_field:
             with contextlib.suppress(BadRecord):
-                self._renders_field[key] = value in self._apply([*QUESTION, {**ANSWER, field: value}], tools)
+                self._renders_field[key] = value in self.apply([*QUESTION, {**ANSWER, field: value}], tools)
         return self._renders_field.setdefault(key, False)
 
-    def _apply(self, messages: list[Message], tools: Tools = None, **options: Any) -> str:
+    def _needs_parts(self, tools: Tools) -> bool:
+        """Whether the template renders content only as a list of parts, and a string as nothing (SmolVLM, Idefics3)."""
+        if (key := bool(tools)) not in self._takes_parts:
+            probes = ("Probe0123", "Probe4567")
+            messages = [{**QUESTION[0], "content": probes[0]}, {**ANSWER, "content": probes[1]}]
+            renders = {}
+            for takes_parts in (False, True):
+                self._takes_parts[key] = takes_parts
+                with contextlib.suppress(BadRecord):
+                    text = self.apply(messages, tools)
+                    renders[takes_parts] = all(probe in text for probe in probes)
+            self._takes_parts[key] = renders.get(True, False) and not renders.get(False, False)
+        return self._takes_parts[key]
+
+    def apply(self, messages: list[Message], tools: Tools = None, **options: Any) -> str:
+        """Render messages whose content is text."""
+        if self._needs_parts(tools):
+            messages = [
+                {**message, "content": [{"type": "text", "text": message["content"]}]}
+                if isinstance(message.get("content"), str)
+                else message
+                for message in messages
+            ]
         try:
             return self.hf.apply_chat_template(messages, tools=tools, tokenize=False, **options)
         except Exception as error:  # templates run arbitrary code and raise arbitrary errors
@@ -250,7 +289,7 @@ class ChatTemplate:
         template = self.hf.get_chat_template(None, tools)
         delimiters = choose_delimiters(template + json.dumps([messages, tools], ensure_ascii=False, default=str))
         marked_template, marked = insert_marks(template, *delimiters), mark_messages(messages, *delimiters)
-        return parse_marks(self._apply(marked, tools, chat_template=marked_template, **options), *delimiters)
+        return parse_marks(self.apply(marked, tools, chat_template=marked_template, **options), *delimiters)
 
     def _render_probe(self, messages: list[Message], **options: Any) -> tuple[str, list[Turn]]:
         """Return the text and the turns of the first loop that writes anything."""
@@ -383,7 +422,7 @@ class ChatTemplate:
             answer = {**ANSWER, **more, **({name: "Probe0123"} if name else {})}
             answer["content"] = answer["content"] if name else f"<think>\nProbe0123\n</think>\n\n{answer['content']}"
             with contextlib.suppress(BadRecord):
-                endings.append(self._apply([*QUESTION, answer]).partition("Probe0123")[2].partition("Answer4567")[0])
+                endings.append(self.apply([*QUESTION, answer]).partition("Probe0123")[2].partition("Answer4567")[0])
         return commonprefix(endings) if endings else ""
 
     @functools.cached_property
