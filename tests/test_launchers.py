@@ -132,4 +132,4 @@ def test_the_slurm_script_restarts_requeues_and_finishes(ranks, folder):
     assert start(f"{environment} bash job.sh", folder, "job.txt").wait(240) == 0
     assert losses(folder) == undisturbed(ranks, folder)
     assert start(f"{environment} bash job.sh", folder, "job.txt").wait(120) == 0
-    assert "run is finished: 60 steps are done" in (folder / "job.txt").read_text()
+    assert "run is finished after 60 steps" in (folder / "job.txt").read_text()

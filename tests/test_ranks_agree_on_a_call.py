@@ -153,6 +153,11 @@ def test_an_unexpected_error_on_one_rank_is_raised_on_all(ranks):
     assert memory.startswith("3 rank 1 on ") and memory.endswith(": MemoryError: no room")
 
 
+def test_a_single_process_raises_its_own_error():
+    with pytest.raises(ZeroDivisionError):
+        raise_on_all_ranks(lambda: 1 / 0)
+
+
 def different(what, cp=2):
     """Inputs depend on the global rank, as with a DistributedSampler that ignores cp."""
     model, mesh = parallel(cp)

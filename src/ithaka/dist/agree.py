@@ -78,6 +78,8 @@ def raise_first(errors: Sequence[RankError | None], what: str = "", cause: Excep
         return
     rank = min(failed, key=lambda rank: issubclass(failed[rank].type, TransientError))
     error = failed[rank]
+    if len(errors) == 1 and error.type is RankFailed and cause is not None:
+        raise cause  # no other rank needs it
     where = f"rank {rank} on {error.host}" if error.host else f"rank {rank}"
     parts = what, "" if len(failed) == len(errors) else where, error.message
     raised = error.type(": ".join(filter(None, parts)))
