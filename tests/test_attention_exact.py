@@ -1,5 +1,7 @@
 """Attention against its plain twin in fp64: output, lse and every gradient; wrong indices show at 1e-10."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -138,8 +140,8 @@ def test_members_of_a_ring_together_compute_full_attention(fa4, kernel, mask, st
 @pytest.fixture
 def written(fa4, monkeypatch):
     """Whether the kernel got dk and dv to write, of each call of its backward."""
-    for dtype in KERNELS["fa4"].dtypes:
-        resolve_kernel("fa4", torch.device("cpu"), dtype, 16)  # its test is over
+    for dtype, group in product(KERNELS["fa4"].dtypes, (1, 2, 3)):
+        resolve_kernel("fa4", torch.device("cpu"), dtype, 16, group=group)  # its test is over
     calls, backward = [], fake_fa4._flash_attn_bwd
 
     def watched(*inputs, dk, dv, **how):

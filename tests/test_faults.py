@@ -626,6 +626,7 @@ def run_with_skipped_batches(config, numbers, stops=True, resume=None):
     """Run, with these batches skipped; if it `stops`, the last rank receives a signal in the last of them. Returns the
     exit code and the step of each save."""
     calls, saves, advance, start_save = [], [], trainer_module.Trainer.advance, trainer_module.Trainer.save
+    received, handle = threading.Event(), loop.handle_stop_signal
 
     def advance_or_skip(trainer, batches):
         calls.append(batches)
@@ -633,11 +634,13 @@ def run_with_skipped_batches(config, numbers, stops=True, resume=None):
             return advance(trainer, batches)
         if stops and len(calls) == numbers[-1] and dist.get_rank() == dist.get_world_size() - 1:
             signal.raise_signal(signal.SIGINT)
+            assert received.wait(60), "signals are handled in a thread"
         return None
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer_module.Trainer, "advance", advance_or_skip)
         patch.setattr(trainer_module.Trainer, "save", lambda self: saves.append(self.step) or start_save(self))
+        patch.setattr(loop, "handle_stop_signal", lambda *args: handle(*args) or received.set())
         return run(config, resume), saves
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from allocations import rehearsed_peaks
-from decoders import DECODERS, HYBRIDS, SIZES
+from decoders import DECODERS, HYBRIDS, SIZES, tiny_decoder
 from ithaka.config import AdapterConfig
 from ithaka.layout import make_layout
 from ithaka.model.shape import measure_layers, measure_model
@@ -16,7 +16,7 @@ from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.models import find_config
 from ithaka.plan.read_config import built_in_decoders, shape_from_config
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import AttentionKind, Work
 from models import tiny_config
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
@@ -72,6 +72,14 @@ OLMO = ("olmo2", True, None, 128, 64, WIDE)
 DELTA = {"layer_types": ["linear_attention"] * 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
 HYBRID = ("qwen3_5_text", True, None, 256, 64, DELTA)
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in (HYBRID, *CASES)]
+
+
+def test_head_dims_are_found_by_kind_of_layer():
+    """Gemma 4's full attention has larger heads."""
+    kinds = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    changes = {"global_head_dim": 32, "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8}
+    model = tiny_decoder("gemma4_text", torch.bfloat16, **kinds, **changes)
+    assert measure_layers(model).attention_kinds == (AttentionKind(16, 4, 5), AttentionKind(32, 4))
 
 
 @pytest.mark.parametrize("family,overlap,stage,tokens,tile,changes", [OLMO, *SLOW])

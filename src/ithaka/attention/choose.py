@@ -98,7 +98,6 @@ def kernel_for(name: str, kind: AttentionKind) -> str:
     return name if _why_not_computed(KERNELS[name], kind) is None else "reference"
 
 
-@cache
 def _warn_if_slow(chosen: str, device: torch.device, dtype: torch.dtype, kinds: Kinds) -> None:
     """Warn about attention that runs in the reference kernel although another one was expected."""
     slow = [kind for kind in kinds if kernel_for(chosen, kind) == "reference"]
@@ -110,7 +109,12 @@ def _warn_if_slow(chosen: str, device: torch.device, dtype: torch.dtype, kinds: 
     why = "; ".join(f"{faster.name} {reason.partition('; ')[0]}" for reason in reasons if reason)
     head_dims = ", ".join(map(str, sorted({kind.head_dim for kind in slow})))
     message = f"attention with head dim {head_dims} runs in the reference kernel, in fp64 and tens of times slower"
-    warnings.warn(f"{message}{f': {why}' if why else ''}", stacklevel=4)
+    _warn_once(f"{message}{f': {why}' if why else ''}")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=5)
 
 
 def _resolve(name: str, device: torch.device, dtype: torch.dtype, kinds: Kinds) -> Kernel:

@@ -39,12 +39,12 @@ LINK_SHARE = 0.8  # fraction of NVLink's published rate that large collectives r
 
 H200_MATMUL = 790e12
 # Attention FLOP/s by kernel, forward and backward (LOG.md; flash: at 256K). Other GPUs: the same ratios.
-# The reference computes in fp64, at head dim 512; it is slower still on GPUs with few fp64 units.
+# The reference computes in fp64 (here at head dim 512, 64K); it is slower still on GPUs with few fp64 units.
 H200_ATTENTION = {
     "fa4": (664e12, 628e12),
     "cudnn": (594e12, 534e12),
     "flash": (310e12, 325e12),
-    "reference": (6.3e12, 13.9e12),
+    "reference": (5e12, 10e12),
 }
 REFERENCE_HEAD_DIM = 512
 KERNEL_NAMES = {

@@ -128,7 +128,7 @@ def _measure(values: str, source: str) -> ModelShape:
     imports torch and modules above the planner, so its module is imported lazily."""
     for model in built_in_decoders().values():
         if model["config"] == json.loads(values):
-            kinds = tuple(AttentionKind(**kind) for kind in model["shape"].get("kinds", ()))
+            kinds = tuple(AttentionKind(**kind) for kind in model["shape"]["kinds"])
             shape = model["shape"] | {"windows": tuple(model["shape"]["windows"]), "kinds": kinds}
             tuples = {key: tuple(map(tuple, shape["measured"][key])) for key in ("linears", "stacked")}
             encoder = Encoder(**shape["encoder"]) if shape.get("encoder") else None
