@@ -3,6 +3,8 @@
     RUN_DIR/model/                       config, generation config, tokenizer: what export needs besides the weights
     RUN_DIR/checkpoints/step-00000100/   torch.distributed.checkpoint files and state.json
     RUN_DIR/latest                       one line, the name of the newest complete checkpoint
+    RUN_DIR/pins.json                    what the run started with: commits of names on the hub, and the base model's
+                                         fingerprint
 
 A checkpoint is written under a name that starts with a dot, synced, renamed, and only then named by `latest`. So
 `latest` names a complete checkpoint whenever the run is killed. All ranks must see the same RUN_DIR. state.json has a
@@ -17,6 +19,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ from ithaka.layout import format_choices
 
 CHECKPOINT_FORMAT = 1
 SHARED_FS_DELAY_S = 60.0  # within which a shared file system must show one node's files to another
-STATE_FILE = "state.json"
+STATE_FILE, PINS_FILE = "state.json", "pins.json"
 step_name = "step-{:08d}".format
 
 
@@ -122,6 +125,16 @@ def _state_checksum(state: dict[str, Any]) -> str:
 
 def read_state(path: Path) -> dict[str, Any]:
     return json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+
+
+def write_pins(run_dir: Path, commits: Mapping[str, str], base: str) -> None:
+    write_atomic(run_dir / PINS_FILE, json.dumps({"commits": dict(commits), "base": base}, indent=1))
+
+
+def read_pins(run_dir: Path) -> dict[str, Any]:
+    """Contents of pins.json; {} for a run without it, of an earlier version."""
+    file = run_dir / PINS_FILE
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def find_problem(path: Path) -> str | None:
