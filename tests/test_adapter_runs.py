@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import shutil
 import warnings
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ithaka.checkpoint import files
@@ -187,6 +188,20 @@ def test_checkpoints_have_only_trained_weights_and_resume_bitwise(ranks, tmp_pat
     other = dataclasses.replace(config, adapter=dataclasses.replace(adapter, rank=3))
     other = dataclasses.replace(other, train=dataclasses.replace(config.train, steps=9))
     assert_refused(lambda: valid(other, run_dir), "adapter.rank=3", "2", fix="leave it out")
+
+    longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=9))
+    moved = shutil.copytree(base, tmp_path / "moved")
+    elsewhere = dataclasses.replace(longer, model=dataclasses.replace(config.model, path=moved))
+    assert "model.path" in valid(elsewhere, run_dir).changed
+    weights = load_file(moved / "model.safetensors")
+    save_file({name: -weight for name, weight in weights.items()}, moved / "model.safetensors", {"format": "pt"})
+    assert_refused(lambda: valid(elsewhere, run_dir), f"model.path={moved}", str(run_dir), fix=f"model.path={base}")
+    valid(longer, run_dir)
+    shutil.copy(moved / "model.safetensors", base)
+    assert_refused(lambda: valid(longer, run_dir), f"model.path={base}", "base model", fix="start a new run")
+    (run_dir / files.PINS_FILE).unlink()  # a run of an earlier version
+    shutil.rmtree(base)
+    valid(elsewhere, run_dir)
 
 
 def built(base, adapter):

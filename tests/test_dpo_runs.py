@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shutil
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer
 
@@ -24,6 +25,7 @@ from ithaka.layout import make_layout
 from ithaka.plan.hardware import find_hardware
 from ithaka.plan.search import Plan, work_from_config
 from ithaka.plan.show import as_text
+from ithaka.preflight.preflight import validate_run
 from ithaka.preflight.run import model_shape
 from ithaka.train.console import read_metrics
 from models import tiny_config, tiny_model
@@ -146,6 +148,15 @@ def test_losses_metrics_and_weights_are_trls(ranks, folder, adapter):
     ranks.run(4, run_sharing, 16, again, copied)
     for line, other in zip(steps(copied), steps(config.train.run_dir), strict=True):
         assert all(line[name] == other[name] for name in other.keys() - {*UNEQUAL})
+    other = shutil.copytree(folder / "model", own / "other")
+    save_file(
+        {name: -weight for name, weight in load_file(other / "model.safetensors").items()},
+        other / "model.safetensors",
+        {"format": "pt"},
+    )
+    changed = replace(again, model=replace(config.model, path=other))
+    what = "base model" if adapter else "reference model"
+    assert_refused(lambda: validate_run(changed, 4, copied), f"model.path={other}", what, fix="start a new run")
 
 
 def unshared(config):

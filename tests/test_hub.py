@@ -10,11 +10,16 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
+import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from ithaka.checkpoint.files import PINS_FILE, write_pins
+from ithaka.config import to_yaml
+from ithaka.preflight.preflight import AUTO, resolve
 from refusals import assert_refused
 
 COMMITS = {"main": "a" * 40, "v2": "b" * 40}  # of org/tiny
@@ -79,6 +84,8 @@ files.STREAMED_BYTES = 1e9
 files.open_dataset.cache_clear()
 [file] = files.find_files("hf://org/texts").files
 print(json.dumps([file.kind, files.open_dataset(str(file.path))["train"]["text"][:]]))
+[file] = files.find_files(files.pin_dataset(Path("hf://org/texts"))).files
+print(json.dumps([str(file.path), files.open_dataset(str(file.path))["train"]["text"][:]]))
 """
 CODE = """
 import json, sys
@@ -240,7 +247,7 @@ def test_large_datasets_are_streamed_in_the_order_of_their_files(hub, tmp_path):
         (tmp_path / "local" / name).write_bytes(data)
     cache, hub.other = tmp_path / "cache", Hub()
     hub.other.cuts = 1
-    told, (parquet, lines, small) = fetched(hub, cache, code=STREAM, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0")
+    told, (parquet, lines, small, pinned) = fetched(hub, cache, code=STREAM, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0")
     hub.other.shutdown()
     assert parquet.startswith("2 files (parquet), ") and lines.startswith("1 file (jsonl), ")
     assert all(each.endswith(f"streamed from org/texts@{COMMITS['main']}") for each in (parquet, lines))
@@ -249,7 +256,59 @@ def test_large_datasets_are_streamed_in_the_order_of_their_files(hub, tmp_path):
     assert {token for *_, token, _ in hub.other.seen} == {None}
     assert {token for _, path, token, _ in hub.seen if "resolve" in path} == {"Bearer secret"}
     assert told == ["downloading org/texts: 0.00 GB in 2 files"]
-    assert small == ["arrow", TEXTS]
+    assert small == ["arrow", TEXTS] and pinned == [f"hf:/org/texts@{COMMITS['main']}", TEXTS]
+
+
+def test_a_resumed_run_keeps_the_commits_that_it_started_with(tmp_path, monkeypatch):
+    """With --resume auto, which reads the names again, too. A new name gets its current commit."""
+    commits = {"main": "a" * 40, "v2": "b" * 40}
+
+    def find(self, repo, revision=None, **_):
+        return SimpleNamespace(sha=commits.get(revision or "main", revision))
+
+    def download(repo, revision=None, dry_run=False, **_):
+        folder = tmp_path / "models--org--tiny/snapshots" / find(None, repo, revision).sha
+        folder.mkdir(parents=True, exist_ok=True)
+        return [] if dry_run else str(folder)
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", find)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", find)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    run_dir, file = tmp_path / "run", tmp_path / "run.yaml"
+    sources = [{"path": "hf://org/a@v2:lines/train"}, {"path": "hf://org/b"}, {"path": str(tmp_path)}]
+    tree = {
+        "model": {"path": "org/tiny"},
+        "data": {"sources": sources, "validation_path": "hf://org/c/dev"},
+        "evaluate": {"data": "hf://org/b"},
+        "curriculum": [{"context": 8, "steps": 2}, {"context": 16, "steps": 2, "data": {"path": "hf://org/d"}}],
+        "train": {"run_dir": str(run_dir)},
+    }
+    file.write_text(json.dumps(tree))
+
+    def names(config):
+        data, last = config.data, config.curriculum[1].data
+        paths = [*(source.path for source in data.sources), data.validation_path, config.evaluate.data, last["path"]]
+        return [config.model.path.name, *map(str, paths)]
+
+    first = resolve(file, [], AUTO, commits=(started := {}))
+    a, b = commits.values()
+    hub = f"hf:/org/a@{b}:lines/train", f"hf:/org/b@{a}", str(tmp_path), f"hf:/org/c@{a}/dev", f"hf:/org/b@{a}"
+    assert names(first) == [a, *hub, f"hf:/org/d@{a}"]
+    (run_dir / "checkpoints/step-00000002").mkdir(parents=True)
+    (run_dir / "config.yaml").write_text(to_yaml(first))
+    write_pins(run_dir, started, "")
+    commits |= {"main": "c" * 40, "v2": "d" * 40}
+    for again in (resolve(file, [], AUTO), resolve(None, [], run_dir)):
+        assert names(again) == names(first)
+    other = names(resolve(file, ["model.path=org/tiny@v2", "evaluate.data=hf://org/e"], AUTO))
+    assert (other[0], other[5]) == ("d" * 40, f"hf:/org/e@{'c' * 40}") and other[1:5] == names(first)[1:5]
+    (run_dir / PINS_FILE).unlink()
+    for _ in range(2):  # a run of an earlier version: as its checkpoints name the data
+        assert names(resolve(file, [], AUTO, commits=(kept := {})))[2] == "hf:/org/b"
+        write_pins(run_dir, kept, "")
+    (run_dir / "checkpoints/step-00000002").rmdir()
+    assert names(resolve(file, [], AUTO))[0] == "c" * 40, "nothing to resume"
 
 
 @pytest.mark.parametrize("offline", ["0", "1"])

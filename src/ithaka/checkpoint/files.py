@@ -4,6 +4,8 @@
     RUN_DIR/checkpoints/step-00000100/   torch.distributed.checkpoint files and state.json
     RUN_DIR/latest                       one line, the name of the newest complete checkpoint
     RUN_DIR/lock                         locked while a run writes to RUN_DIR; one line, its process and host
+    RUN_DIR/pins.json                    what the run started with: commits of names on the hub, and the base model's
+                                         fingerprint
 
 A checkpoint is written under a name that starts with a dot, synced, renamed, and only then named by `latest`. So
 `latest` names a complete checkpoint whenever the run is killed. All ranks must see the same RUN_DIR. state.json has a
@@ -23,6 +25,7 @@ import socket
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +40,7 @@ from ithaka.layout import format_choices
 
 CHECKPOINT_FORMAT = 1
 SHARED_FS_DELAY_S = 60.0  # within which a shared file system must show one node's files to another
-STATE_FILE = "state.json"
-LOCK_FILE = "lock"
+STATE_FILE, PINS_FILE, LOCK_FILE = "state.json", "pins.json", "lock"
 step_name = "step-{:08d}".format
 
 
@@ -183,6 +185,19 @@ def read_best(state: dict[str, Any]) -> tuple[tuple[float, int] | None, int]:
     if best is not None and not math.isfinite(best[0]):
         return None, 0
     return best and (best[0], best[1]), state.get("stale", 0)
+
+
+def write_pins(run_dir: Path, commits: Mapping[str, str], base: str) -> None:
+    write_atomic(run_dir / PINS_FILE, json.dumps({"commits": dict(commits), "base": base}, indent=1))
+
+
+def read_pins(run_dir: Path) -> dict[str, Any]:
+    """Contents of pins.json; {} for a run without it, of an earlier version."""
+    file = run_dir / PINS_FILE
+    try:
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(f"{file} is damaged ({error}); restore it, or remove it to give up its pins") from None
 
 
 def find_problem(path: Path) -> str | None:

@@ -1,6 +1,7 @@
 """Find the files that `data.path` refers to. A path or file that cannot be read is a ConfigError."""
 
 import codecs
+import contextlib
 import functools
 import glob
 import io
@@ -27,6 +28,7 @@ VALIDATION_SPLITS = ("validation", "valid", "val", "dev")
 NOT_STANDARD_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 # hf://org/name@revision:configuration/split, the last three optional; pathlib drops one of the slashes.
 HUB_DATASET = re.compile(r"hf:/{1,2}([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?::([\w.-]+))?(?:/([\w.-]+))?")
+COMMIT = re.compile("[0-9a-f]{40}")
 STREAMED_BYTES = 10e9  # larger hub datasets are streamed
 STREAM_BUFFER_BYTES = 1 << 20
 SNIFF_BYTES = 1 << 16
@@ -177,6 +179,8 @@ def open_dataset(path: str) -> dict[str, Any]:
             # Fail fast: `datasets` itself retries for half a minute.
             HfApi().dataset_info(hub[1], revision=hub[2], timeout=10)
         builder = datasets.load_dataset_builder(hub[1], hub[3], revision=hub[2])
+        if COMMIT.fullmatch(hub[2] or "") and builder.hash != hub[2]:  # offline, any commit in the cache is used
+            raise ConfigError(f"the cache has commit {builder.hash}, not {hub[2]}; connect to the hub")
         urls = {str(split): list(each) for split, each in (builder.config.data_files or {}).items()}
         paths = [Path(url) for each in urls.values() for url in each]
         num_bytes = sum(map(count_bytes, filter(is_streamed, paths)))  # a dataset may name files elsewhere
@@ -188,6 +192,20 @@ def open_dataset(path: str) -> dict[str, Any]:
         builder.download_and_prepare()
         dataset = builder.as_dataset()
     return dataset if isinstance(dataset, dict) else {"train": dataset}
+
+
+def pin_dataset(path: Path) -> Path:
+    """Name the current commit of a dataset on the hub. Any other path is returned unchanged, and so is the name if the
+    hub cannot be reached: opening the dataset then says why, or uses the local copy."""
+    from huggingface_hub import HfApi, constants
+
+    hub = HUB_DATASET.fullmatch(str(path))
+    if hub is None or COMMIT.fullmatch(hub[2] or "") or constants.HF_HUB_OFFLINE:
+        return path
+    with contextlib.suppress(Exception):
+        commit = HfApi().dataset_info(hub[1], revision=hub[2], timeout=10).sha
+        return Path(f"hf://{hub[1]}@{commit}" + f":{hub[3]}" * bool(hub[3]) + f"/{hub[4]}" * bool(hub[4]))
+    return path
 
 
 def is_streamed(path: Path) -> bool:

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import NamedTuple
 from ithaka.config import ConfigError, DataConfig
 from ithaka.data.cache import TokenCache, tokenize
 from ithaka.data.chat import TODAY
-from ithaka.data.files import find_files, is_streamed
+from ithaka.data.files import COMMIT, find_files, is_streamed
 from ithaka.data.pack import LongDocuments, Split, imbalance, permutation
 from ithaka.data.read import Shard, make_shards
 from ithaka.data.stream import SequenceStream, Source, TrainData
@@ -149,8 +150,8 @@ def _find_shards(data: DataConfig) -> tuple[list[SourceShards], list[list[Shard]
 
 
 def _name_paths(given: Sequence[Path | None]) -> list[str]:
-    """Return the stems of the paths, or enough of their last parts to tell them apart."""
-    paths = [path or Path("Python's standard library") for path in given]
+    """Return the stems of the paths, or enough of their last parts to tell them apart; without commits of the hub."""
+    paths = [Path(re.sub(f"@{COMMIT.pattern}", "", str(path or "Python's standard library"))) for path in given]
     names, absolute, depth = [path.stem for path in paths], [path.absolute() for path in paths], 0
     while len(set(names)) < len(set(absolute)):
         depth += 1  # counted from the end, so that relative and absolute paths get the same name

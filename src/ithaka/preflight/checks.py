@@ -24,6 +24,7 @@ from ithaka.config import (
     explicit_settings,
     format_value,
     input_error,
+    load_config,
     shell_command,
     to_yaml,
 )
@@ -86,6 +87,25 @@ def check_weights(path: Path | None) -> None:
     if pickled:
         problem = f"has its weights in {pickled}, not in safetensors; convert them"
     raise ConfigError(f"model.path={path} {problem}, or use {path / 'config.json'} to train from random weights")
+
+
+def check_base(run: Run) -> None:
+    """Refuse to resume a run with another base or reference model. Its files may have moved."""
+    before, path = load_config(run.run_dir / "config.yaml").model.path, run.config.model.path
+    fingerprint = files.read_pins(run.run_dir).get("base") or fingerprint_weights(before)
+    if run.needs_base and fingerprint and fingerprint_weights(path) != fingerprint:
+        model = "base" if run.config.adapter is not None else "reference"
+        rule = f"has other weights, or another config.json, than the {model} model that {run.run_dir} started with"
+        raise ConfigError(f"model.path={path} {rule}; use the files that model.path={before} had, or start a new run")
+
+
+def fingerprint_weights(path: Path | None) -> str:
+    """Hash of a model's weights and config.json, by the names, sizes and ends of files; "" if there are none."""
+    names = ("*.safetensors", "*.safetensors.index.json", "config.json")
+    model_files = [path] if path is not None and path.is_file() else []
+    if path is not None and path.is_dir():
+        model_files = sorted(file for name in names for file in path.glob(name))
+    return _hash_files(model_files) if model_files else ""
 
 
 def check_inputs(run: Run) -> int:

@@ -26,9 +26,11 @@ from ithaka.config import (
     explicit_settings,
     format_value,
     load_config,
+    parse_config,
     to_dict,
     with_absolute_paths,
 )
+from ithaka.data.files import HUB_DATASET, pin_dataset
 from ithaka.dist.agree import gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import start_process_group
 from ithaka.dist.rank import is_local_rank_0
@@ -39,6 +41,7 @@ from ithaka.plan.read_config import quant_method, read_json, read_shape
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import ModelShape
 from ithaka.preflight.checks import (
+    check_base,
     check_inputs,
     check_path,
     check_ranks_agree,
@@ -73,8 +76,10 @@ def preflight(
         start_process_group()
     name = gather_objects(time.strftime("%Y%m%d-%H%M%S"))[0]  # rank 0's clock names the run
 
+    commits: dict[str, str] = {}
+
     def inspect() -> tuple[Config, Hardware, Path | None]:
-        config = resolve(file, changes, resume, run_dir, name)
+        config = resolve(file, changes, resume, run_dir, name, commits)
         num_ranks = launch.decide_ranks(config.parallel.ranks, launch.num_gpus())
         newest = files.newest_checkpoint(config.train.run_dir) if resume is not None else None
         return config, detect_machine(config, num_ranks, launch.detect_gpu()), newest
@@ -94,7 +99,7 @@ def preflight(
             later, _ = plan_run(full.at(start), explicit, weakest)
             check_inputs(build_run(later, weakest.num_gpus, own[1], resume is not None))
         saved_config = curriculum_to_save(full, explicit, plan) if full.curriculum else ""
-        return dataclasses.replace(run, saved_config=saved_config)
+        return dataclasses.replace(run, saved_config=saved_config, commits=commits)
 
     own = raise_on_all_ranks(inspect)
     configs, machines, newest = zip(*gather_objects(own), strict=True)
@@ -122,6 +127,7 @@ def validate_run(
     if resume is not None:
         checkpoint, changed = find_resume_point(resume, run.config, run.shape)
         run = dataclasses.replace(run, checkpoint=checkpoint, changed=changed)
+        check_base(run)
         if trains and run.finished and not auto:
             name = "steps" if run.last_step >= config.train.steps else "patience"
             value = getattr(config.train, name)
@@ -150,7 +156,7 @@ def build_run(config: Config, num_ranks: int, hardware: Hardware | None, resumes
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulate=accumulate))
     run = Run(config, num_ranks, shape, layout, hardware)
     check_fits(run)
-    if not resumes or config.adapter is not None:  # else the checkpoint has all weights
+    if not resumes or run.needs_base:  # else the checkpoint has all weights
         check_weights(config.model.path)
     return run
 
@@ -167,10 +173,12 @@ def curriculum_to_save(curriculum: Config, explicit: Set[str], plan: Plan | None
 
 
 def resolve(
-    file: Path | None, changes: list[str], resume: Path | None = None, run_dir: Path | None = None, name: str = ""
-) -> Config:
+    file: Path | None, changes: list[str], resume: Path | None = None, run_dir: Path | None = None, name: str = "",
+    commits: dict[str, str] | None = None,
+) -> Config:  # fmt: skip
     """The run's settings, with its run directory (by default runs/`name`) and the length of its learning-rate
-    schedule."""
+    schedule. Names on the hub get the commits that a resumed run started with, or the current ones, which are added to
+    `commits`."""
     check_path("--resume ", None if resume == AUTO else resume)
     if resume is not None and resume != AUTO:
         _check_resumed(file, changes, resume, run_dir)
@@ -188,8 +196,7 @@ def resolve(
         if resume == AUTO and config.optim.decay_steps is None and saved.is_file():
             changes = [*changes, f"optim.decay_steps={_resumed_decay_steps(saved)}"]
             config = load_config(file, changes, default_settings(file, changes))
-    model = dataclasses.replace(config.model, path=fetch_model(config.model.path))
-    config = dataclasses.replace(config, model=model)
+    config = _pin_commits(config, {} if commits is None else commits, run_dir if resume is not None else None)
     if config.adapter is not None:
         adapter = read_stored_settings(config.adapter, explicit_settings(file, changes))
         config = dataclasses.replace(config, adapter=adapter)
@@ -201,6 +208,32 @@ def resolve(
     decay_steps = config.optim.decay_steps or (config.train.steps if config.train.epochs is None else None)
     optim = dataclasses.replace(config.optim, decay_steps=decay_steps)
     return dataclasses.replace(config, optim=optim, train=dataclasses.replace(config.train, run_dir=run_dir))
+
+
+def _pin_commits(config: Config, commits: dict[str, str], resume: Path | None) -> Config:
+    """Replace the names of the model and of datasets on the hub, see `resolve`. `resume`: the run's directory."""
+    resumes = resume is not None and files.newest_checkpoint(resume) is not None
+    pins = files.read_pins(resume) if resume is not None and resumes else {}
+    commits |= pins.get("commits", {})
+
+    def pin_data(tree: Any) -> Any:
+        if isinstance(tree, list):
+            return [pin_data(each) for each in tree]
+        if isinstance(tree, dict):
+            return {key: pin_data(value) for key, value in tree.items()}
+        if not isinstance(tree, str) or not HUB_DATASET.fullmatch(tree):
+            return tree
+        if tree not in commits:  # the checkpoints of an earlier version, without pins, name the data without a commit
+            commits[tree] = tree if resumes and not pins else str(pin_dataset(Path(tree)))
+        return commits[tree]
+
+    tree, model = to_dict(config), config.model
+    pinned = tree | {section: pin_data(tree[section]) for section in ("data", "evaluate", "curriculum")}
+    config = parse_config(pinned) if pinned != tree else config
+    path = fetch_model(model.path and Path(commits.get(str(model.path), model.path)))
+    if path != model.path:
+        commits[str(model.path)] = str(path)
+    return dataclasses.replace(config, model=dataclasses.replace(model, path=path))
 
 
 def _check_resumed(file: Path | None, changes: list[str], resume: Path, run_dir: Path | None) -> None:

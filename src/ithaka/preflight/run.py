@@ -45,11 +45,17 @@ class Run:
     changed: Mapping[str, str] = field(default_factory=dict)  # settings that differ from the resumed run's, described
     saved_config: str = ""  # config.yaml, if not `config`: a curriculum, without the settings planned for each entry
     data_bytes: int = 0  # all data files, including globs and hub datasets
+    commits: Mapping[str, str] = field(default_factory=dict)  # of names on the hub: the name with its commit
 
     @property
     def run_dir(self) -> Path:
         assert self.config.train.run_dir is not None, "set by preflight, so that all ranks use one name"
         return self.config.train.run_dir
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether a resumed run reads the model's files again, for a frozen base or a reference."""
+        return self.config.adapter is not None or self.shape.reference
 
     @property
     def last_step(self) -> int:

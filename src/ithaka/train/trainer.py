@@ -37,7 +37,7 @@ from ithaka.model.calls import why_no_parents
 from ithaka.phases import phase
 from ithaka.plan.hardware import join_kernels
 from ithaka.plan.units import format_json
-from ithaka.preflight.checks import check_same_inputs
+from ithaka.preflight.checks import check_same_inputs, fingerprint_weights
 from ithaka.preflight.run import Run, can_save_in_background, store_host_bytes
 from ithaka.train.console import Console, import_named, note_startup, status
 from ithaka.train.preferences import DPO
@@ -410,6 +410,8 @@ def _write_run_dir(trainer: Trainer) -> None:
     settings = run.saved_config or yaml.safe_dump(with_absolute_paths(to_dict(run.config)), sort_keys=False)
     # First: it marks the directory as a run's, in which --resume auto may start again.
     files.write_atomic(run.run_dir / "config.yaml", f"format: {CONFIG_FORMAT}\n{settings}")
+    base = fingerprint_weights(run.config.model.path) if run.needs_base else ""
+    files.write_pins(run.run_dir, run.commits, base)
     files.write_atomic(run.run_dir / "data.json", json.dumps(trainer.data_summary, indent=1))
     folder.mkdir(exist_ok=True)
     adapter = getattr(trainer.model, "peft_config", {}).get("default")
