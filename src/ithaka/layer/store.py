@@ -58,11 +58,8 @@ class Slab:
         if pin and num_bytes > 0:
             status = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0)
             if int(status) != 0:
-                raise StoreError(
-                    "host",
-                    f"host memory: cannot pin {num_bytes} bytes (CUDA error {status}); "
-                    "raise the limit (ulimit -l), or use memory.offload=none or a shorter data.context",
-                )
+                fix = "raise the limit (ulimit -l), or use memory.offload=none or a shorter data.context"
+                raise StoreError("host", f"host memory: cannot pin {num_bytes} bytes (CUDA error {status}); {fix}")
             self._pinned = True
 
     def view(self, shape: torch.Size, dtype: torch.dtype, where: slice = slice(None)) -> Tensor:
