@@ -23,6 +23,7 @@ from ithaka.bench import AttentionCase, measure_attention
 from ithaka.cli import app
 from ithaka.config import ConfigError
 from ithaka.model.build import parallelize_model
+from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.shape import AttentionKind
 from ithaka.train.trainer import prepare
 from models import tiny_config, tiny_model
@@ -276,6 +277,14 @@ def test_a_gpu_without_a_fast_kernel_for_the_head_dim_warns(recwarn):
     assert agree_on_kernel("reference", device, torch.bfloat16, [AttentionKind(512, 4)]) == "reference"
     assert agree_on_kernel("auto", CPU, torch.bfloat16, kinds) == "cpu"
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("head_dim, softcap", [(64, None), (256, None), (256, 50.0), (512, None), (60, None)])
+def test_plans_have_the_rates_of_the_kernel_that_runs(head_dim, softcap):
+    hardware = parse_gpus("1xH200")
+    for name in ("fa4", "cudnn"):
+        planned = hardware.with_kernel(name).for_attention(head_dim, softcap).gpu.kernel
+        assert planned == kernel_for(name, AttentionKind(head_dim, softcap=softcap))
 
 
 def kernels_of(config, broken_on):

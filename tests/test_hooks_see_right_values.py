@@ -1,5 +1,6 @@
 """Hooks get the values and gradients of plain Hugging Face, or are refused."""
 
+import sys
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from decoders import tiny_decoder
 from ithaka.dist.mesh import make_mesh
+from ithaka.layer import schedule
 from ithaka.layout import Layout, make_layout
 from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model
@@ -137,6 +139,25 @@ class Copies(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.num_copies += function is torch.ops.aten.clone.default and args[0].shape[-2:] == self.shape
         return function(*args, **(kwargs or {}))
+
+
+def test_a_debugger_does_not_change_the_count_of_references():
+    """It may hold the local variables of each function, the gradient included."""
+    held, tracer = [], sys.gettrace()
+
+    def trace(frame, event, argument):
+        held.append(frame.f_locals)
+        return trace
+
+    schedule.references_of_a_new_gradient.cache_clear()
+    expected = schedule.references_of_a_new_gradient()
+    schedule.references_of_a_new_gradient.cache_clear()
+    try:
+        sys.settrace(trace)
+        found = schedule.references_of_a_new_gradient()
+    finally:
+        sys.settrace(tracer)
+    assert held and found == expected
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from allocations import allocator_peak
 from ithaka.layer.linear import Linear
 from ithaka.layer.loss import (
     IGNORE_INDEX,
+    GraphHead,
     LinearHead,
     ScaledHead,
     TokenResults,
@@ -100,6 +101,17 @@ def test_the_summed_loss_equals_that_of_plain_logits(factor):
         assert theirs.norm() > 0 and relative(mine, theirs) < TOLERANCE
     with pytest.raises(RuntimeError, match="retain_graph"):
         torch.autograd.grad(ours, leaves)
+
+
+def test_a_gradient_of_two_parameters_is_scaled_once():
+    """Autograd returns one tensor for the two terms of a sum."""
+    _, (x, weight, _), labels = head()
+    terms = [nn.Parameter(torch.randn(len(x), len(weight), dtype=x.dtype)) for _ in range(2)]
+    ours = summed_cross_entropy(x, labels, GraphHead(lambda t: t @ weight.detach().t() + sum(terms), terms), 64, 7.0)
+    logits = x @ weight.detach().t() + sum(terms)
+    plain = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum") / 7
+    for mine, theirs in zip(*(torch.autograd.grad(3 * loss, terms) for loss in (ours, plain)), strict=True):
+        assert relative(mine, theirs) < TOLERANCE
 
 
 # ---- parallel models

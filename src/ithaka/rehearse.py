@@ -207,7 +207,7 @@ def find_kernel(name: str, kinds: Iterable[AttentionKind]) -> str:
     return agree_on_kernel(name, default_device(), getattr(torch, compute_dtype()), kinds)
 
 
-class KindOfLayer(NamedTuple):
+class RehearsedKind(NamedTuple):
     name: str
     rehearsed: list[int]  # its layers in the truncated model
     layers: list[int]  # its layers in the model
@@ -221,7 +221,7 @@ class TruncatedPlan(Plan):
     kinds: tuple[Hashable, ...] = ()  # of all layers of the model: equal for layers of one kind
 
     @cached_property
-    def groups(self) -> list[KindOfLayer]:
+    def groups(self) -> list[RehearsedKind]:
         """The kinds of layers, named for what the plan knows about them."""
         groups = []
         for kind in dict.fromkeys(self.kinds):
@@ -229,7 +229,7 @@ class TruncatedPlan(Plan):
             window, experts = self.shape.windows[rehearsed[0]], getattr(kind, "has_experts", False)
             name = "gated delta rule" if window == 0 else f"window of {window}" if window else "full attention"
             name += ", experts" if experts else ""
-            groups.append(KindOfLayer(name, rehearsed, [i for i, other in enumerate(self.kinds) if other == kind]))
+            groups.append(RehearsedKind(name, rehearsed, [i for i, other in enumerate(self.kinds) if other == kind]))
         uses = Counter(group.name for group in groups)
         return [
             group._replace(name=f"{group.name}, as layer {group.layers[0]}") if uses[group.name] > 1 else group
@@ -271,7 +271,7 @@ def check_cpu_memory(truncated: TruncatedPlan) -> None:
     if need_bytes > free_bytes and not _on_gpu():
         fewer = " or fewer --layers" if len(truncated.layers) > len(truncated.groups) else ""
         raise ConfigError(
-            f"--context {truncated.work.context} with --layers {truncated.shape.num_layers} needs "
+            f"--context {truncated.work.context} with {truncated.shape.num_layers} layers needs "
             f"{format_bytes(need_bytes)} without a GPU, {format_bytes(free_bytes)} available; "
             f"use a shorter --context{fewer}"
         )

@@ -18,7 +18,7 @@ from ithaka.attention.fused import merge_softmax
 from ithaka.attention.kernels import KERNELS, Kernel, Varlen
 from ithaka.config import ConfigError
 from ithaka.dist.agree import gather_objects, raise_on_all_ranks
-from ithaka.dist.rank import is_local_rank_0
+from ithaka.dist.rank import is_local_rank_0, is_rank_0
 from ithaka.plan.shape import AttentionKind
 
 Kinds = tuple[AttentionKind, ...]
@@ -70,7 +70,7 @@ def agree_on_kernel(name: str, device: torch.device, dtype: torch.dtype, kinds: 
     chosen = raise_on_all_ranks(_resolve, name, device, dtype, kinds).name
     if name == "auto" and dist.is_initialized() and dist.get_world_size() > 1:
         chosen = _agree(chosen, device, dtype, kinds)
-    if name != "reference" and is_local_rank_0():
+    if name != "reference" and is_rank_0():
         _warn_if_slow(chosen, device, dtype, kinds)
     return chosen
 

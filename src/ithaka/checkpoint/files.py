@@ -95,11 +95,14 @@ def _try_lock(file: int, run_dir: Path, kind: int) -> None:
     try:
         fcntl.lockf(file, kind | fcntl.LOCK_NB)
     except OSError as error:
-        holder = os.pread(file, 300, 0).decode(errors="replace").strip() or "another process"
+        holder = ""
+        with contextlib.suppress(OSError):
+            holder = os.pread(file, 300, 0).decode(errors="replace").strip()
         os.close(file)
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             raise
-        message = f"train.run_dir={run_dir} is in use by another run ({holder}); wait until it ends, or stop it"
+        who = f"another run ({holder or 'unknown process'})"
+        message = f"train.run_dir={run_dir} is in use by {who}; wait until it ends, or stop it"
         raise TransientError(message) from None
 
 

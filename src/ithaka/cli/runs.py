@@ -326,7 +326,7 @@ def verify(
     cp: Annotated[int | None, typer.Option(min=1, help="Ranks that share a sequence; by default 4.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare layers of each kind, on cp ranks, with plain transformers: loss, gradients, masks, documents."""
+    """Compare a few layers, one of each kind, with plain transformers: loss, gradients, masks, documents."""
     from ithaka.plan.models import find_config
 
     settings, path = None, Path(model).expanduser()

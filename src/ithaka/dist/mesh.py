@@ -95,7 +95,9 @@ def _use_expandable_segments() -> None:
     if any(name in os.environ for name in ALLOCATOR_VARIABLES):
         return
     # Newer versions of torch deprecate the second, older ones lack the first.
-    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)
+    configure = (
+        getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    )
     configure("expandable_segments:True")
 
 

@@ -174,9 +174,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
         if ctx.grads is None:
             raise RuntimeError(BACKWARD_RAN_TWICE)
         (dx, *dparams), ctx.grads = ctx.grads, None
-        for grad in (dx, *dparams):
-            if grad is not None:
-                scale_in_place(grad, dloss)
+        # Once each: autograd may return one tensor for two parameters.
+        for grad in {id(grad): grad for grad in (dx, *dparams) if grad is not None}.values():
+            scale_in_place(grad, dloss)
         return dx, None, None, None, None, None, None, *dparams
 
 

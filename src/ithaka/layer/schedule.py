@@ -152,7 +152,7 @@ class LayerSchedule:
         dtype = next(param.dtype for param in self.layer.parameters() if param.is_floating_point())
         x = x.to(dtype).contiguous()  # a user's hook may have replaced it
         inputs = (*self._other_inputs(positions), *self.layer.parameters())
-        # Below the first trained parameter there is no backward.
+        # Layers before the first trained parameter need no backward.
         if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *inputs)):
             return _LayerFunction.apply(x, self, positions, docs, *inputs)
         x_sD = x.view(x.shape[-2:])
@@ -374,7 +374,7 @@ class _LayerFunction(torch.autograd.Function):
         return dy, None, None, None, *(grads.take_rounded(t) for t in ctx.inputs)
 
 
-# ---- who else holds a gradient
+# ---- ownership of gradients
 
 
 def count_references(t: Any) -> int:
@@ -386,9 +386,14 @@ def count_references(t: Any) -> int:
 @cache
 def references_of_a_new_gradient() -> int:
     """Count the references to a gradient that nothing else holds. They depend on the versions of Python and torch."""
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
-        x = torch.ones(1, device="cpu", requires_grad=True)
-        torch.autograd.grad(2 * _CountReferences.apply(x), x)
+    tracer = sys.gettrace()
+    sys.settrace(None)  # a debugger may hold local variables
+    try:
+        with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+            x = torch.ones(1, device="cpu", requires_grad=True)
+            torch.autograd.grad(2 * _CountReferences.apply(x), x)
+    finally:
+        sys.settrace(tracer)
     return _CountReferences.count
 
 

@@ -133,10 +133,8 @@ def parallelize_model(
     apply_fsdp(model, [*encoder, *find_layers(model), *(() if is_tied else ends)], mesh, layout, dtype)
     _swap_forwards(model, mesh, layout, store or Store(mesh.device), decoder)
     model.ithaka_dropout, model.ithaka_loss = dropout, None  # the trainer sets a custom loss
-    for index, layer in enumerate(find_layers(model)):
+    for layer in find_layers(model):
         layer.forward.dropout = dropout
-        if decoder is not None:
-            layer.forward.layout = replace(layout, kernel=kernel_for(kernel, decoder.specs[index].kind))
     if encoder:
         attach_encoder(model)
     (VisionChecker if encoder else CallChecker)(model, mesh)
@@ -252,7 +250,7 @@ def apply_fsdp(
     offload = CPUOffloadPolicy(pin_memory=pin_memory) if layout.offload_optimizer else OffloadPolicy()
 
     def shard(module: nn.Module, param_dtype: torch.dtype) -> None:
-        # Layers cast their input, and take other arguments as they are: angles must stay in fp32.
+        # Layers cast their input and nothing else: angles must stay in fp32.
         precision = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
         fully_shard(module, mesh=mesh.fsdp, mp_policy=precision, offload_policy=offload)
 
@@ -325,7 +323,9 @@ def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: St
         has_states = decoder is not None and decoder.specs[index].delta is not None
         split = (1, None) if has_states else (layout.ulysses, layout.heads_per_stage)
         name, table = f"layer {index}", head_table(*heads, *split)
-        others = (*groups, table, store, layout, keeps, partial(count_changes, layer))
+        kernel = layout.kernel if decoder is None else kernel_for(layout.kernel, decoder.specs[index].kind)
+        settings = replace(layout, kernel=kernel)
+        others = (*groups, table, store, settings, keeps, partial(count_changes, layer))
         if decoder is None:
             layer.forward = StreamedLayer(name, layer, map_layer(model, index), *others)
         else:

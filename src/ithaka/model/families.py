@@ -27,7 +27,7 @@ GENERAL_PATCHABLE = re.compile(r"model\.(language_model\.)?(embed_tokens|layers\
 
 def has_known_layers(model: PreTrainedModel) -> bool:
     """Whether the layers map to LayerParts. Others run as they are, on the general path."""
-    if hasattr(model, "ithaka_decoder"):  # it is parallel
+    if hasattr(model, "ithaka_decoder"):  # already parallelized
         return model.ithaka_decoder is None
     config = model.config
     return getattr(config, "model_type", None) in FAMILIES and not getattr(config, "output_router_logits", False)

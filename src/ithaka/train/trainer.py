@@ -168,8 +168,8 @@ class Trainer:
         self.console.event(self.step, message, save_in_progress=saver.step)
 
     def record_validation(self, val_loss: float | None) -> bool:
-        """Update the best loss and patience. Returns whether this loss is the lowest so far. One that is not finite
-        never is."""
+        """Update the best loss and patience. Returns whether this loss is the lowest so far; a non-finite loss never
+        is."""
         if val_loss is None:
             return False
         better = math.isfinite(val_loss) and (self.best is None or val_loss < self.best[0])
