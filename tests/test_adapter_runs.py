@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from ithaka.layer.linear import as_linear
 from ithaka.layout import Layout
 from ithaka.model.build import build_model
 from ithaka.model.quantized import round_weights
+from ithaka.preflight import checks
 from ithaka.preflight.run import read_stored_settings
 from ithaka.train.step import learning_rate
 from ithaka.train.trainer import prepare
@@ -196,10 +198,13 @@ def test_checkpoints_have_only_trained_weights_and_resume_bitwise(ranks, tmp_pat
     weights = load_file(moved / "model.safetensors")
     save_file({name: -weight for name, weight in weights.items()}, moved / "model.safetensors", {"format": "pt"})
     assert_refused(lambda: valid(elsewhere, run_dir), f"model.path={moved}", str(run_dir), fix=f"model.path={base}")
-    valid(longer, run_dir)
+    resumed = valid(longer, run_dir)
     shutil.copy(moved / "model.safetensors", base)
     assert_refused(lambda: valid(longer, run_dir), f"model.path={base}", "base model", fix="start a new run")
     (run_dir / files.PINS_FILE).unlink()  # a run of an earlier version
+    full = dataclasses.replace(resumed, config=dataclasses.replace(longer, adapter=None))
+    with mock.patch.object(checks, "fingerprint_weights", side_effect=AssertionError("its base is not needed")):
+        checks.check_base(full)
     shutil.rmtree(base)
     valid(elsewhere, run_dir)
 

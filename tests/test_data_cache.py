@@ -68,10 +68,15 @@ def test_two_epochs_validation_summary_and_a_resumed_run_tokenise_each_document_
         stream.next_batch()
         list(stream.validation_batches(2))
     resumed, _ = opened(data, tmp_path)
-    resumed.load_state_dict(stream.state_dict())
-    assert resumed.next_batch().input_ids.tolist() == stream.next_batch().input_ids.tolist()
+    resumed.load_state_dict(state := stream.state_dict())
+    batch = stream.next_batch().input_ids.tolist()
+    assert resumed.next_batch().input_ids.tolist() == batch
     texts = [text for _, text in tokenizer.seen()]
     assert len(texts) == len(set(texts)) and set(texts) <= set(TEXTS[:60]) and len(texts) > 50
+    with mock.patch.object(cache, "CACHE_FORMAT", cache.CACHE_FORMAT + 1):  # tokens of an earlier version
+        resumed, newer = opened(data, tmp_path, log="newer")
+        resumed.load_state_dict(state)
+        assert resumed.next_batch().input_ids.tolist() == batch and newer.seen()
 
 
 def read_batches(data, folder):

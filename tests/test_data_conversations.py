@@ -282,6 +282,11 @@ def test_the_assistants_turns_are_trained(tmp_path, tokenizer_with, case):
     if stop:
         unmarked = marked.replace(f"{stop[0]}»", f"»{stop[0]}").replace("<|end|>»", "»<|end|>")
         assert without == reference(tokenizer.hf, unmarked)
+    if template == templates.MISTRAL and messages[0]["role"] == "system":
+        match = "message 1 has the content 'be kind', which .*, set data.train_on to assistant, or drop the record"
+        with pytest.raises(ConfigError, match=match):
+            tokens_of(path, tokenizer, train_on="all")
+        return
     ((everything,), _) = tokens_of(path, tokenizer, train_on="all", reasoning=reasoning)
     assert everything == whole
 
@@ -596,7 +601,13 @@ def test_templates_that_take_only_parts_get_parts(tmp_path, tokenizer_with):
 
 
 def test_answers_that_the_template_leaves_out_are_refused(tmp_path, tokenizer_with):
-    drops = templates.CHATML.replace("message['content']", "(message['content'] if message['role'] == 'user' else '')")
+    """With data.train_on=all, other messages too."""
+
+    def template_with(*roles):
+        content = f"(message['content'] if message['role'] in {roles} else '')"
+        return templates.CHATML.replace("message['content']", content)
+
+    drops = template_with("user")
     path = written(tmp_path / "a.jsonl", {"messages": TALK[1:3]}, {"messages": TALK[1:3]})
     match = (
         r"a.jsonl line 1: message 2 has the content 'hello there, 🎉 user', which .*; set data.chat_template to chatml"
@@ -610,6 +621,12 @@ def test_answers_that_the_template_leaves_out_are_refused(tmp_path, tokenizer_wi
     with_call = [says("user", "2 + 2?"), calls({"a": 2}, content="I call")]
     with pytest.raises(ConfigError, match="the content 'I call', which .*, remove the content, or drop the record"):
         tokens_of(written(tmp_path / "c.jsonl", {"messages": with_call}), tokenizer_with(templates.MISTRAL))
+    talk = [says("system", "answer 4"), says("user", "2 + 2"), says("assistant", "4")]
+    path = written(tmp_path / "e.jsonl", {"messages": talk})
+    twice = template_with("system", "user") * 2  # the answer has two turns, and is quoted elsewhere
+    for template, number, content in ((drops, 1, "answer 4"), (template_with("system"), 2, "2 . 2"), (twice, 3, "4")):
+        with pytest.raises(ConfigError, match=f"message {number} has the content '{content}'"):
+            tokens_of(path, tokenizer_with(template), train_on="all")
     for change in ("tojson", "replace('\n', ' ')"):  # keeps the text, in another form
         changes = templates.CHATML.replace("message['content']", f"(message['content'] | {change})")
         talk = [says("user", "2"), says("assistant", '"2"\n\n+ 2')]

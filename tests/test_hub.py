@@ -19,6 +19,7 @@ import pytest
 
 from ithaka.checkpoint.files import PINS_FILE, write_pins
 from ithaka.config import to_yaml
+from ithaka.exits import TransientError
 from ithaka.preflight.preflight import AUTO, resolve
 from refusals import assert_refused
 
@@ -264,6 +265,8 @@ def test_a_resumed_run_keeps_the_commits_that_it_started_with(tmp_path, monkeypa
     commits = {"main": "a" * 40, "v2": "b" * 40}
 
     def find(self, repo, revision=None, **_):
+        if repo == "org/slow":
+            raise TimeoutError("no answer")
         return SimpleNamespace(sha=commits.get(revision or "main", revision))
 
     def download(repo, revision=None, dry_run=False, **_):
@@ -303,6 +306,11 @@ def test_a_resumed_run_keeps_the_commits_that_it_started_with(tmp_path, monkeypa
         assert names(again) == names(first)
     other = names(resolve(file, ["model.path=org/tiny@v2", "evaluate.data=hf://org/e"], AUTO))
     assert (other[0], other[5]) == ("d" * 40, f"hf:/org/e@{'c' * 40}") and other[1:5] == names(first)[1:5]
+    for resume in (AUTO, None):  # never recorded without a commit
+        with pytest.raises(
+            TransientError, match="data=hf://org/slow cannot be found on the hub .*no answer.*; correct"
+        ):
+            resolve(file, ["evaluate.data=hf://org/slow"], resume)
     (run_dir / PINS_FILE).unlink()
     for _ in range(2):  # a run of an earlier version: as its checkpoints name the data
         assert names(resolve(file, [], AUTO, commits=(kept := {})))[2] == "hf:/org/b"

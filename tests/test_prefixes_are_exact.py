@@ -283,6 +283,9 @@ def test_samples_are_joined_only_if_their_forest_fits_the_context():
     for context, groups in ((13, [11, 13, 13]), (14, [14, 13]), (16, [14, 13]), (17, [17])):
         found = group_samples(samples, context, min_tokens=8)
         assert [sum(node.stop - node.start for node in forest) for _, forest in found] == groups
+    prefixes = [history[:length] for length in (10, 12)]
+    for context, groups in ((21, 2), (22, 1)):
+        assert len(group_samples(prefixes, context, min_tokens=None)) == groups, "nothing is shared"
 
 
 def count_operations(work) -> int:
@@ -309,6 +312,7 @@ def pack_prompts(n: int) -> None:
     ids[:, 0] = 1
     build_forest(ids[:, :, None], min_tokens=4)
     build_forest([np.arange(4 + i)[:, None] for i in reversed(range(n))], min_tokens=4)
+    group_samples([np.full(1 + i, -1 - i, np.int32) for i in range(n)], n * n, min_tokens=None)
 
 
 def plan_forest(n: int, order: str) -> None:

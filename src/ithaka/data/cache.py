@@ -32,7 +32,7 @@ from ithaka.dist.agree import gather_objects
 from ithaka.dist.rank import is_local_rank_0, is_rank_0
 from ithaka.exits import ExitCode, TransientError, is_transient
 
-CACHE_FORMAT = 7
+CACHE_FORMAT = 8  # increase it if other code gives other tokens
 BATCH_CHARS = 1 << 23  # tokenized at once, on all cores
 TIMEOUT_S = 600.0  # without progress by the rank that tokenizes
 POLL_S = 0.02

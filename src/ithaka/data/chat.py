@@ -108,7 +108,7 @@ class ChatTemplate:
                 raise ConfigError(f"data.train_on=all cannot be combined with reasoning that needs unrolling; {fix}")
             if trained := sorted(pending - lost):
                 for i in trained:
-                    self._check_answer(text, part[i], located[i], i)
+                    self._check_content(text, part[i], located[i], i)
                 ranges, spans = self._find_ranges(part, tools, text, located, trained, reading, trainable)
                 samples.append(Sample(text, ranges, starts, spans))
             elif not samples and not lost:
@@ -216,18 +216,21 @@ class ChatTemplate:
             if text.count(name) < count:
                 self._refuse_tool(name)
 
-    def _check_answer(self, text: str, message: Message, turns: list[Turn], index: int) -> None:
-        """Raise BadRecord if the content of an assistant's message, after any reasoning, is missing from its turn."""
-        content = (message.get("content") or "").rpartition("</think>")[2].strip()
-        low, high = (turns[0].start, turns[0].stop) if len(turns) == 1 else (0, len(text))
-        if message["role"] != "assistant" or text.find(content, low, high) >= 0:
+    def _check_content(self, text: str, message: Message, turns: list[Turn], index: int) -> None:
+        """Raise BadRecord if the content of a trained message, after any reasoning, is missing from its turns.
+        Templates may write a system or tool message into another turn: these are searched for in all of the text."""
+        role, content = message["role"], (message.get("content") or "").strip()
+        content = content.rpartition("</think>")[2].strip() if role == "assistant" else content
+        ranges = [(turn.start, turn.stop) for turn in turns if role in ("user", "assistant")] or [(0, len(text))]
+        if any(text.find(content, low, high) >= 0 for low, high in ranges):
             return
-        forms = (content, json.dumps(content, ensure_ascii=False)[1:-1])
-        if any("".join(form.split()) in "".join(text[low:high].split()) for form in forms):
+        forms = ["".join(form.split()) for form in (content, json.dumps(content, ensure_ascii=False)[1:-1])]
+        if any(form in "".join(text[low:high].split()) for low, high in ranges for form in forms):
             return  # with other whitespace, or as JSON
         rule = f"message {index + 1} has the content {content[:40]!r}, which the chat template does not render there"
         fix = f"set data.chat_template to {self._suggest_templates()}, or a file that renders it"
         fix += ", remove the content" * bool(message.get("tool_calls"))
+        fix += ", set data.train_on to assistant" * (role != "assistant")
         raise BadRecord(TEMPLATE_REFUSES, f"{rule}; {fix}, or drop the record")
 
     def _suggest_templates(self, *without: str) -> str:

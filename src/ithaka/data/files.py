@@ -1,7 +1,6 @@
 """Find the files that `data.path` refers to. A path or file that cannot be read is a ConfigError."""
 
 import codecs
-import contextlib
 import functools
 import glob
 import io
@@ -194,18 +193,22 @@ def open_dataset(path: str) -> dict[str, Any]:
     return dataset if isinstance(dataset, dict) else {"train": dataset}
 
 
-def pin_dataset(path: Path) -> Path:
-    """Name the current commit of a dataset on the hub. Any other path is returned unchanged, and so is the name if the
-    hub cannot be reached: opening the dataset then says why, or uses the local copy."""
+def pin_dataset(path: Path, setting: str = "data.path") -> Path:
+    """Name the current commit of a dataset on the hub. Any other path is returned unchanged, and so is every path if
+    HF_HUB_OFFLINE is set. If the hub does not answer, raise: a run must not start with a name that may change, and
+    opening the dataset needs the hub, too."""
     from huggingface_hub import HfApi, constants
 
     hub = HUB_DATASET.fullmatch(str(path))
     if hub is None or COMMIT.fullmatch(hub[2] or "") or constants.HF_HUB_OFFLINE:
         return path
-    with contextlib.suppress(Exception):
+    try:
         commit = HfApi().dataset_info(hub[1], revision=hub[2], timeout=10).sha
-        return Path(f"hf://{hub[1]}@{commit}" + f":{hub[3]}" * bool(hub[3]) + f"/{hub[4]}" * bool(hub[4]))
-    return path
+    except Exception as error:  # network errors: OSError, requests or httpx, depending on huggingface_hub
+        reason = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+        fix = "correct the name, connect to the hub, or set HF_HUB_OFFLINE=1 to use the local copy"
+        raise input_error(f"{setting}={_to_url(path)} cannot be found on the hub ({reason}); {fix}", error) from error
+    return Path(f"hf://{hub[1]}@{commit}" + f":{hub[3]}" * bool(hub[3]) + f"/{hub[4]}" * bool(hub[4]))
 
 
 def is_streamed(path: Path) -> bool:

@@ -284,11 +284,10 @@ def group_samples(
         labels = np.where(tokens >= 0, number + 1, 0)
         labels[:1] = 0
         rows.append(np.stack([tokens ^ (tokens >> 31), labels], 1).astype(np.int64))
-    least = min_tokens or max(map(len, rows), default=0) + 1
     groups: list[tuple[list[np.ndarray], Forest]] = []
     for tokens, own in zip(samples, rows, strict=True):
         if not groups or groups[-1][1].num_tokens + groups[-1][1].count_new(own) > context:
-            groups.append(([], Forest(least)))
+            groups.append(([], Forest(min_tokens)))
         group, forest = groups[-1]
         group.append(tokens)
         forest.add(own)

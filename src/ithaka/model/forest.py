@@ -19,13 +19,13 @@ class Node(NamedTuple):
 
 
 class Forest:
-    """A forest of token sequences. Common prefixes of fewer than `min_tokens` are not shared.
+    """A forest of token sequences. Common prefixes of fewer than `min_tokens` are not shared; None: share nothing.
 
     Children are found by their first rows (`min_tokens` of them, or all of a shorter node), so adding a sequence takes
     time in proportion to its length, however many it has to be compared with.
     """
 
-    def __init__(self, min_tokens: int) -> None:
+    def __init__(self, min_tokens: int | None) -> None:
         self.min_tokens, self.num_tokens = min_tokens, 0
         self._rows: list[np.ndarray] = []  # per sequence, [tokens, ...]
         self._nodes: list[Node] = []
@@ -82,6 +82,8 @@ class Forest:
     def _descend(self, own: np.ndarray) -> tuple[int, int]:
         """Return the last node that a sequence goes through, at least in part, and the tokens shared up to there."""
         at, node = 0, -1
+        if self.min_tokens is None:
+            return node, at
         while node < 0 or at == self._nodes[node].stop:
             rest = own[at:]
             matches = [by_rows.get(rest[:n].tobytes()) for n, by_rows in self._children[node].items()]
@@ -93,6 +95,8 @@ class Forest:
         return node, at
 
     def _link(self, node: int) -> None:
+        if self.min_tokens is None:
+            return
         sequence, start, stop, parent = self._nodes[node]
         first = self._rows[sequence][start:stop][: self.min_tokens]
         self._children[parent].setdefault(len(first), {})[first.tobytes()] = node

@@ -91,9 +91,11 @@ def check_weights(path: Path | None) -> None:
 
 def check_base(run: Run) -> None:
     """Refuse to resume a run with another base or reference model. Its files may have moved."""
+    if not run.needs_base:
+        return
     before, path = load_config(run.run_dir / "config.yaml").model.path, run.config.model.path
     fingerprint = files.read_pins(run.run_dir).get("base") or fingerprint_weights(before)
-    if run.needs_base and fingerprint and fingerprint_weights(path) != fingerprint:
+    if fingerprint and fingerprint_weights(path) != fingerprint:
         model = "base" if run.config.adapter is not None else "reference"
         rule = f"has other weights, or another config.json, than the {model} model that {run.run_dir} started with"
         raise ConfigError(f"model.path={path} {rule}; use the files that model.path={before} had, or start a new run")

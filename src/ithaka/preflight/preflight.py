@@ -216,19 +216,19 @@ def _pin_commits(config: Config, commits: dict[str, str], resume: Path | None) -
     pins = files.read_pins(resume) if resume is not None and resumes else {}
     commits |= pins.get("commits", {})
 
-    def pin_data(tree: Any) -> Any:
+    def pin_data(tree: Any, name: str) -> Any:
         if isinstance(tree, list):
-            return [pin_data(each) for each in tree]
+            return [pin_data(each, name) for each in tree]
         if isinstance(tree, dict):
-            return {key: pin_data(value) for key, value in tree.items()}
+            return {key: pin_data(value, f"{name}.{key}") for key, value in tree.items()}
         if not isinstance(tree, str) or not HUB_DATASET.fullmatch(tree):
             return tree
         if tree not in commits:  # the checkpoints of an earlier version, without pins, name the data without a commit
-            commits[tree] = tree if resumes and not pins else str(pin_dataset(Path(tree)))
+            commits[tree] = tree if resumes and not pins else str(pin_dataset(Path(tree), name))
         return commits[tree]
 
     tree, model = to_dict(config), config.model
-    pinned = tree | {section: pin_data(tree[section]) for section in ("data", "evaluate", "curriculum")}
+    pinned = tree | {section: pin_data(tree[section], section) for section in ("data", "evaluate", "curriculum")}
     config = parse_config(pinned) if pinned != tree else config
     path = fetch_model(model.path and Path(commits.get(str(model.path), model.path)))
     if path != model.path:
