@@ -223,16 +223,6 @@ def test_several_short_sequences_at_once_fit_where_a_long_one_did(num_short, mad
     assert made == []
 
 
-def test_tensors_that_are_not_linear_in_the_length_reuse_free_slabs(made):
-    """With a budget that the longest pass fills."""
-    store = Store(host_bytes=4 * 2 * (1000 + 1100))
-    for length in (1000, 700, 999, 350):
-        handles = [store.keep(numbers((size,)), "host") for size in 2 * (length, length + 100)]
-        assert [handle.fetch().tolist() for handle in handles] == [numbers(handle.shape).tolist() for handle in handles]
-        del handles
-    assert made == [4000, 4400, 4000, 4400]
-
-
 def test_registering_a_layer_returns_the_layer_below():
     class Saved:
         pass

@@ -109,10 +109,13 @@ class SlabPool:
                 self._drop_free()
 
     def acquire(self, num_bytes: int) -> SlabRange:
-        """Return `num_bytes` of a slab. If there is no room, wait for the disk threads, or raise StoreError."""
+        """Return `num_bytes` of a slab. If there is no room, wait for the disk threads, share any slab (several short
+        passes at once), or raise StoreError."""
         with self._changed:
             while (acquired := self.try_acquire(num_bytes)) is None:
                 if not self.num_expected:
+                    if acquired := self._take([*chain(*self._slabs.values())], num_bytes):
+                        return acquired
                     used = f"{num_bytes} more bytes needed, with {self.used_bytes} of the limit of {self.budget_bytes}"
                     fix = "memory.offload=disk, memory.keep_attention=none, more ranks (parallel.cp)"
                     raise StoreError("host", f"host memory: {used} in use; use {fix} or a shorter data.context")
@@ -126,8 +129,6 @@ class SlabPool:
             in_longest = num_bytes * self._longest_bytes // max(1, self._first_bytes)
             size = in_longest if in_longest >= num_bytes and in_longest in self._slabs else num_bytes
             slabs = sorted(self._slabs.get(size, ()), key=lambda slab: slab.num_tensors)  # free ones first
-            if not self._has_room(size):  # share the smallest slab before replacing free ones, which are pinned
-                slabs += chain(*(self._slabs[other] for other in sorted(self._slabs)))
             acquired = self._take(slabs, num_bytes)
             if acquired is None and (slab := self._make_slab(size) or self._make_slab(num_bytes)):
                 acquired = self._take([slab], num_bytes)
