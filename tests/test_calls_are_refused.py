@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import ithaka
 from ithaka.config import ConfigError
@@ -164,6 +165,26 @@ def test_tokens_outside_the_vocabulary_are_refused(model, name, value, fix):
 def test_the_first_label_of_a_row_may_be_anything(model, expected):
     """As with Hugging Face: no token predicts it."""
     assert loss_of(model, labels=changed(IDS, 1, 0, -1)) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("count", [0, -3, torch.tensor(0), "all"])
+def test_a_count_that_cannot_divide_the_loss_is_refused(model, count):
+    value = repr(count.item() if isinstance(count, torch.Tensor) else count)
+    message = refused(model, ValueError, num_items_in_batch=count)
+    assert_refused(message, f"num_items_in_batch={value}", "10 valid labels", fix="leave it out")
+
+
+def test_a_count_of_zero_without_labels_is_accepted(model):
+    assert loss_of(model, labels=torch.full_like(IDS, -100), num_items_in_batch=0) == 0
+
+
+def test_positions_beyond_those_of_the_model_are_refused(expected):
+    """Without a planned context too. Documents within the limit are accepted in a longer row."""
+    model, positions = parallel(max_position_embeddings=4), torch.arange(6).expand(2, 6)
+    for inputs, count in (({}, 6), ({"position_ids": positions + 50}, 56)):
+        message = refused(model, **inputs)
+        assert_refused(message, f"{count} positions", "max_position_embeddings=4", fix="from_pretrained")
+    assert loss_of(model, position_ids=positions % 4) == loss_of(parallel(), position_ids=positions % 4)
 
 
 def test_document_numbers_in_the_mask_are_refused(model):
@@ -422,6 +443,29 @@ def test_later_tying_and_untying_are_refused(tied):
     weight = model.model.embed_tokens.weight
     model.lm_head.weight = nn.Parameter(weight.detach().clone()) if tied else weight
     assert_refused(refused(model), "lm_head.weight", "tied", fix="then parallelize")
+
+
+def test_weights_of_a_plain_model_are_refused(model, expected):
+    """The function in the message loads them. Also with an adapter, which adds a prefix to names."""
+    state = tiny_model(tiny_config("llama")).state_dict()
+    fix = "set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))"
+    assert_refused(partial(model.load_state_dict, state), "model.embed_tokens.weight", "sharded", fix=fix)
+    adapted = get_peft_model(tiny_model(tiny_config("llama")), LoraConfig(target_modules=["q_proj"]))
+    state_of_adapted = {name: tensor.clone() for name, tensor in adapted.state_dict().items()}
+    adapted = parallelize_model(adapted, mesh=make_mesh(1))
+    assert_refused(partial(adapted.load_state_dict, state_of_adapted), "embed_tokens.weight", fix=fix)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+    assert loss_of(model) == pytest.approx(expected, rel=1e-12)
+
+
+def test_weights_and_prefixes_of_the_wrong_type_are_refused():
+    plain = tiny_model(tiny_config("llama"))
+    assert_refused(lambda: next(ithaka.iterate_weights(plain)), "LlamaForCausalLM", fix="ithaka.parallelize")
+    ids, row = [1, 2, 3], torch.tensor([1, 2, 3])
+    for arguments, name in ((([ids, ids],), "sequences[0]"), (([row], [ids]), "labels[0]")):
+        assert_refused(partial(ithaka.pack_prefixes, *arguments), name, "list", fix="torch.tensor(")
 
 
 def test_gradient_checkpointing_of_hugging_face_is_refused(model):

@@ -77,6 +77,9 @@ def test_objects_and_classes_are_refused(tmp_path):
     ):
         assert_refused(partial(trainer, tmp_path, **given), *given, fix=fix)
     assert_refused(lambda: trainer(tmp_path, {"cpus": 2}), "'cpus'", fix="cp, ring, context, layout")
+    assert_refused(lambda: trainer(tmp_path, 8), "ithaka=8", "dictionary", fix="{'cp': 8}")
+    assert_refused(lambda: trainer(tmp_path, {"layout": {}}), "layout={}", "dict", fix="ithaka.Layout(")
+    assert_refused(lambda: hf.long_context(hf.long_context(Trainer)), "LongContextTrainer", fix="directly")
     assert_refused(lambda: hf.long_context(RewardTrainer), "RewardTrainer", "head", fix="GRPOTrainer")
     assert_refused(lambda: hf.long_context(dict), "dict", fix="transformers.Trainer, trl.SFTTrainer")
 
@@ -237,6 +240,20 @@ def test_a_context_beyond_the_positions_of_the_model(tmp_path):
     ithaka.parallelize(moved, context=100)
 
 
+def test_a_context_below_the_length_of_rows_is_refused(tmp_path):
+    """The plan would be for rows of 16 tokens."""
+    for context in (16, "16"):
+        make = partial(trainer, tmp_path, {"context": context}, arguments={"max_length": 64})
+        assert_refused(make, f"'context': {context!r}", "max_length=64", fix="max_length=16")
+    assert trainer(tmp_path, {"context": 64}, arguments={"max_length": 64})
+
+
+def test_torch_dtypes_are_accepted():
+    assert Layout(dtype=torch.bfloat16) == Layout(dtype="bfloat16")
+    model = ithaka.parallelize(tiny_model(tiny_config("llama")), dtype=torch.float32)
+    assert model.model.layers[0].forward.layout.dtype == "float32"
+
+
 def test_float16_is_refused(tmp_path):
     """As the compute dtype, and for trained parameters, whose dtype gradients have after backward. A frozen model in
     float16 trains adapters in bfloat16."""
@@ -257,12 +274,25 @@ def test_float16_is_refused(tmp_path):
 
 
 def test_wrong_settings_are_refused_and_a_layout_replaces_the_plan():
+    plain = tiny_model(tiny_config("llama"))
     for settings, *named, fix in (
         ({"context": "long"}, "context='long'", "524288"),
         ({"cp": "all"}, "cp='all'", '"auto"'),
+        ({"cp": True}, "cp=True", '"auto"'),
+        ({"ring": "2"}, "ring='2'", "1 or more"),
+        ({"batch": 0}, "batch=0", "1 or more"),
+        ({"layout": {}}, "layout={}", "dict", "ithaka.Layout("),
+        ({"layout": {"cp": 2}, "context": 64}, "layout={'cp': 2}", "dict", "ithaka.Layout("),
+        ({"mesh": "x"}, "mesh='x'", "str", "make_mesh(cp)"),
+        ({"dtype": "fp8"}, "dtype=fp8", "bfloat16, float32 or float64"),
+        ({"dtype": torch.int8}, "dtype=int8", "bfloat16, float32 or float64"),
         ({"dtype": "bfloat16", "layout": Layout(dtype="float32")}, "dtype=bfloat16", "layout.dtype=float32", "one of"),
     ):
-        assert_refused(partial(ithaka.parallelize, big_model(), **settings), *named, fix=fix)
+        assert_refused(partial(ithaka.parallelize, plain, **settings), *named, fix=fix)
+    for settings in ({"tile_tokens": -1}, {"cp": 0}, {"ring": True}, {"heads_per_stage": 1.5}):
+        (name, value), *_ = settings.items()
+        assert_refused(partial(Layout, **settings), f"layout.{name}={value}", fix="1 or more")
+    assert_refused(partial(ithaka.parallelize, big_model()), "embed_tokens.weight", "meta", fix="from_pretrained")
     for context in (None, 64):
         model = tiny_model(tiny_config("llama"))
         model = ithaka.parallelize(model, context=context, dtype="float32", layout=Layout(tile_tokens=7))

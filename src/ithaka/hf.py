@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import state_dict as state_dicts
 
 from ithaka.checkpoint.safe_load import load_into
 from ithaka.checkpoint.save import trained_weights
-from ithaka.config import ConfigError
+from ithaka.config import ConfigError, parse_count
 from ithaka.dist.agree import raise_on_all_ranks
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import IGNORE_INDEX
@@ -91,6 +91,9 @@ def long_context(trainer_class: type) -> Any:
 
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, transformers.Trainer)):
         raise ConfigError(f"long_context({trainer_class!r}): use transformers.Trainer, trl.SFTTrainer or a subclass")
+    if issubclass(trainer_class, LongContext):
+        rule = "the class already comes from long_context"
+        raise ConfigError(f"long_context({trainer_class.__name__}): {rule}; use it directly")
     trl_classes = [cls.__name__ for cls in trainer_class.__mro__ if cls.__module__.startswith("trl.")]
     known = next((name for name in trl_classes if name in TRL_TRAINERS), None)
     if trl_classes and known is None:
@@ -115,6 +118,8 @@ class LongContext(Trainer):
     args: Any
 
     def __init__(self, *positional: Any, ithaka: Mapping[str, Any] | None = None, **named: Any) -> None:
+        if not isinstance(ithaka, Mapping | None):
+            raise ConfigError(f"ithaka={ithaka!r} is not a dictionary of settings; use ithaka={{'cp': 8}}, for example")
         settings = dict(ithaka or {})
         for name in settings.keys() - {*SETTINGS}:
             raise ConfigError(f"ithaka={{{name!r}: ...}} is not a setting; use {', '.join(SETTINGS)}")
@@ -122,10 +127,12 @@ class LongContext(Trainer):
         names = [param.name for param in parameters if param.kind is param.POSITIONAL_OR_KEYWORD]
         arguments = dict(zip(names, positional, strict=False)) | named
         self._check_arguments(arguments)
+        _check_context(settings, arguments.get("args"))
         # model may also be a path or a name, which TRL loads.
         own_forward = "forward" in getattr(base_model(arguments.get("model")), "__dict__", ())
         super().__init__(*positional, **named)
         _refuse_arguments(self.args)
+        _check_context(settings, self.args)
         self._refuse_launcher()
         if self.loss_is_mean and has_encoder(base_model(self.model)):
             model_type = base_model(self.model).config.model_type
@@ -141,12 +148,12 @@ class LongContext(Trainer):
             vars(base).pop("forward", None)  # TRL's patch for its loss; `_call` replaces it
         with contextlib.suppress(AttributeError):
             base.disable_input_require_grads()  # TRL's hook for gradient checkpointing
-        context = settings.pop("context", getattr(self.args, "max_length", None))
+        settings.setdefault("context", getattr(self.args, "max_length", None))
         dtype = "bfloat16" if self.args.bf16 else None
         batch = self.args.per_device_train_batch_size * self.rows_per_example
         has_copy = getattr(self, "ref_model", None) is not None
         with _router_logits(base.config.get_text_config(), getattr(self, "aux_loss_enabled", None)):
-            parallelize(self.model, context=context, batch=batch, dtype=dtype, reference=has_copy, **settings)
+            parallelize(self.model, batch=batch, dtype=dtype, reference=has_copy, **settings)
         self._share_data()
 
     def _check_arguments(self, arguments: dict[str, Any]) -> None:
@@ -369,6 +376,15 @@ def _router_logits(config: Any, needed: bool | None) -> Iterator[None]:
         yield
     finally:
         config.output_router_logits = configured
+
+
+def _check_context(settings: Mapping[str, Any], args: Any) -> None:
+    """Refuse a plan for shorter rows than the trainer makes."""
+    context, length = settings.get("context"), getattr(args, "max_length", None)
+    num_tokens = parse_count(context) if isinstance(context, str) else context
+    if isinstance(num_tokens, int) and length is not None and num_tokens < length:
+        rule = f"ithaka={{'context': {context!r}}} plans for shorter rows than max_length={length}"
+        raise ConfigError(f"{rule}; set max_length={num_tokens} too, or leave context out")
 
 
 def _refuse_arguments(args: Any) -> None:

@@ -51,14 +51,16 @@ class Layout:
     # layer's input once instead of tile by tile in every pass, and hold the graphs of projections (layer/general.py).
     overlap: bool = True
     offload_optimizer: bool = False
-    dtype: str | None = None  # compute dtype; None: the parameters' own, planned as 16-bit
+    dtype: Any = None  # compute dtype, by name or torch's; None: the parameters' own, planned as 16-bit
     kernel: str = "auto"  # attention kernel
     blocks: tuple[int, int] | None = None  # tokens per query and per key block of attention; None: sized to the cache
     compile: bool = False  # torch.compile layers on the general path, and the MLP of others
 
     def __post_init__(self) -> None:
+        for name in ("cp", "ring", "replicas", "heads_per_stage", "tile_tokens"):
+            check_size(f"layout.{name}", getattr(self, name))
         if self.dtype is not None:
-            check_dtype("layout.dtype", self.dtype)
+            object.__setattr__(self, "dtype", check_dtype("layout.dtype", self.dtype))
 
     @property
     def ulysses(self) -> int:
@@ -233,13 +235,21 @@ def layout_from_config(
 # ---- checks
 
 
-def check_dtype(name: str, dtype: str) -> None:
-    """Raise ConfigError unless gradients can be computed in `dtype`."""
+def check_dtype(name: str, dtype: Any) -> str:
+    """Return the name of a dtype or torch.dtype. Raises ConfigError unless gradients can be computed in it."""
+    dtype = str(dtype).removeprefix("torch.")
     if dtype == "float16":
         rule = "underflows: the loss is divided by the tokens of a step, so gradients fall below its smallest number"
         raise ConfigError(f"{name}=float16 {rule}; use bfloat16 or float32")
     if dtype not in ELEMENT_BYTES:
         raise ConfigError(f"{name}={dtype} is not supported; use bfloat16, float32 or float64")
+    return dtype
+
+
+def check_size(name: str, size: Any) -> None:
+    """Raise ConfigError unless `size` is None or a positive integer. True is none, although Python counts it as 1."""
+    if size is not None and (type(size) is not int or size < 1):
+        raise ConfigError(f"{name}={size!r} is not a positive integer; use 1 or more")
 
 
 def check_parallelism(
@@ -254,8 +264,7 @@ def check_parallelism(
     """Raise ConfigError if these sizes do not go together. None: unknown, or left to the planner. `num_heads`: the
     model's query heads."""
     for name, size in (("cp", cp), ("ring", ring), ("replicas", replicas), ("heads_per_stage", heads_per_stage)):
-        if size is not None and size < 1:
-            raise ConfigError(f"parallel.{name}={size} is below 1; use 1 or more")
+        check_size(f"parallel.{name}", size)
     if num_ranks is not None:
         for name, size in (("cp", cp), ("ring", ring if cp is None else None), ("replicas", replicas)):
             if size is not None and num_ranks % size:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -16,11 +15,11 @@ from ithaka.config import SAVEABLE_MODULES, AdapterConfig, ConfigError, parse_co
 from ithaka.dist.agree import gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import Mesh, default_device, start_process_group
 from ithaka.layer.store import Store
-from ithaka.layout import Layout, check_dtype, layout_from_config
+from ithaka.layout import Layout, check_dtype, check_size, layout_from_config
 from ithaka.model import build
 from ithaka.model.adapters import find_active_adapter
 from ithaka.model.calls import check_arguments, compute_dtype
-from ithaka.model.positions import rope_parameters
+from ithaka.model.positions import check_positions
 from ithaka.model.video import parallelize_transformer
 from ithaka.model.video_blocks import is_diffusers_model
 from ithaka.plan import show
@@ -55,7 +54,7 @@ def parallelize(
     context: int | str | None = None,
     ring: int | None = None,
     batch: int = 1,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     mesh: Mesh | None = None,
     layout: Layout | None = None,
     store: Store | None = None,
@@ -81,7 +80,7 @@ def parallelize(
     backward leaves gradients at None, so that an optimizer step changes nothing.
     """
     cp = None if cp == "auto" else cp
-    if cp is not None and not isinstance(cp, int):
+    if cp is not None and type(cp) is not int:
         raise ConfigError(f'cp={cp!r} is not a number; use a divisor of the number of ranks, or "auto" with a context')
     if cp is not None and cp > 1 and mesh is None and not (dist.is_initialized() or launch.under_torchrun()):
         start = f"start the script with `torchrun --nproc-per-node {cp}`"
@@ -89,8 +88,9 @@ def parallelize(
     base = base_model(model)
     if not is_diffusers_model(base):
         check_arguments(model, cp, ring)
+    _check_types(base, batch, mesh, layout)
     if dtype is not None:
-        check_dtype("dtype", dtype)
+        dtype = check_dtype("dtype", dtype)
     if layout is not None and dtype is not None:
         if layout.dtype not in (None, dtype):
             raise ConfigError(f"dtype={dtype} conflicts with layout.dtype={layout.dtype}; set one of them")
@@ -101,7 +101,7 @@ def parallelize(
         if not isinstance(num_tokens, int) or num_tokens < 2:
             raise ConfigError(f"context={context!r} is not a number of tokens, at least 2; use 524288 or '512K'")
         if not is_diffusers_model(base):
-            _check_positions(base.config.get_text_config(), num_tokens)
+            check_positions(base.config.get_text_config(), f"context={context}", num_tokens)
         planned_dtype = str(compute_dtype(base, layout or Layout(dtype=dtype))).removeprefix("torch.")
         start_process_group()
         run = plan_model_run(model, cp, ring, planned_dtype, layout, num_tokens, batch, reference)
@@ -115,6 +115,19 @@ def parallelize(
     model = parallelize_any(model, cp, ring=ring, mesh=mesh, layout=layout, store=store)
     base.ithaka_plan = plan
     return model
+
+
+def _check_types(base: Any, batch: int, mesh: Mesh | None, layout: Layout | None) -> None:
+    check_size("batch", batch)
+    if layout is not None and not isinstance(layout, Layout):
+        raise ConfigError(f"layout={layout!r} is a {type(layout).__name__}; pass ithaka.Layout(...), or leave it out")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        fix = "pass ithaka.dist.mesh.make_mesh(cp), or leave it out and set cp"
+        raise ConfigError(f"mesh={mesh!r} is a {type(mesh).__name__}, not a Mesh of ithaka; {fix}")
+    on_meta = next((name for name, param in base.named_parameters() if param.is_meta), None)
+    if on_meta is not None:
+        fix = "load the weights before parallelize: from_pretrained, without torch.device('meta') or offloading"
+        raise ConfigError(f"{on_meta} is on the meta device, so it has no values; {fix}")
 
 
 def plan_model_run(
@@ -185,17 +198,3 @@ def base_model(model: Any) -> Any:
 
 def _model_name(base: Any) -> str:
     return str(getattr(base, "name_or_path", "") or "the model")
-
-
-def _check_positions(config: Any, context: int) -> None:
-    """Refuse a context beyond the model's positions: they cannot be extended after the model is built."""
-    positions = config.max_position_embeddings
-    if context > positions:
-        factor, theta = math.ceil(context / positions), rope_parameters(config)["rope_theta"]
-        original = {"original_max_position_embeddings": positions}
-        yarn = {"rope_type": "yarn", "rope_theta": theta, "factor": factor, **original}
-        raise ConfigError(
-            f"context={context} exceeds max_position_embeddings={positions} of the model; use a shorter context, or "
-            f"load it with more positions: from_pretrained(..., max_position_embeddings={factor * positions}, "
-            f"rope_parameters={yarn}), or with a larger rope_theta"
-        )

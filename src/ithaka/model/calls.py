@@ -37,6 +37,7 @@ from ithaka.model.families import (
     has_encoder,
     has_known_layers,
 )
+from ithaka.model.positions import check_positions
 
 # What ranks exchange about a call: error, fingerprint, number of valid labels, of positions and of frames.
 Report = tuple[RankError | None, dict[str, Any], *tuple[int, ...]]
@@ -92,6 +93,7 @@ class CallChecker:
         params = inspect.signature(type(model).forward).parameters.values()  # transformers' signature
         self.names = [param.name for param in params if param.kind is param.POSITIONAL_OR_KEYWORD][1:]
         model.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
+        model.register_load_state_dict_pre_hook(_refuse_plain_state)
 
     def __call__(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[Any], dict]:
         if torch.compiler.is_compiling():  # Dynamo then falls back to eager, and the checks raise on all ranks
@@ -108,6 +110,8 @@ class CallChecker:
             check_modules(model)
             named = self._bind_arguments(args, kwargs)
             inputs, counts, fingerprint = self._read_call(model, named)
+            reach = f"a call with {counts[1]} positions (0 to {counts[1] - 1})"
+            check_positions(model.config.get_text_config(), reach, counts[1])
         except Exception as caught:
             error, cause = describe_error(caught, keep=(TypeError, ValueError, ConfigError)), caught
         finally:
@@ -122,6 +126,10 @@ class CallChecker:
         if "parents" in tensors and (reason := why_no_parents(model)):
             raise ValueError(f"parents is not supported {reason}; leave it out, and pass each branch as a row")
         share = shard_batch(tensors, find_decoder(model).embed_tokens.num_embeddings, self.mesh)
+        if items is not None and not (isinstance(items, int | float) and items >= min(share.num_valid, 1)):
+            rule = f"divides the loss of {share.num_valid} valid labels, so it must be a number above 0"
+            fix = "pass the valid labels of all data-parallel ranks and micro-steps, or leave it out"
+            raise ValueError(f"num_items_in_batch={items!r} {rule}; {fix}")
         shape, chosen_sLk = tensors["input_ids"].shape, None
         if (indices := named.get("expert_indices")) is not None:
             chosen_sLk = _shard_expert_indices(model, indices, shape, share, self.mesh)
@@ -373,6 +381,18 @@ def refuse_wrappers(model: nn.Module) -> None:
 
 def _refuse(message: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise ConfigError(message)
+
+
+def _refuse_plain_state(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Refuse plain tensors in `load_state_dict`, where they would have to be sharded."""
+    for name, param in model.named_parameters():
+        value = state.get(prefix + name)
+        if isinstance(param, DTensor) and value is not None and not isinstance(value, DTensor):
+            raise ConfigError(
+                f"load_state_dict got a plain tensor for {name}, which is sharded; load it before parallelize, or use "
+                "set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True)) from "
+                "torch.distributed.checkpoint.state_dict"
+            )
 
 
 # ---- parameters that change between forward and backward

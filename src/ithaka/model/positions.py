@@ -51,6 +51,23 @@ def check_rope(config: Any) -> None:
         )
 
 
+def check_positions(config: Any, name: str, num_positions: int) -> None:
+    """Refuse positions beyond those of a model, which cannot be extended after it is built. `config`: transformers'.
+    `rope_type=dynamic` has no limit, and models without RoPE may have none."""
+    limit, rope = getattr(config, "max_position_embeddings", None), rope_parameters(config)
+    if not limit or num_positions <= limit or rope.get("rope_type") == "dynamic":
+        return
+    fix = "use shorter sequences or documents"
+    if "rope_theta" in rope:
+        factor, original = math.ceil(num_positions / limit), {"original_max_position_embeddings": limit}
+        yarn = {"rope_type": "yarn", "rope_theta": rope["rope_theta"], "factor": factor, **original}
+        fix += (
+            f", or load it with more positions: from_pretrained(..., max_position_embeddings={factor * limit}, "
+            f"rope_parameters={yarn}), or with a larger rope_theta"
+        )
+    raise ConfigError(f"{name} exceeds max_position_embeddings={limit} of the model; {fix}")
+
+
 def _head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 

@@ -92,6 +92,9 @@ def iterate_weights(model: Any, merge: bool = True) -> Iterator[tuple[str, Tenso
     merged in float32; with `merge=False`, only its tensors are yielded, under PEFT's names.
     """
     base = getattr(model, "get_base_model", lambda: model)()
+    if not hasattr(base, "ithaka_mesh"):
+        fix = "call ithaka.parallelize first, or use model.state_dict()"
+        raise ConfigError(f"iterate_weights got a {type(model).__name__} that is not parallel; {fix}")
     base.reshard()
     adapter, params = find_active_adapter(base), named_tensors(base)
     if adapter and not merge:
