@@ -116,10 +116,10 @@ def _comparable_rows(
         if values is not None and len(values) != len(sequences):
             raise ConfigError(f"{name} has {len(values)} values for {len(sequences)} sequences; pass one per sequence")
     for name, values in (("sequences", sequences), ("labels", labels or ())):
-        for number, value in enumerate(values):
-            if not isinstance(value, Tensor):
+        for number, sequence in enumerate(values):
+            if not isinstance(sequence, Tensor):
                 fix = "pass a tensor of integers, e.g. torch.tensor([1, 2])"
-                raise ConfigError(f"{name}[{number}] is a {type(value).__name__}; {fix}")
+                raise ConfigError(f"{name}[{number}] is a {type(sequence).__name__}; {fix}")
     names: dict[Hashable, int] = {}
     rows = []
     for number, ids in enumerate(sequences):
