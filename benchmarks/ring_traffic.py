@@ -85,7 +85,7 @@ def run_rank(tokens: int, tiny: bool, folder: Path) -> None:
     for ring, stages in CASES:
         layout = case_layout(dist.get_world_size(), ring, stages, tokens)
         mesh = make_mesh(layout.cp, device, ring=ring)
-        model = build_model(config, mesh, layout).train()
+        model = build_model(config, mesh, layout, context=tokens).train()
         ids = torch.randint(512, (1, tokens), generator=torch.Generator().manual_seed(1))
         model(input_ids=ids, labels=ids).loss.backward()  # warm-up
         with profile(activities=list(supported_activities()), record_shapes=True) as profiler:
