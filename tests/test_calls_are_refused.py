@@ -184,6 +184,8 @@ def test_positions_beyond_those_of_the_model_are_refused(expected):
     for inputs, count in (({}, 6), ({"position_ids": positions + 50}, 56)):
         message = refused(model, **inputs)
         assert_refused(message, f"{count} positions", "max_position_embeddings=4", fix="from_pretrained")
+    with torch.no_grad():  # an evaluation beyond its positions is accepted
+        assert model(input_ids=torch.zeros(1, 6, dtype=torch.long)).logits.shape[1] == 6
     assert loss_of(model, position_ids=positions % 4) == loss_of(parallel(), position_ids=positions % 4)
 
 
