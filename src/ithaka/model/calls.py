@@ -110,8 +110,9 @@ class CallChecker:
             check_modules(model)
             named = self._bind_arguments(args, kwargs)
             inputs, counts, fingerprint = self._read_call(model, named)
-            reach = f"a call with {counts[1]} positions (0 to {counts[1] - 1})"
-            check_positions(model.config.get_text_config(), reach, counts[1])
+            if isinstance(model, PreTrainedModel):  # not a video transformer
+                reach = f"a call with {counts[1]} positions (0 to {counts[1] - 1})"
+                check_positions(model.config.get_text_config(), reach, counts[1])
         except Exception as caught:
             error, cause = describe_error(caught, keep=(TypeError, ValueError, ConfigError)), caught
         finally:

@@ -115,11 +115,11 @@ def _comparable_rows(
     for name, values in (("labels", labels), *(("keys", key) for key in keys)):
         if values is not None and len(values) != len(sequences):
             raise ConfigError(f"{name} has {len(values)} values for {len(sequences)} sequences; pass one per sequence")
-    for name, values in (("sequences", sequences), ("labels", labels or ())):
-        for number, value in enumerate(values):
-            if not isinstance(value, Tensor):
+    for name, rows_of_ids in (("sequences", sequences), ("labels", labels or ())):
+        for number, ids in enumerate(rows_of_ids):
+            if not isinstance(ids, Tensor):
                 fix = "pass a tensor of integers, e.g. torch.tensor([1, 2])"
-                raise ConfigError(f"{name}[{number}] is a {type(value).__name__}; {fix}")
+                raise ConfigError(f"{name}[{number}] is a {type(ids).__name__}; {fix}")
     names: dict[Hashable, int] = {}
     rows = []
     for number, ids in enumerate(sequences):
