@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from accelerate.state import AcceleratorState, GradientState
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
 from trl import GRPOConfig, GRPOTrainer, RewardTrainer
 
 import ithaka
@@ -62,10 +63,33 @@ def trainer(tmp_path, ithaka=None, arguments=None, **given):
         ("average_tokens_across_devices", False, "True"),
         ("precompute_ref_log_probs", True, "leave it out"),
         ("train_sampling_strategy", "batch_rebalance", "use random or group_by_length"),
+        ("optim", "lion_32bit", "adamw_torch_8bit"),
+        ("optim", "paged_lion_8bit", "adamw_torch_8bit"),
+        ("optim", "paged_ademamix_8bit", "adamw_torch_8bit"),
+        ("optim", "paged_adamw_32bit", "adamw_torch"),
+        ("optim", "rmsprop_bnb_8bit", "rmsprop"),
+        ("optim", "adafactor", "adamw_torch_8bit"),
+        ("optim", "galore_adamw_layerwise", "adamw_torch_8bit"),
     ],
 )
 def test_training_arguments_are_refused(tmp_path, name, value, fix):
     assert_refused(lambda: trainer(tmp_path, arguments={name: value}), f"{name}=", fix=fix)
+
+
+def test_8_bit_adamw_of_bitsandbytes_becomes_torchao(tmp_path, capsys):
+    """It trains, and resumes from its own checkpoint with the same moments. Rows of 64 have 8-bit moments."""
+    rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 2
+    for name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"):
+        arguments = {"optim": OptimizerNames(name), "max_steps": 2, "save_steps": 1, "disable_tqdm": True}
+        model = tiny_model(tiny_config("llama", hidden_size=64, num_hidden_layers=1), torch.float32)
+        made = trainer(tmp_path, arguments=arguments, model=model, train_dataset=rows)
+        assert f"optim={name}" in (said := capsys.readouterr().out) and "adamw_torch_8bit" in said
+    moments = []
+    for resume in (None, str(tmp_path / "checkpoint-1")):
+        made.train(resume_from_checkpoint=resume)
+        moment = made.optimizer.optimizer.state[made.model.model.layers[0].mlp.up_proj.weight]["exp_avg"]
+        moments.append(moment.to_local().codes.clone())
+    assert torch.equal(*moments) and moments[0].any()
 
 
 def test_objects_and_classes_are_refused(tmp_path):

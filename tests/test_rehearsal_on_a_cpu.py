@@ -284,7 +284,7 @@ def test_more_than_is_free_is_refused(model, monkeypatch):
     without_work(monkeypatch)
     with_free(monkeypatch, 2**22)
     arguments = ["rehearse", str(model), "--gpus", "2xH100-80GB", "--context", "1M"]
-    assert_command_refused(arguments, "--context 1048576", "--layers 2", fix="shorter --context or fewer --layers")
+    assert_command_refused(arguments, "--context 1048576", "with 2 layers", fix="shorter --context or fewer --layers")
     assert isinstance(rehearse(model, "--context", "64").exception, Started)
 
 

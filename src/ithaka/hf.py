@@ -8,9 +8,11 @@ import contextlib
 import copy
 import inspect
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict as state_dicts
 
 from ithaka.checkpoint.safe_load import load_into
-from ithaka.checkpoint.save import trained_weights
+from ithaka.checkpoint.save import plain_moments, trained_weights
 from ithaka.config import ConfigError, parse_count
 from ithaka.dist.agree import raise_on_all_ranks
 from ithaka.dist.mesh import Mesh
@@ -34,6 +36,7 @@ from ithaka.model.logprobs import token_logprobs_and_aux
 from ithaka.model.prefixes import shared_logprobs
 from ithaka.parallel import base_model, parallelize
 from ithaka.rewards import DPOMixin, GRPOMixin, KTOMixin, group_processes
+from ithaka.train.optimizers import adamw8bit_class
 from ithaka.train.step import clip_gradients
 
 SETTINGS = ("cp", "ring", "context", "layout")
@@ -65,6 +68,12 @@ REFUSED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_transformers_continuous_batching": ((False,), "use vllm_mode='server' or a rollout_func"),
     "save_on_each_node": ((False,), "rank 0 writes, and all nodes need a shared file system; leave it out"),
 }
+ADAMW_8BIT = "adamw_torch_8bit"
+REPLACED_OPTIMIZERS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")  # bitsandbytes', replaced by ADAMW_8BIT
+# Other values of `optim` that cannot update sharded parameters.
+REFUSED_OPTIMIZERS = re.compile(
+    "adafactor|(paged_)?(lion|ademamix)(_8bit|_32bit)?|paged_adamw(_32bit)?|rmsprop_bnb.*|(galore|apollo)_.*|(ada)?lomo"
+)
 # TRL's trainers -> the mixins that go before LongContext.
 TRL_TRAINERS: dict[str, tuple[type, ...]] = {
     "SFTTrainer": (),
@@ -116,6 +125,7 @@ class LongContext(Trainer):
     averages_batches = False  # whether micro-batches have equal weight, whatever their number of labels
     rows_per_example = 1
     args: Any
+    optimizer_cls_and_kwargs: Any
 
     def __init__(self, *positional: Any, ithaka: Mapping[str, Any] | None = None, **named: Any) -> None:
         if not isinstance(ithaka, Mapping | None):
@@ -141,6 +151,10 @@ class LongContext(Trainer):
         # The layers recompute already. transformers 5.23 renamed the argument.
         self.args.gradient_checkpointing = self.args.activation_checkpointing = False
         self.args.average_tokens_across_devices = False  # the loss already covers all ranks
+        if (optim := _optimizer_name(self.args)) in REPLACED_OPTIMIZERS:
+            if self.args.process_index == 0:
+                print(f"optim={optim} cannot update shards; using {ADAMW_8BIT}, AdamW from torchao", flush=True)
+            self.args.optim = ADAMW_8BIT
         if self.for_trl and not self.loss_is_mean and not self.model_accepts_loss_kwargs:
             self.loss_is_mean = self.averages_batches = True  # as TRL does for vision-language models
         base = base_model(self.model)
@@ -188,6 +202,11 @@ class LongContext(Trainer):
         if mesh.cp_size > 1:
             group_processes(self.accelerator, mesh)
             self.gather_function = self.accelerator.gather_for_metrics
+
+    def create_optimizer(self, *args: Any) -> Any:
+        if _optimizer_name(self.args) == ADAMW_8BIT and self.optimizer_cls_and_kwargs is None:
+            self.optimizer_cls_and_kwargs = adamw8bit_class(), self.get_optimizer_cls_and_kwargs(self.args)[1]
+        return super().create_optimizer(*args)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Nothing to do: FSDP2 moves the shards."""
@@ -326,7 +345,7 @@ class LongContext(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = {"model": trained_weights(base_model(self.model)), "moments": self._moments()["state"]}
+        state = {"model": trained_weights(base_model(self.model)), "moments": plain_moments(self._moments()["state"])}
         dcp.save(state, checkpoint_id=Path(output_dir, STATE_FOLDER))
 
         def save_scheduler() -> None:
@@ -352,12 +371,12 @@ class LongContext(Trainer):
         if checkpoint is None:
             return
         moments = self._moments()
-        load_into({"moments": moments["state"]}, Path(checkpoint, STATE_FOLDER))
+        load_into({"moments": plain_moments(moments["state"])}, Path(checkpoint, STATE_FOLDER))
         # In torch 2.13 these already alias the optimizer's tensors, but that is not guaranteed.
         state_dicts.set_optimizer_state_dict(base_model(self.model), self.optimizer.optimizer, moments)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True))
         for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate  # torchao's is a tensor
 
     def _moments(self) -> dict[str, Any]:
         return state_dicts.get_optimizer_state_dict(base_model(self.model), self.optimizer.optimizer)
@@ -387,10 +406,21 @@ def _check_context(settings: Mapping[str, Any], args: Any) -> None:
         raise ConfigError(f"{rule}; set max_length={num_tokens} too, or leave context out")
 
 
+def _optimizer_name(args: Any) -> str:
+    optim = getattr(args, "optim", "")
+    return str(getattr(optim, "value", optim))  # transformers makes it an Enum
+
+
 def _refuse_arguments(args: Any) -> None:
     for name, (accepted, fix) in REFUSED_ARGUMENTS.items() if args is not None else ():
         value = getattr(args, name, accepted[0])
         if value not in accepted:
             raise ConfigError(f"{name}={value} is not supported by long_context: {fix}")
+    optim = _optimizer_name(args)
+    if REFUSED_OPTIMIZERS.fullmatch(optim):
+        rule = f"optim={optim} is not supported by long_context: it cannot update sharded parameters"
+        raise ConfigError(f"{rule}; use adamw_torch, {ADAMW_8BIT}, sgd, adagrad or rmsprop")
+    if optim in (ADAMW_8BIT, *REPLACED_OPTIMIZERS) and not find_spec("torchao"):
+        raise ConfigError(f"optim={optim} needs torchao for long_context; `pip install torchao`, or use adamw_torch")
     if args is not None and args.load_best_model_at_end and args.save_only_model:
         raise ConfigError("load_best_model_at_end needs complete checkpoints; leave out save_only_model")

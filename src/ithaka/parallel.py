@@ -66,9 +66,9 @@ def parallelize(
     `context`: tokens per sequence, 524288 or "512K". `batch`: sequences per call. The plan is the one that `ithaka
     train` would make. Rank 0 prints it, and `model.ithaka_plan` stores it (None if nothing is planned, as on a CPU).
     Raises ConfigError if the context does not fit in memory or exceeds the model's positions. The planner keeps `cp`
-    and `ring` if they are set, and chooses them if they are None (for cp, also "auto"). The compute `dtype` defaults
-    to the model's; float16 is refused, because gradients underflow in it. `layout` replaces the plan. With `reference`,
-    the plan leaves room for a frozen copy of the model.
+    and `ring` if they are set, and chooses them if they are None (for cp, also "auto"). The compute `dtype`, by name or
+    torch's, defaults to the model's; float16 is refused, because gradients underflow in it. `layout` replaces the plan.
+    With `reference`, the plan leaves room for a frozen copy of the model.
 
     Attention does not cross documents. Each row starts a document, as does each change of `document_ids`. Without
     `document_ids` and attention_mask, each position that is not its predecessor plus 1 starts one: transformers' rule

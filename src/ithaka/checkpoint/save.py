@@ -77,7 +77,7 @@ def _trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[
     return trained_weights(model), get_optimizer_state_dict(model, optimizer)
 
 
-def _plain_moments(state: dict[str, Any]) -> dict[str, Any]:
+def plain_moments(state: dict[str, Any]) -> dict[str, Any]:
     """The tensors of an optimizer's state. Moments in 8 bits become codes and scales, both sharded by rows."""
     moments = [value for each in state.values() for value in each.values() if isinstance(value, DTensor)]
     if not any(hasattr(value.to_local(), "codes") for value in moments):
@@ -104,7 +104,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     With another number of ranks, tensors are resharded and RNG states are not restored: those belong to ranks."""
     state, rank = read_state(path), dist.get_rank()
     weights, optim = _trained_state(model, optimizer)
-    tensors: dict[str, Any] = {"model": weights, "moments": _plain_moments(optim["state"])}
+    tensors: dict[str, Any] = {"model": weights, "moments": plain_moments(optim["state"])}
     if state["world_size"] == dist.get_world_size():
         saved = SafeReader(path).read_metadata().state_dict_metadata
         tensors["rng"] = {k: v for k, v in _rng_tensors(rank).items() if f"rng.{k}" in saved}
@@ -135,7 +135,7 @@ class Saver:
         assert not self.in_progress
         weights, optim = _trained_state(model, optimizer)
         # Not the optimizer's hyperparameters: they come from the config, and the learning rate from the step.
-        tensors = {"model": weights, "moments": _plain_moments(optim["state"]), "rng": _rng_tensors(dist.get_rank())}
+        tensors = {"model": weights, "moments": plain_moments(optim["state"]), "rng": _rng_tensors(dist.get_rank())}
         done, device = Future[None](), default_device()
         self._in_progress = done
         self.step, self.started_at = state["step"], time.monotonic()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch.optim import AdamW, Muon, Optimizer
 from ithaka.plan.shape import MOMENT_BLOCK, has_moment_blocks
 
 
-def make_adamw8bit(groups: Iterable[dict[str, Any]], **options: Any) -> Optimizer:
-    """Make torchao's AdamW8bit, with blocks that lie within rows: FSDP2 shards rows, so a checkpoint's codes and scales
+@cache
+def adamw8bit_class() -> type[Optimizer]:
+    """torchao's AdamW8bit, with blocks that lie within rows: FSDP2 shards rows, so a checkpoint's codes and scales
     can be resharded for any number of ranks. Parameters whose rows are not a multiple of a block keep fp32 moments."""
     from torchao.optim import AdamW8bit
 
@@ -34,7 +36,7 @@ def make_adamw8bit(groups: Iterable[dict[str, Any]], **options: Any) -> Optimize
             with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
                 return super().step(closure)
 
-    return RowAdamW8bit(groups, **options)
+    return RowAdamW8bit
 
 
 class MuonAndAdamW(Optimizer):

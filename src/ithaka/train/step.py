@@ -24,7 +24,7 @@ from ithaka.layer.loss import IGNORE_INDEX, TokenResults
 from ithaka.model.batch import count_pairs, pack_batch, shard_label_values
 from ithaka.model.families import find_layers
 from ithaka.phases import phase
-from ithaka.train.optimizers import MuonAndAdamW, make_adamw8bit
+from ithaka.train.optimizers import MuonAndAdamW, adamw8bit_class
 from ithaka.train.preferences import DPO
 
 _CHUNK_ELEMENTS = 1 << 20  # on a CPU, the norm of a chunk converts it to fp64
@@ -68,7 +68,7 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
     options: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
     if optim.name == "adamw":
         return torch.optim.AdamW(settings, **options, fused=fused)
-    return make_adamw8bit(settings, **options) if optim.name == "adamw8bit" else MuonAndAdamW(settings, **options)
+    return adamw8bit_class()(settings, **options) if optim.name == "adamw8bit" else MuonAndAdamW(settings, **options)
 
 
 def _local(grad: Tensor) -> Tensor:
