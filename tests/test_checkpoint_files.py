@@ -244,6 +244,9 @@ def test_all_ranks_report_that_one_cannot_read_the_checkpoint(run_dir, trained, 
 
 
 def test_a_run_without_a_usable_checkpoint_is_refused(run_dir, tmp_path):
+    for garbage in (b"garbage", b"", b"\xff\x00", b"../.."):
+        (run_dir / "latest").write_bytes(garbage)
+        assert files.find_checkpoint(run_dir).name == "step-00000006"
     (run_dir / "latest").unlink()
     assert files.find_checkpoint(run_dir).name == "step-00000006"
     shutil.rmtree(run_dir / "checkpoints")

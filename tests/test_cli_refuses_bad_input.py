@@ -85,6 +85,10 @@ def inputs(folder):
         (folder / name / file).write_text("train: {steps: 50}")
     (folder / "run").mkdir()
     (folder / "run" / "config.yaml").write_text(to_yaml(load_config(base=CPU_DEFAULT)))
+    (folder / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5}\n')
+    (folder / "hooks.py").write_text("class Counter:\n    pass\n\n\nbroken = 1\n")
+    write_model(folder / "t5", model_type="t5")
+    write_model(folder / "mamba2", model_type="mamba2", num_heads=3, head_dim=7)
     write_model(folder / "gpt2", model_type="gpt2")
     write_model(folder / "no-heads", num_attention_heads=None)
     write_model(folder / "few-tokens", vocab_size=200, bos_token_id=0, eos_token_id=0, pad_token_id=0)
@@ -143,11 +147,22 @@ TRAIN = [
     ("--set train.track=[wandb]", "train.track=wandb", "pip install wandb"),
     ("--set train.track=wandb", "train.track=wandb", "a list such as [tensorboard]"),
     ("--set attention.kernel=magic", "attention.kernel=magic", "auto, "),
+    ("--set attention.kernel=fa4", "attention.kernel=fa4", "GPU", "auto"),
+    ("--set evaluate.data=nowhere", "evaluate.data=nowhere", "evaluate.every=0", "leave it out"),
+    ("--set train.callbacks=[nomod:C]", "train.callbacks=nomod:C", "No module named 'nomod'", "package.module:Class"),
+    ("--set train.callbacks=[hooks:Missing]", "train.callbacks=hooks:Missing", "no attribute", "package.module:Class"),
+    ("--set train.callbacks=[hooks:Counter]", "train.callbacks=hooks:Counter", "Counter(run_dir, config)", "a class"),
+    ("--set train.callbacks=[hooks]", "train.callbacks=hooks", "package.module:Class"),
+    ("--set loss=nomod:f", "loss.type=nomod:f", "No module named 'nomod'", "package.module:function"),
+    ("--set loss=os:getcwd", "loss.type=os:getcwd", "getcwd(tokens, labels)", "package.module:function"),
+    ("--set loss=hooks:broken", "loss.type=hooks:broken", "not a callable", "package.module:function"),
     ("--set memory.disk_path=nowhere", "memory.disk_path=nowhere", "create it"),
     ("--set model.path=nowhere", "model.path=nowhere", "No such file", "config.json"),
     ("--set model.path=run", "model.path=run/config.json", "`ithaka export RUN_DIR OUT_DIR`"),
     ("--set model.path=adapter", "model.path=adapter/config.json", "its base model"),
     ("--set model.path=gpt2", "model_type=gpt2", "llama"),
+    ("--set model.path=t5", "model_type=t5", "not a decoder", "gemma3_text"),
+    ("--set model.path=mamba2", "model_type=mamba2", "(ValueError: Inconsistent", "correct mamba2"),
     ("--set model.path=no-heads", "num_attention_heads", "no-heads", "config.json"),
     ("--set model.path=no-weights", "model.path=no-weights", "no-weights/config.json"),
     ("--set model.path=no-weights --evaluate-only", "model.path=no-weights", "no-weights/config.json"),
@@ -157,6 +172,9 @@ TRAIN = [
     ("--set adapter.base=mxfp4", "adapter.base=mxfp4", "nf4"),
     ("--set adapter.unquantized=[none,up_proj,1.mlp.up_proj]", "adapter.unquantized=none", "o_proj"),
     ("--set data.path=nowhere.txt", "data.path=nowhere.txt", "data.path=hf://org/name"),
+    ("--set data.path=s3://bucket/a.jsonl", "data.path=s3://bucket/a.jsonl", "remote", "download"),
+    ("--set data.path=https://a.org/b.jsonl", "data.path=https://a.org/b.jsonl", "remote", "download"),
+    ("--set data.path=gpt2", "data.path=gpt2", "model's directory", "text or records"),
     ("--set data.path=file", "data.path=file", "JSONL"),
     ("--set data.path=empty", "data.path=empty", "JSONL"),
     ("--set data.validation_path=nowhere.txt", "data.validation_path=nowhere.txt", "data.validation_path=hf://org/name"),
@@ -164,7 +182,7 @@ TRAIN = [
     ("--run-dir ''", "--run-dir=''", "the current directory"),
     ("--run-dir run", "train.run_dir=run", "another --run-dir, or continue it: ithaka train --resume run"),
     ("--set train.run_dir=run", "train.run_dir=run", "--resume run"),
-    *NOT_A_RUN[:-1],
+    *NOT_A_RUN,
     *UNUSABLE_RUN_DIRS,
     ("--resume run", "run directory run", "checkpoint", "new run"),
     ("--resume nowhere", "--resume nowhere", "config.yaml", "the directory of an earlier run"),
@@ -177,7 +195,7 @@ TRAIN = [
 PROFILE = [
     ("--run-dir=", "--run-dir=''", "the current directory"),
     ("--run-dir run", "train.run_dir=run", "another --run-dir"),
-    *NOT_A_RUN[:-1],
+    *NOT_A_RUN,
     ("--set train.steps=abc", "--set train.steps", "--steps"),
     ("--set train.steps=7", "--set train.steps", "--steps"),
     ("--set train.epochs=1", "--set train.epochs", "--steps"),
@@ -246,10 +264,13 @@ def test_forced_and_crashed_run_directories_are_reused(folder, started):
     (folder / "crashed" / "hang").mkdir()
     (folder / "crashed" / "slurm-1.out").write_text("")
     (folder / "empty").mkdir()
-    for arguments in (["mine", "--force"], ["crashed"], ["crashed", "--resume", "auto"], ["empty"]):
+    (folder / "no-step").mkdir()
+    (folder / "no-step" / "config.yaml").write_text(to_yaml(load_config(base=CPU_DEFAULT)))
+    (folder / "no-step" / "metrics.jsonl").write_text('{"step": 0, "loss": null, "val_loss": 5.5}\n')
+    for arguments in (["mine", "--force"], ["crashed"], ["crashed", "--resume", "auto"], ["empty"], ["no-step"]):
         result = CliRunner().invoke(app, ["train", "--run-dir", *arguments])
         assert result.exit_code == 0, result.output
-    assert len(started) == 4 and (folder / "mine" / "notes.txt").read_text() == "mine"
+    assert len(started) == 5 and (folder / "mine" / "notes.txt").read_text() == "mine"
 
 
 def test_defaults_start_two_ranks_that_share_a_sequence(folder, started):

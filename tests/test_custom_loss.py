@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from faults import moved
 from ithaka.config import ConfigError
+from ithaka.config.training import LossConfig
 from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
-from ithaka.train.trainer import _import_loss
 from models import tiny_config, tiny_model
 from parity import check, gradient_errors, random_ids, relative
 from refusals import assert_refused
@@ -73,7 +73,7 @@ def test_the_example_runs_and_wrong_names_and_shapes_are_refused(tmp_path):
     run(again, again.train.run_dir)
     assert numbers(again.train.run_dir) == numbers(config.train.run_dir)
     for name in ("hooks:nothing", "nowhere:loss"):
-        assert_refused(lambda: _import_loss(name), f"loss.type={name}", fix="package.module:function")  # noqa: B023
+        assert_refused(LossConfig(name).import_function, f"loss.type={name}", fix="package.module:function")
     model, ids = parallelize_model(tiny_model(tiny_config("llama"))), random_ids(1, 9)
     model.ithaka_loss = lambda tokens, labels: tokens.logprobs.sum()
     with pytest.raises(ConfigError, match=r"loss.type returned \(\); return one loss per label, of shape \(9,\)"):

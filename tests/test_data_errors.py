@@ -57,6 +57,21 @@ def test_a_wrong_text_field_is_refused_with_file_line_and_fields(tmp_path):
     refuse(table, "row group 0 row 0", "data.text_field=n", "int", fix="a field of text", **settings)
 
 
+def test_duplicate_keys_are_refused(tmp_path):
+    lines, array = tmp_path / "a.jsonl", tmp_path / "a.json"
+    lines.write_text('{"text": "x"}\n{"text": "y", "text": "z"}\n')
+    refuse(lines, "a.jsonl line 2", '"text" occurs twice', fix="keep one")
+    array.write_text('[{"text": "x"}, {"text": "y", "meta": {"id": 1, "id": 2}}]')
+    refuse(array, "a.json", '"id" occurs twice', fix="keep one")
+
+
+def test_equal_answers_of_a_pair_are_refused(tmp_path):
+    pairs = tmp_path / "a.jsonl"
+    good = {"prompt": "Why?", "chosen": " Because.", "rejected": " No."}
+    pairs.write_text("".join(json.dumps(each) + "\n" for each in (good, good | {"rejected": " Because."})))
+    refuse(pairs, "a.jsonl line 2", "chosen equals rejected", fix="drop the record", train_on="pairs")
+
+
 def test_broken_rows_are_refused_by_line(tmp_path, monkeypatch):
     path, table, broken = tmp_path / "a.jsonl", tmp_path / "a.parquet", tmp_path / "b.parquet"
     path.write_text('{"text": "x"}\n{"text": \n')

@@ -20,6 +20,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import sys
@@ -300,9 +301,10 @@ def newest_checkpoint(run_dir: Path | None) -> Path | None:
 
 
 def latest_name(run_dir: Path) -> str:
-    """Contents of RUN_DIR/latest, or ""."""
+    """The checkpoint that RUN_DIR/latest names; "" if it names none."""
     file = run_dir / "latest"
-    return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+    name = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
+    return name if re.fullmatch(r"step-\d+", name) else ""
 
 
 def describe_last(run_dir: Path) -> str:

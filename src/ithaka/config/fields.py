@@ -4,9 +4,13 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import importlib
+import inspect
 import math
 import operator
+import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -134,7 +138,31 @@ def check_keys(values: Mapping[str, Any], section: type[Section], name: str) -> 
     """Refuse keys that `section` does not have; `name` is its path in the configuration."""
     known = [field.name for field in dataclasses.fields(section)]  # type: ignore[arg-type]
     for key in values.keys() - set(known):
-        raise ConfigError(f"{name}.{key}={values[key]} is not a setting; {did_you_mean(key, known, f'{name}.')}")
+        if values[key] is None and ":" in str(key):
+            rule = "has no space after the colon, so YAML reads a name"
+            raise ConfigError(f"{name}={{{key}}} {rule}; write {{{key.replace(':', ': ', 1)}}}")
+        suggestion = did_you_mean(key, known, f"{name}.")
+        raise ConfigError(f"{name}.{key}={format_value(values[key])} is not a setting; {suggestion}")
+
+
+def import_named(setting: str, name: str, kind: str, arguments: tuple[str, ...]) -> Any:
+    """Import `package.module:name`, from an installed package or the working directory. It must accept `arguments`.
+    `kind`, a class or a function, is named in errors."""
+    fix = f"name a {kind.lower()} as package.module:{kind}, or correct it"
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module, _, attribute = name.partition(":")
+        named = getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        raise ConfigError(f"{setting}={name} cannot be imported ({type(error).__name__}: {error}); {fix}") from error
+    try:
+        with contextlib.suppress(ValueError):  # some built-in functions have no signature
+            inspect.signature(named).bind(*arguments)
+    except TypeError as error:
+        rule = f"cannot be called as {name.rpartition(':')[2]}({', '.join(arguments)})"
+        raise ConfigError(f"{setting}={name} {rule} ({error}); {fix}") from None
+    return named
 
 
 def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:

@@ -1,6 +1,7 @@
 """Load a configuration from YAML and dotted overrides, and write it back."""
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,17 @@ class _Loader(yaml.SafeLoader):
                 raise _DuplicateKey(f"has {key.value} twice, in line {lines[name]} and line {line}; write it once")
             lines[name] = line
         return node
+
+
+def _construct_number(loader: _Loader, node: Any) -> Any:
+    """YAML 1.1 reads 1:30 as 90 and 010 as 8. Leave both as text, which an integer field refuses or reads as 10."""
+    if ":" in node.value or re.fullmatch(r"[-+]?0[\d_]+", node.value):
+        return node.value
+    return loader.construct_yaml_float(node) if node.tag.endswith("float") else loader.construct_yaml_int(node)
+
+
+for _tag in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _construct_number)
 
 
 def _read_yaml(path: Path) -> Tree:

@@ -90,6 +90,13 @@ class AdapterConfig(Section, name="adapter"):
     # train.seed, step, module, token and column, so it does not depend on tiles or ranks.
     dropout: float = setting(0.0, ge=0, lt=1)
 
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
+        for name in values.keys() & {"dora", "use_dora"}:
+            value = format_value(values[name])
+            raise ConfigError(f"adapter.{name}={value}: DoRA is not supported; leave it out to train with LoRA")
+        return super().from_mapping(values)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.targets:

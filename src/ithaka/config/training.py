@@ -2,11 +2,12 @@
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from ithaka.config.fields import ConfigError, Section, format_value, setting
+from ithaka.config.fields import ConfigError, Section, format_value, import_named, setting
 
 LOSSES = ("cross_entropy", "dpo")
 
@@ -96,16 +97,15 @@ class LossConfig(Section, name="loss"):
             if (value := getattr(self, name)) != getattr(LossConfig, name):
                 raise ConfigError(f"loss.{name}={value} has no effect with loss.type={self.type}; set loss.type=dpo")
 
-    @property
-    def function(self) -> str | None:
-        """The name of a custom loss."""
-        return None if self.type in LOSSES else self.type
+    def import_function(self) -> Callable[..., Any] | None:
+        """The custom loss, or None."""
+        return None if self.type in LOSSES else import_named("loss.type", self.type, "function", ("tokens", "labels"))
 
 
 @dataclass(frozen=True)
 class TrainConfig(Section, name="train"):
     # Optimizer steps of the run, including those before a resume.
-    steps: int = setting(1000, ge=1)
+    steps: int = setting(1000, ge=1, le=10**9)
     # Passes over the data, instead of steps; with several sources, over their total number of tokens. 0.5: half a pass.
     epochs: float | None = setting(None, gt=0)
     # Sequences per data-parallel rank and micro-step.
@@ -150,6 +150,11 @@ class TrainConfig(Section, name="train"):
     grace_s: float = setting(25.0, ge=0)
     # Run directory. null: runs/<date>-<time>. Required for `--resume auto`.
     run_dir: Path | None = None
+
+    def import_callbacks(self) -> dict[str, Callable[..., Any]]:
+        """The classes of `callbacks`, by name."""
+        arguments = "run_dir", "config"
+        return {name: import_named("train.callbacks", name, "Class", arguments) for name in self.callbacks}
 
     def micro_steps(self, dp: int) -> int:
         """Micro-steps per optimizer step on `dp` data-parallel ranks."""

@@ -61,10 +61,16 @@ def find_files(path: Path | str | None, setting: str = "data.path") -> DataFiles
         return _find_splits(re.sub("^hf:/+", "hf://", str(path)).removesuffix(f"/{split}"), setting, split)
     if (path / "dataset_dict.json").is_file() or ((path / "state.json").is_file() and any(path.glob("*.arrow"))):
         return _find_splits(str(path), setting)
+    if (path / "config.json").is_file() and b'"model_type"' in _read_head(path / "config.json"):
+        raise ConfigError(f"{setting}={path} is a model's directory, not data; set it to text or records")
     if path.is_dir():
         return _find_in_directory(path, setting)
     matches = [path] if path.is_file() else sorted(map(Path, glob.glob(str(path), recursive=True)))
     files = [match for match in matches if match.is_file()]
+    if not files and (remote := re.match(r"(?!hf:)(\w+):/+", str(path))):
+        url = f"{remote[1]}://{str(path)[remote.end() :]}"
+        fix = "download or mount it and set the local path, or use hf://org/name for a dataset on the hub"
+        raise ConfigError(f"{setting}={url} is a remote address, which cannot be read; {fix}")
     if not files:
         is_hub_name = HUB_DATASET.fullmatch(f"hf:/{path}") and not path.parent.exists()
         on_hub = f"{setting}=hf://{path if is_hub_name else 'org/name'} for a dataset on the hub"

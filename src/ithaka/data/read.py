@@ -199,9 +199,21 @@ def _parse_json(record: Any) -> Any:
     if 0 in record:  # json would detect UTF-16 or UTF-32
         raise BadRecord("with NUL bytes", f"NUL at its byte {record.index(0)}; write UTF-8 without NUL bytes")
     try:
-        return json.loads(record)
+        return json.loads(record, object_pairs_hook=_make_object)
+    except BadRecord:
+        raise
     except ValueError as error:
         raise BadRecord("not JSON", f"not JSON ({error}); write one JSON object per line") from error
+
+
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse duplicate keys, of which json keeps the last."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadRecord("with duplicate keys", f'the key "{twice}" occurs twice in an object; keep one')
+    return values
 
 
 def _drop_nulls(record: dict[str, Any]) -> dict[str, Any]:
@@ -236,7 +248,9 @@ def _read_records(part: Part, columns: Sequence[str]) -> Iterator[list[Any]]:
         yield [line for line in _read_lines(part) if line.strip()]
     elif part.file.kind == "json":
         try:
-            yield json.loads(path.read_text(encoding="utf-8-sig"))
+            yield json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_make_object)
+        except BadRecord as error:
+            raise ConfigError(f"{path}: {error}") from error
         except ValueError as error:
             raise ConfigError(f"{path} is not JSON ({error}); repair it, or write it as JSONL") from error
     elif part.file.kind == "parquet":

@@ -96,6 +96,8 @@ def parse_record(
     format_name, fields = detect_format(record, reading)
     if reading.train_on == "pairs":
         own = dataclasses.replace(reading, train_on="auto")
+        if record["chosen"] == record["rejected"]:
+            raise BadRecord("with equal answers", "chosen equals rejected, so there is no preference; drop the record")
         records = record, record | {"chosen": record["rejected"], "rejected": record["chosen"]}
         answers = [parse_record(each, own, chat, vocab_size) for each in records]
         if unrolled := [side for side, samples in zip(SIDES, answers, strict=True) if len(samples) > 1]:

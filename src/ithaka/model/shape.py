@@ -52,10 +52,11 @@ def measure_model(values: Mapping[str, Any], source: str) -> ModelShape:
         with torch.device("meta"):
             model = auto_class(config.model_type).from_config(config, dtype=torch.bfloat16)
     except Exception as error:
-        raise ConfigError(
-            f"model_type={name} of {source} cannot be built by transformers ({type(error).__name__}: {error}); use a "
-            "decoder that AutoModelForCausalLM builds, such as gemma3_text"
-        ) from error
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[-1].strip()  # nested errors end with the cause
+        fix = f"correct {source}"
+        if "Unrecognized configuration class" in str(error):
+            reason, fix = "it is not a decoder", "use one that AutoModelForCausalLM builds, such as gemma3_text"
+        raise ConfigError(f"model_type={name} of {source} cannot be built by transformers ({reason}); {fix}") from error
     if not has_encoder(model) and not isinstance(getattr(getattr(model, "model", None), "layers", None), nn.ModuleList):
         raise ConfigError(
             f"model_type={name} of {source} has no list of decoder layers at model.layers; use a decoder such as "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import platform
+import re
 import socket
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -58,6 +59,10 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
     blocks = attention.block_q, attention.block_kv
     if blocks.count(None) == 1:
         raise ConfigError(f"attention.block_q, block_kv={blocks} go together; set both or neither")
+    evaluate = config.evaluate
+    if evaluate.data is not None and not evaluate.every:
+        rule = "has no effect with evaluate.every=0"
+        raise ConfigError(f"evaluate.data={evaluate.data} {rule}; set evaluate.every, or leave it out")
     check_optimizer(config)
     if config.optim.name == "adamw8bit" and find_spec("torchao") is None:
         raise ConfigError("optim.name=adamw8bit needs an extra: pip install -e '.[adamw8bit]', or use adamw")
@@ -72,6 +77,8 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
     if idle:
         fix = "set train.validate_every and validate_sequences"
         raise ConfigError(f"{format_choices(idle)} has no effect without validation; {fix}")
+    train.import_callbacks()
+    config.loss.import_function()
     # A wandb folder in the working directory is found too, but has no origin.
     missing = " ".join(name for name in train.track if getattr(find_spec(name), "origin", None) is None)
     if missing:
@@ -122,12 +129,13 @@ def check_inputs(run: Run) -> int:
 
 
 def check_run_dir(run_dir: Path, auto: bool, force: bool) -> None:
-    """Refuse to start a run among other files, which it might overwrite (such as report.html). With
-    --resume auto, a run that ended before its first checkpoint starts again in its own directory."""
+    """Refuse to start a run among other files, which it might overwrite (such as report.html). A run that ended before
+    its first step starts again in its own directory; with --resume auto, also one that ended before its first
+    checkpoint."""
     config_file = run_dir / "config.yaml"
     own_files = {path.name for path in run_dir.glob("*") if path.suffix in LOG_FILES}
     own_files |= {"hang", files.LOCK_FILE, ".config.yaml.tmp"}
-    if config_file.exists() and not auto:
+    if config_file.exists() and not auto and _has_progress(run_dir):
         resume = shell_command("train", "--resume", run_dir)
         fix = f"choose another --run-dir, or continue it: {resume}"
         raise ConfigError(f"train.run_dir={run_dir} already holds a run; {fix}")
@@ -136,6 +144,14 @@ def check_run_dir(run_dir: Path, auto: bool, force: bool) -> None:
     if config_file.is_file() and {name.partition(".")[0] for name in explicit_settings(config_file)} >= SAVED_SECTIONS:
         own_files = {path.name for path in run_dir.iterdir()}
     check_output("train.run_dir", run_dir, force, folder=True, own=own_files)
+
+
+def _has_progress(run_dir: Path) -> bool:
+    """Whether the run has a checkpoint or a completed step, or is running."""
+    files.check_not_locked(run_dir)
+    metrics = run_dir / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.is_file() else []
+    return files.newest_checkpoint(run_dir) is not None or any(re.search(r'"loss": ?[\d-]', line) for line in lines)
 
 
 def check_path(option: str, path: Path | None) -> None:

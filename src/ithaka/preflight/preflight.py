@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from ithaka import launch
-from ithaka.attention.kernels import compile_ahead
+from ithaka.attention.kernels import KERNELS, compile_ahead
 from ithaka.checkpoint import files
 from ithaka.config import (
     CPU_DEFAULT,
@@ -148,6 +148,9 @@ def build_run(config: Config, num_ranks: int, hardware: Hardware | None, resumes
     shape = model_shape(config)
     check_settings(config, num_ranks, shape)
     hardware = hardware or detect_machine(config, num_ranks, launch.detect_gpu())
+    kernel = config.attention.kernel
+    if hardware.gpu.name == "CPU" and kernel != "auto" and KERNELS[kernel].device == "cuda":
+        raise ConfigError(f"attention.kernel={kernel} needs an NVIDIA GPU, and this machine has none; use auto, or cpu")
     layout = layout_from_config(config, shape.num_layers, num_ranks, hardware.gpu.name != "CPU", shape.heads)
     accumulate = config.train.micro_steps(num_ranks // layout.cp)
     if not resumes and config.train.accumulate not in (1, accumulate):

@@ -8,7 +8,6 @@ not import torch: `status` is shown while torch loads.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -396,14 +395,6 @@ def _mlflow(run_dir: Path, config: Config, first_step: int, known_id: str | None
 TRACKERS: dict[str, Opener] = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
 
 
-def import_named(name: str) -> Any:
-    """Import package.module:name from an installed package or the working directory."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    module, _, kind = name.partition(":")
-    return getattr(importlib.import_module(module), kind)
-
-
 class Trackers:
     """The open trackers of `train.track` and the instances of `train.callbacks`, on rank 0. Raises ConfigError or
     TransientError if one cannot start."""
@@ -423,9 +414,9 @@ class Trackers:
                 reason = f"{type(error).__name__}: {error}"
                 fix = "fix its settings, use its offline mode, or leave it out"
                 raise input_error(f"train.track={name} cannot start ({reason}); {fix}", error) from error
-        for kind in config.train.callbacks:
+        for kind, callback in config.train.import_callbacks().items():
             try:
-                self._callbacks[kind] = import_named(kind)(run_dir, config)
+                self._callbacks[kind] = callback(run_dir, config)
             except Exception as error:
                 self.close("failed")
                 reason, fix = f"{type(error).__name__}: {error}", "name a class as package.module:Class, or correct it"

@@ -39,7 +39,7 @@ from ithaka.plan.hardware import join_kernels
 from ithaka.plan.units import format_json
 from ithaka.preflight.checks import check_same_inputs, fingerprint_weights
 from ithaka.preflight.run import Run, can_save_in_background, store_host_bytes
-from ithaka.train.console import Console, import_named, note_startup, status
+from ithaka.train.console import Console, note_startup, status
 from ithaka.train.preferences import DPO
 from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
 
@@ -101,7 +101,7 @@ class Trainer:
                 reference = build(trains=False).requires_grad_(False).eval() if run.shape.reference else None
                 self.dpo = DPO(config.loss, self.model, mesh, reference)
         note_startup("model")
-        self.model.ithaka_loss = _import_loss(config.loss.function)
+        self.model.ithaka_loss = config.loss.import_function()
         self.optimizer = make_optimizer(self.model, config.optim)
         packed = packed_weights(self.model).values()
         self.num_params = sum(param.numel() for param in self.model.parameters())
@@ -306,14 +306,6 @@ class Trainer:
 
 
 # ---- before the first step
-
-
-def _import_loss(name: str | None) -> Any:
-    try:
-        return None if name is None else import_named(name)
-    except Exception as error:
-        reason, fix = f"{type(error).__name__}: {error}", "name a function as package.module:function, or correct it"
-        raise ConfigError(f"loss.type={name} cannot be imported ({reason}); {fix}") from error
 
 
 def prepare(run: Run, trains: bool = True) -> Trainer:
