@@ -102,9 +102,8 @@ def _try_lock(file: int, run_dir: Path, kind: int) -> None:
         os.close(file)
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             raise
-        who = f"another run ({holder or 'unknown process'})"
-        message = f"train.run_dir={run_dir} is in use by {who}; wait until it ends, or stop it"
-        raise TransientError(message) from None
+        message = f"train.run_dir={run_dir} is in use by another run ({holder or 'unknown process'})"
+        raise TransientError(f"{message}; wait until it ends, or stop it") from None
 
 
 # ---- publish
