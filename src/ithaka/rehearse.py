@@ -102,7 +102,7 @@ def rehearse(
         stack.callback(dist.destroy_process_group)
         mesh = make_mesh(layout.cp, default_device(), ring=layout.ring, replicas=layout.replicas)
         with phase("building the model"):
-            build: Any = build_transformer if is_video else build_model
+            build: Any = build_transformer if is_video else partial(build_model, context=context)
             model = build(truncated, mesh, layout, adapter=adapter, trains=trains).train(trains)
             other = build(truncated, mesh, layout, trains=False).eval() if reference and not adapter else None
         optimizer = make_optimizer(model, OptimConfig(name=optimizer_name, lr=0.0)) if trains else None
