@@ -110,8 +110,8 @@ class CallChecker:
             check_modules(model)
             named = self._bind_arguments(args, kwargs)
             inputs, counts, fingerprint = self._read_call(model, named)
-            # An evaluation may show what happens beyond them. A video transformer has none.
-            if torch.is_grad_enabled() and isinstance(model, PreTrainedModel):
+            # Video transformers have no limit, and evaluation may show what a model does beyond its own.
+            if isinstance(model, PreTrainedModel) and torch.is_grad_enabled():
                 reach = f"a call with {counts[1]} positions (0 to {counts[1] - 1})"
                 check_positions(model.config.get_text_config(), reach, counts[1])
         except Exception as caught:
