@@ -321,7 +321,8 @@ def test_backward_copies_nothing_to_drop_a_batch_dim(family):
 def test_layers_in_bf16_share_exact_angles(monkeypatch):
     """FSDP2 would cast them to bf16, once per layer, and each layer would keep its own for backward."""
     kinds, first = ["sliding_attention", "full_attention"] * 4, 1_000_000
-    plain = tiny_decoder("gemma3_text", torch.float32, num_hidden_layers=8, layer_types=kinds)
+    sizes = {"num_hidden_layers": 8, "layer_types": kinds, "max_position_embeddings": 2**20}
+    plain = tiny_decoder("gemma3_text", torch.float32, **sizes)
     model, found = parallelize_model(plain, layout=Layout(dtype="bfloat16")), []
     find_call = LayerRuns.find_call
 

@@ -366,7 +366,7 @@ class Heartbeat:
         ages_s = [now - beat_at for beat_at in self._last_beat_at]
         lines = [f"  rank {rank}: {_describe_position(beats[rank], ages_s[rank])}" for rank in sorted(listed)]
         lines += [f"  {len(beats) - MAX_LISTED_RANKS} more ranks, further ahead"] * (len(beats) > MAX_LISTED_RANKS)
-        report = "\n".join([reason, *lines, f"Stack traces of all ranks are in {self.run_dir / 'hang'}"])
+        report = "\n".join([reason, *lines, f"Stack traces of the ranks that still run are in {self.run_dir / 'hang'}"])
         if self.rank == 0 and publishes:
             self._verdict = report, code
             self._publish()
