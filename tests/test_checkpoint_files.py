@@ -250,7 +250,7 @@ def test_a_run_without_a_usable_checkpoint_is_refused(run_dir, tmp_path):
     (run_dir / "latest").unlink()
     assert files.find_checkpoint(run_dir).name == "step-00000006"
     shutil.rmtree(run_dir / "checkpoints")
-    assert_refused(lambda: files.find_checkpoint(run_dir), str(run_dir), "checkpoint", fix="a new run")
+    assert_refused(lambda: files.find_checkpoint(run_dir), str(run_dir), "checkpoint", fix="--resume auto")
     missing = tmp_path / "nowhere"
     for other in (missing, run_dir.parent):
         assert_refused(lambda other=other: files.find_checkpoint(other), str(other), fix="an earlier run")
