@@ -263,7 +263,7 @@ def find_checkpoint(run_dir: Path, before: Path | None = None, quiet: bool = Fal
     if not candidates and not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"run directory {run_dir} has no config.yaml; use the directory of an earlier run")
     other = "other " if before is not None else ""
-    fix = "start a new run" if other or candidates else "wait for one, or start again with --resume auto"
+    fix = "start a new run" if other or candidates else "wait for one, or start a new run: here with --resume auto"
     raise ConfigError(f"run directory {run_dir} has no {other}usable checkpoint; {fix}")
 
 
