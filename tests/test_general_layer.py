@@ -309,7 +309,7 @@ class FullSelects(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", ["olmo2", "qwen3_5_text", "granite"])
 def test_backward_copies_nothing_to_drop_a_batch_dim(family):
-    """Of attention, of the delta rule, and with a head that is not linear."""
+    """For attention, the delta rule, and a head that is not linear."""
     ids = random_ids(1, 20)
     model = parallelize_model(tiny_decoder(family, torch.float32, num_hidden_layers=3), layout=Layout(tile_tokens=7))
     loss = model(input_ids=ids, labels=ids).loss
@@ -336,7 +336,7 @@ def test_layers_in_bf16_share_exact_angles(monkeypatch):
     positions = torch.arange(first, first + 20)[None]
     model(input_ids=random_ids(1, 20), labels=random_ids(1, 20), position_ids=positions)
     assert len(found) == 2 * 8
-    angles = {t.untyped_storage().data_ptr(): t for t in found}  # of two kinds of layers
+    angles = {t.untyped_storage().data_ptr(): t for t in found}  # two kinds of layers have one table each
     assert len(angles) == 4
     frequencies = [getattr(model.model.rotary_emb, f"{kind}_inv_freq").double() for kind in kinds[:2]]
     exact = [positions[0, :, None] * frequencies_k for frequencies_k in frequencies]

@@ -217,8 +217,8 @@ class RehearsedKind(NamedTuple):
 class TruncatedPlan(Plan):
     """The plan of a model with a few of its layers."""
 
-    layers: tuple[int, ...] = ()  # of the model
-    kinds: tuple[Hashable, ...] = ()  # of all layers of the model: equal for layers of one kind
+    layers: tuple[int, ...] = ()  # indices in the full model
+    kinds: tuple[Hashable, ...] = ()  # one per layer of the full model; equal for layers of one kind
 
     @cached_property
     def groups(self) -> list[RehearsedKind]:

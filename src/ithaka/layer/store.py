@@ -93,7 +93,7 @@ class SlabPool:
 
     def __init__(self, budget_bytes: int | None, pin: bool) -> None:
         self.budget_bytes, self.pin = budget_bytes, pin
-        self.used_bytes = self.peak_bytes = self.busy_bytes = 0  # of slabs; busy_bytes: of kept tensors
+        self.used_bytes = self.peak_bytes = self.busy_bytes = 0  # allocated, its maximum, and in use by tensors
         self.num_expected = 0  # tensors that the disk threads will release
         self.waited_s = 0.0  # spent waiting for the disk
         self._slabs: dict[int, list[Slab]] = {}  # by size
@@ -175,7 +175,7 @@ class DiskFile:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.used_bytes = self.busy_bytes = 0  # of the file, and of kept tensors
+        self.used_bytes = self.busy_bytes = 0  # reserved in the file, and in use by tensors
         self._free: dict[int, list[int]] = {}  # offsets by size
         self._lock = threading.RLock()  # re-entrant, as in SlabPool
         self._file: Any = None

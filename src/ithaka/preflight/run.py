@@ -45,7 +45,7 @@ class Run:
     changed: Mapping[str, str] = field(default_factory=dict)  # settings that differ from the resumed run's, described
     saved_config: str = ""  # config.yaml, if not `config`: a curriculum, without the settings planned for each entry
     data_bytes: int = 0  # all data files, including globs and hub datasets
-    commits: Mapping[str, str] = field(default_factory=dict)  # of names on the hub: the name with its commit
+    commits: Mapping[str, str] = field(default_factory=dict)  # hub name -> the same name with its commit
 
     @property
     def run_dir(self) -> Path:

@@ -230,7 +230,7 @@ class Heartbeat:
         # Use a separate connection: another thread may block the shared one.
         self._store = dist.PrefixStore("heartbeat", store.clone() if hasattr(store, "clone") else store)
         self._verdict: tuple[str, int] | None = None  # rank 0's final report and exit code
-        self._last_beats, self._polls_without_answer = dict[int, Beat](), 0  # of the ranks that this one reads
+        self._last_beats, self._polls_without_answer = dict[int, Beat](), 0  # beats by rank, for the ranks read here
         self._num_store_failures = 0  # consecutive
         self._last_beat_at = [time.monotonic()] * self.size  # when each rank's latest beat was read
         self._progress_at = time.monotonic()
