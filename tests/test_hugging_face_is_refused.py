@@ -141,7 +141,8 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, monkeypatch):
     made = trainer(tmp_path, train_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}])
     dcp.save({"model": trained_weights(made.model)}, checkpoint_id=tmp_path / hf.STATE_FOLDER)
     (tmp_path / hf.STATE_FOLDER / ".metadata").write_bytes(pickle.dumps(Planted()))
-    with pytest.raises(dcp.CheckpointException, match=r"\.metadata .*posix\.mkdir"):
+    reason = r"\.metadata .*posix\.mkdir|metadata is None"  # the latter in torch 2.11
+    with pytest.raises(dcp.CheckpointException, match=reason):
         made.train(resume_from_checkpoint=str(tmp_path))
     assert not (tmp_path / "ran").exists()
 
@@ -171,7 +172,7 @@ def test_a_trainer_may_load_the_model(tmp_path):
 @pytest.fixture
 def on_h200(monkeypatch):
     monkeypatch.setattr("ithaka.launch.detect_gpu", lambda: H200)
-    monkeypatch.setattr("ithaka.plan.hardware.cgroup_rooms", list)
+    monkeypatch.setattr("ithaka.preflight.run.available_memory", lambda: 16 * 2**30)
 
 
 @pytest.mark.parametrize("kernel", ["fa4", "cudnn"])

@@ -298,6 +298,7 @@ def count_operations(work) -> int:
         count += event == "opcode"
         return trace
 
+    sys._getframe().f_trace_opcodes = True  # in Python 3.12, settrace looks whether any frame has it
     sys.settrace(trace)
     try:
         work()
