@@ -97,7 +97,9 @@ def wrapped(error: Exception) -> Exception:
         (wrapped(socket.gaierror(socket.EAI_AGAIN, "")), ExitCode.TRANSIENT),
         (SharedTransientError("x"), ExitCode.TRANSIENT),
         (type("ReadError", (type("TransportError", (Exception,), {}),), {})("x"), ExitCode.TRANSIENT),  # as httpx's
-        *((OSError(number, ""), ExitCode.FAILED) for number in (errno.ENOENT, errno.EACCES, errno.ENOSPC)),
+        *((OSError(number, ""), ExitCode.TRANSIENT) for number in (errno.ENOSPC, errno.EDQUOT)),
+        (Exception("No space left on device (os error 28)"), ExitCode.TRANSIENT),  # as in tokenizers and safetensors
+        *((OSError(number, ""), ExitCode.FAILED) for number in (errno.ENOENT, errno.EACCES)),
         (StoreError("host", "x"), ExitCode.OUT_OF_MEMORY),
         (RuntimeError("x"), ExitCode.FAILED),
     ],
@@ -134,7 +136,7 @@ def test_storage_that_fails_in_a_step_is_transient(tmp_path, monkeypatch, capsys
 
 @pytest.mark.parametrize(
     "number, kind",
-    [(errno.EIO, TransientError), (errno.ENOENT, TransientError), (errno.ENOSPC, ConfigError)],
+    [(errno.EIO, TransientError), (errno.ENOENT, TransientError), (errno.ENOSPC, TransientError)],
 )
 def test_every_rank_of_a_node_raises_the_tokenising_ranks_error(tmp_path, monkeypatch, number, kind):
     """A file that was listed and is gone may be back: if not, the next start refuses the data."""
