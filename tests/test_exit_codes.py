@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from typer.testing import CliRunner
 
 from ithaka import launch
 from ithaka.checkpoint import files as checkpoint_files
+from ithaka.cli import app
 from ithaka.config import ConfigError, load_config
 from ithaka.data import files, read
 from ithaka.data.cache import TokenCache
@@ -106,6 +109,15 @@ def wrapped(error: Exception) -> Exception:
 )
 def test_errors_have_the_tables_codes(error, code):
     assert exit_code_for(error) is code
+
+
+def test_an_interrupt_before_the_ranks_start_has_its_code(monkeypatch):
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ithaka.plan.hardware.find_hardware", interrupt)
+    result = CliRunner().invoke(app, ["plan", "llama3.1-8b", "--gpus", "8xH100-80GB"])
+    assert (result.exit_code, result.stderr) == (ExitCode.SIGNALED + signal.SIGINT, "stopped by SIGINT\n")
 
 
 def failing(number: int):

@@ -52,9 +52,10 @@ def export(
     }
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     load_into({"model": weights}, checkpoint, no_dist=True)
-    with tempfile.TemporaryDirectory(prefix="ithaka-export-") as name, _unfinished(out_dir) as unfinished:
+    with tempfile.TemporaryDirectory(prefix="ithaka-export-") as name:
         model_dir = Path(shutil.copytree(model_dir, Path(name) / "model"))
-        _write(run_dir, checkpoint, model_dir, unfinished, weights, merge, four_bit)
+        with _unfinished(out_dir) as unfinished:
+            _write(run_dir, checkpoint, model_dir, unfinished, weights, merge, four_bit)
     return out_dir
 
 

@@ -29,7 +29,7 @@ class Commands(TyperGroup):
         except KeyboardInterrupt:
             from ithaka.launch import Outcome, print_outcome
 
-            print_outcome(Outcome(code := ExitCode.SIGNALED + signal.SIGINT, "stopped by SIGINT"))
+            print_outcome(Outcome(code := ExitCode.SIGNALED + signal.SIGINT, "stopped by SIGINT" * is_rank_0()))
             raise typer.Exit(code) from None
         except Exception as error:
             is_ours = type(error).__module__.startswith("ithaka.") or is_transient(error)
