@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -119,6 +120,7 @@ def may_fork() -> Iterator[None]:
 
 def _child(folder: str) -> None:
     os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in a program of its own
     sys.argv[1:] = [folder]
     run_child_rank()
 

@@ -30,6 +30,7 @@ from ithaka.checkpoint.safe_load import SafeReader
 from ithaka.cli import app
 from ithaka.config import load_config, to_yaml
 from ithaka.export import export
+from ithaka.preflight.checks import check_run_dir
 from ithaka.preflight.preflight import AUTO, find_resume_point, preflight, resolve
 from ithaka.preflight.run import model_shape
 from refusals import assert_refused
@@ -316,6 +317,9 @@ def test_two_runs_in_one_directory_are_refused(trained, run_dir, ranks):
         (run_dir / "later").rename(run_dir / "latest")
         with pytest.raises(AssertionError, match=in_use):  # as two nodes start at once
             ranks.run(1, files.lock_run_dir, run_dir)
+        for auto in (False, True):  # `ithaka train` without --resume, and with --resume auto
+            with pytest.raises(AssertionError, match=in_use):
+                ranks.run(1, check_run_dir, run_dir, auto, False)
     finally:
         os.close(lock)
     assert (run_dir / "config.yaml").read_text() == before

@@ -1,15 +1,25 @@
 """A full disk: in the middle of a step it is explained once, without a hang, and the run resumes from its last
-checkpoint; evaluations, profiles and descriptions that cannot be written do not end the run."""
+checkpoint; evaluations, profiles and descriptions that cannot be written do not end the run. Commands exit with 75 and
+leave no half-written model."""
 
+import contextlib
 import dataclasses
 import errno
+import io
 import os
+import pickle
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.filesystem import FileSystem
+from transformers import PreTrainedModel
 
-from ithaka.exits import ExitCode
+from ithaka import cli, launch
+from ithaka.exits import ExitCode, TransientError
+from ithaka.export import export
 from ithaka.preflight.preflight import validate_run
 from ithaka.train import loop
 from ithaka.train import trainer as trainer_module
@@ -96,3 +106,86 @@ def test_an_evaluation_or_a_profile_that_cannot_be_written_does_not_end_the_run(
         (config.train.run_dir / "config.yaml").unlink()
         with pytest.raises(OSError, match="No space left"):  # `ithaka profile`, which has nothing else to write
             loop.train(validate_run(config, 1, force=True), only_profile=True)
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """A run whose disk is full at its second and last save: its directory, exit code and stderr."""
+    settings = {"steps": 2, "save_every": 1, "validate_every": 0, "validate_sequences": 0}
+    config, create = tiny_run(tmp_path_factory.mktemp("full"), train=settings), FileSystem.create_stream
+
+    def create_on_full_disk(self, path, mode):
+        is_full = mode == "wb" and "step-00000002" in str(path)
+        return create(self, "/dev/full" if is_full else path, mode)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as stderr:
+        patch.setattr(FileSystem, "create_stream", create_on_full_disk)
+        code = launch.run_ranks(run, (config,), 1)
+    return config.train.run_dir, code, stderr.getvalue()
+
+
+def test_a_full_disk_at_the_last_save_is_named(interrupted):
+    run_dir, code, stderr = interrupted
+    saved, failed = (run_dir / "checkpoints" / f"step-0000000{step}" for step in (1, 2))
+    assert code == ExitCode.TRANSIENT
+    reason = "rank 0: OSError: [Errno 28] No space left on device"
+    last = f"The last checkpoint is {saved}. Free space, then resume the run."
+    assert stderr == f"CheckpointError: checkpoint {failed} cannot be written: {reason}. {last}\n"
+    assert [path.name for path in failed.parent.iterdir()] == [saved.name]
+
+
+def test_an_export_to_a_full_disk_leaves_nothing(interrupted, tmp_path, monkeypatch):
+    def fill_disk(model, folder):
+        (Path(folder) / "model.safetensors").write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedModel, "save_pretrained", fill_disk)
+        with pytest.raises(TransientError, match=f"^OUT_DIR={tmp_path}/new/out cannot be written: the disk is full; "):
+            export(interrupted[0], tmp_path / "new/out")
+        assert list(tmp_path.iterdir()) == []
+        (tmp_path / "model.safetensors").write_bytes(b"earlier")
+        with pytest.raises(TransientError, match=f"OUT_DIR={tmp_path} "):
+            export(interrupted[0], tmp_path, force=True)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"model.safetensors": b"earlier"}
+    export(interrupted[0], tmp_path, force=True)
+    assert {"config.json", "model.safetensors"} <= {path.name for path in tmp_path.iterdir() if path.is_file()}
+    assert not list(tmp_path.glob(".*"))
+
+
+PLAN = ["plan", "llama3.1-8b", "--gpus", "8xH100-80GB"]
+DATA = ["data", "--html", "/dev/full", "--set", "data.tokenizer=bytes", "--set", "data.context=61"]
+
+
+@pytest.mark.parametrize(
+    "command, full_stdout, message",
+    [
+        (PLAN, True, "the disk is full (OSError: [Errno 28] No space left on device"),
+        (["--help"], True, "the disk is full (OSError: [Errno 28] No space left on device"),
+        ([*PLAN, "--out", "/dev/full"], False, "--out=/dev/full cannot be written: the disk is full; free space"),
+        (DATA, False, "--html=/dev/full cannot be written: the disk is full; free space"),
+    ],
+)
+def test_output_to_a_full_disk_is_one_sentence(tmp_path, monkeypatch, capsys, command, full_stdout, message):
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    command = [*command, "--set", f"data.path={tmp_path}"] if command is DATA else command
+    monkeypatch.setattr(sys, "argv", ["ithaka", *command])
+    with open("/dev/full", "w") as stdout, monkeypatch.context() as patch:
+        if full_stdout:
+            patch.setattr(sys, "stdout", stdout)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    assert ended.value.code == ExitCode.TRANSIENT
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(f"TransientError: {message}") and stderr.count("\n") == 1
+
+
+def test_a_rank_that_finished_on_a_full_log_is_done(tmp_path, monkeypatch):
+    (tmp_path / "call").write_bytes(pickle.dumps((os.getpid(), sys.path)) + pickle.dumps((print, ("done",))))
+    monkeypatch.setattr(launch, "_exit_with_launcher", lambda *_: None)
+    monkeypatch.setattr(launch, "_outcome_dir", None)
+    monkeypatch.setattr(sys, "argv", ["-c", str(tmp_path)])
+    with open("/dev/full", "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        launch.run_child_rank()
+    assert [path.name for path in tmp_path.iterdir()] == ["call"]

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import signal
 import socket
 import subprocess
 from pathlib import Path
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from typer.testing import CliRunner
 
 from ithaka import launch
 from ithaka.checkpoint import files as checkpoint_files
+from ithaka.cli import app
 from ithaka.config import ConfigError, load_config
 from ithaka.data import files, read
 from ithaka.data.cache import TokenCache
@@ -97,13 +100,24 @@ def wrapped(error: Exception) -> Exception:
         (wrapped(socket.gaierror(socket.EAI_AGAIN, "")), ExitCode.TRANSIENT),
         (SharedTransientError("x"), ExitCode.TRANSIENT),
         (type("ReadError", (type("TransportError", (Exception,), {}),), {})("x"), ExitCode.TRANSIENT),  # as httpx's
-        *((OSError(number, ""), ExitCode.FAILED) for number in (errno.ENOENT, errno.EACCES, errno.ENOSPC)),
+        *((OSError(number, ""), ExitCode.TRANSIENT) for number in (errno.ENOSPC, errno.EDQUOT)),
+        (Exception("No space left on device (os error 28)"), ExitCode.TRANSIENT),  # as in tokenizers and safetensors
+        *((OSError(number, ""), ExitCode.FAILED) for number in (errno.ENOENT, errno.EACCES)),
         (StoreError("host", "x"), ExitCode.OUT_OF_MEMORY),
         (RuntimeError("x"), ExitCode.FAILED),
     ],
 )
 def test_errors_have_the_tables_codes(error, code):
     assert exit_code_for(error) is code
+
+
+def test_an_interrupt_before_the_ranks_start_has_its_code(monkeypatch):
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ithaka.plan.hardware.find_hardware", interrupt)
+    result = CliRunner().invoke(app, ["plan", "llama3.1-8b", "--gpus", "8xH100-80GB"])
+    assert (result.exit_code, result.stderr) == (ExitCode.SIGNALED + signal.SIGINT, "stopped by SIGINT\n")
 
 
 def failing(number: int):
@@ -134,7 +148,7 @@ def test_storage_that_fails_in_a_step_is_transient(tmp_path, monkeypatch, capsys
 
 @pytest.mark.parametrize(
     "number, kind",
-    [(errno.EIO, TransientError), (errno.ENOENT, TransientError), (errno.ENOSPC, ConfigError)],
+    [(errno.EIO, TransientError), (errno.ENOENT, TransientError), (errno.ENOSPC, TransientError)],
 )
 def test_every_rank_of_a_node_raises_the_tokenising_ranks_error(tmp_path, monkeypatch, number, kind):
     """A file that was listed and is gone may be back: if not, the next start refuses the data."""

@@ -317,8 +317,8 @@ def test_a_rank_that_hangs_ends_all_and_is_named(whole, tmp_path, fault, words):
     told = next(path.read_text() for path in tmp_path.glob("words-*") if path.read_text())
     victims.close()
     assert told.startswith(f"{ExitCode.HANG} rank 1 on ") and words in told.splitlines()[0]
-    assert fault is frozen or "\n  rank 1: step 3, layer 1 / forward / attention / stage 0\n" in told
-    assert "\n  rank 0: step 3, layer 1 / forward / exchange\n" in told
+    assert fault is frozen or "\n  rank 1 last reported step 3, layer 1 / forward / attention / stage 0\n" in told
+    assert "\n  rank 0 last reported step 3, layer 1 / forward / exchange\n" in told
     assert any("attend" in path.read_text() for path in (tmp_path / "run/hang").glob("stacks-*"))
 
 
@@ -399,7 +399,10 @@ def test_rank_0_reports_a_failed_or_silent_rank_to_all(monkeypatch, make_beats):
         beat._last_beat_at[2] -= 9
         beat._watch_ranks()
     silent, same = first.ended
-    assert " has sent no heartbeat for 8 s: it died or is frozen\n  rank 0: step 0" in silent and same == silent
+    assert (
+        " has sent no heartbeat for 8 s: it died or is frozen\n  rank 0 last reported step 0" in silent
+        and same == silent
+    )
     third.close("MemoryError: no room", ExitCode.OUT_OF_MEMORY)
     outcomes = []
     monkeypatch.setattr(heartbeat, "exit_rank", outcomes.append)
@@ -465,8 +468,9 @@ def test_a_rank_whose_device_failed_is_named(monkeypatch, pair):
     watching._watch_ranks()
     lines = watching.ended[0].splitlines()
     assert lines[0].startswith("rank 1 on ") and "failed: RuntimeError: CUDA error: an illegal memory" in lines[0]
-    assert "rank 0: step 0" in watching.ended[0] and "device" not in watching.ended[0].partition("rank 1: ")[0]
-    assert "its device failed: CUDA error: an illegal memory" in watching.ended[0].partition("rank 1: ")[2]
+    first, _, second = watching.ended[0].partition("rank 1 last reported ")
+    assert "rank 0 last reported step 0" in first and "device" not in first
+    assert "its device failed: CUDA error: an illegal memory" in second
 
 
 def test_positions_are_old_when_the_store_is_lost(monkeypatch, pair):
@@ -479,7 +483,9 @@ def test_positions_are_old_when_the_store_is_lost(monkeypatch, pair):
         beat._last_beat_at = [each - 5 for each in beat._last_beat_at]  # as if BEAT_S had passed
         beat._watch_ranks()
     assert beat.ended[0].startswith("rank 0 or its launcher is gone: its store does not answer (Broken pipe)\n")
-    assert "\n  rank 0: step 0, before its first phase (15 s ago)\n  rank 1: " in beat.ended[0]
+    assert (
+        "\n  rank 0 last reported step 0, before its first phase (15 s ago)\n  rank 1 last reported " in beat.ended[0]
+    )
 
 
 @pytest.mark.parametrize(

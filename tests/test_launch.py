@@ -233,7 +233,7 @@ def test_signal_before_training_begins_stops_the_run(tmp_path):
     parent, pids = started(not_yet_training, tmp_path)
     os.kill(parent.pid, signal.SIGINT)
     assert parent.wait(10) == ExitCode.SIGNALED + signal.SIGINT
-    assert "Traceback" not in parent.stderr
+    assert parent.stderr.endswith("\nstopped by SIGINT\n") and "Traceback" not in parent.stderr
     assert gone(pids)
 
 

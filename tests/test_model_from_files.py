@@ -1,6 +1,8 @@
 """build_model loads weights from Hugging Face directories or draws them from a seed, and refuses damaged files."""
 
 import json
+import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,12 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ithaka.config import ConfigError
+from ithaka.data.tokenizer import ByteTokenizer
 from ithaka.dist.mesh import make_mesh
 from ithaka.layout import Layout
 from ithaka.model.build import build_model
 from ithaka.model.weights import local_shard
+from ithaka.train import loop
 from models import FAMILIES, tiny_config, tiny_model
-from refusals import assert_refused
+from refusals import assert_command_refused, assert_refused
+from runs import tiny_run, valid
 
 FP64 = Layout(dtype="float64")
 
@@ -224,3 +229,23 @@ def test_quantized_weights_are_refused(ranks, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(quantized))
     (message,) = ranks.run(1, build_error, tmp_path)
     assert_refused(message, "model.path", "gptq", fix="bfloat16")
+
+
+def test_commands_name_the_tensor_with_a_nan(tmp_path):
+    """`train` and `sample` look for it only after a loss or logit that is not finite."""
+    folder, name = tmp_path / "model", "model.layers.1.mlp.up_proj.weight"
+    weights = save(folder, vocab_size=264, max_position_embeddings=64)
+    ByteTokenizer().hf.save_pretrained(folder)
+    weights[name][3, 5] = math.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    problem = f"{folder}: {name} in model.safetensors has NaN or infinite values"
+    for command in (
+        ["verify", "--cp", "1"],
+        ["sample", "--prompt", "a"],
+        ["sample", "--prompt", "a", "--temperature", "0"],
+    ):
+        assert_command_refused([*command, str(folder)], f"MODEL={problem}", fix="copy the files again")
+    config = tiny_run(tmp_path, train={"validate_every": 0, "validate_sequences": 0})
+    config = replace(config, model=replace(config.model, path=folder))
+    with pytest.raises(ConfigError, match=re.escape(f"model.path={problem}; copy")):
+        loop.train(valid(config))

@@ -245,5 +245,5 @@ def test_unmeasured_phases_may_be_slow_but_measured_steps_may_not(tmp_path):
     told = next(path.read_text() for path in tmp_path.glob("words-*") if path.read_text())
     victims.close()
     assert told.startswith("4 rank 1 on ") and "no rank made progress for 1 s" in told
-    assert "rank 1: step 4, layer 0 / forward / attention" in told
+    assert "rank 1 last reported step 4, layer 0 / forward / attention" in told
     assert [line["step"] for line in metrics(config.train.run_dir)] == [1, 2, 3]

@@ -178,6 +178,9 @@ def test_a_second_signal_leaves_at_once_but_an_echo_does_not(monkeypatch, capfd)
     assert left == [ExitCode.SIGNALED + signal.SIGINT]
     stopping = "Stopping after this step; Ctrl-C again stops at once.\n"
     assert capfd.readouterr().err == 2 * stopping  # only the first is answered
+    with launch.catch_stop_signals():
+        signal.raise_signal(signal.SIGTERM)
+    assert capfd.readouterr().err == "SIGTERM: stopping after this step; a second signal stops at once.\n"
 
 
 @pytest.fixture

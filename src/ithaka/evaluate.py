@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
@@ -31,6 +32,7 @@ from ithaka.measure import FIGURES, TASKS, EvalText, Prompt, check_prompts, meas
 from ithaka.model.adapters import auto_class, merge_adapter
 from ithaka.model.build import build_model, has_weights
 from ithaka.model.quantized import BASE_QUANTIZATION, round_weights
+from ithaka.model.weights import check_finite
 from ithaka.plan.read_config import read_json, read_shape
 from ithaka.plan.search import forward_layout
 from ithaka.report.page import render_page, render_table
@@ -176,6 +178,8 @@ def _evaluate_rank(
     result = measure_all(
         model, load_tokenizer(None, directory), text, contexts, samples, report=report, prompts=prompts
     )
+    if not math.isfinite(result["loss"] or 0.0):
+        check_finite(model, f"MODEL={directory}", directory)
     report(result, 1.0)
     end_process_group()
 
@@ -358,6 +362,13 @@ def sample(
         options["eos_token_id"] = stops
     prompt_ids = torch.tensor([ids], device=device)
     inputs = {"input_ids": prompt_ids, "attention_mask": torch.ones_like(prompt_ids), "use_cache": True}
+
+    def check_logits(ids: Tensor, logits: Tensor) -> Tensor:
+        if logits.isnan().any():
+            check_finite(model, f"MODEL={source}", directory if directory == source else None)
+        return logits
+
+    options["logits_processor"] = [check_logits]
     generated = model.generate(**inputs, max_new_tokens=num_tokens, pad_token_id=tokenizer.pad_id, **options)
     return tokenizer.hf.decode(generated[0, len(ids) :].tolist(), skip_special_tokens=True)
 

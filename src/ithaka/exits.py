@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Iterator
 from enum import IntEnum
 
 
@@ -26,14 +27,20 @@ class ExitCode(IntEnum):
     OUT_OF_MEMORY = 3, "out of memory on a device, on the host or in the disk tier", True
     HANG = 4, "a rank hung or died; the message names it", False
     DIVERGED = 5, "diverged: a loss or gradient was not finite, or spiked, and stayed so when computed again", True
-    TRANSIENT = 75, "transient fault: storage or network errors, a locked run directory, a file not yet visible", False
+    TRANSIENT = (
+        75,
+        "transient fault: storage or network errors, a full disk, a locked run directory, a file not yet visible",
+        False,
+    )
     SIGNALED = 128, "stopped on request: 130 by SIGINT, 138 by SIGUSR1, 143 by SIGTERM", False
 
 
 FINAL_EXIT_CODES = frozenset(code for code in ExitCode if code.final)
 
-# Transient storage and network faults, unlike missing files, permissions and full disks.
+# Transient storage and network faults, unlike missing files and permissions.
 STORAGE_ERRNOS = ["EAGAIN", "EBUSY", "EIO", "ENOLINK", "EREMOTEIO", "ESTALE", "ETIMEDOUT"]
+FULL_DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
+FULL_DISK_MESSAGES = ("No space left on device", "Disk quota exceeded")  # safetensors and tokenizers have no errno
 NETWORK_ERRNOS = ["ECOMM", "ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN"]
 NETWORK_ERRNOS += ["ENETRESET", "ENETUNREACH", "ENOTCONN", "ESHUTDOWN"]
 # Some platforms lack some of these names.
@@ -49,17 +56,40 @@ class TransientError(RuntimeError):
     exit_code = ExitCode.TRANSIENT
 
 
-def is_transient(error: BaseException | None) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Whether the error, or one in its chain of causes, may not recur."""
-    while error is not None:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        has_transient_errno = isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS
-        is_network = any(base.__name__ == "TransportError" for base in type(error).__mro__)  # httpx
-        is_transient_type = is_network or isinstance(error, TransientError | TimeoutError)
+    for cause in causes(error):
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        has_transient_errno = isinstance(cause, OSError) and cause.errno in TRANSIENT_ERRNOS
+        is_network = any(base.__name__ == "TransportError" for base in type(cause).__mro__)  # httpx
+        is_transient_type = is_network or isinstance(cause, TransientError | TimeoutError)
         if has_transient_errno or is_transient_type or status in TRANSIENT_HTTP_STATUS:
             return True
+    return is_disk_full(error)
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a file could not be written because its disk or quota is full."""
+    return any(
+        (isinstance(cause, OSError) and cause.errno in FULL_DISK_ERRNOS)
+        or any(text in str(cause) for text in FULL_DISK_MESSAGES)
+        for cause in causes(error)
+    )
+
+
+def describe_transient(error: BaseException) -> str:
+    """The message of a TransientError that replaces `error`."""
+    if isinstance(error, TransientError):
+        return str(error)
+    text = f"{type(error).__name__}: {error}"
+    return f"the disk is full ({text}); free space, then run the command again" if is_disk_full(error) else text
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those that led to it."""
+    while error is not None:
+        yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return False
 
 
 def is_out_of_memory(error: BaseException) -> bool:

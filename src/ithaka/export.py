@@ -5,6 +5,8 @@ import re
 import shutil
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from transformers.utils import logging
 
 from ithaka.checkpoint.files import find_checkpoint, find_checkpoint_of_step, find_intact_checkpoint, read_state
 from ithaka.checkpoint.safe_load import SafeReader, load_into
-from ithaka.config import ConfigError, check_output, load_config
+from ithaka.config import ConfigError, check_output, load_config, writing_to
 from ithaka.hub import HUB_ID, SNAPSHOT
 from ithaka.model.adapters import adapter_tensor_name, auto_class, merge_adapter
 from ithaka.model.quantized import BASE_QUANTIZATION, describe_base, round_weights
@@ -52,8 +54,30 @@ def export(
     load_into({"model": weights}, checkpoint, no_dist=True)
     with tempfile.TemporaryDirectory(prefix="ithaka-export-") as name:
         model_dir = Path(shutil.copytree(model_dir, Path(name) / "model"))
-        _write(run_dir, checkpoint, model_dir, out_dir, weights, merge, four_bit)
+        with _unfinished(out_dir) as unfinished:
+            _write(run_dir, checkpoint, model_dir, unfinished, weights, merge, four_bit)
     return out_dir
+
+
+@contextmanager
+def _unfinished(out_dir: Path) -> Iterator[Path]:
+    """A folder in `out_dir`, whose files move there at the end. After an error, it is removed, and so are the folders
+    created for it."""
+    created = [folder for folder in (out_dir, *out_dir.parents) if not folder.exists()]
+    try:
+        with writing_to("OUT_DIR", out_dir):
+            out_dir.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out_dir) as name:
+                yield Path(name)
+                for file in filter(Path.is_file, Path(name).rglob("*")):
+                    target = out_dir / file.relative_to(name)
+                    target.parent.mkdir(exist_ok=True)
+                    file.replace(target)
+    except BaseException:
+        for folder in created:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def check_export(run_dir: Path, out_dir: Path, merge: bool, step: int | None, force: bool) -> Path:
@@ -103,7 +127,6 @@ def _write(
             merge_adapter(base, model_dir, tensors, out_dir, change)
             not_exported = ["config.json", "adapter_config.json"]
         else:
-            out_dir.mkdir(parents=True, exist_ok=True)
             stored = read_json(base / "config.json") if base is not None and base.is_dir() else {}
             quantization = describe_base(adapter, stored) if adapter is not None else {}
             metadata = {"format": "pt", **({BASE_QUANTIZATION: json.dumps(quantization)} if quantization else {})}

@@ -17,19 +17,19 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import psutil
 
 from ithaka.config import ConfigError
 from ithaka.dist.rank import is_rank_0
-from ithaka.exits import FINAL_EXIT_CODES, ExitCode, TransientError, exit_code_for
+from ithaka.exits import FINAL_EXIT_CODES, ExitCode, TransientError, describe_transient, exit_code_for, is_disk_full
 from ithaka.plan.hardware import num_cores
 
 PARENT_POLL_S = 0.2  # how often a rank checks that its launcher is alive
@@ -115,7 +115,9 @@ def outcome_from_error(error: Exception) -> Outcome:
     """Call it in the except block: it may format the traceback."""
     code, shared = exit_code_for(error), getattr(error, "shared", False)
     if type(error).__module__.partition(".")[0] != "ithaka":
-        return Outcome(code, traceback.format_exc().rstrip(), shared)
+        is_full = code == ExitCode.TRANSIENT and is_disk_full(error)
+        text = f"TransientError: {describe_transient(error)}" if is_full else traceback.format_exc().rstrip()
+        return Outcome(code, text, shared)
     error_type = next((base for base in (ConfigError, TransientError) if isinstance(error, base)), type(error))
     return Outcome(code, f"{error_type.__name__}: {error}", shared)
 
@@ -125,7 +127,7 @@ def print_outcome(outcome: Outcome) -> None:
     as soon as one exits."""
     waits = outcome.shared and under_torchrun()
     if outcome.text and (not waits or is_rank_0()):
-        print(outcome.text, file=sys.stderr, flush=True)
+        try_print(outcome.text, file=sys.stderr)
     if waits:
         import torch.distributed as dist
 
@@ -136,6 +138,20 @@ def print_outcome(outcome: Outcome) -> None:
             with contextlib.suppress(RuntimeError):
                 store.wait(["printed"], timedelta(seconds=RANK_0_GRACE_S))
         dist.destroy_process_group()
+
+
+def try_print(*lines: str, file: TextIO | None = None) -> OSError | None:
+    """Print lines to stdout or `file`, and flush it. If that fails, as on a full disk, discard the text and return the
+    error: the interpreter would try to write it again at exit, and change the exit code."""
+    stream = file or sys.stdout
+    try:
+        print(*lines, sep="\n", end="\n" if lines else "", file=stream, flush=True)
+    except OSError as error:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+        return error
+    return None
 
 
 def wait_for_rank_0() -> None:
@@ -159,7 +175,7 @@ class Restarts:
             return False
         self.left -= 1
         count = f"{self.limit - self.left} of {self.limit} since the last checkpoint"
-        print(f"Restart {count}, after exit code {code}", file=sys.stderr, flush=True)
+        try_print(f"Restart {count}, after exit code {code}", file=sys.stderr)
         if code == ExitCode.TRANSIENT:
             time.sleep(RETRY_S)
         return True
@@ -177,7 +193,7 @@ def run_ranks(function: RankFunction, args: tuple[Any, ...], num_ranks: int, own
     outcome = _call(function, args) if in_process else _run_children(function, args, num_ranks)
     print_outcome(outcome)
     if outcome.text and under_torchrun() and not outcome.shared:
-        sys.stdout.flush()
+        try_print()
         os._exit(outcome.code)  # normal cleanup may wait for ranks that never answer
     return outcome.code
 
@@ -218,13 +234,15 @@ def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int)
             signals_to_handle="SIGHUP",  # it would kill ranks 30 s after any other, and a step may take hours
         )
         try:
-            program = "from ithaka.launch import run_child_rank; run_child_rank()"
+            # Until the loop installs its handlers, there is nothing to save: Ctrl-C ends a rank without a traceback.
+            program = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)"
+            program += "; from ithaka.launch import run_child_rank; run_child_rank()"
             elastic_launch(config, sys.executable)("-c", program, name)
         except ChildFailedError as error:
             _, first = error.get_first_failure()
             for rank, failure in error.failures.items():
                 if not _ended_by_launcher(failure, first) and not (folder / f"failed-{rank}").exists():
-                    outcomes.append(_outcome_from_exit_code(rank, failure.exitcode))
+                    outcomes.append(_outcome_from_exit_code(rank, failure.exitcode, received))
         except KeyboardInterrupt:
             outcomes.append(Outcome(ExitCode.SIGNALED + received[0], f"stopped by {received[0].name}"))
         outcomes += [pickle.loads(file.read_bytes()) for file in folder.glob("*ed-*")]
@@ -244,7 +262,7 @@ def _forward_signal(number: int, again: bool) -> None:
     if not ranks:
         raise KeyboardInterrupt
     if not again:
-        _print_stopping()
+        _print_stopping(number)
 
 
 def _ended_by_launcher(failure: Any, first: Any) -> bool:
@@ -261,12 +279,14 @@ def _cause_order(outcome: Outcome, asked_to_stop: bool) -> tuple[int, float]:
     user `asked_to_stop`, a signal came from the launcher, after another rank failed."""
     stopped = not outcome.text or (outcome.code >= ExitCode.SIGNALED and not asked_to_stop)
     explained = outcome.code in FINAL_EXIT_CODES - {ExitCode.DONE} | {ExitCode.TRANSIENT} or outcome.shared
-    killed = "was killed by" in outcome.text.partition("\n")[0]
+    killed = any(words in outcome.text.partition("\n")[0] for words in ("was killed by", "stopped by"))
     return (3 if stopped else 0 if explained else 1 if killed else 2), outcome.time_s
 
 
-def _outcome_from_exit_code(rank: int, code: int) -> Outcome:
-    """For a rank that left no outcome file."""
+def _outcome_from_exit_code(rank: int, code: int, received: Sequence[signal.Signals]) -> Outcome:
+    """For a rank that left no outcome file. `received`: signals that the launcher forwarded to the ranks."""
+    if -code in received:  # before its first step
+        return Outcome(ExitCode.SIGNALED - code, f"stopped by {signal.Signals(-code).name}")
     end = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
     hint = "; the system kills processes when host memory runs out" if -code == signal.SIGKILL else ""
     if code < 0:
@@ -284,13 +304,12 @@ def run_child_rank() -> None:
     global _outcome_dir
     folder = _outcome_dir = Path(sys.argv[1])
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # as in ithaka.cli
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save until the loop installs its handlers
     with (folder / "call").open("rb") as file:
         launcher_pid, sys.path[:] = pickle.load(file)
         threading.Thread(target=_exit_with_launcher, args=(launcher_pid, folder), daemon=True).start()
         function, args = pickle.load(file)
     outcome = _call(function, args)
-    sys.stdout.flush()
+    try_print()
     if outcome.text:
         exit_rank(outcome)
     elif outcome.code:
@@ -344,12 +363,16 @@ def handle_stop_signal(number: int, again: bool) -> None:
     if again:
         os._exit(ExitCode.SIGNALED + number)
     elif _outcome_dir is None and is_rank_0():
-        _print_stopping()
+        _print_stopping(number)
 
 
-def _print_stopping() -> None:
-    line_break = b"\n" if os.isatty(2) else b""  # after the terminal's ^C
-    os.write(2, line_break + b"Stopping after this step; Ctrl-C again stops at once.\n")  # print may hold its lock
+def _print_stopping(number: int) -> None:
+    text = f"{signal.Signals(number).name}: stopping after this step; a second signal stops at once.\n"
+    if number == signal.SIGINT:
+        line_break = "\n" if os.isatty(2) else ""  # after the terminal's ^C
+        text = f"{line_break}Stopping after this step; Ctrl-C again stops at once.\n"
+    with contextlib.suppress(OSError):  # a full disk
+        os.write(2, text.encode())  # print may hold its lock
 
 
 @contextlib.contextmanager

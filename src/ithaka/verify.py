@@ -38,7 +38,7 @@ from ithaka.model.families import find_layers, has_encoder
 from ithaka.model.logprobs import token_logprobs
 from ithaka.model.quantized import round_weights
 from ithaka.model.truncate import find_representative_layers, truncate_config
-from ithaka.model.weights import end_parameters, open_tensor_files
+from ithaka.model.weights import describe_nonfinite, end_parameters, is_finite, open_tensor_files
 from ithaka.plan.read_config import read_json, read_shape, shape_from_config
 from ithaka.preflight.checks import check_weights
 from ithaka.preflight.run import read_stored_settings
@@ -47,7 +47,7 @@ TOLERANCE = 1e-4  # relative; a wrong index, factor or mask gives at least 1e-2
 MIN_LAYERS = 2
 MAX_VOCAB, MAX_WINDOW, MAX_TILE = 1024, 11, 16
 CHECKS_FILE = "checks.json"
-INVALID_ERROR = 1e9  # for missing and non-finite gradients: JSON has no infinity
+INVALID_ERROR = 1e9  # for missing gradients and non-finite errors: JSON has no infinity
 Checks = Iterator[dict[str, Any]]
 Errors = dict[str, float]  # relative, by tensor
 
@@ -128,6 +128,8 @@ def write_truncated_model(source: Path | dict, out: Path, settings: Config | Non
             new_name = f"{layer[1]}{layers.index(int(layer[2]))}{name[layer.end() :]}" if layer else name
             rows = text.vocab_size if _without_prefix(name) in ends else None
             tensors[new_name] = file.get_slice(name)[:rows].contiguous()
+            if not is_finite(tensors[new_name]):  # every check would fail, without naming it
+                raise ConfigError(describe_nonfinite(f"MODEL={source}", name, source))
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     return "its own", list(layers)
 
@@ -285,14 +287,14 @@ def _check_documents(pair: ModelPair, random_ids: Callable[..., Tensor], lengths
         return torch.stack([_plain_loss_sum(plain, part, part) for part in ids.split(lengths, dim=1)]).sum()
 
     yield _worst_check("documents", pair.compare_losses(ids, labels, separate_loss_sum, document_ids=documents))
-    error = 0.0
+    errors = []
     with torch.no_grad():
         before = token_logprobs(pair.model, ids, labels, document_ids=documents).logprobs.cpu()
         for changing in (documents % 2 == 0, documents % 2 == 1):
             changed = torch.where(changing, (ids + 1) % ids.max(), ids)
             after = token_logprobs(pair.model, changed, labels, document_ids=documents).logprobs.cpu()
-            error = max(error, float((before - after)[~changing].abs().max()))
-    yield make_check("document isolation, bitwise", "logprobs when neighbors change", error, 0.0)
+            errors.append(_finite((before - after)[~changing].abs().max()))
+    yield make_check("document isolation, bitwise", "logprobs when neighbors change", max(errors), 0.0)
 
 
 def _plain_logits(model: nn.Module, ids: Tensor, **inputs: Tensor) -> Tensor:
@@ -321,14 +323,17 @@ class InFloat64(TorchFunctionMode):
 
 
 def _relative_error(actual: Tensor, expected: Tensor, min_norm: float = 0.0) -> float:
-    error = float((actual - expected).norm()) / (max(float(expected.norm()), min_norm) or 1.0)
-    return error if math.isfinite(error) else INVALID_ERROR
+    return _finite(float((actual - expected).norm()) / (max(float(expected.norm()), min_norm) or 1.0))
+
+
+def _finite(error: float | Tensor) -> float:
+    return float(error) if math.isfinite(error) else INVALID_ERROR
 
 
 def _direction_error(actual: Tensor, expected: Tensor, head_dim: int, min_norm: float) -> float:
     """Sum 1 - cosine similarity over the heads whose gradient exceeds `min_norm`."""
     a, b = (grad.view(-1, head_dim * grad.shape[1]) for grad in (actual, expected))
-    return float((1 - F.cosine_similarity(a, b))[b.norm(dim=1) > min_norm].clamp_min(0).sum())
+    return _finite((1 - F.cosine_similarity(a, b))[b.norm(dim=1) > min_norm].clamp_min(0).sum())
 
 
 def _worst_check(part: str, errors: Errors) -> dict[str, Any]:

@@ -48,10 +48,14 @@ step_name = "step-{:08d}".format
 def write_atomic(path: Path, text: str) -> None:
     """Replace the file at `path`. After a crash it holds the old text or the new text."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(path)  # Python does not name it if the disk is full
+        raise
     os.replace(temporary, path)
     sync_directory(path.parent)
 

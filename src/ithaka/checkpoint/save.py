@@ -28,7 +28,7 @@ from ithaka.checkpoint.files import checksum, is_visible, latest_name, prune, pu
 from ithaka.checkpoint.safe_load import SafeReader, load_into
 from ithaka.dist.agree import RankError, SharedTransientError, gather_objects, raise_first
 from ithaka.dist.mesh import default_device, use_device
-from ithaka.exits import is_out_of_memory
+from ithaka.exits import causes, exit_code_for, is_out_of_memory
 from ithaka.layer.store import Slab
 from ithaka.model.adapters import find_active_adapter
 from ithaka.phases import phase
@@ -52,7 +52,7 @@ def _unwrap_errors(what: str) -> Iterator[None]:
         rank, (error, _) = next(iter(wrapper.failures.items()))
         if is_out_of_memory(error):
             raise error from None
-        raise CheckpointError(f"{what}: rank {rank}: {type(error).__name__}: {error}") from wrapper
+        raise CheckpointError(f"{what}: rank {rank}: {type(error).__name__}: {error}") from error
 
 
 def _rng_tensors(rank: int) -> dict[str, Tensor]:
@@ -115,6 +115,17 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     for key, rng in tensors.get("rng", {}).items():
         (torch.cuda.set_rng_state if key.endswith(".cuda") else torch.set_rng_state)(rng)
     return state
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Raises the system's error if a file cannot be written; PyTorch replaces it by one about a position in the file,
+    and does not send causes to other ranks."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise next((cause for cause in causes(error) if isinstance(cause, OSError)), error) from None
 
 
 class Saver:
@@ -222,9 +233,13 @@ class Saver:
             return None
 
         self._gather(what, make_directory if rank == 0 else _do_nothing)
-        with _unwrap_errors(what):
-            writer = dcp.FileSystemWriter(temporary, sync_files=True)
-            dcp.save(tensors, storage_writer=writer, process_group=self.group)
+        try:
+            with _unwrap_errors(what):
+                dcp.save(tensors, storage_writer=_Writer(temporary, sync_files=True), process_group=self.group)
+        except CheckpointError:
+            if rank == 0:  # the disk may be full, and the next save may be far off
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
         files_of_ranks = self._gather(what, own_files)
         missing = self._gather(what, publish_when_visible if rank == 0 else _do_nothing)[0]
         if missing is not None:
@@ -238,7 +253,7 @@ class Saver:
         try:
             result = function()
         except Exception as error:
-            failure = RankError(CheckpointError, f"{type(error).__name__}: {error}")
+            failure = RankError(CheckpointError, f"{type(error).__name__}: {error}", exit_code=exit_code_for(error))
         results, failures = zip(*gather_objects((result, failure), self.group), strict=True)
         raise_first(failures, what)
         return list(results)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ from typer.core import TyperGroup
 
 from ithaka.cli import doctor, plan, runs
 from ithaka.dist.rank import is_rank_0, leave_launcher
-from ithaka.exits import is_transient
+from ithaka.exits import ExitCode, is_disk_full, is_transient
 
 # Commands that run on all ranks of torchrun. The others run on rank 0 only.
 ON_ALL_RANKS = (["train"], ["profile"], ["evaluate"], ["bench", "network"])
@@ -25,6 +26,11 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            from ithaka.launch import Outcome, print_outcome
+
+            print_outcome(Outcome(code := ExitCode.SIGNALED + signal.SIGINT, "stopped by SIGINT" * is_rank_0()))
+            raise typer.Exit(code) from None
         except Exception as error:
             is_ours = type(error).__module__.startswith("ithaka.") or is_transient(error)
             is_usage = hasattr(error, "show")  # a wrong argument, which click prints
@@ -79,7 +85,27 @@ def main() -> None:
         if not is_rank_0():
             return
         leave_launcher()
-    app()
+    code: Any = ExitCode.DONE
+    try:
+        app()
+    except SystemExit as end:
+        code = end.code
+    except OSError as error:  # of --help
+        if not is_disk_full(error):
+            raise
+    sys.exit(finish_stdout(code))
+
+
+def finish_stdout(code: Any) -> Any:
+    """Write what stdout buffers, and return the exit code: `code`, or TRANSIENT if its disk is full."""
+    from ithaka.launch import outcome_from_error, print_outcome, try_print
+
+    error = try_print()
+    if code or error is None or not is_disk_full(error):
+        return code
+    outcome = outcome_from_error(OSError(error.errno, error.strerror, "stdout"))
+    print_outcome(outcome)
+    return outcome.code
 
 
 def runs_on_all_ranks(arguments: list[str]) -> bool:

@@ -10,7 +10,15 @@ from typing import Annotated
 import typer
 
 from ithaka.cli.options import AsJson, Force, Overrides, format_table, loading, parse_tokens, print_rows
-from ithaka.config import ConfigError, check_output, check_writable, format_value, parse_count, shell_command
+from ithaka.config import (
+    ConfigError,
+    check_output,
+    check_writable,
+    format_value,
+    parse_count,
+    shell_command,
+    writing_to,
+)
 from ithaka.exits import ExitCode
 
 Model = Annotated[str, typer.Argument(help="A name (llama3.1-8b), a directory, a config.json, or a hub id.")]
@@ -81,7 +89,8 @@ def plan(
             print(text, end="")
         else:
             check_output("--out", out, force, text)
-            out.write_text(text, encoding="utf-8")
+            with writing_to("--out", out):
+                out.write_text(text, encoding="utf-8")
             rope = "; the model has fewer positions: uncomment model.rope"
             usage = f"set data.path{rope if request.missing_rope(result.work.context) else ''}; then"
             print(f"wrote {out}; {usage}: {shell_command('train', out)}")
@@ -199,7 +208,8 @@ def device(
 
     with status("measuring this device"):
         gpu = measure_device(*device_and_dtype(), seconds)
-    out.write_text(json.dumps(gpu, indent=1) + "\n", encoding="utf-8")
+    with writing_to("--out", out):
+        out.write_text(json.dumps(gpu, indent=1) + "\n", encoding="utf-8")
     print(format_table([{"figure": name, "value": float(gpu[name])} for name in gpu if not isinstance(gpu[name], str)]))
     print(gpu["source"])
     print(f"wrote {out}; use it with: {shell_command('plan', 'MODEL', '--gpus', 8, '--gpu-file', out)}")
@@ -229,7 +239,8 @@ def _network_rank(out: Path, size: int) -> None:
     rows = measure_network(device, size)
     if dist.get_rank() == 0:
         print(format_table(rows) if rows else "one rank: nothing to measure")
-        out.write_text(json.dumps(network_figures(rows, device), indent=1) + "\n", encoding="utf-8")
+        with writing_to("--out", out):
+            out.write_text(json.dumps(network_figures(rows, device), indent=1) + "\n", encoding="utf-8")
         per_node = int(os.environ["LOCAL_WORLD_SIZE"])
         gpus = f"{dist.get_world_size() // per_node}x{per_node}"
         print(f"wrote {out}; use it with: {shell_command('plan', 'MODEL', '--gpus', gpus, '--gpu-file', out)}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ithaka.cli.options import AsJson, Force, Overrides, format_table, loading, parse_tokens
-from ithaka.config import ConfigError, check_output, embedded_model, explicit_settings, load_config
+from ithaka.config import ConfigError, check_output, embedded_model, explicit_settings, load_config, writing_to
 from ithaka.dist.rank import is_rank_0
 from ithaka.exits import ExitCode, is_transient
 from ithaka.hub import create_repository, fetch_model, push_folder
@@ -77,9 +77,9 @@ def train_rank(run: "Run", only_profile: bool = False) -> int:
         end_process_group()
     if is_rank_0():
         try:
-            print(f"Report: {write_report([run.run_dir])}", flush=True)
+            launch.try_print(f"Report: {write_report([run.run_dir])}")
         except Exception as error:  # must not fail a run that is complete and saved
-            print(f"Report: none ({error})", flush=True)
+            launch.try_print(f"Report: none ({error})")
     return code
 
 
@@ -165,11 +165,11 @@ def start_run(
         train = run.config.train
         if run.finished:
             if is_rank_0():
-                print(f"{run.run_dir} is finished after {run.last_step} steps", flush=True)
+                launch.try_print(f"{run.run_dir} is finished after {run.last_step} steps")
             raise typer.Exit(ExitCode.DONE)
         if run.plan is not None and is_rank_0():
             model, steps = run.config.model, train.steps if train.epochs is None else None
-            print(show.as_text(run.plan, str(model.path or model.embedded), steps), flush=True)
+            launch.try_print(show.as_text(run.plan, str(model.path or model.embedded), steps))
         note_startup("settings and plan")
         # Child processes release all memory when they exit.
         in_children = max_restarts > 0 or bool(run.config.curriculum and launch.num_gpus())
@@ -211,7 +211,8 @@ def data(
         report = show_share("reading the data", spinner)
         view = view or show_data.build_data_view(settings, limits, page is not None, report)
     if page is not None:
-        page.write_text(show_data.render_data_page(view, f"Data: {config or 'ithaka train'}"), encoding="utf-8")
+        with writing_to("--html", page):
+            page.write_text(show_data.render_data_page(view, f"Data: {config or 'ithaka train'}"), encoding="utf-8")
     if as_json:
         print(json.dumps(view.figures, indent=2))
     elif page is not None:
@@ -284,7 +285,8 @@ def evaluate(
     if not is_rank_0():
         return
     if page is not None:
-        page.write_text(evaluation.render_results(results), encoding="utf-8")
+        with writing_to("--html", page):
+            page.write_text(evaluation.render_results(results), encoding="utf-8")
     if as_json:
         print(format_json(results if len(results) > 1 else results[0], indent=2))
     for title, rows in evaluation.make_tables(results) if not as_json else ():
@@ -341,7 +343,7 @@ def verify(
     with status("comparing with plain transformers"):
         result = verify(source, settings, cp)
     if as_json:
-        print(json.dumps(result, indent=2))
+        print(format_json(result, indent=2))
     else:
         layers = ", ".join(map(str, result["layers"]))
         setup = "{model_type}, {weights} weights, cp={cp} on {device}".format(**result)

@@ -4,11 +4,13 @@ import glob
 import os
 import shlex
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ithaka.config.fields import ConfigError, input_error
+from ithaka.exits import TransientError, is_disk_full
 
 PAGE_MARK = '<meta name="generator" content="ithaka">'  # in the <head> of every page that ithaka writes
 _PATH_KEYS = {"path", "validation_path", "chat_template", "tokenizer", "disk_path", "data"}  # data: of `evaluate`
@@ -49,6 +51,18 @@ def check_writable(option: str, path: Path, folder: bool = False) -> None:
     except OSError as error:
         reason = f"no file can be created in {nearest} ({error.strerror})"
         raise input_error(f"{option}={path} cannot be written: {reason}; give another path", error) from None
+
+
+@contextmanager
+def writing_to(option: str, path: Path) -> Iterator[None]:
+    """Raise TransientError if the disk fills up while the output that `option` names is written."""
+    try:
+        yield
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        fix = "free space there, or give another path"
+        raise TransientError(f"{option}={path} cannot be written: the disk is full; {fix}") from error
 
 
 def check_output(

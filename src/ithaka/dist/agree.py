@@ -7,13 +7,13 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from ithaka.config import ConfigError
 from ithaka.dist.rank import is_local_rank_0
-from ithaka.exits import ExitCode, TransientError, exit_code_for, is_transient
+from ithaka.exits import ExitCode, TransientError, describe_transient, exit_code_for
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class RankError(NamedTuple):
     type: type[Exception]
     message: str
     host: str = ""  # empty: the message names only the rank
-    exit_code: ExitCode = ExitCode.FAILED  # if RankFailed
+    exit_code: ExitCode = ExitCode.FAILED  # for a type without its own
 
 
 def describe_error(error: Exception, keep: Sequence[type[Exception]] = (), host: str = "") -> RankError:
@@ -56,8 +56,8 @@ def describe_error(error: Exception, keep: Sequence[type[Exception]] = (), host:
         return RankError(type(error), str(error), host)
     if isinstance(error, ConfigError):
         return RankError(SharedError, str(error), host)
-    if is_transient(error):
-        return RankError(SharedTransientError, f"{name}: {error}".removeprefix("TransientError: "), host)
+    if code == ExitCode.TRANSIENT:
+        return RankError(SharedTransientError, describe_transient(error), host)
     text = traceback.format_exc().rstrip() if code == ExitCode.FAILED else f"{name}: {error}"
     return RankError(RankFailed, text, host, code)
 
@@ -82,8 +82,8 @@ def raise_first(errors: Sequence[RankError | None], what: str = "", cause: Excep
         raise cause  # no other rank needs it
     where = f"rank {rank} on {error.host}" if error.host else f"rank {rank}"
     parts = what, "" if len(failed) == len(errors) else where, error.message
-    raised = error.type(": ".join(filter(None, parts)))
-    if isinstance(raised, RankFailed):
+    raised: Any = error.type(": ".join(filter(None, parts)))
+    if error.exit_code is not ExitCode.FAILED:
         raised.exit_code = error.exit_code
     raise raised from cause
 

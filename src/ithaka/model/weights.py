@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ithaka.config import ConfigError, input_error
+from ithaka.dist.agree import SharedError, gather_objects
 from ithaka.layer.fourbit import packed_weights
 from ithaka.model.adapters import adapter_tensor_name, base_tensor_name
 from ithaka.model.quantized import STATE_TENSOR, read_packed
@@ -290,13 +291,41 @@ def _mean_row(stored: Any, num_rows: int) -> Tensor:
     return sum((stored[at : min(at + 4096, num_rows)].double().sum(0) for at in starts), torch.zeros(())) / num_rows
 
 
+def is_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point():
+        return True
+    tensor = tensor.float() if tensor.itemsize == 1 else tensor  # float8 has no isfinite
+    return bool(tensor.isfinite().all())
+
+
+@torch.no_grad()
+def check_finite(model: nn.Module, source: str, directory: Path | None = None) -> None:
+    """SharedError if a tensor of the model has a NaN or an infinity. Collective, and slow for a large model: call it
+    once a loss or logit is not finite. `source` names the model, `directory` has its files."""
+    own = (name for name, tensor in named_tensors(model).items() if not is_finite(local_shard(tensor)[0]))
+    for name in filter(None, gather_objects(next(own, None))):
+        raise SharedError(describe_nonfinite(source, base_tensor_name(name), directory))
+
+
+def describe_nonfinite(source: str, name: str, directory: Path | None) -> str:
+    """`name`: in the files, unless transformers converts the tensor."""
+    paths = _tensor_paths(directory) if directory is not None else []
+    file = next((f" in {path.name}" for path in paths if name in _open(path, source)), "")
+    return f"{source}: {name}{file} has NaN or infinite values; copy the files again, or use other weights"
+
+
 def open_tensor_files(directory: Path) -> dict[str, Any]:
-    """Map tensor names to open files, by Hugging Face's rule: the single file, else the index's files, else all."""
+    """Map tensor names to open files."""
+    return {name: file for path in _tensor_paths(directory) for name, file in _open(path, "model.path").items()}
+
+
+def _tensor_paths(directory: Path) -> list[Path]:
+    """A model's files, by Hugging Face's rule: the single file, else the index's files, else all."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     paths = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
     if index.is_file() and not single.is_file():
         paths = [directory / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
-    return {name: file for path in paths for name, file in _open(path, "model.path").items()}
+    return paths
 
 
 def _open(path: Path, source: str) -> dict[str, Any]:

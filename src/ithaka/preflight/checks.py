@@ -132,6 +132,7 @@ def check_run_dir(run_dir: Path, auto: bool, force: bool) -> None:
     """Refuse to start a run among other files, which it might overwrite (such as report.html). A run that ended before
     its first step starts again in its own directory; with --resume auto, also one that ended before its first
     checkpoint."""
+    files.check_not_locked(run_dir)
     config_file = run_dir / "config.yaml"
     own_files = {path.name for path in run_dir.glob("*") if path.suffix in LOG_FILES}
     own_files |= {"hang", files.LOCK_FILE, ".config.yaml.tmp"}
@@ -147,8 +148,7 @@ def check_run_dir(run_dir: Path, auto: bool, force: bool) -> None:
 
 
 def _has_progress(run_dir: Path) -> bool:
-    """Whether the run has a checkpoint or a completed step, or is running."""
-    files.check_not_locked(run_dir)
+    """Whether the run has a checkpoint or a completed step."""
     metrics = run_dir / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.is_file() else []
     return files.newest_checkpoint(run_dir) is not None or any(re.search(r'"loss": ?[\d-]', line) for line in lines)

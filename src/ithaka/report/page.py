@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ithaka.config import PAGE_MARK, ConfigError, check_writable
+from ithaka.config import PAGE_MARK, ConfigError, check_writable, writing_to
 from ithaka.plan.units import format_json
 from ithaka.train.console import read_metrics
 
@@ -37,7 +37,8 @@ def write_report(run_dirs: Sequence[Path], out: Path | None = None, live: bool =
     scripts = f'<script id="data" type="application/json">{data}</script>\n<script>{read_asset(CHART_LIBRARY)}</script>'
     text = render_page(", ".join(run["name"] for run in runs), body, scripts, read_asset("report.js"), live)
     temporary = path.with_name(f".{path.name}.tmp")  # so that a browser never loads half a page
-    temporary.write_text(text, encoding="utf-8")
+    with writing_to("--out", path):
+        temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
     return path
 

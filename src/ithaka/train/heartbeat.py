@@ -364,7 +364,9 @@ class Heartbeat:
         beats, now = self._last_beats, time.monotonic()
         listed = sorted(beats, key=lambda rank: beats[rank]["passed"])[:MAX_LISTED_RANKS]
         ages_s = [now - beat_at for beat_at in self._last_beat_at]
-        lines = [f"  rank {rank}: {_describe_position(beats[rank], ages_s[rank])}" for rank in sorted(listed)]
+        lines = [
+            f"  rank {rank} last reported {_describe_position(beats[rank], ages_s[rank])}" for rank in sorted(listed)
+        ]
         lines += [f"  {len(beats) - MAX_LISTED_RANKS} more ranks, further ahead"] * (len(beats) > MAX_LISTED_RANKS)
         report = "\n".join([reason, *lines, f"Stack traces of the ranks that still run are in {self.run_dir / 'hang'}"])
         if self.rank == 0 and publishes:

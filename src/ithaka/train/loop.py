@@ -16,7 +16,7 @@ from ithaka.checkpoint import files, save
 from ithaka.config import shell_command
 from ithaka.dist.agree import SharedError, gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import default_device, set_timeouts, start_process_group
-from ithaka.exits import ExitCode, exit_code_for
+from ithaka.exits import ExitCode, exit_code_for, is_disk_full
 from ithaka.launch import Outcome, catch_stop_signals, exit_rank, handle_stop_signal
 from ithaka.phases import listening, phase
 from ithaka.preflight.run import Run
@@ -91,6 +91,8 @@ def validate_only(run: Run) -> None:
     count = run.config.train.validate_sequences
     loss, sources = trainer.validate()
     trainer.data.close(remove=not had_tokens)
+    if loss is not None and not math.isfinite(loss):
+        trainer.check_loaded_weights()
     if loss is None:
         fix = "set data.validation_path, data.validation_fraction or train.validate_sequences"
         raise SharedError(f"--evaluate-only: nothing is held out for validation; {fix}")
@@ -248,7 +250,17 @@ def _save_if_due(
         if not only_profile and (due or saves_best or is_last):
             trainer.save()
             if is_last:
-                _finish_save(trainer)
+                _finish_last_save(trainer)
+
+
+def _finish_last_save(trainer: Trainer) -> None:
+    """After it there is no step in which to save again, so an error ends the run."""
+    try:
+        _finish_save(trainer)
+    except save.CheckpointError as error:
+        fix = " Free space, then resume the run." if is_disk_full(error) else ""
+        error.args = (f"{error}. {files.describe_last(trainer.run.run_dir)}{fix}",)
+        raise
 
 
 def _finish_save(trainer: Trainer) -> None:

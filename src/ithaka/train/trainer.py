@@ -34,6 +34,7 @@ from ithaka.layer.store import Store
 from ithaka.measure import EvalText, check_prompts, flatten_metrics, measure_all, read_text
 from ithaka.model.build import build_model, has_weights
 from ithaka.model.calls import why_no_parents
+from ithaka.model.weights import check_finite
 from ithaka.phases import phase
 from ithaka.plan.hardware import join_kernels
 from ithaka.plan.units import format_json
@@ -197,6 +198,9 @@ class Trainer:
 
     def _skip_or_stop(self, result: StepResult, batches: Sequence[Batch]) -> None:
         """Skip the batch, or stop: the step failed twice."""
+        is_first = self.step + 1 == max(1, self.first_step)
+        if is_first and not math.isfinite(result.loss + result.grad_norm):
+            self.check_loaded_weights()
         self.skipped += 1
         what = f"step {self.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}, twice"
         if self.config.train.bad_step == "stop" or self.skipped > MAX_SKIPPED:
@@ -208,6 +212,12 @@ class Trainer:
         documents = [start for starts in gather_objects(own) for start in starts]
         message = f"{what}. Its batch is skipped; {len(documents)} documents"
         self.console.event(self.step + 1, message, skipped_documents=documents)
+
+    def check_loaded_weights(self) -> None:
+        """SharedError if a weight is not finite. Call it, on every rank, once a loss before the first update is not."""
+        path, checkpoint = self.config.model.path, self.run.checkpoint
+        source = f"model.path={path}" if checkpoint is None else f"checkpoint {checkpoint}"
+        check_finite(self.model, source, path if path is not None and path.is_dir() else None)
 
     def _document_starts(self, batches: Sequence[Batch]) -> list[str]:
         """Return the beginning of each document."""
