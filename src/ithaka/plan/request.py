@@ -132,7 +132,7 @@ class PlanRequest:
         weights = None if local.exists() else hub_id(self.model)
         config = to_dict(self.config)
         chosen: dict[str, Any] = {"model.path": weights or self.model, "data.context": plan.work.context}
-        if plan.shape.encoder and self.config.loss.type != "dpo":  # preference pairs have no images
+        if plan.shape.encoder and self.config.loss.type != "dpo" and "data.images" not in self.explicit:
             chosen |= {"data.images": "read", "data.long_documents": "drop"}  # an image cannot be cut
         for name in sorted(self.explicit):
             section, key = name.split(".")

@@ -43,7 +43,6 @@ from ithaka.train.watch import (
 )
 
 MAX_FIRST_VALIDATION_S = 120.0  # longer validation before the first step is skipped
-LONG_TIMEOUT_S = 3600.0  # the header shows longer limits: a hung run is stopped that late
 
 
 class OutOfMemoryError(RuntimeError):
@@ -115,8 +114,7 @@ def _run_steps(
     stop_signal, trainer.console, shutdown.saver = 0, console, trainer.saver
     final_status: FinalStatus = "failed"
     try:
-        timeouts = {"timeouts": heartbeat.limits.summary} if heartbeat.limits.longest > LONG_TIMEOUT_S else {}
-        console.table("ithaka", describe_run(trainer) | timeouts)
+        console.table("ithaka", describe_run(trainer) | heartbeat.limits.describe())
         watch = Watch(trainer, heartbeat, only_profile)
         note_startup("run directory and trackers")
         if trainer.step == 0 and settings.validate_every:
