@@ -421,10 +421,9 @@ def test_several_nodes_start_as_on_their_page(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments", [
-    "gemma-3-27b --gpus 8xH100 --context 1M", "qwen3-30b-a3b --gpus 2x8xH100 --context 1M --adapter 16 --disk 10TB",
-    "qwen3-vl-4b --gpus H200", "llama3-8b --gpus 8xH100-80GB --context 32K --branches 8x2K",
-    "wan2.1-14b --gpus 8xH100-80GB --video 81x720x1280", "llama3-70b --gpus RTX4090 --context 1M",
-    "llama3-8b --gpus 8xH100 --host-memory 2TB --max-context", "llama3.2-1b --gpus 8xA100-80GB --set loss.type=dpo",
+    "gpt-oss-120b --gpus 8xH100", "qwen3-vl-4b --gpus H200", "llama3-70b --gpus RTX4090 --context 1M",
+    "llama3-8b --gpus H200 --host-memory 512GB --context 32K --branches 8x2K --adapter 16 --set train.accumulate=2",
+    "llama3-8b --gpus 2x8xH100 --context 128K", "wan2.1-1.3b --gpus H200 --video 17x480x832",
 ])  # fmt: skip
 def test_plans_fit_100_columns(arguments):
     printed = CliRunner().invoke(app, ["plan", *arguments.split()]).stdout
@@ -443,7 +442,7 @@ def test_a_plan_that_needs_nearly_all_host_memory_says_so(model, is_tight):
 
 def test_the_configuration_of_a_vision_language_model_reads_images():
     """With the long_documents that images need. Preference pairs have no images, and the user's setting counts."""
-    model = ["plan", "qwen3-vl-4b", "--gpus", "8xH100", "--yaml"]
+    model = ["plan", "qwen3-vl-4b", "--gpus", "H200", "--yaml"]
     written, dropped = (yaml.safe_load(run(*model, *more))["data"] for more in ([], ["--set", "data.images=drop"]))
     assert (written["images"], written["long_documents"]) == ("read", "drop")
     assert dropped["images"] == "drop" and "long_documents" not in dropped
