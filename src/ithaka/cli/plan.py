@@ -78,9 +78,9 @@ def plan(
             raise ConfigError(f"{options} cannot be combined; leave one out")
     if out is not None:
         check_writable("--out", out)
-    options: dict[str, Any] = {"--gpus": gpus, "--gpu-file": gpu_file, "--context": context, "--video": video}
-    options |= {"--host-memory": host_memory, "--disk": disk, "--batch": batch if batch > 1 else None}
-    options |= {"--adapter": adapter, "--set": overrides}
+    repeated: dict[str, Any] = {"--gpus": gpus, "--gpu-file": gpu_file, "--context": context, "--video": video}
+    repeated |= {"--host-memory": host_memory, "--disk": disk, "--batch": batch if batch > 1 else None}
+    repeated |= {"--adapter": adapter, "--set": overrides}
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
     context = _context_of_video(model, video) if video else context
     request = make_request(model, hardware, context or "128K", batch, overrides or [], adapter, any_setting=as_yaml)
@@ -107,8 +107,8 @@ def plan(
     text, result = show.answer_request(request, max_context, steps, as_json)
     print(text, file=sys.stderr if as_yaml else sys.stdout)
     if result.fits and not as_json:
-        options |= {"--context": result.work.context} if max_context else {}
-        print("", *_list_next_commands(request, result, options, steps), sep="\n")
+        repeated |= {"--context": result.work.context} if max_context else {}
+        print("", *_list_next_commands(request, result, repeated, steps), sep="\n")
     raise typer.Exit(ExitCode.DONE if result.fits else ExitCode.OUT_OF_MEMORY)
 
 
@@ -117,8 +117,8 @@ def _list_next_commands(
 ) -> Iterator[str]:
     """What to run after a printed plan. `options`: those that plan and rehearse share."""
     lists = {option: value if isinstance(value, list) else [value] for option, value in options.items()}
-    given = [(option, value) for option, values in lists.items() for value in values if value is not None]
-    words = [shlex.quote(str(word)) for word in (request.model, *chain(*given))]
+    pairs = [(option, value) for option, values in lists.items() for value in values if value is not None]
+    words = [shlex.quote(str(word)) for word in (request.model, *chain(*pairs))]
     if plan.work.spans:
         yield "Next: pack prompts and their branches with ithaka.pack_prefixes (docs/hugging-face.md)"
         return
@@ -138,16 +138,7 @@ def _list_next_commands(
 def _start_on_nodes(hardware: "Hardware", file: Path) -> Iterator[str]:
     """The commands of docs/several-nodes.md, for a configuration."""
     nodes, per_node, name = f"{hardware.num_nodes}", f"{hardware.gpus_per_node}", shlex.quote(file.stem)
-    torchrun = [
-        "torchrun",
-        "--nnodes",
-        nodes,
-        "--nproc-per-node",
-        per_node,
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-    ]
+    torchrun = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint".split()
     train = ["--numa-binding", "node", "-m", "ithaka", "train", shlex.quote(str(file))]
     yield "With torchrun, on every node, with the name of one of them as HEAD:"
     yield _fold(*torchrun, "HEAD:29500", "--rdzv-id", name, *train)

@@ -117,10 +117,11 @@ def as_yaml(request: PlanRequest, plan: Plan, steps: int | None = None) -> str:
 
 def as_text(plan: Plan, model: str, steps: int | None = None, notes: Sequence[str] = ()) -> str:
     """Whether it fits, notes, settings and reasons, memory, time, other plans, assumptions."""
-    texts = [_format_headline(plan, model), *_warn_of_slow_attention(plan), *notes]
+    texts = [_format_headline(plan, model), *_warn_of_slow_attention(plan)]
     if not plan.fits:
-        texts[1:1] = [*_format_shortage(plan), *_format_fixes(plan)]
-    elif steps:
+        texts += [*_format_shortage(plan), *_format_fixes(plan)]
+    texts += notes
+    if plan.fits and steps:
         count = steps * plan.tokens_per_step
         texts.append(f"{steps} steps: {format_duration(steps * plan.step_s)}, {count / 1e9:.4g} billion tokens")
     if plan.shape.adapter:
