@@ -62,6 +62,8 @@ def test_one_command_trains_all_entries(done):
     rates[6:8] = learning_rate(0, own, 2), learning_rate(1, own, 2)
     assert [record["lr"] for record in records] == rates
     assert "4 of 4, steps 9 to 10" in said and "theta 50000.0" in said.partition("2 of 4")[2]
+    assert "every 15 minutes and 1 steps, in the background" in said
+    assert "first tokens" not in said and "timeouts" not in said
     assert theta_of(run_dir / "model") == 5e4
     assert not (run_dir / "tokens").exists() or not any((run_dir / "tokens").iterdir())
 

@@ -15,6 +15,7 @@ import pytest
 from ithaka.config import ConfigError
 from ithaka.plan.models import MODELS, built_in, find_config, find_shape, hub_id
 from ithaka.plan.read_config import read_shape
+from refusals import assert_refused
 
 SPELLINGS = {
     "llama3-8b": "llama3-8B llama_3_8b Meta-Llama-3-8B meta-llama/Meta-Llama-3-8B-Instruct",
@@ -53,11 +54,15 @@ def test_built_in_shapes_have_the_checkpoints_number_of_parameters(name):
 
 
 @pytest.mark.parametrize("name, suggestion", [
-    ("llama3-9b", "llama3-8b"), ("qwen25-7b", "qwen2.5-7b"), ("gpt9", "llama3.1-8b"),
+    ("llama3-9b", "did you mean llama3-8b?"), ("qwen25-7b", "did you mean qwen2.5-7b?"),
+    ("gemma-3-27", "did you mean gemma-3-27b?"), ("glm-4.5", "did you mean glm-4.5-air?"),
+    ("gpt9", "a name such as llama3.1-8b"), ("Qwen3.5-27B", "a name such as qwen3.5-9b"),
+    ("qwen3-vl-32b", "a name such as qwen3-vl-8b"), ("codellama-34b", "a name such as llama3.1-8b"),
 ])  # fmt: skip
 def test_an_unknown_name_gets_a_suggestion(name, suggestion):
-    with pytest.raises(ConfigError, match=f"model={name} .*; .*{suggestion}"):
-        find_config(name)
+    """A name of the same family and size; otherwise how to give the model, and the nearest size of its family."""
+    message = assert_refused(lambda: find_config(name), f"model={name}", fix=suggestion)
+    assert ("config.json" in message and "hub id" in message) == ("such as" in suggestion)
 
 
 @pytest.mark.parametrize("name", ["./nope", "../nope", "owner/na--me", "owner./name", "-owner/name", "owner/na..me"])

@@ -6,8 +6,10 @@ import shlex
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
+import yaml
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
@@ -36,6 +38,11 @@ def run(*args: str, code: int = 0) -> str:
     result = CliRunner().invoke(app, list(args))
     assert result.exit_code == code, result.output
     return result.stdout
+
+
+def one_line(text: str) -> str:
+    """`text` without its line breaks and columns."""
+    return " ".join(text.split())
 
 
 def test_needs_no_torch():
@@ -67,12 +74,12 @@ def test_large_rates_are_printed_without_an_exponent():
 
 def parse_table(text):
     """(the line above the table of plans, column names, rows, index of the chosen plan's row)"""
-    above, _, table = text.partition("This plan (>)")[2].partition("\n")
-    title, *rows = table.partition("\n\n")[0].splitlines()
+    above, _, table = text.partition("This plan (>)")[2].partition("\n    cp")
+    title, *rows = f"    cp{table}".partition("\n\n")[0].splitlines()
     chosen = [row.startswith(">") for row in rows]
     assert chosen.count(True) == 1
     cells = [re.split(r" {2,}", row.strip("> ")) for row in (title, *rows)]
-    return above, cells[0], cells[1:], chosen.index(True)
+    return one_line(above), cells[0], cells[1:], chosen.index(True)
 
 
 def test_the_table_shows_plans_of_other_kinds_and_explains_the_choice():
@@ -128,15 +135,25 @@ LLAMA = ["plan", "llama3-8b", "--gpus", "8xH100"]
     [
         (["plan", "llama3-70b", "--gpus", "RTX4090", "--context", "1M"], ["GPU memory"]),
         ([*ARGS[:-1], "100M"], ["GPU memory", "host memory", "--context"]),
-        ([*ARGS, "--set", "memory.offload=disk"], ["disk", "--disk 10TB"]),
-        ([*LLAMA, "--set", "memory.attention_offload=disk"], ["disk", "--disk 10TB"]),
-        ([*LLAMA, "--host-memory", "0GB"], ["host memory", "--host-memory 2TB"]),
+        ([*ARGS, "--set", "memory.offload=disk"], ["disk", "--disk "]),
+        ([*LLAMA, "--set", "memory.attention_offload=disk"], ["disk", "--disk "]),
+        ([*LLAMA, "--host-memory", "0GB"], ["host memory", "--host-memory "]),
     ],
 )
 def test_a_plan_that_does_not_fit_names_each_tier_that_is_too_small(args, fragments):
-    lines = run(*args, code=ExitCode.OUT_OF_MEMORY).splitlines()
-    headline, fixes = lines[0], next(line for line in lines[1:] if line.startswith(("It fits", "Neither")))
-    assert "does not fit" in headline and all(fragment in headline + fixes for fragment in fragments)
+    """What is missing in each GPU or node, then options; host memory and disk next to the size that they replace."""
+    answer = json.loads(run(*args, "--json", code=ExitCode.OUT_OF_MEMORY))
+    top = run(*args, code=ExitCode.OUT_OF_MEMORY).partition("\n\n")[0]
+    headline, _, rest = top.partition("\n")
+    assert headline.endswith("does not fit") and all(fragment in rest for fragment in fragments)
+    for tier, owner in {"gpu": "GPU", "host": "node", "disk": "node"}.items():
+        need = (answer[f"{tier}_peak_bytes"] + answer.get(f"{tier}_reserve_bytes", 0)) / 2**30
+        have = answer[f"{tier}_bytes"] / 2**30
+        lacks = rf"\n  {need - have:.1f} GiB of [\w ]+: each {owner} needs {need:.1f} GiB and has {have:.1f} GiB\n"
+        assert (re.search(lacks, top) is not None) == (need > have)
+    for option, name in {"--host-memory": "host", "--disk": "disk"}.items():
+        now = f"{answer[f'{name}_bytes'] / 1e9:.0f}GB" if answer[f"{name}_bytes"] else "none"
+        assert option not in answer["ways_out"] or f"{option} {answer['ways_out'][option]} per node (now {now})" in top
 
 
 EXPLICIT = {"parallel.heads_per_stage": 8, "memory.keep_attention": "none", "memory.overlap": "false"}
@@ -168,7 +185,7 @@ def test_heads_per_stage_below_the_number_of_gpus_limits_cp():
 
 def test_a_slower_setting_is_reported_as_a_cost():
     kept = ["--set", "memory.keep_attention=all", "--set", "memory.attention_offload=disk", "--disk", "10TB"]
-    text = run("plan", "llama3-8b", "--gpus", "8xH100", *kept)
+    text = one_line(run("plan", "llama3-8b", "--gpus", "8xH100", *kept))
     assert re.search(r"memory.keep_attention .*: costs [\d.]+ s per step", text)
 
 
@@ -206,12 +223,12 @@ def test_every_sequence_of_a_batch_is_counted():
     answer, text = json.loads(run(*args, "--json")), run(*args)
     assert text.startswith("llama3-8b, 4 x 128K tokens,")
     cp, sequences = answer["settings"]["parallel.cp"], answer["sequences_per_step"]
-    assert f"{cp} of 8 GPUs share 4 sequences; {sequences} seq" in text
+    assert f"{cp} of 8 GPUs share 4 sequences; {sequences} seq" in one_line(text)
     assert answer["model"] == "llama3-8b"
 
 
 def test_one_gpu_shares_nothing_and_an_unused_disk_is_not_listed():
-    text = run("plan", "llama3.2-1b", "--gpus", "H200", "--context", "8K", "--disk", "1TB")
+    text = one_line(run("plan", "llama3.2-1b", "--gpus", "H200", "--context", "8K", "--disk", "1TB"))
     assert re.search(r"parallel.cp +1 .* one sequence, 8K tokens per step", text)
     assert "Ulysses" not in text and "Disk, per node" not in text
 
@@ -222,6 +239,12 @@ REFUSALS = [
     ("no-such --gpus H200", "model=no-such", "llama3.1-8b"),
     ("llama3-8b --gpus 8xH300", "--gpus H300", "H100-80GB"),
     ("llama3-8b --gpus 0xH200", "--gpus 0xH200", "8xH100-80GB"),
+    ("llama3-8b --gpus 1x4090", "--gpus 4090", "did you mean RTX4090-24GB?"),
+    ("llama3-8b --gpus 2x8x5090-32GB", "--gpus 5090-32GB", "did you mean RTX5090-32GB?"),
+    ("llama3-8b --gpus RTX-4090", "--gpus RTX-4090", "did you mean RTX4090-24GB?"),
+    ("llama3-8b --gpus 8xH100SXM", "--gpus H100SXM", "did you mean H100-80GB?"),
+    ("llama3-8b --gpus 2x3090", "--gpus 3090", '{"based_on": "RTX4090", "memory_bytes": 24e9}'),
+    ("llama3-8b --gpus 8xA6000", "--gpus A6000", '{"based_on": "RTX4090", "memory_bytes": 24e9}'),
     ("llama3-8b --gpus 8xA100", "--gpus A100", "A100-80GB or A100-40GB"),
     ("llama3-8b --gpus 20xH100", "--gpus 20xH100", "1x20xH100"),
     ("llama3-8b --gpus H200 --context long", "--context long", "128K"),
@@ -262,8 +285,8 @@ def test_assumptions_are_listed_unless_set():
     assert "2048 GB per node" in assumed["host memory"] and "--host-memory" in assumed["host memory"]
     assert "360 GB/s" in assumed["links"]
     assert "disk" not in assumed and "2 GiB + 5% of each GPU" in assumed["reserve"]
-    text = run("plan", "llama3-8b", "--gpus", "8xH100")
-    assert all(value in text.partition("Assumptions\n")[2] for value in assumed.values())
+    text = one_line(run("plan", "llama3-8b", "--gpus", "8xH100"))
+    assert all(value in text.partition("Assumptions")[2] for value in assumed.values())
     given = json.loads(run(*ARGS, "--disk", "1TB", "--json"))["assumed"]
     assert "host memory" not in given and given["disk"] == "4 GB/s per node"
 
@@ -347,7 +370,7 @@ def test_training_accepts_the_suggested_rope(name):
 
 def test_text_json_and_yaml_suggest_a_rope(tmp_path):
     assert re.search(r"8K positions.* model\.rope=\{type: yarn, factor: 128\}", run(*ARGS))
-    newer = run("plan", "llama3.1-8b", *ARGS[2:])
+    newer = one_line(run("plan", "llama3.1-8b", *ARGS[2:]))
     assert "128K positions (8K before scaling); training needs model.rope={type: yarn, factor: 128}" in newer
     assert json.loads(run(*ARGS, "--json"))["missing_rope"] == {"type": "yarn", "factor": 128}
     short = [*ARGS[:-1], "8K"]
@@ -359,6 +382,71 @@ def test_text_json_and_yaml_suggest_a_rope(tmp_path):
     assert "rope" not in run(*scratch) and "rope" not in run(*scratch, "--yaml")
     folder = run("plan", str(tmp_path), *ARGS[2:], "--yaml")
     assert "# rope: {type: yarn, factor: 128}" in folder and f"{tmp_path} has no *.safetensors" in folder
+
+
+@pytest.mark.parametrize("arguments, rehearses", [
+    (ARGS[1:], True),
+    (LONGEST[1:], True),
+    (["./it's mine/config.json", *ARGS[2:-2], "--steps", "5", "--adapter", "8", "--set", "train.accumulate=2"], True),
+    (["llama3.2-1b", "--gpus", "H200", "--batch", "2"], False),
+])  # fmt: skip
+def test_a_plan_ends_with_the_commands_that_come_next(tmp_path, monkeypatch, arguments, rehearses):
+    """The first writes the plan's configuration; the others train with it, and rehearse several GPUs on one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "it's mine").mkdir()
+    (tmp_path / "it's mine" / "config.json").write_text(json.dumps(MODELS["llama3-8b"]))
+    printed, answer = run("plan", *arguments), json.loads(run("plan", *arguments, "--json"))
+    section = printed.partition("\n\nNext: ")[2].replace("\\\n", "")
+    first, *others = [shlex.split(line) for line in section.splitlines() if line.startswith("  ")]
+    assert first[0] == "ithaka" and run(*first[1:]).endswith("ithaka train my.yaml\n")
+    written = load_config(tmp_path / "my.yaml")
+    assert (written.data.context, written.train.batch) == (answer["context"], answer["batch"])
+    assert written.parallel.cp == answer["settings"]["parallel.cp"]
+    assert (written.train.accumulate, written.adapter is None) == ((2, False) if "--adapter" in first else (1, True))
+    assert others[0] == ["ithaka", "train", "my.yaml"] and len(others) == 1 + rehearses
+    if rehearses:
+        assert others[1][:2] == ["ithaka", "rehearse"] and {*others[1][2:]} <= {*first}
+
+
+def test_several_nodes_start_as_on_their_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    nodes = ["plan", "llama3-8b", "--gpus", "2x8xH100", "--context", "128K"]
+    page = (Path(__file__).parent.parent / "docs" / "several-nodes.md").read_text()
+    written, planned = run(*nodes, "--out", "long.yaml"), run(*nodes)
+    commands = [line.strip() for line in written.splitlines() if line.startswith("  ")]
+    assert [line.split()[0] for line in commands if line[0] != "-"] == ["torchrun", "HEAD=$(scontrol", "srun"]
+    assert not [line for line in commands if line not in page], "copy the commands to docs/several-nodes.md"
+    starts = written.partition("\n")[2].replace("long", "my")
+    assert starts in planned and "ithaka rehearse llama3-8b --gpus 2x8xH100 --context 128K\n" in planned
+
+
+@pytest.mark.parametrize("arguments", [
+    "gpt-oss-120b --gpus 8xH100", "qwen3-vl-4b --gpus H200", "llama3-70b --gpus RTX4090 --context 1M",
+    "llama3-8b --gpus H200 --host-memory 512GB --context 32K --branches 8x2K --adapter 16 --set train.accumulate=2",
+    "llama3-8b --gpus 2x8xH100 --context 128K", "wan2.1-1.3b --gpus H200 --video 17x480x832",
+])  # fmt: skip
+def test_plans_fit_100_columns(arguments):
+    printed = CliRunner().invoke(app, ["plan", *arguments.split()]).stdout
+    assert "Assumptions" in printed and max(map(len, printed.splitlines())) <= 100
+    assert ("Next" in printed) == ("does not fit" not in printed)
+
+
+@pytest.mark.parametrize("model, is_tight", [("gpt-oss-120b", True), ("llama3-8b", False)])
+def test_a_plan_that_needs_nearly_all_host_memory_says_so(model, is_tight):
+    args = ["plan", model, "--gpus", "8xH100"]
+    answer, text = json.loads(run(*args, "--json")), run(*args)
+    need, have = answer["host_peak_bytes"] + answer["host_reserve_bytes"], answer["host_bytes"]
+    tight = f"Host memory is tight: {need / 2**30:.1f} of {have / 2**30:.1f} GiB per node"
+    assert (tight in text) == (tight in "".join(answer["warnings"])) == (need > 0.95 * have) == is_tight
+
+
+def test_the_configuration_of_a_vision_language_model_reads_images():
+    """With the long_documents that images need. Preference pairs have no images, and the user's setting counts."""
+    model = ["plan", "qwen3-vl-4b", "--gpus", "H200", "--yaml"]
+    written, dropped = (yaml.safe_load(run(*model, *more))["data"] for more in ([], ["--set", "data.images=drop"]))
+    assert (written["images"], written["long_documents"]) == ("read", "drop")
+    assert dropped["images"] == "drop" and "long_documents" not in dropped
+    assert "images" not in run(*model, "--set", "loss.type=dpo") + run(*ARGS, "--yaml")
 
 
 def test_printed_commands_are_quoted(tmp_path):

@@ -183,6 +183,14 @@ def test_attention_is_planned_with_the_kernel_that_computes_it(gpu, kind, kernel
     )
     assert as_dict(plan, "gemma")["kernel"] == kernels and says in list_assumptions(plan)["attention"]
     assert (plan.seconds.attention > 20 * usual.seconds.attention) == bool(says)
+    headline, *below = as_text(plan, "gemma").splitlines()
+    warning = " ".join("\n".join(below[:2]).split())
+    assert warning.startswith("Slow attention: ") == bool(says)
+    kinds = (says.partition(" for ")[2] or says).rstrip(", ")
+    layers = rf"5 of 34 layers \({kinds}\) run the fp64 reference, which takes (\d+)% of the step"
+    # The same layers are fast in `usual`, where they take little time.
+    slow = 100 * (plan.seconds.attention - usual.seconds.attention) / plan.step_s
+    assert not says or slow <= int(re.search(layers, warning)[1]) < slow + 2
 
 
 def test_the_slowest_kernel_of_all_ranks_counts():

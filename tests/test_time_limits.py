@@ -110,6 +110,7 @@ def test_until_something_is_measured_the_start_limit_applies(tiny):
     limits = Limits.for_run(tiny)
     assert 600 < limits.start < 620 and {limits.for_phase(path) for path in PHASES} == {limits.start}
     assert limits.for_phase(("saving",)) == limits.save
+    assert not Limits(3600, 700, 600).describe() and "save 3601 s" in Limits(700, 700, 3601).describe()["timeouts"]
     step = limits.with_pauses(0.0, 2.0, 0.0, 0.0)
     assert [step.for_phase(path) for path in PHASES] == [45.0] * 3 + [limits.start] * 4
     long = step.with_pauses(30.0, 2.0, 200.0, 12.0)

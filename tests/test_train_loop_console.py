@@ -22,7 +22,7 @@ from ithaka.exits import ExitCode, TransientError
 from ithaka.model.batch import count_pairs
 from ithaka.plan.units import format_count
 from ithaka.train import console as console_module
-from ithaka.train import loop
+from ithaka.train import loop, watch
 from ithaka.train.console import Console, Record, describe, open_metrics, read_metrics, rename_metrics, status
 from ithaka.train.trainer import Diverged
 from ithaka.train.watch import step_flops
@@ -78,6 +78,19 @@ def test_each_source_has_its_own_loss(ranks, tmp_path):
     assert f"val_loss/*[02468] {apart[-1]['val_loss/*[02468]']:.4f}" in describe(
         record(2, sources={key: value for key, value in apart[-1].items() if "/" in key})
     )
+
+
+@pytest.mark.parametrize("minutes, every, background, says", [
+    (15.0, 0, True, None),
+    (15.0, 0, False, "every 15 minutes, in the foreground: 3 GiB of host memory per node are not free for a copy"),
+    (0.0, 0, True, "at the end, in the background, from 3 GiB of host memory per node"),
+    (15.0, 9, True, "every 15 minutes and 9 steps, in the background, from 3 GiB of host memory per node"),
+])  # fmt: skip
+def test_the_header_describes_saving_unless_it_is_the_default(minutes, every, background, says):
+    settings = SimpleNamespace(train=SimpleNamespace(save_minutes=minutes, save_every=every))
+    saver, planned = SimpleNamespace(background=background), SimpleNamespace(saved_bytes=3 * 2**30)
+    trainer = SimpleNamespace(config=settings, saver=saver, run=planned)
+    assert watch._describe_saving(trainer).get("saving") == says
 
 
 def test_resumed_metrics_drop_lost_steps_and_half_lines(tmp_path):

@@ -2,10 +2,13 @@
 
 import json
 import os
+import re
+import shlex
 import sys
-from itertools import product
+from collections.abc import Iterator
+from itertools import chain, product
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +23,12 @@ from ithaka.config import (
     writing_to,
 )
 from ithaka.exits import ExitCode
+from ithaka.plan.units import unbroken, wrap
+
+if TYPE_CHECKING:
+    from ithaka.plan.hardware import Hardware
+    from ithaka.plan.request import PlanRequest
+    from ithaka.plan.search import Plan
 
 Model = Annotated[str, typer.Argument(help="A name (llama3.1-8b), a directory, a config.json, or a hub id.")]
 Gpus = Annotated[str, typer.Option(help="For example 8xH100-80GB, or 2x8xH100-80GB for two nodes.")]
@@ -36,6 +45,7 @@ Branches = Annotated[
 Batch = Annotated[int, typer.Option(min=1, help="Sequences per micro-step.")]
 Adapter = Annotated[int | None, typer.Option(metavar="RANK", min=1, help="Train LoRA adapters of this rank.")]
 GpuFile = Annotated[Path | None, typer.Option(help="JSON file with the rates of another GPU; then use --gpus 8.")]
+NEXT_FILE = Path("my.yaml")  # in the commands after a plan
 Seconds = Annotated[float, typer.Option(min=0, help="Seconds per measurement.")]
 
 
@@ -76,6 +86,9 @@ def plan(
             raise ConfigError(f"{options} cannot be combined; leave one out")
     if out is not None:
         check_writable("--out", out)
+    repeated: dict[str, Any] = {"--gpus": gpus, "--gpu-file": gpu_file, "--context": context, "--video": video}
+    repeated |= {"--host-memory": host_memory, "--disk": disk, "--batch": batch if batch > 1 else None}
+    repeated |= {"--adapter": adapter, "--set": overrides}
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
     context = _context_of_video(model, video) if video else context
     request = make_request(model, hardware, context or "128K", batch, overrides or [], adapter, any_setting=as_yaml)
@@ -91,13 +104,63 @@ def plan(
             check_output("--out", out, force, text)
             with writing_to("--out", out):
                 out.write_text(text, encoding="utf-8")
-            rope = "; the model has fewer positions: uncomment model.rope"
-            usage = f"set data.path{rope if request.missing_rope(result.work.context) else ''}; then"
-            print(f"wrote {out}; {usage}: {shell_command('train', out)}")
+            edits = ["set data.path"] * ("data.path" not in request.explicit)
+            if request.missing_rope(result.work.context):
+                edits.append("the model has fewer positions: uncomment model.rope")
+            usage = "; ".join([f"wrote {out}", *edits, "then"])
+            if hardware.num_nodes == 1:
+                print(f"{usage}: {shell_command('train', out)}")
+            else:
+                print(f"{usage}:", *_start_on_nodes(hardware, out), sep="\n")
+        return
+    text, result = show.answer_request(request, max_context, steps, as_json)
+    print(text, file=sys.stderr if as_yaml else sys.stdout)
+    if result.fits and not as_json:
+        repeated |= {"--context": result.work.context} if max_context else {}
+        print("", *_list_next_commands(request, result, repeated, steps), sep="\n")
+    raise typer.Exit(ExitCode.DONE if result.fits else ExitCode.OUT_OF_MEMORY)
+
+
+def _list_next_commands(
+    request: "PlanRequest", plan: "Plan", options: dict[str, Any], steps: int | None
+) -> Iterator[str]:
+    """What to run after a printed plan. `options`: those that plan and rehearse share."""
+    lists = {option: value if isinstance(value, list) else [value] for option, value in options.items()}
+    pairs = [(option, value) for option, values in lists.items() for value in values if value is not None]
+    words = [shlex.quote(str(word)) for word in (request.model, *chain(*pairs))]
+    if plan.work.spans:
+        yield "Next: pack prompts and their branches with ithaka.pack_prefixes (docs/hugging-face.md)"
+        return
+    if request.is_video:
+        yield "Next, in your training loop (docs/video.md):"
+        yield f"  transformer = ithaka.parallelize(transformer, context={plan.work.context})"
     else:
-        text, fits = show.answer_request(request, max_context, steps, as_json)
-        print(text, file=sys.stderr if as_yaml else sys.stdout)
-        raise typer.Exit(ExitCode.DONE if fits else ExitCode.OUT_OF_MEMORY)
+        yield "Next: write a configuration, set data.path in it, and train"
+        yield _fold("ithaka", "plan", *words, *(["--steps", str(steps)] if steps else []), "--out", str(NEXT_FILE))
+        several = plan.hardware.num_nodes > 1
+        yield from _start_on_nodes(plan.hardware, NEXT_FILE) if several else [_fold("ithaka", "train", str(NEXT_FILE))]
+    if plan.hardware.num_gpus > 1:
+        yield "To check this plan on one of these GPUs first:"
+        yield _fold("ithaka", "rehearse", *words)
+
+
+def _start_on_nodes(hardware: "Hardware", file: Path) -> Iterator[str]:
+    """The commands of docs/several-nodes.md, for a configuration."""
+    nodes, per_node, name = f"{hardware.num_nodes}", f"{hardware.gpus_per_node}", shlex.quote(file.stem)
+    torchrun = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} --rdzv-backend c10d --rdzv-endpoint".split()
+    train = ["--numa-binding", "node", "-m", "ithaka", "train", shlex.quote(str(file))]
+    yield "With torchrun, on every node, with the name of one of them as HEAD:"
+    yield _fold(*torchrun, "HEAD:29500", "--rdzv-id", name, *train)
+    yield f"With Slurm (sbatch --nodes={nodes} --ntasks-per-node=1 --gpus-per-node={per_node} --mem=0 --exclusive):"
+    yield """  HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"""
+    resumes = ["--run-dir", f"runs/{name}", "--resume", "auto"]
+    yield _fold("srun", *torchrun, '"$HEAD:29500"', "--rdzv-id", '"$SLURM_JOB_ID"', *train, *resumes)
+
+
+def _fold(*words: str) -> str:
+    """An indented command of words that are quoted for a shell. Lines break before options."""
+    text = re.sub(" (?!-)", "\0", " ".join(map(unbroken, words)))
+    return "\n".join(wrap(text, "  ", "      ", end=" \\"))
 
 
 def rehearse(

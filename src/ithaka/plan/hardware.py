@@ -218,9 +218,18 @@ def find_gpu(name: str) -> Gpu:
     """The GPU with this name, or whose name starts with it if there is only one: H200, RTX4090."""
     prefix = _plain(name)
     matches = [key for key in GPUS if key.upper() == prefix or key.upper().startswith(prefix + "-")]
-    if len(matches) != 1:
-        problem, choices = "is ambiguous" if matches else "is not a known GPU", " or ".join(matches or GPUS)
-        raise ConfigError(f"--gpus {name} {problem}; use {choices}, or describe it in a --gpu-file")
+    if len(matches) > 1:
+        raise ConfigError(f"--gpus {name} is ambiguous; use {' or '.join(matches)}")
+    if not matches:
+        models = {key: key.partition("-")[0] for key in GPUS}
+        similar = [key for key, model in models.items() if model in prefix.replace("-", "")]
+        similar = similar or [key for key, model in models.items() if prefix.partition("-")[0] in model]
+        based_on = "RTX4090" if re.search(r"\d{4}", prefix) else "A100-40GB"
+        file = f'a --gpu-file such as {{"based_on": "{based_on}", "memory_bytes": 24e9}}'
+        fix = f"use {' or '.join(GPUS)}, or describe it in {file}"
+        if similar:
+            fix = f"did you mean {' or '.join(similar)}? If not, describe it in {file}"
+        raise ConfigError(f"--gpus {name} is not a known GPU; {fix}")
     return GPUS[matches[0]]
 
 
@@ -250,7 +259,7 @@ def parse_gpus(text: str, gpu: Gpu | None = None) -> Hardware:
     named = text.strip() if gpu is None else f"{text.strip()}x{gpu.name}"
     if gpu is not None and not re.fullmatch(r"(\d+x)?\d+", text.strip()):
         raise ConfigError(f"--gpus {text} names a GPU, but --gpu-file describes one; use for example --gpus 8")
-    match = re.fullmatch(r"(?:([1-9]\d*)x)??(?:([1-9]\d*)x)?([A-Za-z].*)", named)
+    match = re.fullmatch(r"(?:([1-9]\d*)x)??(?:([1-9]\d*)x)?([A-Za-z].*|\d0[5-9]0(?!\d).*)", named)  # H100, 4090
     if not match:
         raise ConfigError(f"--gpus {text} is not [nodes x] GPUs x name; use for example 8xH100-80GB or 2x8xH100-80GB")
     num_nodes, per_node = int(match[1] or 1), int(match[2] or 1)

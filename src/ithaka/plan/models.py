@@ -14,6 +14,7 @@ from ithaka.plan.read_config import FAMILIES, built_in_decoders, read_json, shap
 from ithaka.plan.shape import ModelShape
 
 HUB_TIMEOUT_S = 5.0
+SAME_SIZE = 1.3  # ratio of sizes up to which a name may be a mistake for another: llama3-7b
 
 # From the public config.json: family, layers, hidden size, query heads, kv heads, MLP size, vocabulary, positions,
 # RoPE theta; then optionally tied embeddings, an explicit head dim (K64), Llama 3.1's RoPE with its factor (x8).
@@ -107,11 +108,31 @@ def _plain(name: str) -> str:
 
 
 def _suggestion(model: str) -> str:
-    spellings = {_plain(name): name for name in MODELS}
-    close = difflib.get_close_matches(_plain(model).rpartition("/")[2], spellings, n=2, cutoff=0.7)
-    if close:
-        return f"did you mean {' or '.join(spellings[name] for name in close)}?"
-    return "use a directory with a config.json, a Hugging Face hub id, or a name such as llama3.1-8b"
+    """Names of the same family and nearly the same size; of other models, the nearest name is only an example."""
+    family, size = _split_size(model)
+    families = {name: _split_size(name) for name in MODELS}
+    # Another number is another family: Qwen3.5 is not a typo of Qwen3.
+    names = {other for other, _ in families.values() if re.sub(r"\D", "", other) == re.sub(r"\D", "", family)}
+    closest = difflib.get_close_matches(family, names, n=1, cutoff=0.7)
+    ratios = {
+        name: max(size, billions) / min(size, billions) if size and billions else 1.0
+        for name, (other, billions) in families.items()
+        if other in closest
+    }
+    nearest = sorted(ratios, key=lambda name: ratios[name])
+    if alike := [name for name in nearest if ratios[name] <= SAME_SIZE][:2]:
+        return f"did you mean {' or '.join(alike)}?"
+    example = f"a name such as {nearest[0] if nearest else 'llama3.1-8b'}"
+    return f"use a directory with its config.json, its Hugging Face hub id (ORG/NAME), or {example}"
+
+
+def _split_size(model: str) -> tuple[str, float]:
+    """(family, billions of parameters or 0): Qwen/Qwen3.5-27B is qwen3.5 with 27."""
+    name = re.sub("[_ ]", "-", model.lower()).rpartition("/")[2]
+    match = re.search(r"-(\d+(?:\.\d+)?)([bm])\b", name) or re.search(r"(?<=\d)-(\d+)()$", name)
+    if match is None:
+        return _plain(name), 0.0
+    return _plain(name[: match.start()]), float(match[1]) * (0.001 if match[2] == "m" else 1.0)
 
 
 def _fetch_config(model: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Requests to the planner: a model, a machine and settings, checked before any search."""
+"""Requests to the planner: a model, a machine and settings, checked before any search; a plan as a configuration."""
 
 from __future__ import annotations
 
@@ -9,19 +9,41 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from ithaka.config import Config, ConfigError, explicit_settings, format_value, load_config, parse_count
+import yaml
+
+from ithaka.config import (
+    SECTIONS,
+    Config,
+    ConfigError,
+    explicit_settings,
+    format_value,
+    load_config,
+    parse_count,
+    to_dict,
+)
 from ithaka.layout import SETTINGS, format_choices
 from ithaka.plan.hardware import H200_ATTENTION, Hardware
-from ithaka.plan.models import find_config
+from ithaka.plan.models import find_config, hub_id
 from ithaka.plan.read_config import FAMILIES, Family, shape_from_config, yarn_factor
 from ithaka.plan.search import Plan, SearchSpace, forward_plan, make_search_space, shape_to_train, work_from_config
 from ithaka.plan.shape import Work
+from ithaka.plan.units import format_tokens
 
 # Settings that have an option of `ithaka plan`.
 OPTIONS = {"model.path": "the argument MODEL", "data.context": "--context", "train.batch": "--batch",
            "train.steps": "--steps"}  # fmt: skip
 ADAPTER_SETTINGS = {
     f"adapter.{name}" for name in ("rank", "dropout", "targets", "modules_to_save", "base", "unquantized")
+}
+# Lines of a planned configuration for the user to fill in: an example, and a comment.
+TO_FILL_IN = {
+    "data.path": ("books.jsonl", "your documents; default: Python's standard library"),
+    "optim.lr": ("1.0e-5", "peak learning rate; default: 3.0e-4"),
+    "optim.warmup_steps": ("20", "default: none"),
+    "train.epochs": ("1", "or steps: 500; default: 1000 steps"),
+    "train.validate_every": ("50", "steps; default: 100"),
+    "train.keep_best": ("true", "keep the checkpoint with the lowest validation loss"),
+    "train.run_dir": ("runs/long", "default: runs/<date>-<time>"),
 }
 
 VIDEO_REFUSES = {  # settings without effect on video transformers
@@ -103,6 +125,43 @@ class PlanRequest:
         if self.explicit:
             raise ConfigError(f"{sorted(self.explicit)[0]} does not affect an evaluation; leave it out with --evaluate")
         return forward_plan(self.space.shape, self.space.hardware, self.work)
+
+    def config_lines(self, plan: Plan, steps: int | None = None) -> list[str]:
+        """The lines of a configuration for `ithaka train`: the plan, the user's settings, and lines to uncomment."""
+        local = Path(self.model).expanduser()
+        weights = None if local.exists() else hub_id(self.model)
+        config = to_dict(self.config)
+        chosen: dict[str, Any] = {"model.path": weights or self.model, "data.context": plan.work.context}
+        if plan.shape.encoder and self.config.loss.type != "dpo" and "data.images" not in self.explicit:
+            chosen |= {"data.images": "read", "data.long_documents": "drop"}  # an image cannot be cut
+        for name in sorted(self.explicit):
+            section, key = name.split(".")
+            chosen[name] = config[section][key]
+        chosen |= plan.settings | {"train.batch": plan.work.batch, **({"train.steps": steps} if steps else {})}
+        lines = []
+        if weights:
+            lines.append(f"# Weights: hf download {weights} --local-dir {weights}")
+        elif local.is_dir() and not any(local.glob("*.safetensors")):
+            lines.append(f"# {self.model} has no *.safetensors; use {local / 'config.json'} for random weights.")
+        lines.append("# Uncomment and edit lines in place: a section may appear only once.")
+        hints = {name: hint for name, hint in TO_FILL_IN.items() if name not in chosen}
+        if "train.steps" in chosen:
+            hints.pop("train.epochs", None)
+        if rope := self.missing_rope(plan.work.context):
+            required = f"required: the model has {format_tokens(self.positions)} positions; see docs/extend.md"
+            hints["model.rope"] = format_value(rope), required
+        for section in SECTIONS:
+            prefix = f"{section}."
+            values = {name.removeprefix(prefix): value for name, value in chosen.items() if name.startswith(prefix)}
+            comments = [
+                f"{f'  # {name.removeprefix(prefix)}: {example}':<36}# {comment}"
+                for name, (example, comment) in hints.items()
+                if name.startswith(prefix)
+            ]
+            if values or comments:
+                text = yaml.safe_dump({section: values}, sort_keys=False) if values else f"{section}:"
+                lines += [text.rstrip(), *comments]
+        return lines
 
 
 def make_request(

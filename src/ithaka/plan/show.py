@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import json
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import yaml
-
-from ithaka.config import SECTIONS, format_value, to_dict
-from ithaka.layout import EVERYTHING, SETTINGS, format_choices
+from ithaka.config import format_value
+from ithaka.layout import EVERYTHING, SETTINGS
 from ithaka.plan.bytes import HOST_PROCESS_BYTES, HOST_RESERVE_SHARE, RESERVE_BYTES, RESERVE_SHARE
 from ithaka.plan.hardware import DISK_BYTES_S, FA4_PACKAGE, GIB, KERNEL_NAMES, join_kernels
 from ithaka.plan.layer_bytes import LayerBytes
-from ithaka.plan.models import hub_id
 from ithaka.plan.read_config import unscaled_positions
 from ithaka.plan.request import PlanRequest
 from ithaka.plan.search import Plan, SearchSpace
 from ithaka.plan.shape import Work, span_pairs
-from ithaka.plan.units import format_bytes, format_count, format_duration, format_rate, format_tokens
+from ithaka.plan.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_rate,
+    format_tokens,
+    unbroken,
+    wrap,
+    wrap_columns,
+    wrap_list,
+)
 
-LINE_WIDTH = 118
-# Lines of a planned configuration for the user to fill in: an example, and a comment.
-TO_FILL_IN = {
-    "data.path": ("books.jsonl", "your documents; default: Python's standard library"),
-    "optim.lr": ("1.0e-5", "peak learning rate; default: 3.0e-4"),
-    "optim.warmup_steps": ("20", "default: none"),
-    "train.epochs": ("1", "or steps: 500; default: 1000 steps"),
-    "train.validate_every": ("50", "steps; default: 100"),
-    "train.keep_best": ("true", "keep the checkpoint with the lowest validation loss"),
-    "train.run_dir": ("runs/long", "default: runs/<date>-<time>"),
-}
+# Nodes have a few percent less free memory than their nominal size, and `ithaka train` plans with what is free.
+TIGHT_SHARE = 0.95
 COLUMNS = ("  cp", "heads/stage", "inputs", "attention kept", "optimizer", "tok/s/GPU", "GPU GiB", "host GiB")
 # Levels of kept activations, each on top of the one before: what layers keep, and what backward recomputes otherwise.
 LEVELS = {
@@ -42,33 +38,34 @@ LEVELS = {
     "keep_everything": ("everything", "the MLP activations"),
 }
 PLACES = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
-# Tier -> its name, and an option that provides it.
-TIER_NAMES = {"GPU": ("GPU memory", ""), "host": ("host memory", "--host-memory 2TB"), "disk": ("disk", "--disk 10TB")}
+# Tier -> its name, and what its capacity is counted for.
+TIER_NAMES = {"GPU": ("GPU memory", "GPU"), "host": ("host memory", "node"), "disk": ("disk space", "node")}
 
 
 # ---- commands
 
 
-def answer_request(request: PlanRequest, max_context: bool, steps: int | None, as_json: bool) -> tuple[str, bool]:
-    """(output, whether the plan fits). `max_context`: plan for the longest context that fits."""
+def answer_request(request: PlanRequest, max_context: bool, steps: int | None, as_json: bool) -> tuple[str, Plan]:
+    """(output, plan). `max_context`: plan for the longest context that fits."""
     space, batch = request.space, request.work.batch
     context, limited_by = space.longest_context_and_limit(batch) if max_context else (0, "")
     plan = request.plan(context)
-    rope = request.missing_rope(plan.work.length)
+    rope, warnings = request.missing_rope(plan.work.length), [*_warn_of_slow_attention(plan), *_warn_of_tight(plan)]
     if as_json:
         values = as_dict(plan, request.model, steps) | ({"max_context": context} if max_context else {})
         values |= {"missing_rope": rope} if rope else {}
         if not limited_by:
             limited_by = plan.limited_by if plan.fits else space.longest_context_and_limit(batch)[1]
-        return json.dumps(values | {"limited_by": limited_by}, indent=2), plan.fits
+        return json.dumps(values | {"limited_by": limited_by, "warnings": warnings}, indent=2), plan
     unscaled = unscaled_positions(request.positions, request.rope)
     scaled = f" ({format_tokens(unscaled)} before scaling)" if unscaled != request.positions else ""
     needs = f"{request.model} has {format_tokens(request.positions)} positions{scaled}; training needs model.rope="
-    text = as_text(plan, request.model, steps, f"{needs}{format_value(rope)}" if rope else "")
+    notes = [f"{needs}{unbroken(format_value(rope))}"] if rope else []
+    text = as_text(plan, request.model, steps, [*_warn_of_tight(plan), *notes])
     if max_context and context:
         headline = f"Longest context of {request.model} on {plan.hardware.name}: {format_tokens(context)} tokens"
         text = f"{headline} ({context}), limited by {limited_by}.\n\n{text}"
-    return text, plan.fits
+    return text, plan
 
 
 # ---- JSON and YAML
@@ -110,66 +107,39 @@ def as_dict(plan: Plan, model: str, steps: int | None = None) -> dict[str, Any]:
 
 
 def as_yaml(request: PlanRequest, plan: Plan, steps: int | None = None) -> str:
-    """A complete configuration for `ithaka train`: the plan, the user's settings, and lines to uncomment."""
-    local = Path(request.model).expanduser()
-    weights = None if local.exists() else hub_id(request.model)
-    config = to_dict(request.config)
-    chosen: dict[str, Any] = {"model.path": weights or request.model, "data.context": plan.work.context}
-    for name in sorted(request.explicit):
-        section, key = name.split(".")
-        chosen[name] = config[section][key]
-    chosen |= plan.settings | {"train.batch": plan.work.batch, **({"train.steps": steps} if steps else {})}
-    lines = [f"# {_format_headline(plan, request.model)}"]
-    if weights:
-        lines.append(f"# Weights: hf download {weights} --local-dir {weights}")
-    elif local.is_dir() and not any(local.glob("*.safetensors")):
-        lines.append(f"# {request.model} has no *.safetensors; use {local / 'config.json'} for random weights.")
-    lines.append("# Uncomment and edit lines in place: a section may appear only once.")
-    hints = {name: hint for name, hint in TO_FILL_IN.items() if name not in chosen}
-    if "train.steps" in chosen:
-        hints.pop("train.epochs", None)
-    if rope := request.missing_rope(plan.work.context):
-        required = f"required: the model has {format_tokens(request.positions)} positions; see docs/extend.md"
-        hints["model.rope"] = format_value(rope), required
-    for section in SECTIONS:
-        prefix = f"{section}."
-        values = {name.removeprefix(prefix): value for name, value in chosen.items() if name.startswith(prefix)}
-        comments = [
-            f"{f'  # {name.removeprefix(prefix)}: {example}':<36}# {comment}"
-            for name, (example, comment) in hints.items()
-            if name.startswith(prefix)
-        ]
-        if values or comments:
-            text = yaml.safe_dump({section: values}, sort_keys=False) if values else f"{section}:"
-            lines += [text.rstrip(), *comments]
-    return "\n".join(lines) + "\n"
+    """A complete configuration for `ithaka train`."""
+    headline = wrap(_format_headline(plan, request.model), "# ", "#   ")
+    return "\n".join([*headline, *request.config_lines(plan, steps)]) + "\n"
 
 
 # ---- text
 
 
-def as_text(plan: Plan, model: str, steps: int | None = None, note: str = "") -> str:
-    """Whether it fits, a note, settings and reasons, memory, time, other plans, assumptions."""
-    lines = [_format_headline(plan, model), *[note] * bool(note)]
+def as_text(plan: Plan, model: str, steps: int | None = None, notes: Sequence[str] = ()) -> str:
+    """Whether it fits, notes, settings and reasons, memory, time, other plans, assumptions."""
+    texts = [_format_headline(plan, model), *_warn_of_slow_attention(plan)]
     if not plan.fits:
-        lines.append(_format_fixes(plan))
-    elif steps:
+        texts += [*_format_shortage(plan), *_format_fixes(plan)]
+    texts += notes
+    if plan.fits and steps:
         count = steps * plan.tokens_per_step
-        lines.append(f"{steps} steps: {format_duration(steps * plan.step_s)}, {count / 1e9:.4g} billion tokens")
+        texts.append(f"{steps} steps: {format_duration(steps * plan.step_s)}, {count / 1e9:.4g} billion tokens")
     if plan.shape.adapter:
-        lines.append(_format_adapter(plan))
+        texts.append(_format_adapter(plan))
     if plan.work.reference:
         kind = "a frozen copy" if plan.shape.reference else "the model without its adapter"
         forward_s = plan.step_s - replace(plan, work=replace(plan.work, reference=False)).step_s
-        lines.append(f"reference: {kind}; its forward pass takes {format_duration(forward_s)} per step")
+        texts.append(f"reference: {kind}; its forward pass takes {format_duration(forward_s)} per step")
     if plan.shape.num_active < plan.shape.num_parameters:
-        lines += _format_experts(plan)
+        texts += _format_experts(plan)
+    lines = [line for text in texts for line in wrap(text, rest="  ")]
     settings = {name: format_value(value) for name, value in plan.settings.items()}
     width = max(6, *map(len, settings.values()))
-    rows = [f"  {name:<24}  {settings[name]:>{width}}   {reason}" for name, reason in _explain_settings(plan).items()]
+    rows = {f"  {name:<24}  {settings[name]:>{width}}   ": reason for name, reason in _explain_settings(plan).items()}
     others = _format_others(plan) if plan.others else ()
-    assumptions = [f"  {name:<11}  {text}" for name, text in list_assumptions(plan).items()]
-    return "\n".join([*lines, "", *rows, "", *_format_costs(plan), *others, "", "Assumptions", *assumptions])
+    assumptions = {f"  {name:<11}  ": text for name, text in list_assumptions(plan).items()}
+    lines += ["", *wrap_columns(rows), "", *_format_costs(plan), *others, "", "Assumptions"]
+    return "\n".join([*lines, *wrap_columns(assumptions)])
 
 
 def _format_headline(plan: Plan, model: str) -> str:
@@ -177,17 +147,42 @@ def _format_headline(plan: Plan, model: str) -> str:
     subject = (
         f"{model}, {batch}{format_tokens(plan.work.context)} tokens{_format_forest(plan.work)}, {plan.hardware.name}"
     )
-    if plan.fits:
-        speed = f"{format_rate(plan.tokens_per_s_per_gpu)} tok/s per GPU, {format_duration(plan.step_s)} per step"
-        return f"{subject}: fits, {speed} (mostly {plan.limited_by})"
-    shortages = []
+    if not plan.fits:
+        return f"{subject}: does not fit"
+    speed = f"{format_rate(plan.tokens_per_s_per_gpu)} tok/s per GPU, {format_duration(plan.step_s)} per step"
+    return f"{subject}: fits, {speed} (mostly {plan.limited_by})"
+
+
+def _format_shortage(plan: Plan) -> Iterator[str]:
+    yield "The closest plan, shown below, lacks:"
     for tier, (need, have) in plan.ledger.tiers.items():
-        name, option = TIER_NAMES[tier]
-        if need > have > 0:
-            shortages.append(f"{need / have:.2f} times the available {name}")
-        elif need > have:
-            shortages.append(f"{format_bytes(need)} of {name}, but there is none ({option})")
-    return f"{subject}: does not fit. The closest plan needs {' and '.join(shortages)}."
+        if need > have:
+            name, owner = TIER_NAMES[tier]
+            sizes = f"each {owner} needs {need / GIB:.1f} GiB and has {have / GIB:.1f} GiB"
+            yield f"  {(need - have) / GIB:.1f} GiB of {name}: {sizes}"
+
+
+def _warn_of_tight(plan: Plan) -> Iterator[str]:
+    """Host memory or disk that is nearly all planned. The search fills GPU memory on purpose."""
+    ledger = plan.ledger
+    needs = {"host": (ledger.host_needed, "--host-memory"), "disk": (ledger.disk_peak, "--disk")}
+    for tier, (need, option) in needs.items():
+        have = ledger.tiers[tier][1]
+        if plan.fits and need > TIGHT_SHARE * have:
+            name, sizes = TIER_NAMES[tier][0].capitalize(), f"{need / GIB:.1f} of {have / GIB:.1f} GiB per node"
+            yield f"{name} is tight: {sizes}. Nodes often have less free; set {option} to what yours have."
+
+
+def _warn_of_slow_attention(plan: Plan) -> Iterator[str]:
+    """Layers whose attention no fast kernel computes, and their part of the step."""
+    shape, kernels = plan.shape, plan.kernels
+    is_slow = {window: kernels[kind] == "reference" for window, kind in shape.kind_by_window.items()}
+    windows = tuple(window for window in shape.windows if is_slow.get(window))
+    if windows:
+        only_slow = replace(plan, shape=replace(shape, windows=windows))
+        share = only_slow.flop_seconds.attention / plan.flop_seconds.attention * plan.seconds.attention / plan.step_s
+        layers = f"{len(windows)} of {shape.num_layers} layers ({_format_slow_kinds(plan)})"
+        yield f"Slow attention: {layers} run {KERNEL_NAMES['reference']}, which takes {share:.0%} of the step"
 
 
 def _format_forest(work: Work) -> str:
@@ -283,13 +278,14 @@ def _find_fixes(plan: Plan) -> dict[str, str]:
     return options | ({"without": "--set"} if fits_without else {})
 
 
-def _format_fixes(plan: Plan) -> str:
-    options = _find_fixes(plan)
-    without = [f"without {options.pop('without')}"] if "without" in options else []
-    added = [f"with {format_choices(f'{option} {value}' for option, value in options.items())}"] if options else []
-    if added or without:
-        return f"It fits {format_choices(added + without)}."
-    return "Neither a shorter context nor more of these GPUs is enough; use GPUs with more memory."
+def _format_fixes(plan: Plan) -> list[str]:
+    options, hardware = _find_fixes(plan), plan.hardware
+    if not options:
+        return ["Neither a shorter context nor more of these GPUs is enough; use GPUs with more memory."]
+    sizes = {"--host-memory": hardware.host_bytes, "--disk": hardware.disk_bytes}
+    now = {option: f" per node (now {f'{size / 1e9:.0f}GB' if size else 'none'})" for option, size in sizes.items()}
+    fixes = [f"  {option} {value}{now.get(option, '')}" for option, value in options.items()]
+    return ["Any one of these makes it fit, with other settings than those below:", *fixes]
 
 
 def _explain_settings(plan: Plan) -> dict[str, str]:
@@ -379,14 +375,15 @@ def _format_costs(plan: Plan) -> Iterator[str]:
     for title, (holders, have) in tiers.items():
         if need := sum(holders.values()):
             yield f"{title}: {need / GIB:.1f} of {have / GIB:.1f} GiB"
-            yield from _wrap(f"{name} {held / GIB:.1f}" for name, held in holders.items() if held >= GIB / 20)
+            yield from wrap_list(f"{name} {held / GIB:.1f}" for name, held in holders.items() if held >= GIB / 20)
     yield f"Time per step: {format_duration(plan.step_s)}"
-    yield from _wrap(f"{name} {format_duration(s)} ({s / plan.step_s:.1%})" for name, s in vars(plan.seconds).items())
+    parts = vars(plan.seconds).items()
+    yield from wrap_list(f"{name} {format_duration(s)} ({s / plan.step_s:.1%})" for name, s in parts)
 
 
 def _format_others(plan: Plan) -> Iterator[str]:
     """A table of the plan and the best of other kinds, fastest first; an arrow marks the plan."""
-    yield f"\nThis plan (>) and others, fastest first. It is {_explain_choice(plan)}."
+    yield from ("", *wrap(f"This plan (>) and others, fastest first. It is {_explain_choice(plan)}."))
     yield f"  {'  '.join(COLUMNS)}"
     for other in sorted((plan, *plan.others), key=lambda other: -other.tokens_per_s_per_gpu):
         layout, ledger = other.layout, other.ledger
@@ -413,12 +410,6 @@ def _explain_choice(plan: Plan) -> str:
     disk, host = (getattr(fastest.ledger, name) - getattr(plan.ledger, name) for name in ("disk_peak", "host_needed"))
     saved = f"{format_bytes(disk)} less disk" if disk else f"{format_bytes(host)} less host memory"
     return f"{slower:.1%} slower than the fastest that fits, with {saved} per node"
-
-
-def _wrap(parts: Iterator[str]) -> list[str]:
-    text = ", ".join(part.replace(" ", "\0") for part in parts)  # do not break between a name and its figure
-    lines = textwrap.wrap(text, LINE_WIDTH, initial_indent="  ", subsequent_indent="  ")
-    return [line.replace("\0", " ") for line in lines]
 
 
 def list_assumptions(plan: Plan) -> dict[str, str]:
@@ -458,10 +449,8 @@ def _explain_kernel(plan: Plan) -> str:
     """The attention kernel, and the speed with the alternative if FlashAttention 4 runs on this GPU."""
     gpu = plan.hardware.gpu
     name, other = KERNEL_NAMES.get(gpu.kernel, gpu.kernel), "cudnn" if gpu.kernel == "fa4" else "fa4"
-    if slow := [kind for kind, kernel in plan.kernels.items() if kernel == "reference"]:
-        softcaps = {kind: f" and softcap {kind.softcap:g}" if kind.softcap else "" for kind in slow}
-        kinds = ", ".join(dict.fromkeys(f"head dim {kind.head_dim}{softcaps[kind]}" for kind in slow))
-        name = f"{name}; " * (len(slow) < len(plan.kernels))
+    if kinds := _format_slow_kinds(plan):
+        name = f"{name}; " * (set(plan.kernels.values()) != {"reference"})
         return f"{name}{KERNEL_NAMES['reference']} for {kinds}, tens of times slower: no other kernel computes it"
     if "fa4" not in gpu.kernels:
         return name
@@ -470,3 +459,9 @@ def _explain_kernel(plan: Plan) -> str:
     if other == "fa4":
         return f"{name}; with FlashAttention 4 ({FA4_PACKAGE}): {speed}"
     return f"{name} ({FA4_PACKAGE}); with {KERNEL_NAMES[other]}: {speed}"
+
+
+def _format_slow_kinds(plan: Plan) -> str:
+    slow = [kind for kind, kernel in plan.kernels.items() if kernel == "reference"]
+    softcaps = {kind: f" and softcap {kind.softcap:g}" if kind.softcap else "" for kind in slow}
+    return ", ".join(dict.fromkeys(f"head dim {kind.head_dim}{softcaps[kind]}" for kind in slow))

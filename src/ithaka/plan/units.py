@@ -1,7 +1,10 @@
-"""Counts, tokens, rates, bytes, durations and JSON as text."""
+"""Counts, tokens, rates, bytes, durations and JSON as text; lines that fit a terminal."""
 
 import json
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+LINE_WIDTH = 100
 
 
 def format_count(value: float) -> str:
@@ -43,3 +46,37 @@ def format_json(values: Any, **options: Any) -> str:
         return json.dumps(values, allow_nan=False, **options)
     except ValueError:
         return json.dumps(json.loads(json.dumps(values), parse_constant=lambda _: None), **options)
+
+
+# ---- lines
+
+
+def unbroken(text: str) -> str:
+    """`text` without line breaks in `wrap`."""
+    return text.replace(" ", "\0")
+
+
+def wrap(text: str, first: str = "", rest: str = "", end: str = "") -> list[str]:
+    """Lines of at most LINE_WIDTH, broken after a colon, or else a comma, where there is one. `first`, `rest`: indents.
+    `end`: of each line but the last."""
+    lines, indent = [], first
+    while (room := LINE_WIDTH - len(indent)) < len(text):
+        breaks = [i for i in range(1, room - len(end) + 1) if text[i] == " "]
+        if not breaks:
+            break
+        after = {marks: [i for i in breaks if text[i - 1] in marks and i > room / 3] for marks in (";:.", ",")}
+        at = max(after[";:."] or after[","] or breaks)
+        lines.append(f"{indent}{text[:at]}{end}")
+        text, indent = text[at + 1 :], rest
+    return [line.replace("\0", " ") for line in (*lines, indent + text)]
+
+
+def wrap_list(parts: Iterable[str]) -> list[str]:
+    """Indented lines of names and figures; no line ends between a name and its figure."""
+    return wrap(", ".join(map(unbroken, parts)), "  ", "  ")
+
+
+def wrap_columns(rows: Mapping[str, str]) -> Iterator[str]:
+    """A title and a text that continues below itself, for each row."""
+    for title, text in rows.items():
+        yield from wrap(text, title, " " * len(title))

@@ -40,6 +40,7 @@ from ithaka.profile.timeline import DeviceTimeline
 BEAT_S = 5.0
 MAX_SILENCE_S = 40.0  # a rank without a beat for longer is dead or frozen
 MIN_STEP_LIMIT_S = 45.0  # lower bound of the limits inside a step
+LONG_LIMIT_S = 3600.0  # a run shows its limits at the start if one is longer
 STALE_BEAT_S = 10.0  # older beats are reported with their age
 MAX_STORE_FAILURES = 3  # consecutive failed requests after which the store is lost
 OWN_ERROR_WAIT_S = 2.0  # time for this rank to raise its own error before it blames another
@@ -117,12 +118,13 @@ class Limits:
     def longest(self) -> float:
         return max(self.start, self.step, self.save, self.update, self.validation)
 
-    @property
-    def summary(self) -> str:
-        """Describe the limits before the first step."""
+    def describe(self) -> dict[str, str]:
+        """Describe the limits before the first step if a hung run would be noticed late."""
+        if self.longest <= LONG_LIMIT_S:
+            return {}
         min_step_s = max(MIN_STEP_LIMIT_S, self.planned)
         steps = f"steps {LIMIT_FACTOR}x the longest measured pause, at least {min_step_s:.0f} s"
-        return f"start {self.start:.0f} s, save {self.save:.0f} s without progress; {steps}"
+        return {"timeouts": f"start {self.start:.0f} s, save {self.save:.0f} s without progress; {steps}"}
 
 
 def _planned_layer_seconds(run: Run, hardware: Hardware) -> list[tuple[float, float]]:

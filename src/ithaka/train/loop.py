@@ -116,7 +116,7 @@ def _run_steps(
     stop_signal, trainer.console, shutdown.saver = 0, console, trainer.saver
     final_status: FinalStatus = "failed"
     try:
-        console.table("ithaka", describe_run(trainer) | {"timeouts": heartbeat.limits.summary})
+        console.table("ithaka", describe_run(trainer) | heartbeat.limits.describe())
         watch = Watch(trainer, heartbeat, only_profile)
         note_startup("run directory and trackers")
         if trainer.step == 0 and settings.validate_every:

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from ithaka.checkpoint.files import step_name, write_atomic
-from ithaka.config import shell_command
+from ithaka.config import TrainConfig, shell_command
 from ithaka.data.batch import Batch
 from ithaka.exits import ExitCode, exit_code_for
 from ithaka.layer.fourbit import packed_weights
@@ -269,7 +269,7 @@ def describe_run(trainer: Trainer) -> dict[str, str]:
         "context": f"{config.data.context} tokens, {tokens} per step, {config.train.steps - config.start} steps",
         "attention": f"kernel {trainer.kernel}{_describe_planned_kernel(trainer)}",
         "run": f"{trainer.run.run_dir}{f', resumed after step {trainer.step}' if trainer.step else ''}",
-        "saving": _describe_saving(trainer),
+        **_describe_saving(trainer),
     }
     if trainer.dpo is not None:
         frozen = "a frozen copy of the initial weights" if config.adapter is None else "the model without its adapter"
@@ -282,7 +282,8 @@ def describe_run(trainer: Trainer) -> dict[str, str]:
         values |= {name: f"({len(value)})" for name, value in values.items() if isinstance(value, list)}
         shown = ", ".join(f"{name} {value}" for name, value in values.items())
         summary["rope"] = f"{shown}, for {text.max_position_embeddings} positions"
-    return summary | trainer.data_summary | dict(trainer.run.changed)
+    data = {topic: text for topic, text in trainer.data_summary.items() if topic != "first tokens"}
+    return summary | data | dict(trainer.run.changed)
 
 
 def _describe_planned_kernel(trainer: Trainer) -> str:
@@ -291,14 +292,18 @@ def _describe_planned_kernel(trainer: Trainer) -> str:
     return f", planned with {expected}" if expected not in ("", trainer.kernel) else ""
 
 
-def _describe_saving(trainer: Trainer) -> str:
-    settings, room = trainer.config.train, format_bytes(trainer.run.saved_bytes)
+def _describe_saving(trainer: Trainer) -> dict[str, str]:
+    """When and how the run saves, unless by default and in the background."""
+    settings, default, room = trainer.config.train, TrainConfig(), format_bytes(trainer.run.saved_bytes)
+    is_default = (settings.save_minutes, settings.save_every) == (default.save_minutes, default.save_every)
+    if is_default and trainer.saver.background:
+        return {}
     every = [f"{settings.save_minutes:g} minutes"] * (settings.save_minutes > 0)
     every += [f"{settings.save_every} steps"] * (settings.save_every > 0)
     how = f"in the background, from {room} of host memory per node"
     if not trainer.saver.background:
         how = f"in the foreground: {room} of host memory per node are not free for a copy"
-    return f"{'every ' + ' and '.join(every) if every else 'at the end'}, {how}"
+    return {"saving": f"{'every ' + ' and '.join(every) if every else 'at the end'}, {how}"}
 
 
 def summarize_run(trainer: Trainer) -> dict[str, str]:
