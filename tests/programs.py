@@ -16,10 +16,13 @@ from typing import Any
 
 # Imported once, by the process that all others are forks of; it runs nothing else and has no threads.
 PRELOAD = ["ithaka.train.loop", "trl.trainer.sft_trainer", "torch.distributed.launcher.api", "hypothesis", "pytest"]
+PLAIN = "ITHAKA_PLAIN_TESTS"  # the variable that `pytest --plain` sets, see replacements.py
 
 
 def forks() -> Any:
-    """The context of multiprocessing that starts them."""
+    """The context of multiprocessing that starts them; with --plain, new processes that import everything."""
+    if PLAIN in os.environ:
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context

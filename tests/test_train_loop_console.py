@@ -195,7 +195,7 @@ def grace(monkeypatch, tmp_path):
 def test_a_step_that_outlasts_the_grace_is_left(grace):
     grace.handle_signal(signal.SIGTERM, False)
     assert grace.done == ["waits"]
-    wait_for(lambda: len(grace.done) == 2, timeout_s=5)
+    wait_for(lambda: len(grace.done) == 2)
     left = grace.done[1]
     assert (
         left.code == ExitCode.SIGNALED + signal.SIGTERM
@@ -230,10 +230,10 @@ def wait_in_cpp(folder):
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_the_grace_ends_even_while_the_main_thread_is_in_cpp(tmp_path, number):
     program = Program(tmp_path, wait_in_cpp, tmp_path)
-    wait_for(lambda: (tmp_path / "ready").exists() and (tmp_path / "ready").read_text(), program, timeout_s=20)
+    wait_for(lambda: (tmp_path / "ready").exists() and (tmp_path / "ready").read_text(), program)
     assert (tmp_path / "ready").read_text() == str(-signal.SIGTERM), "a forked process has its own signals"
     os.kill(program.pid, number)
-    assert program.wait(10) == ExitCode.SIGNALED + number
+    assert program.wait(60) == ExitCode.SIGNALED + number
     first, last = program.stderr.splitlines()
     assert first.startswith("Stopping after this step") and f"{number.name}: the step and its checkpoint do not" in last
 
