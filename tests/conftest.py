@@ -23,6 +23,36 @@ def pytest_configure(config):
         os.environ[PLAIN] = "1"  # also for the processes that tests start
 
 
+OPTIONAL = {"PIL", "accelerate", "bitsandbytes", "datasets", "diffusers", "hypothesis", "peft", "torchao", "trl"}
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    return Module.from_parent(parent, path=module_path)
+
+
+class Module(pytest.Module):
+    """Skipped if it, or a helper that it imports, needs an optional package that is missing."""
+
+    def _getobj(self):
+        try:
+            return super()._getobj()
+        except Exception as error:
+            if missing := next(filter(None, map(_missing_package, _causes(error))), None):
+                pytest.skip(f"{missing} is not installed; pip install -e '.[dev]'", allow_module_level=True)
+            raise
+
+
+def _causes(error):
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _missing_package(error):
+    package = isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0]
+    return package if package in OPTIONAL else None
+
+
 def pytest_collection_modifyitems(config, items):
     """Tests marked `gpu` need a CUDA device. Others in tests/gpu run on either: on a CPU fewer cases, and small."""
     import torch

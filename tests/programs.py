@@ -78,7 +78,7 @@ class Program:
         """Its exit code, or minus the signal that ended it; None while it runs."""
         return self._process.exitcode
 
-    def wait(self, timeout_s: float) -> int:
+    def wait(self, timeout_s: float = 300) -> int:
         self._process.join(timeout_s)
         code = self.poll()
         assert code is not None, f"not ended in {timeout_s} s: {self.stderr}"

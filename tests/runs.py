@@ -127,7 +127,7 @@ def _child(folder: str) -> None:
     run_child_rank()
 
 
-def wait_for(condition: Callable[[], bool], program: Program | None = None, timeout_s: float = 90) -> None:
+def wait_for(condition: Callable[[], bool], program: Program | None = None, timeout_s: float = 300) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert program is None or program.poll() is None, program.stderr

@@ -177,6 +177,7 @@ def test_the_dockerfile_copies_what_it_installs():
     assert json.loads(dict(steps)["CMD"])[0] in project["project"]["scripts"]
 
 
+@pytest.mark.slow
 def test_the_wheel_installs_and_runs(tmp_path):
     """Into an empty environment; what it depends on comes from this one."""
     pip = [sys.executable, "-m", "pip"]

@@ -147,7 +147,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_with_its_code(tmp_path):
     with pytest.raises(TransientError, match="in use by another run"):
         files.check_not_locked(config.train.run_dir)
     os.kill(program.pid, signal.SIGTERM)
-    assert program.wait(60) == ExitCode.SIGNALED + signal.SIGTERM, program.stderr
+    assert program.wait() == ExitCode.SIGNALED + signal.SIGTERM, program.stderr
     last = metrics(config.train.run_dir)[-1]["step"]
     stopped = next(line for line in program.stdout.splitlines() if f"Stopped after step {last}" in line)
     assert shlex.split(stopped.partition(": ")[2]) == ["ithaka", "train", "--resume", str(config.train.run_dir)]
@@ -233,7 +233,7 @@ def test_the_grace_ends_even_while_the_main_thread_is_in_cpp(tmp_path, number):
     wait_for(lambda: (tmp_path / "ready").exists() and (tmp_path / "ready").read_text(), program)
     assert (tmp_path / "ready").read_text() == str(-signal.SIGTERM), "a forked process has its own signals"
     os.kill(program.pid, number)
-    assert program.wait(60) == ExitCode.SIGNALED + number
+    assert program.wait() == ExitCode.SIGNALED + number
     first, last = program.stderr.splitlines()
     assert first.startswith("Stopping after this step") and f"{number.name}: the step and its checkpoint do not" in last
 
