@@ -377,7 +377,7 @@ def test_the_plan_counts_tokens_and_pairs_of_a_forest():
 @pytest.mark.slow
 def test_memory_is_that_of_as_many_tokens():
     """The ledger of a plan for the packed tokens holds: no buffer grows with the number of branches."""
-    model, _ = parallel(1, tiny_config("llama", vocab_size=61))
+    model, _ = parallel(1, tiny_config("llama", vocab_size=61, max_position_embeddings=2048))
     ids = torch.randint(61, (1, 2048), generator=torch.Generator().manual_seed(1))
     nodes = torch.cat([torch.zeros(1024), 1 + torch.arange(1024) // 64]).long()[None]
     forest = {"document_ids": nodes, "parents": torch.where(nodes == 0, -1, 0)}
