@@ -1,9 +1,10 @@
 # make train    train the embedded default (settings: make train ARGS="--set train.steps=100")
-# make test     everything the continuous integration checks
+# make test     what continuous integration checks on every push; six minutes on two cores
+# make test-all the slow tests too, and a selection without the tests' replacements; an hour
 # make lint     the part of it that takes seconds
 # make docs     the documentation as a site, in build/site
 # make models   examine every causal model type of transformers, and write docs/models.md; minutes
-# make faults   100 runs killed at random moments and resumed, and what torchrun and Slurm start; half an hour
+# make faults   100 runs killed at random moments and resumed; half an hour
 
 PYTHON ?= python3
 VENV   := .venv
@@ -16,8 +17,11 @@ TORCH  := $(if $(GPU),,torch==2.13.0)
 EXTRAS := $(if $(GPU),dev$(shell echo ,)gpu,dev)
 # How many tests run at once. On a GPU, those that take much of its memory run one after the other, as a group.
 TESTS  := $(if $(GPU),-n 5 --dist loadgroup,-n 2 --dist worksteal)
+# Runs with --plain: processes, checkpoints, meshes and measured models, see tests/replacements.py.
+PLAIN  := $(patsubst %,tests/test_%.py,checkpoint_files commands_under_torchrun faults general_routing hugging_face \
+  launch measured_shapes one_rank parallel_model_parity resume_is_bitwise ring_is_exact train_loop_step_is_exact)
 
-.PHONY: docs train test lint models faults clean
+.PHONY: docs train test test-all lint models faults clean
 
 train: $(STAMP)
 	$(BIN)/ithaka train $(ARGS)
@@ -25,6 +29,10 @@ train: $(STAMP)
 # Writes bytecode: otherwise each process would rewrite the asserts of all tests again, which takes seconds.
 test: lint
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest $(TESTS) $(ARGS)
+
+test-all: lint
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest $(TESTS) --slow $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest $(TESTS) --plain $(PLAIN)
 
 docs: $(STAMP)
 	$(BIN)/python -m pip install -q -e '.[docs]'
@@ -42,8 +50,6 @@ lint: $(STAMP)
 
 faults: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python tests/faults.py $(ARGS)
-	$(BIN)/pytest tests/test_faults.py tests/test_disk_full.py tests/test_train_loop_console.py tests/test_launchers.py \
-	  --launchers --slow
 
 $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -76,7 +76,7 @@ def plan_case(case: Case, model: str, context: str) -> tuple[PlanRequest, Plan]:
     hardware = find_hardware(case.gpus, None, case.host_memory, None)
     overrides = [f"adapter.base={case.base}"] if case.base else []
     request = make_request(model, hardware, "128K" if context == LONGEST else context, 1, overrides, case.adapter)
-    request = request.with_kernel(rehearsal.find_kernel("auto", request.space.shape.head_dim))
+    request = request.with_kernel(rehearsal.find_kernel("auto", request.space.shape.attention_kinds))
     plan = request.plan(request.space.longest_context(1) if context == LONGEST else 0)
     if not plan.fits:
         raise ConfigError(f"{case.name} does not fit; use a shorter context")
@@ -89,7 +89,7 @@ def on_this_gpu(plan: Plan) -> Plan:
     if (gpu := gpu_named(name)) is None:
         return plan
     hardware = replace(plan.hardware, gpu=replace(gpu, memory_bytes=plan.hardware.gpu.memory_bytes))
-    return replace(plan, hardware=hardware.with_kernel(rehearsal.find_kernel("auto", plan.shape.head_dim)))
+    return replace(plan, hardware=hardware.with_kernel(rehearsal.find_kernel("auto", plan.shape.attention_kinds)))
 
 
 def timed_contexts(plan: Plan) -> Iterator[int]:

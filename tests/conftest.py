@@ -1,14 +1,7 @@
 """torch is imported late: the xdist controller does not need it."""
 
-import fcntl
-import functools
 import gc
-import hashlib
-import importlib.metadata
-import json
 import os
-import pickle
-import sys
 import threading
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,15 +9,48 @@ os.environ.setdefault("DISABLE_MLFLOW_INTEGRATION", "TRUE")  # TRL would import 
 
 import pytest
 
-from programs import PRELOAD, fork_from_here
-
-importlib.metadata.version = functools.cache(importlib.metadata.version)  # every run asks, and it parses e-mail headers
-os.fsync = lambda file: None  # tests end processes, and only the end of a machine loses what was written
+import replacements
+from programs import PLAIN, PRELOAD, fork_from_here
 
 
 def pytest_addoption(parser):
-    parser.addoption("--launchers", action="store_true", help="Run what torchrun and Slurm start too; minutes.")
-    parser.addoption("--slow", action="store_true", help="Run the tests marked `slow` too; minutes.")
+    parser.addoption("--slow", action="store_true", help="Run the tests marked `slow` too; half an hour.")
+    parser.addoption("--plain", action="store_true", help="Replace nothing of Python or PyTorch (replacements.py).")
+
+
+def pytest_configure(config):
+    if config.getoption("--plain"):
+        os.environ[PLAIN] = "1"  # also for the processes that tests start
+
+
+OPTIONAL = {"PIL", "accelerate", "bitsandbytes", "datasets", "diffusers", "hypothesis", "peft", "torchao", "trl"}
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    return Module.from_parent(parent, path=module_path)
+
+
+class Module(pytest.Module):
+    """Skipped if it, or a helper that it imports, needs an optional package that is missing."""
+
+    def _getobj(self):
+        try:
+            return super()._getobj()
+        except Exception as error:
+            if missing := next(filter(None, map(_missing_package, _causes(error))), None):
+                pytest.skip(f"{missing} is not installed; pip install -e '.[dev]'", allow_module_level=True)
+            raise
+
+
+def _causes(error):
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _missing_package(error):
+    package = isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0]
+    return package if package in OPTIONAL else None
 
 
 def pytest_collection_modifyitems(config, items):
@@ -51,68 +77,19 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def processes(tmp_path_factory):
+def processes(tmp_path_factory, pytestconfig):
     """Set up forking before any test starts threads."""
     import torch
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    # Compiles 800 regular expressions at its first call, which otherwise is in every fork.
-    get_checkpoint_conversion_mapping("llama")
+    if pytestconfig.getoption("--plain"):
+        return
     folder = tmp_path_factory.getbasetemp()
-    _remember_tensor_metas()
-    _share_measurements((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "measured")
-    # For its log, a rendezvous asks `inspect` for the source of every frame, which looks through all imported modules.
-    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
+    replacements.install((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "measured")
     if torch.cuda.is_available():
         # With flash-attn-4 installed, importing transformers initializes CUDA, which forked processes then cannot use.
         PRELOAD.clear()
     else:
         fork_from_here()
-
-
-def _remember_tensor_metas():
-    """DTensor runs every operator on fake tensors for the shape of its result, again for each new mesh. The result is
-    the same on every mesh, and every case has a new one."""
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator, _are_we_tracing
-    from torch.utils._pytree import tree_map_only
-
-    propagate, known = ShardingPropagator._propagate_tensor_meta_non_cached, {}
-
-    def propagate_once(propagator, schema):
-        if _are_we_tracing():
-            return propagate(propagator, schema)
-        arguments = schema.args_schema, schema.kwargs_schema
-        is_spec = lambda value: isinstance(value, DTensorSpec)  # noqa: E731
-        key = schema.op, repr(tree_map_only(DTensorSpec, lambda spec: spec.tensor_meta, arguments, is_leaf=is_spec))
-        if key not in known:
-            known[key] = propagate(propagator, schema)
-        return known[key]
-
-    ShardingPropagator._propagate_tensor_meta_non_cached = propagate_once
-
-
-def _share_measurements(folder):
-    """Measure the shape of a model once for all test processes; every rank of a run asks for it. Tests of measuring
-    have imported the function before."""
-    from ithaka.model import shape as module
-
-    measure = module.measure_model
-    folder.mkdir(exist_ok=True)
-
-    def measure_once(values, source):
-        name = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-        with (folder / name).open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # ranks ask at the same time
-            file.seek(0)
-            if content := file.read():
-                return pickle.loads(content)
-            shape = measure(values, source)
-            file.write(pickle.dumps(shape))
-            return shape
-
-    module.measure_model = measure_once
 
 
 @pytest.fixture(scope="session")
@@ -161,18 +138,18 @@ def ranks():
 
 
 @pytest.fixture(scope="module")
-def plans_once():
+def plans_once(pytestconfig):
     """Cache plans within a module: tests request the same ones repeatedly, and planning is deterministic."""
     from ithaka.plan.search import SearchSpace
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("choose", "longest_context"):
+        for name in () if pytestconfig.getoption("--plain") else ("choose", "longest_context"):
             patch.setattr(SearchSpace, name, _remembering(name, getattr(SearchSpace, name)))
         yield
 
 
 @pytest.fixture
-def probes_once():
+def probes_once(pytestconfig):
     """Cache what the probe found out about the layers of a configuration: every rank of every case asks for it. Not for
     tests that change the code of a layer, or that test the probe."""
     from ithaka.model import general, probe
@@ -187,7 +164,8 @@ def probes_once():
             return _answers[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(general, "probe_layers", remember)
+        if not pytestconfig.getoption("--plain"):
+            patch.setattr(general, "probe_layers", remember)
         yield
 
 

@@ -52,7 +52,7 @@ def fail_everywhere() -> None:
     raise RuntimeError("boom on all")
 
 
-def finish_step_then_stop(folder: Path, patience_s: float = 20.0) -> None:
+def finish_step_then_stop(folder: Path, patience_s: float = 60.0) -> None:
     """Like the training loop: the first signal sets a flag, and the work continues for a moment."""
     asked: list[int] = []
     signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))

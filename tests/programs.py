@@ -16,10 +16,13 @@ from typing import Any
 
 # Imported once, by the process that all others are forks of; it runs nothing else and has no threads.
 PRELOAD = ["ithaka.train.loop", "trl.trainer.sft_trainer", "torch.distributed.launcher.api", "hypothesis", "pytest"]
+PLAIN = "ITHAKA_PLAIN_TESTS"  # the variable that `pytest --plain` sets, see replacements.py
 
 
 def forks() -> Any:
-    """The context of multiprocessing that starts them."""
+    """The context of multiprocessing that starts them; with --plain, new processes that import everything."""
+    if PLAIN in os.environ:
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
@@ -75,7 +78,7 @@ class Program:
         """Its exit code, or minus the signal that ended it; None while it runs."""
         return self._process.exitcode
 
-    def wait(self, timeout_s: float) -> int:
+    def wait(self, timeout_s: float = 300) -> int:
         self._process.join(timeout_s)
         code = self.poll()
         assert code is not None, f"not ended in {timeout_s} s: {self.stderr}"

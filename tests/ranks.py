@@ -34,7 +34,7 @@ class Ranks:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, num_ranks: int, function: Callable, *args: Any, timeout_s: float = 120) -> list[Any]:
+    def run(self, num_ranks: int, function: Callable, *args: Any, timeout_s: float = 300) -> list[Any]:
         with tempfile.TemporaryDirectory() as directory:
             self.start(num_ranks, Path(directory), function, *args)
             answers = []

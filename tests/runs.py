@@ -26,7 +26,7 @@ from ithaka.launch import Outcome, run_child_rank, run_ranks
 from ithaka.preflight.preflight import validate_run
 from ithaka.preflight.run import Run
 from ithaka.train import heartbeat, loop
-from programs import Program
+from programs import PLAIN, Program
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -104,7 +104,11 @@ def _launch(config: Config, num_ranks: int, resume: Path | None, rank: Callable)
 
 @contextlib.contextmanager
 def may_fork() -> Iterator[None]:
-    """Inside, in a process of programs.py, torchrun's agent forks ranks where it would start a program."""
+    """Inside, in a process of programs.py, torchrun's agent forks ranks where it would start a program. Not with
+    --plain."""
+    if PLAIN in os.environ:
+        yield
+        return
 
     def forked(config: api.LaunchConfig, entry: Any) -> Callable:
         ranks = elastic_launch(dataclasses.replace(config, start_method="fork"), _child)
@@ -125,7 +129,7 @@ def _child(folder: str) -> None:
     run_child_rank()
 
 
-def wait_for(condition: Callable[[], bool], program: Program | None = None, timeout_s: float = 90) -> None:
+def wait_for(condition: Callable[[], bool], program: Program | None = None, timeout_s: float = 300) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert program is None or program.poll() is None, program.stderr

@@ -38,7 +38,7 @@ def compiled_step():
 @pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="torch.compile needs a C++ compiler on a CPU, and there is none")
 def test_a_compiled_mlp_gives_the_same_gradients(ranks):
-    [(loss, errors, graphs, breaks)] = ranks.run(1, compiled_step, timeout_s=300)
+    [(loss, errors, graphs, breaks)] = ranks.run(1, compiled_step)
     assert loss < 1e-12 and max(errors.values()) < 1e-10
     assert not breaks
     assert 0 < graphs[0] == graphs[1], f"compiled again in the second step: {graphs}"

@@ -200,9 +200,9 @@ def test_read_ahead_at_the_end_of_a_run_leaves_no_files(data, tmp_path, monkeypa
         stream.next_batch()
     start = time.monotonic()
     stream.close(remove=True)
-    assert time.monotonic() - start < 5 and not (tmp_path / "run").exists()
+    assert time.monotonic() - start < 30 and not (tmp_path / "run").exists()
     waiting, _ = opened(data, tmp_path, fills=False)
     waiting._prefetched = waiting._executor.submit(waiting._read)
     time.sleep(0.1)
     waiting.close()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30

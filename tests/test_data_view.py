@@ -197,6 +197,7 @@ def test_the_page_marks_trained_tokens(folder):
     assert "http://" not in text and "https://" not in text and len(text) < 50_000
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium or Chrome is installed: the page cannot be drawn")
 def test_the_page_is_drawn_light_and_dark(folder):
     shown(folder, [talk("x" * 2000, "yes <tool_call>")], "--html", "page.html", context=2000)

@@ -1,5 +1,6 @@
 """The documentation is true: pages made from code, links, quoted errors, the site's pages; and the wheel installs."""
 
+import fnmatch
 import importlib.util
 import json
 import re
@@ -50,6 +51,17 @@ def test_the_ladder_matches_the_planner():
     page = (ROOT / "docs" / "how-much-context.md").read_text()
     rows = dict(zip(made.RUNGS.items(), map(made.units.format_tokens, longest.values()), strict=True))
     assert not [row for (name, added), n in rows.items() if (row := f"| {name} | `{added}` | {n} |") not in page]
+
+
+def test_every_test_file_is_in_the_table_of_capabilities():
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| capability |")[2].partition("\n\n")[0]
+    cells = [row.split("|")[2] for row in table.splitlines()[2:]]
+    patterns = [name.strip().replace("\\", "") for cell in cells for name in cell.split(",")]
+    files = {str(path.relative_to(ROOT / "tests")) for path in (ROOT / "tests").rglob("test_*.py")}
+    listed = {pattern: {*fnmatch.filter(files, f"{'gpu/' * ('gpu/' in pattern)}test_{pattern.removeprefix('gpu/')}.py")}
+              for pattern in patterns}  # fmt: skip
+    assert [pattern for pattern, found in listed.items() if not found] == []
+    assert files - {file for found in listed.values() for file in found} == set()
 
 
 def anchors(page: Path) -> set[str]:
@@ -177,6 +189,7 @@ def test_the_dockerfile_copies_what_it_installs():
     assert json.loads(dict(steps)["CMD"])[0] in project["project"]["scripts"]
 
 
+@pytest.mark.slow
 def test_the_wheel_installs_and_runs(tmp_path):
     """Into an empty environment; what it depends on comes from this one."""
     pip = [sys.executable, "-m", "pip"]

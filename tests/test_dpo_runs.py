@@ -118,10 +118,12 @@ def run_sharing(min_tokens, *arguments):
         pack.MIN_TOKENS = 128
 
 
-@pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_losses_metrics_and_weights_are_trls(ranks, folder, adapter):
-    """On 2 x 2 ranks, with the prompt computed once; after a resume, bit for bit."""
-    own = folder / f"adapter={adapter}"
+@pytest.mark.parametrize(
+    "adapter, num_ranks", [(False, 2), *(pytest.param(way, 4, marks=pytest.mark.slow) for way in (False, True))]
+)
+def test_losses_metrics_and_weights_are_trls(ranks, folder, adapter, num_ranks):
+    """On 2 and 2 x 2 ranks, with the prompt computed once; after a resume, bit for bit."""
+    own = folder / f"adapter={adapter}-{num_ranks}"
     own.mkdir()
     (own / "model").symlink_to(folder / "model")
     config = configure(own, adapter)
@@ -129,7 +131,7 @@ def test_losses_metrics_and_weights_are_trls(ranks, folder, adapter):
         train = replace(config.train, steps=1, run_dir=own / "first-run")
         ranks.run(2, run_sharing, 16, replace(config, train=train, optim=replace(config.optim, lr=0.0)))
         export(train.run_dir, own / "first")
-    ranks.run(4, run_sharing, 16, config)
+    ranks.run(num_ranks, run_sharing, 16, config)
     lines = steps(config.train.run_dir)[1:]
     logs, weights = plain(own, adapter)
     for line, log in zip(lines, logs, strict=True):
@@ -145,7 +147,7 @@ def test_losses_metrics_and_weights_are_trls(ranks, folder, adapter):
         assert torch.allclose(tensor.double(), weights[name], rtol=1e-5, atol=1e-7), name
     copied = copy_back_at(config.train.run_dir, own / "again", 2)
     again = replace(config, train=replace(config.train, run_dir=copied))
-    ranks.run(4, run_sharing, 16, again, copied)
+    ranks.run(num_ranks, run_sharing, 16, again, copied)
     for line, other in zip(steps(copied), steps(config.train.run_dir), strict=True):
         assert all(line[name] == other[name] for name in other.keys() - {*UNEQUAL})
     other = shutil.copytree(folder / "model", own / "other")
@@ -156,7 +158,7 @@ def test_losses_metrics_and_weights_are_trls(ranks, folder, adapter):
     )
     changed = replace(again, model=replace(config.model, path=other))
     what = "base model" if adapter else "reference model"
-    assert_refused(lambda: validate_run(changed, 4, copied), f"model.path={other}", what, fix="start a new run")
+    assert_refused(lambda: validate_run(changed, num_ranks, copied), f"model.path={other}", what, fix="start a new run")
 
 
 def unshared(config):

@@ -73,7 +73,7 @@ def test_the_slurm_script_restarts_unless_the_code_is_final(tmp_path, codes, sav
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{line}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n"}
-    done = subprocess.run(["bash", "-c", block("slurm")], cwd=tmp_path, env=environment, timeout=20)
+    done = subprocess.run(["bash", "-c", block("slurm")], cwd=tmp_path, env=environment, timeout=120)
     assert (done.returncode, len((tmp_path / "tried").read_text())) == (ended, attempts)
     assert (tmp_path / "requeued").exists() == requeued
 

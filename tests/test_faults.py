@@ -281,7 +281,7 @@ def watched(patch, step_s=None):
         patch.setattr(heartbeat, "MIN_STEP_LIMIT_S", step_s)
 
 
-def asleep(patch, sleep=lambda: time.sleep(60), step_s=1.0):
+def asleep(patch, sleep=lambda: time.sleep(60), step_s=2.0):
     """Rank 1 in its third step, in the forward of its second layer: rank 0 waits for it in an exchange."""
     watched(patch, step_s)
     steps, calls, train_step, attend = [], [], trainer_module.train_step, stages.StagedAttention.attend
@@ -299,15 +299,15 @@ def asleep(patch, sleep=lambda: time.sleep(60), step_s=1.0):
 
 
 def frozen(patch):
-    patch.setattr(heartbeat, "MAX_SILENCE_S", 1.0)
+    patch.setattr(heartbeat, "MAX_SILENCE_S", 2.0)
     asleep(patch, lambda: os.kill(os.getpid(), signal.SIGSTOP), step_s=None)
 
 
 @pytest.mark.parametrize(
     "fault, words",
     [
-        (asleep, "did not arrive: no rank made progress for 1 s"),
-        (frozen, "has sent no heartbeat for 1 s: it died or is frozen"),
+        (asleep, "did not arrive: no rank made progress for 2 s"),
+        (frozen, "has sent no heartbeat for 2 s: it died or is frozen"),
     ],
 )
 def test_a_rank_that_hangs_ends_all_and_is_named(whole, tmp_path, fault, words):
@@ -429,17 +429,17 @@ def test_other_ranks_notice_that_rank_0_failed_or_fell_silent(monkeypatch, pair)
 def test_a_store_that_is_frozen_ends_a_rank(monkeypatch, pair):
     """Requests block without an error, as when its machine or rank 0's process dies."""
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
-    monkeypatch.setattr(heartbeat, "MAX_SILENCE_S", 0.2)
+    monkeypatch.setattr(heartbeat, "MAX_SILENCE_S", 1.0)
     beat, other = pair
     answers, read = threading.Event(), beat._read_beats
     answers.set()
     monkeypatch.setattr(beat, "_read_beats", lambda: other._beat() or answers.wait() and read())
     beat.start()
-    time.sleep(0.5)
+    wait_for(lambda: beat._num_beats > 10)
     assert not beat.ended
     answers.clear()
     wait_for(lambda: beat.ended)
-    assert beat.ended[0].startswith("rank 0 or its launcher is gone or frozen: its store has not answered for 0 s\n")
+    assert beat.ended[0].startswith("rank 0 or its launcher is gone or frozen: its store has not answered for 1 s\n")
     answers.set()
 
 
@@ -501,7 +501,7 @@ def test_beats_continue_after_any_error(monkeypatch, pair, capfd, name, error):
     beat = pair[0]
     monkeypatch.setattr(beat, name, raises(error))
     beat.start()
-    wait_for(lambda: beat._num_beats > 10, timeout_s=5)
+    wait_for(lambda: beat._num_beats > 10)
     assert not beat.ended and beat._thread.is_alive()
     said = capfd.readouterr().err
     assert said.count("rank 0: ") == said.count("\n") == 1 and type(error).__name__ in said

@@ -205,7 +205,7 @@ def fetched(hub, cache, *names, code=CODE, **environment):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_CACHE": str(cache), "HF_TOKEN": "secret"}
     env |= {"HF_ENDPOINT": f"http://localhost:{hub.server_port}", "HF_HUB_DISABLE_XET": "1", **environment}
     command = [sys.executable, "-c", code, *names]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=cache.parent, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=cache.parent, timeout=180)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     return [line for line in lines if line.startswith("downloading")], [

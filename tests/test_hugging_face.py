@@ -139,12 +139,13 @@ def test_steps_without_a_label_neither_update_nor_count(ranks, tmp_path, rows):
         ranks.run(1, partial(run, rows=rows[4:8], **changes), "hf_trainer", 1, tmp_path / "none")
 
 
-def test_sft_trainer_on_packed_conversations(ranks, tmp_path):
-    """Assistant turns are trained on 2 x 2 ranks; TRL also logs entropy and accuracy."""
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_sft_trainer_on_packed_conversations(ranks, tmp_path, num_ranks):
+    """Assistant turns are trained on 2 and 2 x 2 ranks; TRL also logs entropy and accuracy."""
     trained = partial(run, **SHORT)
     (expected,) = ranks.run(1, trained, "sft", 0, tmp_path / "plain")
     assert {"entropy", "mean_token_accuracy", "num_tokens"} <= expected[0][0].keys()
-    check(ranks.run(4, trained, "sft", 2, tmp_path / "four"), expected)
+    check(ranks.run(num_ranks, trained, "sft", 2, tmp_path / "parallel"), expected)
 
 
 @pytest.mark.slow

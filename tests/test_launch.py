@@ -45,14 +45,14 @@ def started(function: Callable[[Path], None], folder: Path) -> tuple[Program, li
     """A parent in a process group of its own, as a shell starts it, and the pids of its two ranks."""
     parent = Program(folder, launch_two, function, folder)
     ready = [folder / "ready0", folder / "ready1"]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not all(file.exists() and file.read_text() for file in ready):
         assert time.monotonic() < deadline and parent.poll() is None, parent.stderr
         time.sleep(0.02)
     return parent, [int(file.read_text()) for file in ready]
 
 
-def gone(pids: list[int], within_s: float = 5.0) -> bool:
+def gone(pids: list[int], within_s: float = 30.0) -> bool:
     deadline = time.monotonic() + within_s
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
         if time.monotonic() > deadline:
@@ -74,7 +74,7 @@ def launch_in_a_terminal(folder: Path) -> int:
 
 def test_escape_codes_are_removed_in_a_terminal(tmp_path):
     program = Program(tmp_path, launch_in_a_terminal, tmp_path)
-    assert program.wait(60) == 0
+    assert program.wait() == 0
     screen = (tmp_path / "screen").read_bytes()
     assert b"measuring" in screen
     assert b"?25h" not in re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", screen)
@@ -106,7 +106,7 @@ def test_a_failing_rank_ends_the_others_and_gives_its_exit_code(kind, code, word
     before = children()
     start = time.monotonic()
     assert launch.run_ranks(fail, (str(rank), kind), 2) == code
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 50  # the others sleep for 60
     error = capsys.readouterr().err
     assert error.count(words) == 1
     assert ("Traceback" in error) == (kind != "config")
@@ -223,7 +223,7 @@ def test_first_signal_lets_every_rank_finish_and_save(number, tmp_path):
         os.killpg(parent.pid, number)  # as a terminal does: to every process of the group
     else:
         os.kill(parent.pid, number)
-    assert parent.wait(20) == 0
+    assert parent.wait() == 0
     # Exactly once: a second one would have ended the rank before it saved.
     assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == [str(int(number))] * 2
     assert gone(pids)
@@ -232,7 +232,7 @@ def test_first_signal_lets_every_rank_finish_and_save(number, tmp_path):
 def test_signal_before_training_begins_stops_the_run(tmp_path):
     parent, pids = started(not_yet_training, tmp_path)
     os.kill(parent.pid, signal.SIGINT)
-    assert parent.wait(10) == ExitCode.SIGNALED + signal.SIGINT
+    assert parent.wait() == ExitCode.SIGNALED + signal.SIGINT
     assert parent.stderr.endswith("\nstopped by SIGINT\n") and "Traceback" not in parent.stderr
     assert gone(pids)
 
@@ -240,7 +240,7 @@ def test_signal_before_training_begins_stops_the_run(tmp_path):
 def test_failure_to_save_after_a_signal_is_reported(tmp_path):
     parent, pids = started(fail_while_saving, tmp_path)
     os.kill(parent.pid, signal.SIGTERM)
-    assert parent.wait(20) == ExitCode.FAILED
+    assert parent.wait() == ExitCode.FAILED
     assert parent.stderr.count("OSError: disk full") == 1
     assert gone(pids)
 
@@ -251,7 +251,7 @@ def test_a_signal_that_comes_twice_at_the_same_time_is_one(tmp_path):
     os.kill(parent.pid, signal.SIGTERM)
     time.sleep(0.02)
     os.kill(parent.pid, signal.SIGTERM)
-    assert parent.wait(20) == 0
+    assert parent.wait() == 0
     assert [(tmp_path / f"saved{rank}").exists() for rank in (0, 1)] == [True, True]
     assert gone(pids)
 
@@ -262,7 +262,7 @@ def test_a_second_signal_ends_all_ranks_immediately(tmp_path):
     time.sleep(launch.SIGNAL_DEBOUNCE_S + 0.1)
     assert parent.poll() is None
     os.kill(parent.pid, signal.SIGINT)
-    assert parent.wait(10) == ExitCode.SIGNALED + signal.SIGINT
+    assert parent.wait() == ExitCode.SIGNALED + signal.SIGINT
     assert "at once" in parent.stderr
     assert gone(pids)
 
@@ -272,8 +272,8 @@ def test_ranks_do_not_outlive_a_killed_parent(tmp_path):
     with pytest.raises(TransientError, match="in use by another run"):
         lock_run_dir(tmp_path)
     os.kill(parent.pid, signal.SIGKILL)
-    assert parent.wait(10) == -signal.SIGKILL
-    assert gone(pids, within_s=2.0)
+    assert parent.wait() == -signal.SIGKILL
+    assert gone(pids)
     os.close(lock_run_dir(tmp_path))  # a new run may start at once
 
 
@@ -297,7 +297,7 @@ def test_a_command_ends_with_torchruns_agent_but_not_with_a_shell(launcher):
         rank = int(parent.stdout.readline())
         parent.kill()
     try:
-        assert gone([rank], within_s=2.0 if launcher == "torchrun" else 0.6) == (launcher == "torchrun")
+        assert gone([rank], within_s=30.0 if launcher == "torchrun" else 0.6) == (launcher == "torchrun")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank, signal.SIGKILL)

@@ -247,7 +247,8 @@ def test_a_layer_peaks_as_its_ledger_predicts(case, monkeypatch):
         assert planned(case, direction) <= live <= 1.1 * with_tiles, direction
 
 
-@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [True, False])
 def test_layers_that_keep_more_and_less(overlap):
     """Every layer of a step peaks as planned: activations of later layers are freed before earlier ones begin."""
     config = config_of(Case(8, 4, 2, 4)).to_dict() | {"num_hidden_layers": 4, "intermediate_size": 128}

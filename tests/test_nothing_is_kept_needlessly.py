@@ -54,7 +54,7 @@ def drop_graphs(tier):
         store = store_of(model)
         store.threads.shutdown(wait=True)
         store.threads = ThreadPoolExecutor(2)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while store.pool.busy_bytes and time.monotonic() < deadline:
             time.sleep(0.01)  # gloo's thread lets go of the summed loss, and of its graph, a moment after the sum
         used.append((store.pool.used_bytes, store.disk.used_bytes))

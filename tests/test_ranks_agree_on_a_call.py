@@ -143,7 +143,7 @@ def unexpected_errors():
 
 
 def test_an_unexpected_error_on_one_rank_is_raised_on_all(ranks):
-    first, second = ranks.run(2, unexpected_errors, timeout_s=30)
+    first, second = ranks.run(2, unexpected_errors)
     assert first == second
     lengths, call, probe, kernel, memory = first
     assert_refused(lengths, "ValueError: rank 1: cu_seq_lens_q decreases by 3", fix="only increase")

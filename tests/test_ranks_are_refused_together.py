@@ -84,7 +84,7 @@ def test_rank_0_chooses_the_run_directory_and_all_must_see_it(ranks, tmp_path):
 )
 def test_nodes_do_not_wait_for_a_refused_one(ranks, tmp_path, lacking, words):
     tiny_run(tmp_path)
-    (code, said), (other_code, said_by_other) = ranks.run(2, train, tmp_path, lacking, [1], timeout_s=60)
+    (code, said), (other_code, said_by_other) = ranks.run(2, train, tmp_path, lacking, [1])
     assert (code, other_code, said_by_other) == (ExitCode.WRONG_INPUT, ExitCode.WRONG_INPUT, "")
     assert said.startswith("ConfigError: rank 1 on ") and words in said and said.count("\n") == 1
     assert not (tmp_path / "new").exists()
@@ -92,7 +92,7 @@ def test_nodes_do_not_wait_for_a_refused_one(ranks, tmp_path, lacking, words):
 
 def test_an_error_on_all_ranks_is_printed_once_without_a_rank(ranks, tmp_path):
     tiny_run(tmp_path)
-    said = ranks.run(2, train, tmp_path, lacks_a_file, [0, 1], timeout_s=60)
+    said = ranks.run(2, train, tmp_path, lacks_a_file, [0, 1])
     refusal = "ConfigError: model.path has no file x; copy it again\n"
     assert said == [(ExitCode.WRONG_INPUT, refusal), (ExitCode.WRONG_INPUT, "")]
 
@@ -106,6 +106,6 @@ def loses_its_disk(patch, folder):
 
 def test_a_transient_fault_on_one_rank_ends_all_ranks(ranks, tmp_path):
     tiny_run(tmp_path)
-    (code, said), (other_code, _) = ranks.run(2, train, tmp_path, loses_its_disk, [1], timeout_s=60)
+    (code, said), (other_code, _) = ranks.run(2, train, tmp_path, loses_its_disk, [1])
     assert (code, other_code) == (ExitCode.TRANSIENT, ExitCode.TRANSIENT)
     assert said.startswith("TransientError: rank 1 on ") and "Input/output error: 'model.safetensors'" in said

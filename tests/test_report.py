@@ -94,6 +94,11 @@ def test_a_directory_without_a_run_is_refused(tmp_path):
 needs_browser = pytest.mark.skipif(find_browser() is None, reason="needs Chromium or Chrome")
 
 
+def in_browser(test):
+    """Mark a test that opens the page: slow, and skipped without a browser. One test of them all is not slow."""
+    return pytest.mark.slow(needs_browser(test))
+
+
 @pytest.fixture(scope="module")
 def browser():
     with Browser(find_browser() or "") as opened:
@@ -134,15 +139,14 @@ def test_all_charts_are_drawn_without_errors(run_dir, browser, tmp_path, size, n
     assert (sum(map(int, background[4:-1].split(","))) < 150) == dark
 
 
-@needs_browser
+@in_browser
 def test_losses_that_are_not_finite_are_left_out(with_bad_losses, browser):
     browser.open(with_bad_losses / "report.html")
     assert browser.complaints() == []
     assert len(drawn := browser.evaluate(DRAWN_PIXELS)) == 2 and min(drawn) > 500  # loss, perplexity
 
 
-@needs_browser
-@pytest.mark.slow
+@in_browser
 def test_a_long_run_is_drawn(run_dir, browser, tmp_path):
     (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text())
     steps = ({"step": i, "loss": 2.0, "val_loss": None} for i in range(300_000))
@@ -151,7 +155,7 @@ def test_a_long_run_is_drawn(run_dir, browser, tmp_path):
     assert browser.complaints() == []
 
 
-@needs_browser
+@in_browser
 def test_only_a_cross_entropy_has_a_perplexity(run_dir, browser, tmp_path):
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 0.7, "val_loss": 0.6}) + "\n")
@@ -164,7 +168,7 @@ def test_only_a_cross_entropy_has_a_perplexity(run_dir, browser, tmp_path):
         assert "validation loss" in shown and ("perplexity" in shown) == (loss == "cross_entropy")
 
 
-@needs_browser
+@in_browser
 def test_the_load_of_experts_is_drawn_by_layer(run_dir, browser, tmp_path):
     (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text())
     loads = {f"experts/{what}/{i}": 0.125 * (i + 1) for i in range(7) for what in ("busiest", "entropy")}
@@ -182,8 +186,8 @@ LARGEST_ROW = """(cells => [cells.map(cell => cell.getBoundingClientRect().right
   [...document.querySelectorAll('.folds tbody tr')[0].children])"""
 
 
-@needs_browser
-@pytest.mark.parametrize("size", ["phone", pytest.param("desktop", marks=pytest.mark.slow)])
+@in_browser
+@pytest.mark.parametrize("size", ["phone", "desktop"])
 def test_shapes_of_the_largest_allocations_are_visible(run_dir, browser, size):
     width, dark = SIZES[size]
     browser.open(run_dir / "report.html", width, dark=dark)
@@ -191,7 +195,7 @@ def test_shapes_of_the_largest_allocations_are_visible(run_dir, browser, size):
     assert is_visible and max(right_edges) <= width
 
 
-@needs_browser
+@in_browser
 def test_a_run_without_a_profile_is_marked_in_a_comparison(run_dir, browser, tmp_path):
     for name in ("config.yaml", "metrics.jsonl"):
         (tmp_path / name).symlink_to(run_dir / name)
@@ -202,7 +206,7 @@ def test_a_run_without_a_profile_is_marked_in_a_comparison(run_dir, browser, tmp
         assert ["not profiled" in text.lower() for text in shown] == [False, True]
 
 
-@needs_browser
+@in_browser
 def test_the_latest_evaluation_is_drawn_with_its_heat_maps(run_dir, browser, tmp_path):
     (tmp_path / "config.yaml").symlink_to(run_dir / "config.yaml")
     (tmp_path / "evaluations").mkdir()
@@ -235,8 +239,8 @@ TICK_LABELS = """charts.flatMap(chart => ['xAxis', 'yAxis'].map(name =>
   chart.live.getModel().getComponent(name, 0).axis.getViewLabels().map(label => label.formattedLabel)))"""
 
 
-@needs_browser
-@pytest.mark.parametrize("size", ["phone", pytest.param("desktop", marks=pytest.mark.slow)])
+@in_browser
+@pytest.mark.parametrize("size", ["phone", "desktop"])
 def test_tick_labels_of_an_axis_are_distinct(run_dir, browser, tmp_path, size):
     """Also for nearly equal values, and for a memory map that is zoomed in."""
     for name in ("config.yaml", "profile"):
@@ -252,7 +256,7 @@ def test_tick_labels_of_an_axis_are_distinct(run_dir, browser, tmp_path, size):
     assert shown[5][:2] == ["12.04K", "12.05K"]
 
 
-@needs_browser
+@in_browser
 def test_holders_have_tooltips_and_can_be_hidden(run_dir, browser):
     browser.open(run_dir / "report.html")
     browser.evaluate("document.querySelectorAll('.chart')[6].scrollIntoView()")
@@ -274,7 +278,7 @@ def test_holders_have_tooltips_and_can_be_hidden(run_dir, browser):
     assert browser.complaints() == []
 
 
-@needs_browser
+@in_browser
 def test_curves_of_two_runs_are_distinct_on_any_x_axis(run_dir, browser, tmp_path):
     both = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
     for folder, rate in zip(both, ("lr: 0.01", "lr: 0.02"), strict=True):

@@ -240,6 +240,7 @@ def of_steps(run_dir):
     return [record[name] for record in metrics(run_dir) for name in names if record.get(name)]
 
 
+@pytest.mark.slow  # test_resume_is_bitwise.py resumes on other ranks, test_time_limits.py has a run with a ring
 def test_a_run_resumes_with_another_ring(ranks, tmp_path):
     """One rank alone; two groups of two, which replicate the model; and from there a ring of four, which shards it."""
 

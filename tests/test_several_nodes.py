@@ -43,7 +43,7 @@ def test_two_agents_train_one_model(tmp_path):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     agents = [Program(tmp_path, agent, port, ["train", str(tmp_path / "run.yaml")]) for _ in range(2)]
-    codes = [agent.wait(120) for agent in agents]
+    codes = [agent.wait() for agent in agents]
     assert codes == [0, 0], "\n".join(agent.stderr for agent in agents)
     assert sum("1 data x 2 context parallel (1 Ulysses x 2 ring)" in agent.stdout for agent in agents) == 1
     run_dir = config.train.run_dir

@@ -160,7 +160,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_with_its_code(tmp_path):
     with pytest.raises(TransientError, match="in use by another run"):
         files.check_not_locked(config.train.run_dir)
     os.kill(program.pid, signal.SIGTERM)
-    assert program.wait(60) == ExitCode.SIGNALED + signal.SIGTERM, program.stderr
+    assert program.wait() == ExitCode.SIGNALED + signal.SIGTERM, program.stderr
     last = metrics(config.train.run_dir)[-1]["step"]
     stopped = next(line for line in program.stdout.splitlines() if f"Stopped after step {last}" in line)
     assert shlex.split(stopped.partition(": ")[2]) == ["ithaka", "train", "--resume", str(config.train.run_dir)]
@@ -211,7 +211,7 @@ def grace(monkeypatch, tmp_path):
 def test_a_step_that_outlasts_the_grace_is_left(grace):
     grace.handle_signal(signal.SIGTERM, False)
     assert grace.done == ["waits"]
-    wait_for(lambda: len(grace.done) == 2, timeout_s=5)
+    wait_for(lambda: len(grace.done) == 2)
     left = grace.done[1]
     assert (
         left.code == ExitCode.SIGNALED + signal.SIGTERM
@@ -246,10 +246,10 @@ def wait_in_cpp(folder):
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_the_grace_ends_even_while_the_main_thread_is_in_cpp(tmp_path, number):
     program = Program(tmp_path, wait_in_cpp, tmp_path)
-    wait_for(lambda: (tmp_path / "ready").exists() and (tmp_path / "ready").read_text(), program, timeout_s=20)
+    wait_for(lambda: (tmp_path / "ready").exists() and (tmp_path / "ready").read_text(), program)
     assert (tmp_path / "ready").read_text() == str(-signal.SIGTERM), "a forked process has its own signals"
     os.kill(program.pid, number)
-    assert program.wait(10) == ExitCode.SIGNALED + number
+    assert program.wait() == ExitCode.SIGNALED + number
     first, last = program.stderr.splitlines()
     assert first.startswith("Stopping after this step") and f"{number.name}: the step and its checkpoint do not" in last
 

@@ -376,6 +376,7 @@ def test_a_model_with_an_adapter_has_a_shape():
     assert shape_from_model(model).num_trained == adapted
 
 
+@pytest.mark.slow
 def test_a_rehearsal_runs_a_step():
     config = {"_class_name": "WanTransformer3DModel", "patch_size": (1, 2, 2), **WAN}
     layout = Layout(2, tile_tokens=16, kept=(ATTENTION,) * 2, dtype="float32")

@@ -318,7 +318,7 @@ def train_sft(cp: int, folder: Path) -> tuple[list[dict], dict[str, Tensor]]:
 @pytest.mark.slow
 def test_sft_trainer_has_the_losses_of_plain_trl(ranks, tmp_path):
     ((plain, weights),) = ranks.run(1, train_sft, 0, tmp_path / "plain")
-    for logs, found in ranks.run(2, train_sft, 2, tmp_path / "two", timeout_s=300):
+    for logs, found in ranks.run(2, train_sft, 2, tmp_path / "two"):
         for key in ("loss", "grad_norm", "mean_token_accuracy", "num_tokens"):
             assert [log.get(key) for log in logs] == pytest.approx([log.get(key) for log in plain], abs=2e-4), key
         assert all((found[name] - weights[name]).abs().max() < 2e-3 for name in weights)
@@ -360,6 +360,7 @@ def test_built_in_models_have_their_published_sizes():
 # ---- commands
 
 
+@pytest.mark.slow  # the plan of an encoder is tested above, rehearsals in test_rehearsal_on_a_cpu.py
 def test_rehearse_runs_the_encoder(monkeypatch):
     patches = []
     plain = vision.TiledEncoder.encode

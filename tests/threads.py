@@ -40,7 +40,7 @@ class Ordered(multi_threaded_pg.Collective):
         self._over = torch.cuda.current_stream().record_event()
 
 
-def on_threads(num_ranks: int, work: Callable[[], Any], timeout_s: float = 120) -> list[Any]:
+def on_threads(num_ranks: int, work: Callable[[], Any], timeout_s: float = 300) -> list[Any]:
     """Calls work() on `num_ranks` threads, each a rank of its own; returns what each returned."""
     values: list[Any] = [None] * num_ranks
     errors: list[BaseException | None] = [None] * num_ranks

@@ -130,12 +130,12 @@ TIERS = {
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_every_family_on_four_ranks(nccl, family):
-    assert nccl.run(4, compare_with_autocast, family, GROUPS, timeout_s=300)[0] == {}
+    assert nccl.run(4, compare_with_autocast, family, GROUPS)[0] == {}
 
 
 def test_every_tier_on_four_ranks(nccl):
     tiers = {name: (2, 1, options) for name, options in TIERS.items()}
-    assert nccl.run(4, compare_with_autocast, "llama", tiers, timeout_s=300)[0] == {}
+    assert nccl.run(4, compare_with_autocast, "llama", tiers)[0] == {}
 
 
 def configured(folder, **train):
@@ -157,13 +157,13 @@ def moved(config, run_dir):
 @pytest.fixture(scope="module")
 def trained(nccl, tmp_path_factory):
     config = configured(tmp_path_factory.mktemp("nccl"))
-    nccl.run(4, run, config, timeout_s=300)
+    nccl.run(4, run, config)
     return config
 
 
 def test_a_run_on_four_ranks_goes_on_with_the_same_bits(nccl, trained, tmp_path):
     again = moved(trained, copy_back_at(trained.train.run_dir, tmp_path / "again", 2))
-    nccl.run(4, run, again, again.train.run_dir, timeout_s=300)
+    nccl.run(4, run, again, again.train.run_dir)
     assert numbers(again.train.run_dir) == numbers(trained.train.run_dir)
 
 
@@ -171,7 +171,7 @@ def test_it_goes_on_with_two_ranks(nccl, trained, tmp_path):
     """Of twice the micro-steps: the same sequences."""
     again = moved(trained, copy_back_at(trained.train.run_dir, tmp_path / "again", 2))
     again = replace(again, train=replace(again.train, accumulate=2))
-    nccl.run(2, run, again, again.train.run_dir, timeout_s=300)
+    nccl.run(2, run, again, again.train.run_dir)
     assert losses(again) == pytest.approx(losses(trained), rel=1e-2)
 
 
@@ -244,7 +244,7 @@ def test_a_rank_that_falls_out_ends_all_within_a_minute(nccl, trained, fallen, h
         assert list((folder / "run/hang").glob("nccl-*"))
     config = moved(trained, folder / "run")
     on_two = replace(config, train=replace(config.train, accumulate=2))
-    nccl.run(2, run, on_two, on_two.train.run_dir, timeout_s=300)
+    nccl.run(2, run, on_two, on_two.train.run_dir)
     assert losses(on_two) == pytest.approx(losses(trained), rel=1e-2)
 
 

@@ -1,0 +1,79 @@
+"""What the tests replace in Python, PyTorch and ithaka, so that they take minutes and not an hour.
+
+The suite starts thousands of ranks, meshes and tiny models. Most of its time would go into importing torch, propagating
+shapes over yet another mesh and measuring the same model again, which is not what the tests check. Every replacement
+returns what the original would, computed once, or leaves out what no test can observe. `pytest --plain` runs without
+them, and `make test-all` runs a selection that way, so a replacement that hides an error is noticed.
+
+`--plain` also turns off `programs.forks` (processes are forks of one that has imported everything), `runs.may_fork`
+(so are torchrun's ranks), and the fixtures `plans_once` and `probes_once`.
+"""
+
+import fcntl
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import pickle
+import sys
+from pathlib import Path
+
+
+def install(folder: Path) -> None:
+    """In this process and its forks. Processes share the measurements of models in `folder`."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    os.fsync = lambda file: None  # tests end processes, and only the end of a machine loses what was written
+    importlib.metadata.version = functools.cache(importlib.metadata.version)  # every run asks, and it parses e-mails
+    # Compiles 800 regular expressions at its first call, which otherwise is in every fork.
+    get_checkpoint_conversion_mapping("llama")
+    # For its log, a rendezvous asks `inspect` for the source of every frame, which looks through all imported modules.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
+    _remember_tensor_metas()
+    _share_measurements(folder)
+
+
+def _remember_tensor_metas() -> None:
+    """DTensor runs every operator on fake tensors for the shape of its result, again for each new mesh. The result is
+    the same on every mesh, and every case has a new one."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator, _are_we_tracing
+    from torch.utils._pytree import tree_map_only
+
+    propagate, known = ShardingPropagator._propagate_tensor_meta_non_cached, {}
+
+    def propagate_once(propagator, schema):
+        if _are_we_tracing():
+            return propagate(propagator, schema)
+        arguments = schema.args_schema, schema.kwargs_schema
+        is_spec = lambda value: isinstance(value, DTensorSpec)  # noqa: E731
+        key = schema.op, repr(tree_map_only(DTensorSpec, lambda spec: spec.tensor_meta, arguments, is_leaf=is_spec))
+        if key not in known:
+            known[key] = propagate(propagator, schema)
+        return known[key]
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = propagate_once
+
+
+def _share_measurements(folder: Path) -> None:
+    """Measure the shape of a model once for all test processes; every rank of a run asks for it. Tests of measuring
+    have imported the function before."""
+    from ithaka.model import shape as module
+
+    measure = module.measure_model
+    folder.mkdir(exist_ok=True)
+
+    def measure_once(values, source):
+        name = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        with (folder / name).open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # ranks ask at the same time
+            file.seek(0)
+            if content := file.read():
+                return pickle.loads(content)
+            shape = measure(values, source)
+            file.write(pickle.dumps(shape))
+            return shape
+
+    module.measure_model = measure_once
