@@ -3,6 +3,7 @@
 # make lint     the part of it that takes seconds
 # make docs     the documentation as a site, in build/site
 # make models   examine every causal model type of transformers, and write docs/models.md; minutes
+# make mutations  plant errors, one at a time, and see which test catches each; half an hour
 # make faults   100 runs killed at random moments and resumed, and what torchrun and Slurm start; half an hour
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ EXTRAS := $(if $(GPU),dev$(shell echo ,)gpu,dev)
 # How many tests run at once. On a GPU, those that take much of its memory run one after the other, as a group.
 TESTS  := $(if $(GPU),-n 5 --dist loadgroup,-n 2 --dist worksteal)
 
-.PHONY: docs train test lint models faults clean
+.PHONY: docs train test lint models mutations faults clean
 
 train: $(STAMP)
 	$(BIN)/ithaka train $(ARGS)
@@ -39,6 +40,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+mutations: $(STAMP)
+	$(BIN)/python tests/mutations.py $(ARGS)
 
 faults: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python tests/faults.py $(ARGS)
