@@ -136,6 +136,27 @@ def save_and_load_random_state(folder):
     return torch.rand(3).tolist() == expected, expected
 
 
+def save_without_publishing(folder):
+    """The error of a save whose files rank 0 cannot rename."""
+
+    def fail(*args):
+        raise OSError("read-only")
+
+    saver = save.Saver(folder, 1, background=False)
+    model = torch.nn.Linear(2, 2)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(save.CheckpointError) as error:
+        patch.setattr(save, "publish", fail)
+        saver.save(model, torch.optim.SGD(model.parameters()), {"step": 1, "best": None})
+        saver.finish()
+    return str(error.value)
+
+
+def test_all_ranks_report_a_checkpoint_that_cannot_be_published(ranks, tmp_path):
+    path = tmp_path / "checkpoints/step-00000001"
+    message = f"checkpoint {path} cannot be written: rank 0: OSError: read-only"
+    assert ranks.run(2, save_without_publishing, tmp_path) == [message] * 2 and not path.exists()
+
+
 def test_each_rank_resumes_with_its_own_random_state(ranks, tmp_path):
     (is_restored, first), (other_is_restored, second) = ranks.run(2, save_and_load_random_state, tmp_path)
     assert is_restored and other_is_restored and first != second

@@ -175,7 +175,7 @@ def assert_same(one, two):
     np.testing.assert_array_equal(one.starts, two.starts)
 
 
-def test_epochs_hold_the_same_documents_in_another_order():
+def test_epochs_hold_the_same_documents_in_another_order(monkeypatch):
     shards = [ListShard([[i * 10 + j for j in range(4)]]) for i in range(20)]
     stream = make_stream(shards, 4, seed=0)
     epochs = [[tuple(stream.next_sequence().ids) for _ in range(20)] for _ in range(3)]
@@ -184,6 +184,12 @@ def test_epochs_hold_the_same_documents_in_another_order():
     other = make_stream(shards, 4, seed=1)
     assert epochs[0] != [tuple(other.next_sequence().ids) for _ in range(20)]
     assert stream.position.epoch == 2
+    # In rounds of four sequences: other documents meet in a round.
+    for name, value in {"ROUND_TOKENS": 16, "ROUND_SEQUENCES": 4, "ROUND_STEPS": 4}.items():
+        monkeypatch.setattr(data_stream, name, value)
+    stream = make_stream(shards, 4, seed=0)
+    epochs = [[tuple(stream.next_sequence().ids) for _ in range(20)] for _ in range(3)]
+    assert len({frozenset(epoch[:4]) for epoch in epochs}) == 3
 
 
 @settings(max_examples=60, deadline=None)

@@ -114,10 +114,12 @@ def test_trainer(ranks, tmp_path):
     """Accumulation, rows of unequal lengths, evaluation, and resuming a 2 x 2 checkpoint on two ranks.
 
     The final weights are those of a checkpoint in the middle, which counts as the best."""
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
     trained = partial(run, **best, **SHORT, include_num_input_tokens_seen="non_padding")
     (expected,) = ranks.run(1, trained, "hf_trainer", 0, tmp_path / "plain")
     assert expected[0][0]["num_input_tokens_seen"] > 0
+    middle, last = (log["eval_loss"] for log in expected[0] if "eval_loss" in log)
+    assert middle < last
     runs = ranks.run(4, trained, "hf_trainer", 2, tmp_path / "four")
     check(runs, expected)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "four" / "final")
