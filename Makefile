@@ -4,6 +4,7 @@
 # make lint     the part of it that takes seconds
 # make docs     the documentation as a site, in build/site
 # make models   examine every causal model type of transformers, and write docs/models.md; minutes
+# make mutations  plant errors, one at a time, and see which test catches each; half an hour
 # make faults   100 runs killed at random moments and resumed; half an hour
 
 PYTHON ?= python3
@@ -21,7 +22,7 @@ TESTS  := $(if $(GPU),-n 5 --dist loadgroup,-n 2 --dist worksteal)
 PLAIN  := $(patsubst %,tests/test_%.py,checkpoint_files commands_under_torchrun faults general_routing hugging_face \
   launch measured_shapes one_rank parallel_model_parity resume_is_bitwise ring_is_exact train_loop_step_is_exact)
 
-.PHONY: docs train test test-all lint models faults clean
+.PHONY: docs train test test-all lint models mutations faults clean
 
 train: $(STAMP)
 	$(BIN)/ithaka train $(ARGS)
@@ -47,6 +48,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+mutations: $(STAMP)
+	$(BIN)/python tests/mutations.py $(ARGS)
 
 faults: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python tests/faults.py $(ARGS)

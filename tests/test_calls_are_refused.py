@@ -125,6 +125,16 @@ def test_generate_matches_hugging_face(model):
     assert model.training
 
 
+def test_generate_takes_one_random_number_from_training(model):
+    """It is the seed of all others."""
+    state = torch.get_rng_state()
+    torch.randint(2**62, ())
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    model.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=2, do_sample=True)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
 def test_a_direct_call_of_forward_is_refused(model):
     assert_refused(lambda: model.forward(IDS), "model.forward", fix="model(...)", error=TypeError)
 

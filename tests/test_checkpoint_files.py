@@ -10,6 +10,7 @@ import pickle
 import re
 import shutil
 import socket
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,16 +38,36 @@ from refusals import assert_refused
 from runs import metrics, numbers, run, tiny_run
 
 
+def run_and_record_syncs(config, resume):
+    """Run, and return in order what this rank syncs to disk ("sync", path), and what it renames to ("name", path)."""
+    done = []
+
+    def record_rename(move, source, target):
+        move(source, target)
+        done.append(("name", str(target)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: done.append(("sync", os.readlink(f"/proc/self/fd/{file}"))))
+        for name in ("rename", "replace"):
+            patch.setattr(os, name, partial(record_rename, getattr(os, name)))
+        run(config, resume)
+    return done
+
+
 @pytest.fixture(scope="module")
-def trained(ranks, tmp_path_factory):
-    """A finished run of 6 steps on 2 ranks, with checkpoints of steps 4 and 6 kept."""
+def trained_and_synced(ranks, tmp_path_factory):
+    """A finished run of 6 steps on 2 ranks, with checkpoints of steps 4 and 6 kept, and what each rank synced."""
     folder = tmp_path_factory.mktemp("trained")
     constant = {"schedule": "constant", "lr": 1e-2, "warmup_steps": 2}
     config = tiny_run(folder, train={"steps": 6, "save_every": 2, "keep_last": 2}, optim=constant)
     (folder / "run/checkpoints/.tmp-step-00000001").mkdir(parents=True)  # left by a killed save
     (folder / "run/config.yaml").write_text(to_yaml(config))
-    ranks.run(2, run, config, AUTO)
-    return config
+    return config, ranks.run(2, run_and_record_syncs, config, AUTO)
+
+
+@pytest.fixture(scope="module")
+def trained(trained_and_synced):
+    return trained_and_synced[0]
 
 
 @pytest.fixture
@@ -62,6 +83,37 @@ def test_only_the_last_checkpoints_stay_and_latest_names_the_newest(trained, run
     assert load_config(run_dir / "config.yaml") == trained
 
 
+def test_files_and_their_directories_are_synced_before_latest_names_the_checkpoint(trained_and_synced):
+    """Else `latest` could name a checkpoint that the crash of a machine has left incomplete."""
+    config, (done, done_by_rank_1) = trained_and_synced
+    root = config.train.run_dir / "checkpoints"
+    temporary = root / ".tmp-step-00000006"
+    in_order = [
+        *(("sync", temporary / name) for name in ("__0_0.distcp", ".metadata.tmp", ".state.json.tmp")),
+        ("sync", temporary),
+        ("name", root / "step-00000006"),
+        ("sync", root),
+        ("sync", config.train.run_dir / ".latest.tmp"),
+        ("name", config.train.run_dir / "latest"),
+        ("sync", config.train.run_dir),
+    ]
+    for what, path in in_order:
+        assert (what, str(path)) in done, f"{what} {path}, in this order"
+        done = done[done.index((what, str(path))) + 1 :]
+    assert ("sync", str(temporary / "__1_0.distcp")) in done_by_rank_1
+
+
+def test_ranks_share_the_verification_of_all_files(run_dir):
+    path = run_dir / "checkpoints/step-00000006"
+    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+        data = (path / name).read_bytes()
+        (path / name).write_bytes(bytes([*data[:-1], data[-1] ^ 1]))
+        for num_ranks in (1, 2, 3):
+            reasons = [files.find_corruption(path, rank, num_ranks) for rank in range(num_ranks)]
+            assert list(filter(None, reasons)) == [f"{name} is corrupt"]
+        (path / name).write_bytes(data)
+
+
 def test_state_is_json_and_data_files_hold_tensors_only(run_dir):
     path = files.find_checkpoint(run_dir)
     state = json.loads((path / "state.json").read_text())
@@ -69,6 +121,46 @@ def test_state_is_json_and_data_files_hold_tensors_only(run_dir):
     entries = SafeReader(path).read_metadata().state_dict_metadata
     assert all(isinstance(entry, TensorStorageMetadata) for entry in entries.values())
     assert {name.split(".")[0] for name in entries} == {"model", "moments", "rng"}
+    assert {"rng.0.cpu", "rng.1.cpu"} <= entries.keys()
+
+
+def save_and_load_random_state(folder):
+    """Whether a checkpoint restores the random state of this rank, and a number drawn from it."""
+    torch.manual_seed(dist.get_rank())
+    model = torch.nn.Linear(2, 2)
+    optimizer, saver = torch.optim.SGD(model.parameters()), save.Saver(folder, 1, background=False)
+    saver.save(model, optimizer, {"step": 1, "best": None})
+    saver.finish()
+    expected = torch.rand(3).tolist()
+    torch.manual_seed(9)
+    save.load_checkpoint(folder / "checkpoints/step-00000001", model, optimizer)
+    return torch.rand(3).tolist() == expected, expected
+
+
+def save_without_publishing(folder):
+    """The error of a save whose files rank 0 cannot rename."""
+
+    def fail(*args):
+        raise OSError("read-only")
+
+    saver = save.Saver(folder, 1, background=False)
+    model = torch.nn.Linear(2, 2)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(save.CheckpointError) as error:
+        patch.setattr(save, "publish", fail)
+        saver.save(model, torch.optim.SGD(model.parameters()), {"step": 1, "best": None})
+        saver.finish()
+    return str(error.value)
+
+
+def test_all_ranks_report_a_checkpoint_that_cannot_be_published(ranks, tmp_path):
+    path = tmp_path / "checkpoints/step-00000001"
+    message = f"checkpoint {path} cannot be written: rank 0: OSError: read-only"
+    assert ranks.run(2, save_without_publishing, tmp_path) == [message] * 2 and not path.exists()
+
+
+def test_each_rank_resumes_with_its_own_random_state(ranks, tmp_path):
+    (is_restored, first), (other_is_restored, second) = ranks.run(2, save_and_load_random_state, tmp_path)
+    assert is_restored and other_is_restored and first != second
 
 
 def damaged(run_dir, kind):

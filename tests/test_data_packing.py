@@ -23,6 +23,7 @@ from ithaka.data.pack import (
     SEGMENT_DTYPE,
     Documents,
     PackedRound,
+    PackedSequence,
     Packing,
     best_fit,
     group_by_area,
@@ -174,7 +175,7 @@ def assert_same(one, two):
     np.testing.assert_array_equal(one.starts, two.starts)
 
 
-def test_epochs_hold_the_same_documents_in_another_order():
+def test_epochs_hold_the_same_documents_in_another_order(monkeypatch):
     shards = [ListShard([[i * 10 + j for j in range(4)]]) for i in range(20)]
     stream = make_stream(shards, 4, seed=0)
     epochs = [[tuple(stream.next_sequence().ids) for _ in range(20)] for _ in range(3)]
@@ -183,6 +184,12 @@ def test_epochs_hold_the_same_documents_in_another_order():
     other = make_stream(shards, 4, seed=1)
     assert epochs[0] != [tuple(other.next_sequence().ids) for _ in range(20)]
     assert stream.position.epoch == 2
+    # In rounds of four sequences: other documents meet in a round.
+    for name, value in {"ROUND_TOKENS": 16, "ROUND_SEQUENCES": 4, "ROUND_STEPS": 4}.items():
+        monkeypatch.setattr(data_stream, name, value)
+    stream = make_stream(shards, 4, seed=0)
+    epochs = [[tuple(stream.next_sequence().ids) for _ in range(20)] for _ in range(3)]
+    assert len({frozenset(epoch[:4]) for epoch in epochs}) == 3
 
 
 @settings(max_examples=60, deadline=None)
@@ -242,6 +249,18 @@ def test_collate_gives_int64_batches_and_counts_shifted_labels():
     assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1], [0, 0, 0, 0, 1]]
     assert batch.source_ids is None and num_valid(batch.labels) == 6
     assert num_valid(torch.tensor([[7, -100, -100]])) == 0
+
+
+def test_the_samples_of_a_batch_are_numbered_across_its_rows():
+    """A row with two pairs, and one with a pair and padding."""
+    pair = np.array([0, 1])
+    rows = [
+        PackedSequence(np.arange(4), np.arange(4), 4, np.zeros(4), parents=np.full(4, -1), samples=[*pair, *pair + 2]),
+        PackedSequence(np.arange(4), np.arange(2), 2, np.zeros(2), parents=np.array([-1, 0]), samples=pair),
+    ]
+    batch = collate(rows)
+    assert batch.sample_ids.tolist() == [[0, 1, 2, 3], [4, 5, -1, -1]] and batch.num_preferences == 3
+    assert batch.parents.tolist() == [[-1] * 4, [-1, 0, -1, -1]]
 
 
 def test_long_documents_are_split_and_the_rest_is_packed_like_a_document():

@@ -292,6 +292,14 @@ def test_stored_results_are_shown_and_compared(tmp_path):
     assert show("ab").exit_code == 0 and "mean A  mean B" in show("ab").stdout
     assert show("ab").stdout == show("a", "b").stdout != show("a").stdout
     assert_command_refused(["evaluate", str(tmp_path / "ab"), str(tmp_path / "a")], "3 results", fix="two files")
+    settings = {"tasks_version": 1, "contexts": [900], "documents": 2, "text": "abc", "prompts": "def"}
+    (tmp_path / "a").write_text(json.dumps({**a, **settings}))
+    for name, value in {"tasks_version": 2, "contexts": [800], "documents": 3, "text": "x", "prompts": None}.items():
+        (tmp_path / "b").write_text(json.dumps({**b, **settings, name: value}))
+        both = [str(tmp_path / "a"), str(tmp_path / "b")]
+        assert_command_refused(["evaluate", *both], f"{name}={value}", "cannot be compared", fix="the same --contexts")
+    (tmp_path / "b").write_text(json.dumps({**b, **settings, "text": None}))
+    assert show("a", "b").exit_code == 0, "files of earlier versions have no digest of the text"
     for name in ("none", "other"):
         assert_command_refused(["evaluate", str(tmp_path / name)], str(tmp_path / name), fix="written by --json")
 

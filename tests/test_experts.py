@@ -226,7 +226,7 @@ def test_wrong_choices_are_refused():
         dense(input_ids=ids, labels=ids, expert_indices=torch.zeros(1, 6, 1, K, dtype=torch.long))
 
 
-def test_the_load_of_experts_is_counted_in_training():
+def test_the_load_of_experts_is_counted_in_training(monkeypatch):
     model = parallelize_model(tiny_decoder("gpt_oss", torch.float32, num_hidden_layers=1), layout=Layout(tile_tokens=4))
     ids, chosen = random_ids(1, 8), torch.tensor([[0, 1], [0, 2]]).repeat(4, 1).view(1, 8, 1, K)
     model(input_ids=ids, labels=ids, expert_indices=chosen).loss.backward()
@@ -236,6 +236,10 @@ def test_the_load_of_experts_is_counted_in_training():
     assert loads["experts/busiest/0"] == 0.5
     assert loads["experts/entropy/0"] == pytest.approx(0.75)  # shares 1/2, 1/4, 1/4 and 0
     assert expert_loads(model) == {}
+    model.train()(input_ids=ids, labels=ids, expert_indices=chosen)
+    other_rank = torch.tensor([[0.0, 4, 4, 8]])
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda loads_LE: loads_LE.add_(other_rank))
+    assert expert_loads(model) == {"experts/busiest/0": 0.25, "experts/entropy/0": pytest.approx(1)}
 
 
 def test_large_layers_are_not_gathered_ahead(monkeypatch):

@@ -35,7 +35,16 @@ class FadingSGD(torch.optim.SGD):
 
 
 OPTIMIZER = {"optimizer_cls_and_kwargs": (FadingSGD, {"lr": 0.05, "momentum": 0.9})}
-LOGGED = ("loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens", "eval_loss")
+LOGGED = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "entropy",
+    "mean_token_accuracy",
+    "num_tokens",
+    "eval_loss",
+    "num_input_tokens_seen",
+)
 datasets.disable_progress_bars()
 QUIET = {"use_cpu": True, "disable_tqdm": True, "seed": 3, "dataloader_pin_memory": False, "save_total_limit": None}
 SHORT = {"max_steps": 6, "save_steps": 3, "eval_steps": 3}  # for seconds less
@@ -66,6 +75,7 @@ def run(name, cp, folder, resume=None, rows=None, family=None, **changes):
         trainer_class = partial(trainer_class, callbacks=[ShiftRouters()], **OPTIMIZER)
         trainer = module.make_trainer(trainer_class, str(folder), **QUIET, **changes)
         trainer.remove_callback(PrinterCallback)
+        assert trainer.get_total_train_batch_size(trainer.args) == 2 * trainer.args.gradient_accumulation_steps
         hooks = trainer.model.get_input_embeddings()._forward_hooks.values()
         assert not cp or "require_grads" not in str(hooks), "TRL's, for checkpointing of its own"
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -104,9 +114,12 @@ def test_trainer(ranks, tmp_path):
     """Accumulation, rows of unequal lengths, evaluation, and resuming a 2 x 2 checkpoint on two ranks.
 
     The final weights are those of a checkpoint in the middle, which counts as the best."""
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
-    trained = partial(run, **best, **SHORT)
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
+    trained = partial(run, **best, **SHORT, include_num_input_tokens_seen="non_padding")
     (expected,) = ranks.run(1, trained, "hf_trainer", 0, tmp_path / "plain")
+    assert expected[0][0]["num_input_tokens_seen"] > 0
+    middle, last = (log["eval_loss"] for log in expected[0] if "eval_loss" in log)
+    assert middle < last
     runs = ranks.run(4, trained, "hf_trainer", 2, tmp_path / "four")
     check(runs, expected)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "four" / "final")

@@ -224,6 +224,7 @@ def test_every_sequence_of_a_batch_is_counted():
     assert text.startswith("llama3-8b, 4 x 128K tokens,")
     cp, sequences = answer["settings"]["parallel.cp"], answer["sequences_per_step"]
     assert f"{cp} of 8 GPUs share 4 sequences; {sequences} seq" in one_line(text)
+    assert sequences == 4 * 8 // cp
     assert answer["model"] == "llama3-8b"
 
 

@@ -4,8 +4,11 @@ import contextlib
 import importlib.util
 import io
 import itertools
+import math
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -26,6 +29,7 @@ from decoders import tiny_decoder
 from ithaka.hf import long_context
 from ithaka.model import prefixes
 from ithaka.model.prefixes import PackedPrefixes, pack_prefixes
+from ithaka.rewards import GRPOMixin
 from models import tiny_config, tiny_model
 from trainers import ShiftRouters, full_weights, trainer_environment
 
@@ -206,6 +210,26 @@ def check(runs, expected, only_here=(), ignored=()):
             assert "train_runtime" in log or "eval_loss" in log or {*only_here} <= log.keys()
         for name, tensor in rank_weights.items():
             assert (tensor - weights[name]).abs().max() < TOLERANCE, name
+
+
+def test_the_mismatch_of_a_sampler_is_an_estimate_of_its_kl_divergence():
+    """Over the tokens with weight 1 in the mask whose log-probability the sampler knows. Never negative."""
+    sampled = torch.tensor([[-1.0, -2.0, torch.nan, -1.0], [-3.0, -0.5, -1.0, -1.0]], dtype=torch.float64)
+    model = torch.tensor([[-1.0, -2.5, -1.0, -9.0], [-2.5, -0.6, -1.0, -1.1]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]).bool()
+    accelerator = SimpleNamespace(reduce=lambda sums, reduction: 3 * sums)  # of three equal groups
+    trainer = SimpleNamespace(
+        _policy_logprobs=model,
+        epsilon_low=0.2,
+        epsilon_high=0.3,
+        accelerator=accelerator,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
+    GRPOMixin._log_mismatch(trainer, sampled, mask)
+    differences = [0.0, -0.5, 0.5, -0.1, 0.0, -0.1]
+    kl = sum(math.exp(each) - 1 - each for each in differences) / 6
+    logged = {name: values for name, (*values,) in trainer._metrics["train"].items()}
+    assert logged == {"sampling/kl": [pytest.approx(kl)], "sampling/clipped_fraction": [pytest.approx(2 / 6)]}
 
 
 @pytest.fixture(scope="module")

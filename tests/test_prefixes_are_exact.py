@@ -401,6 +401,8 @@ def test_tokens_that_differ_in_label_adapter_or_routing_are_not_shared():
 
     assert shared(both) == shared(both, [no, no]) == shared(both, keys=[["a", "a"]]) == 6
     assert shared(both, [late, late]) == shared(both, [late, no]) == 4
+    first = torch.where(ids == 0, ids, late)  # no token predicts the first
+    assert shared(both, [first, first]) == 4
     assert shared(both, keys=[["a", "b"]]) == 0
     routing = torch.zeros(6, 2, 3).long()
     other = routing.clone()

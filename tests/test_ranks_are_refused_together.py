@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from ithaka.cli import app
 from ithaka.config import ConfigError, load_config
+from ithaka.dist.agree import RankError, SharedError, SharedTransientError, raise_first
 from ithaka.exits import ExitCode, TransientError
 from ithaka.preflight import preflight
 from ithaka.preflight import run as run_module
@@ -95,6 +96,14 @@ def test_an_error_on_all_ranks_is_printed_once_without_a_rank(ranks, tmp_path):
     said = ranks.run(2, train, tmp_path, lacks_a_file, [0, 1])
     refusal = "ConfigError: model.path has no file x; copy it again\n"
     assert said == [(ExitCode.WRONG_INPUT, refusal), (ExitCode.WRONG_INPUT, "")]
+
+
+def test_an_error_that_a_restart_cannot_fix_is_raised_first():
+    failures = [None, RankError(SharedTransientError, "the disk is slow"), RankError(SharedError, "no such file")]
+    with pytest.raises(SharedError, match="^rank 2: no such file$"):
+        raise_first(failures)
+    with pytest.raises(SharedTransientError, match="^reading: rank 1: the disk is slow$"):
+        raise_first(failures[:2], "reading")
 
 
 def loses_its_disk(patch, folder):

@@ -11,7 +11,7 @@ import yaml
 from browser import Browser, find_browser
 from ithaka.cli.runs import train_rank
 from ithaka.config import ConfigError
-from ithaka.report.page import live_report, write_report
+from ithaka.report.page import live_report, read_run, write_report
 from runs import metrics, tiny_run, valid, wait_for
 
 SIZES = {"desktop": (1200, False), "dark": (1200, True), "phone": (390, False)}
@@ -47,6 +47,16 @@ def test_the_peak_of_a_resumed_run_is_the_maximum_over_its_parts(run_dir, tmp_pa
     steps = [{"step": i, "host_peak_bytes": peak * 2**20} for i, peak in enumerate((5, 7, 3))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     assert embedded(write_report([tmp_path]))[0]["host_peak_bytes"] == 7 * 2**20
+
+
+def test_the_latest_profile_and_evaluation_are_shown(run_dir, tmp_path):
+    (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text())
+    for step in (9, 10):
+        for file in (f"profile/step-{step}/profile.json", f"evaluations/step-{step}.json"):
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / file).write_text(json.dumps({"step": step}))
+    shown = read_run(tmp_path)
+    assert shown["profile"] == shown["evaluation"] == {"step": 10}
 
 
 def test_the_page_fetches_nothing(run_dir):

@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
@@ -20,12 +21,13 @@ from ithaka import launch
 from ithaka.checkpoint import files
 from ithaka.exits import ExitCode, TransientError
 from ithaka.model.batch import count_pairs
+from ithaka.plan.models import find_shape
 from ithaka.plan.units import format_count
 from ithaka.train import console as console_module
 from ithaka.train import loop, watch
 from ithaka.train.console import Console, Record, describe, open_metrics, read_metrics, rename_metrics, status
 from ithaka.train.trainer import Diverged
-from ithaka.train.watch import step_flops
+from ithaka.train.watch import flops_utilization, step_flops
 from programs import Program
 from runs import metrics, run, start_program, tiny_run, wait_for
 from test_trackers import tensorboard_scalars
@@ -152,6 +154,20 @@ def test_flops_and_amounts():
     assert [format_count(n) for n in (7, 999, 12345, 2_890_000, 8e9)] == ["7", "999", "12.3K", "2.89M", "8B"]
 
 
+def test_mfu_is_the_share_of_the_peak_of_all_gpus():
+    """Frozen weights take two matrix products instead of three. An untied embedding takes none."""
+    shape = find_shape("llama3-8b")
+    head, heads = shape.vocab * shape.hidden, shape.heads * shape.head_dim
+    trainer = SimpleNamespace(device_name="NVIDIA H200", mesh=SimpleNamespace(world_size=4), num_params=9 * head)
+    for tied, num_trained, flops_per_token in ((False, 9 * head, 6 * 8), (True, 9 * head, 6 * 9), (False, 0, 4 * 8)):
+        trainer.run, trainer.num_trained = SimpleNamespace(shape=replace(shape, tied=tied)), num_trained
+        flops = flops_per_token * head * 1000 + 12 * heads * 500_500
+        found = flops_utilization(trainer, num_tokens=1000, num_pairs=500_500, step_s=2.0)
+        assert found == pytest.approx(flops / (2.0 * 4 * 989.4e12), rel=1e-6)
+    trainer.device_name = "CPU"
+    assert flops_utilization(trainer, 1000, 500_500, 2.0) is None
+
+
 def test_sigterm_finishes_the_step_saves_and_exits_with_its_code(tmp_path):
     train = {"steps": 100_000, "save_every": 0, "validate_every": 0}
     config = tiny_run(tmp_path, train={**train, "run_dir": str(tmp_path / "it's mine")})
@@ -165,6 +181,17 @@ def test_sigterm_finishes_the_step_saves_and_exits_with_its_code(tmp_path):
     stopped = next(line for line in program.stdout.splitlines() if f"Stopped after step {last}" in line)
     assert shlex.split(stopped.partition(": ")[2]) == ["ithaka", "train", "--resume", str(config.train.run_dir)]
     assert (config.train.run_dir / "latest").read_text() == f"step-{last:08d}\n"
+
+
+def test_a_signal_or_a_save_of_any_rank_counts(monkeypatch):
+    """Ranks that decided differently would wait for each other."""
+    trainer = SimpleNamespace(
+        mesh=SimpleNamespace(device=torch.device("cpu")), save_is_due=False, saver=SimpleNamespace(is_done=False)
+    )
+    most = 2**60  # bytes
+    monkeypatch.setattr(loop, "gather_objects", lambda own: [own, (signal.SIGTERM, True, True, 0, most, 2.0)])
+    agreed = loop._agree([], trainer, rank_figures=(1.0,))
+    assert agreed == (signal.SIGTERM, (True, True), (None, most), [(1.0, 2.0)])
 
 
 def test_a_narrow_terminal_shows_the_full_step(tmp_path, monkeypatch):
@@ -285,6 +312,8 @@ def test_pairs_are_counted_inside_documents_and_windows():
         visible = (j <= i) & (ids[:, None] == ids[None]) & (j > i - (window or 99))
         seen += visible.long()
     assert count_pairs(documents, [None, 2]) == int(seen.sum())
+    chain = torch.tensor([[0, 0, 1, 1, 2]])  # each document continues the one before
+    assert count_pairs(chain, [None], parents_BS=torch.tensor([[-1, -1, 0, 0, 1]])) == count_pairs(0 * chain, [None])
 
 
 @pytest.mark.parametrize("terminal, rank", [(True, "0"), (False, "0"), (True, "1")])

@@ -311,12 +311,6 @@ class LongContext(Trainer):
     def get_total_train_batch_size(self, args: Any) -> int:
         return super().get_total_train_batch_size(args) // self.ithaka_mesh.cp_size
 
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)
-        added = self.state.num_input_tokens_seen - before
-        self.state.num_input_tokens_seen = before + added // self.ithaka_mesh.cp_size
-
     def _clip_grad_norm(self, model: Any) -> Tensor:
         return clip_gradients(model.parameters(), self.args.max_grad_norm, self.ithaka_mesh.device)
 
