@@ -292,7 +292,8 @@ def evaluate(
     if as_json:
         print(format_json(results if len(results) > 1 else results[0], indent=2))
     for title, rows in evaluation.make_tables(results) if not as_json else ():
-        print(f"{title}\n{format_table(rows) if rows else 'not measured'}\n")
+        missing = evaluation.explain_missing_retrieval(results) if title == "retrieval by depth" else ""
+        print(f"{title}\n{format_table(rows) if rows else missing or 'not measured'}\n")
     if not as_json and (explanation := evaluation.explain_figures(results)):
         print(explanation)
     if not as_json and page is not None:
