@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -119,8 +118,7 @@ def may_fork() -> Iterator[None]:
 
 def _child(folder: str) -> None:
     os.setsid()
-    sys.argv[1:] = [folder]
-    run_child_rank()
+    run_child_rank(folder)
 
 
 def wait_for(condition: Callable[[], bool], program: Program | None = None, timeout_s: float = 90) -> None:
