@@ -348,9 +348,11 @@ def verify(
     if as_json:
         print(json.dumps(result, indent=2))
     else:
-        layers = ", ".join(map(str, result["layers"]))
         setup = "{model_type}, {weights} weights, cp={cp} on {device}".format(**result)
-        print(f"{setup}; layers compared: {layers}")
+        print(f"{setup}; layers compared: {', '.join(map(str, result['layers']))}")
+        for kind in result["kinds"] if len(result["kinds"]) > 1 else ():
+            layers = ", ".join(map(str, kind["compared"]))
+            print(f"layer {layers}: {kind['kind']} ({kind['layers_of_model']} of {result['layers_of_model']} layers)")
         print(format_table([_format_check(**check) for check in result["checks"]]))
         failed = [check["part"] for check in result["checks"] if not check["ok"]]
         print(f"failed: {', '.join(failed)}" if failed else "all checks passed")
