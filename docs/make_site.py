@@ -1,4 +1,6 @@
-"""Write the pages of the site to build/docs: docs/, and a page for every file of the repository that they link to."""
+"""Write the pages of the site to build/docs: docs/, and a page for every file of the repository that they link to.
+
+The lab notebook and the tests are evidence that pages link to; the navigation and the search leave them out."""
 
 import re
 import shutil
@@ -6,6 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(\[[^\]]*\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
+EVIDENCE = ("LOG.md", "tests")
+NOT_SEARCHED = "---\nsearch: {exclude: true}\n---\n"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".jinja": "jinja", ".toml": "toml"}
 
 
@@ -42,6 +46,8 @@ def render_page(file: Path) -> str:
 
 def make_site(out: Path) -> None:
     shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    shutil.copy(ROOT / "docs" / "site.css", out)
     waiting, done = sorted((ROOT / "docs").rglob("*.md")), set[Path]()
     while waiting:
         file = waiting.pop()
@@ -53,7 +59,8 @@ def make_site(out: Path) -> None:
         if file.suffix in (".png", ".svg"):
             shutil.copy(file, target)
             continue
-        target.write_text(render_page(file), encoding="utf-8")
+        head = NOT_SEARCHED if file.relative_to(ROOT).parts[0] in EVIDENCE else ""
+        target.write_text(head + render_page(file), encoding="utf-8")
         if file.suffix == ".md":
             waiting += linked_files(file.read_text(encoding="utf-8"), file.parent)
 

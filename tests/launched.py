@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from ithaka import launch
 from ithaka.config import ConfigError
 from ithaka.exits import ExitCode
 from ithaka.launch import Outcome, exit_rank
@@ -24,6 +25,12 @@ def write_environment(folder: Path) -> None:
         "OMP_NUM_THREADS",
     )
     (folder / os.environ["RANK"]).write_text(" ".join(os.environ[name] for name in names))
+
+
+def write_inherited(folder: Path) -> None:
+    """A fork inherits attributes; its session is its own."""
+    inherited, is_leader = getattr(launch, "inherited", None), os.getsid(0) == os.getpid()
+    (folder / os.environ["RANK"]).write_text(f"{inherited} {is_leader}")
 
 
 def fail(rank: str, kind: str) -> None:

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -125,8 +124,7 @@ def may_fork() -> Iterator[None]:
 def _child(folder: str) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in a program of its own
-    sys.argv[1:] = [folder]
-    run_child_rank()
+    run_child_rank(folder)
 
 
 def wait_for(condition: Callable[[], bool], program: Program | None = None, timeout_s: float = 300) -> None:

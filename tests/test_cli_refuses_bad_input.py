@@ -5,6 +5,8 @@ import json
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -240,6 +242,17 @@ def assert_refused_at_start(folder, started, arguments, *named, fix):
 )
 def test_bad_input_is_refused_before_anything_starts(inputs, started, arguments, named, fix):
     assert_refused_at_start(inputs, started, shlex.split(arguments), *named, fix=fix)
+
+
+def test_unknown_settings_are_refused_without_importing_torch(tmp_path):
+    (tmp_path / "run.yaml").write_text("train: {stepz: 3}\n")
+    commands = [[name, "--set", "train.stepz=3"] for name in ("train", "profile", "data")]
+    commands += [["train", "run.yaml"], ["train", "--evaluate-only", "run.yaml"]]
+    code = "import sys; from typer.testing import CliRunner; from ithaka.cli import app\n" \
+        f"for command in {commands}:\n" \
+        "    assert 'did you mean train.steps?' in CliRunner().invoke(app, command).stderr, command\n" \
+        "    assert not {'torch', 'transformers', 'numpy'} & {*sys.modules}, command"  # fmt: skip
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 
 def test_more_ranks_than_gpus_are_refused(folder, started, monkeypatch):

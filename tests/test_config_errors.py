@@ -109,6 +109,8 @@ BAD_FILES = [
     ("train:\n  steps: 1:30\n", ["train.steps=1:30"], "integer"),
     ("train:\n  steps: many\n", ["train.steps=many"], "integer"),
     ("5: {}\n", ["5 in"], "use one of model"),
+    ("validation: {path: a}\n", ["validation", "run.yaml"], "did you mean data.validation_path or"),
+    ("rope: {type: yarn}\n", ["rope", "run.yaml"], "did you mean model.rope?"),
     ("model:\n  path: a\ndata:\n  path: b\nmodel: {}\n", ["run.yaml", "model", "line 1", "line 5"], "once"),
     ("train:\n  steps: 5\n  batch: 1\n  'steps': 6\n", ["steps", "line 2", "line 4"], "once"),
     ("data:\n  sources:\n  - {path: a}\n  - {path: b,\n     path: c}\n", ["path", "line 4", "line 5"], "once"),

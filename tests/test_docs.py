@@ -157,9 +157,14 @@ def test_every_page_is_in_the_site(tmp_path):
 
     site = script("make_site")
     site.make_site(tmp_path)
-    nav = files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    nav = files(settings["nav"])
     pages = [str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")]
     assert not {*pages} - {*nav} and all((tmp_path / page).is_file() for page in nav)
+    evidence = [tmp_path / "source/LOG.md", *(tmp_path / "source/tests").iterdir()]
+    assert not {str(page.relative_to(tmp_path)) for page in evidence} & {*nav}
+    assert all(page.read_text().startswith("---\nsearch: {exclude: true}\n---\n# ") for page in evidence)
+    assert all((tmp_path / file).is_file() for file in settings["extra_css"])
     for page in tmp_path.rglob("*.md"):  # every link leads to a page of the site
         for link in LINK.findall(re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.S)):
             path = link.partition("#")[0]

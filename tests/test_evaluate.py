@@ -20,7 +20,7 @@ from ithaka import measure as measuring
 from ithaka.cli import app
 from ithaka.data.tokenizer import ByteTokenizer
 from ithaka.dist.mesh import make_mesh
-from ithaka.evaluate import evaluate_all, prepare_model, render_results
+from ithaka.evaluate import evaluate_all, find_ticks, prepare_model, render_results
 from ithaka.export import export
 from ithaka.layout import Layout
 from ithaka.measure import (
@@ -270,7 +270,10 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
     arguments += ["--contexts", "900", "--html", str(tmp_path / "page.html")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 130 and "stopped early" in result.stderr and (tmp_path / "page.html").is_file()
-    assert "loss by position" in result.stdout and "retrieval by depth\nnot measured" in result.stdout
+    assert (
+        "loss by position" in result.stdout
+        and "retrieval by depth\nnot measured: the evaluation was stopped" in result.stdout
+    )
     # Without retrieval there is nothing to interrupt, and each document, long and short, takes one pass.
     passes = []
     measure = measuring.token_losses
@@ -366,13 +369,31 @@ def test_a_run_evaluates_itself(ranks, tmp_path):
     assert_refused(lambda: run(too_long), "evaluate.data=", "4096 tokens", fix="shorter")
 
 
+RETRIEVED = {"task": "single", "context": 900, "depth": 0.5, "score": 1.0, "samples": 1}
+
+
 def test_the_page_draws_the_loss_by_position_and_has_no_blank_rows():
     bins = [{"from": 1, "to": 64, "loss": 4.0, "error": 0.5}, {"from": 64, "to": 128, "loss": 2.0, "error": None}]
     result = {"model": "a", "loss": 3.0, "loss_by_position": bins, "retrieval": [], "long_context_gain": None}
-    page = render_results([result, {**result, "model": "b", "loss_by_position": bins[:1]}])
+    page = render_results([result, {**result, "model": "runs/b", "loss_by_position": bins[:1]}])
     lines = re.findall(r'<polyline class="line(\d)" points="(.*?)"', page)
     first, second = ([tuple(map(float, point.split(","))) for point in points.split()] for _, points in lines)
     assert len(first) == 4 and len(second) == 2 and first[:2] == second
     assert first[0][1] == first[1][1] < first[2][1] == first[3][1], "a smaller loss is lower on the page"
     assert "1 to 64: 4 ± 0.5" in page and "error" not in page and "long_context_gain</td>" not in page
-    assert "<td></td>" not in page and "retrieval" not in page and "key_tokens" not in page
+    assert "<td></td>" not in page and "key_tokens" not in page
+    assert "<h2>retrieval</h2><p class=note>not measured: --samples 0 " in page
+    assert re.findall(r'<text class="line\d".*?>(.*?)<', page) == ["A: a", "B: b"]
+    page = render_results([result, {**result, "model": "runs/a", "retrieval": [RETRIEVED], "partial": True}])
+    assert re.findall(r'<text class="line\d".*?>(.*?)<', page) == ["A: a", "B: runs/a"], "the names differ"
+    assert "not measured for a: --samples 0" in page and "Share of correct answers" in page
+    assert "stopped early" in render_results([{**result, "partial": True}])
+
+
+@pytest.mark.parametrize("losses", [(3.0, 3.01), (2.0, 4.0), (0.0, 0.0), (11.97, 12.0), (-1.0, 0.7), (3.0, 3.0)])
+def test_the_axis_of_a_chart_fits_the_losses(losses):
+    ticks = find_ticks(losses)
+    low, high = min(losses), max(losses)
+    assert len(ticks) == 5 and ticks[0] <= low <= high <= ticks[-1] + 1e-12
+    assert ticks[-1] - ticks[0] <= max(5 * (high - low), 0.05 * abs(high), 1e-5)
+    assert len({f"{tick:g}" for tick in ticks}) == 5, "distinct labels"

@@ -1,6 +1,7 @@
 """Ranks start, receive signals and are reported once; none is left behind."""
 
 import contextlib
+import multiprocessing
 import os
 import re
 import shutil
@@ -31,6 +32,7 @@ from launched import (
     never_stop,
     not_yet_training,
     write_environment,
+    write_inherited,
 )
 from programs import Program
 from refusals import assert_refused
@@ -78,6 +80,22 @@ def test_escape_codes_are_removed_in_a_terminal(tmp_path):
     screen = (tmp_path / "screen").read_bytes()
     assert b"measuring" in screen
     assert b"?25h" not in re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", screen)
+
+
+def launch_forks(folder: Path) -> int:
+    """Ranks that succeed, under a spinner, then one that fails."""
+    multiprocessing.current_process()._config["daemon"] = False  # else it may start no process
+    launch.inherited, launch.FAILURE_GRACE_S = "yes", 0.2
+    with status("comparing"):
+        assert launch.run_ranks(write_inherited, (folder,), 2, fork=True) == 0
+    return launch.run_ranks(fail, ("1", "config"), 2, fork=True)
+
+
+def test_forked_ranks_need_no_imports_and_report_their_errors(tmp_path):
+    program = Program(tmp_path, launch_forks, tmp_path)
+    assert program.wait(60) == ExitCode.WRONG_INPUT
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["yes True"] * 2
+    assert program.stderr.count("parallel.cp=6") == program.stderr.count("\n") == 1
 
 
 def test_ranks_get_torchruns_variables(tmp_path, monkeypatch):

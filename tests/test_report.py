@@ -78,9 +78,13 @@ def test_text_from_a_run_cannot_break_out_of_its_script_element(run_dir, tmp_pat
 def with_bad_losses(run_dir, tmp_path) -> Path:
     """A run with losses that are not finite or whose perplexity is not, and with a file that a crash cut short."""
     (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text() + "extra: .nan\n")
-    losses = [(2.0, 3.0), (1e3, math.nan), (math.inf, 1e4), (1.5, 2.5), (1.25, -math.inf)]
+    losses = [(2.0, 3.0), (1e3, math.nan), (math.inf, 1e4), (1.5, 2.5), (1.25, -math.inf), (math.nan, None)]
     steps = [{"step": i, "loss": loss, "val_loss": val_loss} for i, (loss, val_loss) in enumerate(losses)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    events = [{"step": i, "event": "the validation loss is not finite", "val_loss": "nan"} for i in (1, 4)]
+    lines = [json.dumps(record) for record in (*steps, *events)]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(line + "\n" for line in [*lines[:2], '{"step": 1, "lo', *lines[2:]])
+    )
     (tmp_path / "plan.json").write_text('{"layout": {')
     (tmp_path / "evaluations").mkdir()
     (tmp_path / "evaluations/step-2.json").write_text(json.dumps({"model": "a", "loss": math.nan, "retrieval": []}))
@@ -91,8 +95,8 @@ def with_bad_losses(run_dir, tmp_path) -> Path:
 def test_the_page_has_valid_json(with_bad_losses):
     """Browsers reject NaN and Infinity."""
     (run,) = embedded(with_bad_losses / "report.html")
-    assert run["metrics"]["loss"] == [2.0, 1e3, None, 1.5, 1.25]
-    assert run["metrics"]["val_loss"] == [3.0, None, 1e4, 2.5, None]
+    assert run["metrics"]["loss"] == [2.0, 1e3, None, 1.5, 1.25, None]
+    assert run["metrics"]["val_loss"] == [3.0, None, 1e4, 2.5, None, None]
     assert run["evaluation"]["loss"] is run["config"]["extra"] is run["plan"] is None
 
 
@@ -154,6 +158,19 @@ def test_losses_that_are_not_finite_are_left_out(with_bad_losses, browser):
     browser.open(with_bad_losses / "report.html")
     assert browser.complaints() == []
     assert len(drawn := browser.evaluate(DRAWN_PIXELS)) == 2 and min(drawn) > 500  # loss, perplexity
+
+
+@in_browser
+def test_the_latest_losses_are_shown_even_if_they_are_not_finite(with_bad_losses, browser):
+    browser.open(with_bad_losses / "report.html")
+    cards = browser.evaluate("[...document.querySelectorAll('.card')].map(c => c.innerText.split('\\n').reverse())")
+    values = {name.lower(): value for name, value in cards if "loss" in name.lower()}
+    assert values == {
+        "loss": "not finite",
+        "validation loss at step 4": "not finite",
+        "lowest validation loss": "2.5000",
+    }
+    assert not [name for name, _ in cards if "perplexity" in name.lower()]
 
 
 @in_browser

@@ -117,7 +117,8 @@ def test_a_layer_of_each_kind_is_compared(tmp_path, runs):
     """A dense layer with a window, experts with a window, and experts with full attention, with their own weights."""
     model = tiny_decoder("afmoe", torch.float32, num_hidden_layers=6, num_dense_layers=2, layer_types=None)
     model.save_pretrained(tmp_path / "model")
-    assert verify.write_truncated_model(tmp_path / "model", tmp_path / "cut") == ("its own", [0, 2, 3])
+    weights_from, _, layers = verify.write_truncated_model(tmp_path / "model", tmp_path / "cut")
+    assert (weights_from, layers) == ("its own", [0, 2, 3])
     cut, weights = verify.load_truncated_model(tmp_path / "cut", None).state_dict(), model.state_dict()
     for name, weight in cut.items():
         index, _, rest = name.removeprefix("model.layers.").partition(".")
@@ -126,6 +127,26 @@ def test_a_layer_of_each_kind_is_compared(tmp_path, runs):
     layout = verify.make_layout(None, 1, model.config.num_attention_heads, 3)
     checks = list(verify.run_checks(tmp_path / "cut", make_mesh(1), layout, None)) if runs else []
     assert not [check for check in checks if not check["ok"]]
+
+
+def test_layers_have_the_models_indices_and_kinds(tmp_path, monkeypatch):
+    """In the header and in the table, although the compared model has three layers."""
+    model = tiny_decoder("afmoe", torch.float32, num_hidden_layers=6, num_dense_layers=2, layer_types=None)
+    model.config.save_pretrained(tmp_path)
+
+    def run_ranks(function, arguments, num_ranks, **options):
+        names = ("layers.1.self_attn.q_proj.weight", "heads of layers.2.self_attn.k_proj.weight", "norm.weight")
+        checks = [verify.make_check("gradients", name, 0.0) for name in names]
+        (arguments[0] / verify.CHECKS_FILE).write_text(json.dumps(checks))
+
+    monkeypatch.setattr(verify, "run_ranks", run_ranks)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    lines = CliRunner().invoke(cli.app, ["verify", str(tmp_path / "config.json")]).stdout.splitlines()
+    assert lines[0].endswith("layers compared: 0, 2, 3")
+    assert lines[1].startswith("layer 0: window of ") and lines[1].endswith("as layer 0 (2 of 6 layers)")
+    assert lines[2].startswith("layer 2: window of ") and lines[3] == "layer 3: full attention, experts (1 of 6 layers)"
+    named = [line.split("  ")[-1].strip() for line in lines[5:8]]
+    assert named == ["layers.2.self_attn.q_proj.weight", "heads of layers.3.self_attn.k_proj.weight", "norm.weight"]
 
 
 # ---- planted errors
@@ -243,4 +264,5 @@ def test_models_that_cannot_be_verified_are_refused(tmp_path, monkeypatch):
     assert_command_refused(["verify", str(tmp_path / "long.yaml")], "config.json", fix="a model directory")
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    assert_refused(lambda: verify.verify(tmp_path), "pytorch_model.bin", fix="config.json")
+    refusal = assert_refused(lambda: verify.verify(tmp_path), "MODEL=", "pytorch_model.bin", fix="config.json")
+    assert "train" not in refusal.replace(str(tmp_path), "")

@@ -1,5 +1,6 @@
 """`ithaka evaluate`: one model, or two compared, in tables and on an HTML page. `ithaka sample`: a short text."""
 
+import html
 import json
 import math
 import signal
@@ -201,6 +202,16 @@ def column_names(results: Sequence[Any]) -> list[str]:
     return ["A", "B"][: len(results)] if len(results) > 1 else [""]
 
 
+def model_names(results: Sequence[dict[str, Any]]) -> list[str]:
+    """The names of two models, for a legend: the column and the directory, or the full path if the directories have
+    the same name. One model needs none."""
+    if len(results) < 2:
+        return [""]
+    short = [Path(result["model"]).name for result in results]
+    names = short if len(set(short)) == len(short) else [result["model"] for result in results]
+    return [f"{column}: {name}" for column, name in zip(column_names(results), names, strict=True)]
+
+
 def make_tables(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield titles and rows. Two models get columns A and B."""
     if len(results) > 1:
@@ -221,6 +232,17 @@ def explain_figures(results: Sequence[dict[str, Any]]) -> str:
     """Explain the figures that were measured and are not self-explanatory."""
     shown = (name for name in EXPLANATIONS if any(result.get(name) is not None for result in results))
     return " ".join(f"{name}: {EXPLANATIONS[name]}." for name in shown)
+
+
+def explain_missing_retrieval(results: Sequence[dict[str, Any]]) -> str:
+    """Say why models have no retrieval scores, and which ones unless it is all; empty if all have them."""
+    missing = [result for result in results if not result["retrieval"]]
+    if not missing:
+        return ""
+    names = [result["model"] for result in missing] if len(missing) < len(results) else []
+    stopped = any(result.get("partial") for result in missing)
+    reason = "the evaluation was stopped early" if stopped else "--samples 0 leaves the tasks out"
+    return f"not measured{' for ' * bool(names)}{' and '.join(names)}: {reason}"
 
 
 def _merge_columns(tables: Sequence[list[dict[str, Any]]], keys: Sequence[str]) -> list[dict[str, Any]]:
@@ -253,15 +275,17 @@ def render_results(results: Sequence[dict[str, Any]]) -> str:
     charts = {title: name for title, name, keys in TABLES if keys == ("from", "to")}
     for title, rows in list(make_tables(results))[:-1]:
         if title in charts:
-            content = render_chart([result.get(charts[title]) or [] for result in results])
+            content = render_chart([result.get(charts[title]) or [] for result in results], model_names(results))
         else:
             content = render_table([list(row.values()) for row in rows], list(rows[0])) if rows else "not measured"
         parts.append(f"<h2>{title}</h2><div class=scroll>{content}</div>")
         parts += [f"<p class=note>{explain_figures(results)}</p>"] * (title == "figures")
+    parts.append("<h2>retrieval</h2>")
+    if missing := explain_missing_retrieval(results):
+        parts.append(f"<p class=note>{html.escape(missing)}</p>")
     if not any(result["retrieval"] for result in results):
         return _render(results, parts)
-    parts.append("<h2>retrieval</h2><p class=note>Share of correct answers, by context (rows) and depth (columns).</p>")
-    parts.append("<div class=maps>")
+    parts.append("<p class=note>Share of correct answers, by context (rows) and depth (columns).</p><div class=maps>")
     for task in TASKS:
         maps = []
         for name, result in zip(column_names(results), results, strict=True):
@@ -276,49 +300,58 @@ def _render(results: Sequence[dict[str, Any]], parts: Sequence[str]) -> str:
     return render_page("Evaluation of " + " and ".join(result["model"] for result in results), "".join(parts))
 
 
-def render_chart(lines: Sequence[list[dict[str, Any]]]) -> str:
+def render_chart(lines: Sequence[list[dict[str, Any]]], names: Sequence[str]) -> str:
     """An SVG chart of the loss by position, on a logarithmic axis, with one line per model."""
     lines = [[row for row in rows if row["loss"] is not None and math.isfinite(row["loss"])] for rows in lines]
     points = [row for rows in lines for row in rows]
     if not points:
         return "not measured"
-    left, top, width, height = 48, 28, 640, 220  # the names of the models are above the lines
+    legend = [name for name in names if name]
+    left, top, width, height = 48, 10 + 18 * len(legend), 640, 220
     first = min(points, key=lambda row: row["to"])
     low, high = math.log2(max(first["from"], first["to"] / 2)), math.log2(max(row["to"] for row in points))
-    largest = max(row["loss"] for row in points) or 1.0
-    unit = 10 ** math.floor(math.log10(largest / 4))
-    step = unit * next(times for times in (1, 2, 2.5, 5, 10) if 4 * times * unit >= largest)
+    ticks = find_ticks([row["loss"] for row in points])
 
     def x(position: float) -> float:
         return left + width * min(max((math.log2(max(position, 1)) - low) / max(high - low, 1e-9), 0), 1)
 
     def y(loss: float) -> float:
-        return top + height * (1 - loss / (4 * step))
+        return top + height * (ticks[-1] - loss) / (ticks[-1] - ticks[0])
 
     parts = []
-    for loss in (step * i for i in range(5)):
+    for loss in ticks:
         parts.append(f'<line class=grid x1="{left}" x2="{left + width}" y1="{y(loss):.1f}" y2="{y(loss):.1f}"/>')
-        parts.append(f'<text x="{left - 6}" y="{y(loss) + 4:.1f}" text-anchor="end">{loss:.3g}</text>')
+        parts.append(f'<text x="{left - 6}" y="{y(loss) + 4:.1f}" text-anchor="end">{loss:g}</text>')
     for position in sorted({row["to"] for row in points}):
         label = f"{position // 1024}K" if position % 1024 == 0 else f"{position}"
         parts.append(f'<text x="{x(position):.1f}" y="{top + height + 18}" text-anchor="middle">{label}</text>')
-    for number, found in enumerate(lines):
+    for number, (found, name) in enumerate(zip(lines, map(html.escape, names), strict=True)):
         edges = [f"{x(row[edge]):.1f},{y(row['loss']):.1f}" for row in found for edge in ("from", "to")]
         parts.append(f'<polyline class="line{number}" points="{" ".join(edges)}"/>')
         for row in found:
             middle = (x(row["from"]) + x(row["to"])) / 2
-            label = " ".join(filter(None, (column_names(lines)[number], f"{row['from']:,} to {row['to']:,}:")))
+            label = " ".join(filter(None, (name, f"{row['from']:,} to {row['to']:,}:")))
             more = f" ± {row['error']:.3g}" if row.get("error") else ""
             parts.append(
                 f'<circle class="line{number}" cx="{middle:.1f}" cy="{y(row["loss"]):.1f}" r="3">'
                 f"<title>{label} {row['loss']:.4g}{more}</title></circle>"
             )
-        if name := column_names(lines)[number]:
-            parts.append(
-                f'<text class="line{number}" x="{left + width - 14 * (2 - number)}" y="{top - 12}">{name}</text>'
-            )
+        if name:
+            parts.append(f'<text class="line{number}" x="{left}" y="{12 + 18 * number}">{name}</text>')
     box = f'viewBox="0 0 {left + width + 20} {top + height + 28}"'
     return f'<svg class=lines role=img aria-label="Loss by position, in tokens" {box}>{"".join(parts)}</svg>'
+
+
+def find_ticks(values: Sequence[float]) -> list[float]:
+    """Five round numbers, equally spaced, that enclose the values closely: they span at least 1% of the largest."""
+    low, high = min(values), max(values)
+    span = max(high - low, 0.01 * abs(high), 1e-6)
+    unit = 10 ** math.floor(math.log10(span / 4))
+    for step in (times * unit for times in (1, 2, 2.5, 5, 10, 20)):
+        first = math.floor(low / step)
+        if (first + 4) * step >= high and 4 * step >= span:
+            break
+    return [(first + i) * step for i in range(5)]
 
 
 def sample(

@@ -184,13 +184,17 @@ class Restarts:
 # ---- the launcher's side
 
 
-def run_ranks(function: RankFunction, args: tuple[Any, ...], num_ranks: int, own_process: bool = False) -> int:
+def run_ranks(
+    function: RankFunction, args: tuple[Any, ...], num_ranks: int, own_process: bool = False, fork: bool = False
+) -> int:
     """Call `function(*args)` on every rank and return the exit code. An error is printed once, to stderr.
 
     The function must be importable and `args` picklable. The first SIGINT, SIGTERM or SIGUSR1 is forwarded to the
-    ranks, which finish their step and save; the second kills them. `own_process`: start a process even for one rank."""
+    ranks, which finish their step and save; the second kills them. `own_process`: start a process even for one rank.
+    `fork`: ranks are forks of this process, which saves seconds of imports for each. It must not have used a GPU,
+    autograd, or several threads for an operation."""
     in_process = under_torchrun() or (num_ranks == 1 and not own_process)
-    outcome = _call(function, args) if in_process else _run_children(function, args, num_ranks)
+    outcome = _call(function, args) if in_process else _run_children(function, args, num_ranks, fork)
     print_outcome(outcome)
     if outcome.text and under_torchrun() and not outcome.shared:
         try_print()
@@ -207,7 +211,7 @@ def _call(function: RankFunction, args: tuple[Any, ...]) -> Outcome:
         return outcome_from_error(error)
 
 
-def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int) -> Outcome:
+def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int, fork: bool = False) -> Outcome:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -231,13 +235,17 @@ def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int)
             run_id=folder.name,
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+            start_method="fork",  # of a function; a program is always a new process
             signals_to_handle="SIGHUP",  # it would kill ranks 30 s after any other, and a step may take hours
         )
         try:
-            # Until the loop installs its handlers, there is nothing to save: Ctrl-C ends a rank without a traceback.
-            program = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)"
-            program += "; from ithaka.launch import run_child_rank; run_child_rank()"
-            elastic_launch(config, sys.executable)("-c", program, name)
+            if fork:
+                elastic_launch(config, _run_forked_rank)(name)
+            else:
+                # There is nothing to save until the loop installs its handlers: Ctrl-C ends a rank without a traceback.
+                program = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL)"
+                program += "; from ithaka.launch import run_child_rank; run_child_rank(sys.argv[1])"
+                elastic_launch(config, sys.executable)("-c", program, name)
         except ChildFailedError as error:
             _, first = error.get_first_failure()
             for rank, failure in error.failures.items():
@@ -299,10 +307,10 @@ def _outcome_from_exit_code(rank: int, code: int, received: Sequence[signal.Sign
 _outcome_dir: Path | None = None  # where a rank that our launcher started reports its outcome
 
 
-def run_child_rank() -> None:
-    """Main program of a rank: unpickle the call from the folder in argv[1], run it, and report the outcome there."""
+def run_child_rank(folder_name: str) -> None:
+    """Main program of a rank: unpickle the call from the folder, run it, and report the outcome there."""
     global _outcome_dir
-    folder = _outcome_dir = Path(sys.argv[1])
+    folder = _outcome_dir = Path(folder_name)
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # as in ithaka.cli
     with (folder / "call").open("rb") as file:
         launcher_pid, sys.path[:] = pickle.load(file)
@@ -314,6 +322,15 @@ def run_child_rank() -> None:
         exit_rank(outcome)
     elif outcome.code:
         (folder / f"stopped-{os.environ['RANK']}").write_bytes(pickle.dumps(outcome))
+
+
+def _run_forked_rank(folder_name: str) -> None:
+    """`run_child_rank` in a fork of the launcher."""
+    os.setsid()  # as for new processes: a terminal's Ctrl-C reaches only the launcher
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    assert sys.__stdout__ is not None and sys.__stderr__ is not None
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a spinner replaces them, and its thread is not forked
+    run_child_rank(folder_name)
 
 
 def exit_rank(outcome: Outcome) -> None:

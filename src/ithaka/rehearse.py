@@ -4,13 +4,12 @@ X is the bytes of one residual-stream tensor on one rank: s * D * 2 in bf16.
 """
 
 import copy
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,13 @@ from ithaka.layout import Layout, default_dtype
 from ithaka.measure import token_losses
 from ithaka.model.build import build_model, read_hf_config
 from ithaka.model.families import find_layers, has_encoder
-from ithaka.model.truncate import choose_layers, find_representative_layers, truncate_config
+from ithaka.model.truncate import (
+    LayerGroup,
+    choose_layers,
+    find_representative_layers,
+    group_layers,
+    truncate_config,
+)
 from ithaka.model.video import build_transformer, make_clip
 from ithaka.model.video_blocks import is_diffusers_model
 from ithaka.model.vision import make_frames
@@ -207,12 +212,6 @@ def find_kernel(name: str, kinds: Iterable[AttentionKind]) -> str:
     return agree_on_kernel(name, default_device(), getattr(torch, compute_dtype()), kinds)
 
 
-class RehearsedKind(NamedTuple):
-    name: str
-    rehearsed: list[int]  # its layers in the truncated model
-    layers: list[int]  # its layers in the model
-
-
 @dataclass(frozen=True)
 class TruncatedPlan(Plan):
     """The plan of a model with a few of its layers."""
@@ -221,20 +220,8 @@ class TruncatedPlan(Plan):
     kinds: tuple[Hashable, ...] = ()  # one per layer of the full model; equal for layers of one kind
 
     @cached_property
-    def groups(self) -> list[RehearsedKind]:
-        """The kinds of layers, named for what the plan knows about them."""
-        groups = []
-        for kind in dict.fromkeys(self.kinds):
-            rehearsed = [i for i, layer in enumerate(self.layers) if self.kinds[layer] == kind]
-            window, experts = self.shape.windows[rehearsed[0]], getattr(kind, "has_experts", False)
-            name = "gated delta rule" if window == 0 else f"window of {window}" if window else "full attention"
-            name += ", experts" if experts else ""
-            groups.append(RehearsedKind(name, rehearsed, [i for i, other in enumerate(self.kinds) if other == kind]))
-        uses = Counter(group.name for group in groups)
-        return [
-            group._replace(name=f"{group.name}, as layer {group.layers[0]}") if uses[group.name] > 1 else group
-            for group in groups
-        ]
+    def groups(self) -> list[LayerGroup]:
+        return group_layers(self.kinds, self.layers, self.shape.windows)
 
 
 def truncate_plan(

@@ -10,9 +10,11 @@ import gc
 import json
 import math
 import re
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
@@ -37,7 +39,7 @@ from ithaka.model.build import has_weights, parallelize_model, read_hf_config
 from ithaka.model.families import find_layers, has_encoder
 from ithaka.model.logprobs import token_logprobs
 from ithaka.model.quantized import round_weights
-from ithaka.model.truncate import find_representative_layers, truncate_config
+from ithaka.model.truncate import LayerKind, find_representative_layers, group_layers, truncate_config
 from ithaka.model.weights import describe_nonfinite, end_parameters, is_finite, open_tensor_files
 from ithaka.plan.read_config import read_json, read_shape, shape_from_config
 from ithaka.preflight.checks import check_weights
@@ -61,7 +63,8 @@ def verify(source: Path | dict, config: Config | None = None, cp: int | None = N
     """Truncate the model, run the checks on cp ranks and return the results. `config` sets the layout."""
     logging.disable_progress_bar()
     shape = read_shape(source) if isinstance(source, Path) else shape_from_config(source)
-    check_weights(source if isinstance(source, Path) else None)
+    name = "MODEL" if config is None else "model.path"
+    check_weights(source if isinstance(source, Path) else None, name, "compare with plain transformers at")
     heads, configured_cp = shape.heads, config.parallel.cp if config is not None else 4
     cp = cp or min(configured_cp if isinstance(configured_cp, int) else 4, heads, max(num_gpus(), max_cpu_ranks()))
     if cp > heads:
@@ -71,14 +74,33 @@ def verify(source: Path | dict, config: Config | None = None, cp: int | None = N
     device = "cuda" if num_gpus() >= cp else "cpu"
     adapter = config.adapter if config is not None else AdapterConfig(rank=4) if find_spec("peft") else None
     adapter = adapter and replace(read_stored_settings(adapter, set()), path=None)
+    threads, fork = torch.get_num_threads(), cp > 1 and device == "cpu" and sys.platform == "linux"
+    if fork:
+        torch.set_num_threads(1)  # OpenMP's threads would not exist in the forks
+        if adapter is not None:
+            import_module("peft")  # takes seconds in each rank otherwise
     with tempfile.TemporaryDirectory(prefix="ithaka-verify-") as directory:
-        weights, layers = write_truncated_model(source, Path(directory), config)
+        weights, kinds, layers = write_truncated_model(source, Path(directory), config)
         layout = make_layout(config, cp, heads, len(layers))
-        if code := run_ranks(_verify_rank, (Path(directory), layout, adapter, device), cp):
+        arguments = Path(directory), layout, adapter, device, max(1, threads // cp)
+        if code := run_ranks(_verify_rank, arguments, cp, fork=fork):
             raise SystemExit(code)
         checks = json.loads((Path(directory) / CHECKS_FILE).read_text())
-    setup = {"model_type": shape.family, "layers": layers, "weights": weights, "cp": cp, "device": device}
+    groups = group_layers(kinds, layers, [shape.windows[i] for i in layers])
+    setup: dict[str, Any] = {"model_type": shape.family, "weights": weights, "cp": cp, "device": device}
+    setup["layers"], setup["layers_of_model"] = layers, len(kinds)
+    setup["kinds"] = [
+        {"kind": name, "compared": [layers[i] for i in chosen], "layers_of_model": len(all_layers)}
+        for name, chosen, all_layers in groups
+    ]
+    checks = [check | {"where": _with_model_layers(check["where"], layers)} for check in checks]
     return {"ok": all(check["ok"] for check in checks), **setup, "checks": checks}
+
+
+def _with_model_layers(name: str, layers: Sequence[int]) -> str:
+    """Replace a layer's index in the truncated model by the one in the model."""
+    decoder_layer = r"(?<![\w.])((?:language_model\.)?layers\.)(\d+)"
+    return re.sub(decoder_layer, lambda match: f"{match[1]}{layers[int(match[2])]}", name)
 
 
 def make_layout(config: Config | None, cp: int, heads: int, num_layers: int = MIN_LAYERS) -> Layout:
@@ -94,11 +116,13 @@ def make_layout(config: Config | None, cp: int, heads: int, num_layers: int = MI
     return replace(layout, dtype="float64", offload_optimizer=False)
 
 
-def write_truncated_model(source: Path | dict, out: Path, settings: Config | None = None) -> tuple[str, list[int]]:
+def write_truncated_model(
+    source: Path | dict, out: Path, settings: Config | None = None
+) -> tuple[str, list[LayerKind], list[int]]:
     """Write a Hugging Face directory with two layers, or one of each kind if that is more, and a small vocabulary.
-    Return the origin of its weights, and the layers."""
+    Return the origin of its weights, the kind of each layer of the model, and the layers that were kept."""
     config = read_hf_config(source, settings.model.rope if settings is not None else None)
-    _, layers = find_representative_layers(config, MIN_LAYERS)
+    kinds, layers = find_representative_layers(config, MIN_LAYERS)
     config = truncate_config(config, layers)
     text = config.get_text_config()
     text.vocab_size = min(MAX_VOCAB, text.vocab_size)
@@ -111,7 +135,7 @@ def write_truncated_model(source: Path | dict, out: Path, settings: Config | Non
     if not has_weights(source):
         torch.manual_seed(0)
         model_class.from_config(config).save_pretrained(out)
-        return "random", list(layers)
+        return "random", kinds, list(layers)
     with torch.device("meta"):
         model = model_class.from_config(config)
     # Older files of vision-language models have other prefixes.
@@ -131,7 +155,7 @@ def write_truncated_model(source: Path | dict, out: Path, settings: Config | Non
             if not is_finite(tensors[new_name]):  # every check would fail, without naming it
                 raise ConfigError(describe_nonfinite(f"MODEL={source}", name, source))
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    return "its own", list(layers)
+    return "its own", kinds, list(layers)
 
 
 def _without_prefix(name: str) -> str:
@@ -164,7 +188,8 @@ def load_truncated_model(directory: Path, adapter: AdapterConfig | None) -> PreT
     return model.train()
 
 
-def _verify_rank(directory: Path, layout: Layout, adapter: AdapterConfig | None, device: str) -> None:
+def _verify_rank(directory: Path, layout: Layout, adapter: AdapterConfig | None, device: str, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     mesh = make_mesh(layout.cp, device if device == "cpu" else None, ring=layout.ring)

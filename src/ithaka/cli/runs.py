@@ -3,7 +3,7 @@
 import json
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +12,7 @@ import typer
 from ithaka.cli.options import AsJson, Force, Overrides, format_table, loading, parse_tokens
 from ithaka.config import ConfigError, check_output, embedded_model, explicit_settings, load_config, writing_to
 from ithaka.dist.rank import is_rank_0
-from ithaka.exits import ExitCode, is_transient
+from ithaka.exits import ExitCode, TransientError, is_transient
 from ithaka.hub import create_repository, fetch_model, push_folder
 from ithaka.plan.units import format_json
 
@@ -43,6 +43,7 @@ def train(
 ) -> None:
     """Train the model in CONFIG.yaml; by default, a small one on Python's standard library."""
     if evaluate_only and resume is None:
+        check_settings(config, with_ranks(overrides, ranks))
         with loading():
             from ithaka.dist.agree import shared_temporary_path
             from ithaka.dist.mesh import start_process_group
@@ -130,6 +131,8 @@ def start_run(
 ) -> None:
     """Check the settings, print the plan and start the ranks. Restart failed runs from the latest checkpoint."""
     folder = None if run_dir is None else parse_path(run_dir, "--run-dir")
+    changes = with_ranks(overrides, ranks)
+    check_settings(config, changes)
     with loading() as status:
         from ithaka import launch
         from ithaka.checkpoint.files import latest_name
@@ -138,7 +141,6 @@ def start_run(
         from ithaka.train.console import note_startup
 
     note_startup("imports")
-    changes = with_ranks(overrides, ranks)
     if profiled_steps:
         fixed = {"train.steps": f"{profiled_steps}", "train.epochs": "null", "profile.every": f"{profiled_steps}"}
         fixed |= {"train.validate_every": "0", "train.validate_sequences": "0"}
@@ -197,6 +199,8 @@ def data(
     """Show the training data: statistics, and packed sequences with trained tokens marked. Needs no GPU."""
     if page is not None:
         check_output("--html", page, force)
+    changes = with_ranks(overrides, ranks)
+    check_settings(config, changes)
     with loading() as status:
         from rich.console import Console
 
@@ -205,7 +209,7 @@ def data(
         from ithaka.train.console import show_share
 
     with status("reading the data") as spinner:
-        settings = resolve(config, with_ranks(overrides, ranks)).at(0)
+        settings = resolve(config, changes).at(0)
         limits = show_data.TERMINAL_LIMITS if page is None else show_data.PAGE_LIMITS
         view = show_data.build_record_view(settings, record) if record else None
         report = show_share("reading the data", spinner)
@@ -290,7 +294,8 @@ def evaluate(
     if as_json:
         print(format_json(results if len(results) > 1 else results[0], indent=2))
     for title, rows in evaluation.make_tables(results) if not as_json else ():
-        print(f"{title}\n{format_table(rows) if rows else 'not measured'}\n")
+        missing = evaluation.explain_missing_retrieval(results) if title == "retrieval by depth" else ""
+        print(f"{title}\n{format_table(rows) if rows else missing or 'not measured'}\n")
     if not as_json and (explanation := evaluation.explain_figures(results)):
         print(explanation)
     if not as_json and page is not None:
@@ -345,9 +350,11 @@ def verify(
     if as_json:
         print(format_json(result, indent=2))
     else:
-        layers = ", ".join(map(str, result["layers"]))
         setup = "{model_type}, {weights} weights, cp={cp} on {device}".format(**result)
-        print(f"{setup}; layers compared: {layers}")
+        print(f"{setup}; layers compared: {', '.join(map(str, result['layers']))}")
+        for kind in result["kinds"] if len(result["kinds"]) > 1 else ():
+            layers = ", ".join(map(str, kind["compared"]))
+            print(f"layer {layers}: {kind['kind']} ({kind['layers_of_model']} of {result['layers_of_model']} layers)")
         print(format_table([_format_check(**check) for check in result["checks"]]))
         failed = [check["part"] for check in result["checks"] if not check["ok"]]
         print(f"failed: {', '.join(failed)}" if failed else "all checks passed")
@@ -359,6 +366,12 @@ def _format_check(part: str, where: str, error: float, allowed: float | None, ok
     margin = "info only" if allowed is None else f"{min(allowed / max(error, 1e-16), 1e6):,.0f} x" if allowed else ""
     limit, part = "" if allowed is None else f"{allowed:.0e}", part if ok else f"FAILED: {part}"
     return {"part": part, "error": f"{error:.1e}", "allowed": limit, "margin": margin, "largest in": where}
+
+
+def check_settings(config: Path | None, changes: list[str]) -> None:
+    """Refuse unknown settings and bad values before torch is imported, which takes seconds."""
+    with suppress(TransientError):  # from reading the file: `preflight` reads it again, and --max-restarts applies
+        load_config(config, changes)
 
 
 def with_ranks(overrides: list[str] | None, ranks: int | None) -> list[str]:

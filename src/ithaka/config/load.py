@@ -130,8 +130,7 @@ def _merge(trees: Iterable[tuple[str, Tree]]) -> Config:
                 merged[section] = values or ()
                 continue
             if section not in SECTIONS:
-                suggestion = did_you_mean(section, [*SECTIONS, "curriculum"])
-                raise ConfigError(f"{section} in {origin} is not a section; {suggestion}")
+                raise ConfigError(f"{section} in {origin} is not a section; {_suggest_section(section)}")
             if section == "loss" and isinstance(values, str):
                 values = {"type": values}
             if section == "train" and isinstance(values, Mapping) and "tensorboard" in values:  # until 0.1
@@ -147,6 +146,13 @@ def _merge(trees: Iterable[tuple[str, Tree]]) -> Config:
                 merged[section] = {**before, **values, **nested}
     config = Config(**merged)
     return _resolve_curriculum(config, merged) if config.curriculum else config
+
+
+def _suggest_section(name: object) -> str:
+    """For an unknown section: the settings that it names or begins, or the closest section."""
+    fields = [(section, field.name) for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)]
+    settings = [f"{section}.{key}" for section, key in fields if key == name or key.startswith(f"{name}_")]
+    return f"did you mean {' or '.join(settings)}?" if settings else did_you_mean(name, [*SECTIONS, "curriculum"])
 
 
 def _resolve_curriculum(config: Config, explicit: Tree) -> Config:

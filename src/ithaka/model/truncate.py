@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig
@@ -59,6 +59,31 @@ def choose_layers(kinds: Sequence[Hashable], count: int) -> tuple[int, ...]:
     for _ in range(min(count, len(kinds)) - len(chosen)):
         chosen[max(num_layers, key=lambda kind: num_layers[kind] / chosen[kind])] += 1
     return tuple(i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < chosen[kind])
+
+
+class LayerGroup(NamedTuple):
+    """The layers of one kind."""
+
+    name: str
+    chosen: list[int]  # indices in the truncated model
+    layers: list[int]  # indices in the model
+
+
+def group_layers(kinds: Sequence[Hashable], layers: Sequence[int], windows: Sequence[int | None]) -> list[LayerGroup]:
+    """Group the layers of a model by kind, with a name for each. `layers`: those of the truncated model; `windows`:
+    their windows, 0 for the gated delta rule."""
+    groups = []
+    for kind in dict.fromkeys(kinds):
+        chosen = [i for i, layer in enumerate(layers) if kinds[layer] == kind]
+        window = windows[chosen[0]]
+        name = "gated delta rule" if window == 0 else f"window of {window}" if window else "full attention"
+        name += ", experts" if getattr(kind, "has_experts", False) else ""
+        groups.append(LayerGroup(name, chosen, [i for i, other in enumerate(kinds) if other == kind]))
+    uses = Counter(group.name for group in groups)
+    return [
+        group._replace(name=f"{group.name}, as layer {group.layers[0]}") if uses[group.name] > 1 else group
+        for group in groups
+    ]
 
 
 def truncate_config(config: Any, layers: Sequence[int]) -> Any:

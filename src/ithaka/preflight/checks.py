@@ -85,7 +85,7 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
         raise ConfigError(f"train.track={missing} needs a package: pip install {missing}, or leave it out")
 
 
-def check_weights(path: Path | None) -> None:
+def check_weights(path: Path | None, name: str = "model.path", use: str = "train from") -> None:
     """Refuse a model directory without safetensors: training would silently start from random weights."""
     if path is None or not path.is_dir() or any(path.glob("*.safetensors")):
         return
@@ -93,7 +93,7 @@ def check_weights(path: Path | None) -> None:
     problem = "has no weights; add them"
     if pickled:
         problem = f"has its weights in {pickled}, not in safetensors; convert them"
-    raise ConfigError(f"model.path={path} {problem}, or use {path / 'config.json'} to train from random weights")
+    raise ConfigError(f"{name}={path} {problem}, or use {path / 'config.json'} to {use} random weights")
 
 
 def check_base(run: Run) -> None:

@@ -15,7 +15,7 @@ import yaml
 
 from ithaka.config import PAGE_MARK, ConfigError, check_writable, writing_to
 from ithaka.plan.units import format_json
-from ithaka.train.console import read_metrics
+from ithaka.train.console import read_events, read_metrics
 
 CHART_LIBRARY = "echarts.common.min.js"  # Apache ECharts 6.1.0, as published; see NOTICE.echarts
 PEAKS = ("device_peak_bytes", "host_peak_bytes")  # reset when a run resumes
@@ -69,7 +69,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     """The data that the page embeds. What the run has not written yet is None or empty."""
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"RUN_DIR={run_dir} has no config.yaml; pass the directory of a run")
-    records = read_metrics(run_dir / "metrics.jsonl")
+    records, events = (read(run_dir / "metrics.jsonl") for read in (read_metrics, read_events))
     shown = ("evaluate/", "experts/", "aux_loss", "rewards/", "val_rewards/")
     more = sorted({key for record in records for key in record if key.startswith(shown)})
     profiles = {int(file.parent.name[5:]): file for file in run_dir.glob("profile/step-*/profile.json")}
@@ -82,6 +82,8 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         **{name: _read_json(run_dir / f"{name}.json") for name in ("machine", "data", "plan")},
         "profile": _read_json(profiles[max(profiles)]) if profiles else None,
         "evaluation": _read_json(evaluations[max(evaluations)]) if evaluations else None,
+        # Records have null for a loss that is not finite, as they do without validation; events tell them apart.
+        "failed_validations": [event["step"] for event in events if "val_loss" in event],
     }
 
 

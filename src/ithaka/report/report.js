@@ -159,16 +159,19 @@ function summary() {
   const into = section("Summary");
   perRun(into, (run, box) => {
     const m = run.metrics, peak = run.profile && run.profile.memory.peak;
-    const numSteps = run.config.train?.steps, val = lastOf(m.val_loss), mfu = median(m.mfu);
+    const numSteps = run.config.train?.steps, mfu = median(m.mfu), step = lastOf(m.step);
     const best = smallest(m.val_loss.filter(v => v != null));
+    const valStep = largest([...m.step.filter((_, i) => m.val_loss[i] != null), ...run.failed_validations]);
+    const val = run.failed_validations.includes(valStep) ? NaN : lastOf(m.val_loss);
+    const digits = v => Number.isFinite(v) ? v.toFixed(4) : "not finite";
     const ifSet = (value, format) => value == null ? null : format(value);
     const cards = [
-      ["steps" + (numSteps ? ` of ${numSteps}` : ""), lastOf(m.step)],
+      ["steps" + (numSteps ? ` of ${numSteps}` : ""), step],
       ["tokens", ifSet(lastOf(m.tokens ?? []), amount)],
-      ["loss", lastOf(m.loss)?.toFixed(4)],
-      ["validation loss", val?.toFixed(4)],
-      ["lowest validation loss", best < val ? best.toFixed(4) : null],
-      ["validation perplexity", isDPO(run) ? null : ifSet(val, v => Math.exp(v).toPrecision(4))],
+      ["loss", step ? digits(m.loss.at(-1)) : null],
+      ["validation loss" + (valStep < step ? ` at step ${valStep}` : ""), ifSet(val, digits)],
+      ["lowest validation loss", best < (Number.isFinite(val) ? val : Infinity) ? best.toFixed(4) : null],
+      ["validation perplexity", isDPO(run) ? null : ifSet(Number.isFinite(val) ? val : null, v => Math.exp(v).toPrecision(4))],
       ["tokens/s (median)", ifSet(median(m.tokens_per_s), amount)],
       ["step (median)", ifSet(median(m.step_s), seconds)],
       ["MFU (median)", ifSet(mfu, v => (100 * v).toFixed(1) + "%")],

@@ -183,6 +183,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in _read_lines(path) if not record.keys() & {"progress", "event"}]
 
 
+def read_events(path: Path) -> list[dict[str, Any]]:
+    return [record for _, record in _read_lines(path) if "event" in record]
+
+
 class Console:
     """Prints and records a run on rank 0. On other ranks (`active=False`) every method does nothing.
 
