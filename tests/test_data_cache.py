@@ -150,7 +150,7 @@ def test_a_full_disk_is_named(data, tmp_path, monkeypatch):
 
     monkeypatch.setattr(TokenCache, "_write_tokens", full)
     stream, _ = opened(data, tmp_path)
-    with pytest.raises(ConfigError, match="a.jsonl .*No space left on device.*train.run_dir"):
+    with pytest.raises(TransientError, match="a.jsonl .*No space left on device.*train.run_dir"):
         stream.next_batch()
 
 

@@ -234,7 +234,7 @@ def test_quantized_weights_are_refused(ranks, tmp_path):
 def test_commands_name_the_tensor_with_a_nan(tmp_path):
     """`train` and `sample` look for it only after a loss or logit that is not finite."""
     folder, name = tmp_path / "model", "model.layers.1.mlp.up_proj.weight"
-    weights = save(folder, vocab_size=264, max_position_embeddings=64)
+    weights = save(folder, vocab_size=264, max_position_embeddings=64, tie_word_embeddings=False)
     ByteTokenizer().hf.save_pretrained(folder)
     weights[name][3, 5] = math.nan
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -278,7 +278,8 @@ def test_the_grace_ends_even_while_the_main_thread_is_in_cpp(tmp_path, number):
     os.kill(program.pid, number)
     assert program.wait() == ExitCode.SIGNALED + number
     first, last = program.stderr.splitlines()
-    assert first.startswith("Stopping after this step") and f"{number.name}: the step and its checkpoint do not" in last
+    assert first.startswith(f"{number.name}: stopping after this step")
+    assert f"{number.name}: the step and its checkpoint do not" in last
 
 
 @pytest.mark.parametrize("is_done", [True, False])
