@@ -113,8 +113,9 @@ def test_right_models_pass(saved, tmp_path, family, heads, kv_heads, cp, adapter
 
 
 @pytest.mark.parametrize("runs", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_layer_of_each_kind_is_compared(tmp_path, runs):
-    """A dense layer with a window, experts with a window, and experts with full attention, with their own weights."""
+def test_a_layer_of_each_kind_is_compared_and_named(tmp_path, monkeypatch, runs):
+    """A dense layer with a window, experts with a window, and experts with full attention, with their own weights. The
+    output has the model's indices, although the compared model has three layers."""
     model = tiny_decoder("afmoe", torch.float32, num_hidden_layers=6, num_dense_layers=2, layer_types=None)
     model.save_pretrained(tmp_path / "model")
     weights_from, _, layers = verify.write_truncated_model(tmp_path / "model", tmp_path / "cut")
@@ -127,26 +128,19 @@ def test_a_layer_of_each_kind_is_compared(tmp_path, runs):
     layout = verify.make_layout(None, 1, model.config.num_attention_heads, 3)
     checks = list(verify.run_checks(tmp_path / "cut", make_mesh(1), layout, None)) if runs else []
     assert not [check for check in checks if not check["ok"]]
-
-
-def test_layers_have_the_models_indices_and_kinds(tmp_path, monkeypatch):
-    """In the header and in the table, although the compared model has three layers."""
-    model = tiny_decoder("afmoe", torch.float32, num_hidden_layers=6, num_dense_layers=2, layer_types=None)
-    model.config.save_pretrained(tmp_path)
-
-    def run_ranks(function, arguments, num_ranks, **options):
-        names = ("layers.1.self_attn.q_proj.weight", "heads of layers.2.self_attn.k_proj.weight", "norm.weight")
-        checks = [verify.make_check("gradients", name, 0.0) for name in names]
-        (arguments[0] / verify.CHECKS_FILE).write_text(json.dumps(checks))
-
-    monkeypatch.setattr(verify, "run_ranks", run_ranks)
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    lines = CliRunner().invoke(cli.app, ["verify", str(tmp_path / "config.json")]).stdout.splitlines()
-    assert lines[0].endswith("layers compared: 0, 2, 3")
-    assert lines[1].startswith("layer 0: window of ") and lines[1].endswith("as layer 0 (2 of 6 layers)")
-    assert lines[2].startswith("layer 2: window of ") and lines[3] == "layer 3: full attention, experts (1 of 6 layers)"
-    named = [line.split("  ")[-1].strip() for line in lines[5:8]]
-    assert named == ["layers.2.self_attn.q_proj.weight", "heads of layers.3.self_attn.k_proj.weight", "norm.weight"]
+    parameters = ("layers.1.self_attn.q_proj.weight", "heads of layers.2.self_attn.k_proj.weight", "norm.weight")
+    checks = [verify.make_check("gradients", name, 0.0) for name in parameters]
+    monkeypatch.setattr(
+        verify, "_verify_rank", lambda folder, *_: (folder / "checks.json").write_text(json.dumps(checks)) and 0
+    )
+    (tmp_path / "run.yaml").write_text(f"model: {{path: {tmp_path / 'model'}}}\n")
+    answer = CliRunner().invoke(cli.app, ["verify", str(tmp_path / "run.yaml"), "--cp", "1"])
+    header, *lines = answer.stdout.splitlines()
+    assert header.endswith("layers compared: 0, 2, 3")
+    dense, windowed, full = ("0: window of 5 (2", "2: window of 5, experts (3", "3: full attention, experts (1")
+    assert lines[:3] == [f"layer {kind} of 6 layers)" for kind in (dense, windowed, full)]
+    named = [line.split("  ")[-1] for line in lines[4:7]]
+    assert named == [name.replace(".2.", ".3.").replace(".1.", ".2.") for name in parameters]
 
 
 # ---- planted errors

@@ -132,7 +132,13 @@ def start_run(
     """Check the settings, print the plan and start the ranks. Restart failed runs from the latest checkpoint."""
     folder = None if run_dir is None else parse_path(run_dir, "--run-dir")
     changes = with_ranks(overrides, ranks)
-    check_settings(config, changes)
+    if profiled_steps:
+        fixed = {"train.steps": f"{profiled_steps}", "train.epochs": "null", "profile.every": f"{profiled_steps}"}
+        fixed |= {"train.validate_every": "0", "train.validate_sequences": "0"}
+        for name in sorted(explicit_settings(None, changes) & fixed.keys()):
+            raise ConfigError(f"--set {name} has no effect with profile; use --steps, or leave it out")
+        changes += [f"{name}={value}" for name, value in fixed.items()]
+    check_settings(config if resume in (None, Path("auto")) else None, changes)
     with loading() as status:
         from ithaka import launch
         from ithaka.checkpoint.files import latest_name
@@ -141,12 +147,6 @@ def start_run(
         from ithaka.train.console import note_startup
 
     note_startup("imports")
-    if profiled_steps:
-        fixed = {"train.steps": f"{profiled_steps}", "train.epochs": "null", "profile.every": f"{profiled_steps}"}
-        fixed |= {"train.validate_every": "0", "train.validate_sequences": "0"}
-        for name in sorted(explicit_settings(None, changes) & fixed.keys()):
-            raise ConfigError(f"--set {name} has no effect with profile; use --steps, or leave it out")
-        changes += [f"{name}={value}" for name, value in fixed.items()]
     if max_restarts and launch.under_torchrun():
         raise ConfigError(f"--max-restarts={max_restarts} is for local ranks; pass it to torchrun, before -m ithaka")
     restarts = launch.Restarts(max_restarts)

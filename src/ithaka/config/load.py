@@ -150,8 +150,12 @@ def _merge(trees: Iterable[tuple[str, Tree]]) -> Config:
 
 def _suggest_section(name: object) -> str:
     """For an unknown section: the settings that it names or begins, or the closest section."""
-    fields = [(section, field.name) for section, cls in SECTIONS.items() for field in dataclasses.fields(cls)]
-    settings = [f"{section}.{key}" for section, key in fields if key == name or key.startswith(f"{name}_")]
+    settings = [
+        f"{section}.{field.name}"
+        for section, cls in SECTIONS.items()
+        for field in dataclasses.fields(cls)  # type: ignore[arg-type]
+        if field.name == name or field.name.startswith(f"{name}_")
+    ]
     return f"did you mean {' or '.join(settings)}?" if settings else did_you_mean(name, [*SECTIONS, "curriculum"])
 
 
