@@ -385,7 +385,7 @@ MUTATIONS = (
         "layer/store.py",
         "start = -(-self._end // 16) * 16 if self.num_tensors else 0",
         "start = self._end if self.num_tensors else 0",
-        "test_store.py -k 'several_short or any_sequence'",
+        "test_store.py -k aligned",
     ),
     Mutation(
         "disk space is free while it is still written",
@@ -541,7 +541,7 @@ MUTATIONS = (
         "plan/hardware.py",
         "memory_bytes=int(gibibytes * GIB)",
         "memory_bytes=int(gibibytes * 10**9)",
-        "test_plan_search.py -k reaches_further",
+        "test_plan_command.py -k gpus_are_parsed",
     ),
     Mutation(
         "a node copies the checkpoint of all nodes",

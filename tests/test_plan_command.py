@@ -507,6 +507,7 @@ def test_gpus_are_parsed():
     assert parse_gpus("2x8xH100-80GB").num_gpus == 16
     assert parse_gpus("16xH100-80GB") == parse_gpus("2x8xH100-80GB")
     assert parse_gpus("h200").gpu is find_gpu("H200-141GB")
+    assert 79 * 2**30 < find_gpu("H100-80GB").memory_bytes <= 80 * 2**30, "as CUDA reports it"
     assert parse_bytes("1.5TiB", "") == 3 * 2**39 and parse_bytes("80gb", "") == 80 * 10**9
     assert parse_bytes("10B", "") == 10
     with pytest.raises(ConfigError):

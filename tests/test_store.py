@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ithaka.layer import store as store_module
-from ithaka.layer.store import Store, StoreError
+from ithaka.layer.store import Slab, Store, StoreError
 from ithaka.layer.tiles import tile_slices
 
 TIERS = ("device", "host", "disk")
@@ -221,6 +221,13 @@ def test_several_short_sequences_at_once_fit_where_a_long_one_did(num_short, mad
         assert torch.equal(handles.pop().fetch(), numbers((length, 4), seed=i))
     one_step(store, "host", 1000)
     assert made == []
+
+
+def test_tensors_that_share_a_slab_are_aligned_for_every_dtype():
+    slab = Slab(64, pin=False)
+    assert [taken and taken.where for taken in map(slab.take, (3, 8, 33, 32))] == [
+        slice(0, 3), slice(16, 24), None, slice(32, 64)
+    ]  # fmt: skip
 
 
 def test_registering_a_layer_returns_the_layer_below():
