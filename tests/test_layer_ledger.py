@@ -38,7 +38,7 @@ from ithaka.profile.memory import MemoryMap
 from models import tiny_config, tiny_model
 
 TOKENS = 320  # per rank
-BLOCKS = (300, 90)  # attention's block sizes; with more keys, a score block would have those of a ring's round
+BLOCKS = (300, 70)  # attention's block sizes; with 80 keys or more, a score block would have those of a ring's round
 
 
 @dataclass(frozen=True)
