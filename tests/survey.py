@@ -8,7 +8,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -381,7 +381,7 @@ def read_layers(model: PreTrainedModel) -> list[dict[str, Any]]:
 
 def compare_wide(model: PreTrainedModel) -> list[dict[str, float]]:
     """Errors of loss and gradients on 2 ranks, in fp64 throughout. Autograd does not enter the caller's modes, so every
-    backward that runs a model's own code enters one."""
+    backward that runs a model's own code enters one; not the probe's, which are in fp32."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule._LayerFunction, "backward", staticmethod(_widen(schedule._LayerFunction.backward)))
         patch.setattr(Gate, "backward", _widen(Gate.backward))
@@ -390,7 +390,8 @@ def compare_wide(model: PreTrainedModel) -> list[dict[str, float]]:
 
 def _widen(function: Callable) -> Callable:
     def run_wide(*args):
-        with InFloat64():
+        is_wide = any(isinstance(each, torch.Tensor) and each.dtype == torch.float64 for each in args)
+        with InFloat64() if is_wide else nullcontext():
             return function(*args)
 
     return run_wide

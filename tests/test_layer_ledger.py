@@ -96,7 +96,7 @@ CASES = [
     pytest.param(Case(9, 3, 4, None, inputs="device", attention="device"), marks=pytest.mark.slow),
     Case(8, 2, 4, 2, ring=2),
     pytest.param(Case(8, 2, 4, 2, ring=2, overlap=False, attention=None), marks=pytest.mark.slow),
-    pytest.param(Case(8, 4, 4, 4, ring=4, overlap=False, inputs="device", attention="device"), marks=pytest.mark.slow),
+    pytest.param(Case(8, 4, 8, 4, ring=4, overlap=False, inputs="device", attention="device"), marks=pytest.mark.slow),
     pytest.param(Case(9, 3, 6, 3, ring=3), marks=pytest.mark.slow),  # 9 heads on 2 ranks: an empty slot
     Case(4, 2, 1, None, 32, inputs="device", attention="device", more=ALL),
     pytest.param(
