@@ -118,11 +118,20 @@ def test_documents_are_read_from_cu_seq_lens(model):
     assert_refused(refused(model, ValueError, cu_seq_lens_q=ends[:-1]), "cu_seq_lens_q", "6", fix="12")
 
 
-def test_generate_matches_hugging_face(model):
+def test_generate_matches_hugging_face(model, expected):
+    """With a cache, each forward after the prompt gets one token per row; without, all tokens. Then training works."""
     prompt = {"input_ids": IDS, "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])}
-    expected = tiny_model(tiny_config("llama")).eval().generate(**prompt, max_new_tokens=3, do_sample=False)
-    assert torch.equal(model.train().generate(**prompt, max_new_tokens=3, do_sample=False), expected)
-    assert model.training
+    options, num_tokens = {**prompt, "max_new_tokens": 3, "do_sample": False}, []
+    tokens = tiny_model(tiny_config("llama")).eval().generate(**options)
+    hook = model.model.layers[0].register_forward_hook(lambda layer, args, out: num_tokens.append(out[..., 0].numel()))
+    for use_cache, counts in (({}, [12, 2, 2]), ({"use_cache": False}, [12, 14, 16])):
+        assert torch.equal(model.train().generate(**options, **use_cache), tokens)
+        assert num_tokens == counts and model.training
+        num_tokens.clear()
+    hook.remove()
+    assert loss_of(model) == pytest.approx(expected, rel=1e-12)
+    assert_refused(lambda: model.generate(IDS, max_new_tokens=513, use_cache=False), "max_new_tokens=513", fix="leave")
+    assert_refused(lambda: model.generate(IDS + 61), "input_ids[0, 0]", fix="tokenizer", error=ValueError)
 
 
 def test_generate_takes_one_random_number_from_training(model):

@@ -87,13 +87,11 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path):
         ({"gpus": [{"name": "NVIDIA T4"}]}, "automatic plans", "ithaka bench device"),
         ({"gpus": [{"name": "NVIDIA H200"}] * 2, "nccl": None}, "several GPUs", "NCCL"),
         ({"kernels": {"fa4": kernels._check_fa4_version() or "is missing; pip"}}, "attention kernel fa4", "pip"),
-        ({"versions": {**dict.fromkeys(module.PACKAGES, "1"), "peft": None}}, "LoRA (adapter)", "ithaka[adapter]"),
         ({"disk": {"folder": "/d", "write_bytes_s": 1e8, "read_bytes_s": 1e10}}, "memory.offload=disk", "disk_path"),
     ],
 )
 def test_what_is_missing_comes_with_a_fix(changes, feature, fix):
     complete = {
-        "versions": dict.fromkeys(module.PACKAGES, "1"),
         "gpus": [{"name": "NVIDIA H200"}],
         "driver": "580.1",
         "cuda": "13.0",
@@ -104,6 +102,25 @@ def test_what_is_missing_comes_with_a_fix(changes, feature, fix):
     assert module.find_missing(complete) == []
     [row] = module.find_missing(complete | changes)
     assert row["feature"].startswith(feature) and fix in row["fix"]
+
+
+@pytest.mark.parametrize(
+    "packages, feature, fix",
+    [
+        (["peft"], "LoRA (adapter)", "ithaka[adapter]"),
+        (["torchvision"], "AutoProcessor of vision-language models", "pip install torchvision"),
+        (["torchcodec", "av", "decord"], "video files", "pip install av"),
+    ],
+)
+def test_optional_packages_come_with_what_needs_them(tmp_path, monkeypatch, packages, feature, fix):
+    installed = dict.fromkeys(module.PACKAGES, "1")
+    assert module.find_optional(installed | dict.fromkeys(packages[1:])) == []
+    versions = {"ithaka": "1", **installed, **dict.fromkeys(packages)}
+    [row] = module.find_optional(versions)
+    assert feature in row["feature"] and fix in row["fix"]
+    monkeypatch.setattr(module, "package_versions", lambda: versions)
+    line = run(tmp_path).splitlines()[-1]
+    assert line.startswith(f"  {' or '.join(packages)}, for ") and feature in line and fix in line
 
 
 def test_the_versions_are_printed_without_importing_torch():

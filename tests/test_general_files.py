@@ -21,6 +21,7 @@ from ithaka.export import export
 from ithaka.layout import Layout
 from ithaka.model.build import build_model, read_hf_config
 from ithaka.model.positions import rope_parameters
+from ithaka.model.weights import init_weights
 from ithaka.plan.read_config import shape_from_config
 from ithaka.preflight.preflight import validate_run
 from ithaka.preflight.run import model_shape
@@ -175,6 +176,19 @@ def test_drawn_weights_have_the_distributions_of_transformers(ranks):
                 assert abs(ours.std() / theirs.std() - 1) < 0.1, name
             else:
                 assert 0.3 < ours.std() / theirs.std() < 3, name
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text", "afmoe", "nanochat"])
+def test_modules_that_a_parent_initializes_have_the_distributions_of_transformers(family):
+    """Routers, which AFMoE sets to zero, and the scaled output projections of nanochat."""
+    config = tiny_decoder(family, torch.float32).config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    init_weights(model.to_empty(device="cpu"), 0, torch.device("cpu"))
+    weights = dict(model.named_parameters())
+    for name, theirs in AutoModelForCausalLM.from_config(config).named_parameters():
+        if name.endswith(("gate.weight", "o_proj.weight")):
+            assert weights[name].std().item() == pytest.approx(theirs.std().item(), rel=0.3), name
 
 
 @pytest.mark.parametrize("family, partial", [("gemma3_text", None), ("glm4_moe", 0.5)])

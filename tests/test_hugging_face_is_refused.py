@@ -113,7 +113,8 @@ def test_generation_on_the_training_gpus_is_refused(tmp_path):
     config = partial(GRPOConfig, str(tmp_path), use_cpu=True, bf16=False)
     colocated = config(use_vllm=True, vllm_mode="colocate")
     assert_refused(lambda: make(colocated), "vllm_mode=colocate", fix="rollout_func")
-    assert_refused(lambda: make(config(max_completion_length=4096)), "max_completion_length=4096", fix="rollout_func")
+    uncached = config(max_completion_length=4096, generation_kwargs={"use_cache": False})
+    assert_refused(lambda: make(uncached), "max_new_tokens=4096", "512", fix="leave use_cache=False out")
 
 
 def test_a_trainer_that_does_not_see_all_processes_is_refused(tmp_path, monkeypatch):

@@ -2,10 +2,19 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
 
+from decoders import DECODERS, HYBRIDS, tiny_decoder
 from grids import diagonal
+from ithaka.config import AdapterConfig
+from ithaka.dist.mesh import make_mesh
+from ithaka.layout import Layout
+from ithaka.model.build import build_model, parallelize_model
 from models import FAMILIES, tiny_config, tiny_model
 from parity import check, gradient_errors, parallel, random_ids, relative
+
+WINDOWED = ("gpt_oss", "gemma2", "gemma3_text", "olmo3", "cohere2", "exaone4")
 
 
 def own_loss(logits):
@@ -51,11 +60,64 @@ def of_each_batch():
     config, ids = tiny_config("llama"), random_ids(2, 7)
     model, mesh = parallel(2, config)
     mine = ids[mesh.dp_rank][None]
-    return {"logits": relative(model(input_ids=mine).logits, tiny_model(config)(input_ids=mine).logits)}
+    plain = tiny_model(config)
+    errors = {"logits": relative(model(input_ids=mine).logits, plain(input_ids=mine).logits)}
+    stop = int(plain.eval().generate(ids[:1], max_new_tokens=2, do_sample=False)[0, -1])  # ends the text of one row
+    options = {"inputs": mine, "max_new_tokens": 5, "do_sample": False, "eos_token_id": stop, "pad_token_id": 0}
+    for fits in (True, False):  # parameters stay gathered, or each forward gathers them on all ranks
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ithaka.model.save._fits_gathered", lambda model, fits=fits: fits)
+            equal = torch.equal(model.generate(**options), plain.generate(**options))
+        errors[f"tokens, {fits}"] = 0.0 if equal else 1.0
+    return errors
 
 
 def test_logits_have_the_order_of_the_rows(ranks):
     check(ranks.run(4, of_each_batch))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if name in ("gpt_oss", "qwen3_next") else pytest.param(name, marks=pytest.mark.slow)
+        for name in (*DECODERS, *HYBRIDS)
+    ],
+)
+def test_general_layers_generate_the_tokens_of_transformers(family, quiet_transformers):
+    """More tokens than the windows; experts, sinks, latent attention and recurrent states have their own caches."""
+    changes = {} if family in WINDOWED else {"sliding_window": None}  # else transformers caches only a window
+    plain, model = (tiny_decoder(family, torch.bfloat16, **changes) for _ in range(2))
+    parallelize_model(model, mesh=make_mesh(1))
+    options = {"inputs": random_ids(2, 7), "max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(**options), plain.eval().generate(**options))
+
+
+def test_adapters_on_experts_generate_the_tokens_of_peft():
+    options = {"input_ids": random_ids(2, 7), "max_new_tokens": 5, "do_sample": False}
+    targets = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+    config, models = LoraConfig(r=2, init_lora_weights=False, **targets), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(get_peft_model(tiny_model(tiny_config("qwen3_moe")), config))
+    plain, model = models[0].eval(), parallelize_model(models[1], mesh=make_mesh(1))
+    assert torch.equal(model.generate(**options), plain.generate(**options))
+    with model.disable_adapter(), plain.disable_adapter():
+        assert torch.equal(model.generate(**options), plain.generate(**options))
+
+
+def test_a_four_bit_base_generates_the_tokens_of_its_parallel_forward():
+    """Without the dropout of the training step before."""
+    source = tiny_config("llama", heads=8).to_dict()
+    adapter = AdapterConfig(rank=2, base="nf4", dropout=0.5)
+    model = build_model(source, make_mesh(1), Layout(dtype="float32"), adapter=adapter)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(param.data.to_local())
+    ids = random_ids(2, 7)
+    model(input_ids=ids, labels=ids).loss.backward()
+    options = {"input_ids": ids, "max_new_tokens": 5, "do_sample": False}
+    tokens = model.generate(**options)
+    assert torch.equal(tokens, model.generate(**options, use_cache=False))
 
 
 def without_logits():

@@ -269,7 +269,10 @@ REFUSED = {
 
 
 def test_calls_are_refused():
+    """Also generation from images; from text, it has the tokens of transformers."""
     models = [tiny_vlm("qwen3_vl", torch.float32)]
+    text = {"input_ids": torch.arange(20)[None], "max_new_tokens": 3, "do_sample": False}
+    expected = models[0].eval().generate(**text)
 
     def work() -> None:
         model = parallelize_model(models[0])
@@ -279,6 +282,7 @@ def test_calls_are_refused():
                 model(**inputs | changes, labels=inputs["input_ids"])
         with pytest.raises(ConfigError, match=r"generate\(pixel_values=...\) is not supported"):
             model.generate(**inputs)
+        assert torch.equal(model.generate(**text), expected)
 
     on_threads(1, work)
 

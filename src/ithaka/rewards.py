@@ -19,9 +19,8 @@ from ithaka.config import ConfigError
 from ithaka.dist.agree import RankError, gather_objects, raise_first
 from ithaka.dist.mesh import Mesh
 from ithaka.model import build
-from ithaka.model.save import check_merge, iterate_weights
+from ithaka.model.save import check_merge, check_uncached, iterate_weights
 
-MAX_NEW_TOKENS = 512  # limit for the parallel model, which has no KV cache
 Base: Any = object  # For mypy; `long_context` sets the real base.
 
 
@@ -133,10 +132,9 @@ class GRPOMixin(ReferenceMixin):
         if args.use_vllm and args.vllm_mode != "server":
             rule = f"vllm_mode={args.vllm_mode} is not supported by long_context, which needs the GPUs' memory"
             raise ConfigError(f'{rule}; use vllm_mode="server" on other GPUs, or a rollout_func')
-        length, generates = args.max_completion_length, not (args.use_vllm or arguments.get("rollout_func"))
-        if generates and length > MAX_NEW_TOKENS:
-            rule = f"max_completion_length={length}: the parallel model has no KV cache and generates at most"
-            raise ConfigError(f"{rule} {MAX_NEW_TOKENS} tokens; use vllm_mode='server' or a rollout_func")
+        if not (args.use_vllm or arguments.get("rollout_func")):
+            options = {"max_new_tokens": args.max_completion_length, **(args.generation_kwargs or {})}
+            check_uncached(options.get("use_cache"), options["max_new_tokens"])
 
     def _share_data(self) -> None:
         from transformers import set_seed

@@ -18,13 +18,22 @@ from ithaka.cli.options import AsJson, loading
 from ithaka.plan.hardware import DISK_BYTES_S, available_memory, free_disk, gpu_named, num_cores
 from ithaka.plan.units import format_bytes
 
-PACKAGES = ("torch", "transformers", "flash-attn-4", "triton", "peft", "accelerate", "trl")
-# Packages that add a feature: the feature, and the extra that installs them.
+# Optional packages, of which one is enough: what needs them, and how to install them.
 FEATURES = {
-    "peft": ("LoRA (adapter)", "adapter"),
-    "accelerate": ("Hugging Face's trainers (long_context)", "hf"),
-    "trl": ("SFTTrainer (long_context)", "hf"),
+    ("peft",): ("LoRA (adapter)", "pip install 'ithaka[adapter]'"),
+    ("accelerate",): ("Hugging Face's trainers (long_context)", "pip install 'ithaka[hf]'"),
+    ("trl",): ("SFTTrainer and TRL's other trainers (long_context)", "pip install 'ithaka[hf]'"),
+    ("torchao",): ("optim.name=adamw8bit", "pip install 'ithaka[adamw8bit]'"),
+    ("diffusers",): ("video transformers", "pip install 'ithaka[video]'"),
+    ("pillow",): ("data.images=read", "pip install pillow"),
+    ("torchvision",): (
+        "AutoProcessor of vision-language models, and data.images=read with videos for Qwen2-VL and Qwen2.5-VL",
+        "pip install torchvision, from the same index as torch",
+    ),
+    ("torchcodec", "av", "decord"): ("data.images=read with video files", "pip install av"),
 }
+OPTIONAL = tuple(package for packages in FEATURES for package in packages)
+PACKAGES = ("torch", "transformers", "flash-attn-4", "triton", *OPTIONAL)
 TOOLKIT = {"cuda": "CUDA", "cudnn": "cuDNN", "nccl": "NCCL"}
 WORKS, NEEDS_GPU, HEAD_DIM = "works", "needs a GPU", 128
 DISK_TEST_BYTES, CHUNK_BYTES = 2**28, 2**24
@@ -49,7 +58,7 @@ def doctor(
     with loading("trying kernels and measuring the disk"):
         found = {"versions": package_versions(), "system": _describe_system(), **_examine_gpus()}
         found |= {"host": _examine_host(), "disk": measure_disk(disk or Path(tempfile.gettempdir()))}
-    found["missing"] = find_missing(found)
+    found |= {"missing": find_missing(found), "optional": find_optional(found["versions"])}
     print(json.dumps(found, indent=2) if as_json else format_findings(found))
 
 
@@ -116,16 +125,18 @@ def measure_disk(folder: Path) -> dict[str, Any]:
     return found | {"write_bytes_s": DISK_TEST_BYTES / (written - start), "read_bytes_s": DISK_TEST_BYTES / read_s}
 
 
+def find_optional(versions: dict[str, str | None]) -> list[dict[str, str]]:
+    """Optional packages that are not installed: the feature that needs them, and how to install them."""
+    absent = {packages: row for packages, row in FEATURES.items() if not any(versions[name] for name in packages)}
+    return [{"package": " or ".join(packages), "feature": row[0], "fix": row[1]} for packages, row in absent.items()]
+
+
 def find_missing(found: dict[str, Any]) -> list[dict[str, str]]:
     """What is missing: the feature, why it does not work, and how to get it."""
-    missing = [
-        (feature, f"{package} is not installed", f"pip install 'ithaka[{extra}]'")
-        for package, (feature, extra) in FEATURES.items()
-        if found["versions"][package] is None
-    ]
+    missing: list[tuple[str, str, str]] = []
     names = [gpu["name"] for gpu in found["gpus"]]
     if not names:
-        missing.insert(0, ("training on a GPU", *_why_no_gpu(found)))
+        missing.append(("training on a GPU", *_why_no_gpu(found)))
     for name, result in found["kernels"].items():
         if result not in (WORKS, NEEDS_GPU):
             why, _, fix = result.partition("; ")
@@ -170,6 +181,9 @@ def format_findings(found: dict[str, Any]) -> str:
     lines = [f"ithaka {versions['ithaka']}", *(f"  {name:<16}  {value}" for name, value in rows)]
     if found["missing"]:
         lines += ["missing", *(f"  {row['feature']}: {row['why']}; {row['fix']}" for row in found["missing"])]
+    if found["optional"]:
+        lines.append("not installed (optional)")
+        lines += ["  {package}, for {feature}: {fix}".format(**row) for row in found["optional"]]
     return "\n".join(lines)
 
 

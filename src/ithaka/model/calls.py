@@ -89,13 +89,15 @@ class CallChecker:
     """
 
     def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
-        self.mesh, self.snapshot = mesh, _snapshot(model)
+        self.mesh, self.snapshot, self.is_enabled = mesh, _snapshot(model), True  # not enabled: while it generates
         params = inspect.signature(type(model).forward).parameters.values()  # transformers' signature
         self.names = [param.name for param in params if param.kind is param.POSITIONAL_OR_KEYWORD][1:]
         model.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
         model.register_load_state_dict_pre_hook(_refuse_plain_state)
 
-    def __call__(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[Any], dict]:
+    def __call__(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[Any], dict] | None:
+        if not self.is_enabled:
+            return None
         if torch.compiler.is_compiling():  # Dynamo then falls back to eager, and the checks raise on all ranks
             raise ConfigError(COMPILED)
         mesh, error, cause, fingerprint = self.mesh, None, None, dict[str, Any]()
@@ -181,7 +183,7 @@ def _parse_arguments(input_ids: Any = None, **named: Any) -> tuple[dict[str, Ten
         if value is not None and (isinstance(value, Tensor) or value != no_effect):
             raise TypeError(
                 f"{name} is not supported by a parallel model; use {', '.join(ARGUMENTS)}. For hidden states, hook the "
-                "decoder layers. For a cache, save the model and generate with plain transformers"
+                "decoder layers. For a cache, use model.generate"
             )
     inputs = {name: named[name] for name in INPUTS if named.get(name) is not None} | {"input_ids": input_ids}
     if (ends := named.get("cu_seq_lens_q")) is not None and isinstance(input_ids, Tensor):

@@ -249,7 +249,7 @@ def init_weights(model: PreTrainedModel, seed: int, device: torch.device, has_fi
         module._parameters |= {name: nn.Parameter(t, requires_grad=False) for name, t in full.items()}
         try:
             with _Generator(generator):
-                _init_adapter(module, module_name) if is_adapter else model._init_weights(module)
+                _init_adapter(module, module_name) if is_adapter else _init_module(model, module_name)
         finally:
             for name, weight in packed.items():
                 module._parameters.pop(name, None)
@@ -262,6 +262,19 @@ def init_weights(model: PreTrainedModel, seed: int, device: torch.device, has_fi
             local, rows = local_shard(param)
             t = full[name]
             packed[name].quantize(t, local, rows) if name in packed else local.copy_(t[rows])
+
+
+def _init_module(model: PreTrainedModel, name: str) -> None:
+    """Initialize a module as transformers does: first itself, then the modules around it, which may overwrite its
+    values; each with the function of the PreTrainedModel that it belongs to."""
+    owner, calls = model, list[tuple[PreTrainedModel, nn.Module]]()
+    parts = name.split(".") if name else []
+    for depth in range(len(parts) + 1):
+        module = model.get_submodule(".".join(parts[:depth]))
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        calls.append((owner, module))
+    for owner, module in reversed(calls):
+        owner._init_weights(module)
 
 
 def _init_adapter(module: nn.Module, name: str) -> None:
