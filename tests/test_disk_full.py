@@ -187,8 +187,7 @@ def test_a_rank_that_finished_on_a_full_log_is_done(tmp_path, monkeypatch):
     (tmp_path / "call").write_bytes(pickle.dumps((os.getpid(), sys.path)) + pickle.dumps((print, ("done",))))
     monkeypatch.setattr(launch, "_exit_with_launcher", lambda *_: None)
     monkeypatch.setattr(launch, "_outcome_dir", None)
-    monkeypatch.setattr(sys, "argv", ["-c", str(tmp_path)])
     with open("/dev/full", "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        launch.run_child_rank()
+        launch.run_child_rank(str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["call"]
