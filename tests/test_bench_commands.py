@@ -66,6 +66,8 @@ def test_bad_attention_sizes_are_refused_before_the_import(arguments, named, fix
 
 @pytest.mark.parametrize("arguments, named", [
     ("--seconds -1", ["--seconds"]),
+    ("--seconds inf", ["--seconds"]),
+    ("--tokens 99999999M", ["--tokens=", "free", "fewer tokens"]),
     ("--tokens 64 --heads 4 --kv-heads 3", ["4 query heads", "3 kv heads"]),
 ])  # fmt: skip
 def test_bad_attention_options_are_refused(arguments, named):

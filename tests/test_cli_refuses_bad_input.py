@@ -158,6 +158,7 @@ TRAIN = [
     ("--set loss=nomod:f", "loss.type=nomod:f", "No module named 'nomod'", "package.module:function"),
     ("--set loss=os:getcwd", "loss.type=os:getcwd", "getcwd(tokens, labels)", "package.module:function"),
     ("--set loss=hooks:broken", "loss.type=hooks:broken", "not a callable", "package.module:function"),
+    ("--set train.keep_best=true --set data.validation_fraction=0", "train.keep_best=true", "data.validation_path"),
     ("--set memory.disk_path=nowhere", "memory.disk_path=nowhere", "create it"),
     ("--set model.path=nowhere", "model.path=nowhere", "No such file", "config.json"),
     ("--set model.path=run", "model.path=run/config.json", "`ithaka export RUN_DIR OUT_DIR`"),
@@ -218,6 +219,12 @@ OUT = [
     ("--out mine.txt", "--out=mine.txt", "--force"),
 ]
 HTML = [("--html mine.txt", "--html=mine.txt", "--force")]
+DATA = [
+    *HTML,
+    ("--set 'data.sources=[{path: file}, {path: file}]'", "data.sources", "path=file twice", "larger weight"),
+    ("--set data.path=loop", "data.path=loop", "symbolic links", "another path"),
+    ("--set data.path=dangling", "data.path=dangling", "not a regular file", "a file"),
+]
 REFUSALS = {
     "train": TRAIN,
     "profile": PROFILE,
@@ -225,7 +232,7 @@ REFUSALS = {
     "report run": OUT,
     "plan llama3-8b --gpus 8xH100-80GB": OUT,
     "bench device": OUT,
-    "data": HTML,
+    "data": DATA,
     "evaluate model": HTML,
 }
 

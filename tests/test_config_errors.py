@@ -44,6 +44,8 @@ BAD_OVERRIDES = [
     ("data.sources=[{path: a, wieght: 2}]", "data.sources.wieght=2", "did you mean data.sources.weight?"),
     ("data.sources=[{path: a, weight: 0}]", "data.sources.weight=0", "more than 0"),
     ("data.sources=[{path: a}, {weight: 2}]", "data.sources={weight: 2}", "add one"),
+    ("data.path=~nosuchuser/x", "data.path=~nosuchuser/x", "path or null"),
+    ("data..path=x", "--set data..path=x", "train.steps=100"),
     ("data.sources=[a, b]", "data.sources=", "[{path: a.jsonl"),
     ("data.sources={path: a}", "data.sources=", "[{path: a.jsonl"),
     ("parallel.cp=0", "parallel.cp=0", "at least 1"),

@@ -2,11 +2,13 @@
 
 import io
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from ithaka.config import DataConfig
 from ithaka.data import read
@@ -36,10 +38,63 @@ def test_empty_data_is_refused(tmp_path):
     rows.write_text('{"text": ""}\n\n')
     refuse(rows, f"data.path={rows}", "train", fix="add documents", validation_fraction=0)
     rows.write_text('{"text": "one row only"}\n')
-    refuse(rows, f"data.path={rows}", "train", fix="data.validation_fraction=0")
     refuse(rows, f"data.validation_path={empty}", "empty", fix="UTF-8 text, JSONL", validation_path=empty)
     rows.write_text('{"text": ""}\n{"text": "b"}\n')
     refuse(rows, "data.validation_fraction=0.02", "validate", fix="set it to 0")
+
+
+CHATML = {"chat_template": Path("chatml")}
+ONLY_RECORDS = [  # a valid record, what makes it bad, the settings to read it, and what the message names
+    ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
+     {"messages": [{"role": "robot", "content": "Hi"}]}, CHATML,
+     "message 1 has role robot", "use system, user"),
+    ({"messages": [{"role": "assistant", "content": "Ho"}]},
+     {"messages": [{"role": "assistant", "content": 5}]}, CHATML,
+     "message 1 has content other than text", "remove it"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]},
+     {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+     CHATML, "message 1 calls a tool with arguments that are not JSON", "fix them"),
+    ({"text": "some text"}, {"text": 3}, {}, "data.text_field=text is int", "a field of text"),
+    ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, {"rejected": " "}, {"train_on": "pairs"},
+     "rejected is empty", "write an answer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("record, change, settings, problem, fix", ONLY_RECORDS)
+def test_the_only_record_is_trained_on_or_refused_for_what_is_wrong(tmp_path, record, change, settings, problem, fix):
+    """It is not held out for validation."""
+    folder, array = tmp_path / "folder", tmp_path / "a.json"
+    folder.mkdir()
+    lines = folder / "a.jsonl"
+    lines.write_text(json.dumps(record))
+    array.write_text(json.dumps([record]))
+    for path in (lines, folder, array):
+        data = DataConfig(path=path, context=2, **settings)
+        check_data(data, 264)
+        assert opened_at(data).validation is None
+    lines.write_text("\n" + json.dumps(record | change))
+    array.write_text(json.dumps([record | change]))
+    for path, location in ((lines, "a.jsonl line 2"), (folder, "a.jsonl line 2"), (array, "a.json record 1")):
+        refuse(path, location, problem, fix=fix, **settings)
+
+
+def test_the_only_record_of_a_source_is_trained_on(tmp_path):
+    for name, count in (("one", 1), ("three", 3)):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "some text"}\n' * count)
+    data = DataConfig(sources=[{"path": tmp_path / f"{name}.jsonl"} for name in ("one", "three")], context=5)
+    check_data(data, 264)
+    opened = opened_at(data)
+    assert {source for each in opened.validation_sequences(9) for source in each.sources.tolist()} == {1}
+    assert {source for _ in range(9) for source in opened.stream.next_sequence().sources.tolist()} == {0, 1}
+
+
+def test_a_text_alone_is_trained_on(tmp_path):
+    """Its end is held out, but not all that follows its only newline."""
+    (tmp_path / "a.txt").write_text("A title\n" + "and one line " * 100)
+    for path in (tmp_path, tmp_path / "a.txt"):
+        data = DataConfig(path=path, context=1000)
+        check_data(data, 264)
+        assert opened_at(data).validation is not None
 
 
 def test_a_wrong_text_field_is_refused_with_file_line_and_fields(tmp_path):
@@ -85,6 +140,60 @@ def test_broken_rows_are_refused_by_line(tmp_path, monkeypatch):
     monkeypatch.setattr(read, "open_file", lambda path: io.BytesIO(b"not parquet at all"))
     streamed = read.File(Path("hf:/datasets/org/name@commit/c.parquet"), "parquet")
     assert_refused(lambda: read.make_shards([streamed], DataConfig()), "c.parquet", "Parquet", fix="write it again")
+
+
+BAD_RECORDS = [  # after a valid record: the settings to read it, and what the message names
+    ({"text": ["x"]}, {}, "data.text_field=text is list", "a field of text"),
+    ({"input_ids": [[1], [2, 3]]}, {}, "input_ids is not a list of integers", "write integers"),
+    ({"instruction": ["Say"], "output": "x"}, CHATML, "instruction or input is not text", "fix them"),
+    ({"instruction": "Say", "output": "x", "history": [["one"]]}, CHATML, "history is not a list of pairs", "fix them"),
+    ({"instruction": "Say", "output": "x", "history": 7}, CHATML, "history is not a list of pairs", "fix them"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "text"}]}]}, CHATML,
+     "message 1 has a part of type text without text", "remove the part"),
+    *(({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]},
+       CHATML, "message 1 has tool_calls that are not a list of", "fix them") for arguments in ("5", '"{}"', [1])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("record, settings, problem, fix", BAD_RECORDS)
+def test_a_bad_record_is_refused_by_line(tmp_path, record, settings, problem, fix):
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "x"}}\n{json.dumps(record)}\n')
+    refuse(tmp_path / "a.jsonl", "a.jsonl line 2", problem, fix=fix, **settings)
+
+
+def test_json_nested_too_deeply_is_refused(tmp_path):
+    nested = f'{{"text": {"[" * 10**5}{"]" * 10**5}}}'
+    lines, array = tmp_path / "a.jsonl", tmp_path / "a.json"
+    lines.write_text(f'{{"text": "x"}}\n{nested}\n')
+    refuse(lines, "a.jsonl line 2", "recursion", fix="one JSON object per line")
+    array.write_text(f"[{nested}]")
+    refuse(array, "a.json", "recursion", fix="repair it")
+
+
+def test_what_is_not_a_file_is_named(tmp_path):
+    pipe, link = tmp_path / "pipe", tmp_path / "link.txt"
+    os.mkfifo(pipe)
+    link.symlink_to("gone")
+    for path in (pipe, link, Path("/dev/zero")):
+        refuse(path, f"data.path={path} is not a regular file", fix="a file")
+    refuse(tmp_path, "link.txt (not a regular file), pipe (not a regular file)", fix="UTF-8 text")
+    (tmp_path / "loop").symlink_to("loop")
+    refuse(tmp_path / "loop", "data.path=", "Too many levels of symbolic links", fix="another path")
+    refuse(Path("x" * 300), "data.path=", "File name too long", fix="another path")
+
+
+def test_a_damaged_row_group_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [f"{'word ' * 2000}{i}" for i in range(50)]}), path)
+    path.write_bytes(path.read_bytes()[:4] + b"\xff" * 600 + path.read_bytes()[604:])
+    refuse(path, "a.parquet row group 0 cannot be read", fix="copy the file again")
+
+
+def test_an_empty_chat_template_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "assistant", "content": "x"}]}')
+    (tmp_path / "chat.jinja").write_text("\n")
+    template = tmp_path / "chat.jinja"
+    refuse(tmp_path / "a.jsonl", f"data.chat_template={template}", "empty", fix="built-in", chat_template=template)
 
 
 def test_a_bad_line_far_into_a_file_is_named_when_read(tmp_path, monkeypatch):

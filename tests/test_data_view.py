@@ -244,8 +244,9 @@ def test_a_record_is_shown_turn_by_turn_with_what_is_cut(folder):
     assert "skipped, without an assistant's turn" in shown(folder, TALKS, "--record", "3", bad_records="skip")
     figures = json.loads(shown(folder, TALKS, "--record", "4", "--json", bad_records="skip"))
     assert sum(figures["reasons"].values()) == figures["tokens"] == 30
-    error = shown(folder, TALKS, "--record", "9", bad_records="skip", code=ExitCode.WRONG_INPUT)
-    assert_refused(error, "--record=9", "4 in a.jsonl", fix="smaller")
+    for number in ("9", "99999999999999999999"):
+        error = shown(folder, TALKS, "--record", number, bad_records="skip", code=ExitCode.WRONG_INPUT)
+        assert_refused(error, f"--record={number}", "4 in a.jsonl", fix="smaller")
 
 
 def test_the_answers_of_a_pair_are_labelled(folder, monkeypatch):

@@ -5,6 +5,8 @@ import itertools
 import json
 import math
 import re
+import shutil
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -230,6 +232,7 @@ def test_a_run_is_evaluated_and_printed(ranks, tmp_path, monkeypatch, capfd):
     for more, *named, fix in (
         (["--contexts", "4K"], "--data=", "4096 tokens", "shorter"),
         (["--contexts", "300,900"], "300 tokens", "at least"),
+        (["--contexts", "900", "--ranks", "0"], "parallel.ranks=0", "at least 1"),
         (["--contexts", "800", str(tmp_path / "run.json")], "run.json", "contexts=[900]", "the same --contexts"),
     ):
         assert_command_refused([*arguments[:-2], *more], *named, fix=fix)
@@ -245,6 +248,22 @@ def test_a_run_is_evaluated_and_printed(ranks, tmp_path, monkeypatch, capfd):
     model.save_pretrained(tmp_path / "adapter")
     (base / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert (prepare_model(tmp_path / "adapter", tmp_path / "merged") / "chat_template.jinja").is_file()
+    adapter = shutil.copytree(tmp_path / "adapter", tmp_path / "damaged")
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"r": 5}))
+    refuse = partial(assert_refused, lambda: prepare_model(adapter, tmp_path / "none"))
+    refuse(str(adapter), "size mismatch", fix="the base")
+    (adapter / "adapter_model.safetensors").write_bytes(b"{}")
+    refuse(f"MODEL={adapter}", "adapter_model.safetensors", fix="copy it again")
+    (adapter / "adapter_model.safetensors").unlink()
+    refuse(f"MODEL={adapter}", "adapter_model.safetensors", fix="copy it again")
+    few = json.loads((base / "config.json").read_text()) | {"vocab_size": 100}
+    (base / "config.json").write_text(json.dumps(few))
+    assert_command_refused(["evaluate", str(base), *arguments[2:]], "259", "vocab_size=100", fix="tokenizer")
+    (base / "config.json").write_text(json.dumps(few | {"vocab_size": 264, "max_position_embeddings": 512}))
+    result = CliRunner().invoke(app, ["evaluate", str(base), *arguments[2:], "--samples", "0"])
+    assert result.exit_code == 0 and "900 tokens exceed the 512 positions" in result.stderr
+    (base / "config.json").write_text(json.dumps(few | {"vocab_size": 264}))
     sides = ["evaluate", str(tmp_path / "adapter"), str(tmp_path / "run.json"), *arguments[2:]]
     capfd.readouterr()
     result = CliRunner().invoke(app, [*sides, "--html", str(tmp_path / "page.html")])
@@ -289,7 +308,9 @@ def test_stored_results_are_shown_and_compared(tmp_path):
     bins = [{"from": 1, "to": 64, "loss": 4.0, "error": None}, {"from": 64, "to": 128, "loss": 2.0, "error": None}]
     a = {"model": "a", "loss": 3.0, "loss_by_position": bins, "retrieval": []}
     b = {**a, "model": "b", "loss": 5.0}
-    for name, result in {"a": a, "b": b, "ab": [a, b], "none": [], "other": {"model_type": "llama"}}.items():
+    bad = {"none": [], "other": {"model_type": "llama"}, "number": a | {"retrieval": 5}}
+    bad |= {"cells": a | {"retrieval": [{"task": "single"}]}, "bins": a | {"loss_by_position": [1, 2]}}
+    for name, result in {"a": a, "b": b, "ab": [a, b], **bad}.items():
         (tmp_path / name).write_text(json.dumps(result))
     show = lambda *names: CliRunner().invoke(app, ["evaluate", *(str(tmp_path / name) for name in names)])  # noqa: E731
     assert show("ab").exit_code == 0 and "mean A  mean B" in show("ab").stdout
@@ -303,7 +324,7 @@ def test_stored_results_are_shown_and_compared(tmp_path):
         assert_command_refused(["evaluate", *both], f"{name}={value}", "cannot be compared", fix="the same --contexts")
     (tmp_path / "b").write_text(json.dumps({**b, **settings, "text": None}))
     assert show("a", "b").exit_code == 0, "files of earlier versions have no digest of the text"
-    for name in ("none", "other"):
+    for name in bad:
         assert_command_refused(["evaluate", str(tmp_path / name)], str(tmp_path / name), fix="written by --json")
 
 

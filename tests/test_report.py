@@ -12,6 +12,7 @@ from browser import Browser, find_browser
 from ithaka.cli.runs import train_rank
 from ithaka.config import ConfigError
 from ithaka.report.page import live_report, read_run, write_report
+from refusals import assert_refused
 from runs import metrics, tiny_run, valid, wait_for
 
 SIZES = {"desktop": (1200, False), "dark": (1200, True), "phone": (390, False)}
@@ -103,6 +104,10 @@ def test_the_page_has_valid_json(with_bad_losses):
 def test_a_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=rf"RUN_DIR={tmp_path}.*config\.yaml.*directory of a run"):
         write_report([tmp_path])
+    for files in ({"config.yaml": "a: [1"}, {"config.yaml": "a: 1", "metrics.jsonl": None}):
+        for name, text in files.items():
+            (tmp_path / name).mkdir() if text is None else (tmp_path / name).write_text(text)
+        assert_refused(lambda: write_report([tmp_path]), f"RUN_DIR={tmp_path} cannot be read", fix="restore its files")
 
 
 needs_browser = pytest.mark.skipif(find_browser() is None, reason="needs Chromium or Chrome")

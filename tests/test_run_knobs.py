@@ -7,7 +7,6 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,6 +102,38 @@ def test_a_step_is_exported_and_sampled(stopped, tmp_path):
     texts = [ask.invoke(app, ["sample", str(source), *how]) for source in (run_dir, tmp_path / "step 4")]
     assert texts[0].exit_code == 0 and texts[0].stdout == texts[1].stdout and len(texts[0].stdout) > 1
     assert_command_refused(["sample", str(tmp_path / "no"), *how], str(tmp_path / "no"), fix="with weights")
+    model = tmp_path / "step 4"
+    assert_command_refused(["sample", str(model), *how[:-1], "1e-300"], "--temperature=1e-300", fix="0 (greedy)")
+    stored, config = (model / "model.safetensors").read_bytes(), json.loads((model / "config.json").read_text())
+    for changes, named in (
+        ({"num_hidden_layers": 3}, "no tensor model.layers.2.input_layernorm.weight (9 missing"),
+        ({"intermediate_size": 64}, "model.layers.0.mlp.down_proj.weight has shape (32, 48), not (32, 64)"),
+    ):
+        (model / "config.json").write_text(json.dumps(config | changes))
+        assert_command_refused(["sample", str(model), *how], f"MODEL={model}", named, fix="fix config.json")
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "model.safetensors").write_bytes(stored[:5000])
+    assert_command_refused(["sample", str(model), *how], f"MODEL={model}", "cannot be read", fix="copy the files")
+    (model / "model.safetensors").write_bytes(stored)
+    (model / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    assert_command_refused(["sample", str(model), *how], f"MODEL={model}", "rejects it", fix="--raw")
+
+
+def test_damaged_runs_are_not_exported(stopped, tmp_path):
+    run_dir, out = shutil.copytree(stopped.train.run_dir, tmp_path / "run"), tmp_path / "out"
+    for inside in (run_dir, run_dir / "model", run_dir / "checkpoints" / "mine"):
+        arguments = ["export", str(run_dir), str(inside), "--force"]
+        assert_command_refused(arguments, f"OUT_DIR={inside}", "own files", fix="another path")
+    file = run_dir / "model" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"hidden_size": 64}))
+    assert_command_refused(["export", str(run_dir), str(out)], str(file), "does not match", fix="restore the file")
+    (run_dir / "model" / "adapter_config.json").write_text("{")
+    arguments, fix = ["export", str(run_dir), str(out)], "another run of this model"
+    assert_command_refused(arguments, "adapter_config.json cannot be read", fix=fix)
+    file.unlink()
+    assert_command_refused(arguments, f"{file} cannot be read", fix=fix)
+    assert not out.exists()
 
 
 def test_a_trace_is_answered_up_to_a_stop_token(tmp_path, monkeypatch):
@@ -124,7 +155,7 @@ def test_a_trace_is_answered_up_to_a_stop_token(tmp_path, monkeypatch):
     hf.save_pretrained(tmp_path / "model")
     LlamaConfig().save_pretrained(tmp_path / "model")
     monkeypatch.setattr(evaluating, "prepare_model", lambda source, out: source)
-    monkeypatch.setattr(evaluating, "auto_class", lambda _: SimpleNamespace(from_pretrained=lambda *_, **__: Model()))
+    monkeypatch.setattr(evaluating, "load_pretrained", lambda *_, **__: Model())
     turns = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "there"}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"conversations": turns}) + "\n")
     (tmp_path / "tools.json").write_text(json.dumps([{"name": "add", "input_schema": {"type": "object"}}]))
@@ -138,6 +169,14 @@ def test_a_trace_is_answered_up_to_a_stop_token(tmp_path, monkeypatch):
         arguments = ["sample", str(tmp_path / "model"), "--prompt", "hi", option, str(tmp_path / "no")]
         assert_command_refused(arguments, f"{option}=", fix=fix)
     assert_command_refused(["sample", str(tmp_path / "model")], "--prompt=''", fix="--messages")
+    for content, named, fix in (
+        ("5", "has no messages", "write ["),
+        ('{"messages": null}', "has no messages (no field messages)", "write ["),
+        ('[{"role": "assistant", "content": "x"}]', "nothing to answer", "end with the user's"),
+    ):
+        (tmp_path / "m.json").write_text(content)
+        arguments = ["sample", str(tmp_path / "model"), "--messages", str(tmp_path / "m.json")]
+        assert_command_refused(arguments, f"--messages={tmp_path / 'm.json'}", named, fix=fix)
 
 
 def test_evaluate_only_prints_the_loss_and_leaves_the_run_alone(stopped, capsys):

@@ -16,11 +16,13 @@ import torch.distributed as dist
 
 from ithaka.attention.blocks import attention, attention_backward, default_blocks
 from ithaka.attention.choose import resolve_kernel
+from ithaka.config import ConfigError
 from ithaka.dist.exchange import all_gather
 from ithaka.dist.mesh import default_device, make_node_groups
 from ithaka.layout import default_dtype
-from ithaka.plan.hardware import GPUS, gpu_named
+from ithaka.plan.hardware import GPUS, available_memory, gpu_named
 from ithaka.plan.shape import Work
+from ithaka.plan.units import format_bytes
 from ithaka.profile.timeline import DeviceTimeline
 
 MAX_CALLS_IN_FLIGHT = 8  # queued on the device
@@ -64,6 +66,11 @@ def measure_attention(case: AttentionCase, device: torch.device, dtype: torch.dt
     options: dict[str, Any] = {"docs": case.docs, "kernel": kernel.name, "blocks": case.blocks}
     options |= {"scale": case.head_dim**-0.5, "causal": True, "window": case.window}
     heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    num_bytes = (sum(heads) + case.heads) * case.tokens * case.head_dim * dtype.itemsize  # with the output
+    free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    if num_bytes > free_bytes:
+        rule = f"needs {format_bytes(num_bytes)}, and {format_bytes(free_bytes)} are free"
+        raise ConfigError(f"--tokens={case.tokens} {rule}; use fewer tokens or heads")
     q, k, v, dout = (torch.randn(case.tokens, n, case.head_dim, device=device, dtype=dtype) for n in heads)
     forward_s = measure_sustained(lambda: attention(q, k, v, **options), device, seconds)
     # Backward overwrites `out` with dq; restore it outside the timing.

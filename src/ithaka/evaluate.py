@@ -4,6 +4,7 @@ import html
 import json
 import math
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
@@ -20,17 +21,18 @@ from transformers.utils.logging import disable_progress_bar
 
 from ithaka import launch
 from ithaka.config import AdapterConfig, ConfigError, input_error
-from ithaka.data.formats import parse_tools, to_messages
+from ithaka.data.formats import BadRecord, parse_tools, to_messages
+from ithaka.data.open import check_vocabulary
 from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from ithaka.dist.agree import gather_objects, raise_on_all_ranks
 from ithaka.dist.mesh import default_device, end_process_group, make_mesh, start_process_group
-from ithaka.dist.rank import is_local_rank_0, local_rank_0
+from ithaka.dist.rank import is_local_rank_0, is_rank_0, local_rank_0
 from ithaka.exits import ExitCode
 from ithaka.export import export
 from ithaka.hub import fetch_model
 from ithaka.layout import default_dtype
 from ithaka.measure import FIGURES, TASKS, EvalText, Prompt, check_prompts, measure_all, read_prompts, read_text
-from ithaka.model.adapters import auto_class, merge_adapter
+from ithaka.model.adapters import load_pretrained, merge_adapter
 from ithaka.model.build import build_model, has_weights
 from ithaka.model.quantized import BASE_QUANTIZATION, round_weights
 from ithaka.model.weights import check_finite
@@ -81,9 +83,14 @@ def _read_results(file: Path) -> list[dict[str, Any]]:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise input_error(f"MODEL={file} cannot be read ({error}); give a file written by --json", error) from None
-    results, keys = values if isinstance(values, list) else [values], {"model", "retrieval"}
-    if not results or not all(isinstance(result, dict) and keys <= result.keys() for result in results):
-        raise ConfigError(f"MODEL={file} has no results; give a file written by --json")
+    results = values if isinstance(values, list) else [values]
+    try:
+        if not results or not all(isinstance(result["model"], str) for result in results):
+            raise ValueError
+        for result in results:
+            list(make_tables([result]))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ConfigError(f"MODEL={file} has no results; give a file written by --json") from None
     return results
 
 
@@ -107,8 +114,8 @@ def evaluate(
         model = gather_objects(model)[local_rank_0()]
 
         def read_inputs() -> tuple[EvalText, Sequence[Prompt], str | None]:
-            read_shape(model)
             tokenizer = load_tokenizer(None, model, chat_template)
+            check_vocabulary(tokenizer, read_shape(model).vocab)
             text = read_text(data, tokenizer, max(contexts), num_documents)
             if samples:
                 check_prompts(text, tokenizer, contexts)
@@ -116,9 +123,13 @@ def evaluate(
 
         text, prompts, digest = raise_on_all_ranks(read_inputs)
         longest = max([*contexts, *(len(prompt.tokens) for prompt in prompts)])
+        positions = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
+        if positions and longest > positions and is_rank_0():
+            rule = f"exceed the {positions} positions of {source} (max_position_embeddings)"
+            print(f"contexts of up to {longest} tokens {rule}: figures beyond them are extrapolated", file=sys.stderr)
         # On a CPU, exchanges between ranks take longer than short sequences.
         is_small = not launch.num_gpus() and longest <= SMALL_CONTEXT
-        num_ranks = launch.decide_ranks(ranks or (1 if is_small else "auto"), launch.num_gpus())
+        num_ranks = launch.decide_ranks((1 if is_small else "auto") if ranks is None else ranks, launch.num_gpus())
         work = model, folder, text, list(contexts), samples, prompts, longest
         code = launch.run_ranks(_evaluate_rank, work, num_ranks)
         has_result = (folder / RESULT_FILE).is_file()  # under torchrun, only rank 0 has it
@@ -149,13 +160,17 @@ def prepare_model(source: Path, out: Path) -> Path:
             "there, or give a merged one"
         )
     file = source / "adapter_model.safetensors"
-    with safe_open(file, framework="pt") as opened:
-        quantization = json.loads((opened.metadata() or {}).get(BASE_QUANTIZATION, "{}"))
+    try:
+        tensors = load_file(file)
+        with safe_open(file, framework="pt") as opened:
+            quantization = json.loads((opened.metadata() or {}).get(BASE_QUANTIZATION, "{}"))
+    except (OSError, SafetensorError) as error:
+        raise input_error(f"MODEL={source}: {file.name} cannot be read ({error}); copy it again", error) from None
     change = None
     if quantization:
         adapter = AdapterConfig(base=quantization["base"], unquantized=tuple(quantization["unquantized"]))
         change = partial(round_weights, adapter=adapter)
-    merge_adapter(base, source, load_file(file), out, change)
+    merge_adapter(base, source, tensors, out, change)
     has_tokenizer = any((source / file).is_file() for file in TOKENIZER_FILES)
     load_tokenizer(None, source if has_tokenizer else base).hf.save_pretrained(out)
     return out
@@ -362,7 +377,12 @@ def sample(
     template or `raw`. Runs plain transformers with its key/value cache, up to a stop token."""
     record = _read_messages(messages_file) if messages_file else {"messages": []}
     if not prompt and not record["messages"]:
-        raise ConfigError("--prompt='' has no tokens; give at least a word, or --messages")
+        file = f" and --messages={messages_file} has nothing to answer" if messages_file else ""
+        raise ConfigError(
+            f"--prompt='' has no tokens{file}; give at least a word, or --messages that end with the user's"
+        )
+    if 0 < temperature < 0.01:
+        raise ConfigError(f"--temperature={temperature:g} is too close to 0; use 0 (greedy), or at least 0.01")
     try:
         tools = parse_tools(tools_file.read_text(encoding="utf-8") if tools_file else record.get("tools"))
     except (OSError, ValueError) as error:
@@ -373,13 +393,16 @@ def sample(
     with tempfile.TemporaryDirectory(prefix="ithaka-sample-") as name:
         directory = prepare_model(source, Path(name) / "model")
         tokenizer = load_tokenizer(None, directory)
-        loader = auto_class(AutoConfig.from_pretrained(directory).model_type)
-        model = loader.from_pretrained(directory, dtype=dtype).to(device).eval()
+        read_json(directory / "config.json", "MODEL=")
+        model = load_pretrained(directory, AutoConfig.from_pretrained(directory), dtype=dtype).to(device).eval()
     text, prefix, stop = prompt, tokenizer.document_prefix, None
     if tokenizer.hf.chat_template and not raw:
         messages = [{"role": "system", "content": system}] if system else []
         messages += [*record["messages"], *([{"role": "user", "content": prompt}] if prompt else [])]
-        text = tokenizer.chat.apply(messages, tools, add_generation_prompt=True)
+        try:
+            text = tokenizer.chat.apply(messages, tools, add_generation_prompt=True)
+        except BadRecord as error:
+            raise ConfigError(f"MODEL={source}: {error}, or use --raw") from None
         prefix, stop = (), tokenizer.chat.stop_token
     elif system or messages_file or tools_file:
         raise ConfigError("--system, --messages and --tools need a chat template; use --prompt, without --raw")
@@ -412,9 +435,10 @@ def _read_messages(file: Path) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
         record = json.loads(text.splitlines()[0] if file.suffix == ".jsonl" else text)
         record = record if isinstance(record, dict) else {"messages": record}
-        raw = record.get("messages") or record["conversations"]
+        if not (raw := record.get("messages") or record.get("conversations")):
+            raise ValueError("no field messages")
         messages = [m for n, each in enumerate(raw, 1) for m, _, _ in to_messages(each, f"message {n}", "drop")]
-    except (OSError, ValueError, KeyError, IndexError) as error:
+    except (OSError, ValueError, TypeError, LookupError) as error:
         fix = 'write [{"role": "user", "content": "..."}]'
         raise ConfigError(f"--messages={file} has no messages ({error}); {fix}, or a record with messages") from error
     while messages and messages[-1]["role"] == "assistant":

@@ -83,11 +83,17 @@ def _unfinished(out_dir: Path) -> Iterator[Path]:
 def check_export(run_dir: Path, out_dir: Path, merge: bool, step: int | None, force: bool) -> Path:
     """Return the checkpoint to export. Raise ConfigError if there is none, or `out_dir` cannot be written."""
     check_output("OUT_DIR", out_dir, force, folder=True)
+    run, out = run_dir.resolve(), out_dir.resolve()
+    if out == run or any(out.is_relative_to(run / name) for name in ("model", "checkpoints")):
+        raise ConfigError(f"OUT_DIR={out_dir} holds the run's own files; give another path")
     if step is None:
         checkpoint = find_intact_checkpoint(find_checkpoint(run_dir))
     else:
         checkpoint = find_checkpoint_of_step(run_dir, step)
-    if merge and not (run_dir / "model" / "adapter_config.json").is_file():
+    is_adapter = (run_dir / "model" / "adapter_config.json").is_file()
+    for name in ("config.json", "adapter_config.json")[: 1 + is_adapter]:
+        read_json(run_dir / "model" / name, "RUN_DIR: ", "copy it from another run of this model")
+    if merge and not is_adapter:
         raise ConfigError(f"--merge: {run_dir} did not train an adapter; leave it out")
     return checkpoint
 
@@ -111,7 +117,12 @@ def _write(
         with torch.device("meta"):
             hf_config = AutoConfig.from_pretrained(model_dir)
             model = auto_class(hf_config.model_type).from_config(hf_config)
-        model.load_state_dict(weights, assign=True)
+        try:
+            model.load_state_dict(weights, assign=True)
+        except RuntimeError as error:
+            reason = str(error).partition("\n\t")[2].partition("\n")[0]
+            config_file = run_dir / "model" / "config.json"
+            raise ConfigError(f"{config_file} does not match the checkpoint ({reason}); restore the file") from None
         model.tie_weights()
         model.save_pretrained(out_dir)  # writes the dtype to config.json, and a generation config replaced below
     else:

@@ -80,6 +80,8 @@ def decide_ranks(ranks: int | Literal["auto"], gpus: int) -> int:
         return int(os.environ["WORLD_SIZE"])
     if ranks == "auto":
         return gpus or DEFAULT_CPU_RANKS
+    if ranks < 1:
+        raise ConfigError(f"parallel.ranks={ranks} is out of range; use at least 1")
     if gpus and ranks > gpus:
         raise ConfigError(f"parallel.ranks={ranks} exceeds the number of GPUs; use at most {gpus}")
     if not gpus:

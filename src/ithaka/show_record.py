@@ -3,6 +3,7 @@
 import collections
 import itertools
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -57,7 +58,9 @@ def find_record(config: Config, tokenizer: Tokenizer, number: int) -> list[Recor
     """Return record `number`, counted from 1, of each source that has that many."""
     found, counts = [], []
     for path, records in _read_sources(config, tokenizer, batch_chars=1):
-        numbered: Iterator[tuple[int, list[TokenizedPart]]] = enumerate(itertools.islice(records, number), 1)
+        numbered: Iterator[tuple[int, list[TokenizedPart]]] = enumerate(
+            itertools.islice(records, min(number, sys.maxsize)), 1
+        )
         count, samples = collections.deque(itertools.chain([(0, [])], numbered), maxlen=1).pop()
         counts.append(f"{count:,} in {path}")
         found += [Record(f"record {number:,} of {path}", samples)] if count == number else []

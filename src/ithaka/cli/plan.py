@@ -46,7 +46,7 @@ Batch = Annotated[int, typer.Option(min=1, help="Sequences per micro-step.")]
 Adapter = Annotated[int | None, typer.Option(metavar="RANK", min=1, help="Train LoRA adapters of this rank.")]
 GpuFile = Annotated[Path | None, typer.Option(help="JSON file with the rates of another GPU; then use --gpus 8.")]
 NEXT_FILE = Path("my.yaml")  # in the commands after a plan
-Seconds = Annotated[float, typer.Option(min=0, help="Seconds per measurement.")]
+Seconds = Annotated[float, typer.Option(min=0, max=3600, help="Seconds per measurement.")]
 
 
 def plan(

@@ -316,7 +316,7 @@ def sample(
     ] = None,
     tools: Annotated[Path | None, typer.Option(metavar="FILE", help="Tools: a JSON list.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.7,
+    temperature: Annotated[float, typer.Option(min=0, max=100, help="0: greedy.")] = 0.7,
     raw: Annotated[bool, typer.Option("--raw", help="Ignore the chat template.")] = False,
 ) -> None:
     """Generate a short text with plain transformers, on one device."""

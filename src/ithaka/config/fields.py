@@ -109,7 +109,10 @@ def _convert_plain(value: Any, hint: Any) -> Any:
         with contextlib.suppress(ValueError):
             value = float(value)  # YAML 1.1 reads 3e-4 as a string: it requires 3.0e-4
     elif hint is Path and isinstance(value, str | Path) and value != "":
-        value = Path(value).expanduser()
+        try:
+            value = Path(value).expanduser()
+        except RuntimeError:  # ~name without such a user
+            raise _TypeMismatch from None
     if isinstance(value, hint) and (hint is not float or math.isfinite(value)):
         return value
     raise _TypeMismatch

@@ -104,13 +104,13 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
     name, equals, text = override.partition("=")
     if name.strip() == "loss":  # as in a file
         name = "loss.type"
+    section, _, key = name.strip().partition(".")
+    if not (equals and section and key and all(key.split("."))):
+        raise ConfigError(f"--set {override} is not section.key=value; write for example --set train.steps=100")
     if name.count(".") == 2:
         outer, _, inner = name.strip().rpartition(".")
         section, key, value = _parse_override(f"{outer}={text or ' '}")
         return section, key, _Nested({inner: value})
-    section, dot, key = name.strip().partition(".")
-    if not (equals and dot and section and key):
-        raise ConfigError(f"--set {override} is not section.key=value; write for example --set train.steps=100")
     if not text.strip():
         raise ConfigError(f"{section}.{key}= has no value; give one, or null for none")
     try:

@@ -59,6 +59,12 @@ def find_files(path: Path | str | None, setting: str = "data.path") -> DataFiles
     if hub := HUB_DATASET.fullmatch(str(path)):
         split = hub[4]
         return _find_splits(re.sub("^hf:/+", "hf://", str(path)).removesuffix(f"/{split}"), setting, split)
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # a glob, or reported below
+    except OSError as error:
+        raise input_error(f"{setting}={path} cannot be read ({error.strerror}); use another path", error) from None
     if (path / "dataset_dict.json").is_file() or ((path / "state.json").is_file() and any(path.glob("*.arrow"))):
         return _find_splits(str(path), setting)
     if (path / "config.json").is_file() and b'"model_type"' in _read_head(path / "config.json"):
@@ -74,7 +80,8 @@ def find_files(path: Path | str | None, setting: str = "data.path") -> DataFiles
     if not files:
         is_hub_name = HUB_DATASET.fullmatch(f"hf:/{path}") and not path.parent.exists()
         on_hub = f"{setting}=hf://{path if is_hub_name else 'org/name'} for a dataset on the hub"
-        raise ConfigError(f"{setting}={path} does not exist; set it to a file, a directory or a glob, or {on_hub}")
+        reason = "is not a regular file" if os.path.lexists(path) else "does not exist"
+        raise ConfigError(f"{setting}={path} {reason}; set it to a file, a directory or a glob, or {on_hub}")
     for file in files:
         if problem := _find_problem(file):
             raise ConfigError(f"{setting}={file} cannot be read ({problem}); {USE_SUPPORTED}")
@@ -120,6 +127,8 @@ def _walk(directory: Path | str, excluded: Collection[str] = ("__pycache__",)) -
 
 def _find_problem(path: Path) -> str | None:
     """Return why a file cannot be trained on, judged by its name and first bytes."""
+    if not path.is_file():  # a dangling link or a pipe
+        return "not a regular file"
     if not path.stat().st_size:
         return "empty"
     if path.suffix in UNSUPPORTED_SUFFIXES:

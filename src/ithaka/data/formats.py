@@ -97,6 +97,8 @@ def _split_parts(message: Message, label: str, images: Images) -> Iterator[tuple
             calls.append({"type": "function", "id": part.get("id"), "function": function})
         elif not isinstance(text, str) or kind not in (*TEXT_PARTS, "thinking"):
             detail = f"{label} has content of type {format_value(kind)}, not text; remove it"
+            if kind in (*TEXT_PARTS, "thinking"):
+                detail = f"{label} has a part of type {kind} without text; write its text, or remove the part"
             raise BadRecord("with content that is not text", detail)
         elif calls or (texts and kind == "thinking"):
             detail = f"{label} has {kind} after {'a tool call' if calls else 'text'}, which templates cannot render"
@@ -131,13 +133,20 @@ def split_reasoning(message: Message) -> tuple[str | None, Message]:
 def _convert_calls(message: Message, label: str) -> Message:
     """Parse the arguments of tool calls: OpenAI's are a JSON string; most templates expect an object."""
     try:
-        return convert_arguments(message, lambda value: json.loads(value) if isinstance(value, str) else value)
+        return convert_arguments(message, _parse_arguments)
     except json.JSONDecodeError as error:
         detail = f"{label} calls a tool with arguments that are not JSON ({error}); fix them, or drop the record"
         raise BadRecord("with tool arguments that are not JSON", detail) from error
     except (ValueError, TypeError, AttributeError) as error:
-        detail = f"{label} has tool_calls that are not a list of objects {{function: {{name, arguments}}}}; fix them"
+        detail = f"{label} has tool_calls that are not a list of {{function: {{name, arguments: {{...}}}}}}; fix them"
         raise BadRecord("with tool calls that are not objects", detail) from error
+
+
+def _parse_arguments(value: Any) -> Any:
+    arguments = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(arguments, Mapping):
+        raise TypeError("arguments are not an object")
+    return arguments
 
 
 def convert_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:
@@ -182,10 +191,14 @@ def _convert_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 def from_alpaca(record: Mapping[str, Any]) -> list[Message]:
     """Return the messages of an `instruction`, an optional `input` and `output`, after an optional `history`."""
-    question = "\n".join(text for text in (record["instruction"], record.get("input")) if text)
-    turns = [*(record.get("history") or ()), (question, record["output"])]
-    names = ("user", "assistant")
-    return [{"role": role, "content": text} for turn in turns for role, text in zip(names, turn, strict=True)]
+    try:
+        question = "\n".join(text for text in (record["instruction"], record.get("input")) if text)
+        turns = [*(record.get("history") or ()), (question, record["output"])]
+        names = ("user", "assistant")
+        return [{"role": role, "content": text} for turn in turns for role, text in zip(names, turn, strict=True)]
+    except (TypeError, ValueError) as error:
+        detail = "instruction or input is not text, or history is not a list of pairs of texts; fix them, or drop it"
+        raise BadRecord("with fields that are not text", detail) from error
 
 
 def split_preference(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ from ithaka.data.cache import TokenCache, tokenize
 from ithaka.data.chat import TODAY
 from ithaka.data.files import COMMIT, find_files, is_streamed
 from ithaka.data.pack import LongDocuments, Split, imbalance, permutation
-from ithaka.data.read import Shard, make_shards
+from ithaka.data.read import Shard, has_one_record, make_shards
 from ithaka.data.stream import SequenceStream, Source, TrainData
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -64,7 +64,7 @@ def open_data(
     )  # fmt: skip
     group = batch * dp_size * accumulate
     stream = make_stream(sources, group=group, needed=None if steps is None else steps * group)
-    validation = make_stream(unshuffled, needed=validate_sequences) if unshuffled else None
+    validation = make_stream(unshuffled, needed=validate_sequences) if any(held_out) else None
     return TrainData(stream, validation, summary, dp_rank=dp_rank, dp_size=dp_size, batch=batch, cp=cp)
 
 
@@ -75,12 +75,7 @@ def check_data(data: DataConfig, vocab_size: int, model_path: Path | None = None
     training reads it.
     """
     tokenizer = load_tokenizer(data.tokenizer, model_path, data.chat_template)
-    if tokenizer.vocab_size > vocab_size:
-        raise ConfigError(
-            f"the tokenizer's vocabulary of {tokenizer.vocab_size} exceeds model vocab_size={vocab_size}; set "
-            "data.tokenizer to the model's own tokenizer or, if this is that tokenizer with added tokens, set "
-            "model.resize_embeddings=true"
-        )
+    check_vocabulary(tokenizer, vocab_size)
     readings = [each for each in (data, *data.all_sources()) if each.images == "read"]
     if readings and data.long_documents not in ("drop", "refuse"):
         rule = "may cut an image, which data.images=read cannot train on"
@@ -91,7 +86,7 @@ def check_data(data: DataConfig, vocab_size: int, model_path: Path | None = None
     sources, held_out, summary = _find_shards(data)
     for source in sources:
         fix = "add documents, or use another path"
-        if held_out and data.validation_path is None:
+        if any(held_out) and data.validation_path is None:
             fix += ", or set data.validation_fraction=0"
         _check_has_text(source.train, tokenizer, f"{source.label} has no text to train on; {fix}")
     train = [shard for source in sources for shard in source.train]
@@ -105,21 +100,33 @@ def check_data(data: DataConfig, vocab_size: int, model_path: Path | None = None
                 f"{labels} has {num_tokens} tokens to train on, too few for one sequence of data.context="
                 f"{data.context}; add data, or use a shorter data.context"
             )
-    for shards in held_out:
+    for shards in filter(None, held_out):
         fix = "increase it, or set it to 0" if data.validation_path is None else "use other data"
         _check_has_text(shards, tokenizer, f"{summary['validation']} has no text to validate on; {fix}")
     return num_bytes + sum(shard.num_bytes for shards in held_out for shard in shards)
 
 
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"the tokenizer's vocabulary of {tokenizer.vocab_size} exceeds model vocab_size={vocab_size}; set "
+            "data.tokenizer to the model's own tokenizer or, if this is that tokenizer with added tokens, set "
+            "model.resize_embeddings=true"
+        )
+
+
 def _find_shards(data: DataConfig) -> tuple[list[SourceShards], list[list[Shard]], dict[str, str]]:
     """Return the shards of each source, those held out for validation, and a description of the data by topic."""
     sources: list[SourceShards] = []
-    held_out: list[list[Shard]] = []  # by source, or those of data.validation_path
+    held_out: list[list[Shard]] = []  # by source (none of a single record), or those of data.validation_path
     summary: dict[str, str] = {}
     fraction = data.validation_fraction
     validation = f"data.validation_path={data.validation_path}"
     configs = data.all_sources()
-    for i, (config, name) in enumerate(zip(configs, _name_paths([config.path for config in configs]), strict=True)):
+    paths = [config.path for config in configs]
+    if twice := [path for i, path in enumerate(paths) if path in paths[:i]]:
+        raise ConfigError(f"data.sources has path={twice[0]} twice; list it once, with a larger weight")
+    for i, (config, name) in enumerate(zip(configs, _name_paths(paths), strict=True)):
         setting, split = f"data.sources[{i}].path" if data.sources else "data.path", None
         label = f"{setting}={config.path}"
         found = find_files(config.path, setting)
@@ -128,6 +135,8 @@ def _find_shards(data: DataConfig) -> tuple[list[SourceShards], list[list[Shard]
         elif data.validation_path is None and found.validation:
             held_out.append(make_shards(found.validation, config))
             validation = f"the split {found.validation[0].split} of {label}"
+        elif data.validation_path is None and has_one_record(make_shards(found.files, config)):
+            held_out.append([])
         elif data.validation_path is None:
             split = Split(fraction, held_out=False)
             held_out.append(make_shards(found.files, config, Split(fraction, held_out=True)))
@@ -146,6 +155,8 @@ def _find_shards(data: DataConfig) -> tuple[list[SourceShards], list[list[Shard]
             summary[topic] = f"{len(found.ignored):,} files: {examples}"
     if data.validation_path is not None:
         held_out = [make_shards(find_files(data.validation_path, "data.validation_path").files, data)]
+    elif held_out and not any(held_out):
+        validation = f"none, {label} has one record"
     return sources, held_out, {**summary, "validation": validation}
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from ithaka.config import ConfigError, ReadingConfig
+from ithaka.config import ConfigError, ReadingConfig, input_error
 from ithaka.data import pack
 from ithaka.data.files import File, count_bytes, is_streamed, open_dataset, open_file
 from ithaka.data.formats import BadRecord
@@ -130,12 +130,22 @@ def make_shards(files: Sequence[File], reading: ReadingConfig, split: Split | No
     return shards
 
 
+def has_one_record(shards: Sequence[Shard]) -> bool:
+    """Whether the shards hold a single record, which is trained on instead of held out. Reads little."""
+    # A text is cut at its end, and larger data is taken to have several records.
+    if any(shard.parts[0].file.kind == "text" for shard in shards) or sum(s.num_bytes for s in shards) > PART_BYTES:
+        return False
+    batches = (batch for shard in shards for batch in _read_records(shard.parts[0], shard.columns))
+    return len(list(itertools.islice(itertools.chain.from_iterable(batches), 2))) == 1
+
+
 def _make_text_shards(files: Sequence[File], reading: ReadingConfig, split: Split | None) -> list[Shard]:
     """Group small files, and divide files above PART_BYTES. The parts are shuffled like documents."""
     ranges = [(file, 0, file.path.stat().st_size) for file in files]
     if split is not None and len(files) == 1:
         file, _, size = ranges[0]
-        middle = _find_cut(file.path, 0, size - max(1, round(size * split.fraction)))
+        target = size - max(1, round(size * split.fraction))
+        middle = _find_cut(file.path, max(0, target // 2 - 4), target)  # a newline far before is not used
         ranges = [(file, middle, size) if split.held_out else (file, 0, middle)]
     elif split is not None:
         # At least one file on each side.
@@ -175,7 +185,8 @@ def _divide_text(path: Path, start: int, stop: int, max_bytes: int) -> list[int]
 
 
 def _find_cut(path: Path, low: int, high: int) -> int:
-    """Return where to cut [low, high): after the last newline if one is near the end, else between characters."""
+    """Return where to cut [low, high), which starts with the text or has 4 bytes: after the last newline if one is near
+    the end, else between characters."""
     raw = _read_bytes(path, max(low, high - TEXT_CHUNK_BYTES), high)
     decoder = codecs.getincrementaldecoder("utf-8")("ignore")
     decoder.decode(raw)
@@ -202,7 +213,7 @@ def _parse_json(record: Any) -> Any:
         return json.loads(record, object_pairs_hook=_make_object)
     except BadRecord:
         raise
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRecord("not JSON", f"not JSON ({error}); write one JSON object per line") from error
 
 
@@ -251,17 +262,26 @@ def _read_records(part: Part, columns: Sequence[str]) -> Iterator[list[Any]]:
             yield json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_make_object)
         except BadRecord as error:
             raise ConfigError(f"{path}: {error}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not JSON ({error}); repair it, or write it as JSONL") from error
     elif part.file.kind == "parquet":
         with _open_parquet(path) as file:
-            for batch in file.iter_batches(BATCH_RECORDS, row_groups=[part.start], columns=columns):
-                yield [_drop_nulls(row) for row in batch.to_pylist()]
+            batches = file.iter_batches(BATCH_RECORDS, row_groups=[part.start], columns=columns)
+            yield from ([_drop_nulls(row) for row in rows] for rows in _read_batches(batches, part))
     else:
         table = _open_table(part.file).select_columns(columns)
         for low in range(part.start, part.stop, BATCH_RECORDS):
             rows = table.select(range(low, min(low + BATCH_RECORDS, part.stop))).to_list()
             yield [_drop_nulls(row) for row in rows]
+
+
+def _read_batches(batches: Iterator[Any], part: Part) -> Iterator[list[Any]]:
+    """Yield the rows of each batch of a Parquet row group."""
+    try:
+        yield from (batch.to_pylist() for batch in batches)
+    except (pa.ArrowException, OSError) as error:
+        location = f"{part.file.path} row group {part.start}"
+        raise input_error(f"{location} cannot be read ({error}); copy the file again", error) from error
 
 
 def _open_parquet(path: Path) -> Any:

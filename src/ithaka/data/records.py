@@ -222,7 +222,10 @@ def _parse_ids(ids: Any, labels: Any, vocab_size: int) -> np.ndarray:
     """Return ids as in Documents.tokens: ~id where the label is IGNORE_INDEX."""
 
     def to_array(name: str, values: Any) -> np.ndarray:
-        array = np.asarray(values)
+        try:
+            array = np.asarray(values)
+        except ValueError:  # lists of unequal lengths
+            array = np.asarray(None)
         if array.ndim != 1 or not (array.dtype.kind in "iu" or not array.size):
             raise BadRecord("without token ids", f"{name} is not a list of integers; write integers, or drop it")
         return array.astype(np.int64)

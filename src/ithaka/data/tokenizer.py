@@ -160,6 +160,8 @@ def load_tokenizer(name: str | None, model_path: Path | None, chat_template: Pat
     elif chat_template is not None:
         try:
             tokenizer.hf.chat_template = chat_template.read_text(encoding="utf-8")
+            if not tokenizer.hf.chat_template.strip():
+                raise ValueError("it is empty")
         except (OSError, ValueError) as error:
             fix = "set it to a UTF-8 text file or a built-in template"
             message = f"data.chat_template={chat_template} cannot be read ({error}); {fix}"

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Mxfp4Config
 
-from ithaka.config import AdapterConfig, ConfigError
+from ithaka.config import AdapterConfig, ConfigError, input_error
 from ithaka.layer.experts import is_expert_module
 from ithaka.layer.linear import is_linear
 from ithaka.plan.read_config import VISION_FAMILIES, quant_method, read_json
@@ -177,6 +178,23 @@ def merge_tensors(base: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return merged
 
 
+def load_pretrained(folder: Path, config: Any, **options: Any) -> Any:
+    """Load a model with plain transformers. ConfigError if its files are damaged or do not match its config.json, for
+    which transformers would draw random weights."""
+    loader, fix = auto_class(config.model_type), "copy the files again, or fix config.json"
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        model, loaded = loader.from_pretrained(folder, config=config, **options)
+    except (OSError, SafetensorError) as error:
+        raise input_error(f"MODEL={folder}: its weights cannot be read ({error}); {fix}", error) from None
+    if missing := sorted(loaded["missing_keys"]):
+        raise ConfigError(f"MODEL={folder} has no tensor {missing[0]} ({len(missing)} missing in total); {fix}")
+    if mismatched := sorted(loaded["mismatched_keys"]):
+        name, stored, expected = mismatched[0]
+        raise ConfigError(f"MODEL={folder}: {name} has shape {tuple(stored)}, not {tuple(expected)}; {fix}")
+    return model
+
+
 def load_dequantized(folder: Path, config: Any = None, **options: Any) -> Any:
     """Load a model with plain transformers. Four-bit weights are dequantized."""
     stored = read_json(folder / "config.json")
@@ -185,7 +203,7 @@ def load_dequantized(folder: Path, config: Any = None, **options: Any) -> Any:
         config.quantization_config = stored["quantization_config"]
     if method == "mxfp4":
         options["quantization_config"] = Mxfp4Config(dequantize=True)
-    model = auto_class(config.model_type).from_pretrained(folder, config=config, **options)
+    model = load_pretrained(folder, config, **options)
     model = model.dequantize() if method == "bitsandbytes" else model
     if method:
         model._weight_conversions = []  # they would save the weights under the packed names
@@ -210,7 +228,12 @@ def merge_adapter(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the base may have another path than in training
         peft_model = get_peft_model(model.float(), PeftConfig.from_pretrained(adapter))
-    set_peft_model_state_dict(peft_model, tensors)
+    try:
+        set_peft_model_state_dict(peft_model, tensors)
+    except RuntimeError as error:
+        reason = str(error).partition("\t")[2].partition("\n")[0]
+        fix = "use the base and the adapter_config.json that it was trained with"
+        raise ConfigError(f"the adapter {adapter} does not match its base model {base} ({reason}); {fix}") from None
     merged = peft_model.merge_and_unload()
     for name, t in merged.state_dict(keep_vars=True).items():
         t.data = t.data.to(stored[name])

@@ -72,9 +72,10 @@ def read_json(file: Path, name: str = "model.path=", fix: str = GIVE_MODEL) -> d
     except OSError as error:
         reason = error.strerror or str(error)
         folder = file.parent
-        if file.name == "config.json" and (folder / "config.yaml").is_file():
+        is_model = file.name == "config.json" and fix == GIVE_MODEL
+        if is_model and (folder / "config.yaml").is_file():
             fix = f"{folder} is a run: use what `ithaka export RUN_DIR OUT_DIR` writes (an adapter: with --merge)"
-        elif file.name == "config.json" and (folder / "adapter_config.json").is_file():
+        elif is_model and (folder / "adapter_config.json").is_file():
             fix = f"{folder} is an adapter: use its base model, and adapter.path={folder} to train on"
         raise input_error(f"{name}{file} cannot be read ({reason}); {fix}", error) from None
     except ValueError:

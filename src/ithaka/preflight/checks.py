@@ -71,11 +71,13 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
     if config.adapter is not None and config.model.resize_embeddings:
         raise ConfigError("model.resize_embeddings=true cannot be used with an adapter; set it to false")
     need_validation = {"patience": train.patience} if not train.validate_every else {}
-    if not train.validate_sequences:
+    has_held_out = config.data.validation_path is not None or config.data.validation_fraction > 0
+    if not train.validate_sequences or not has_held_out:
         need_validation = {"keep_best": train.keep_best, "patience": train.patience}
     idle = [f"train.{name}={format_value(value)}" for name, value in need_validation.items() if value]
     if idle:
         fix = "set train.validate_every and validate_sequences"
+        fix += "" if has_held_out else ", and data.validation_path or data.validation_fraction"
         raise ConfigError(f"{format_choices(idle)} has no effect without validation; {fix}")
     train.import_callbacks()
     config.loss.import_function()

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ithaka.config import PAGE_MARK, ConfigError, check_writable, writing_to
+from ithaka.config import PAGE_MARK, ConfigError, check_writable, input_error, writing_to
 from ithaka.plan.units import format_json
 from ithaka.train.console import read_events, read_metrics
 
@@ -69,7 +69,12 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     """The data that the page embeds. What the run has not written yet is None or empty."""
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"RUN_DIR={run_dir} has no config.yaml; pass the directory of a run")
-    records, events = (read(run_dir / "metrics.jsonl") for read in (read_metrics, read_events))
+    try:
+        records, events = (read(run_dir / "metrics.jsonl") for read in (read_metrics, read_events))
+        config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise input_error(f"RUN_DIR={run_dir} cannot be read ({reason}); restore its files", error) from None
     shown = ("evaluate/", "experts/", "aux_loss", "rewards/", "val_rewards/")
     more = sorted({key for record in records for key in record if key.startswith(shown)})
     profiles = {int(file.parent.name[5:]): file for file in run_dir.glob("profile/step-*/profile.json")}
@@ -78,7 +83,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         "name": run_dir.resolve().name,
         "metrics": {key: [record.get(key) for record in records] for key in (*METRICS, *more)},
         **{key: max((record.get(key) or 0 for record in records), default=0) or None for key in PEAKS},
-        "config": yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8")),
+        "config": config,
         **{name: _read_json(run_dir / f"{name}.json") for name in ("machine", "data", "plan")},
         "profile": _read_json(profiles[max(profiles)]) if profiles else None,
         "evaluation": _read_json(evaluations[max(evaluations)]) if evaluations else None,
