@@ -268,6 +268,7 @@ def test_a_run_from_files_is_resumed_and_exported(ranks, tmp_path, family):
     torch.testing.assert_close(plain_logits(out), logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow  # test_fourbit.py reads and trains such experts in the default tier
 def test_adapters_on_experts_in_mxfp4_load_in_peft(ranks, tmp_path):
     adapter = AdapterConfig(rank=2, targets=("q_proj", "experts.gate_up_proj", "experts.down_proj"))
     config = dataclasses.replace(configured(tmp_path, "gpt_oss", save=saved_in_mxfp4), adapter=adapter)

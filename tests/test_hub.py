@@ -243,6 +243,7 @@ def test_models_are_found_downloaded_and_refused_by_name(hub, tmp_path):
 
 def test_large_datasets_are_streamed_in_the_order_of_their_files(hub, tmp_path):
     """Bitwise as from local files, also after resuming; by ranges, with retries, and without sending on the token."""
+    pytest.importorskip("datasets")
     for name, data in DATA.items():
         (tmp_path / "local" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "local" / name).write_bytes(data)

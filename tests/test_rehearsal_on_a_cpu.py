@@ -93,6 +93,7 @@ def test_json_has_the_settings_and_the_phase_of_the_peak(model, monkeypatch):
 def test_adapters_are_rehearsed(model):
     """On every layer, also if the model has them in a higher one only. The vocabulary, which is frozen, takes most of
     the memory."""
+    pytest.importorskip("peft")
     model.write_text(json.dumps(json.loads(model.read_text()) | {"vocab_size": 20000}))
     told = ("--gpus", "1xH100-80GB", "--context", "4", "--layers", "1", "--json")
     answer = json.loads(rehearse(model, *told, "--adapter", "4", "--set", "adapter.targets=[1.mlp.up_proj]").stdout)

@@ -222,6 +222,7 @@ def test_errors_are_found_and_named(cut_llama, monkeypatch, plant, off, right):
 
 def test_verify_prints_margins_and_exits_with_1_on_a_mismatch(llama, tmp_path, monkeypatch):
     """One rank runs in this process."""
+    pytest.importorskip("peft")
     settings = tmp_path / "long.yaml"
     lora = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["down_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(lora))

@@ -375,7 +375,8 @@ def test_rehearse_runs_the_encoder(monkeypatch):
     assert result.x_bytes == 512 * 32 * 2 and result.forward_s > 0
 
 
-@pytest.mark.parametrize("family", [FAMILIES[1], pytest.param(FAMILIES[0], marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_verify.py tests the command, the tests above compare images
+@pytest.mark.parametrize("family", FAMILIES)
 def test_verify_compares_images(family, tmp_path, monkeypatch):
     tiny_vlm(family, torch.float32).save_pretrained(tmp_path / "model")
     _, _, layers = verify.write_truncated_model(tmp_path / "model", tmp_path)
