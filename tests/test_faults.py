@@ -343,8 +343,8 @@ def test_all_ranks_end_with_the_code_of_the_one_that_failed(reference_run, tmp_p
 
 @pytest.fixture
 def make_beats(monkeypatch, tmp_path):
-    """Return a function that makes the heartbeats of several ranks in this process, on one store. When one ends the run,
-    its message is added to every `.ended`."""
+    """Return a function that makes the heartbeats of several ranks in this process, on one store. The message with
+    which one of them ends the run is added to every `.ended`."""
     start_process_group()
     monkeypatch.setattr(heartbeat, "OWN_ERROR_WAIT_S", 0.0)
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
