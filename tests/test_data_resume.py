@@ -176,15 +176,13 @@ def test_resuming_tokenizes_only_the_current_round(tmp_path, monkeypatch):
     stream = open_stream(data)
     for _ in range(50):
         stream.next_batch()
-    tokenised, encode = [], ByteTokenizer.encode_documents
-    monkeypatch.setattr(
-        ByteTokenizer, "encode_documents", lambda self, t, *a: tokenised.append(t) or encode(self, t, *a)
-    )
+    encoded, encode = [], ByteTokenizer.encode_documents
+    monkeypatch.setattr(ByteTokenizer, "encode_documents", lambda self, t, *a: encoded.append(t) or encode(self, t, *a))
     monkeypatch.setattr(TokenCache, "prepare", lambda self, shards: None)
     resumed = open_stream(data)
     resumed.load_state_dict(stream.state_dict())
     sequence = resumed.stream.next_sequence()
-    assert len(tokenised) <= 2 and np.array_equal(sequence.ids, stream.next_batch().input_ids[0])
+    assert len(encoded) <= 2 and np.array_equal(sequence.ids, stream.next_batch().input_ids[0])
 
 
 def test_another_seed_gives_another_order(tmp_path):
