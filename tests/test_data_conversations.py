@@ -420,10 +420,7 @@ def test_any_character_may_occur_in_a_text(tmp_path, tokenizer_with, case, lette
 
 
 def test_generation_marks_match_transformers(tmp_path, tokenizer_with):
-    tokenizer, talk = (
-        tokenizer_with(templates.GENERATION),
-        TALK[:3],
-    )  # theirs misses turns that start with a space
+    tokenizer, talk = tokenizer_with(templates.GENERATION), TALK[:3]  # theirs misses turns that start with " "
     mask = tokenizer.hf.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)[
         "assistant_masks"
     ]

@@ -165,9 +165,8 @@ def test_small_data_is_counted_and_one_sequence_printed(tmp_path):
     lines = describe_data(opened, 10)
     assert lines["data"] == "1 file (jsonl), 0.0 MB, 2 documents, 18 tokens, 4 sequences"
     assert lines["unlabelled"] == "left out 1 of 5 sequences: no token to train on"  # the one with the last two tokens
-    assert lines["packing"].startswith("100.0% of each") and "unlabelled" not in describe_data(
-        open_with_cache(even), 10
-    )
+    assert lines["packing"].startswith("100.0% of each")
+    assert "unlabelled" not in describe_data(open_with_cache(even), 10)
     assert lines["epochs"] == "2.5 (10 sequences in total)" and lines["skipped"] == "1 documents: 1 empty"
     assert lines["validation"] == "none, data.validation_fraction=0"
     assert epoch_steps(opened, 1, 1) == 4 and epoch_steps(open_with_cache(even), 1, 1) == 2
@@ -218,9 +217,7 @@ def test_hub_names_are_read_with_datasets(monkeypatch):
     requests = []
 
     class Builder:
-        config = SimpleNamespace(
-            data_files={"train": ["https://elsewhere.org/texts.parquet"]}
-        )  # outside its repository
+        config = SimpleNamespace(data_files={"train": ["https://elsewhere.org/texts.parquet"]})  # not in the repository
         cache_dir = Path(__file__).parent
 
         def __init__(self, *names, **revision):
