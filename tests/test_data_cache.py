@@ -1,4 +1,4 @@
-"""Each document is tokenised once in a run, by one process; the others wait for its files, but not for ever."""
+"""One process tokenizes each document once per run; the others wait for its files, but not forever."""
 
 import contextlib
 import json
@@ -30,19 +30,19 @@ class CountingTokenizer(ByteTokenizer):
         self.log = log
 
     def encode_documents(self, texts, trained, starts):
-        found = [json.dumps([os.getpid(), text]) + "\n" for text in texts if "quick brown fox" not in text]
-        if found:  # and not the fingerprint's sentence
+        lines = [json.dumps([os.getpid(), text]) + "\n" for text in texts if "quick brown fox" not in text]
+        if lines:  # the sentence used for the fingerprint is not a document
             with self.log.open("a") as file:
-                file.writelines(found)
+                file.writelines(lines)
         return super().encode_documents(texts, trained, starts)
 
-    def seen(self):
+    def recorded(self):
         return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
 
 
 @contextlib.contextmanager
 def small_pieces():
-    """An epoch has many shards and rounds."""
+    """Make shards and rounds so small that an epoch has many."""
     rounds = {"ROUND_TOKENS": 0, "ROUND_SEQUENCES": 4, "ROUND_STEPS": 1, "HELD_OUT_SEQUENCES": 2}
     with mock.patch.multiple(data_stream, **rounds), mock.patch.object(read, "SHARD_BYTES", 300):
         yield
@@ -55,51 +55,51 @@ def data(tmp_path):
         yield DataConfig(path=path, context=64, validation_fraction=0.1)
 
 
-def opened(data, folder, log="log", fills=True, **where):
+def open_stream(data, folder, log="log", fills=True, **where):
     where |= {"cache_dir": folder / "run" / "tokens", "fills_cache": fills}
     tokenizer = CountingTokenizer(folder / log)
     return open_data(data, tokenizer=tokenizer, seed=0, **where), tokenizer
 
 
-def test_two_epochs_validation_summary_and_a_resumed_run_tokenise_each_document_once(data, tmp_path):
-    stream, tokenizer = opened(data, tmp_path)
+def test_two_epochs_validation_summary_and_a_resumed_run_tokenize_each_document_once(data, tmp_path):
+    stream, tokenizer = open_stream(data, tmp_path)
     describe_data(stream, 1)
     while stream.position.epoch < 2:
         stream.next_batch()
         list(stream.validation_batches(2))
-    resumed, _ = opened(data, tmp_path)
+    resumed, _ = open_stream(data, tmp_path)
     resumed.load_state_dict(state := stream.state_dict())
     batch = stream.next_batch().input_ids.tolist()
     assert resumed.next_batch().input_ids.tolist() == batch
-    texts = [text for _, text in tokenizer.seen()]
+    texts = [text for _, text in tokenizer.recorded()]
     assert len(texts) == len(set(texts)) and set(texts) <= set(TEXTS[:60]) and len(texts) > 50
-    with mock.patch.object(cache, "CACHE_FORMAT", cache.CACHE_FORMAT + 1):  # tokens of an earlier version
-        resumed, newer = opened(data, tmp_path, log="newer")
+    with mock.patch.object(cache, "CACHE_FORMAT", cache.CACHE_FORMAT + 1):  # a new format invalidates the cached tokens
+        resumed, newer = open_stream(data, tmp_path, log="newer")
         resumed.load_state_dict(state)
-        assert resumed.next_batch().input_ids.tolist() == batch and newer.seen()
+        assert resumed.next_batch().input_ids.tolist() == batch and newer.recorded()
 
 
 def read_batches(data, folder):
     rank = dist.get_rank()
     if rank == 0:
-        time.sleep(0.5)  # the others wait for the one that tokenises
+        time.sleep(0.5)  # the others wait for the one that tokenizes
     with small_pieces():
-        stream, _ = opened(data, folder, dp_rank=rank, dp_size=3, fills=rank == 0)
+        stream, _ = open_stream(data, folder, dp_rank=rank, dp_size=3, fills=rank == 0)
         return os.getpid(), [stream.next_batch().input_ids.tolist() for _ in range(40)]
 
 
-def test_one_rank_tokenises_for_all_ranks_of_a_node(ranks, data, tmp_path):
+def test_one_rank_tokenizes_for_all_ranks_of_a_node(ranks, data, tmp_path):
     results = ranks.run(3, read_batches, data, tmp_path)
-    seen = [(pid, text) for pid, text in CountingTokenizer(tmp_path / "log").seen() if text in TEXTS]
-    assert {pid for pid, _ in seen} == {results[0][0]}
-    assert len(seen) == len({text for _, text in seen}) > 50
-    alone, _ = opened(data, tmp_path / "alone", log="log2", accumulate=3)
+    encoded = [(pid, text) for pid, text in CountingTokenizer(tmp_path / "log").recorded() if text in TEXTS]
+    assert {pid for pid, _ in encoded} == {results[0][0]}
+    assert len(encoded) == len({text for _, text in encoded}) > 50
+    alone, _ = open_stream(data, tmp_path / "alone", log="log2", accumulate=3)
     expected = [alone.next_batch().input_ids.tolist() for _ in range(120)]
     assert [batch for step in zip(*(batches for _, batches in results), strict=True) for batch in step] == expected
 
 
 def choose_fillers(folder):
-    """Two nodes of two ranks; in the second case, the second node has a directory of its own."""
+    """Choose the ranks that tokenize: two nodes that share a directory, two that do not, and one node of four ranks."""
     rank, chosen = dist.get_rank(), []
     with mock.patch.dict(os.environ, {"RANK": str(rank), "LOCAL_RANK": str(rank % 2)}):
         for name in ("shared", f"node-{rank // 2}"):
@@ -110,23 +110,23 @@ def choose_fillers(folder):
     return chosen
 
 
-def test_one_rank_tokenises_for_all_nodes_that_share_a_directory(ranks, tmp_path):
+def test_one_rank_tokenizes_for_all_nodes_that_share_a_directory(ranks, tmp_path):
     chosen = list(zip(*ranks.run(4, choose_fillers, tmp_path), strict=True))
     assert chosen == [(True, False, False, False), (True, False, True, False), (True, False, False, False)]
     assert not [path for path in tmp_path.rglob("*") if path.is_file() or path.name in ("tokens", "one-node")]
 
 
-def test_only_documents_needed_soon_are_tokenised(data, tmp_path):
-    stream, tokenizer = opened(data, tmp_path)
+def test_only_documents_needed_soon_are_tokenized(data, tmp_path):
+    stream, tokenizer = open_stream(data, tmp_path)
     stream.next_batch()
     time.sleep(0.3)
     assert len(stream.stream.sources[0].shards) > 10
-    assert 0 < len(tokenizer.seen()) < 40
+    assert 0 < len(tokenizer.recorded()) < 40
 
 
 def test_a_rank_that_waits_too_long_names_the_file(data, tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "TIMEOUT_S", 0.1)
-    stream, _ = opened(data, tmp_path, fills=False)
+    stream, _ = open_stream(data, tmp_path, fills=False)
     with pytest.raises(TransientError, match=r"a.jsonl .*first rank of this node.*run/tokens"):
         stream.next_batch()
 
@@ -135,11 +135,11 @@ def test_unreadable_data_is_refused_on_waiting_ranks_too(data, tmp_path):
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:60], field="body")
     (tmp_path / "a.jsonl").write_text('{"text": "first"}\n' + (tmp_path / "a.jsonl").read_text())
     for fills in (True, False):
-        stream, _ = opened(data, tmp_path, fills=fills)
+        stream, _ = open_stream(data, tmp_path, fills=fills)
         with pytest.raises(ConfigError, match=r"a.jsonl line \d+: .*data.text_field=text.*fields are id, body"):
             stream.next_batch()
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:60])
-    stream, _ = opened(data, tmp_path)
+    stream, _ = open_stream(data, tmp_path)
     assert not list((tmp_path / "run" / "tokens").glob("*.failed"))
     stream.next_batch()
 
@@ -149,23 +149,23 @@ def test_a_full_disk_is_named(data, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(TokenCache, "_write_tokens", full)
-    stream, _ = opened(data, tmp_path)
+    stream, _ = open_stream(data, tmp_path)
     with pytest.raises(TransientError, match="a.jsonl .*No space left on device.*train.run_dir"):
         stream.next_batch()
 
 
 def test_the_cache_is_deleted_after_the_run_and_kept_for_resume(data, tmp_path):
-    stream, _ = opened(data, tmp_path)
+    stream, _ = open_stream(data, tmp_path)
     stream.next_batch()
     stream.close()
     assert list((tmp_path / "run" / "tokens").glob("*.tokens"))
     assert not list((tmp_path / "run" / "tokens").glob("*.part"))
-    stream, _ = opened(data, tmp_path)
+    stream, _ = open_stream(data, tmp_path)
     stream.close(remove=True)
     assert not (tmp_path / "run").exists()
 
 
-def test_changed_files_and_other_tokenizers_are_tokenised_anew(tmp_path):
+def test_changed_files_and_other_tokenizers_are_tokenized_again(tmp_path):
     def tokens(tokenizer):
         (shard,) = make_shards(find_files(path).files, ReadingConfig())
         store = TokenCache(tmp_path / "tokens", tokenizer)
@@ -181,27 +181,27 @@ def test_changed_files_and_other_tokenizers_are_tokenised_anew(tmp_path):
     assert len(list((tmp_path / "tokens").glob("*.tokens"))) == 4
 
 
-def test_validation_tokenises_only_its_documents(data, tmp_path):
-    stream, tokenizer = opened(data, tmp_path)
+def test_validation_tokenizes_only_its_documents(data, tmp_path):
+    stream, tokenizer = open_stream(data, tmp_path)
     assert len(stream.validation_sequences(1)) == 1
-    assert 0 < len([text for _, text in tokenizer.seen() if text in TEXTS]) <= 4
+    assert 0 < len([text for _, text in tokenizer.recorded() if text in TEXTS]) <= 4
 
 
 def test_read_ahead_at_the_end_of_a_run_leaves_no_files(data, tmp_path, monkeypatch):
-    tokenise = TokenCache._write_tokens
+    tokenize = TokenCache._write_tokens
 
-    def slowly(self, *args):
+    def tokenize_slowly(self, *args):
         time.sleep(0.05)
-        tokenise(self, *args)
+        tokenize(self, *args)
 
-    monkeypatch.setattr(TokenCache, "_write_tokens", slowly)
-    stream, _ = opened(data, tmp_path)
+    monkeypatch.setattr(TokenCache, "_write_tokens", tokenize_slowly)
+    stream, _ = open_stream(data, tmp_path)
     while stream.stream.position.sources[0].shard < 4:
         stream.next_batch()
     start = time.monotonic()
     stream.close(remove=True)
     assert time.monotonic() - start < 30 and not (tmp_path / "run").exists()
-    waiting, _ = opened(data, tmp_path, fills=False)
+    waiting, _ = open_stream(data, tmp_path, fills=False)
     waiting._prefetched = waiting._executor.submit(waiting._read)
     time.sleep(0.1)
     waiting.close()

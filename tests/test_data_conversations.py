@@ -1,4 +1,4 @@
-"""Only assistant turns are trained, token for token as in hand-marked texts."""
+"""Only assistant turns are trained: every token matches texts that are marked by hand."""
 
 import itertools
 import json
@@ -30,27 +30,27 @@ def says(role, content=None, **more):
 
 
 def calls(*arguments, **more):
-    """OpenAI's arguments are a string."""
-    each = [
+    """An assistant message with tool calls. As in OpenAI's format, arguments are a JSON string."""
+    tool_calls = [
         {"type": "function", "id": "call00001", "function": {"name": "add", "arguments": json.dumps(values)}}
         for values in arguments
     ]
-    return {"role": "assistant", "tool_calls": each, **more}
+    return {"role": "assistant", "tool_calls": tool_calls, **more}
 
 
-def written(path, *records):
+def write_records(path, *records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
 def tokens_of(path, tokenizer, **settings):
-    """The marked tokens of each sample, and what was skipped."""
+    """Return the tokens of each sample, untrained ones inverted, and the number of skipped records by reason."""
     documents, skipped = [], {}
     cache = TokenCache(path.parent / "tokens", tokenizer)
-    for each in map(cache.load, make_shards(find_files(path).files, ReadingConfig(**settings))):
-        starts = split_samples(each)[0]["low"]
-        documents += np.split(np.asarray(each.tokens), starts[1:]) if len(starts) else []
-        skipped |= each.skipped
+    for shard in map(cache.load, make_shards(find_files(path).files, ReadingConfig(**settings))):
+        starts = split_samples(shard)[0]["low"]
+        documents += np.split(np.asarray(shard.tokens), starts[1:]) if len(starts) else []
+        skipped |= shard.skipped
     cache.close()
     return [document.tolist() for document in documents], skipped
 
@@ -60,17 +60,17 @@ def plain_ids(tokens):
 
 
 def reference(hf, marked):
-    """A text with «...» around trained parts -> the tokens. Counts bytes of tokens: no offsets."""
+    """Tokenize a text with «...» around its trained parts. Counts bytes, independently of the tokenizer's offsets."""
     text, trained = "", []
     for i, piece in enumerate(re.split("[«»]", marked)):
         text += piece
         trained += [i % 2 == 1] * len(piece.encode())
-    tokens, place = [], 0
+    tokens, offset = [], 0
     for token in hf(text, add_special_tokens=False)["input_ids"]:
-        tokens.append(token if trained[place] else ~token)
+        tokens.append(token if trained[offset] else ~token)
         name = hf.convert_ids_to_tokens(token)
-        place += len(name.encode()) if name in templates.SPECIAL else len(name)  # else one letter is a byte
-    assert place == len(text.encode())
+        offset += len(name.encode()) if name in templates.SPECIAL else len(name)  # elsewhere, one letter is a byte
+    assert offset == len(text.encode())
     return tokens
 
 
@@ -124,7 +124,7 @@ CASES = {
         templates.MISTRAL, TALK, None,
         "<s>[INST] hello[/INST]« hello there, 🎉 user</s>»[INST]  the 2 [/INST]« 2 + 2 is 4.</s>»",
     ),
-    # The first question is the last one again: for this template both are the last.
+    # The first and the last question are equal, so this template takes both for the last.
     "mistral with tools": (
         templates.MISTRAL, [says("user", "hello"), says("assistant", "yes"), says("user", "hello"), *PLAIN_TALK[1:4]],
         TOOLS,
@@ -134,7 +134,7 @@ CASES = {
         '"add", "arguments": {"a": 2, "b": 2}, "id": "call00001"}]</s>»[TOOL_RESULTS] {"content": 4, '
         '"call_id": "call00001"}[/TOOL_RESULTS]« it is 4</s>»',
     ),
-    # Thinking before the last question is dropped; a first part of this conversation is rendered with it.
+    # The template drops thinking before the last question, but keeps it when it renders a prefix of the conversation.
     "qwen3 with tools and thinking": (
         templates.QWEN3, [says("system", "be kind"), *TOOL_TALK], TOOLS,
         '<|im_start|>system\nbe kind\n\n# Tools\n<tools>\n{"type": "function", "function": {"name": "add", '
@@ -188,7 +188,7 @@ CASES = {
         "<|end|>»<|start|>user<|message|> the 2 <|end|><|start|>assistant«<|channel|>analysis<|message|>2 + 2<|end|>"
         "<|start|>assistant<|channel|>final<|message|>4<|return|>»",
     ),
-    # Arguments are joined to text, which fails for objects.
+    # The template concatenates arguments to text, which fails for objects.
     "deepseek": (
         templates.DEEPSEEK, PLAIN_TALK[:2], None,
         '<|user|>2 + 2?<|assistant|>«add {"a": 2, "b": 2}</s>»',
@@ -259,7 +259,7 @@ def tokenizer_with():
 
 
 def with_objects(messages):
-    """Arguments of tool calls as objects, which templates want."""
+    """Parse the arguments of tool calls: most templates expect objects."""
     messages = json.loads(json.dumps(messages))
     for call in (call for message in messages for call in message.get("tool_calls", [])):
         call["function"]["arguments"] = json.loads(call["function"]["arguments"])
@@ -267,15 +267,15 @@ def with_objects(messages):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_assistants_turns_are_trained(tmp_path, tokenizer_with, case):
+def test_only_assistant_turns_are_trained(tmp_path, tokenizer_with, case):
     template, messages, tools, marked = CASES[case]
     tokenizer = tokenizer_with(template)
-    path = written(tmp_path / "a.jsonl", {"messages": messages, "tools": tools})
+    path = write_records(tmp_path / "a.jsonl", {"messages": messages, "tools": tools})
     reasoning = {"turns": "last"} if template in (templates.QWEN3, templates.THINKING) else None
     ((tokens,), skipped) = tokens_of(path, tokenizer, reasoning=reasoning)
-    given = messages if template in (templates.DEEPSEEK, templates.DEEPSEEK_V3) else with_objects(messages)
-    whole = tokenizer.hf.apply_chat_template(given, tools=tools, tokenize=True)["input_ids"]
-    assert plain_ids(tokens) == whole and not skipped
+    rendered = messages if template in (templates.DEEPSEEK, templates.DEEPSEEK_V3) else with_objects(messages)
+    expected_ids = tokenizer.hf.apply_chat_template(rendered, tools=tools, tokenize=True)["input_ids"]
+    assert plain_ids(tokens) == expected_ids and not skipped
     assert tokens == reference(tokenizer.hf, marked)
     stop = [token for token in templates.SPECIAL if marked.endswith((f"{token}»", f"{token}»\n"))]
     ((without,), _) = tokens_of(path, tokenizer, train_on_eos=False, reasoning=reasoning)
@@ -288,24 +288,24 @@ def test_the_assistants_turns_are_trained(tmp_path, tokenizer_with, case):
             tokens_of(path, tokenizer, train_on="all")
         return
     ((everything,), _) = tokens_of(path, tokenizer, train_on="all", reasoning=reasoning)
-    assert everything == whole
+    assert everything == expected_ids
 
 
 @pytest.mark.parametrize("case", ["chatml", "the example for models without tools"])
-def test_a_bos_token_that_opens_every_turn_ends_none(tmp_path, case):
-    """As in SmolLM2's tokenizer."""
+def test_a_bos_token_that_opens_every_turn_is_not_a_stop_token(tmp_path, case):
+    """SmolLM2's tokenizer has such a token."""
     template, messages, tools, marked = CASES[case]
     tokenizer = Tokenizer(chat_tokenizer(template))
     tokenizer.hf.bos_token, tokenizer.hf.eos_token = "<|im_start|>", "<|im_end|>"
-    ((tokens,), _) = tokens_of(written(tmp_path / "a.jsonl", {"messages": messages, "tools": tools}), tokenizer)
+    ((tokens,), _) = tokens_of(write_records(tmp_path / "a.jsonl", {"messages": messages, "tools": tools}), tokenizer)
     assert tokens == reference(tokenizer.hf, marked)
 
 
 def test_a_message_left_untrained_keeps_its_own_stop_token(tmp_path, tokenizer_with):
-    """Where that opens the next turn."""
+    """The template writes the stop token where the next turn starts."""
     template, messages, _, marked = CASES["the stop token opens the next turn and follows the last"]
     messages = [dict(message, train=i != 1) for i, message in enumerate(messages)]
-    path, tokenizer = written(tmp_path / "a.jsonl", {"messages": messages}), tokenizer_with(template)
+    path, tokenizer = write_records(tmp_path / "a.jsonl", {"messages": messages}), tokenizer_with(template)
     ((tokens,), _) = tokens_of(path, tokenizer)
     first = "«hello there, 🎉 user<|end|>»"
     assert tokens == reference(tokenizer.hf, marked.replace(first, first[1:-1]))
@@ -316,22 +316,22 @@ def test_a_message_left_untrained_keeps_its_own_stop_token(tmp_path, tokenizer_w
     assert tokens == reference(tokenizer.hf, f"«{head}»<|assistant|>{first[1:-1]}«{tail}»")
 
 
-def test_bytes_have_no_stop_token_and_still_no_header(tmp_path):
-    """Nothing in the text is a special token of bytes; all texts of these templates start alike, with <|."""
+def test_headers_are_not_trained_without_special_tokens(tmp_path):
+    """The byte tokenizer has no special tokens in the text, and every turn of this template starts with <|."""
     tokenizer = ByteTokenizer()
     tokenizer.hf.chat_template, messages, _, marked = CASES["the stop token opens the next turn and follows the last"]
-    ((tokens,), _) = tokens_of(written(tmp_path / "a.jsonl", {"messages": messages}), tokenizer)
+    ((tokens,), _) = tokens_of(write_records(tmp_path / "a.jsonl", {"messages": messages}), tokenizer)
     trained = re.findall("«(.*?)»", marked.replace("<s>", "<|bos|>"), re.DOTALL)
     runs = [list(run) for is_trained, run in itertools.groupby(tokens, lambda token: token >= 0) if is_trained]
     assert [bytes(run).decode() for run in runs] == trained
 
 
 def test_records_that_a_template_breaks_are_skipped_and_counted(tmp_path, tokenizer_with):
-    """A second call of this template has no header; without content, its first one is as with none."""
+    """This template writes no header before a second call."""
     call, result = calls({"a": 2}), says("tool", "4")
     good = [says("user", "hello"), call, result, says("assistant", "4")]
     bad = [says("user", "hello"), call, result, call, result, says("assistant", "4")]
-    path = written(tmp_path / "a.jsonl", *({"messages": each} for each in (good, bad, good, bad)))
+    path = write_records(tmp_path / "a.jsonl", *({"messages": each} for each in (good, bad, good, bad)))
     tokenizer = tokenizer_with(templates.DEEPSEEK_V3)
     documents, skipped = tokens_of(path, tokenizer, bad_records="skip")
     assert len(documents) == 2 and skipped == {"refused by the chat template": 2}
@@ -343,7 +343,7 @@ def test_records_that_a_template_breaks_are_skipped_and_counted(tmp_path, tokeni
 
 
 def test_null_content_is_empty(tmp_path, tokenizer_with):
-    """OpenAI has content: null, or none, next to tool_calls. Many templates concatenate it; others print it."""
+    """With tool_calls, OpenAI's content is null or missing. Some templates concatenate it, others print it."""
     call = "{% for call in message.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
     concatenates = templates.CHATML.replace("message['content'] + ", f"message['content']}}}}{call}{{{{")
     prints = concatenates.replace("+ message['content']", "}}{{ message.content }}{{ ''")
@@ -351,17 +351,17 @@ def test_null_content_is_empty(tmp_path, tokenizer_with):
         tokenizer, texts = tokenizer_with(template), []
         for content in ({"content": ""}, {"content": None}, {}):
             talk = [says("user", "2"), calls({"a": 2}, **content), says("tool", "4"), says("assistant", "4")]
-            ((tokens,), _) = tokens_of(written(tmp_path / "a.jsonl", {"messages": talk}), tokenizer)
+            ((tokens,), _) = tokens_of(write_records(tmp_path / "a.jsonl", {"messages": talk}), tokenizer)
             texts.append(tokens)
         assert texts[0] == texts[1] == texts[2] and "assistant\nadd<|im_end|>" in tokenizer.decode(plain_ids(tokens))
-    path = written(tmp_path / "a.jsonl", {"messages": [says("user", "2"), says("assistant")]})
+    path = write_records(tmp_path / "a.jsonl", {"messages": [says("user", "2"), says("assistant")]})
     with pytest.raises(
         ConfigError, match=r"a.jsonl line 1: message 2 has neither content nor tool_calls nor reasoning; "
     ):
         tokens_of(path, tokenizer)
     talk = [says("user", "2"), calls({"a": 2}), says("assistant", "4")]
     with pytest.raises(ConfigError, match=r"a.jsonl line 1: the chat template does not render the tool add or a call"):
-        tokens_of(written(tmp_path / "a.jsonl", {"messages": talk}), tokenizer_with(templates.CHATML))
+        tokens_of(write_records(tmp_path / "a.jsonl", {"messages": talk}), tokenizer_with(templates.CHATML))
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
@@ -370,7 +370,7 @@ def test_fields_that_the_template_ignores_are_refused_and_counted(tmp_path, toke
         return {"messages": [says("user", "hello"), says("assistant", "there", **{field: value})]}
 
     value = "so"
-    path = written(tmp_path / "a.jsonl", talk(None), talk(value), talk(""), talk(value))
+    path = write_records(tmp_path / "a.jsonl", talk(None), talk(value), talk(""), talk(value))
     with pytest.raises(ConfigError) as error:
         tokens_of(path, tokenizer_with(templates.CHATML))
     assert "a.jsonl line 2: message 2 has reasoning, which" in str(error.value)
@@ -380,14 +380,14 @@ def test_fields_that_the_template_ignores_are_refused_and_counted(tmp_path, toke
     assert len(documents) == 2 and skipped == {"with reasoning that the chat template leaves out": 2}
     rendering = templates.CHATML.replace("message['content']", f"(message.{field} or '')|string + message['content']")
     ((*_, tokens), skipped) = tokens_of(path, tokenizer_with(rendering))
-    shown = f"{value}there<|im_end|>"
-    assert not skipped and shown in tokenizer_with(rendering).decode(plain_ids(tokens))
+    expected = f"{value}there<|im_end|>"
+    assert not skipped and expected in tokenizer_with(rendering).decode(plain_ids(tokens))
 
 
 def test_reasoning_that_is_written_twice_is_rendered_once(tmp_path, tokenizer_with):
-    """Some servers answer like this; Qwen's template reads reasoning_content."""
+    """Some servers return both fields; Qwen's template reads reasoning_content."""
     talk = [says("user", "hello"), says("assistant", "there", reasoning="so", reasoning_content="so")]
-    ((tokens,), _) = tokens_of(written(tmp_path / "a.jsonl", {"messages": talk}), tokenizer_with(templates.QWEN3))
+    ((tokens,), _) = tokens_of(write_records(tmp_path / "a.jsonl", {"messages": talk}), tokenizer_with(templates.QWEN3))
     assert "<think>\nso\n</think>" in tokenizer_with(templates.QWEN3).decode(plain_ids(tokens))
 
 
@@ -395,7 +395,7 @@ def test_reasoning_that_is_written_twice_is_rendered_once(tmp_path, tokenizer_wi
 def test_a_message_can_be_left_untrained(tmp_path, tokenizer_with, flag):
     template, messages, _, marked = CASES["chatml"]
     messages = [dict(message, **(flag if i == 2 else {"train": True})) for i, message in enumerate(messages)]
-    path, tokenizer = written(tmp_path / "a.jsonl", {"messages": messages}), tokenizer_with(template)
+    path, tokenizer = write_records(tmp_path / "a.jsonl", {"messages": messages}), tokenizer_with(template)
     first = "«hello there, 🎉 user<|im_end|>»"
     ((tokens,), _) = tokens_of(path, tokenizer)
     assert tokens == reference(tokenizer.hf, marked.replace(first, first[1:-1]))
@@ -405,7 +405,7 @@ def test_a_message_can_be_left_untrained(tmp_path, tokenizer_with, flag):
     assert tokens == reference(tokenizer.hf, f"«{head}»{turn.replace(first, first[1:-1])}«{tail}»")
     for message in messages:
         message["train"] = False
-    ((), skipped) = tokens_of(written(tmp_path / "b.jsonl", {"messages": messages}), tokenizer)
+    ((), skipped) = tokens_of(write_records(tmp_path / "b.jsonl", {"messages": messages}), tokenizer)
     assert skipped == {"with nothing to train": 1}
 
 
@@ -414,41 +414,41 @@ def test_a_message_can_be_left_untrained(tmp_path, tokenizer_with, flag):
 def test_any_character_may_occur_in_a_text(tmp_path, tokenizer_with, case, letters):
     template, messages, _, marked = CASES[case]
     messages = [{**message, "content": message["content"].replace("hello", letters)} for message in messages]
-    path, tokenizer = written(tmp_path / "a.jsonl", {"messages": messages}), tokenizer_with(template)
+    path, tokenizer = write_records(tmp_path / "a.jsonl", {"messages": messages}), tokenizer_with(template)
     ((tokens,), skipped) = tokens_of(path, tokenizer, bad_records="skip")
     assert tokens == reference(tokenizer.hf, marked.replace("hello", letters)) and not skipped
 
 
-def test_generation_marks_are_those_of_transformers(tmp_path, tokenizer_with):
-    tokenizer, talk = tokenizer_with(templates.GENERATION), TALK[:3]  # theirs misses a turn that starts with a space
+def test_generation_marks_match_transformers(tmp_path, tokenizer_with):
+    tokenizer, talk = tokenizer_with(templates.GENERATION), TALK[:3]  # theirs misses turns that start with " "
     mask = tokenizer.hf.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)[
         "assistant_masks"
     ]
-    ((tokens,), _) = tokens_of(written(tmp_path / "a.jsonl", {"messages": talk}), tokenizer)
+    ((tokens,), _) = tokens_of(write_records(tmp_path / "a.jsonl", {"messages": talk}), tokenizer)
     assert [int(token >= 0) for token in tokens] == mask and 0 < sum(mask) < len(mask)
 
 
 def test_a_split_conversation_keeps_its_marks(tmp_path, tokenizer_with):
     template, messages, _, marked = CASES["llama 3"]
     tokenizer = tokenizer_with(template)
-    path, context = written(tmp_path / "a.jsonl", {"messages": messages}), 12
+    path, context = write_records(tmp_path / "a.jsonl", {"messages": messages}), 12
     tokens = reference(tokenizer.hf, marked)
     pieces = [tokens[low : low + context] for low in range(0, len(tokens), context)]
-    pieces = [piece for piece in pieces if max(piece[1:]) >= 0]  # the others are left out
+    pieces = [piece for piece in pieces if max(piece[1:]) >= 0]  # pieces without a trained token are left out
     expected = {(*plain_ids(piece), -100, *(max(token, -1) for token in piece[1:])) for piece in pieces}
     data = DataConfig(path=path, context=context, validation_fraction=0)
-    opened = open_data(data, tokenizer=tokenizer, seed=0, cache_dir=tmp_path / "tokens")
-    batches, found = [opened.next_batch() for _ in pieces], set()
+    stream = open_data(data, tokenizer=tokenizer, seed=0, cache_dir=tmp_path / "tokens")
+    batches, samples = [stream.next_batch() for _ in pieces], set()
     assert re.fullmatch(
-        r"[\d.]+% of the first .*; an assistant's turn ends with <\|eot_id\|>", describe_data(opened, 9)["trained"]
+        r"[\d.]+% of the first .*; an assistant's turn ends with <\|eot_id\|>", describe_data(stream, 9)["trained"]
     )
-    opened.close()
+    stream.close()
     for batch in batches:
         length = int((batch.document_ids[0] == 0).sum())
-        ids, labels = (each[0, :length].tolist() for each in (batch.input_ids, batch.labels))
-        found.add((*ids, labels[0], *(label if label != -100 else -1 for label in labels[1:])))
+        ids, labels = (field[0, :length].tolist() for field in (batch.input_ids, batch.labels))
+        samples.add((*ids, labels[0], *(label if label != -100 else -1 for label in labels[1:])))
         assert (batch.labels[0, length:] == -100).all()
-    assert found == expected
+    assert samples == expected
 
 
 def test_a_token_is_trained_if_its_first_character_is(tokenizer_with):
@@ -459,8 +459,8 @@ def test_a_token_is_trained_if_its_first_character_is(tokenizer_with):
     def trained(low, high, text="the assistant"):
         return [int(token >= 0) for token in tokenizer.encode_batch([text], [[(low, high)]])[0]]
 
-    assert trained(0, 2) == [1, 0]  # ends inside of a token: that is trained
-    assert trained(1, 13) == [0, 1]  # starts inside of a token: that is not
+    assert trained(0, 2) == [1, 0]  # a token is trained if the range ends inside it
+    assert trained(1, 13) == [0, 1]  # but not if the range starts inside it
     assert trained(4, 13) == [0, 1]  # a byte-level tokenizer does not count the space before a word
     assert trained(0, 4) == [1, 0]
     assert trained(0, 0) == [0, 0]
@@ -472,20 +472,20 @@ def test_a_token_is_trained_if_its_first_character_is(tokenizer_with):
 def test_prompts_are_read_and_completions_trained(tmp_path, tokenizer_with):
     tokenizer = tokenizer_with(templates.CHATML)
     hf, eos = tokenizer.hf, tokenizer.eos_id
-    path = written(tmp_path / "a.jsonl", {"prompt": "the user", "completion": " answers"})
+    path = write_records(tmp_path / "a.jsonl", {"prompt": "the user", "completion": " answers"})
     assert tokens_of(path, tokenizer)[0] == [reference(hf, "the user« answers»") + [eos]]
     assert tokens_of(path, tokenizer, train_on_eos=False)[0] == [reference(hf, "the user« answers»") + [~eos]]
     assert tokens_of(path, tokenizer, train_on="all")[0] == [reference(hf, "«the user answers»") + [eos]]
     talk = {"prompt": TALK[:4], "completion": TALK[4:]}
     first = "«hello there, 🎉 user<|im_end|>»"
     expected = reference(hf, CASES["chatml"][3].replace(first, first[1:-1]))
-    assert tokens_of(written(tmp_path / "b.jsonl", talk), tokenizer)[0] == [expected]
+    assert tokens_of(write_records(tmp_path / "b.jsonl", talk), tokenizer)[0] == [expected]
 
 
-def test_ids_come_with_labels(tmp_path, tokenizer_with):
+def test_input_ids_are_trained_where_labels_say(tmp_path, tokenizer_with):
     tokenizer = tokenizer_with(None)
     rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, -100]}, {"input_ids": [8, 9]}, {"input_ids": []}]
-    assert tokens_of(written(tmp_path / "a.jsonl", *rows), tokenizer) == ([[~5, 6, ~7], [8, 9]], {"empty": 1})
+    assert tokens_of(write_records(tmp_path / "a.jsonl", *rows), tokenizer) == ([[~5, 6, ~7], [8, 9]], {"empty": 1})
     pq.write_table(pa.Table.from_pylist(rows[:1]), tmp_path / "a.parquet")
     assert tokens_of(tmp_path / "a.parquet", tokenizer) == ([[~5, 6, ~7]], {})
     for row, match in (
@@ -495,11 +495,11 @@ def test_ids_come_with_labels(tmp_path, tokenizer_with):
         ({"input_ids": "five"}, "input_ids .*list of integers"),
     ):
         with pytest.raises(ConfigError, match=rf"b.jsonl line 1: {match}"):
-            tokens_of(written(tmp_path / "b.jsonl", row), tokenizer)
+            tokens_of(write_records(tmp_path / "b.jsonl", row), tokenizer)
 
 
 def test_every_kind_of_file_gives_the_same_conversation(tmp_path, tokenizer_with):
-    """Arrow fills up what a record does not have with nulls."""
+    """Arrow fills missing fields with nulls."""
     template, messages, tools, marked = CASES["qwen3 with tools and thinking"]
     messages, expected = (
         with_objects(messages),
@@ -509,16 +509,16 @@ def test_every_kind_of_file_gives_the_same_conversation(tmp_path, tokenizer_with
     rows = [{"id": 1, "messages": messages, "tools": tools}, {"id": 2, "messages": messages, "tools": tools}]
     (tmp_path / "a.json").write_text(json.dumps(rows))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    written(tmp_path / "a.jsonl", *rows)
+    write_records(tmp_path / "a.jsonl", *rows)
     for_paths = [tmp_path / "a.json", tmp_path / "a.parquet", tmp_path / "a.jsonl"]
     datasets, last = pytest.importorskip("datasets"), {"turns": "last"}
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "folder"))
     for path in [*for_paths, tmp_path / "folder"]:
         assert tokens_of(path, tokenizer_with(template), reasoning=last)[0] == [expected] * 2, path.name
-    # Other names and other ways to write the same.
+    # The same conversation with other field names and content in parts.
     parts = [dict(m, content=[{"type": "text", "text": m["content"]}] if m.get("content") else None) for m in messages]
-    again = written(tmp_path / "b.jsonl", {"conversations": parts, "tools": json.dumps(tools)})
-    assert tokens_of(again, tokenizer_with(template), reasoning=last)[0] == [expected]
+    path = write_records(tmp_path / "b.jsonl", {"conversations": parts, "tools": json.dumps(tools)})
+    assert tokens_of(path, tokenizer_with(template), reasoning=last)[0] == [expected]
 
 
 BAD = {
@@ -569,15 +569,15 @@ def test_bad_records_are_named_or_skipped_and_counted(tmp_path, tokenizer_with, 
 def test_a_pair_with_an_answer_that_trains_nothing_is_bad(tmp_path, tokenizer_with, side):
     pair = {"prompt": [says("user", "2 + 2?")], "chosen": [says("assistant", "4")], "rejected": [calls({"a": 2})]}
     text = {"prompt": "2 + 2? ", "chosen": "4", "rejected": "5"}
-    asked = [*pair["prompt"], says("assistant", "\n")]
-    full = {"chosen": asked[:1] + pair["chosen"], "rejected": [*asked[:1], says("assistant", "5")]}
+    empty = [*pair["prompt"], says("assistant", "\n")]
+    full = {"chosen": empty[:1] + pair["chosen"], "rejected": [*empty[:1], says("assistant", "5")]}
     for good, answer, problem in (
         (pair, [says("assistant", "x", weight=0)], "has nothing to train"),
         (pair, [says("assistant", "")], "is empty"),
-        (full, asked, "is empty"),
+        (full, empty, "is empty"),
         (text, "", "is empty"),
     ):
-        path = written(tmp_path / "a.jsonl", good, good | {side: answer}, good)
+        path = write_records(tmp_path / "a.jsonl", good, good | {side: answer}, good)
         read = partial(tokens_of, path, tokenizer_with(templates.QWEN3), train_on="pairs")
         with pytest.raises(ConfigError, match=f"a.jsonl line 2: {side} {problem}; .*drop the record"):
             read()
@@ -587,28 +587,28 @@ def test_a_pair_with_an_answer_that_trains_nothing_is_bad(tmp_path, tokenizer_wi
 
 
 def test_templates_that_take_only_parts_get_parts(tmp_path, tokenizer_with):
-    """They render a string as nothing."""
+    """These templates render content that is a string as nothing."""
     marked = (
         "<|im_start|>System: be kind<end_of_utterance>\nUser: hello<end_of_utterance>\nAssistant:« hello there, 🎉 user"
         "<end_of_utterance>»\nUser:  the 2 <end_of_utterance>\nAssistant:«  2 + 2 is 4.\n<end_of_utterance>»\n"
     )
     tokenizer = tokenizer_with(templates.SMOLVLM)
-    ((tokens,), _) = tokens_of(written(tmp_path / "a.jsonl", {"messages": TALK}), tokenizer)
+    ((tokens,), _) = tokens_of(write_records(tmp_path / "a.jsonl", {"messages": TALK}), tokenizer)
     assert tokens == reference(tokenizer.hf, marked)
-    parts = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in TALK]
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in TALK]
     assert plain_ids(tokens) == tokenizer.hf.apply_chat_template(parts, tokenize=True)["input_ids"]
     assert tokenizer.chat.stop_token == "<end_of_utterance>"
 
 
 def test_answers_that_the_template_leaves_out_are_refused(tmp_path, tokenizer_with):
-    """With data.train_on=all, other messages too."""
+    """With data.train_on=all, so are other messages that it leaves out."""
 
     def template_with(*roles):
         content = f"(message['content'] if message['role'] in {roles} else '')"
         return templates.CHATML.replace("message['content']", content)
 
     drops = template_with("user")
-    path = written(tmp_path / "a.jsonl", {"messages": TALK[1:3]}, {"messages": TALK[1:3]})
+    path = write_records(tmp_path / "a.jsonl", {"messages": TALK[1:3]}, {"messages": TALK[1:3]})
     match = (
         r"a.jsonl line 1: message 2 has the content 'hello there, 🎉 user', which .*; set data.chat_template to chatml"
     )
@@ -616,41 +616,41 @@ def test_answers_that_the_template_leaves_out_are_refused(tmp_path, tokenizer_wi
         tokens_of(path, tokenizer_with(drops))
     untrained = [*TALK[1:4], {**TALK[4], "content": ""}]
     untrained[1] = {**untrained[1], "train": False}
-    (_, skipped) = tokens_of(written(tmp_path / "b.jsonl", {"messages": untrained}), tokenizer_with(drops))
+    (_, skipped) = tokens_of(write_records(tmp_path / "b.jsonl", {"messages": untrained}), tokenizer_with(drops))
     assert not skipped
     with_call = [says("user", "2 + 2?"), calls({"a": 2}, content="I call")]
     with pytest.raises(ConfigError, match="the content 'I call', which .*, remove the content, or drop the record"):
-        tokens_of(written(tmp_path / "c.jsonl", {"messages": with_call}), tokenizer_with(templates.MISTRAL))
+        tokens_of(write_records(tmp_path / "c.jsonl", {"messages": with_call}), tokenizer_with(templates.MISTRAL))
     talk = [says("system", "answer 4"), says("user", "2 + 2"), says("assistant", "4")]
-    path = written(tmp_path / "e.jsonl", {"messages": talk})
-    twice = template_with("system", "user") * 2  # the answer has two turns, and is quoted elsewhere
+    path = write_records(tmp_path / "e.jsonl", {"messages": talk})
+    twice = template_with("system", "user") * 2  # two empty turns for the answer, which another message quotes
     for template, number, content in ((drops, 1, "answer 4"), (template_with("system"), 2, "2 . 2"), (twice, 3, "4")):
         with pytest.raises(ConfigError, match=f"message {number} has the content '{content}'"):
             tokens_of(path, tokenizer_with(template), train_on="all")
-    for change in ("tojson", "replace('\n', ' ')"):  # keeps the text, in another form
+    for change in ("tojson", "replace('\n', ' ')"):  # the text is kept in another form
         changes = templates.CHATML.replace("message['content']", f"(message['content'] | {change})")
         talk = [says("user", "2"), says("assistant", '"2"\n\n+ 2')]
-        (_, skipped) = tokens_of(written(tmp_path / "d.jsonl", {"messages": talk}), tokenizer_with(changes))
+        (_, skipped) = tokens_of(write_records(tmp_path / "d.jsonl", {"messages": talk}), tokenizer_with(changes))
         assert not skipped
 
 
 @pytest.mark.parametrize("answers", [2, 3])
 def test_tools_that_the_template_ignores_are_refused(tmp_path, tokenizer_with, answers):
-    """A call without content would train an empty answer."""
+    """Otherwise, a call without content would train an empty answer."""
     talk = [says("user", "2 + 2?"), calls({"a": 2}, content=""), calls({"a": 3}, content="")][:answers]
-    named = TALK[1].copy() | {"content": "add"}  # does not hide what is missing
+    named = TALK[1].copy() | {"content": "add"}  # a message with the tool's name does not hide that the tool is missing
     for template, record in (
         (templates.CHATML, {"messages": talk}),
         (templates.CHATML, {"messages": [named, TALK[2]], "tools": TOOLS * 2}),
         ("{{ tools | tojson }}" + templates.CHATML, {"messages": talk, "tools": TOOLS}),
     ):
-        path = written(tmp_path / "a.jsonl", record)
+        path = write_records(tmp_path / "a.jsonl", record)
         with pytest.raises(ConfigError, match=r"line 1: .*tool add.*data.chat_template"):
             tokens_of(path, tokenizer_with(template))
 
 
 def test_templates_that_cannot_be_right_are_refused(tmp_path, tokenizer_with):
-    path = written(tmp_path / "a.jsonl", {"messages": TALK[1:3]})
+    path = write_records(tmp_path / "a.jsonl", {"messages": TALK[1:3]})
     for template, match in (
         ("{% for m in messages %}{{ m.content }", r"^the chat template .*Jinja \(.*; set data.chat_template"),
         (None, r"no chat template; set data.chat_template"),
@@ -666,8 +666,8 @@ def test_templates_that_cannot_be_right_are_refused(tmp_path, tokenizer_with):
 
 
 def test_settings_that_do_not_fit_the_data_are_refused(tmp_path):
-    path = written(tmp_path / "a.jsonl", {"messages": TALK}, {"messages": TALK})
-    sharegpt = written(tmp_path / "b.jsonl", *[{"conversations": [{"text": "hi"}]}] * 2)
+    path = write_records(tmp_path / "a.jsonl", {"messages": TALK}, {"messages": TALK})
+    sharegpt = write_records(tmp_path / "b.jsonl", *[{"conversations": [{"text": "hi"}]}] * 2)
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "chat.jinja").write_text(templates.CHATML)
     for data, match in (
@@ -686,15 +686,15 @@ def test_settings_that_do_not_fit_the_data_are_refused(tmp_path):
     check_data(DataConfig(path=path, chat_template=tmp_path / "chat.jinja", context=64, validation_fraction=0), 264)
 
 
-def test_shards_and_tokens_are_known_by_settings_and_template(tmp_path, tokenizer_with):
-    path = written(tmp_path / "a.jsonl", {"messages": TALK})
+def test_shards_and_tokens_depend_on_settings_and_template(tmp_path, tokenizer_with):
+    path = write_records(tmp_path / "a.jsonl", {"messages": TALK})
     changes = [{}, {"format": "messages"}, {"train_on": "all"}, {"train_on_eos": False}, {"bad_records": "skip"}]
     identities = {make_shards(find_files(path).files, ReadingConfig(**each))[0].identity for each in changes}
     assert len(identities) == len(changes)
     assert len({tokenizer_with(each).fingerprint for each in (None, templates.CHATML, templates.QWEN3)}) == 3
 
 
-def test_the_stop_token_is_known_or_missing(tokenizer_with):
+def test_the_stop_token_is_found_in_the_template(tokenizer_with):
     assert tokenizer_with(templates.LLAMA3).chat.stop_token == "<|eot_id|>"
     assert tokenizer_with(templates.NEXT_TURN_AND_LAST).chat.stop_token == "<|end|>"
     assert tokenizer_with(templates.NEXT_TURN).chat.stop_token is None, "the last turn does not end"

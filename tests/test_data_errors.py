@@ -14,7 +14,7 @@ from ithaka.config import DataConfig
 from ithaka.data import read
 from ithaka.data.open import check_data
 from refusals import assert_refused
-from test_data_sources import opened_at
+from test_data_sources import open_with_cache
 
 
 def refuse(path, *named, fix, vocab_size=264, **settings):
@@ -123,7 +123,7 @@ def test_duplicate_keys_are_refused(tmp_path):
 def test_equal_answers_of_a_pair_are_refused(tmp_path):
     pairs = tmp_path / "a.jsonl"
     good = {"prompt": "Why?", "chosen": " Because.", "rejected": " No."}
-    pairs.write_text("".join(json.dumps(each) + "\n" for each in (good, good | {"rejected": " Because."})))
+    pairs.write_text("".join(json.dumps(pair) + "\n" for pair in (good, good | {"rejected": " Because."})))
     refuse(pairs, "a.jsonl line 2", "chosen equals rejected", fix="drop the record", train_on="pairs")
 
 
@@ -203,7 +203,7 @@ def test_a_bad_line_far_into_a_file_is_named_when_read(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     data = DataConfig(path=tmp_path / "a.jsonl", context=8, validation_fraction=0)
     check_data(data, 264)
-    stream = opened_at(data)
+    stream = open_with_cache(data)
 
     def read_epoch():
         while stream.position.epoch == 0:

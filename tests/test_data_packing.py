@@ -32,14 +32,14 @@ from ithaka.data.pack import (
     split_long,
 )
 from ithaka.data.stream import SequenceStream, Source
-from test_data_sources import opened_at, write_jsonl
+from test_data_sources import open_with_cache, write_jsonl
 
 PAD = 9999
 
 
 @dataclass
 class ListShard:
-    """Documents in memory."""
+    """A shard of documents in memory."""
 
     documents: list[list[int]]
     num_bytes: int = 100
@@ -63,7 +63,7 @@ def make_stream(shards, context, seed=None, **settings):
 
 @st.composite
 def corpora(draw):
-    """Units of documents with tokens all distinct, so that any misplaced one is detected."""
+    """Shards of documents. All tokens are distinct, so that a misplaced one is detected."""
     lengths = draw(st.lists(st.lists(st.integers(1, 12), max_size=5), min_size=1, max_size=4))
     counter = iter(range(100_000))
     return [ListShard([[next(counter) for _ in range(n)] for n in shard]) for shard in lengths]
@@ -78,12 +78,12 @@ def documents_of(shards):
 
 
 def has_labels(shards):
-    """A document's first token has none."""
+    """Whether any token has a label: the first of a document has none."""
     return any(len(document) > 1 for document in documents_of(shards))
 
 
 def pieces_of(documents, context):
-    """What split makes of them."""
+    """Cut documents as long_documents=split does."""
     return [document[i : i + context] for document in documents for i in range(0, len(document), context)]
 
 
@@ -94,16 +94,16 @@ def documents_in(sequence):
 
 @settings(max_examples=200, deadline=None)
 @given(shards=corpora(), context=st.integers(2, 16), seed=st.none() | st.integers(0, 5))
-def test_an_epoch_has_every_document_once_and_whole_where_it_fits(shards, context, seed):
+def test_an_epoch_has_every_document_once_and_uncut_where_it_fits(shards, context, seed):
     if not has_labels(shards):
         return
-    stream, found = make_stream(shards, context, seed=seed, pad_id=PAD), []
+    stream, packed = make_stream(shards, context, seed=seed, pad_id=PAD), []
     while (sequence := stream.next_sequence()) and stream.position.epoch == 0:
         assert len(sequence.ids) == context and (sequence.ids[sequence.length :] == PAD).all()
-        found += documents_in(sequence)
+        packed += documents_in(sequence)
         assert (sequence.labels() != -100).any()
-    missing = [piece for piece in pieces_of(documents_of(shards), context) if piece not in found]
-    assert sorted(found + missing) == sorted(pieces_of(documents_of(shards), context))
+    missing = [piece for piece in pieces_of(documents_of(shards), context) if piece not in packed]
+    assert sorted(packed + missing) == sorted(pieces_of(documents_of(shards), context))
     assert all(len(piece) == 1 for piece in missing), "only sequences without a label are left out"
 
 
@@ -121,22 +121,22 @@ def test_labels_and_document_ids_keep_documents_apart(shards, context):
             assert documents[i] - documents[i - 1] == int(i == sequence.length or (crosses and not padded))
 
 
-def test_documents_together_are_one_text():
+def test_documents_together_are_labelled_like_one_text():
     shards = [ListShard([[1, 2, ~3], [4, 5], [~6, 7, 8, 9]])]
     apart, together = (make_stream(shards, 7, pad_id=PAD, documents_together=flag) for flag in (False, True))
     for one, other in zip(iter(apart.next_sequence, None), iter(together.next_sequence, None), strict=True):
         assert np.array_equal(one.tokens, other.tokens) and np.array_equal(one.source_ids(), other.source_ids())
-        trained = np.where(one.tokens < 0, -100, one.tokens)  # also where documents begin, but for the first token
+        trained = np.where(one.tokens < 0, -100, one.tokens)  # even where a document starts, except the first
         assert other.labels().tolist() == [-100, *trained[1 : one.length], *[-100] * (7 - one.length)]
         assert other.document_ids().tolist() == [0] * one.length + [1] * (7 - one.length)
-    assert one.length < 7, "or padding was not seen"
+    assert one.length < 7, "some sequence has padding"
 
 
 def test_data_documents_reaches_the_batches(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", ["ab", "cd", "ef"])  # three tokens each, with the one that ends a text
+    path = write_jsonl(tmp_path / "a.jsonl", ["ab", "cd", "ef"])  # three tokens each, with eos
     for documents, num_documents in (("apart", 3), ("together", 1)):
         data = DataConfig(path=path, context=9, documents=documents, validation_fraction=0)
-        ids = opened_at(data).next_batch().document_ids
+        ids = open_with_cache(data).next_batch().document_ids
         assert int(ids.max()) == num_documents - 1
 
 
@@ -157,7 +157,7 @@ def test_any_position_continues_bit_for_bit(shards, context, data):
 
 @settings(max_examples=50, deadline=None)
 @given(shards=corpora(), context=st.integers(2, 16))
-def test_skipping_leaves_the_next_sequence_as_it_was(shards, context):
+def test_skipping_does_not_change_later_sequences(shards, context):
     if not has_labels(shards):
         return
     full, skipped = (make_stream(shards, context, seed=1) for _ in range(2))
@@ -184,7 +184,7 @@ def test_epochs_hold_the_same_documents_in_another_order(monkeypatch):
     other = make_stream(shards, 4, seed=1)
     assert epochs[0] != [tuple(other.next_sequence().ids) for _ in range(20)]
     assert stream.position.epoch == 2
-    # In rounds of four sequences: other documents meet in a round.
+    # With rounds of four sequences, each epoch's first round has other documents.
     for name, value in {"ROUND_TOKENS": 16, "ROUND_SEQUENCES": 4, "ROUND_STEPS": 4}.items():
         monkeypatch.setattr(data_stream, name, value)
     stream = make_stream(shards, 4, seed=0)
@@ -197,21 +197,21 @@ def test_epochs_hold_the_same_documents_in_another_order(monkeypatch):
     shards=corpora(), context=st.integers(2, 16), together=st.booleans(), seed=st.none() | st.just(3),
     marks=st.integers(0, 99),
 )  # fmt: skip
-# Pieces of one document, none of which has a label.
+# All pieces of one document, none of which has a label.
 @example(shards=[ListShard([[0, 1, 2]])], context=2, together=False, seed=3, marks=4)
 def test_sequences_without_a_label_are_left_out_and_counted(shards, context, together, seed, marks):
-    """Compare with a round that keeps every sequence."""
+    """The reference is a round that keeps every sequence."""
     rng = np.random.default_rng(marks)
     for shard in shards:
         shard.documents = [[t if rng.random() < 0.3 else ~t for t in document] for document in shard.documents]
     every, labelled = (make_stream(shards, context, seed=seed, documents_together=together) for _ in range(2))
     if not any(token >= 0 for piece in pieces_of(documents_of(shards), context) for token in piece[1:]):
-        return  # an error, below
+        return  # raises an error, tested below
     with mock.patch.object(
         pack, "find_labels", lambda shards, segments, sequence, _: np.ones(sequence.max() + 1, bool)
     ):
         sequences = [every.get_sequence(i) for i in range(len(every.current_round()))]
-    expected = [tuple(each.tokens) for each in sequences if (each.labels() != -100).any()]
+    expected = [tuple(sequence.tokens) for sequence in sequences if (sequence.labels() != -100).any()]
     if not expected:
         return
     packed = labelled.current_round()
@@ -231,8 +231,8 @@ def test_data_without_any_label_is_an_error_not_an_endless_loop():
     assert make_stream(shards, 4, seed=0).next_sequence().tokens.tolist() == [~1, ~2, ~3, 4]
 
 
-def test_labels_behind_rounds_without_any_are_found(monkeypatch):
-    """While validating too, which ends with the data."""
+def test_rounds_without_labels_are_skipped(monkeypatch):
+    """Also in validation, where there is no next epoch."""
     monkeypatch.setattr(data_stream, "HELD_OUT_SEQUENCES", 1)
     shards = [ListShard([[~1] * 4]), ListShard([[~1] * 4]), ListShard([[~1, 5, 6, 7]]), ListShard([[~1] * 4])]
     stream = make_stream(shards, 4)
@@ -283,8 +283,8 @@ def test_long_documents_are_refused_by_name(tmp_path):
     data = DataConfig(path=tmp_path, context=16, validation_fraction=0, long_documents="refuse")
     match = r"b.txt .* 31 tokens.*data.context=16.*data.long_documents to split or drop"
     with pytest.raises(ConfigError, match=match):
-        opened_at(data).next_batch()
-    opened_at(dataclasses.replace(data, context=31)).next_batch()
+        open_with_cache(data).next_batch()
+    open_with_cache(dataclasses.replace(data, context=31)).next_batch()
 
 
 def test_empty_shards_are_an_error_not_an_endless_loop():
@@ -298,7 +298,7 @@ def small_rounds(monkeypatch):
         monkeypatch.setattr(data_stream, name, value)
 
 
-class Counted(NoCache):
+class CountingCache(NoCache):
     """Counts the shards loaded, and those tokenized ahead."""
 
     def __init__(self):
@@ -317,7 +317,7 @@ def test_a_run_reads_no_more_than_it_needs_before_its_first_step(monkeypatch):
     shards = [ListShard([[8 * i + j for j in range(8)]]) for i in range(200)]  # each fills a sequence
 
     def run(needed, count, state=None, key=(3,)):
-        cache = Counted()
+        cache = CountingCache()
         stream = SequenceStream([Source("a", 1, shards, cache, key)], 8, needed=needed)
         if state is not None:
             position = json.loads(json.dumps(state))
@@ -330,11 +330,11 @@ def test_a_run_reads_no_more_than_it_needs_before_its_first_step(monkeypatch):
         sequences, cache, stream = run(needed, 1)
         assert cache.loaded == loaded and bool(cache.prepared) == (needed is None or needed > 64)
         if needed is None or needed >= 64 - data_stream.SPARE_SEQUENCES:
-            assert run(needed, 80)[0] == run(None, 80)[0], "what is trained is as before"
+            assert run(needed, 80)[0] == run(None, 80)[0], "the order does not change"
         else:
             assert len(sequences[0]) == 8
-    assert run(3, 1, key=None)[1].loaded == 3, "of held-out data, which is not shuffled"
-    # Resumed, also with more steps, it stays in its round.
+    assert run(3, 1, key=None)[1].loaded == 3, "held-out data is not shuffled"
+    # A resumed run stays in its round, even with more steps.
     sequences, _, stream = run(4, 30)
     _, _, stopped = run(4, 3)
     state = dataclasses.asdict(stopped.position)
@@ -385,23 +385,23 @@ def test_best_fit_takes_the_fullest_sequence_with_room(lengths):
 
 @settings(max_examples=200, deadline=None)
 @given(count=st.integers(1, 60), group=st.integers(1, 9), lead=st.integers(0, 8), seed=st.integers(0, 3))
-def test_groups_are_of_neighbours_in_area_and_shuffled(count, group, lead, seed):
+def test_sequences_of_similar_area_are_grouped_and_groups_are_shuffled(count, group, lead, seed):
     lead = lead % group
     areas = permutation(count, (9,)).astype(float)
     order = group_by_area(areas, group, lead, (seed,))
     assert sorted(order) == list(range(count))
-    whole = areas[order[lead:]][: max(count - lead, 0) // group * group].reshape(-1, group)
-    middle = count - whole.size
-    assert all(row.max() - row.min() <= group - 1 + middle and (np.diff(row) > 0).all() for row in whole)
-    assert sum(row.max() - row.min() > group - 1 for row in whole) <= 1  # only across the removed middle
-    if len(whole) > 8:
-        assert (np.diff(whole[:, 0]) < 0).any()
-    shared = areas[np.concatenate([order[:lead], order[lead + whole.size :]])]
+    groups = areas[order[lead:]][: max(count - lead, 0) // group * group].reshape(-1, group)
+    middle = count - groups.size
+    assert all(row.max() - row.min() <= group - 1 + middle and (np.diff(row) > 0).all() for row in groups)
+    assert sum(row.max() - row.min() > group - 1 for row in groups) <= 1  # only across the removed middle
+    if len(groups) > 8:
+        assert (np.diff(groups[:, 0]) < 0).any()
+    shared = areas[np.concatenate([order[:lead], order[lead + groups.size :]])]
     assert not len(shared) or np.ptp(shared) < len(shared)
 
 
 def test_grouping_balances_the_ranks_and_packing_fills_the_sequences():
-    """Log-normal lengths around 8K at 128K on 8 data-parallel ranks; and documents far longer than the context."""
+    """Log-normal lengths, around 8K and far beyond the context, at 128K on 8 data-parallel ranks."""
     rng, context = np.random.default_rng(0), 1 << 17
     for median, sigma, count in [(8192, 1.0, 3000), (1 << 20, 1.0, 60)]:
         lengths = np.maximum(rng.lognormal(np.log(median), sigma, count).astype(np.int64), 1)
@@ -460,7 +460,7 @@ def test_each_data_source_is_read_with_its_own_options(tmp_path):
     write_jsonl(tmp_path / "b.jsonl", ["b" * 20] * 50, field="body")
     sources = [{"path": tmp_path / "a.jsonl", "weight": 3}, {"path": tmp_path / "b.jsonl", "text_field": "body"}]
     config = DataConfig(sources=sources, context=128, validation_fraction=0.1)
-    data = opened_at(config)
+    data = open_with_cache(config)
     batch = data.next_batch()
     held_out = next(data.validation_batches(2))
     assert data.source_names == ["a", "b"]
@@ -470,10 +470,10 @@ def test_each_data_source_is_read_with_its_own_options(tmp_path):
     summary = describe_data(data, 10)
     assert summary["source a"].startswith("75.0% of the tokens; 1 file (jsonl)") and "of b (10 seq" in summary["epochs"]
     state = data.state_dict()
-    opened_at(config).load_state_dict(json.loads(json.dumps(state)))
+    open_with_cache(config).load_state_dict(json.loads(json.dumps(state)))
     other = dataclasses.replace(config, sources=[{**sources[0], "weight": 2}, sources[1]])
     with pytest.raises(ConfigError, match="data.sources, .*checkpoint.*export the run"):
-        opened_at(dataclasses.replace(other, text_field="body")).load_state_dict(state)
+        open_with_cache(dataclasses.replace(other, text_field="body")).load_state_dict(state)
 
 
 def test_sources_with_the_same_stem_are_named_by_their_folders_from_any_working_directory(tmp_path, monkeypatch):
@@ -483,4 +483,4 @@ def test_sources_with_the_same_stem_are_named_by_their_folders_from_any_working_
     monkeypatch.chdir(tmp_path)
     for root in (Path("data"), tmp_path / "data"):
         sources = [{"path": root / folder / "x.jsonl"} for folder in ("en", "fr")]
-        assert opened_at(DataConfig(sources=sources, context=128)).source_names == ["en/x.jsonl", "fr/x.jsonl"]
+        assert open_with_cache(DataConfig(sources=sources, context=128)).source_names == ["en/x.jsonl", "fr/x.jsonl"]

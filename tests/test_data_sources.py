@@ -29,16 +29,18 @@ TEXTS = [f"document {i} " + "é" * i for i in range(200)]
 
 def documents_of(path, split=None, tokenizer=BYTES, field="text"):
     """The documents of a path, each without its eos."""
-    shards, found = make_shards(find_files(path).files, ReadingConfig(field), split), []
+    shards, documents = make_shards(find_files(path).files, ReadingConfig(field), split), []
     with tempfile.TemporaryDirectory() as folder:
         for loaded in map(TokenCache(Path(folder), tokenizer).load, shards):
             assert loaded.lengths.sum() == len(loaded.tokens)
-            found += [part.tolist() for part in np.split(loaded.tokens, np.cumsum(loaded.lengths)[:-1]) if len(part)]
-    return [bytes(d[:-1]) if d[-1] == EOS and max(d[:-1], default=0) < 256 else tuple(d) for d in found]
+            documents += [
+                part.tolist() for part in np.split(loaded.tokens, np.cumsum(loaded.lengths)[:-1]) if len(part)
+            ]
+    return [bytes(d[:-1]) if d[-1] == EOS and max(d[:-1], default=0) < 256 else tuple(d) for d in documents]
 
 
-def opened_at(data, seed=0, **settings):
-    """Data whose tokens go with it."""
+def open_with_cache(data, seed=0, **settings):
+    """Open data with a token cache that is deleted together with the stream."""
     folder = tempfile.TemporaryDirectory()
     stream = open_data(data, tokenizer=BYTES, seed=seed, cache_dir=Path(folder.name), **settings)
     stream.folder = folder
@@ -59,7 +61,7 @@ def write_parquet(path: Path, texts, field="text", kind=None, **settings) -> Pat
     return path
 
 
-def encoded(texts):
+def encode_texts(texts):
     return [text.encode() for text in texts]
 
 
@@ -69,12 +71,12 @@ def test_standard_library_is_the_default():
     assert len(files) > 100 and names == sorted(names) and "json/decoder.py" in names
     assert not {part for name in names for part in name.split("/")} & {"site-packages", "__pycache__", "test"}
     check_data(DataConfig(), 264)
-    batch = opened_at(DataConfig(context=256)).next_batch()
+    batch = open_with_cache(DataConfig(context=256)).next_batch()
     assert batch.input_ids.shape == (1, 256)
 
 
 @pytest.mark.parametrize("piece_bytes", [7, 64, 1 << 20])
-def test_a_text_file_is_one_document_whatever_the_piece(tmp_path, monkeypatch, piece_bytes):
+def test_a_text_file_is_one_document_for_any_piece_size(tmp_path, monkeypatch, piece_bytes):
     monkeypatch.setattr(read, "TEXT_CHUNK_BYTES", piece_bytes)
     text = "one line\r\nand another é\n\n" * 5 + "日本語🎉" * 20 + "\nlast"
     path = tmp_path / "book.txt"
@@ -105,23 +107,23 @@ def test_a_directory_yields_its_text_files_sorted_and_ignores_others(tmp_path):
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 10, 37, 500, 1 << 21])
-def test_jsonl_gives_each_line_once_whatever_the_shard(tmp_path, monkeypatch, shard_bytes):
+def test_jsonl_gives_each_line_once_for_any_shard_size(tmp_path, monkeypatch, shard_bytes):
     monkeypatch.setattr(read, "SHARD_BYTES", shard_bytes)
     texts = [*TEXTS[:9], "x" * 700, "", "multi\nline"]
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     path.write_bytes(path.read_bytes().rstrip(b"\n") if shard_bytes == 37 else path.read_bytes() + b"\n  \n")
-    assert documents_of(path) == encoded(text for text in texts if text)
+    assert documents_of(path) == encode_texts(text for text in texts if text)
 
 
-def test_jsonl_lines_far_longer_than_a_block_are_documents_of(tmp_path):
+def test_jsonl_lines_far_longer_than_a_block_are_read(tmp_path):
     texts = ["short", "long " * 1_000_000, "short again"]
-    assert documents_of(write_jsonl(tmp_path / "a.ndjson", texts)) == encoded(texts)
+    assert documents_of(write_jsonl(tmp_path / "a.ndjson", texts)) == encode_texts(texts)
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())], ids=str)
 def test_parquet_gives_each_row_once(tmp_path, kind):
     path = write_parquet(tmp_path / "a.parquet", TEXTS, "content", kind, row_group_size=150)
-    assert documents_of(path, field="content") == encoded(TEXTS)
+    assert documents_of(path, field="content") == encode_texts(TEXTS)
 
 
 def test_globs_are_sorted(tmp_path):
@@ -146,7 +148,7 @@ def split(path, fraction, **how):
 def test_rows_are_on_one_side_of_the_split(tmp_path, write):
     path = write(tmp_path / f"a.{'jsonl' if write is write_jsonl else 'parquet'}", TEXTS)
     train, held_out = split(path, 0.2)
-    assert sorted(train + held_out) == sorted(encoded(TEXTS))
+    assert sorted(train + held_out) == sorted(encode_texts(TEXTS))
     assert 20 <= len(held_out) <= 60
     few = write(path, TEXTS[:3])
     assert [len(side) for side in split(few, 0.001)] == [2, 1]
@@ -157,13 +159,13 @@ def test_text_files_are_on_one_side_of_the_split(tmp_path, count, fraction, expe
     for i in range(count):
         (tmp_path / f"{i:03}.txt").write_text(TEXTS[i])
     train, held_out = split(tmp_path, fraction)
-    assert sorted(train + held_out) == sorted(encoded(TEXTS[:count])) and len(held_out) == expected
+    assert sorted(train + held_out) == sorted(encode_texts(TEXTS[:count])) and len(held_out) == expected
 
 
 @settings(max_examples=100, deadline=None)
-@example(text="00\n", fraction=0.25)  # the middle is before a newline
+@example(text="00\n", fraction=0.25)  # the newline is at the cut
 @given(text=st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=3), fraction=st.floats(0.01, 0.9))
-def test_a_text_file_alone_gives_up_its_end(tmp_path_factory, text, fraction):
+def test_the_end_of_a_single_text_file_is_held_out(tmp_path_factory, text, fraction):
     path = tmp_path_factory.mktemp("split") / "a.txt"
     path.write_bytes(text.encode())
     train, held_out = split(path, fraction)
@@ -171,7 +173,7 @@ def test_a_text_file_alone_gives_up_its_end(tmp_path_factory, text, fraction):
     assert held_out
 
 
-def test_a_large_text_is_cut_after_newlines_and_only_its_end_is_an_end(tmp_path, monkeypatch):
+def test_a_large_text_is_cut_after_newlines_and_only_its_end_has_eos(tmp_path, monkeypatch):
     monkeypatch.setattr(read, "PART_BYTES", 200)
     monkeypatch.setattr(read, "TEXT_CHUNK_BYTES", 64)
     texts = {"a.txt": "small a", "b.txt": "".join(f"line {i}\n" for i in range(100)), "c.txt": "small c"}
@@ -182,7 +184,7 @@ def test_a_large_text_is_cut_after_newlines_and_only_its_end_is_an_end(tmp_path,
     assert b"".join(map(bytes, [*parts, end])) == texts["b.txt"].encode() and len(parts) == 3
     assert all(isinstance(part, tuple) and part[-1] == 10 and len(part) <= 200 for part in parts)  # without eos
     for seed in range(4):
-        data = opened_at(DataConfig(path=tmp_path, context=1024, validation_fraction=0), seed)
+        data = open_with_cache(DataConfig(path=tmp_path, context=1024, validation_fraction=0), seed)
         batch = data.next_batch()
         documents = [tuple(batch.input_ids[batch.document_ids == i].tolist()) for i in range(len(parts) + 3)]
         assert sorted(documents) == sorted([*parts, *((*text, EOS) for text in (first, end, last))])

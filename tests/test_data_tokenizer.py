@@ -70,7 +70,7 @@ def test_bos_is_a_prefix_only_where_the_tokenizer_adds_it():
     assert tokenizer.encode_batch(["a b"])[0].tolist() == [3, 4]
 
 
-def test_none_is_the_models_tokenizer(tmp_path):
+def test_the_default_is_the_models_tokenizer(tmp_path):
     word_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     for path in (tmp_path, tmp_path / "config.json"):
@@ -90,7 +90,7 @@ def test_tokenizer_json_alone_takes_eos_from_the_models_config(tmp_path):
 def test_missing_tokenizers_are_named(tmp_path):
     missing = str(tmp_path / "nowhere")
     assert_refused(lambda: load_tokenizer(missing, None), f"data.tokenizer={missing}", fix="set data.tokenizer")
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')  # transformers makes an empty one from it
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')  # transformers makes an empty tokenizer of it
     assert_refused(lambda: load_tokenizer(None, tmp_path), f"model.path={tmp_path}", fix="set data.tokenizer")
 
 

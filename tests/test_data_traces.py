@@ -1,4 +1,4 @@
-"""Agent traces of every format become the same tokens; reasoning is trained, kept or dropped as data.reasoning says."""
+"""Agent traces in every format give the same tokens; data.reasoning trains, keeps or drops the reasoning."""
 
 import json
 
@@ -8,7 +8,7 @@ import templates
 from ithaka.config import ConfigError
 from ithaka.data.tokenizer import Tokenizer
 from templates import chat_tokenizer
-from test_data_conversations import TOOLS, plain_ids, reference, tokens_of, written
+from test_data_conversations import TOOLS, plain_ids, reference, tokens_of, write_records
 
 HF = chat_tokenizer(None)
 
@@ -93,7 +93,7 @@ MARKED = (
 
 @pytest.mark.parametrize("name", SAME)
 def test_the_same_trace_in_any_format_has_the_same_tokens(tmp_path, name):
-    path, tokenizer = written(tmp_path / "a.jsonl", SAME[name]), tokenizer_with(templates.QWEN3)
+    path, tokenizer = write_records(tmp_path / "a.jsonl", SAME[name]), tokenizer_with(templates.QWEN3)
     named = {} if name == "functions" else {"format": name}
     for settings in ({}, named):
         documents, skipped = tokens_of(path, tokenizer, **settings)
@@ -116,18 +116,18 @@ def test_shapes_without_turns_become_conversations(tmp_path):
         ({"prompt": "hello", "chosen": [question, answer], "rejected": [question, bad]}, expected),
         ({"prompt": "hello", "chosen": [answer], "rejected": [bad]}, expected),
         ({"chosen": [question, answer], "rejected": [question, bad]}, expected),
-        (  # only what differs is the answer
+        (  # the answers are the parts that differ
             {"chosen": [question, bad, question, answer], "rejected": [question, bad, question, bad]},
             f"{first}b<|im_end|>\n{expected}",
         ),
     ):
-        documents, _ = tokens_of(written(tmp_path / "a.jsonl", record), tokenizer)
+        documents, _ = tokens_of(write_records(tmp_path / "a.jsonl", record), tokenizer)
         assert documents == [reference(HF, marked)], record
     for record in (
         {"prompt": "the user", "chosen": " answers", "rejected": " asks"},
         {"chosen": "the user answers", "rejected": "the user asks"},
     ):
-        documents, _ = tokens_of(written(tmp_path / "a.jsonl", record), tokenizer)
+        documents, _ = tokens_of(write_records(tmp_path / "a.jsonl", record), tokenizer)
         assert documents == [[*reference(HF, "the user« answers»"), tokenizer.eos_id]]
 
 
@@ -136,7 +136,9 @@ def test_images_are_refused_with_their_count_or_dropped_and_counted(tmp_path):
     talk = [{"role": "user", "content": [image, {"type": "text", "text": "hello"}, image]}]
     talk.append({"role": "assistant", "content": "there"})
     plain = {"messages": [{"role": "user", "content": "hello"}, talk[1]]}
-    path = written(tmp_path / "a.jsonl", plain, {"messages": talk}, {"messages": talk}, {**plain, "images": ["x.png"]})
+    path = write_records(
+        tmp_path / "a.jsonl", plain, {"messages": talk}, {"messages": talk}, {**plain, "images": ["x.png"]}
+    )
     tokenizer = tokenizer_with(templates.CHATML)
     with pytest.raises(ConfigError, match=r"line 2: message 1 has 2 images.*data.images to drop \(3 of the 4 records"):
         tokens_of(path, tokenizer)
@@ -163,15 +165,15 @@ LATER = (
 FIRST = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_reasoning_that_the_template_drops_is_refused_unless_told(tmp_path):
-    path = written(tmp_path / "a.jsonl", {"messages": [{**each, "tool_calls": None} for each in TURNS]})
+def test_reasoning_that_the_template_drops_is_refused_by_default(tmp_path):
+    path = write_records(tmp_path / "a.jsonl", {"messages": [{**message, "tool_calls": None} for message in TURNS]})
     with pytest.raises(ConfigError, match=r"has reasoning, .*{drop: true} to train without it, or .*to qwen3 or harm"):
-        tokens_of(path, tokenizer_with(templates.CHATML))  # it never renders reasoning
-    path, tokenizer = written(tmp_path / "a.jsonl", {"messages": TURNS}), tokenizer_with(templates.QWEN3)
+        tokens_of(path, tokenizer_with(templates.CHATML))  # the template never renders reasoning
+    path, tokenizer = write_records(tmp_path / "a.jsonl", {"messages": TURNS}), tokenizer_with(templates.QWEN3)
     with pytest.raises(ConfigError, match=r"line 1: message 2 has reasoning, .*{drop: true}.*last}.*all} to unroll"):
         tokens_of(path, tokenizer)
     for reasoning, expected in (
-        # Unrolled: the last turn after the others, without their reasoning; then the turn that lost it, alone.
+        # Unrolled: the last turn after the others without their reasoning, then the turn that lost its reasoning.
         ({"turns": "all"}, [f"{FIRST}one<|im_end|>\n{LATER}", f"{FIRST}«<think>\nthe 1\n</think>\n\none<|im_end|>»\n"]),
         ({"turns": "last"}, [f"{FIRST}«one<|im_end|>»\n{LATER}"]),
     ):
@@ -195,11 +197,11 @@ def test_reasoning_without_loss_is_context_with_its_delimiters(tmp_path, templat
     else:
         expected = LATER.replace("«<think>\nthe 2\n</think>\n\n", "<think>\nthe 2\n</think>\n\n«")
         expected = expected.replace("«<think>\nthe 3\n</think>\n\n", "<think>\nthe 3\n</think>\n\n«")
-    path, tokenizer = written(tmp_path / "a.jsonl", {"messages": turns}), tokenizer_with(template)
+    path, tokenizer = write_records(tmp_path / "a.jsonl", {"messages": turns}), tokenizer_with(template)
     assert tokens_of(path, tokenizer, reasoning={"loss": False})[0] == [reference(HF, expected)]
     everything = reference(HF, f"«{expected.replace('«', '').replace('»', '')}»")
-    (found,), _ = tokens_of(path, tokenizer, reasoning={"loss": False}, train_on="all")
-    assert plain_ids(found) == everything and sum(token < 0 for token in found) > 0
+    (tokens,), _ = tokens_of(path, tokenizer, reasoning={"loss": False}, train_on="all")
+    assert plain_ids(tokens) == everything and sum(token < 0 for token in tokens) > 0
 
 
 def test_each_turn_of_an_unrolled_conversation_is_trained_once(tmp_path):
@@ -212,7 +214,7 @@ def test_each_turn_of_an_unrolled_conversation_is_trained_once(tmp_path):
         for n in range(5)
         for role in ("user", "assistant")
     ]
-    path, tokenizer = written(tmp_path / "a.jsonl", {"messages": turns}), tokenizer_with(templates.QWEN3)
+    path, tokenizer = write_records(tmp_path / "a.jsonl", {"messages": turns}), tokenizer_with(templates.QWEN3)
     documents, _ = tokens_of(path, tokenizer, reasoning={"turns": "all"})
     trained = ["".join(tokenizer.decode([t]) for t in document if t >= 0) for document in documents]
     assert len(documents) == 4, "the turn without reasoning needs no sample of its own"
@@ -222,7 +224,7 @@ def test_each_turn_of_an_unrolled_conversation_is_trained_once(tmp_path):
 
 
 def test_calls_that_the_template_leaves_out_are_refused(tmp_path):
-    """One that renders only the first call, and names the tool again with its result, as gpt-oss's does."""
+    """This template renders only the first call and names the tool again with its result, as gpt-oss's does."""
     template = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}{% if m.tool_calls %}\
 {{ m.tool_calls[0].function.name + 'add' }}{% endif %}{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}\
 {{ '<|im_start|>assistant\n' }}{% endif %}"""
@@ -230,8 +232,8 @@ def test_calls_that_the_template_leaves_out_are_refused(tmp_path):
     with pytest.raises(
         ConfigError, match="line 1: .*does not render the tool add.*chatml or llama3 or qwen3 or harmony or"
     ):
-        tokens_of(written(tmp_path / "a.jsonl", {"messages": talk}), tokenizer_with(template))
+        tokens_of(write_records(tmp_path / "a.jsonl", {"messages": talk}), tokenizer_with(template))
     tokenizer = tokenizer_with(template)
     tokenizer.chat.special_tokens = ["<|im_start|>", "<|im_end|>"]  # only templates with these tokens are suggested
     with pytest.raises(ConfigError, match="set data.chat_template to chatml or qwen3, or a file"):
-        tokens_of(written(tmp_path / "a.jsonl", {"messages": talk}), tokenizer)
+        tokens_of(write_records(tmp_path / "a.jsonl", {"messages": talk}), tokenizer)

@@ -21,7 +21,7 @@ STARTS = (0, 7, 8, 9, 31, 32, 60, 90)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """Several chunks and segments per rank."""
+    """Give each rank several chunks and segments."""
     monkeypatch.setattr(delta_rule, "CHUNK_TOKENS", 4)
     monkeypatch.setattr(delta_rule, "SEGMENT_ROWS", 24 * HEADS)
 
@@ -38,7 +38,7 @@ def inputs() -> DeltaInputs:
 
 
 def run_transformers(inputs: DeltaInputs, dout: Tensor, starts: tuple[int, ...]) -> list[Tensor]:
-    """The output and all gradients, each document on its own."""
+    """Return the output and all gradients, with each document computed alone."""
     leaves = [t.clone().requires_grad_() for t in inputs]
     outs = []
     for a, b in pairwise(starts):
@@ -52,28 +52,28 @@ def run_transformers(inputs: DeltaInputs, dout: Tensor, starts: tuple[int, ...])
 
 
 def run_ranks(inputs: DeltaInputs, dout: Tensor, starts: tuple[int, ...], cp: int) -> list[Tensor]:
-    """The same, over `cp` ranks that pass on states."""
+    """Return the same from `cp` ranks that pass their states on."""
     s = TOKENS // cp
     parts = [DeltaInputs(*(t[rank * s : (rank + 1) * s].clone() for t in inputs)) for rank in range(cp)]
     rules = [DeltaRule(part, LocalDocs(starts, rank * s, s, 1, "cpu")) for rank, part in enumerate(parts)]
     state, outs, states = rules[0].zero_state(), [], []
     for rule in rules:
-        out, own_states = rule.forward(state)
+        out, local_states = rule.forward(state)
         outs.append(out)
-        states.append(own_states)
+        states.append(local_states)
         summary = rule.summarize()
         state = summary[..., :K] @ state + summary[..., K:]
     dstate = rules[0].zero_state()
-    for rule, own_states, own_dout in zip(rules[::-1], states[::-1], dout.split(s)[::-1], strict=True):
-        summary = rule.summarize_grad(own_dout)
+    for rule, local_states, local_dout in zip(rules[::-1], states[::-1], dout.split(s)[::-1], strict=True):
+        summary = rule.summarize_grad(local_dout)
         passed = summary[..., :K] @ dstate + summary[..., K:]
-        dstate = rule.backward(own_states, own_dout, dstate)
+        dstate = rule.backward(local_states, local_dout, dstate)
         torch.testing.assert_close(passed, dstate, rtol=1e-10, atol=1e-12)
     return [torch.cat(outs), *(torch.cat(grads) for grads in zip(*parts, strict=True))]
 
 
 @pytest.mark.parametrize("starts", [(0, TOKENS), STARTS], ids=["one document", "packed"])
-def test_output_and_gradients_are_those_of_each_document_alone(inputs, starts):
+def test_output_and_gradients_match_each_document_alone(inputs, starts):
     dout = torch.randn(TOKENS, HEADS, V, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     wanted = run_transformers(inputs, dout, starts)
     for cp in (1, 2, 3, 5):
@@ -81,7 +81,7 @@ def test_output_and_gradients_are_those_of_each_document_alone(inputs, starts):
             assert float((got - expected).abs().max() / expected.abs().max()) < 1e-12
 
 
-def test_a_convolution_reads_its_own_document_only():
+def test_a_convolution_reads_only_its_document():
     draw = torch.Generator().manual_seed(3)
     x, weight = (torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((12, 5), (5, 4)))
     starts = (0, 1, 2, 7, 12)
@@ -95,7 +95,7 @@ def test_a_convolution_reads_its_own_document_only():
 
 @pytest.mark.parametrize("wrong", [None, "gradient", "error"])
 def test_flash_linear_attention_is_used_where_its_gradients_are_right(monkeypatch, wrong):
-    """A stand-in for its kernel: each document alone in transformers, and with a planted error."""
+    """A stub for the kernel computes each document alone with transformers; its gradient may be made wrong."""
 
     def chunk_gated_delta_rule(q, k, v, g, beta, *, initial_state, output_final_state, cu_seqlens=None, **options):
         if wrong == "error":
@@ -137,13 +137,13 @@ def test_flash_linear_attention_is_used_where_its_gradients_are_right(monkeypatc
     assert relative(summary, rule.summarize()) < 1e-9
 
 
-class NeverScanned(list):
+class ListThatRefusesScans(list):
     def __iter__(self):
         raise AssertionError("all documents are scanned for one segment")
 
 
-def test_a_start_is_found_without_a_scan_of_all_documents():
-    docs = LocalDocs((0, 3, 4, 9, 20, 24), 6, 12, 3, "cpu")  # starts at -2 and 3, counted from the first token
-    docs._starts_with_halo = NeverScanned(docs._starts_with_halo)
-    found = [rows for rows in ((-3, -2), (-2, 0), (-1, 3), (0, 4), (3, 4), (4, 12)) if docs.has_start(slice(*rows))]
-    assert found == [(-2, 0), (0, 4), (3, 4)]
+def test_starts_are_found_without_scanning_all_documents():
+    docs = LocalDocs((0, 3, 4, 9, 20, 24), 6, 12, 3, "cpu")  # local starts are -2 and 3
+    docs._starts_with_halo = ListThatRefusesScans(docs._starts_with_halo)
+    started = [rows for rows in ((-3, -2), (-2, 0), (-1, 3), (0, 4), (3, 4), (4, 12)) if docs.has_start(slice(*rows))]
+    assert started == [(-2, 0), (0, 4), (3, 4)]

@@ -1,6 +1,6 @@
-"""A full disk: in the middle of a step it is explained once, without a hang, and the run resumes from its last
-checkpoint; evaluations, profiles and descriptions that cannot be written do not end the run. Commands exit with 75 and
-leave no half-written model."""
+"""A full disk in a step ends the run with one error, without a hang, and the run resumes from its last checkpoint.
+Evaluations, profiles and descriptions that cannot be written do not end the run. Commands exit with 75 and leave no
+incomplete model."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ from runs import copy_back_at, metrics, numbers, run, start_program, tiny_run
 
 
 def train_on_a_small_disk(run):
-    """Rank 1's disk has room for three tensors: the step has begun, and rank 0 waits for rank 1 in an exchange."""
+    """Rank 1's disk has room for three tensors, so it fails inside a step, while rank 0 waits for it in an exchange."""
     calls, reserve = [], os.posix_fallocate
 
     def reserve_little(*args):
@@ -45,34 +45,34 @@ def with_memory(config, **memory):
     return dataclasses.replace(config, memory=dataclasses.replace(config.memory, **memory))
 
 
-def test_disk_full_in_the_middle_of_a_step(ranks, tmp_path):
+def test_a_full_disk_in_a_step_is_explained_once_and_the_run_resumes(ranks, tmp_path):
     plan = {"steps": 4, "save_every": 2, "validate_every": 0, "validate_sequences": 0}
-    whole = tiny_run(tmp_path / "whole", parallel={"cp": 2}, train=plan, optim={"schedule": "constant"})
-    ranks.run(2, run, whole)
-    half_dir = copy_back_at(whole.train.run_dir, tmp_path / "half", step=2)
-    half = dataclasses.replace(whole, train=dataclasses.replace(whole.train, run_dir=half_dir))
+    reference = tiny_run(tmp_path / "reference", parallel={"cp": 2}, train=plan, optim={"schedule": "constant"})
+    ranks.run(2, run, reference)
+    interrupted_dir = copy_back_at(reference.train.run_dir, tmp_path / "interrupted", step=2)
+    interrupted = dataclasses.replace(reference, train=dataclasses.replace(reference.train, run_dir=interrupted_dir))
     disk = tmp_path / "disk"
     disk.mkdir()
-    full = with_memory(half, offload="disk", keep_attention="all", disk_path=disk)
+    full = with_memory(interrupted, offload="disk", keep_attention="all", disk_path=disk)
     program = start_program(full, 2, resume=True, rank=train_on_a_small_disk)
     assert program.wait() == ExitCode.OUT_OF_MEMORY, program.stderr
     last = full.train.run_dir / "checkpoints" / "step-00000002"
     assert "OutOfMemoryError: rank 1, after layer " in program.stderr
     assert program.stderr.count("OutOfMemoryError") == 1 and "Traceback" not in program.stderr
-    for words in (
+    for fragment in (
         f"disk: 3968 more bytes needed in {disk}",
         "No space left on device",
         "memory.disk_path",
         str(last),
     ):
-        assert words in program.stderr
+        assert fragment in program.stderr
     assert list(disk.iterdir()) == [] and last.is_dir()
-    ranks.run(2, run, with_memory(half, offload="host"), Path(half.train.run_dir))
-    assert numbers(half.train.run_dir) == numbers(whole.train.run_dir)
+    ranks.run(2, run, with_memory(interrupted, offload="host"), Path(interrupted.train.run_dir))
+    assert numbers(interrupted.train.run_dir) == numbers(reference.train.run_dir)
 
 
 def cut_off(trace, path):
-    """Truncate the trace like PyTorch's profiler on a full disk: it raises nothing."""
+    """Truncate the trace without an error, as PyTorch's profiler does on a full disk."""
     Path(path).write_text('{"traceEvents": [')
 
 
@@ -83,8 +83,8 @@ def cut_off(trace, path):
 def test_an_evaluation_or_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch, capsys, file):
     train = {"save_every": 0, "validate_every": 0, "validate_sequences": 0}
     config = tiny_run(tmp_path, train=train, evaluate={"every": 2}, profile={"every": 2})
-    found = {"loss": 1.5, "long_context_gain": None, "key_tokens": None, "short_context_loss": 2.5, "retrieval": []}
-    monkeypatch.setattr(trainer_module, "measure_all", lambda *_: found)
+    results = {"loss": 1.5, "long_context_gain": None, "key_tokens": None, "short_context_loss": 2.5, "retrieval": []}
+    monkeypatch.setattr(trainer_module, "measure_all", lambda *_: results)
     monkeypatch.setattr(trainer_module, "read_text", lambda *_, **__: ())
     monkeypatch.setattr(trainer_module, "check_prompts", lambda *_: None)
     if file is None:
@@ -96,10 +96,10 @@ def test_an_evaluation_or_a_profile_that_cannot_be_written_does_not_end_the_run(
     config.train.run_dir.mkdir(exist_ok=True)
     (config.train.run_dir / ".plan.json.tmp").symlink_to("/dev/full")
     loop.train(validate_run(config, 1, force=True))
-    what, told = "evaluation" if file and "eval" in file else "profile", capsys.readouterr().out
-    assert told.count(f"The {what} cannot be written (") == 1
-    assert told.count("The description of the machine and the plan cannot be written (OSError: ") == 1
-    assert ("No space left on device" if file else "trace.json is incomplete") in told
+    what, output = "evaluation" if file and "eval" in file else "profile", capsys.readouterr().out
+    assert output.count(f"The {what} cannot be written (") == 1
+    assert output.count("The description of the machine and the plan cannot be written (OSError: ") == 1
+    assert ("No space left on device" if file else "trace.json is incomplete") in output
     records = metrics(config.train.run_dir)
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert [record["evaluate/loss"] for record in records[1::2]] == [1.5, 1.5]
@@ -107,13 +107,13 @@ def test_an_evaluation_or_a_profile_that_cannot_be_written_does_not_end_the_run(
     assert (config.train.run_dir / others[what]).is_file()
     if file and what == "profile":
         (config.train.run_dir / "config.yaml").unlink()
-        with pytest.raises(OSError, match="No space left"):  # `ithaka profile`, which has nothing else to write
+        with pytest.raises(OSError, match="No space left"):  # in `ithaka profile`, the profile is the only output
             loop.train(validate_run(config, 1, force=True), only_profile=True)
 
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory):
-    """A run whose disk is full at its second and last save: its directory, exit code and stderr."""
+    """The directory, exit code and stderr of a run whose disk is full at its second and last save."""
     settings = {"steps": 2, "save_every": 1, "validate_every": 0, "validate_sequences": 0}
     config, create = tiny_run(tmp_path_factory.mktemp("full"), train=settings), FileSystem.create_stream
 
@@ -169,7 +169,7 @@ DATA = ["data", "--html", "/dev/full", "--set", "data.tokenizer=bytes", "--set",
         (DATA, False, "--html=/dev/full cannot be written: the disk is full; free space"),
     ],
 )
-def test_output_to_a_full_disk_is_one_sentence(tmp_path, monkeypatch, capsys, command, full_stdout, message):
+def test_output_to_a_full_disk_gives_a_one_line_error(tmp_path, monkeypatch, capsys, command, full_stdout, message):
     (tmp_path / "a.txt").write_text("some text " * 100)
     command = [*command, "--set", f"data.path={tmp_path}"] if command is DATA else command
     monkeypatch.setattr(sys, "argv", ["ithaka", *command])
@@ -183,7 +183,7 @@ def test_output_to_a_full_disk_is_one_sentence(tmp_path, monkeypatch, capsys, co
     assert stderr.startswith(f"TransientError: {message}") and stderr.count("\n") == 1
 
 
-def test_a_rank_that_finished_on_a_full_log_is_done(tmp_path, monkeypatch):
+def test_a_rank_that_cannot_write_its_log_still_finishes(tmp_path, monkeypatch):
     (tmp_path / "call").write_bytes(pickle.dumps((os.getpid(), sys.path)) + pickle.dumps((print, ("done",))))
     monkeypatch.setattr(launch, "_exit_with_launcher", lambda *_: None)
     monkeypatch.setattr(launch, "_outcome_dir", None)

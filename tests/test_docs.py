@@ -1,4 +1,4 @@
-"""The documentation is true: pages made from code, links, quoted errors, the site's pages; and the wheel installs."""
+"""The documentation is correct: generated pages, links, commands, quoted errors, the site. The wheel installs."""
 
 import fnmatch
 import importlib.util
@@ -60,8 +60,8 @@ def test_every_test_file_is_in_the_table_of_capabilities():
     files = {str(path.relative_to(ROOT / "tests")) for path in (ROOT / "tests").rglob("test_*.py")}
     listed = {pattern: {*fnmatch.filter(files, f"{'gpu/' * ('gpu/' in pattern)}test_{pattern.removeprefix('gpu/')}.py")}
               for pattern in patterns}  # fmt: skip
-    assert [pattern for pattern, found in listed.items() if not found] == []
-    assert files - {file for found in listed.values() for file in found} == set()
+    assert [pattern for pattern, matches in listed.items() if not matches] == []
+    assert files - {file for matches in listed.values() for file in matches} == set()
 
 
 def anchors(page: Path) -> set[str]:
@@ -81,34 +81,34 @@ def test_links_lead_somewhere(page):
 
 
 PLANS = [
-    (page.name, command, shown.splitlines())
+    (page.name, command, output.splitlines())
     for page in PAGES
     for block in re.findall(r"^```\n(\$ ithaka plan.*?)^```", page.read_text(), re.S | re.M)
-    for command, shown in re.findall(r"^\$ ithaka (.*)\n((?:(?!\$).*\n)*)", block, re.M)
+    for command, output in re.findall(r"^\$ ithaka (.*)\n((?:(?!\$).*\n)*)", block, re.M)
     if command.startswith("plan")
 ]
 
 
-@pytest.mark.parametrize("page, command, shown", PLANS, ids=[f"{page}-{i}" for i, (page, _, _) in enumerate(PLANS)])
-def test_plans_in_the_docs_are_those_of_the_planner(page, command, shown):
-    """Every line that a page shows, in order; `...` stands for others."""
+@pytest.mark.parametrize("page, command, lines", PLANS, ids=[f"{page}-{i}" for i, (page, _, _) in enumerate(PLANS)])
+def test_plans_in_the_docs_match_the_planner(page, command, lines):
+    """The planner prints every line of a page in the same order; `...` stands for omitted lines."""
     printed = iter(CliRunner().invoke(app, shlex.split(command)).stdout.splitlines())
-    missing = [line for line in shown if line not in ("", "...") and line not in printed]
-    assert shown and not missing, "copy the plan again"
+    missing = [line for line in lines if line not in ("", "...") and line not in printed]
+    assert lines and not missing, "copy the plan again"
 
 
 def test_commands_in_the_docs_exist():
-    """Every `ithaka` command in a code block has arguments and options that the command line takes."""
+    """The command line accepts every `ithaka` command in a code block."""
     blocks = [block for page in PAGES for block in re.findall(r"```\w*\n(.*?)```", page.read_text(), re.S)]
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    found = {
+    commands = {
         match[1]
         for line in lines
         if (match := re.match(r"\s*(?:\$ |.* -m )?ithaka ([a-z].+?)(?:  +#.*| > .*|'?)$", line))
     }
-    assert len(found) > 30
+    assert len(commands) > 30
     group = typer.main.get_command(app)
-    for command in sorted(found):
+    for command in sorted(commands):
         with group.make_context("ithaka", shlex.split(command)) as context:
             name, parsed, rest = group.resolve_command(context, [*context._protected_args, *context.args])
             while isinstance(parsed, click.Group):
@@ -125,25 +125,25 @@ def test_configurations_in_the_docs_are_valid(tmp_path):
         load_config(tmp_path / "run.yaml")
 
 
-def test_questions_quote_errors_that_exist():
+def test_the_faq_quotes_errors_that_exist():
     quoted = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "faq.md").read_text(), re.M)
     sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
     assert len(quoted) > 9 and not [words for words in quoted if words not in sources]
 
 
 def test_printed_commands_are_quoted_in_one_place():
-    """`command` quotes paths; text that names a command has no value in it."""
+    """Only `command` puts values into a command, and it quotes paths."""
     unquoted = re.compile(r"ithaka (?:train|data|verify|export|sample|plan|rehearse|profile|evaluate|report) [^\"`]*\{")
     sources = {path: path.read_text() for path in (ROOT / "src").rglob("*.py")}
     assert not {path.name: found for path, text in sources.items() if (found := unquoted.findall(text))}
 
 
-def test_a_loop_of_your_own_loads_float32_master_weights():
+def test_custom_loops_in_the_docs_load_float32_master_weights():
     pages = [*PAGES, *(ROOT / "examples").glob("*.py")]
     dtypes = {page.name: re.findall(r"from_pretrained\([^()]*dtype=torch\.(\w+)", page.read_text()) for page in pages}
-    found = {name: dtype for name, dtype in dtypes.items() if dtype}
-    assert {"hugging-face.md", "own_loop.py"} <= {*found}
-    assert {dtype for each in found.values() for dtype in each} == {"float32"}
+    used = {name: dtype for name, dtype in dtypes.items() if dtype}
+    assert {"hugging-face.md", "own_loop.py"} <= {*used}
+    assert {dtype for each in used.values() for dtype in each} == {"float32"}
 
 
 def test_every_page_is_in_the_site(tmp_path):
@@ -173,7 +173,7 @@ def test_every_page_is_in_the_site(tmp_path):
 
 
 def test_the_dockerfile_copies_what_it_installs():
-    """Docker is not run here: the base image fits, copied files exist and suffice to build, extras and commands too."""
+    """Without Docker: the base image, extras and commands exist, and the package builds from the copied files."""
     lines = re.sub(r"\\\n|^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.M).splitlines()
     steps = [tuple(line.split(maxsplit=1)) for line in lines if line]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -196,7 +196,7 @@ def test_the_dockerfile_copies_what_it_installs():
 
 @pytest.mark.slow
 def test_the_wheel_installs_and_runs(tmp_path):
-    """Into an empty environment; what it depends on comes from this one."""
+    """Install into an empty environment that borrows the dependencies of this one."""
     pip = [sys.executable, "-m", "pip"]
     how = ["--no-deps", "--no-index", "-q"]
     source = tmp_path / "source"  # setuptools writes into the source folder
@@ -217,7 +217,7 @@ def test_the_wheel_installs_and_runs(tmp_path):
     with tarfile.open(tmp_path / f"ithaka-{ithaka.__version__}.tar.gz") as packed:
         assert {f"ithaka-{ithaka.__version__}/examples/{name}" for name in examples} < {*packed.getnames()}
     subprocess.run([*pip, "install", *how, "--target", str(tmp_path / "site"), str(wheel)], check=True)
-    # -I: neither the working directory nor PYTHONPATH
+    # -I ignores the working directory and PYTHONPATH
     code = (
         "import sys; sys.path.insert(0, sys.argv.pop(1)); import ithaka.cli; print(ithaka.__file__); ithaka.cli.main()"
     )

@@ -32,15 +32,15 @@ def run(folder, *options):
     return json.loads(result.stdout) if options else result.stdout
 
 
-def test_without_a_gpu(tmp_path):
-    text, found = run(tmp_path), run(tmp_path, "--json")
-    assert found["kernels"] == {
+def test_a_machine_without_a_gpu_is_described(tmp_path):
+    text, report = run(tmp_path), run(tmp_path, "--json")
+    assert report["kernels"] == {
         "fa4": "needs a GPU", "cudnn": "needs a GPU", "flash": "needs a GPU", "cpu": "works", "reference": "works"
     }  # fmt: skip
-    assert found["missing"][0]["feature"] == "training on a GPU" and "no NVIDIA driver" in found["missing"][0]["why"]
-    assert found["gpus"] == [] and found["versions"]["torch"] == version("torch")
-    assert found["host"]["memory_bytes"] >= found["host"]["available_bytes"] > 0
-    assert found["disk"]["write_bytes_s"] > 0 and found["disk"]["read_bytes_s"] > 0 and list(tmp_path.iterdir()) == []
+    assert report["missing"][0]["feature"] == "training on a GPU" and "no NVIDIA driver" in report["missing"][0]["why"]
+    assert report["gpus"] == [] and report["versions"]["torch"] == version("torch")
+    assert report["host"]["memory_bytes"] >= report["host"]["available_bytes"] > 0
+    assert report["disk"]["write_bytes_s"] > 0 and report["disk"]["read_bytes_s"] > 0 and list(tmp_path.iterdir()) == []
     lines = text.splitlines()
     assert len(lines) < 30 and "  kernel cpu        works" in lines and "missing" in lines
 
@@ -53,10 +53,10 @@ def test_a_broken_kernel_is_named(tmp_path, monkeypatch):
         return out * 1.01, *rest
 
     monkeypatch.setitem(kernels.KERNELS, "cpu", replace(cpu, forward=off_by_a_little))
-    found = run(tmp_path, "--json")
-    assert found["kernels"]["cpu"].startswith("is wrong here: out is off by")
-    [row] = [row for row in found["missing"] if row["feature"] == "attention kernel cpu"]
-    assert row["fix"] == "update PyTorch" and found["kernels"]["reference"] == "works"
+    report = run(tmp_path, "--json")
+    assert report["kernels"]["cpu"].startswith("is wrong here: out is off by")
+    [row] = [row for row in report["missing"] if row["feature"] == "attention kernel cpu"]
+    assert row["fix"] == "update PyTorch" and report["kernels"]["reference"] == "works"
     assert "attention kernel cpu: is wrong here" in run(tmp_path)
 
 
@@ -68,9 +68,9 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
             return super().write(data)
 
     monkeypatch.setattr(module.tempfile, "TemporaryFile", lambda **_: FullFile())
-    found = run(tmp_path, "--json")
-    assert "No space left on device" in found["disk"]["problem"] and found["disk"]["free_bytes"] > 0
-    [row] = [row for row in found["missing"] if row["feature"] == "memory.offload=disk"]
+    report = run(tmp_path, "--json")
+    assert "No space left on device" in report["disk"]["problem"] and report["disk"]["free_bytes"] > 0
+    [row] = [row for row in report["missing"] if row["feature"] == "memory.offload=disk"]
     assert str(tmp_path) in row["why"] and "memory.disk_path" in row["fix"]
     assert "No space left on device" in run(tmp_path)
 
@@ -90,7 +90,7 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path):
         ({"disk": {"folder": "/d", "write_bytes_s": 1e8, "read_bytes_s": 1e10}}, "memory.offload=disk", "disk_path"),
     ],
 )
-def test_what_is_missing_comes_with_a_fix(changes, feature, fix):
+def test_missing_features_come_with_a_fix(changes, feature, fix):
     complete = {
         "gpus": [{"name": "NVIDIA H200"}],
         "driver": "580.1",
@@ -112,7 +112,7 @@ def test_what_is_missing_comes_with_a_fix(changes, feature, fix):
         (["torchcodec", "av", "decord"], "video files", "pip install av"),
     ],
 )
-def test_optional_packages_come_with_what_needs_them(tmp_path, monkeypatch, packages, feature, fix):
+def test_missing_packages_name_the_features_that_need_them(tmp_path, monkeypatch, packages, feature, fix):
     installed = dict.fromkeys(module.PACKAGES, "1")
     assert module.find_optional(installed | dict.fromkeys(packages[1:])) == []
     versions = {"ithaka": "1", **installed, **dict.fromkeys(packages)}

@@ -14,15 +14,15 @@ LENGTHS = (7, 1, 9, 4)  # documents; on 2 and 4 ranks they end in the middle of 
 
 
 def packed_inputs(rows: int = 1):
-    """ids, labels, document ids and positions of rows of documents of LENGTHS; no label crosses documents."""
+    """Return ids, labels, document ids and positions; each row has documents of LENGTHS, and no label crosses them."""
     ids = random_ids(rows, sum(LENGTHS))
     documents = torch.cat([torch.full((n,), 3 * i) for i, n in enumerate(LENGTHS)]).expand_as(ids)
     positions = torch.cat([torch.arange(n) for n in LENGTHS]).expand_as(ids)
     return ids, ids.masked_fill(positions == 0, -100), documents, positions
 
 
-def alone(plain, ids, labels):
-    """The mean loss of plain Hugging Face on each document alone."""
+def loss_of_each_alone(plain, ids, labels):
+    """The mean loss of plain Hugging Face, run on each document alone."""
     total = torch.zeros((), dtype=torch.float64)
     for row in range(len(ids)):
         for document, targets in zip(ids[row].split(LENGTHS), labels[row].split(LENGTHS), strict=True):
@@ -35,7 +35,7 @@ def with_documents(family, cp, rows, how):
     ids, labels, documents, positions = packed_inputs(rows)
     inputs = {"document_ids": documents} if how == "documents" else {"position_ids": positions}
     return compare_with(
-        lambda plain: alone(plain, ids, labels),
+        lambda plain: loss_of_each_alone(plain, ids, labels),
         cp,
         tiny_config(family),
         input_ids=ids,
@@ -48,7 +48,7 @@ def with_documents(family, cp, rows, how):
     "family,cp,rows",
     [("llama", 1, 1), ("mistral", 2, 2), ("qwen2", 4, 1), pytest.param("qwen3", 2, 1, marks=pytest.mark.slow)],
 )
-def test_documents_are_as_if_alone(ranks, family, cp, rows):
+def test_packed_documents_equal_each_document_alone(ranks, family, cp, rows):
     check(ranks.run(cp, each_of, with_documents, [(family, cp, rows, how) for how in ("documents", "positions")]))
 
 
@@ -91,19 +91,19 @@ def with_positions_and_documents(cp):
     )
 
 
-def test_positions_and_documents_together(ranks):
+def test_document_ids_override_documents_in_positions(ranks):
     check(ranks.run(2, with_positions_and_documents, 2))
 
 
-def with_padding(family, cp, side, given_positions):
-    """Rows of 15, 9 and 12 valid tokens of 15."""
+def with_padding(family, cp, side, passes_positions):
+    """Rows of 15 tokens, of which 15, 9 and 12 are valid."""
     ids, lengths = random_ids(3, 15), torch.tensor([[15], [9], [12]])
     index = torch.arange(15).expand_as(ids)
     mask = index < lengths if side == "right" else index >= 15 - lengths
     labels = ids.masked_fill(~mask, -100)
     if side == "left":
-        labels[torch.arange(3), 15 - lengths[:, 0]] = -100  # its prediction would come from padding
-    more = {"position_ids": (mask.long().cumsum(1) - 1).clamp_min(0)} if given_positions else {}
+        labels[torch.arange(3), 15 - lengths[:, 0]] = -100  # would be predicted from padding
+    more = {"position_ids": (mask.long().cumsum(1) - 1).clamp_min(0)} if passes_positions else {}
     inputs = {"attention_mask": mask.long(), **more}
     count = (labels[:, 1:] != -100).sum()
     return compare_with(
@@ -118,7 +118,7 @@ def with_padding(family, cp, side, given_positions):
 
 @pytest.mark.parametrize("family,cp", [("llama", 1), pytest.param("mistral", 2, marks=pytest.mark.slow), ("qwen3", 4)])
 def test_padding_is_honoured(ranks, family, cp):
-    cases = [(family, cp, side, given_positions) for side in ("left", "right") for given_positions in (False, True)]
+    cases = [(family, cp, side, passes_positions) for side in ("left", "right") for passes_positions in (False, True)]
     check(ranks.run(cp, each_of, with_padding, cases))
 
 
@@ -187,16 +187,16 @@ def test_one_row_of_position_ids_serves_every_row(ranks):
     check(ranks.run(2, one_row_of_positions, 2))
 
 
-def test_positions_begin_anew_in_every_document_of_every_row():
-    """RoPE sees only distances, so that a loss would not show it; how far positions go decides longrope's set."""
+def test_positions_restart_in_every_document_of_every_row():
+    """Losses do not show this, as RoPE depends on distances; but longrope chooses its factors by the last position."""
     ids, _, documents, positions = packed_inputs(2)
     share = shard_batch({"input_ids": ids, "document_ids": documents}, 61, make_mesh(1))
     assert share.positions_s.tolist() == positions.flatten().tolist()
     assert share.num_positions == max(LENGTHS)
 
 
-def test_document_starts():
-    """The rules in docs/hugging-face.md."""
+def test_document_starts_follow_the_documented_rules():
+    """The rules are in docs/hugging-face.md."""
     ids, mesh = random_ids(1, 8), make_mesh(1)
     restart, jump = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), torch.tensor([[0, 1, 2, 3, 4, 7, 8, 9]])
     documents, mask = torch.tensor([[5, 5, 5, 5, 5, 5, 2, 2]]), torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]]).bool()
@@ -215,19 +215,19 @@ def test_document_starts():
             assert share.positions_s.tolist() == inputs["position_ids"][0].tolist()
 
 
-def test_documents_are_worked_out_once_per_batch(monkeypatch):
-    """Not per stage, layer and direction: one walk for forward and one for backward."""
+def test_documents_are_analyzed_once_per_batch(monkeypatch):
+    """Once for forward and once for backward, not in every stage and layer."""
     walks = []
 
-    def counted(*args, **how):
+    def count_walks(*args, **how):
         walks.append(how["halve"])
         return plan_query_blocks(*args, **how)
 
     plan_query_blocks = attention_docs.plan_query_blocks
-    monkeypatch.setattr(attention_docs, "plan_query_blocks", counted)
+    monkeypatch.setattr(attention_docs, "plan_query_blocks", count_walks)
     model, _ = parallel(1, tiny_config("llama", 4, 2), Layout(heads_per_stage=1))
     ids = random_ids(1, 40)
     documents = torch.arange(40)[None] // 7
     for _ in range(2):
         model(input_ids=ids, labels=ids, document_ids=documents).loss.backward()
-    assert walks == [True, True, False, False] * 2  # complete documents, then parts
+    assert walks == [True, True, False, False] * 2  # forward and backward, each for cut and for complete documents

@@ -1,4 +1,4 @@
-"""`ithaka train` with loss=dpo: equal to TRL's DPOTrainer in fp64, resumed bitwise, planned, and refused by name."""
+"""`ithaka train` with loss=dpo equals TRL's DPOTrainer in fp64 and resumes bitwise; plans and refusals of such runs."""
 
 import contextlib
 import io
@@ -41,13 +41,13 @@ DROPS_REASONING = """{%- set last = namespace(user=0) -%}{%- for m in messages -
 {%- set last.user = loop.index0 -%}{%- endif -%}{%- endfor -%}{%- for m in messages -%}<|{{ m.role }}|>\
 {%- if m.reasoning_content and loop.index0 > last.user %}<think>{{ m.reasoning_content }}</think>{% endif -%}\
 {{ m.content }}<end>{%- endfor -%}{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
-UNEQUAL = ("tokens_per_s", "step_s", "mfu", "device_peak_bytes", "host_peak_bytes")  # in two runs that are the same
+UNEQUAL = ("tokens_per_s", "step_s", "mfu", "device_peak_bytes", "host_peak_bytes")  # differ between identical runs
 TRL_NAMES = {"rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen",
              "logps/rejected"}  # fmt: skip
 
 
 def pairs():
-    """Prompts of unequal lengths with a long common part; none fits into a sequence with another."""
+    """Pairs with prompts of different lengths, two of which never fit into one sequence."""
     return [
         {
             "prompt": f"{n} times {'and again ' * 6}{'?' * n}",
@@ -59,7 +59,7 @@ def pairs():
 
 
 def configure(folder, adapter, **train):
-    """Four sequences, which are one step: their order does not matter."""
+    """All four sequences are one step, so that their order does not matter."""
     rows = [pairs()[0], *pairs()]  # the very first record is held out
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return parse_config({
@@ -74,8 +74,8 @@ def configure(folder, adapter, **train):
     })  # fmt: skip
 
 
-def plain(folder, adapter):
-    """TRL's logs and weights after as many steps."""
+def run_trl(folder, adapter):
+    """Return TRL's logs and weights after the same number of steps."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
     settings = {"max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": LR, "optim": "adamw_torch",
@@ -87,7 +87,7 @@ def plain(folder, adapter):
     arguments = {"train_dataset": Dataset.from_list(pairs()), "processing_class": tokenizer(), "peft_config": lora}
     with trainer_environment(cp=0), contextlib.redirect_stdout(io.StringIO()):
         trainer = DPOTrainer(model, args=DPOConfig(str(folder / "trl"), **settings), **arguments)
-        if adapter:  # ithaka draws other first weights
+        if adapter:  # start from ithaka's initial adapter
             first = load_file(folder / "first" / "adapter_model.safetensors")
             for name, param in trainer.model.named_parameters():
                 if param.requires_grad:
@@ -122,18 +122,18 @@ def run_sharing(min_tokens, *arguments):
     "adapter, num_ranks", [(False, 2), *(pytest.param(way, 4, marks=pytest.mark.slow) for way in (False, True))]
 )
 def test_losses_metrics_and_weights_are_trls(ranks, folder, adapter, num_ranks):
-    """On 2 and 2 x 2 ranks, with the prompt computed once; after a resume, bit for bit."""
-    own = folder / f"adapter={adapter}-{num_ranks}"
-    own.mkdir()
-    (own / "model").symlink_to(folder / "model")
-    config = configure(own, adapter)
+    """On 2 and 2 x 2 ranks, with each prompt computed once. A resumed run is identical bit for bit."""
+    work_dir = folder / f"adapter={adapter}-{num_ranks}"
+    work_dir.mkdir()
+    (work_dir / "model").symlink_to(folder / "model")
+    config = configure(work_dir, adapter)
     if adapter:
-        train = replace(config.train, steps=1, run_dir=own / "first-run")
+        train = replace(config.train, steps=1, run_dir=work_dir / "first-run")
         ranks.run(2, run_sharing, 16, replace(config, train=train, optim=replace(config.optim, lr=0.0)))
-        export(train.run_dir, own / "first")
+        export(train.run_dir, work_dir / "first")
     ranks.run(num_ranks, run_sharing, 16, config)
     lines = steps(config.train.run_dir)[1:]
-    logs, weights = plain(own, adapter)
+    logs, weights = run_trl(work_dir, adapter)
     for line, log in zip(lines, logs, strict=True):
         assert line["loss"] == pytest.approx(log["loss"], **CLOSE)
         assert line["grad_norm"] == pytest.approx(log["grad_norm"], **CLOSE)
@@ -141,16 +141,16 @@ def test_losses_metrics_and_weights_are_trls(ranks, folder, adapter, num_ranks):
             {name: log[name] for name in TRL_NAMES}, **CLOSE
         )
     assert "val_rewards/margins" in lines[1]
-    export(config.train.run_dir, own / "exported")
-    saved = load_file(own / "exported" / ("adapter_model.safetensors" if adapter else "model.safetensors"))
+    export(config.train.run_dir, work_dir / "exported")
+    saved = load_file(work_dir / "exported" / ("adapter_model.safetensors" if adapter else "model.safetensors"))
     for name, tensor in saved.items():
         assert torch.allclose(tensor.double(), weights[name], rtol=1e-5, atol=1e-7), name
-    copied = copy_back_at(config.train.run_dir, own / "again", 2)
+    copied = copy_back_at(config.train.run_dir, work_dir / "again", 2)
     again = replace(config, train=replace(config.train, run_dir=copied))
     ranks.run(num_ranks, run_sharing, 16, again, copied)
     for line, other in zip(steps(copied), steps(config.train.run_dir), strict=True):
         assert all(line[name] == other[name] for name in other.keys() - {*UNEQUAL})
-    other = shutil.copytree(folder / "model", own / "other")
+    other = shutil.copytree(folder / "model", work_dir / "other")
     save_file(
         {name: -weight for name, weight in load_file(other / "model.safetensors").items()},
         other / "model.safetensors",
@@ -161,14 +161,14 @@ def test_losses_metrics_and_weights_are_trls(ranks, folder, adapter, num_ranks):
     assert_refused(lambda: validate_run(changed, num_ranks, copied), f"model.path={other}", what, fix="start a new run")
 
 
-def unshared(config):
+def run_without_sharing(config):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ithaka.train.trainer.why_no_parents", lambda model: "for a test")
         return run(config)
 
 
 def test_turns_of_an_unrolled_conversation_share_their_history(ranks, folder):
-    """One sample per turn, all in one sequence: the same losses and gradients, with fewer tokens computed."""
+    """With all turns in one sequence, losses and gradients are the same and fewer tokens are computed."""
     turns = [
         message
         for n in range(3)
@@ -186,20 +186,20 @@ def test_turns_of_an_unrolled_conversation_share_their_history(ranks, folder):
         "parallel": {"cp": 2},
         "optim": {"lr": 1e-3, "schedule": "constant"},
     }  # fmt: skip
-    seen, packed = {}, {}
-    for how, work in {"shared": partial(run_sharing, 16), "apart": unshared}.items():
+    records, packed = {}, {}
+    for how, work in {"shared": partial(run_sharing, 16), "apart": run_without_sharing}.items():
         config = parse_config(settings | {"train": {"run_dir": str(folder / how), "steps": 3, "validate_sequences": 1}})
         ranks.run(2, work, config)
-        seen[how] = steps(config.train.run_dir)
+        records[how] = steps(config.train.run_dir)
         summary = json.loads((config.train.run_dir / "data.json").read_text())
         packed[how] = float(summary["packing"].partition("%")[0])
     assert packed["shared"] < 0.75 * packed["apart"]
-    for a, b in zip(seen["shared"], seen["apart"], strict=True):
+    for a, b in zip(records["shared"], records["apart"], strict=True):
         for name in ("loss", "val_loss", "grad_norm"):  # 1e-8: norms round to fp32, as in transformers
             assert a[name] == (b[name] if b[name] is None else pytest.approx(b[name], rel=1e-8)), name
 
 
-def test_what_does_not_combine_with_pairs_is_refused():
+def test_settings_that_do_not_combine_with_pairs_are_refused():
     dpo = {"loss": {"type": "dpo"}}
     for section, values, fix in (
         ("data", {"train_on": "all"}, "leave it out"),
@@ -213,8 +213,8 @@ def test_what_does_not_combine_with_pairs_is_refused():
         assert_refused(lambda tree={**dpo, section: values}: parse_config(tree), *names, "dpo", fix=fix)
     assert_refused(lambda: parse_config({"loss": {"beta": 0.2}}), "loss.beta=0.2", fix="loss.type=dpo")
     assert_refused(lambda: parse_config({"loss": "dop"}), "loss.type=dop", fix="dpo or package.module:function")
-    own = {"type": "hooks:weighted_loss", "label_smoothing": 0.1}
-    assert_refused(lambda: parse_config({"loss": own}), "loss.label_smoothing=0.1", fix="loss.type=dpo")
+    loss = {"type": "hooks:weighted_loss", "label_smoothing": 0.1}
+    assert_refused(lambda: parse_config({"loss": loss}), "loss.label_smoothing=0.1", fix="loss.type=dpo")
     assert_refused(lambda: parse_config({"data": {"train_on": "pairs"}}), "data.train_on=pairs", fix="leave it out")
     assert (data := parse_config({"loss": "dpo"}).data).train_on == "pairs"
     with pytest.raises(BadRecord, match="no field chosen or no field rejected, .*loss.type=dpo.* are prompt, chosen"):
@@ -231,7 +231,7 @@ def test_a_pair_that_does_not_fit_is_refused_or_dropped():
     assert cut.shards[1].nodes.tolist() == [(0, -1, 1), (6, -1, 0)]
     prompt = ~np.arange(15, dtype=np.int32)
     tokens = np.concatenate([prompt, [1, 2], prompt, [3]]).astype(np.int32)
-    documents = pack.Documents(tokens, np.array([33]), samples=np.array([17]))  # their ends fit, without the prompt
+    documents = pack.Documents(tokens, np.array([33]), samples=np.array([17]))  # would fit without the prompts
     for mode in ("split", "refuse"):
         assert_refused(
             lambda mode=mode: pack.cut_documents(documents, 14, long._replace(mode=mode)),
@@ -239,8 +239,8 @@ def test_a_pair_that_does_not_fit_is_refused_or_dropped():
         )  # fmt: skip
 
 
-def test_the_reference_is_planned(folder):
-    """A frozen copy takes memory unless there is an adapter; its forward takes time in both cases."""
+def test_the_plan_includes_the_reference_model(folder):
+    """Its copy needs memory unless there is an adapter; its forward takes time in both cases."""
     model = {"path": str(folder / "model")}
     hardware = find_hardware("1xH100-80GB")
     for adapter in (None, {"rank": 4}):

@@ -51,8 +51,8 @@ CONTEXT, SHORT = 850, 64
 BYTES = ByteTokenizer()
 
 
-def test_tasks_are_the_same_for_ever():
-    """Change TASKS_VERSION with them: scores would not be comparable."""
+def test_tasks_never_change():
+    """Scores of changed tasks are not comparable: change TASKS_VERSION with them."""
     task = make_task("multi-value", 0.25, 0)
     assert task.needles[1] == (0.4375, "The special number of the garden is 1172538.")
     assert task.question.startswith("What are the four special numbers of the garden, in the order of the text?\n")
@@ -68,49 +68,49 @@ def test_a_prompt_has_its_needles_in_the_hay_at_their_depth(depth):
     assert len(ids) == CONTEXT and text.endswith(f"\nQuestion: {task.question} {task.answer}")
     assert num_answer == len(task.answer) + 1
     for where, needle in task.needles:
-        before, found, _ = text.partition(f"\n{needle}\n")
-        assert found and before.count("~") == int(where * text.count("~"))
+        before, inserted, _ = text.partition(f"\n{needle}\n")
+        assert inserted and before.count("~") == int(where * text.count("~"))
 
 
-def test_key_tokens_gain_much_and_end_well():
+def test_key_tokens_gain_much_and_have_low_losses():
     losses, gains = torch.tensor([9.0] * 8 + [1.9, 2.1, 0.0, 1.0]), torch.tensor([-2.1, -5.0, -1.9, -3.0])
     assert find_key_tokens(losses, gains, 8).tolist() == [1, 0, 0, 1]
 
 
 class CountedDocument(np.ndarray):
-    """Counts calls of `len`."""
+    """Count calls of `len`."""
 
-    asked = 0
+    num_calls = 0
 
     def __len__(self):
-        CountedDocument.asked += 1
+        CountedDocument.num_calls += 1
         return super().__len__()
 
 
-def test_reading_many_short_documents_takes_time_in_proportion(monkeypatch):
-    asked = []
+def test_reading_short_documents_takes_linear_time(monkeypatch):
+    num_calls = []
     for number in (100, 200):
         documents = [(np.arange(3, dtype=np.int32).view(CountedDocument), []) for _ in range(number)]
         last = (np.zeros(999, np.int32), [])
-        monkeypatch.setattr(measuring, "_read_documents", lambda *_, found=(*documents, last): list(found))
-        CountedDocument.asked = 0
+        monkeypatch.setattr(measuring, "_read_documents", lambda *_, read=(*documents, last): list(read))
+        CountedDocument.num_calls = 0
         text = read_text(None, BYTES, 900, 1)
-        asked.append(CountedDocument.asked)
+        num_calls.append(CountedDocument.num_calls)
         assert len(text.haystack) == 3 * number + 999 and len(text.short) == 32
-    assert asked[1] - asked[0] <= 6 * 100
+    assert num_calls[1] - num_calls[0] <= 6 * 100
 
 
 def test_reading_stops_when_there_is_enough(tmp_path, monkeypatch):
-    """Also if the long documents were found before the short ones."""
+    """Even if it has found the long documents before the short ones."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "x" * 99}) + "\n" for _ in range(200)))
     monkeypatch.setattr(measuring, "BATCH_CHARS", 1)
     read, find = [], measuring._read_documents
-    monkeypatch.setattr(measuring, "_read_documents", lambda *args: (read.append(1) or each for each in find(*args)))
+    monkeypatch.setattr(measuring, "_read_documents", lambda *args: (read.append(1) or d for d in find(*args)))
     text = read_text(tmp_path / "a.jsonl", BYTES, 50, 4)
-    assert len(read) == 32 and len(text.long) == 4 and {len(each) for each in text.short} == {50}
+    assert len(read) == 32 and len(text.long) == 4 and {len(document) for document in text.short} == {50}
 
 
-def test_conversations_have_a_loss_by_turn_of_their_trained_tokens(tmp_path):
+def test_the_loss_of_conversations_is_reported_by_turn(tmp_path):
     talk = [{"role": role, "content": role * n} for n in (1, 2) for role in ("user", "assistant")]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
     tokenizer = ByteTokenizer()
@@ -119,13 +119,13 @@ def test_conversations_have_a_loss_by_turn_of_their_trained_tokens(tmp_path):
     ((tokens, starts),) = text.conversations
     assert not text.long and len(starts) == 2
     losses = torch.arange(len(tokens), dtype=torch.float64)
-    found = summarize_turns(text.conversations, [losses], [1, 64, 500])
+    summary = summarize_turns(text.conversations, [losses], [1, 64, 500])
     trained = [i for i in range(1, len(tokens)) if tokens[i] >= 0]
     turns = [[i for i in trained if (i >= starts[1]) == later] for later in (False, True)]
-    assert found["trained_loss"] == np.mean(trained)
-    expected = [{"turn": n, "loss": np.mean(each), "tokens": len(each)} for n, each in enumerate(turns, 1)]
-    assert found["loss_by_turn"] == expected and len(expected[1]) == 3 and turns[0]
-    assert sum(row["tokens"] for row in found["trained_loss_by_position"]) == len(trained)
+    assert summary["trained_loss"] == np.mean(trained)
+    expected = [{"turn": n, "loss": np.mean(turn), "tokens": len(turn)} for n, turn in enumerate(turns, 1)]
+    assert summary["loss_by_turn"] == expected and len(expected[1]) == 3 and turns[0]
+    assert sum(row["tokens"] for row in summary["trained_loss_by_position"]) == len(trained)
 
 
 def test_prompts_are_read_with_their_answers(tmp_path):
@@ -147,20 +147,20 @@ def test_prompts_are_read_with_their_answers(tmp_path):
 CONFIG = {"vocab_size": 264, "max_position_embeddings": 1024}
 
 
-def text_of() -> EvalText:
+def make_text() -> EvalText:
     documents = torch.randint(256, (3, CONTEXT), generator=torch.Generator().manual_seed(5)).numpy().astype(np.int32)
     return EvalText(list(documents[:2]), [documents[2][:SHORT], documents[1][:40]], documents.ravel())
 
 
-def measured(prompts):
-    """One rank's part: all figures, the gains of the first document, and which prompts are retrieved."""
-    text, layout = text_of(), Layout(2, heads_per_stage=2, tile_tokens=300, ring=2)
+def measure_on_rank(prompts):
+    """Return one rank's figures, the gains of the first document, and whether each prompt is retrieved."""
+    text, layout = make_text(), Layout(2, heads_per_stage=2, tile_tokens=300, ring=2)
     model = parallelize_model(tiny_model(tiny_config("llama", **CONFIG)), mesh=make_mesh(2, ring=2), layout=layout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measuring, "DEPTHS", DEPTHS[::3])
-        found = measure_all(model, BYTES, text, [CONTEXT], 1, SHORT)
+        figures = measure_all(model, BYTES, text, [CONTEXT], 1, SHORT)
     gains = long_context_gains(model, text.long[0], token_losses(model, text.long[0][None])[0], SHORT)
-    return found, gains, [is_retrieved(model, *prompt) for prompt in prompts]
+    return figures, gains, [is_retrieved(model, *prompt) for prompt in prompts]
 
 
 @torch.no_grad()
@@ -171,42 +171,42 @@ def plain_losses(model, ids):
 
 
 def prompts_and_matches(model):
-    """Each task with its answer, with what greedy generation writes, and with one token of that changed."""
+    """Yield each task with its answer, with the greedily generated answer, and with one token of the latter changed."""
     for kind in TASKS:
-        ids, num_answer = make_prompt(make_task(kind, 0.5, 0), text_of().haystack, BYTES, CONTEXT)
+        ids, num_answer = make_prompt(make_task(kind, 0.5, 0), make_text().haystack, BYTES, CONTEXT)
         question = torch.from_numpy(ids[:-num_answer]).long()[None]
         written = model.generate(question, max_new_tokens=num_answer, do_sample=False)[0].numpy()
         wrong = written.copy()
         wrong[-num_answer // 2] ^= 1
-        for each in (ids, written, wrong):
-            yield (each, num_answer), bool((each == written).all())
+        for tokens in (ids, written, wrong):
+            yield (tokens, num_answer), bool((tokens == written).all())
 
 
 def test_every_figure_matches_a_plain_script(ranks):
-    plain, text = tiny_model(tiny_config("llama", **CONFIG)).eval(), text_of()
+    plain, text = tiny_model(tiny_config("llama", **CONFIG)).eval(), make_text()
     prompts, matches = zip(*prompts_and_matches(plain), strict=True)
-    losses, quarter = torch.stack([plain_losses(plain, each) for each in text.long]), SHORT // 4
-    short = torch.stack([plain_losses(plain, each).mean() for each in text.short])
+    losses, quarter = torch.stack([plain_losses(plain, document) for document in text.long]), SHORT // 4
+    short = torch.stack([plain_losses(plain, document).mean() for document in text.short])
     assert matches == (False, True, False) * len(TASKS)
-    for found, gains, retrieved in ranks.run(2, measured, prompts):
-        assert found["loss"] == pytest.approx(float(losses.mean()), rel=1e-6)
-        edges = [(row["from"], row["to"]) for row in found["loss_by_position"]]
+    for figures, gains, retrieved in ranks.run(2, measure_on_rank, prompts):
+        assert figures["loss"] == pytest.approx(float(losses.mean()), rel=1e-6)
+        edges = [(row["from"], row["to"]) for row in figures["loss_by_position"]]
         assert edges == [(1, 64), (64, 128), (128, 256), (256, 512), (512, CONTEXT)]
-        for row in found["loss_by_position"]:
+        for row in figures["loss_by_position"]:
             part = losses[:, row["from"] - 1 : row["to"] - 1].mean(1)
             assert row["loss"] == pytest.approx(float(part.mean()), rel=1e-6)
             assert row["error"] == pytest.approx(float((part[0] - part[1]).abs() / 2), rel=1e-4)
-        assert found["short_context_loss"] == pytest.approx(float(short.mean()), rel=1e-6)
+        assert figures["short_context_loss"] == pytest.approx(float(short.mean()), rel=1e-6)
         assert len(gains) == CONTEXT // quarter * quarter - SHORT
         for at in (SHORT, SHORT + 1, SHORT + quarter, 411, len(gains) + SHORT - 1):
             first = (at // quarter - 3) * quarter
             assert 3 * quarter <= at - first < SHORT
             near = plain_losses(plain, text.long[0][first : at + 1])[-1]
             assert float(gains[at - SHORT]) == pytest.approx(float(losses[0, at - 1] - near), abs=1e-5)
-        error = found["long_context_gain_error"]  # half the difference of two documents
-        assert abs(abs(found["long_context_gain"] - float(gains.mean())) - error) < 1e-9
+        error = figures["long_context_gain_error"]  # half the difference between the two documents
+        assert abs(abs(figures["long_context_gain"] - float(gains.mean())) - error) < 1e-9
         assert tuple(retrieved) == matches
-        cells = {(cell["task"], cell["context"], cell["depth"]) for cell in found["retrieval"]}
+        cells = {(cell["task"], cell["context"], cell["depth"]) for cell in figures["retrieval"]}
         assert cells == {(kind, CONTEXT, depth) for kind in TASKS for depth in DEPTHS[::3]}
 
 
@@ -223,10 +223,10 @@ def test_a_run_is_evaluated_and_printed(ranks, tmp_path, monkeypatch, capfd):
     arguments += ["--tasks", str(tasks), "--samples", "2", "--contexts", "900"]
     result = CliRunner().invoke(app, [*arguments, "--json", "--html", str(tmp_path / "page.html")])
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert 4 < found["loss"] < 7 and found["documents"] == 2 and found["long_context_gain"] is None
-    assert [cell["score"] for cell in found["retrieval"]][:6] == [0.5, 1.0, 0.0] * 2
-    assert [(row["task"], row["score"], row["samples"]) for row in found["tasks"]] == [("x", 0.5, 2), ("y", 1.0, 1)]
+    figures = json.loads(result.stdout)
+    assert 4 < figures["loss"] < 7 and figures["documents"] == 2 and figures["long_context_gain"] is None
+    assert [cell["score"] for cell in figures["retrieval"]][:6] == [0.5, 1.0, 0.0] * 2
+    assert [(row["task"], row["score"], row["samples"]) for row in figures["tasks"]] == [("x", 0.5, 2), ("y", 1.0, 1)]
     assert (tmp_path / "page.html").read_text().count("--score: ") == len(TASKS) * len(DEPTHS)
     (tmp_path / "run.json").write_text(result.stdout)
     for more, *named, fix in (
@@ -298,13 +298,13 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):
     measure = measuring.token_losses
     monkeypatch.setattr(measuring, "token_losses", lambda *args: passes.append(args) or measure(*args))
     result = CliRunner().invoke(app, [*arguments, "--samples", "0", "--json"])
-    found = json.loads(result.stdout)
-    assert result.exit_code == 0 and not found["partial"] and found["retrieval"] == [] and len(passes) == 3
-    assert found["loss"] == pytest.approx(found["short_context_loss"])
+    figures = json.loads(result.stdout)
+    assert result.exit_code == 0 and not figures["partial"] and figures["retrieval"] == [] and len(passes) == 3
+    assert figures["loss"] == pytest.approx(figures["short_context_loss"])
 
 
 def test_stored_results_are_shown_and_compared(tmp_path):
-    """A file may hold the two results of an earlier comparison."""
+    """A file may contain both results of an earlier comparison."""
     bins = [{"from": 1, "to": 64, "loss": 4.0, "error": None}, {"from": 64, "to": 128, "loss": 2.0, "error": None}]
     a = {"model": "a", "loss": 3.0, "loss_by_position": bins, "retrieval": []}
     b = {**a, "model": "b", "loss": 5.0}
@@ -334,12 +334,12 @@ def test_a_loss_that_is_not_finite_is_null_in_json_and_left_out_of_the_chart(tmp
     assert render_results([result]).count("<circle") == 1
     assert "<circle" not in render_results([{**result, "loss_by_position": bins[:1]}])
     (tmp_path / "a").write_text(json.dumps(result))
-    found = json.loads(CliRunner().invoke(app, ["evaluate", str(tmp_path / "a"), "--json"]).stdout)
-    assert (found["loss"], found["loss_by_position"][0]["loss"]) == (None, None)
+    figures = json.loads(CliRunner().invoke(app, ["evaluate", str(tmp_path / "a"), "--json"]).stdout)
+    assert (figures["loss"], figures["loss_by_position"][0]["loss"]) == (None, None)
 
 
 def test_two_models_under_torchrun_are_refused(tmp_path, monkeypatch):
-    """Its ranks cannot meet a second time."""
+    """The ranks of torchrun can form only one process group."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     models = [tmp_path / "a", tmp_path / "b"]
@@ -347,12 +347,12 @@ def test_two_models_under_torchrun_are_refused(tmp_path, monkeypatch):
 
 
 def test_narrow_parameters_give_the_same_losses(tmp_path):
-    """They are never updated, so the dtype of the computation is enough."""
+    """Evaluation updates no parameters, so they need no more precision than the computation."""
     tiny_model(tiny_config("llama", **CONFIG), torch.float32).save_pretrained(tmp_path)
     mesh, layout = make_mesh(1), Layout(dtype="bfloat16")
     wide, narrow = (build_model(tmp_path, mesh, layout, trains=trains) for trains in (True, False))
     assert {param.dtype for param in narrow.parameters()} == {torch.bfloat16} != {wide.dtype}
-    ids = text_of().long[0][None, :100]
+    ids = make_text().long[0][None, :100]
     assert torch.equal(token_losses(narrow, ids), token_losses(wide, ids))
 
 
@@ -364,29 +364,29 @@ def quick_run(config):
 
 
 def test_a_run_evaluates_itself(ranks, tmp_path):
-    """On two ranks, which share each document: the figures match its export's, and training is unaffected."""
+    """Two ranks share each document. The figures match those of the exported model, and training is unaffected."""
     texts = tmp_path / "long.jsonl"
     texts.write_text("".join(json.dumps({"text": f"{n} and " * 200}) + "\n" for n in range(3)))
-    how = {"every": 2, "contexts": ["900"], "data": str(texts), "documents": 2, "samples": 1}
+    evaluate = {"every": 2, "contexts": ["900"], "data": str(texts), "documents": 2, "samples": 1}
     model, steps = {"max_position_embeddings": 1024}, {"steps": 3, "validate_every": 0}
-    config = tiny_run(tmp_path, model=model, train=steps, parallel={"cp": 2}, evaluate=how)
+    config = tiny_run(tmp_path, model=model, train=steps, parallel={"cp": 2}, evaluate=evaluate)
     ranks.run(2, quick_run, config)
     records = metrics(config.train.run_dir)
     assert [record["step"] for record in records if "evaluate/loss" in record] == [2, 3]
     assert {"evaluate/retrieval", "evaluate/short_context_loss", "evaluate/retrieval/single/900"} <= records[-1].keys()
-    found = [json.loads((config.train.run_dir / f"evaluations/step-{step}.json").read_text()) for step in (2, 3)]
-    assert found[1]["loss"] == records[-1]["evaluate/loss"] != found[0]["loss"]
-    assert rename_metrics(records[-1])["evaluate/loss"] == found[1]["loss"]
-    assert read_run(config.train.run_dir)["metrics"]["evaluate/loss"][-1] == found[1]["loss"]
+    figures = [json.loads((config.train.run_dir / f"evaluations/step-{step}.json").read_text()) for step in (2, 3)]
+    assert figures[1]["loss"] == records[-1]["evaluate/loss"] != figures[0]["loss"]
+    assert rename_metrics(records[-1])["evaluate/loss"] == figures[1]["loss"]
+    assert read_run(config.train.run_dir)["metrics"]["evaluate/loss"][-1] == figures[1]["loss"]
     exported = AutoModelForCausalLM.from_pretrained(export(config.train.run_dir, tmp_path / "out"))
     expected = [plain_losses(exported, each).mean() for each in read_text(texts, BYTES, 900, 2).long]
-    assert found[1]["loss"] == pytest.approx(float(torch.stack(expected).mean()), rel=1e-5)
-    plain = tiny_run(tmp_path / "plain", model=model, train=steps, evaluate={**how, "every": 9, "samples": 0})
+    assert figures[1]["loss"] == pytest.approx(float(torch.stack(expected).mean()), rel=1e-5)
+    plain = tiny_run(tmp_path / "plain", model=model, train=steps, evaluate={**evaluate, "every": 9, "samples": 0})
     run(plain)  # evaluated after the last step only, without retrieval
-    *others, last = metrics(plain.train.run_dir)
-    assert [record["loss"] for record in records] == pytest.approx([each["loss"] for each in (*others, last)], rel=1e-5)
-    assert last["evaluate/loss"] == pytest.approx(found[1]["loss"], rel=1e-5) and "evaluate/retrieval" not in last
-    too_long = tiny_run(tmp_path / "long", model=model, train=steps, evaluate={**how, "contexts": ["4K"]})
+    *earlier, last = metrics(plain.train.run_dir)
+    assert [record["loss"] for record in records] == pytest.approx([row["loss"] for row in (*earlier, last)], rel=1e-5)
+    assert last["evaluate/loss"] == pytest.approx(figures[1]["loss"], rel=1e-5) and "evaluate/retrieval" not in last
+    too_long = tiny_run(tmp_path / "long", model=model, train=steps, evaluate={**evaluate, "contexts": ["4K"]})
     assert_refused(lambda: run(too_long), "evaluate.data=", "4096 tokens", fix="shorter")
 
 

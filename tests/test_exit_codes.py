@@ -1,4 +1,4 @@
-"""Exit codes: one table, which the docs quote and their Slurm and Kubernetes recipes obey."""
+"""Exit codes are one table, which the docs quote and their Slurm and Kubernetes recipes follow."""
 
 import errno
 import os
@@ -78,8 +78,8 @@ def test_the_slurm_script_restarts_unless_the_code_is_final(tmp_path, codes, sav
     assert (tmp_path / "requeued").exists() == requeued
 
 
-def wrapped(error: Exception) -> Exception:
-    """An error of a library, caused by `error`."""
+def wrap(error: Exception) -> Exception:
+    """Return a library's error that was caused by `error`."""
     try:
         raise ValueError("cannot be loaded") from error
     except ValueError as caught:
@@ -96,8 +96,8 @@ def wrapped(error: Exception) -> Exception:
         (loop.OutOfMemoryError("x"), ExitCode.OUT_OF_MEMORY),
         *((OSError(number, ""), ExitCode.TRANSIENT) for number in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)),
         (TimeoutError("x"), ExitCode.TRANSIENT),
-        (wrapped(OSError(errno.ESTALE, "")), ExitCode.TRANSIENT),
-        (wrapped(socket.gaierror(socket.EAI_AGAIN, "")), ExitCode.TRANSIENT),
+        (wrap(OSError(errno.ESTALE, "")), ExitCode.TRANSIENT),
+        (wrap(socket.gaierror(socket.EAI_AGAIN, "")), ExitCode.TRANSIENT),
         (SharedTransientError("x"), ExitCode.TRANSIENT),
         (type("ReadError", (type("TransportError", (Exception,), {}),), {})("x"), ExitCode.TRANSIENT),  # as httpx's
         *((OSError(number, ""), ExitCode.TRANSIENT) for number in (errno.ENOSPC, errno.EDQUOT)),
@@ -107,7 +107,7 @@ def wrapped(error: Exception) -> Exception:
         (RuntimeError("x"), ExitCode.FAILED),
     ],
 )
-def test_errors_have_the_tables_codes(error, code):
+def test_errors_have_the_exit_codes_of_the_table(error, code):
     assert exit_code_for(error) is code
 
 
@@ -134,8 +134,8 @@ def test_storage_that_fails_in_a_step_is_transient(tmp_path, monkeypatch, capsys
     with monkeypatch.context() as patch:
         patch.setattr(read, "_read_bytes", failing(number))
         assert launch.run_ranks(loop.train, (checked,), 1) == ExitCode.TRANSIENT  # before step 1
-    said = capsys.readouterr().err
-    assert said.startswith("TransientError: ") and f"{config.data.path}/" in said and os.strerror(number) in said
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("TransientError: ") and f"{config.data.path}/" in stderr and os.strerror(number) in stderr
 
     def fail_in_step_2(*args, **kwargs):
         steps.append(args)
@@ -150,8 +150,8 @@ def test_storage_that_fails_in_a_step_is_transient(tmp_path, monkeypatch, capsys
     "number, kind",
     [(errno.EIO, TransientError), (errno.ENOENT, TransientError), (errno.ENOSPC, TransientError)],
 )
-def test_every_rank_of_a_node_raises_the_tokenising_ranks_error(tmp_path, monkeypatch, number, kind):
-    """A file that was listed and is gone may be back: if not, the next start refuses the data."""
+def test_every_rank_of_a_node_raises_the_error_of_the_rank_that_tokenizes(tmp_path, monkeypatch, number, kind):
+    """A missing file is transient, as it may come back; if it does not, the next start refuses the data."""
     text = tmp_path / "a.txt"
     text.write_text("some text")
     [shard] = read.make_shards(files.find_files(text).files, load_config().data)
@@ -164,7 +164,7 @@ def test_every_rank_of_a_node_raises_the_tokenising_ranks_error(tmp_path, monkey
 
 
 def test_a_checkpoint_on_a_failing_disk_is_not_damaged(tmp_path, monkeypatch):
-    """The one before it must not replace it."""
+    """The previous checkpoint must not replace it."""
     path = tmp_path / "checkpoints/step-00000002"
     path.mkdir(parents=True)
     monkeypatch.setattr(checkpoint_files, "read_state", failing(errno.EIO))

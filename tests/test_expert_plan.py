@@ -1,4 +1,4 @@
-"""Plans of mixtures, against counts done by hand: Qwen3-30B-A3B has 128 experts of 3 x 2048 x 768, 8 per token."""
+"""Plans of mixtures match counts by hand: Qwen3-30B-A3B has 128 experts of 3 x 2048 x 768, 8 per token."""
 
 import json
 
@@ -21,7 +21,7 @@ EXPERTS = 128 * 3 * 2048 * 768
 TOKENS = 2**17
 
 
-def test_active_parameters_are_those_of_a_tokens_experts():
+def test_active_parameters_count_the_experts_of_one_token():
     assert QWEN.num_parameters - QWEN.num_active == pytest.approx(48 * EXPERTS * 120 / 128, rel=1e-6)
     assert (round(QWEN.num_active / 1e9, 2), round(OSS.num_active / 1e9, 1)) == (3.35, 5.8)
     llama = find_shape("llama3-8b")
@@ -53,7 +53,7 @@ def test_large_layers_are_not_gathered_ahead_without_overlap():
     assert small[0]["backward, last layer"]["layer weights"] == small[1]["backward, last layer"]["layer weights"]
 
 
-def test_adapters_of_experts_cost_what_a_token_uses():
+def test_adapters_of_experts_cost_only_what_a_tokens_experts_cost():
     adapted = QWEN.with_adapter(AdapterConfig(16, targets=("experts.gate_up_proj", "experts.down_proj")))
     seconds = LayerSeconds(adapted, make_layout(48), H200, TOKENS).adapters(tuple(adapted.linears), False)
     inputs, outputs = ADAPTER_PASSES[0]
@@ -72,15 +72,15 @@ def test_adapters_of_experts_cost_what_a_token_uses():
         ("gpt-oss-20b", 2**17, 4.200),
     ],
 )
-def test_planned_seconds_are_those_of_a_measured_step(model, tokens, seconds):
-    """Four layers on one H200 (LOG.md). gpt-oss at 16K waits for the host to launch kernels, which plans ignore."""
+def test_planned_seconds_match_a_measured_step(model, tokens, seconds):
+    """Measured with four layers on one H200 (LOG.md). At 16K, gpt-oss waits for kernel launches, which plans ignore."""
     layout = Layout(tile_tokens=16384, kept=(ActivationPolicy(attention="device"),) * 4, dtype="bfloat16")
     plan = Plan(find_shape(model).first_layers(4), layout, H200.with_kernel("fa4"), Work(tokens))
     assert plan.step_s == pytest.approx(seconds, rel=0.1)
 
 
 def test_experts_are_slower_with_few_rows_per_tile():
-    """gpt-oss-120b at 64K on one H200, seconds of its grouped matmuls by tile (LOG.md)."""
+    """Compare with the seconds of gpt-oss-120b's grouped matmuls by tile, at 64K on one H200 (LOG.md)."""
     for tile, milliseconds in ((1024, 2.15), (4096, 2.92), (16384, 5.47)):
         seconds = LayerSeconds(OSS, make_layout(36, tile_tokens=tile), H200, 2**16)
         assert seconds._experts(OSS.measured) == pytest.approx(2**16 / tile * milliseconds / 1e3, rel=0.2), tile
@@ -88,11 +88,11 @@ def test_experts_are_slower_with_few_rows_per_tile():
 
 def test_a_stage_of_a_general_layer_takes_time():
     stages = {heads: make_layout(36, heads_per_stage=heads, tile_tokens=4096) for heads in (8, 64)}
-    found = [LayerSeconds(OSS, layout, H200, 2**16).project(backward=False) for layout in stages.values()]
-    assert found[0] - found[1] == pytest.approx(7 * STAGE_SECONDS)
+    seconds = [LayerSeconds(OSS, layout, H200, 2**16).project(backward=False) for layout in stages.values()]
+    assert seconds[0] - seconds[1] == pytest.approx(7 * STAGE_SECONDS)
 
 
-def test_the_plan_shows_experts_and_the_time_of_flops():
+def test_the_plan_prints_experts_and_the_time_of_flops():
     args = ("plan", "qwen3-30b-a3b", "--gpus", "8xH100", "--host-memory", "2TB", "--context", "1M")
     answer, text = json.loads(run(*args, "--json")), " ".join(run(*args).split())
     experts, seconds = answer["experts"], answer["flop_seconds"]
@@ -109,7 +109,7 @@ def test_the_plan_shows_experts_and_the_time_of_flops():
     assert "parameters are used per token" not in run("plan", "llama3-8b", "--gpus", "8xH100")
 
 
-def test_frozen_weights_have_two_products():
+def test_frozen_weights_need_two_matmuls():
     layout, work = make_layout(32, tile_tokens=8192), Work(TOKENS)
     full, frozen = (flop_seconds(find_shape("llama3-8b").with_adapter(adapter), layout, H200, work)
                     for adapter in (None, AdapterConfig(16)))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Expert blocks against transformers' own experts: outputs and every gradient, for any distribution of tokens."""
+"""Expert blocks match transformers' experts in outputs and every gradient, for any distribution of tokens."""
 
 import re
 from collections import deque
@@ -46,8 +46,8 @@ FAMILIES = {
 
 
 def find_experts(layer: nn.Module) -> nn.Module | None:
-    found = (module for module in layer.modules() if hasattr(module, "down_proj") and hasattr(module, "num_experts"))
-    return next(found, None)
+    experts = (module for module in layer.modules() if hasattr(module, "down_proj") and hasattr(module, "num_experts"))
+    return next(experts, None)
 
 
 def random_inputs(dtype: torch.dtype = torch.float64):
@@ -58,7 +58,7 @@ def random_inputs(dtype: torch.dtype = torch.float64):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_equal_those_of_transformers(family):
-    """In one piece with autograd, and in two tiles with sums, the second of which does not compute its output."""
+    """In one call with autograd, and in two tiles with summed gradients, the second of which skips its output."""
     layer = tiny_decoder(family, num_hidden_layers=2, **FAMILIES[family]).model.layers[1]
     module = find_experts(layer)
     if module is None:
@@ -75,7 +75,7 @@ def test_experts_equal_those_of_transformers(family):
     for distribution, chosen in DISTRIBUTIONS.items():
         expected, wanted = plain[distribution]
         y = module(x, chosen, weights)
-        found = torch.autograd.grad(y, inputs, dy)
+        autograd_grads = torch.autograd.grad(y, inputs, dy)
         sums, tiles = GradSum(), []
         for rows, skips in ((slice(0, 5), False), (slice(5, T), True)):
             with experts.repeat_tile(deque(), skips_output=skips):
@@ -86,8 +86,8 @@ def test_experts_equal_those_of_transformers(family):
         summed = [a + b for a, b in zip(*(tile[:2] for tile in tiles), strict=True)]
         summed += [sums.take(param) for param in params.values()]
         errors[distribution] = relative(y.detach(), expected)
-        for name, *grads, grad in zip(names, found, summed, wanted, strict=True):
-            errors[distribution, name] = max(relative(found, grad) for found in grads)
+        for name, *grads, grad in zip(names, autograd_grads, summed, wanted, strict=True):
+            errors[distribution, name] = max(relative(ours, grad) for ours in grads)
     assert_equal([errors])
 
 
@@ -114,7 +114,7 @@ def test_a_rank_may_have_no_token_of_an_expert(family, layout, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_bf16_takes_the_grouped_kernel(family, monkeypatch):
+def test_bf16_uses_the_grouped_kernel(family, monkeypatch):
     calls = []
     grouped_mm = F.grouped_mm
     monkeypatch.setattr(F, "grouped_mm", lambda *args, **kwargs: calls.append(args) or grouped_mm(*args, **kwargs))
@@ -131,7 +131,7 @@ def test_bf16_takes_the_grouped_kernel(family, monkeypatch):
 @pytest.mark.parametrize("is_transposed", [False, True])
 @torch.no_grad()
 def test_weight_gradients_are_summed_over_tiles_unrounded(is_transposed):
-    """In bf16, against fp64 products of the same inputs; rounding each tile's product would give 1e-3."""
+    """Compare bf16 with fp64 products of the same inputs; rounding each tile's product would give an error of 1e-3."""
     generator = torch.Generator().manual_seed(7)
 
     def draw(*shape):
@@ -166,7 +166,7 @@ EXPERT_WEIGHTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     ],
 )
 def test_adapters_on_experts_equal_peft(family, targets, layout):
-    """Transposed and not, one weight and both, on the general and the streamed path."""
+    """With and without transposed weights, on one weight and on both, on the general and the streamed path."""
     is_streamed = family == "qwen3_moe"
     if is_streamed:
         plain = tiny_model(tiny_config(family, num_hidden_layers=1))
@@ -197,7 +197,7 @@ def test_replayed_choices_equal_a_router_that_makes_them(family, layout):
         layers, original = iter(chosen[0].unbind(1)), torch.topk
 
         def topk(scores, k, *args, **kwargs):
-            if scores.dim() != 2 or scores.shape[-1] != E:  # over groups of experts
+            if scores.dim() != 2 or scores.shape[-1] != E:  # topk over groups of experts
                 return original(scores, k, *args, **kwargs)
             indices = next(layers)
             return torch.return_types.topk((scores.gather(-1, indices), indices))
@@ -243,7 +243,7 @@ def test_the_load_of_experts_is_counted_in_training(monkeypatch):
 
 
 def test_large_layers_are_not_gathered_ahead(monkeypatch):
-    """Without overlap: gradients are the same, and backward gathers each layer when it comes to it."""
+    """Without overlap, backward gathers each layer only when it needs it; gradients are the same."""
     ahead, unshard = [], FSDPParamGroup._prefetch_unshard
 
     def record(group, kind):
@@ -268,8 +268,8 @@ LARGE |= {"n_routed_experts": 64, "num_experts": 64, "n_group": 2, "topk_group":
 @pytest.mark.parametrize(
     "family, adapted", [("gpt_oss", False), ("gpt_oss", True), ("deepseek_v3", False), ("qwen2_moe", True)]
 )
-def test_the_probe_has_few_and_narrow_experts(family, adapted, monkeypatch):
-    """With adapters, each expert has its own."""
+def test_the_probe_uses_few_and_narrow_experts(family, adapted, monkeypatch):
+    """In the adapted cases, each expert has an adapter."""
     model, sizes = tiny_decoder(family, torch.float32, **LARGE), []
     if adapted:
         names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -295,7 +295,7 @@ def test_running_out_of_memory_in_the_probe_is_raised(monkeypatch):
         probe.probe_layers(model, Recorder(model), torch.device("cpu"))
 
 
-def test_experts_that_run_as_in_transformers_are_named(monkeypatch):
+def test_a_layer_that_falls_back_to_transformers_experts_is_named(monkeypatch):
     def fail(ctx, *inputs):
         raise NotImplementedError("no such kernel")
 

@@ -1,4 +1,4 @@
-"""A trained run becomes a Hugging Face directory that computes the same."""
+"""The Hugging Face model exported from a run computes the same logits."""
 
 import dataclasses
 from pathlib import Path
@@ -15,7 +15,7 @@ from runs import MODEL, metrics, run, tiny_run, valid
 
 
 def trained_state(config, ids_BS):
-    """Weights and logits of the trained parallel model, as the last checkpoint has them."""
+    """Return the weights and logits of the trained parallel model, from the last checkpoint."""
     longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=100))
     model = prepare(valid(longer, config.train.run_dir)).model
     with torch.no_grad():
@@ -59,11 +59,11 @@ def test_exported_model_gives_the_trained_logits(ranks, tmp_path, family):
         assert fact in card
     assert f"| validation loss | {losses[0]:.4f} -> {losses[-1]:.4f} |" in card
     write_card(config.train.run_dir, out, "org/name", step=1)
-    assert "| steps | 1, " in (out / "README.md").read_text(), "not those after the exported checkpoint"
+    assert "| steps | 1, " in (out / "README.md").read_text(), "later steps are not counted"
 
 
 def test_export_has_the_tokenizer_with_its_tokens_and_template(ranks, tmp_path):
-    """A pretrained model, and its tokenizer with two tokens more than the model has."""
+    """The tokenizer of the pretrained model has two more tokens than the model."""
     source, tokenizer = tmp_path / "source", ByteTokenizer().hf
     template = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}"
     tokenizer.chat_template = template
@@ -78,7 +78,7 @@ def test_export_has_the_tokenizer_with_its_tokens_and_template(ranks, tmp_path):
     assert_refused(lambda: valid(config), "261", "vocab_size=259", fix="model.resize_embeddings=true")
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, resize_embeddings=True))
     ranks.run(2, run, config)
-    ranks.run(1, run, *resumed(config))
+    ranks.run(1, run, *with_one_more_step(config))
 
     out = export(config.train.run_dir, tmp_path / "out")
     exported, loaded = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
@@ -93,17 +93,17 @@ def test_export_has_the_tokenizer_with_its_tokens_and_template(ranks, tmp_path):
         torch.testing.assert_close(after[259:], before.mean(0).expand(61, -1), rtol=0, atol=1e-4)
 
 
-def resumed(config):
-    """The run again, a step longer."""
+def with_one_more_step(config):
+    """Return the arguments that resume the run for one more step."""
     more = dataclasses.replace(config.train, steps=config.train.steps + 1)
     return dataclasses.replace(config, train=more), config.train.run_dir
 
 
-def test_export_into_an_empty_folder_and_refusals(ranks, tmp_path, monkeypatch):
+def test_export_needs_a_run_and_an_empty_folder_or_force(ranks, tmp_path, monkeypatch):
     config = tiny_run(tmp_path, train={"steps": 1})
     ranks.run(1, run, config)
     out = tmp_path / "out"
-    out.mkdir()  # empty: may be used
+    out.mkdir()  # an empty folder is accepted
     with monkeypatch.context() as inside:
         inside.chdir(out)
         assert export(config.train.run_dir, Path(".")) == out

@@ -32,32 +32,32 @@ from ranks import Ranks
 from runs import copy_back_at, metrics, numbers, run, run_and_record_exit, tiny_run, valid, wait_for
 
 
-def moved(config, run_dir, **train):
+def with_run_dir(config, run_dir, **train):
     return dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=run_dir, **train))
 
 
-def told_by(fault, config, resume=False):
-    """What this rank prints of a run with a fault injected by `fault(patch)`, and the error that ends it."""
+def run_with_fault(fault, config, resume=False):
+    """Inject a fault with `fault(patch)`; return this rank's output and the error that ends the run."""
     error = None
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as told:
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
         fault(patch)
         try:
             run(config, config.train.run_dir if resume else None)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
-    return told.getvalue(), error
+    return output.getvalue(), error
 
 
 @pytest.fixture(scope="module")
-def whole(ranks, tmp_path_factory):
-    """An undisturbed run of four steps on two ranks, saved after 2 and 4."""
-    config = tiny_run(tmp_path_factory.mktemp("whole"))
+def reference_run(ranks, tmp_path_factory):
+    """A run of four steps on two ranks without faults, saved after steps 2 and 4."""
+    config = tiny_run(tmp_path_factory.mktemp("reference"))
     ranks.run(2, run, config)
     return config
 
 
 def fails_once(function, number):
-    """`function`, which raises an OSError when it is called first."""
+    """Wrap `function` so that its first call raises an OSError."""
     calls = []
 
     def failing(*args, **kwargs):
@@ -83,23 +83,23 @@ def read_only(patch):
 
 
 @pytest.mark.parametrize(
-    "fault, words",
+    "fault, message",
     [
         (disk_full, "rank 1: OSError: [Errno 28] No space left"),
         pytest.param(read_only, "rank 0: OSError: [Errno 30] Read-only", marks=pytest.mark.slow),
     ],
 )
-def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(ranks, whole, tmp_path, fault, words):
-    config = moved(whole, tmp_path / "run")
-    (told, error), _ = ranks.run(2, told_by, fault, config)
+def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(ranks, reference_run, tmp_path, fault, message):
+    config = with_run_dir(reference_run, tmp_path / "run")
+    (output, error), _ = ranks.run(2, run_with_fault, fault, config)
     assert error is None
-    assert f"step-00000002 cannot be written: {words}" in told and "The run continues" in told
+    assert f"step-00000002 cannot be written: {message}" in output and "The run continues" in output
     assert [path.name for path in (tmp_path / "run/checkpoints").glob("*")] == ["step-00000004"]
-    assert numbers(config.train.run_dir) == numbers(whole.train.run_dir)
+    assert numbers(config.train.run_dir) == numbers(reference_run.train.run_dir)
 
 
 def test_errors_after_the_last_save_do_not_fail_the_run(tmp_path, monkeypatch, capfd):
-    """An old checkpoint cannot be deleted, the console not closed, and the run not summarized."""
+    """Deleting an old checkpoint, closing the console and summarizing the run all fail."""
     settings = {"steps": 2, "save_every": 1, "keep_last": 1, "validate_every": 0, "validate_sequences": 0}
     config, close, rmtree, summaries = tiny_run(tmp_path, train=settings), Console.close, shutil.rmtree, []
 
@@ -133,7 +133,7 @@ def test_errors_after_the_last_save_do_not_fail_the_run(tmp_path, monkeypatch, c
 
 
 def slow_to_write(patch):
-    """The steps that follow a save change the weights before they are written."""
+    """Delay writing, so that the next steps change the weights before the checkpoint is on disk."""
     dcp_save = save.dcp.save
     patch.setattr(save.dcp, "save", lambda *args, **kwargs: time.sleep(0.2) or dcp_save(*args, **kwargs))
 
@@ -143,26 +143,26 @@ def in_the_foreground(patch):
     patch.setattr(trainer_module, "can_save_in_background", lambda run: False)
 
 
-def test_a_background_save_has_the_state_of_its_step(ranks, whole, tmp_path):
-    said, saved = {}, {}
+def test_a_background_save_has_the_state_of_its_step(ranks, reference_run, tmp_path):
+    output, saved = {}, {}
     for fault in (slow_to_write, in_the_foreground):
-        config = moved(whole, tmp_path / fault.__name__)
-        (said[fault], error), _ = ranks.run(2, told_by, fault, config)
+        config = with_run_dir(reference_run, tmp_path / fault.__name__)
+        (output[fault], error), _ = ranks.run(2, run_with_fault, fault, config)
         assert error is None
         states = [files.read_state(path) for path in sorted(config.train.run_dir.glob("checkpoints/*"))]
         names = ("__0_0.distcp", "__1_0.distcp")
         saved[fault] = [(state["step"], [state["checksums"][name] for name in names]) for state in states]
     assert [step for step, _ in saved[slow_to_write]] == [2, 4]
     assert saved[slow_to_write] == saved[in_the_foreground]
-    assert "every 15 minutes and 2 steps, in the background" in said[slow_to_write]
-    assert "in the foreground: " in said[in_the_foreground]
+    assert "every 15 minutes and 2 steps, in the background" in output[slow_to_write]
+    assert "in the foreground: " in output[in_the_foreground]
 
 
 STEP_S, SAVE_S = 2.0, 3.0  # watchdog limit inside a step; duration of a slow save
 
 
-def stopped_while_saving(config):
-    """Rank 1's disk is slow to write the first checkpoint. More come due, and then the user stops the run."""
+def stop_while_saving(config):
+    """Write the first checkpoint slowly on rank 1 until more saves are due, then stop the run as a user would."""
     saves, paths, write = [], [], save.dcp.FileSystemWriter.write_data
 
     def slow(*args):
@@ -175,24 +175,24 @@ def stopped_while_saving(config):
             paths.append(PhaseState.path)
         return write(*args)
 
-    left = []
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as told:
-        watched(patch, STEP_S)
-        patch.setattr(heartbeat, "exit_rank", left.append)
+    exits = []
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
+        with_fast_watchdog(patch, STEP_S)
+        patch.setattr(heartbeat, "exit_rank", exits.append)
         patch.setattr(save.dcp.FileSystemWriter, "write_data", slow)
         checked = valid(config)
         limits, code = heartbeat.Limits.for_run(checked), loop.train(checked)
-    return code, told.getvalue(), left, [limits.for_phase(path) == limits.save > 100 * SAVE_S for path in paths]
+    return code, output.getvalue(), exits, [limits.for_phase(path) == limits.save > 100 * SAVE_S for path in paths]
 
 
-def test_a_slow_save_is_not_a_hang_and_the_next_save_is_skipped(whole, tmp_path):
-    config = moved(whole, tmp_path / "run", steps=100_000, save_every=2, validate_every=0, keep_last=9)
+def test_a_slow_save_is_not_a_hang_and_the_next_save_is_skipped(reference_run, tmp_path):
+    config = with_run_dir(reference_run, tmp_path / "run", steps=100_000, save_every=2, validate_every=0, keep_last=9)
     victims = Ranks(2)
     try:
-        (code, told, left, _), (*_, others, waits_as_saving) = victims.run(2, stopped_while_saving, config)
+        (code, output, exits, _), (*_, other_exits, waits_as_saving) = victims.run(2, stop_while_saving, config)
     finally:
         victims.close()
-    assert left == others == [] and waits_as_saving == [True]
+    assert exits == other_exits == [] and waits_as_saving == [True]
     lines = metrics(tmp_path / "run")
     last, skipped = lines[-1]["step"], [line for line in lines if "event" in line]
     assert code == ExitCode.SIGNALED + signal.SIGINT and (tmp_path / "run/latest").read_text() == f"step-{last:08d}\n"
@@ -200,43 +200,45 @@ def test_a_slow_save_is_not_a_hang_and_the_next_save_is_skipped(whole, tmp_path)
         "step-00000002",
         f"step-{last:08d}",
     ]
-    # Once for each that came due.
+    # One event for each save that was due.
     assert [line["step"] for line in skipped] == list(range(4, last, 2)) and skipped[0]["save_in_progress"] == 2
-    assert all(line["event"] in told and "train.save_every" in line["event"] for line in skipped)
+    assert all(line["event"] in output and "train.save_every" in line["event"] for line in skipped)
 
 
-def saved_slowly(config):
+def train_with_slow_saves(config):
     with pytest.MonkeyPatch.context() as patch:
         slow_to_write(patch)
         loop.train(valid(config))
 
 
-def test_the_best_weights_are_saved_even_while_another_save_is_in_progress(ranks, whole, tmp_path):
-    config = moved(whole, tmp_path / "run", steps=4, save_every=1, validate_every=1, keep_best=True, keep_last=9)
-    ranks.run(1, saved_slowly, config)
+def test_the_best_weights_are_saved_even_while_another_save_is_in_progress(ranks, reference_run, tmp_path):
+    config = with_run_dir(
+        reference_run, tmp_path / "run", steps=4, save_every=1, validate_every=1, keep_best=True, keep_last=9
+    )
+    ranks.run(1, train_with_slow_saves, config)
     lines = metrics(tmp_path / "run")
     losses = {line["step"]: line["val_loss"] for line in lines if "event" not in line}
-    better = [step for step in range(2, 5) if losses[step] < min(losses[before] for before in range(1, step))]
+    improved = [step for step in range(2, 5) if losses[step] < min(losses[earlier] for earlier in range(1, step))]
     saved = [int(path.name[-1]) for path in sorted((tmp_path / "run/checkpoints").iterdir())]
-    assert len(better) > 1 and set(better) <= set(saved)
-    assert not [line for line in lines if "event" in line and line["step"] in better]
+    assert len(improved) > 1 and set(improved) <= set(saved)
+    assert not [line for line in lines if "event" in line and line["step"] in improved]
 
 
-def unshared(config):
-    own = moved(config, config.train.run_dir / str(dist.get_rank()))
+def run_without_shared_directory(config):
+    local = with_run_dir(config, config.train.run_dir / str(dist.get_rank()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "SHARED_FS_DELAY_S", 0.1)
         with pytest.raises(TransientError) as error:
-            run(own)
+            run(local)
     assert error.value.shared and error.value.exit_code == ExitCode.TRANSIENT
     return str(error.value)
 
 
-def test_a_directory_that_is_not_shared_is_refused_at_the_first_save(ranks, whole, tmp_path):
-    first, second = ranks.run(2, unshared, moved(whole, tmp_path))
-    seen = f"{tmp_path}/0/checkpoints/.tmp-step-00000002/__1_0.distcp"
+def test_a_directory_that_is_not_shared_is_refused_at_the_first_save(ranks, reference_run, tmp_path):
+    first, second = ranks.run(2, run_without_shared_directory, with_run_dir(reference_run, tmp_path))
+    missing = f"{tmp_path}/0/checkpoints/.tmp-step-00000002/__1_0.distcp"
     assert first == (
-        f"train.run_dir={tmp_path}/0: rank 0 does not see {seen}, which rank 1 wrote; "
+        f"train.run_dir={tmp_path}/0: rank 0 does not see {missing}, which rank 1 wrote; "
         "start again, or put it on a file system that all nodes share"
     )
     assert not (tmp_path / "0/latest").exists()
@@ -244,37 +246,37 @@ def test_a_directory_that_is_not_shared_is_refused_at_the_first_save(ranks, whol
 
 
 def late(patch):
-    """Rank 0 does not see the files of the second checkpoint in time."""
-    is_seen = save.is_visible
-    patch.setattr(save, "is_visible", lambda file, size: "step-00000002" in str(file) and is_seen(file, size))
+    """On rank 0, the files of the second checkpoint do not appear in time."""
+    is_visible = save.is_visible
+    patch.setattr(save, "is_visible", lambda file, size: "step-00000002" in str(file) and is_visible(file, size))
 
 
-def test_a_file_that_appears_late_does_not_end_the_run_after_a_save(ranks, whole, tmp_path):
-    config = moved(whole, tmp_path / "run", steps=5)
-    (told, error), _ = ranks.run(2, told_by, late, config)
-    assert "step-00000004 cannot be written: rank 0: TimeoutError: rank 0 does not see " in told
+def test_a_file_that_appears_late_does_not_end_the_run_after_a_save(ranks, reference_run, tmp_path):
+    config = with_run_dir(reference_run, tmp_path / "run", steps=5)
+    (output, error), _ = ranks.run(2, run_with_fault, late, config)
+    assert "step-00000004 cannot be written: rank 0: TimeoutError: rank 0 does not see " in output
     assert error.startswith("CheckpointError: ")  # raised after the last step
     assert (tmp_path / "run/latest").read_text() == "step-00000002\n"
     assert [line["step"] for line in metrics(config.train.run_dir)][-1] == 5
 
 
-def by_minutes(patch):
-    """A minute passes in every step, and the clock is set back."""
+def one_minute_per_step(patch):
+    """Each step takes a minute of monotonic time, while the wall clock is set back."""
     now, steps, train_step = time.monotonic, [], trainer_module.train_step
     patch.setattr(trainer_module, "train_step", lambda *args, **kwargs: steps.append(1) or train_step(*args, **kwargs))
     patch.setattr(loop.time, "monotonic", lambda: now() + 60 * len(steps))
     patch.setattr(loop.time, "time", lambda: -60.0 * len(steps))
 
 
-def test_saves_by_minutes(ranks, whole, tmp_path):
-    config = moved(whole, tmp_path / "run", save_every=0, save_minutes=2, steps=5, keep_last=9)
-    (told, error), _ = ranks.run(2, told_by, by_minutes, config)
-    assert error is None and "every 2 minutes, " in told
+def test_save_minutes_sets_when_checkpoints_are_saved(ranks, reference_run, tmp_path):
+    config = with_run_dir(reference_run, tmp_path / "run", save_every=0, save_minutes=2, steps=5, keep_last=9)
+    (output, error), _ = ranks.run(2, run_with_fault, one_minute_per_step, config)
+    assert error is None and "every 2 minutes, " in output
     assert [path.name[-1] for path in sorted((tmp_path / "run/checkpoints").glob("*"))] == ["2", "4", "5"]
 
 
-def watched(patch, step_s=None):
-    """Beats come fast. `step_s`: the watchdog's limit inside a step; all else is the watchdog's own."""
+def with_fast_watchdog(patch, step_s=None):
+    """Send heartbeats often. `step_s` overrides the watchdog's limit inside a step; other limits stay."""
     patch.setattr(heartbeat, "BEAT_S", 0.1)
     patch.setattr(heartbeat, "OWN_ERROR_WAIT_S", 0.0)
     if step_s is not None:
@@ -282,8 +284,8 @@ def watched(patch, step_s=None):
 
 
 def asleep(patch, sleep=lambda: time.sleep(60), step_s=2.0):
-    """Rank 1 in its third step, in the forward of its second layer: rank 0 waits for it in an exchange."""
-    watched(patch, step_s)
+    """Rank 1 sleeps in the forward of its second layer, in the third step; rank 0 waits for it in an exchange."""
+    with_fast_watchdog(patch, step_s)
     steps, calls, train_step, attend = [], [], trainer_module.train_step, stages.StagedAttention.attend
 
     def slow(*args):
@@ -304,21 +306,21 @@ def frozen(patch):
 
 
 @pytest.mark.parametrize(
-    "fault, words",
+    "fault, message",
     [
         (asleep, "did not arrive: no rank made progress for 2 s"),
         (frozen, "has sent no heartbeat for 2 s: it died or is frozen"),
     ],
 )
-def test_a_rank_that_hangs_ends_all_and_is_named(whole, tmp_path, fault, words):
-    config, victims = moved(whole, tmp_path / "run"), Ranks(2)
+def test_a_rank_that_hangs_is_named_and_ends_the_run(reference_run, tmp_path, fault, message):
+    config, victims = with_run_dir(reference_run, tmp_path / "run"), Ranks(2)
     victims.start(2, tmp_path, run_and_record_exit, fault, config, tmp_path)
     wait_for(lambda: any(path.read_text() for path in tmp_path.glob("words-*")))
-    told = next(path.read_text() for path in tmp_path.glob("words-*") if path.read_text())
+    output = next(path.read_text() for path in tmp_path.glob("words-*") if path.read_text())
     victims.close()
-    assert told.startswith(f"{ExitCode.HANG} rank 1 on ") and words in told.splitlines()[0]
-    assert fault is frozen or "\n  rank 1 last reported step 3, layer 1 / forward / attention / stage 0\n" in told
-    assert "\n  rank 0 last reported step 3, layer 1 / forward / exchange\n" in told
+    assert output.startswith(f"{ExitCode.HANG} rank 1 on ") and message in output.splitlines()[0]
+    assert fault is frozen or "\n  rank 1 last reported step 3, layer 1 / forward / attention / stage 0\n" in output
+    assert "\n  rank 0 last reported step 3, layer 1 / forward / exchange\n" in output
     assert any("attend" in path.read_text() for path in (tmp_path / "run/hang").glob("stacks-*"))
 
 
@@ -329,20 +331,20 @@ def out_of_memory(patch):
     asleep(patch, fail, step_s=None)
 
 
-def test_all_ranks_end_with_the_code_of_the_one_that_failed(whole, tmp_path):
-    """A scheduler sees one code, whichever rank's it takes."""
-    config, others = moved(whole, tmp_path / "run"), Ranks(2)
-    others.start(2, tmp_path, run_and_record_exit, out_of_memory, config, tmp_path)
+def test_all_ranks_end_with_the_code_of_the_one_that_failed(reference_run, tmp_path):
+    """A scheduler may report any rank's exit code, so all ranks exit with the same one."""
+    config, failing_ranks = with_run_dir(reference_run, tmp_path / "run"), Ranks(2)
+    failing_ranks.start(2, tmp_path, run_and_record_exit, out_of_memory, config, tmp_path)
     wait_for(lambda: (tmp_path / "words-0").exists() and (tmp_path / "words-0").read_text())
-    others.close()
-    told = (tmp_path / "words-0").read_text()
-    assert told.startswith(f"{ExitCode.OUT_OF_MEMORY} rank 1 on ") and "failed: MemoryError: no room" in told
+    failing_ranks.close()
+    output = (tmp_path / "words-0").read_text()
+    assert output.startswith(f"{ExitCode.OUT_OF_MEMORY} rank 1 on ") and "failed: MemoryError: no room" in output
 
 
 @pytest.fixture
 def make_beats(monkeypatch, tmp_path):
-    """Returns a function that makes the heartbeats of several ranks, in this process and on one store; what they say as
-    they end goes to `.ended`."""
+    """Return a function that makes the heartbeats of several ranks in this process, on one store. The message with
+    which one of them ends the run is added to every `.ended`."""
     start_process_group()
     monkeypatch.setattr(heartbeat, "OWN_ERROR_WAIT_S", 0.0)
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
@@ -426,8 +428,8 @@ def test_other_ranks_notice_that_rank_0_failed_or_fell_silent(monkeypatch, pair)
     assert watching.ended[1].startswith("rank 0 on ") and "failed: RuntimeError: boom\n" in watching.ended[1]
 
 
-def test_a_store_that_is_frozen_ends_a_rank(monkeypatch, pair):
-    """Requests block without an error, as when its machine or rank 0's process dies."""
+def test_a_frozen_store_ends_a_rank(monkeypatch, pair):
+    """Requests block without an error, as they do when the machine of rank 0 dies."""
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
     monkeypatch.setattr(heartbeat, "MAX_SILENCE_S", 1.0)
     beat, other = pair
@@ -462,9 +464,9 @@ def test_a_rank_whose_device_failed_is_named(monkeypatch, pair):
         failing._watch_ranks()
         watching._watch_ranks()
     assert not failing.ended  # its own error is about to be raised
-    asked = len(queries)
+    num_queries = len(queries)
     failing.close(f"RuntimeError: {fault}")
-    assert len(queries) == asked > 0
+    assert len(queries) == num_queries > 0
     watching._watch_ranks()
     lines = watching.ended[0].splitlines()
     assert lines[0].startswith("rank 1 on ") and "failed: RuntimeError: CUDA error: an illegal memory" in lines[0]
@@ -480,7 +482,7 @@ def test_positions_are_old_when_the_store_is_lost(monkeypatch, pair):
     monkeypatch.setattr(beat, "_store", SimpleNamespace(set=raises(dist.DistNetworkError("Broken pipe"))))
     for _ in range(heartbeat.MAX_STORE_FAILURES):
         assert not beat.ended
-        beat._last_beat_at = [each - 5 for each in beat._last_beat_at]  # as if BEAT_S had passed
+        beat._last_beat_at = [beat_at - 5 for beat_at in beat._last_beat_at]  # as if BEAT_S had passed
         beat._watch_ranks()
     assert beat.ended[0].startswith("rank 0 or its launcher is gone: its store does not answer (Broken pipe)\n")
     assert (
@@ -503,30 +505,30 @@ def test_beats_continue_after_any_error(monkeypatch, pair, capfd, name, error):
     beat.start()
     wait_for(lambda: beat._num_beats > 10)
     assert not beat.ended and beat._thread.is_alive()
-    said = capfd.readouterr().err
-    assert said.count("rank 0: ") == said.count("\n") == 1 and type(error).__name__ in said
+    stderr = capfd.readouterr().err
+    assert stderr.count("rank 0: ") == stderr.count("\n") == 1 and type(error).__name__ in stderr
 
 
 def test_lines_that_the_disk_does_not_take_are_written_later(tmp_path, capsys):
-    shown = Console(tmp_path, num_steps=3)
-    file, shown._metrics = shown._metrics, MagicMock()
-    shown._metrics.write.side_effect, shown._metrics.name = OSError(errno.EROFS, "Read-only file system"), "metrics"
+    console = Console(tmp_path, num_steps=3)
+    file, console._metrics = console._metrics, MagicMock()
+    console._metrics.write.side_effect, console._metrics.name = OSError(errno.EROFS, "Read-only file system"), "metrics"
     for number in (1, 2):
-        shown.event(number, "words")
-    shown._metrics = file
-    shown.event(3, "words")
-    shown.close()
+        console.event(number, "words")
+    console._metrics = file
+    console.event(3, "words")
+    console.close()
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
     assert capsys.readouterr().out.count("metrics cannot be written (Read-only file system)") == 1
 
 
 def test_host_memory_exhaustion_is_reported_once(monkeypatch, capfd):
     monkeypatch.setattr(heartbeat, "available_memory", lambda: 2**29)
-    watched = SimpleNamespace(_warned_of_memory=False)
+    memory_watch = SimpleNamespace(_warned_of_memory=False)
     for _ in range(2):
-        heartbeat.Heartbeat._watch_memory(watched)
-    said = capfd.readouterr().err
-    assert said.count("has 512 MiB of host memory left; the largest other process is ") == said.count("\n") == 1
+        heartbeat.Heartbeat._watch_memory(memory_watch)
+    stderr = capfd.readouterr().err
+    assert stderr.count("has 512 MiB of host memory left; the largest other process is ") == stderr.count("\n") == 1
 
 
 def slow_disk(patch, planned_bytes_s=1e9):
@@ -541,17 +543,17 @@ def disk_as_planned(patch):
 
 
 @pytest.mark.parametrize("fault, times", [(slow_disk, 1), (disk_as_planned, 0)])
-def test_a_disk_that_is_slower_than_planned_is_named_once(ranks, whole, tmp_path, fault, times):
-    config = moved(whole, tmp_path / "run", steps=2, validate_every=0)
+def test_a_disk_that_is_slower_than_planned_is_named_once(ranks, reference_run, tmp_path, fault, times):
+    config = with_run_dir(reference_run, tmp_path / "run", steps=2, validate_every=0)
     config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, offload="disk", disk_path=tmp_path))
-    [(told, error)] = ranks.run(1, told_by, fault, config)
-    assert error is None and told.count("Slow disk: 1 of 1 ranks wait for it; rank 0 moves ") == times
-    assert told.count(f"KiB/s to and from {tmp_path}, 953.7 MiB/s planned") == times
+    [(output, error)] = ranks.run(1, run_with_fault, fault, config)
+    assert error is None and output.count("Slow disk: 1 of 1 ranks wait for it; rank 0 moves ") == times
+    assert output.count(f"KiB/s to and from {tmp_path}, 953.7 MiB/s planned") == times
     assert [line["slow_disks"].keys() for line in metrics(config.train.run_dir) if "event" in line] == [{"0"}] * times
 
 
-def poisoned(patch, calls_hit):
-    """Rank 1's share of a gradient is no number in these computations, each of a step or its repetition."""
+def poison_gradients(patch, calls_hit):
+    """Write a NaN into rank 1's gradients in these calls. Each call is a step or the repetition of one."""
     calls, clip = [], step.clip_gradients
 
     def clip_gradients(params, *args):
@@ -565,29 +567,29 @@ def poisoned(patch, calls_hit):
 
 
 def nan_once(patch):
-    poisoned(patch, [3])
+    poison_gradients(patch, [3])
 
 
 def nan_twice(patch):
-    poisoned(patch, [3, 4])
+    poison_gradients(patch, [3, 4])
 
 
 def nan_always(patch):
-    poisoned(patch, range(3, 99))
+    poison_gradients(patch, range(3, 99))
 
 
-def test_a_bad_step_is_repeated_and_its_rank_named(ranks, whole, tmp_path):
-    config = moved(whole, tmp_path / "run")
-    (told, error), _ = ranks.run(2, told_by, nan_once, config)
+def test_a_bad_step_is_repeated_and_its_rank_named(ranks, reference_run, tmp_path):
+    config = with_run_dir(reference_run, tmp_path / "run")
+    (output, error), _ = ranks.run(2, run_with_fault, nan_once, config)
     assert error is None
-    assert "gradient norm nan, but not when computed again: the hardware of rank 1 on " in told
+    assert "gradient norm nan, but not when computed again: the hardware of rank 1 on " in output
     assert [line["step"] for line in metrics(config.train.run_dir) if "suspected" in line] == [3]
     lines = [line for line in metrics(config.train.run_dir) if "event" not in line]
-    assert [line["loss"] for line in lines] == [line["loss"] for line in metrics(whole.train.run_dir)]
+    assert [line["loss"] for line in lines] == [line["loss"] for line in metrics(reference_run.train.run_dir)]
 
 
 def wrong_attention(patch):
-    """On rank 1, once, in its third step: the gradients of both ranks are hit."""
+    """Attention returns NaN once, on rank 1 in its third step, which spoils the gradients of both ranks."""
     computed, hit, train_step, attend = [], [], trainer_module.train_step, stages.StagedAttention.attend
 
     def wrong(*args):
@@ -603,34 +605,35 @@ def wrong_attention(patch):
     patch.setattr(stages.StagedAttention, "attend", wrong)
 
 
-def test_the_rank_of_a_wrong_loss_is_named(ranks, whole, tmp_path):
-    config = moved(whole, tmp_path / "run", steps=3)
+def test_the_rank_of_a_wrong_loss_is_named(ranks, reference_run, tmp_path):
+    config = with_run_dir(reference_run, tmp_path / "run", steps=3)
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cp=1))
-    (told, error), _ = ranks.run(2, told_by, wrong_attention, config)
-    assert error is None and "step 3: loss nan, gradient norm nan, but not when computed again" in told
-    assert ": the hardware of rank 1 on " in told and "rank 0 on" not in told
+    (output, error), _ = ranks.run(2, run_with_fault, wrong_attention, config)
+    assert error is None and "step 3: loss nan, gradient norm nan, but not when computed again" in output
+    assert ": the hardware of rank 1 on " in output and "rank 0 on" not in output
 
 
 @pytest.mark.parametrize(
-    "fault, way", [(nan_always, "skip"), (nan_twice, "stop"), pytest.param(nan_twice, "skip", marks=pytest.mark.slow)]
+    "fault, bad_step",
+    [(nan_always, "skip"), (nan_twice, "stop"), pytest.param(nan_twice, "skip", marks=pytest.mark.slow)],
 )
-def test_a_step_that_is_bad_twice_is_skipped_or_ends_the_run(ranks, whole, tmp_path, fault, way):
-    config = moved(whole, tmp_path / "run", bad_step=way)
-    (told, error), _ = ranks.run(2, told_by, fault, config)
-    if way == "stop" or fault is nan_always:
+def test_a_step_that_is_bad_twice_is_skipped_or_ends_the_run(ranks, reference_run, tmp_path, fault, bad_step):
+    config = with_run_dir(reference_run, tmp_path / "run", bad_step=bad_step)
+    (output, error), _ = ranks.run(2, run_with_fault, fault, config)
+    if bad_step == "stop" or fault is nan_always:
         assert error.startswith("Diverged: step 3: loss ") and "gradient norm nan, twice. The last checkpoint" in error
         assert (tmp_path / "run/latest").read_text() == "step-00000002\n"
-        assert told.count("is skipped") == (0 if way == "stop" else 2)
+        assert output.count("is skipped") == (0 if bad_step == "stop" else 2)
         return
-    assert error is None and "Its batch is skipped; " in told
+    assert error is None and "Its batch is skipped; " in output
     [skipped] = [line["skipped_documents"] for line in metrics(config.train.run_dir) if "event" in line]
     assert skipped and all(isinstance(start, str) for start in skipped)
     assert [record["step"] for record in read_metrics(config.train.run_dir / "metrics.jsonl")] == [0, 1, 2, 3, 4]
 
 
 def run_with_skipped_batches(config, numbers, stops=True, resume=None):
-    """Run, with these batches skipped; if it `stops`, the last rank receives a signal in the last of them. Returns the
-    exit code and the step of each save."""
+    """Run and skip these batches. If `stops`, the last rank receives a signal in the last of them. Return the exit code
+    and the step of each save."""
     calls, saves, advance, start_save = [], [], trainer_module.Trainer.advance, trainer_module.Trainer.save
     received, handle = threading.Event(), loop.handle_stop_signal
 
@@ -650,75 +653,77 @@ def run_with_skipped_batches(config, numbers, stops=True, resume=None):
         return run(config, resume), saves
 
 
-def test_a_run_stops_and_saves_after_a_skipped_batch(ranks, whole, tmp_path):
-    config = moved(whole, tmp_path / "run", steps=2, save_every=1, validate_every=0)
+def test_a_run_stops_and_saves_after_a_skipped_batch(ranks, reference_run, tmp_path):
+    config = with_run_dir(reference_run, tmp_path / "run", steps=2, save_every=1, validate_every=0)
     for code, saves in ranks.run(2, run_with_skipped_batches, config, [2, 3]):
         assert (code, saves) == (ExitCode.SIGNALED + signal.SIGINT, [1, 1]), "due after the step, and at the end"
-    config = moved(config, tmp_path / "first", save_every=0, save_minutes=1e-9)
+    config = with_run_dir(config, tmp_path / "first", save_every=0, save_minutes=1e-9)
     [(code, saves)] = ranks.run(1, run_with_skipped_batches, config, [1])
     assert (code, saves) == (ExitCode.SIGNALED + signal.SIGINT, [0]), "before the first step"
     [(code, saves)] = ranks.run(1, run_with_skipped_batches, config, [2], False, config.train.run_dir)
     assert (code, saves) == (ExitCode.DONE, [1, 1, 2]), "the clock makes a save due in the skipped step"
 
 
-def test_a_spike_is_a_multiple_of_the_median(whole):
+def test_a_spike_is_a_multiple_of_the_median(reference_run):
     def accepts(norm, spike, count):
-        trainer = SimpleNamespace(config=moved(whole, None, spike=spike), norms=[1.0] * count)
+        trainer = SimpleNamespace(config=with_run_dir(reference_run, None, spike=spike), norms=[1.0] * count)
         return trainer_module.Trainer.accepts(trainer, 2.0, norm)
 
     assert [accepts(norm, 4, 20) for norm in (3.9, 4.1, math.inf, math.nan)] == [True, False, False, False]
     assert accepts(99.0, 4, 19) and accepts(99.0, None, 20)
 
 
-def with_other_data(config, other):
+def run_with_other_data(config, other):
     path = config.data.path if dist.get_rank() == 0 else other
     run(dataclasses.replace(config, data=dataclasses.replace(config.data, path=path / "*.txt")))
 
 
-def test_a_rank_with_other_data_is_refused_before_the_first_step(ranks, whole, tmp_path):
-    """The same names and sizes."""
-    other = shutil.copytree(whole.data.path, tmp_path / "texts")
+def test_a_rank_with_other_data_is_refused_before_the_first_step(ranks, reference_run, tmp_path):
+    """The files have the same names and sizes but different contents."""
+    other = shutil.copytree(reference_run.data.path, tmp_path / "texts")
     text = (other / "07.txt").read_text()
     (other / "07.txt").write_text(text.replace("7", "8"))
     with pytest.raises(AssertionError, match=r"data.path is \w+ on rank 0 and \w+ on rank 1 .*same files"):
-        ranks.run(2, with_other_data, moved(whole, tmp_path / "run"), other)
+        ranks.run(2, run_with_other_data, with_run_dir(reference_run, tmp_path / "run"), other)
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
 def test_extra_files_of_a_download_do_not_change_the_model(tmp_path):
     data = SimpleNamespace(fingerprint=str, stream=SimpleNamespace(sources=[]), validation=None)
 
-    def found(name, weights):
+    def fingerprints(name, weights):
         (tmp_path / name / ".cache").mkdir(parents=True)
         (tmp_path / name / ".cache" / "when").write_text(name)
         (tmp_path / name / "model.safetensors").write_text(weights)
         return checks._fingerprints(parse_config({"model": {"path": str(tmp_path / name)}}), data, "")
 
-    assert found("one", "weights") == found("two", "weights") != found("three", "others!")
+    assert fingerprints("one", "weights") == fingerprints("two", "weights") != fingerprints("three", "others!")
 
 
-def test_the_global_batch_is_kept_by_another_number_of_ranks(ranks, whole, tmp_path):
-    config = moved(whole, tmp_path / "two", global_batch=4, accumulate=1, save_every=2)
+def test_the_global_batch_is_kept_by_another_number_of_ranks(ranks, reference_run, tmp_path):
+    config = with_run_dir(reference_run, tmp_path / "two", global_batch=4, accumulate=1, save_every=2)
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cp=1))
     ranks.run(2, run, config)
-    again = moved(config, copy_back_at(config.train.run_dir, tmp_path / "one", 2))
-    ranks.run(1, run, again, again.train.run_dir)
-    losses, others = ([r["loss"] for r in metrics(c.train.run_dir)[3:]] for c in (config, again))
-    assert others == pytest.approx(losses, rel=1e-5)
-    lost = moved(again, copy_back_at(config.train.run_dir, tmp_path / "lost", 2), global_batch=None, accumulate=2)
-    [(told, _)] = ranks.run(1, told_by, nothing, lost, True)
-    assert "2 sequences per step (was 4); train.global_batch=4 keeps them" in told
+    resumed = with_run_dir(config, copy_back_at(config.train.run_dir, tmp_path / "one", 2))
+    ranks.run(1, run, resumed, resumed.train.run_dir)
+    losses, resumed_losses = ([r["loss"] for r in metrics(c.train.run_dir)[3:]] for c in (config, resumed))
+    assert resumed_losses == pytest.approx(losses, rel=1e-5)
+    changed = with_run_dir(
+        resumed, copy_back_at(config.train.run_dir, tmp_path / "lost", 2), global_batch=None, accumulate=2
+    )
+    [(output, _)] = ranks.run(1, run_with_fault, slow_validation, changed, True)
+    assert "2 sequences per step (was 4); train.global_batch=4 keeps them" in output
     with pytest.raises(ConfigError, match=r"global_batch=3 .*multiple of 2.*use 2 or 4, or"):
         dataclasses.replace(config.train, global_batch=3).micro_steps(2)
 
 
-def nothing(patch):
-    """No fault, but a validation that would take long."""
+def slow_validation(patch):
+    """No fault: validation is expected to take two hours."""
     patch.setattr(loop, "validation_seconds", lambda run: 7200.0)
 
 
-def test_a_long_validation_before_the_first_step_is_skipped(ranks, whole, tmp_path):
-    config = moved(whole, tmp_path / "run", steps=1)
-    [(told, error)] = ranks.run(1, told_by, nothing, config)
-    assert error is None and "No validation before the first step: it would take about 120 minutes" in told
+def test_a_long_validation_before_the_first_step_is_skipped(ranks, reference_run, tmp_path):
+    config = with_run_dir(reference_run, tmp_path / "run", steps=1)
+    [(output, error)] = ranks.run(1, run_with_fault, slow_validation, config)
+    assert error is None and "No validation before the first step: it would take about 120 minutes" in output
     assert [line["step"] for line in metrics(config.train.run_dir)] == [1]

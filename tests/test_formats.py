@@ -1,4 +1,4 @@
-"""Run directories and checkpoints of another format are refused by its number."""
+"""Run directories and checkpoints of another format are refused, and the error names the format."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Four-bit base models: bitsandbytes' bits, and exact gradients of adapters on the dequantized weights."""
+"""Four-bit base models have the bits of bitsandbytes, and adapters on them have exact gradients."""
 
 import copy
 import json
@@ -34,15 +34,15 @@ from parity import check, plain_sum, random_ids, relative, shard_errors
 from refusals import assert_refused
 from test_adapters_match_peft import LINEARS, with_lora
 from test_data_sources import BYTES
-from test_general_files import saved_in_mxfp4
+from test_general_files import save_in_mxfp4
 from threads import on_threads
 
 
 def quantize_reference(flat):
-    """bitsandbytes' codes, scales' codes, their scales, offset, and the dequantized weights.
+    """Return bitsandbytes' codes, the codes, scales and offset of its scales, and the dequantized weights.
 
-    Scales are quantized by its reference operator. Its CPU operator is a faster one, which rounds a few of them to the
-    second-nearest value.
+    Scales are quantized by its reference operator. The faster CPU operator rounds a few of them to the second-nearest
+    value.
     """
     codes, scales = torch.ops.bitsandbytes.quantize_4bit.default(flat, 64, "nf4", torch.uint8)
     offset, table = scales.mean(), bnb.create_dynamic_map()
@@ -71,7 +71,7 @@ def weights(case):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ["random", "extreme", "partial row"])
-def test_bits_are_those_of_bitsandbytes(case, dtype):
+def test_quantized_bits_equal_those_of_bitsandbytes(case, dtype):
     flat = weights(case).to(dtype)
     codes, bytes_, row_scales, offset, expected = quantize_reference(flat)
     scales, end = block_scales(flat), SCALES_AT + ROW // 64
@@ -86,7 +86,7 @@ def test_bits_are_those_of_bitsandbytes(case, dtype):
 
 
 def pack(weight):
-    """One matrix or several -> rows, and the values that they stand for."""
+    """Quantize one or several matrices; return the packed rows and the values that they represent."""
     rows, values = [], torch.empty_like(weight)
     for matrix, into in zip(weight.view(-1, *weight.shape[-2:]), values.view(-1, *weight.shape[-2:]), strict=True):
         flat = matrix.flatten().float()
@@ -97,7 +97,7 @@ def pack(weight):
 
 
 def quantize_layers(model):
-    """Replace the weights of all linear modules of layers by their quantized values; return their rows by module."""
+    """Quantize and dequantize the weights of all linear modules in layers, in place; return the packed rows."""
     packed = {}
     for path, module in model.get_base_model().model.layers.named_modules():
         dims = 2 if isinstance(module, nn.Linear) else 3
@@ -111,7 +111,7 @@ def quantize_layers(model):
 
 
 LAYOUTS = {
-    "whole": Layout(),
+    "default": Layout(),
     "stages": Layout(heads_per_stage=4, tile_tokens=3, overlap=False),
     "tiers": Layout(tile_tokens=4, kept=(ActivationPolicy("disk"), ActivationPolicy("host", "host"))),
     "everything": Layout(heads_per_stage=4, kept=(EVERYTHING, EVERYTHING)),
@@ -119,7 +119,7 @@ LAYOUTS = {
 }
 WIDE = {"hidden_size": 256, "intermediate_size": 200, "head_dim": 32}  # several rows, and a partial one
 CASES = [  # family, cp, layout, changes
-    ("llama", 1, "whole", {}),
+    ("llama", 1, "default", {}),
     ("llama", 2, "tiers", WIDE),
     ("llama", 4, "ring", WIDE),
     pytest.param("qwen3", 2, "everything", {"hidden_size": 256}, marks=pytest.mark.slow),
@@ -129,7 +129,7 @@ CASES = [  # family, cp, layout, changes
 
 
 @pytest.mark.parametrize("family, cp, layout, changes", CASES)
-def test_gradients_are_those_of_peft_on_the_dequantized_weights(family, cp, layout, changes):
+def test_gradients_equal_those_of_peft_on_the_dequantized_weights(family, cp, layout, changes):
     targets, is_general = LINEARS[:4] if family == "qwen3_moe" else LINEARS, family in DECODERS
     if is_general:
         plain = add_lora(tiny_decoder(family, **changes), target_modules=targets)
@@ -161,7 +161,7 @@ def test_gradients_are_those_of_peft_on_the_dequantized_weights(family, cp, layo
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A bf16 model, and the same in 4 bits as transformers saves it, double or not; and those models."""
+    """Folders with a bf16 model and with its 4-bit copies saved by transformers, and the 4-bit models themselves."""
     changes = {"hidden_size": 256, "intermediate_size": 200, "head_dim": 32, "tie_word_embeddings": False}
     changes |= {"vocab_size": BYTES.vocab_size}
     folders = {name: tmp_path_factory.mktemp(name) for name in ("bf16", "double", "single")}
@@ -184,20 +184,20 @@ def load_four_bit(folder, double, **options):
 
 
 def unpacked_values(model):
-    """The values of all packed weights, by name in the base model."""
-    found = {}
+    """Dequantize all packed weights; keys are their names in the base model."""
+    values = {}
     for name, weight in packed_weights(model).items():
         packed = weight.packed.full_tensor().view(torch.uint8).view(-1, weight.layout.row_bytes)
         dequantize(packed, weight.layout, into := torch.empty(weight.shape, dtype=torch.bfloat16))
-        found[base_tensor_name(name)] = into
-    return found
+        values[base_tensor_name(name)] = into
+    return values
 
 
 @pytest.mark.parametrize(
     "stored, cp",
     [("bf16", 1), ("bf16", 4), ("double", 2), ("single", 2), pytest.param("bf16", 2, marks=pytest.mark.slow)],
 )
-def test_weights_from_files_are_those_of_bitsandbytes(saved, stored, cp):
+def test_weights_from_files_equal_those_of_bitsandbytes(saved, stored, cp):
     adapter, ids = AdapterConfig(rank=3, base="nf4"), random_ids(1, 24)
     plain = saved["models"]["double" if stored == "bf16" else stored]
 
@@ -237,17 +237,17 @@ def test_a_model_loaded_in_four_bits_keeps_its_bits(saved, double):
 
 
 def test_weights_are_quantized_from_bf16(tmp_path):
-    """Whatever dtype they are stored and computed in: as transformers does with dtype=bfloat16."""
+    """Like transformers with dtype=bfloat16, whatever the dtypes of the files and of the computation."""
     plain = tiny_model(tiny_config("llama", num_hidden_layers=1, hidden_size=256, intermediate_size=64, heads=8))
     plain.float().save_pretrained(tmp_path)
-    adapter, found = AdapterConfig(rank=3, base="nf4"), []
+    adapter, by_dtype = AdapterConfig(rank=3, base="nf4"), []
     for dtype in ("bfloat16", "float32"):
-        found.append(unpacked_values(build_model(tmp_path, make_mesh(1), Layout(dtype=dtype), adapter=adapter)))
+        by_dtype.append(unpacked_values(build_model(tmp_path, make_mesh(1), Layout(dtype=dtype), adapter=adapter)))
         rounded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
         round_weights(rounded, adapter)
-        found.append({name: rounded.get_parameter(name).detach().bfloat16() for name in found[0]})
-    for name in found[0]:
-        assert all(torch.equal(values[name], found[0][name]) for values in found), name
+        by_dtype.append({name: rounded.get_parameter(name).detach().bfloat16() for name in by_dtype[0]})
+    for name in by_dtype[0]:
+        assert all(torch.equal(values[name], by_dtype[0][name]) for values in by_dtype), name
 
 
 def test_an_adapter_records_how_its_base_is_stored(saved):
@@ -262,7 +262,7 @@ def test_an_adapter_records_how_its_base_is_stored(saved):
 def test_commands_read_four_bit_files(saved, tmp_path, stored):
     """verify compares the values of the files; evaluate and sample merge an adapter into them."""
     if stored == "mxfp4":
-        saved = {stored: saved_in_mxfp4(tmp_path / stored, "gpt_oss", vocab_size=BYTES.vocab_size)}
+        saved = {stored: save_in_mxfp4(tmp_path / stored, "gpt_oss", vocab_size=BYTES.vocab_size)}
     BYTES.hf.save_pretrained(folder := saved[stored])
     model = load_dequantized(folder, dtype="auto").float()
     write_truncated_model(folder, tmp_path / "truncated")
@@ -275,8 +275,8 @@ def test_commands_read_four_bit_files(saved, tmp_path, stored):
     peft = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False))
     peft.save_pretrained(tmp_path / "adapter")
     expected = F.cross_entropy(peft(input_ids=ids).logits[0, :-1].float(), ids[0, 1:])
-    found = evaluate(tmp_path / "adapter", [48], text, 1, 1, 0)
-    assert found["loss"] == pytest.approx(float(expected), rel=1e-2)
+    figures = evaluate(tmp_path / "adapter", [48], text, 1, 1, 0)
+    assert figures["loss"] == pytest.approx(float(expected), rel=1e-2)
     assert isinstance(sample(tmp_path / "adapter", "a", 2, 0.0), str)
 
 
@@ -314,5 +314,5 @@ def test_mxfp4_experts_as_stored_equal_dequantized_ones(tmp_path):
         grads = {name: param.grad.full_tensor() for name, param in model.named_parameters() if param.requires_grad}
         return {"loss": loss.detach(), **grads}
 
-    expected, found = (on_threads(2, partial(work, base))[0] for base in ("bf16", "mxfp4"))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    expected, stored = (on_threads(2, partial(work, base))[0] for base in ("bf16", "mxfp4"))
+    assert all(torch.equal(stored[name], expected[name]) for name in expected)

@@ -21,7 +21,7 @@ FROZEN = {
 }
 
 
-def compare(what, cp, keep_everything):
+def compare(frozen, cp, keep_everything):
     ids = random_ids(1, 13)
     config = tiny_config("llama", tie_word_embeddings=False)
     layout = make_layout(2, heads_per_stage=cp, tile_tokens=3, keep_everything=keep_everything)
@@ -30,12 +30,12 @@ def compare(what, cp, keep_everything):
         cp,
         config,
         layout,
-        freeze=FROZEN[what],
+        freeze=FROZEN[frozen],
         input_ids=ids,
         labels=ids,
     )
 
 
-@pytest.mark.parametrize("what, keep_everything", diagonal(FROZEN, [0, 2]))
-def test_the_others_stay_exact(ranks, what, keep_everything):
-    check(ranks.run(2, compare, what, 2, keep_everything))
+@pytest.mark.parametrize("frozen, keep_everything", diagonal(FROZEN, [0, 2]))
+def test_other_parameters_stay_exact(ranks, frozen, keep_everything):
+    check(ranks.run(2, compare, frozen, 2, keep_everything))

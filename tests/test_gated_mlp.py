@@ -1,4 +1,4 @@
-"""The written-out backward of a gated MLP against autograd through Hugging Face's module, in fp64."""
+"""The manual backward of a gated MLP equals autograd through Hugging Face's module, in fp64."""
 
 from collections import deque
 
@@ -27,7 +27,7 @@ def draw(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def test_a_wide_output_is_in_the_dtype_of_sums():
+def test_apply_wide_returns_the_dtype_of_sums():
     weight, bias, a, b = draw(5, 3), draw(5), draw(2, 3), draw(5, 2)
     x, linear = draw(4, 3), Linear(weight, bias, a, b, scale=1.5)
     torch.testing.assert_close(linear.apply_wide(x), x @ weight.t() + bias + 1.5 * x @ a.t() @ b.t())
@@ -48,7 +48,7 @@ def test_a_gradient_that_two_parameters_share_is_not_added_to(dtype):
 
 
 def test_products_in_16_bits_are_summed_unrounded():
-    """One rounding to bfloat16 would be off by 1e-3."""
+    """One rounding to bfloat16 would give an error of 1e-3."""
     weight, tiles = draw(40, 30).bfloat16(), [(draw(16, 40).bfloat16(), draw(17, 30)[:16].bfloat16()) for _ in range(3)]
     output, grads = Linear(weight).apply_wide(tiles[0][1]), GradSum()
     Linear(weight).add_to(output, tiles[1][1])
@@ -64,7 +64,7 @@ def test_products_in_16_bits_are_summed_unrounded():
 @pytest.mark.parametrize("act", ["silu", "swish"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("keep", [True, False])
-def test_output_and_every_gradient(act, bias, keep):
+def test_output_and_every_gradient_equal_autograd(act, bias, keep):
     mlp = make(act, bias)
     gated, h_tD, dy_tD, y_tD = as_gated_mlp(mlp), draw(7, 12).requires_grad_(), draw(1, 7, 12)[0], draw(2, 7, 12)[1]
     plain = mlp(h_tD)
@@ -91,12 +91,12 @@ def test_frozen_weights_get_no_gradient():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_dense_families_are_known(family):
+def test_mlps_of_dense_families_are_recognized(family):
     assert as_gated_mlp(tiny_model(tiny_config(family)).model.layers[0].mlp) is not None
 
 
 @pytest.mark.parametrize("family", EXPERTS)
-def test_mixtures_are_black_boxes(family):
+def test_mixtures_of_experts_are_black_boxes(family):
     assert as_gated_mlp(tiny_model(tiny_config(family)).model.layers[0].mlp) is None
 
 
@@ -122,7 +122,7 @@ def other_activation(mlp):
 
 @pytest.mark.parametrize("change", [hook, hook_gradients, wrap, patch, other_activation])
 def test_a_changed_module_is_a_black_box(change):
-    """What a wrapper or hook adds must not be lost."""
+    """The effect of a wrapper or hook must not be lost."""
     mlp = make()
     change(mlp)
     assert as_gated_mlp(mlp) is None
@@ -137,11 +137,11 @@ def test_a_module_changed_after_the_model_was_built_is_a_black_box():
     mlp.down_proj.register_forward_hook(lambda module, args, out: calls.append(1) or 2 * out)
     changed = model(input_ids=ids, labels=ids).loss
     changed.backward()
-    assert len(calls) == 2, "in forward, and again in backward"
+    assert len(calls) == 2, "once in forward, once in backward"
     assert changed != plain
 
 
-def test_product_and_its_gradients_are_written_over_their_inputs():
+def test_the_product_and_its_gradients_overwrite_their_inputs():
     gate, up, da = draw(3, 4), draw(1, 3, 4)[0], draw(2, 3, 4)[1]
     leaves = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
     a = nn.functional.silu(leaves[0]) * leaves[1]
@@ -151,7 +151,7 @@ def test_product_and_its_gradients_are_written_over_their_inputs():
         torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
 
 
-def test_rotation_and_its_transpose():
+def test_rotation_and_its_transpose_are_exact():
     x_BhtK, positions = draw(2, 3, 5, 8), Positions(torch.arange(5), draw(4), 1.5)
     turned, back = torch.empty_like(x_BhtK), torch.empty_like(x_BhtK)
     apply_rope(turned, x_BhtK, positions)

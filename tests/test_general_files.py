@@ -1,4 +1,4 @@
-"""Decoders of any family from files: loaded, drawn, trained from YAML, resumed, exported, and adapted."""
+"""Decoders of any family are loaded from files, initialized, trained from YAML, resumed, exported and adapted."""
 
 import copy
 import dataclasses
@@ -34,8 +34,8 @@ pytestmark = pytest.mark.usefixtures("quiet_transformers")
 IDS = torch.arange(40).reshape(2, 20) * 13 % 61
 
 
-def saved_decoder(folder, family, **changes):
-    """Files as transformers writes them for the hub, of a model with two layers of different kinds."""
+def save_decoder(folder, family, **changes):
+    """Save a model with two layers of different kinds, as transformers does for the hub."""
     kinds = ["sliding_attention", "full_attention"]
     types = {"layer_types": kinds} if family in ("gpt_oss", "gemma2", "gemma3_text", "olmo3", "cohere2") else {}
     types |= {"layer_types": ["linear_attention", "full_attention"]} if family in HYBRIDS else {}
@@ -47,9 +47,9 @@ def saved_decoder(folder, family, **changes):
     return folder
 
 
-def saved_in_mxfp4(folder, family, **changes):
-    """Files as OpenAI's: blocks of 32 values in four bits, with a scale each, both random."""
-    saved_decoder(folder, family, hidden_size=64, intermediate_size=32, **changes)
+def save_in_mxfp4(folder, family, **changes):
+    """Save random experts as OpenAI does: blocks of 32 values in four bits, with one scale per block."""
+    save_decoder(folder, family, hidden_size=64, intermediate_size=32, **changes)
     tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(2)
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         num_experts, inputs, outputs = tensors.pop(name).shape
@@ -78,7 +78,7 @@ def plain_logits(folder, adapter=None):
 
 
 def load_and_save(folder, out):
-    """The parallel model's logits and full tensors; it is saved to `out`."""
+    """Save the parallel model to `out`; return its logits and full tensors."""
     model = build_model(folder, make_mesh(1), Layout(kernel="reference"), trains=False)
     model.save_pretrained(out)
     tensors = {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in model.state_dict().items()}
@@ -89,7 +89,7 @@ def load_and_save(folder, out):
 ALWAYS = ("glm4_moe", "mixtral", "gemma2", "qwen3_5_text")
 
 
-# Buffers in files (GLM), renamed experts (Mixtral), a scale of the embeddings that is in no file (Gemma 2).
+# GLM has buffers in its files, Mixtral renamed experts, and Gemma 2 an embedding scale that no file contains.
 @pytest.mark.parametrize(
     "family",
     [
@@ -98,7 +98,7 @@ ALWAYS = ("glm4_moe", "mixtral", "gemma2", "qwen3_5_text")
     ],
 )
 def test_loaded_files_are_saved_byte_for_byte(ranks, tmp_path, family):
-    saved_decoder(tmp_path, family)
+    save_decoder(tmp_path, family)
     logits, tensors = ranks.run(2, load_and_save, tmp_path, tmp_path / "out")[0]
     plain = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert tensors.keys() == plain.keys() and all(torch.equal(tensors[name], plain[name]) for name in plain)
@@ -107,7 +107,7 @@ def test_loaded_files_are_saved_byte_for_byte(ranks, tmp_path, family):
 
 
 def test_mxfp4_is_dequantized_bitwise(ranks, tmp_path):
-    saved_in_mxfp4(tmp_path, "gpt_oss")
+    save_in_mxfp4(tmp_path, "gpt_oss")
     logits, tensors = ranks.run(2, load_and_save, tmp_path, tmp_path / "out")[0]
     stored = load_file(tmp_path / "model.safetensors")
     packed = [name for name in tensors if f"{name}_blocks" in stored]
@@ -120,8 +120,8 @@ def test_mxfp4_is_dequantized_bitwise(ranks, tmp_path):
 
 
 def test_damaged_experts_are_named(ranks, tmp_path):
-    """Experts are stored one by one. The layers of multi-token prediction that GLM's files have are ignored."""
-    saved_decoder(tmp_path, "glm4_moe")
+    """GLM's files store experts one by one. Their layers for multi-token prediction are ignored."""
+    save_decoder(tmp_path, "glm4_moe")
     expert = "model.layers.1.mlp.experts.{}.up_proj.weight"
     stored = load_file(tmp_path / "model.safetensors")
     changes = {
@@ -153,19 +153,19 @@ def build_errors(folders):
     return errors
 
 
-def drawn(sources):
+def draw_weights(sources):
     models = [build_model(source, make_mesh(1), seed=5) for source in sources]
     return [{name: param.detach().full_tensor() for name, param in model.named_parameters()} for model in models]
 
 
 @pytest.mark.slow
 def test_drawn_weights_have_the_distributions_of_transformers(ranks):
-    """With norms around 1 + 0 (Gemma), sinks and biases (gpt-oss), the same on any number of ranks."""
+    """Including Gemma's norms, which are offsets from 1, and gpt-oss's sinks and biases, on any number of ranks."""
     large = {"hidden_size": 64, "vocab_size": 301, "num_hidden_layers": 2, "pad_token_id": None}
     configs = [tiny_decoder(family, torch.float32, **large).config for family in ("gpt_oss", "gemma2")]
     sources = [config.to_dict() for config in configs]
-    ((*one,),), ((*two,), _) = ranks.run(1, drawn, sources), ranks.run(2, drawn, sources)
-    torch.manual_seed(0)  # some parameters have eight values
+    ((*one,),), ((*two,), _) = ranks.run(1, draw_weights, sources), ranks.run(2, draw_weights, sources)
+    torch.manual_seed(0)  # some parameters have only eight elements
     for config, weights, others in zip(configs, one, two, strict=True):
         for name, theirs in AutoModelForCausalLM.from_config(config).named_parameters():
             ours = weights[name]
@@ -179,7 +179,7 @@ def test_drawn_weights_have_the_distributions_of_transformers(ranks):
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text", "afmoe", "nanochat"])
-def test_modules_that_a_parent_initializes_have_the_distributions_of_transformers(family):
+def test_modules_initialized_by_a_parent_have_the_distributions_of_transformers(family):
     """Routers, which AFMoE sets to zero, and the scaled output projections of nanochat."""
     config = tiny_decoder(family, torch.float32).config
     with torch.device("meta"):
@@ -193,7 +193,7 @@ def test_modules_that_a_parent_initializes_have_the_distributions_of_transformer
 
 @pytest.mark.parametrize("family, partial", [("gemma3_text", None), ("glm4_moe", 0.5)])
 def test_rope_extends_the_layers_without_a_window(family, partial):
-    """Gemma's windowed layers keep their own; GLM still rotates half of each head."""
+    """Gemma's windowed layers keep their frequencies; GLM still rotates half of each head."""
     source = tiny_decoder(family, torch.float32, num_hidden_layers=2).config.to_dict()
     before = copy.deepcopy(source["rope_parameters"])
     config = read_hf_config(source, RopeConfig(type="yarn", factor=4.0), 2048)
@@ -209,8 +209,8 @@ def test_rope_extends_the_layers_without_a_window(family, partial):
 
 
 def test_a_resized_vocabulary_is_planned(tmp_path):
-    """The shape equals that of the resized model, so that its run can be resumed."""
-    config = configured(tmp_path, "olmo2", vocab_size=61)
+    """The planned shape equals that of the resized model, so that the run can be resumed."""
+    config = configure(tmp_path, "olmo2", vocab_size=61)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, resize_embeddings=True))
     file = tmp_path / "base/config.json"
     resized = json.loads(file.read_text()) | {"vocab_size": 320}
@@ -220,14 +220,14 @@ def test_a_resized_vocabulary_is_planned(tmp_path):
 def test_adapters_on_experts_are_refused():
     source = tiny_decoder("glm4_moe", torch.float32, num_hidden_layers=2).config.to_dict()
     adapter = AdapterConfig(targets=("q_proj", "down_proj"))
-    refused = lambda: build_model(source, make_mesh(1), adapter=adapter)  # noqa: E731
-    assert_refused(refused, "adapter.targets", "down_proj", fix="q_proj")
+    build = lambda: build_model(source, make_mesh(1), adapter=adapter)  # noqa: E731
+    assert_refused(build, "adapter.targets", "down_proj", fix="q_proj")
 
 
 # ---- runs
 
 
-def configured(folder, family, vocab_size=MODEL["vocab_size"], save=saved_decoder):
+def configure(folder, family, vocab_size=MODEL["vocab_size"], save=save_decoder):
     base = save(folder / "base", family, vocab_size=vocab_size)
     config = tiny_run(folder, train={"steps": 4, "save_every": 2, "validate_every": 0, "validate_sequences": 0})
     config = dataclasses.replace(config, model=ModelConfig(path=base))
@@ -255,7 +255,7 @@ def finish(run):
     "family", ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "gemma3_text"))]
 )
 def test_a_run_from_files_is_resumed_and_exported(ranks, tmp_path, family):
-    config = configured(tmp_path, family)
+    config = configure(tmp_path, family)
     ranks.run(2, train, validate_run(config, 2))
     losses = [line["loss"] for line in metrics(config.train.run_dir)]
     assert losses[-1] < losses[0] - 0.1
@@ -271,7 +271,7 @@ def test_a_run_from_files_is_resumed_and_exported(ranks, tmp_path, family):
 @pytest.mark.slow  # test_fourbit.py reads and trains such experts in the default tier
 def test_adapters_on_experts_in_mxfp4_load_in_peft(ranks, tmp_path):
     adapter = AdapterConfig(rank=2, targets=("q_proj", "experts.gate_up_proj", "experts.down_proj"))
-    config = dataclasses.replace(configured(tmp_path, "gpt_oss", save=saved_in_mxfp4), adapter=adapter)
+    config = dataclasses.replace(configure(tmp_path, "gpt_oss", save=save_in_mxfp4), adapter=adapter)
     losses, logits = ranks.run(2, finish, validate_run(config, 2))[0]
     assert losses[-1] < losses[0]
     out, merged = (export(config.train.run_dir, tmp_path / str(merge), merge) for merge in (False, True))
@@ -284,7 +284,7 @@ def test_adapters_on_experts_in_mxfp4_load_in_peft(ranks, tmp_path):
 @pytest.mark.parametrize("family", ["gemma3_text", "glm4_moe"])
 def test_an_adapter_loads_in_peft(ranks, tmp_path, family):
     """Gemma's embeddings are tied; GLM's files have buffers, which do not belong to the adapter."""
-    config = dataclasses.replace(configured(tmp_path, family), adapter=AdapterConfig(rank=2))
+    config = dataclasses.replace(configure(tmp_path, family), adapter=AdapterConfig(rank=2))
     _, logits = ranks.run(2, finish, validate_run(config, 2))[0]
     out, merged = (export(config.train.run_dir, tmp_path / str(merge), merge) for merge in (False, True))
     assert all(".lora_" in name for name in load_file(out / "adapter_model.safetensors"))

@@ -31,22 +31,22 @@ DOCUMENTS = (7, 1, 9, 4)  # on 2 and 4 ranks they end in the middle of shards
 
 
 def documents(*names: str):
-    """Packed documents, and the loss of plain transformers run on each document by itself."""
+    """Packed documents, and the loss of plain transformers on each document alone."""
     ids = random_ids(1, sum(DOCUMENTS))
     positions = torch.cat([torch.arange(n) for n in DOCUMENTS])[None]
     numbers = torch.arange(len(DOCUMENTS)).repeat_interleave(torch.tensor(DOCUMENTS))[None]
     labels = ids.masked_fill(positions == 0, -100)
 
-    def each_alone(plain):
+    def sum_of_losses(plain):
         parts = [part for part in ids.split(DOCUMENTS, dim=1) if part.shape[1] > 1]
         return sum(plain_sum(plain, part, part) for part in parts) / (labels[:, 1:] != -100).sum()
 
-    given = {"document_ids": numbers, "position_ids": positions}
-    return {"input_ids": ids, "labels": labels, "plain_loss": each_alone} | {name: given[name] for name in names}
+    optional = {"document_ids": numbers, "position_ids": positions}
+    return {"input_ids": ids, "labels": labels, "plain_loss": sum_of_losses} | {name: optional[name] for name in names}
 
 
 def padding():
-    """Two rows, the second padded at its end."""
+    """Two rows, the second of which is padded at its end."""
     ids, mask = random_ids(2, 19), torch.ones(2, 19, dtype=torch.long)
     mask[1, 12:] = 0
     return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
@@ -73,7 +73,7 @@ CASES = {  # family, changes to its configuration, layout, inputs
         {},
     ),
     "two rope bases, on the host": ("gemma3_text", {}, Layout(2, kept=(HOST,) * 2, **STAGES), {}),
-    "two rope bases, documents found in positions": ("gemma3_text", {}, Layout(2), documents("position_ids")),
+    "two rope bases, documents in positions": ("gemma3_text", {}, Layout(2), documents("position_ids")),
     "narrow v, experts after a dense layer": (
         "deepseek_v3",
         {"num_hidden_layers": 2},
@@ -147,7 +147,7 @@ def test_equals_plain_transformers(case):
 
 def test_a_configuration_needs_no_number_of_kv_heads():
     plain = tiny_decoder("persimmon", num_hidden_layers=2, head_dim=4)
-    del plain.config.num_key_value_heads  # which transformers does not define for it
+    del plain.config.num_key_value_heads  # transformers does not define it for this family
     assert_equal(compare(plain, Layout(2, tile_tokens=5)))
 
 
@@ -181,7 +181,7 @@ def test_adapters_equal_peft(case):
     errors = compare(plain, layout)
     assert_equal(errors)
     trained = sum(param.requires_grad for param in plain.parameters())
-    assert all(len(each) == 1 + trained for each in errors)
+    assert all(len(rank_errors) == 1 + trained for rank_errors in errors)
 
 
 FROZEN = {
@@ -213,7 +213,7 @@ def test_frozen_parameters_have_no_gradient(names, kept):
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text"])
 def test_fp32_parts_of_a_family_round_as_in_transformers(family):
-    """Without `InFloat64`, norms and softmaxes of both sides round to fp32."""
+    """Without `InFloat64`, norms and softmaxes round to fp32 in both models."""
     changes = {"num_hidden_layers": 2}
     assert_equal(compare(tiny_decoder(family, **changes), Layout(2, **STAGES), wide=False), tolerance=1e-6)
 
@@ -266,8 +266,8 @@ def test_logits_are_differentiable():
     assert_equal(on_two_ranks("granite", squared))
 
 
-class TensorsFromTheHost(TorchDispatchMode):
-    """Counts calls of torch.tensor in layers. On a GPU, each would copy from the host and wait for the GPU."""
+class HostTensorCounter(TorchDispatchMode):
+    """Count calls of torch.tensor in layers. On a GPU, each would copy from the host and wait for the GPU."""
 
     num_calls = 0
 
@@ -275,12 +275,12 @@ class TensorsFromTheHost(TorchDispatchMode):
         if function is torch.ops.aten.lift_fresh.default:
             files = (Path(frame.filename) for frame in traceback.extract_stack())
             *_, innermost = (file for file in files if file.is_relative_to(PACKAGE))
-            self.num_calls += innermost.is_relative_to(PACKAGE / "layer")  # not in the exchanges of the tests' threads
+            self.num_calls += innermost.is_relative_to(PACKAGE / "layer")  # not the exchanges of the test's threads
         return function(*args, **(kwargs or {}))
 
 
 def test_a_layer_makes_its_indices_once():
-    """With sinks, in several stages and tiles."""
+    """Later calls reuse them, also with sinks and with several stages and tiles."""
     ids = random_ids(1, 20)
 
     def work():
@@ -289,17 +289,17 @@ def test_a_layer_makes_its_indices_once():
         parallelize_model(model, mesh=mesh, layout=Layout(2, heads_per_stage=4, tile_tokens=5))
         counts = []
         for _ in range(2):
-            with TensorsFromTheHost() as found:
+            with HostTensorCounter() as counter:
                 model(input_ids=ids, labels=ids).loss.backward()
-            counts.append(found.num_calls)
+            counts.append(counter.num_calls)
         return counts
 
     for first, second in on_threads(2, work):
         assert first > 0 and second == 0
 
 
-class FullSelects(TorchDispatchMode):
-    """Counts backwards of `x[0]`, which copy all of x; that of a view copies nothing."""
+class FullSelectCounter(TorchDispatchMode):
+    """Count backwards of `x[0]`, which copy all of x; the backward of a view copies nothing."""
 
     num_calls = 0
 
@@ -310,34 +310,34 @@ class FullSelects(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", ["olmo2", "qwen3_5_text", "granite"])
 def test_backward_copies_nothing_to_drop_a_batch_dim(family):
-    """For attention, the delta rule, and a head that is not linear."""
+    """In attention, the delta rule, and a head that is not linear."""
     ids = random_ids(1, 20)
     model = parallelize_model(tiny_decoder(family, torch.float32, num_hidden_layers=3), layout=Layout(tile_tokens=7))
     loss = model(input_ids=ids, labels=ids).loss
-    with FullSelects() as found:
+    with FullSelectCounter() as counter:
         loss.backward()
-    assert found.num_calls == 0
+    assert counter.num_calls == 0
 
 
 def test_layers_in_bf16_share_exact_angles(monkeypatch):
-    """FSDP2 would cast them to bf16, once per layer, and each layer would keep its own for backward."""
+    """FSDP2 would cast them to bf16 in every layer, and each layer would keep its copy for backward."""
     kinds, first = ["sliding_attention", "full_attention"] * 4, 1_000_000
     sizes = {"num_hidden_layers": 8, "layer_types": kinds, "max_position_embeddings": 2**20}
     plain = tiny_decoder("gemma3_text", torch.float32, **sizes)
-    model, found = parallelize_model(plain, layout=Layout(dtype="bfloat16")), []
+    model, tables = parallelize_model(plain, layout=Layout(dtype="bfloat16")), []
     find_call = LayerRuns.find_call
 
-    def watch(runs, x, arguments):
-        found.extend(t for t in arguments.leaves if isinstance(t, torch.Tensor) and t.is_floating_point())
+    def record_angles(runs, x, arguments):
+        tables.extend(t for t in arguments.leaves if isinstance(t, torch.Tensor) and t.is_floating_point())
         call = find_call(runs, x, arguments)
         assert {t.dtype for t in (x, call.q_HtK, call.k_GtK, call.v_GtV)} == {torch.bfloat16}
         return call
 
-    monkeypatch.setattr(LayerRuns, "find_call", watch)
+    monkeypatch.setattr(LayerRuns, "find_call", record_angles)
     positions = torch.arange(first, first + 20)[None]
     model(input_ids=random_ids(1, 20), labels=random_ids(1, 20), position_ids=positions)
-    assert len(found) == 2 * 8
-    angles = {t.untyped_storage().data_ptr(): t for t in found}  # two kinds of layers have one table each
+    assert len(tables) == 2 * 8
+    angles = {t.untyped_storage().data_ptr(): t for t in tables}  # two kinds of layers have one table each
     assert len(angles) == 4
     frequencies = [getattr(model.model.rotary_emb, f"{kind}_inv_freq").double() for kind in kinds[:2]]
     exact = [positions[0, :, None] * frequencies_k for frequencies_k in frequencies]
@@ -395,7 +395,7 @@ def test_every_family_and_policy(family, policy):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", DECODERS)
 def test_every_family_with_adapters(family):
-    """On all linear maps of attention: PEFT replaces those of some mixtures by `target_parameters`."""
+    """Adapt only attention: for some mixtures, PEFT replaces other targets by `target_parameters`."""
     plain = tiny_decoder(family)
     linears = [name for name, module in plain.named_modules() if type(module) is nn.Linear and "self_attn" in name]
     plain = add_lora(plain, target_modules=linears)

@@ -1,4 +1,4 @@
-"""bf16 on the general path, next to plain transformers under autocast. Both are compared with fp64."""
+"""bf16 on the general path is as precise as plain transformers under autocast; both are compared with fp64."""
 
 import copy
 from statistics import median
@@ -16,13 +16,13 @@ from precision import MEANINGFUL, Batch, Gradients, bf16, error_ratios, our_grad
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers", "probes_once")
 
-# Every token goes to all experts: a choice that differs from that of fp64 would outweigh all rounding.
+# Route every token to all experts: choices that differ from those in fp64 would outweigh all rounding.
 BF16_SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "num_hidden_layers": 2}
 BF16_SIZES |= {"num_attention_heads": 4, "sliding_window": 30, "num_experts_per_tok": 4, "moe_k": 4}
-INITIALIZER_RANGE = 0.06  # for all families; autocast is then off by one or two percent
+INITIALIZER_RANGE = 0.06  # gives autocast an error of one or two percent in every family
 
 
-# As wide as kernels need it: head dim 256, and a vocabulary that is no multiple of 8.
+# As wide as kernels need it: head dim 256, and a vocabulary that is not a multiple of 8.
 GPU_SIZES = BF16_SIZES | {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 1003}
 GPU_CASES = [("gemma3_text", {"head_dim": 256}), ("gpt_oss", {}), ("olmo3", {}), ("glm4", {}), ("gemma2", {})]
 
@@ -56,7 +56,7 @@ def autocast_gradients(model: PreTrainedModel, batch: Batch) -> Gradients:
 
 
 def round_like_ours(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy with weights in bf16, which rounds the residual stream and its gradient between layers."""
+    """Copy the model with bf16 weights, and round the residual stream and its gradient between layers."""
     model = copy.deepcopy(model)
     with torch.no_grad():
         for param in model.parameters():
@@ -74,7 +74,7 @@ ABOVE = pytest.param("gpt_oss", 3, marks=[pytest.mark.slow, pytest.mark.xfail(re
 
 @pytest.mark.parametrize("family,num_seeds", [("olmo2", 1), *SLOW, ABOVE])
 def test_gradients_are_as_good_as_those_of_autocast(family, num_seeds):
-    """In the median over all parameters. Where autocast rounds the residual stream as well, almost nothing is left."""
+    """Compare medians over all parameters. If autocast rounds the residual stream too, almost no difference remains."""
     models = [initial_model(family, seed) for seed in range(num_seeds)]
     generators = [torch.Generator().manual_seed(100 + seed) for seed in range(num_seeds)]
     batches = [Batch(torch.randint(128, (1, 96), generator=generator)) for generator in generators]
@@ -92,14 +92,14 @@ def test_gradients_are_as_good_as_those_of_autocast(family, num_seeds):
     assert 0.005 < size < MEANINGFUL
     assert median(times) < 1.15
     assert median(times_rounded) < 1.08  # up to 1.062, by CPU
-    assert max(times) < 4  # a wrong gradient is off by its own size
+    assert max(times) < 4  # the error of a wrong gradient is as large as the gradient
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("family,sizes", GPU_CASES, ids=[family for family, _ in GPU_CASES])
 def test_gradients_on_a_gpu_are_as_good_as_those_of_autocast(device, family, sizes, compiles):
-    """With the best kernel that is installed; softcap needs fa4."""
+    """Use the best installed kernel; softcap needs fa4."""
     if family == "gemma2" and "fa4" not in available_kernels(device, torch.bfloat16, 64):
         pytest.skip("needs flash-attn-4")
     model = initial_model(family, 0, **GPU_SIZES | sizes).to(device)

@@ -1,6 +1,6 @@
 """A decoder that the general layer would compute differently is refused by name; others are exact.
 
-Planted layers are also run without the probe's comparison, to see that they would be wrong.
+Planted layers are also run without the probe's comparison, to check that their results would be wrong.
 """
 
 import copy
@@ -33,7 +33,7 @@ FAR = 512  # max_position_embeddings of the tiny decoders
 
 
 def plant(layer_type: type[nn.Module], layers: slice = slice(None), family: str = "olmo2", **changes):
-    """A tiny decoder, some of whose layers have another class."""
+    """Return a tiny decoder with the class of some layers replaced."""
     model = tiny_decoder(family, **{"num_hidden_layers": 2, **changes})
     for layer in model.model.layers[layers]:
         layer.__class__ = layer_type
@@ -57,7 +57,7 @@ def assert_refuses(model, *fragments: str) -> str:
 
 
 def error_without_comparison(model) -> float:
-    """The worst error if the probe compared nothing."""
+    """Return the worst error if the probe compared nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probe, "_compare_results", lambda *args: None)
         return worst(compare(model, TILES))[0]
@@ -129,13 +129,13 @@ def test_token_mixing_outside_attention_is_refused(mix, where):
     assert error_without_comparison(model) > 1e-3
 
 
-def test_one_layer_of_another_kind_is_found():
+def test_a_single_layer_that_mixes_tokens_is_refused():
     model = plant(before_attention(convolve), slice(1, 2))
     assert_refuses(model, "layers.1 at position 0")
 
 
 class MixesQueries(Olmo2Attention):
-    """Convolves what only q sees, inside the attention module."""
+    """Convolves the input of q only, inside the attention module."""
 
     def forward(self, hidden_states, **kwargs):
         return super().forward(convolve(hidden_states), **kwargs)
@@ -194,7 +194,7 @@ def test_changing_the_input_in_place_is_refused():
 
 
 class SharesInputs(Olmo2DecoderLayer):
-    """Keeps a tensor outside of the model, which another layer reads."""
+    """Stores a tensor outside the model for another layer to read."""
 
     shared: dict = {}
 
@@ -218,12 +218,12 @@ class SharesInputsByIndex(SharesInputs):
         return self.self_attn.layer_idx == 0
 
 
-def test_a_layer_that_does_something_else_by_its_index_is_refused():
+def test_a_layer_that_behaves_differently_by_its_index_is_refused():
     assert_refuses(plant(SharesInputsByIndex), "layers.1")
 
 
 class ScalesByIndex(Olmo2Attention):
-    """An option of GPT-2."""
+    """GPT-2 has an option for this."""
 
     def forward(self, hidden_states, **kwargs):
         self.scaling = self.head_dim**-0.5 / (1 + self.layer_idx)
@@ -283,7 +283,7 @@ def subtract_mean(h, embeddings):
 
 
 def scale_the_input(h, embeddings):
-    """Changes what the first layer has kept for its backward."""
+    """Overwrites a tensor that the first layer saved for its backward."""
     embeddings.mul_(1.5)
     return h
 
@@ -306,7 +306,7 @@ def between_layers(change):
 
 
 def test_a_tensor_added_to_the_output_of_each_layer_is_exact():
-    """Its gradient and that of the layer's output are one tensor, which the layer must not overwrite."""
+    """It shares one gradient tensor with the layer's output, which the layer must not overwrite."""
     assert_equal(compare(between_layers(add_embeddings), TILES))
 
 
@@ -344,7 +344,7 @@ def test_a_family_that_shares_keys_through_a_dictionary_is_refused():
 
 
 class CountsTokens(Olmo2DecoderLayer):
-    """Like the routers that balance their experts without a loss."""
+    """Routers that balance their experts without a loss count tokens like this."""
 
     def forward(self, hidden_states, **kwargs):
         self.num_tokens += hidden_states.shape[1]
@@ -416,7 +416,7 @@ def test_dropout_in_the_attention_call_is_refused():
 
 
 class ReadsTheAttentionWeights(Olmo2Attention):
-    """Eager attention returns its weights, of which ours has none."""
+    """Eager attention returns its weights; ours has none."""
 
     def forward(self, hidden_states, **kwargs):
         out, weights = super().forward(hidden_states, **kwargs)
@@ -477,7 +477,7 @@ def test_trained_parameters_after_the_head_are_refused():
 
 
 class AddsABias(Olmo2Attention):
-    """ALiBi: a bias by distance, in a mask of its own."""
+    """Adds a bias by distance to the mask, like ALiBi."""
 
     def forward(self, hidden_states, attention_mask=None, **kwargs):
         index = torch.arange(hidden_states.shape[1])
@@ -505,7 +505,7 @@ def test_a_bidirectional_mask_is_refused():
 
 
 def test_a_window_only_in_the_mask_is_exact():
-    """qwen2_moe passes no window to its attention; nor do these layers of OLMo 3."""
+    """Neither qwen2_moe nor these layers of OLMo 3 pass a window to attention."""
     changes = {"use_sliding_window": True, "max_window_layers": 1}
     assert_equal(compare(tiny_decoder("qwen2_moe", num_hidden_layers=2, **changes), TILES))
     model = tiny_decoder("olmo3", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
@@ -528,7 +528,7 @@ def test_windows_that_differ_between_mask_and_call_are_refused():
 
 @pytest.mark.parametrize("family", ["doge", "phimoe", "llama4_text"])
 def test_masks_that_a_call_does_not_show_are_exact_or_refused(family):
-    """Windows and chunks of 5 tokens, in the mask alone."""
+    """Windows and chunks of 5 tokens are only in the mask."""
     changes = {
         "doge": {},
         "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},

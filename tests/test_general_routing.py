@@ -1,4 +1,4 @@
-"""The load-balancing loss of mixtures of experts, and compiled and saved models, on the general path."""
+"""Mixtures of experts on the general path: the load-balancing loss, compiled layers and saved models."""
 
 import pytest
 import torch
@@ -23,12 +23,12 @@ COEFFICIENT = 0.7
 BALANCED = {"num_hidden_layers": 2, "output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
 IDS = random_ids(4, 18)
 MASK = torch.ones_like(IDS)
-MASK[0, -5:] = 0  # padding, which does not count
+MASK[0, -5:] = 0  # padding is not counted
 LABELS = IDS.masked_fill(MASK == 0, -100)
 
 
 def plain_loss(plain, num_groups: int, num_items: int):
-    """The mean over labels, plus the mean of the groups' load-balancing losses."""
+    """Return the mean loss over labels plus the mean of the groups' load-balancing losses."""
     total = 0.0
     for rows in torch.arange(len(IDS)).chunk(num_groups):
         out = plain(input_ids=IDS[rows], attention_mask=MASK[rows], use_cache=False)
@@ -70,7 +70,7 @@ def test_the_load_balancing_loss_equals_that_of_plain_transformers(family, num_r
 
 
 def test_micro_batches_share_the_load_balancing_loss():
-    """Two calls with num_items_in_batch: their losses add up to averages weighted by labels."""
+    """With num_items_in_batch, the losses of two calls add up to averages weighted by labels."""
     model = parallelize_model(tiny_decoder("mixtral", **BALANCED), layout=Layout())
     plain = tiny_decoder("mixtral", num_hidden_layers=2)
     parts = (IDS[1:2], IDS[2:4])
@@ -85,7 +85,7 @@ def test_micro_batches_share_the_load_balancing_loss():
 
 
 def test_the_load_balancing_loss_has_the_coefficient_of_the_model():
-    """TRL changes the one in the configuration, which the model does not read again."""
+    """TRL changes the coefficient in the configuration, which the model does not read again."""
     model = tiny_decoder("mixtral", **BALANCED)
     model.config.router_aux_loss_coef = 0.1
     assert parallelize_model(model).ithaka_decoder.batch.routing.coefficient == COEFFICIENT
@@ -111,7 +111,7 @@ def test_compiled_layers_equal_plain_transformers(family, monkeypatch):
 
 @pytest.mark.parametrize("family", ["gemma3_text", "deepseek_v3"])
 def test_a_saved_model_loads_into_plain_transformers(family, tmp_path):
-    """With tied embeddings and two rope bases; with experts and a persistent buffer."""
+    """Gemma has tied embeddings and two rope bases, DeepSeek experts and a persistent buffer."""
     plain = tiny_decoder(family, torch.float32, num_hidden_layers=2)
     model = parallelize_model(tiny_decoder(family, torch.float32, num_hidden_layers=2))
     for either in (plain, model):
@@ -124,14 +124,14 @@ def test_a_saved_model_loads_into_plain_transformers(family, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "is_linear"), [("olmo2", True), ("granite", False)])
-def test_scaled_logits_are_computed_by_the_model(family, is_linear):
+def test_scaled_logits_are_computed_by_the_models_head(family, is_linear):
     """Granite divides its logits. Most models do not, and share the streamed path's head."""
     model = parallelize_model(tiny_decoder(family, num_hidden_layers=1))
     assert isinstance(general.make_head(model, model.ithaka_decoder), LinearHead) == is_linear
 
 
 def test_each_backward_uses_the_routing_of_its_own_call():
-    """With another call in between, of another length; and without the loss, whose backward sets its gradient."""
+    """Also with a call of another length in between, and without the load-balancing loss."""
     model = parallelize_model(tiny_decoder("mixtral", **BALANCED), layout=Layout(tile_tokens=7))
     params = [param for name, param in model.named_parameters() if name.endswith("gate.weight")]
     grads = []

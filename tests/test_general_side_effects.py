@@ -1,4 +1,4 @@
-"""The general layer runs a layer's forward several times per call, and nobody notices."""
+"""The general layer runs a layer's forward several times per call without visible side effects."""
 
 import contextlib
 import copy
@@ -40,7 +40,7 @@ def make(family: str = "olmo2", **changes):
 
 
 def state_of(model: nn.Module) -> dict:
-    """What a run could leave behind in modules and in this thread."""
+    """Everything that a run could leave behind in modules and in this thread."""
     modules = {
         name: ({k: id(v) for k, v in vars(module).items() if k == "forward"}, len(module._forward_hooks))
         for name, module in model.named_modules()
@@ -59,7 +59,7 @@ def state_of(model: nn.Module) -> dict:
 
 
 def record(calls, module, *values):
-    """The second value of each hook: its inputs or gradients, or its output."""
+    """Record the tensors that a hook receives: inputs, outputs or gradients."""
     tensors = [value for each in values for value in (each if isinstance(each, tuple) else (each,))]
     calls.append([tensor.detach().clone() for tensor in tensors if isinstance(tensor, torch.Tensor)])
 
@@ -76,16 +76,16 @@ def record(calls, module, *values):
 def test_a_hook_on_a_layer_is_called_once_with_the_values_of_plain_transformers(kind, layout):
     plain, calls = make(), {"plain": [], "parallel": []}
     model = parallelize_model(copy.deepcopy(plain), layout=LAYOUTS[layout])
-    for name, each in (("plain", plain), ("parallel", model)):
-        getattr(each.model.layers[1], REGISTER[kind])(partial(record, calls[name]))
+    for name, hooked in (("plain", plain), ("parallel", model)):
+        getattr(hooked.model.layers[1], REGISTER[kind])(partial(record, calls[name]))
     with InFloat64(), wide_runs():
-        for each in (plain, model):
-            out = each(input_ids=IDS, use_cache=False).logits
+        for hooked in (plain, model):
+            out = hooked(input_ids=IDS, use_cache=False).logits
             out.square().sum().backward()
     assert len(calls["plain"]) == len(calls["parallel"]) == 1
-    (expected,), (got,) = calls["plain"], calls["parallel"]
-    assert len(expected) == len(got) > 0
-    for a, b in zip(got, expected, strict=True):
+    (expected,), (ours,) = calls["plain"], calls["parallel"]
+    assert len(expected) == len(ours) > 0
+    for a, b in zip(ours, expected, strict=True):
         assert relative(a, b) < 1e-10
 
 
@@ -93,11 +93,11 @@ INNER = ["self_attn", "self_attn.q_proj", "mlp", "mlp.down_proj", "post_attentio
 
 
 @pytest.mark.parametrize("kind", REGISTER)
-def test_a_hook_inside_a_layer_or_around_them_is_refused(kind):
+def test_a_hook_inside_or_outside_the_layers_is_refused(kind):
     model, parallel = make(), parallelize_model(make())
     for name in (*(f"model.layers.1.{name}" for name in INNER), "model", "model.norm", "model.rotary_emb", "lm_head"):
-        for each, call in ((model, partial(parallelize_model, model)), (parallel, partial(parallel, input_ids=IDS))):
-            handle = getattr(each.get_submodule(name), REGISTER[kind])(lambda *args: None)
+        for hooked, call in ((model, partial(parallelize_model, model)), (parallel, partial(parallel, input_ids=IDS))):
+            handle = getattr(hooked.get_submodule(name), REGISTER[kind])(lambda *args: None)
             assert_refused(call, f"{name} has a {kind}", fix="remove the hook")
             handle.remove()
 
@@ -115,7 +115,6 @@ def test_a_layer_wrapped_by_the_compiler_is_refused():
 
 
 def test_a_layer_compiled_in_place_is_refused():
-    """At the latest by its first call."""
     model = make()
     model.model.layers[1].compile(backend="eager")
     assert_refused(lambda: parallelize_model(model), "layers.1", fix="compile")
@@ -162,7 +161,7 @@ def test_a_call_draws_no_random_numbers():
 
 @pytest.mark.parametrize("fails_in", ["input", "mlp", "backward"])
 def test_an_error_inside_a_run_leaves_nothing_behind(fails_in):
-    """`mlp`: after the attention call, while some projections are skipped."""
+    """`mlp` fails after the attention call, while some projections are skipped."""
     model = parallelize_model(make(), layout=Layout(tile_tokens=7))
     model(input_ids=IDS, labels=IDS).loss.backward()
     before = state_of(model)
@@ -175,11 +174,11 @@ def test_an_error_inside_a_run_leaves_nothing_behind(fails_in):
                 raise KeyError("broken")
             return super().forward(x)
 
-    whole = type(module)
+    original = type(module)
     module.__class__ = Broken
     with pytest.raises(KeyError, match="broken"):
         model(input_ids=IDS, labels=IDS).loss.backward()
-    module.__class__ = whole
+    module.__class__ = original
     after = state_of(model)
     assert after["modes"] == before["modes"] and after["modules"] == before["modules"]
 
@@ -202,8 +201,8 @@ def test_a_plain_model_of_the_same_configuration_keeps_its_attention():
     assert torch.equal(first(input_ids=IDS).logits, expected)
 
 
-def test_a_plain_model_of_the_parallel_ones_configuration_works():
-    """For a reference, or to read back what was saved."""
+def test_a_plain_model_can_share_the_parallel_models_configuration():
+    """For example a reference, or a saved model that is loaded again."""
     first = make()
     expected, model = first(input_ids=IDS).logits, parallelize_model(copy.deepcopy(first))
     assert "ithaka" not in model.config.to_json_string()
@@ -249,7 +248,7 @@ JITTER = {"router_jitter_noise": 0.0, "input_jitter_noise": 0.2}
     ],
 )
 def test_randomness_without_a_module_of_its_own_is_refused(family, changes, mode):
-    """Also if the model is in evaluation mode, as from_pretrained returns it, and trains later."""
+    """Even in evaluation mode, in which from_pretrained returns models: it may be trained later."""
     model = make(family, **changes).train(mode == "train")
     assert_refused(lambda: parallelize_model(model), f"model_type={family} ", "layers.0", fix="use a decoder")
 
@@ -283,7 +282,7 @@ ROPES = {
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("cp", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_frequencies_depend_on_the_longest_position_of_all_ranks(rope, cp):
-    """On two ranks, the first has only short positions; with tiles, so has the first tile."""
+    """The first of two ranks, and the first tile, have only short positions."""
     family, changes = ROPES[rope]
     for tokens in (12, 24, 40):
         plain = make(family, **changes)
@@ -291,8 +290,8 @@ def test_frequencies_depend_on_the_longest_position_of_all_ranks(rope, cp):
 
 
 @pytest.mark.parametrize("rope", ROPES)
-def test_frequencies_are_those_of_each_call(rope):
-    """A long sequence before a short one leaves nothing behind that plain transformers does not."""
+def test_frequencies_are_chosen_for_each_call(rope):
+    """A long sequence changes a later short one only as far as in plain transformers."""
     family, changes = ROPES[rope]
     plain = make(family, **changes)
     model = parallelize_model(copy.deepcopy(plain), layout=Layout(tile_tokens=5))
@@ -316,15 +315,15 @@ def test_angles_are_exact_at_ten_million_positions(family):
         args = (kind,) if kind else ()
         cos, sin = rotary(torch.zeros(1, 6, 8), positions, *args)
         angles = positions[0, :, None].double() * inv_freq
-        for got, exact in ((cos, angles.cos() * scale), (sin, angles.sin() * scale)):
-            columns = exact if got.shape[-1] == exact.shape[-1] else torch.cat([exact, exact], dim=-1)
-            if not torch.allclose(got[0].double(), columns, atol=1e-6, rtol=0):
+        for ours, exact in ((cos, angles.cos() * scale), (sin, angles.sin() * scale)):
+            columns = exact if ours.shape[-1] == exact.shape[-1] else torch.cat([exact, exact], dim=-1)
+            if not torch.allclose(ours[0].double(), columns, atol=1e-6, rtol=0):
                 columns = exact.repeat_interleave(2, dim=-1)
-            assert torch.allclose(got[0].double(), columns, atol=1e-6, rtol=0)
+            assert torch.allclose(ours[0].double(), columns, atol=1e-6, rtol=0)
 
 
 def test_the_loss_does_not_depend_on_where_positions_start():
-    """Rotations are relative; with angles in fp32, ten million positions from the start they are far off."""
+    """Rotations are relative. With angles in fp32, they would be wrong ten million positions from the start."""
     model = parallelize_model(make(dtype=torch.float32))
     near, far = torch.arange(24)[None], 9_999_000 + torch.arange(24)[None]
     with torch.no_grad():
@@ -347,8 +346,8 @@ def test_a_captured_call_is_freed_without_the_garbage_collector():
         gc.enable()
 
 
-def test_a_refused_model_is_left_as_it_was():
-    """Refused by the probe, and by a later check."""
+def test_a_refused_model_is_not_changed():
+    """Neither if the probe refuses it nor if a later check does."""
     for model, options in ((make(attention_dropout=0.0), {"layout": Layout(kernel="fa4")}), (make(), {"cp": 3})):
         ids = torch.arange(12)[None]
         before = model(input_ids=ids).logits
