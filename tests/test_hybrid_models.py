@@ -32,7 +32,7 @@ def small_chunks(monkeypatch):
 
 
 def documents(*lengths: int):
-    """Packed documents, and the loss of plain transformers run on each document by itself."""
+    """Return packed documents, and the loss of plain transformers run on each document alone."""
     ids = random_ids(1, sum(lengths))
     numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
     starts = torch.cat([torch.arange(n) for n in lengths])[None] == 0
@@ -77,7 +77,7 @@ ALWAYS = [case for case in CASES if case.startswith(("one-token", "padding"))]
 
 
 @pytest.mark.parametrize("case", ALWAYS)
-def test_equals_each_document_alone(plain, case):
+def test_packed_documents_equal_each_document_alone(plain, case):
     layout, inputs = CASES[case]
     plain.zero_grad()
     assert_equal(compare(plain, layout, **inputs))
@@ -104,8 +104,8 @@ def errors_over_gloo():
     return gradient_errors(model, plain)
 
 
-def test_processes_pass_states(ranks):
-    """Threads accept tensors that gloo does not."""
+def test_states_pass_between_processes(ranks):
+    """Runs on gloo, which rejects some tensors that the threaded group accepts."""
     assert_equal(ranks.run(2, errors_over_gloo), tolerance=1e-3)
 
 
@@ -130,7 +130,7 @@ def _lose_halo_gradient(monkeypatch):
         *(pytest.param(bug, marks=pytest.mark.slow) for bug in (_convolve_across_documents, _lose_halo_gradient)),
     ],
 )
-def test_bugs_are_seen(plain, bug, monkeypatch):
+def test_injected_bugs_are_detected(plain, bug, monkeypatch):
     plain.zero_grad()
     bug(monkeypatch)
     error, _ = worst(compare(plain, Layout(2), **documents(5, 10, 1, 4)))
