@@ -84,7 +84,7 @@ def test_escape_codes_are_removed_in_a_terminal(tmp_path):
 
 def launch_forks(folder: Path) -> int:
     """Launch ranks that succeed, under a spinner, then ranks of which one fails."""
-    multiprocessing.current_process()._config["daemon"] = False  # else it may start no process
+    multiprocessing.current_process()._config["daemon"] = False  # otherwise it may not start processes
     launch.inherited, launch.FAILURE_GRACE_S = "yes", 0.2
     with status("comparing"):
         assert launch.run_ranks(write_inherited, (folder,), 2, fork=True) == 0
