@@ -55,7 +55,7 @@ def train(folder, lacking, on_ranks):
 
 
 def directories(folder):
-    """Return the run directory that ranks with different clocks choose, and the error if one rank lacks the checkpoint."""
+    """Return the run directory that ranks with different clocks choose, and the error if rank 1 has no checkpoint."""
     with under_torchrun() as patch:
         rank = dist.get_rank()
         patch.setattr(preflight.time, "strftime", lambda how: f"clock-{rank}")
