@@ -110,11 +110,11 @@ def test_hooks_on_layers_and_embeddings_get_plain_values_and_gradients(when, kee
         recorded = HookRecorder(model)
     for each in (plain, model):
         each(input_ids=IDS).logits.square().sum().backward()
-    wanted = dict(expected.all())
-    assert len(wanted) == 4 + 4 + 3 + 3
+    unmatched = dict(expected.all())
+    assert len(unmatched) == 4 + 4 + 3 + 3
     for name, tensor in recorded.all():
-        torch.testing.assert_close(tensor, wanted.pop(name), rtol=1e-10, atol=1e-10, msg=name)
-    assert not wanted
+        torch.testing.assert_close(tensor, unmatched.pop(name), rtol=1e-10, atol=1e-10, msg=name)
+    assert not unmatched
 
 
 def test_a_tensor_hook_outlives_the_module_hook_that_set_it():
@@ -165,7 +165,7 @@ def test_a_debugger_does_not_change_the_reference_count():
     [(None, 0), (lambda out, kept: out.register_hook(lambda grad: None), 0)]
     + [(lambda out, kept: out.register_hook(kept.append), 1)]
     + [(lambda out, kept: out.register_hook(lambda grad: kept.append(grad[0])), 1)]
-    + [(lambda out, kept: out.retain_grad() or kept.append(out), 1)],  # made by PyTorch
+    + [(lambda out, kept: out.retain_grad() or kept.append(out), 1)],  # PyTorch copies it
     ids=["none", "keeps nothing", "keeps it", "keeps a view", "retained"],
 )
 @pytest.mark.parametrize("make_one", [make, partial(tiny_decoder, "olmo2")], ids=["fast path", "general path"])
@@ -180,7 +180,7 @@ def test_a_gradient_is_copied_only_if_something_else_holds_it(make_one, hook, nu
 
 
 def test_a_hook_may_change_an_output():
-    """Forward hooks on a layer and on the embeddings (such as noise) take effect as with Hugging Face."""
+    """Forward hooks on a layer and on the embeddings (such as noise) take effect as in Hugging Face."""
     losses = []
     for parallel in (False, True):
         model = make()

@@ -176,10 +176,10 @@ class Handler(BaseHTTPRequestHandler):
         return self.answer(404, b"{}", {"X-Error-Code": missing})
 
     def answer(self, code, body, headers):
-        wanted = self.headers.get("Range") if code == 200 else None
-        start, _, end = (wanted or "bytes=0-").removeprefix("bytes=").partition("-")
+        byte_range = self.headers.get("Range") if code == 200 else None
+        start, _, end = (byte_range or "bytes=0-").removeprefix("bytes=").partition("-")
         total, body = len(body), body[int(start) : int(end or len(body)) + 1]
-        if wanted:
+        if byte_range:
             span = f"bytes {start}-{int(start) + len(body) - 1}/{total}"
             code, headers = 206, headers | {"Content-Range": span}
         self.send_response(code)

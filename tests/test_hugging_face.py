@@ -130,7 +130,7 @@ def test_trainer(ranks, tmp_path):
 
 @pytest.fixture
 def rows():
-    """Six steps an epoch, the last with one micro-batch. Steps 2 and 5 and half of step 3 have no labels."""
+    """Rows for six steps an epoch, the last with one micro-batch. Steps 2 and 5 and half of step 3 have no labels."""
     dataset = example("hf_trainer").rows(22, seed=1)
     for i in (4, 5, 6, 7, 10, 11, 16, 17, 18, 19):
         dataset[i]["labels"] = [5] + [-100] * (len(dataset[i]["labels"]) - 1)  # no token predicts the first
@@ -201,8 +201,8 @@ def own_loop(folder, lora):
 
 
 @pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_own_loop(ranks, tmp_path, lora):
-    """Two ranks have the losses of one, and a plain model loads what they save."""
+def test_a_custom_loop_has_the_losses_of_one_rank(ranks, tmp_path, lora):
+    """A plain model loads what two ranks save."""
     (expected,) = ranks.run(1, own_loop, tmp_path / "one", lora)
     assert ranks.run(2, own_loop, tmp_path / "two", lora) == [pytest.approx(expected, abs=1e-4)] * 2  # AdamW
     module = example("own_loop")

@@ -196,7 +196,7 @@ def test_a_context_is_planned_as_for_a_run(on_h200, capsys):
     shape = parallel.shape_from_model(model)
     _, expected = plan_run(config, set(), detect_machine(config, 1, H200), shape)
     assert model.ithaka_plan.layout == expected.layout and model.ithaka_plan.work == expected.work
-    planned_for = dataclasses.replace(expected.layout, dtype="bfloat16", heads_per_stage=None, kernel="cpu")  # all
+    planned_for = dataclasses.replace(expected.layout, dtype="bfloat16", heads_per_stage=None, kernel="cpu")
     assert model.model.layers[0].forward.layout == planned_for
     printed = capsys.readouterr().out
     assert "64K tokens" in printed and printed.count("parallel.cp ") == 1

@@ -26,7 +26,7 @@ PROJECTIONS = ActivationPolicy("device", "device", projections=True)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """Several chunks and segments per rank."""
+    """Give every rank several chunks and segments."""
     monkeypatch.setattr(delta_rule, "CHUNK_TOKENS", 2)
     monkeypatch.setattr(delta_rule, "SEGMENT_ROWS", 4 * 4)
 
@@ -53,7 +53,7 @@ def padding(left: int, right: int):
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
-CASES = {  # layout, inputs; on four ranks of 24 tokens each has 6
+CASES = {  # layout, inputs; each of four ranks has 6 of 24 tokens
     "one document over four ranks, in tiles below the halo": (Layout(4, tile_tokens=2), {}),
     "ends around rank boundaries": (Layout(4, tile_tokens=4), documents(5, 7, 7, 5)),
     "ends within the convolution's reach": (Layout(4), documents(8, 2, 5, 9)),

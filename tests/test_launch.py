@@ -64,7 +64,7 @@ def gone(pids: list[int], within_s: float = 30.0) -> bool:
 
 
 def launch_in_a_terminal(folder: Path) -> int:
-    """Under a spinner, as `ithaka evaluate` does."""
+    """Launch under a spinner, like `ithaka evaluate`."""
     master, slave = os.openpty()
     for number in (1, 2):
         os.dup2(slave, number)
@@ -239,7 +239,7 @@ def test_far_more_ranks_than_cores_are_refused(monkeypatch):
 def test_first_signal_lets_every_rank_finish_and_save(number, tmp_path):
     parent, pids = start_two(finish_step_then_stop, tmp_path)
     if number == signal.SIGINT:
-        os.killpg(parent.pid, number)  # as a terminal does: to every process of the group
+        os.killpg(parent.pid, number)  # like a terminal, which signals every process of the group
     else:
         os.kill(parent.pid, number)
     assert parent.wait() == 0

@@ -38,7 +38,7 @@ from ithaka.profile.memory import MemoryMap
 from models import tiny_config, tiny_model
 
 TOKENS = 320  # per rank
-BLOCKS = (300, 90)  # attention's block sizes; with more keys, a score block would have those of a ring's round
+BLOCKS = (300, 90)  # attention's block sizes; more keys could equal the tokens of a ring's round
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ def run_layer(case: Case, rank: int) -> MemoryMap:
     groups = LoopbackGroup(rank, ulysses), LoopbackGroup(0, case.ring)
     table = head_table(case.heads, case.kv_heads, ulysses, case.heads_per_stage)
     block, rotary = model.model.layers[0], model.model.rotary_emb
-    parts, how = map_layer(model, 0), (case.layout, case.keeps)
-    layer = StreamedLayer("layer", block, parts, *groups, table, Store(), *how)
+    parts = map_layer(model, 0)
+    layer = StreamedLayer("layer", block, parts, *groups, table, Store(), case.layout, case.keeps)
     params = [p for p in block.parameters() if p.requires_grad]
     positions = Positions(torch.arange(TOKENS), rotary.inv_freq, rotary.attention_scaling)
     leaf_sD = torch.randn(TOKENS, model.config.hidden_size, dtype=case.dtype, requires_grad=True)
@@ -216,7 +216,7 @@ def highest(memory: MemoryMap, *phases: str, lengths: Iterable[int] = ()) -> int
 
 
 def kept_on_device(case: Case, direction: str) -> int:
-    """Bytes that a step's ledger counts as kept activations. In forward, a layer's own are in its phases instead."""
+    """Return the bytes that a step's ledger counts as kept. In forward, a layer's own are in its phases instead."""
     shape, layout = shape_of(case), case.layout
     if direction == "forward":
         return 0

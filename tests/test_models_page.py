@@ -1,4 +1,4 @@
-"""docs/models.md lists what `make models` found, and the list does not shrink unnoticed."""
+"""docs/models.md lists the results of `make models`, and the list does not shrink unnoticed."""
 
 import re
 from pathlib import Path

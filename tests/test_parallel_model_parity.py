@@ -71,7 +71,7 @@ def compare(family, heads, kv_heads, cp, dp, rows, tokens, layout=None, ignore_f
         ("qwen3", 1, 2),
     ],
 )
-def test_every_family(ranks, family, cp, dp):
+def test_every_family_matches_hugging_face(ranks, family, cp, dp):
     check(ranks.run(cp * dp, compare, family, 4, 2, cp, dp, 2, 19))
 
 
@@ -88,7 +88,7 @@ def test_kv_heads_above_equal_and_below_cp(ranks, heads, kv_heads, cp):
     check(ranks.run(cp, compare, "llama", heads, kv_heads, cp, 1, 1, 21))
 
 
-def test_a_shard_without_valid_labels(ranks):
+def test_a_shard_may_have_no_valid_labels(ranks):
     check(ranks.run(4, compare, "llama", 4, 2, 4, 1, 1, 16, None, 9))
 
 
@@ -112,14 +112,14 @@ def is_slow(case) -> bool:
     "family,heads,kv_heads,cp,heads_per_stage,overlap,tile_tokens,keep_input,keep_attention",
     [pytest.param(*case, marks=pytest.mark.slow if is_slow(case) else ()) for case in every_pair()],
 )
-def test_stages_tiles_and_kept_attention(
+def test_stages_tiles_and_kept_attention_are_exact(
     ranks, family, heads, kv_heads, cp, heads_per_stage, overlap, tile_tokens, keep_input, keep_attention
 ):
     layout = Layout(cp, heads_per_stage, tile_tokens, (ActivationPolicy(keep_input, keep_attention),) * 2, overlap)
     check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, layout))
 
 
-def test_the_selection_has_every_pair():
+def test_default_cases_cover_every_pair():
     cases = list(every_pair())
     for overlap in (True, False):
         for tile_tokens in (None, 5):
@@ -154,7 +154,7 @@ def layouts(draw) -> tuple:
 
 @settings(max_examples=10, derandomize=True, deadline=None)
 @given(case=layouts())
-def test_any_layout(ranks, case):
+def test_any_layout_is_exact(ranks, case):
     family, heads, kv_heads, cp, rows, tokens, layout = case
     check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, rows, tokens, layout))
 
@@ -163,7 +163,7 @@ def test_any_layout(ranks, case):
     "family,heads,kv_heads,cp,heads_per_stage",
     [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] in ("qwen2", "mistral"))) for case in STAGED],
 )
-def test_layers_with_different_policies(ranks, family, heads, kv_heads, cp, heads_per_stage):
+def test_layers_with_different_policies_are_exact(ranks, family, heads, kv_heads, cp, heads_per_stage):
     layout = Layout(cp, heads_per_stage, tile_tokens=5, kept=(ActivationPolicy("host", "device", True), EVERYTHING))
     check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, layout))
 
@@ -176,7 +176,7 @@ ROPES = {
 
 
 @pytest.mark.parametrize("rope_type", ROPES)
-def test_other_kinds_of_rope(ranks, rope_type):
+def test_other_kinds_of_rope_are_exact(ranks, rope_type):
     """Frequencies are lower, and yarn also scales queries and keys. A small theta makes few positions enough."""
     rope = {"rope_type": rope_type, "rope_theta": 100.0, "original_max_position_embeddings": 8, **ROPES[rope_type]}
     changes = {"rope_parameters": rope, "max_position_embeddings": 32}
@@ -185,6 +185,6 @@ def test_other_kinds_of_rope(ranks, rope_type):
 
 
 @pytest.mark.parametrize("family", EXPERTS)
-def test_mixtures_of_experts(ranks, family):
+def test_mixtures_of_experts_are_exact(ranks, family):
     layout = Layout(2, heads_per_stage=2, tile_tokens=5, kept=(ActivationPolicy(attention="device"), EVERYTHING))
     check(ranks.run(2, compare, family, 4, 2, 2, 1, 2, 19, layout))

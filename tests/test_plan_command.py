@@ -41,7 +41,7 @@ def run(*args: str, code: int = 0) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` without its line breaks and columns."""
+    """Return `text` without its line breaks and columns."""
     return " ".join(text.split())
 
 
@@ -73,7 +73,7 @@ def test_large_rates_are_printed_without_an_exponent():
 
 
 def parse_table(text):
-    """(the line above the table of plans, column names, rows, index of the chosen plan's row)"""
+    """Return (line above the table of plans, column names, rows, index of the chosen plan's row)."""
     above, _, table = text.partition("This plan (>)")[2].partition("\n    cp")
     title, *rows = f"    cp{table}".partition("\n\n")[0].splitlines()
     chosen = [row.startswith(">") for row in rows]

@@ -22,20 +22,20 @@ H200 = parse_gpus("8xH200")
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(list(row.values())[:9]))
 def test_plans_match_rehearsals(row):
-    """The step's peak within 5 %, a layer's seconds within 7 %."""
-    found = errors(row)
-    assert abs(found.pop("peak", 0.0)) < 0.05
-    assert all(abs(error) < 0.07 for error in found.values()), found
+    """The step's peak is within 5 %, a layer's seconds within 7 %."""
+    row_errors = errors(row)
+    assert abs(row_errors.pop("peak", 0.0)) < 0.05
+    assert all(abs(error) < 0.07 for error in row_errors.values()), row_errors
 
 
 def test_half_of_the_rehearsals_are_held_out():
     """They are chosen by a rule, not by their errors, which README and docs quote."""
     for row in ROWS:
         assert (row["set"] == "held-out") == (row["context"] == "512K" or row["model"] == "qwen3-32b"), row
-    found = summarize("held-out")
-    worst = {what: max(-low, high) for what, (_, _, low, high) in found.items()}
-    memory_error = f"{found['peak'][1]:.1%} median, {worst['peak']:.1%} max"
-    time_error = f"{found['layer'][1]:.1%} median, {worst['layer']:.1%} max"
+    summary = summarize("held-out")
+    worst = {what: max(-low, high) for what, (_, _, low, high) in summary.items()}
+    memory_error = f"{summary['peak'][1]:.1%} median, {worst['peak']:.1%} max"
+    time_error = f"{summary['layer'][1]:.1%} median, {worst['layer']:.1%} max"
     for page in ("README.md", "docs/how-much-context.md"):
         text = " ".join((Path(__file__).parents[1] / page).read_text(encoding="utf-8").split()).replace(" %", "%")
         assert memory_error in text and time_error in text, (page, memory_error, time_error)
@@ -55,7 +55,7 @@ def test_constants_match_a_fresh_fit():
 @pytest.mark.parametrize("context", PARTS)
 def test_planned_seconds_per_layer_match_measurements(context):
     planned = plan_parts(context)
-    # Machines of the same kind differ by 2 %, and one at rest is faster at first: 128K is a burst.
+    # Machines of the same kind differ by 2 %, and an idle one is faster at first; 128K is such a burst.
     assert sum(planned) == pytest.approx(sum(PARTS[context]), rel=0.05)
     assert planned == pytest.approx(list(PARTS[context]), rel=0.15)
 
@@ -139,7 +139,7 @@ def test_host_buffers_for_the_disk_match_a_rehearsal():
 
 
 def test_the_host_copy_for_background_saves_is_counted_if_it_fits():
-    """fp32 weights and two moments, in addition to an offloaded optimizer's; each replica has a full copy."""
+    """It has fp32 weights and two moments, in addition to an offloaded optimizer's. Each replica has a full copy."""
     work, copied = Work(2**20), 12 * LLAMA.num_parameters
     ledger = build_ledger(LLAMA, STREAMED, H200, work)
     assert ledger.host["copy to save"] == pytest.approx(copied, rel=1e-3)
@@ -155,7 +155,6 @@ def test_the_host_copy_for_background_saves_is_counted_if_it_fits():
 
 
 def test_each_layer_adds_the_bytes_and_seconds_of_its_own_policy():
-    """Four layers with four different activation policies."""
     shape, work = replace(LLAMA, num_layers=4, windows=LLAMA.windows[:4]), Work(2**20)
     kept = (
         ActivationPolicy("host", "disk"),

@@ -206,8 +206,8 @@ def test_cp_is_planned_for_the_sequences_of_a_step(tmp_path):
 
 
 def evaluated(config, every, *contexts):
-    how = dataclasses.replace(config.evaluate, every=every, contexts=contexts)
-    return dataclasses.replace(config, evaluate=how)
+    evaluation = dataclasses.replace(config.evaluate, every=every, contexts=contexts)
+    return dataclasses.replace(config, evaluate=evaluation)
 
 
 def test_an_evaluation_longer_than_the_context_is_planned(tmp_path):

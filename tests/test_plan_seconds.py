@@ -26,7 +26,7 @@ WORK = 1.0  # takes longer than everything else
 
 @pytest.fixture(autouse=True)
 def shares(monkeypatch):
-    """Matmuls and copies at the full rate, so that seconds count FLOPs and bytes."""
+    """Run matmuls and copies at the full rate, so that seconds count FLOPs and bytes."""
     for name in ("MLP_SHARE", "PROJECTION_SHARE"):
         monkeypatch.setattr(seconds, name, (1.0, 1.0))
     monkeypatch.setattr(seconds, "LOSS_SHARE", 1.0)
@@ -57,7 +57,7 @@ AGAIN = ActivationPolicy("device")
     (8, 2, "qwen2.5-7b", 7),
 ])  # fmt: skip
 def test_attention_takes_two_products_forward_and_five_backward(cp, ring, model, heads):
-    """Each pair takes two products in forward and five in backward. A ring's members share the pairs."""
+    """The members of a ring share the pairs."""
     hardware = machine(gpus=cp, attention_forward_flops=2e12, attention_backward_flops=1e12)
     layout = layout_of(cp, ring=ring, heads_per_stage=None)
     forward, backward = layer(hardware, layout, KEPT, find_shape(model))
@@ -214,10 +214,10 @@ def test_ring_exchange(nodes, gpus, cp, ring, model, near, far):
 
 
 def test_unoverlapped_all_gathers_and_reductions_are_counted():
-    """16-bit weights in both directions, fp32 gradients once."""
+    """16-bit weights move in both directions, fp32 gradients once."""
     for nodes, rates, rate in (
         (1, {"link_bytes_s": 1e11}, 1e11),
-        (2, {"network_bytes_s": 1e10}, 8e10),  # a node's GPUs each send another part
+        (2, {"network_bytes_s": 1e10}, 8e10),  # each GPU of a node sends a different part
         (2, {"link_bytes_s": 1e9}, 1e9),
     ):
         hardware, ranks = machine(nodes, **rates), 8 * nodes

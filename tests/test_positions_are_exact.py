@@ -57,9 +57,9 @@ def phases(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return torch.atan2(sin[..., half:].double(), cos[..., half:].double()) % (2 * math.pi)
 
 
-def off_by(found: torch.Tensor, exact: torch.Tensor) -> float:
+def off_by(angles: torch.Tensor, exact: torch.Tensor) -> float:
     """Return the largest distance on the circle."""
-    return float(((found - exact + math.pi) % (2 * math.pi) - math.pi).abs().max())
+    return float(((angles - exact + math.pi) % (2 * math.pi) - math.pi).abs().max())
 
 
 def test_phases_are_exact_at_ten_million_tokens():

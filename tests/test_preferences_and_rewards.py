@@ -175,7 +175,7 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None, family="llama
             arguments |= {"train_dataset": pairs(16), "eval_dataset": pairs(4)}
         trainer = trainer_class(args=config_class(str(folder), **settings), callbacks=[ShiftRouters()], **arguments)
         trainer.remove_callback(PrinterCallback)
-        if kind == "rloo":  # it has no rollout_func
+        if kind == "rloo":  # RLOOTrainer has no rollout_func
             texts = trainer.processing_class.batch_decode
             trainer._generate_single_turn = lambda ids, *_: answers(texts(ids), trainer)["completion_ids"]
         is_trained: list[bool] = []  # per pass through an embedding

@@ -75,7 +75,7 @@ def test_progress_is_reported_while_the_step_runs():
             while len(reports) < 2 and time.monotonic() < deadline:
                 time.sleep(0.01)
     count = len(reports)
-    run_layer(2, "forward")  # outside of a step: not reported
+    run_layer(2, "forward")  # not reported outside a step
     assert reports[0].step == 7 and reports[0].phase == "layer 1 / forward"
     assert 0 < reports[0].percent < 100 and reports[0].eta_s is not None
     assert reports[1].percent == reports[0].percent and reports[1].eta_s < reports[0].eta_s, (

@@ -58,7 +58,7 @@ def directories(folder):
     """Return the run directory that ranks with different clocks choose, and the error if rank 1 has no checkpoint."""
     with under_torchrun() as patch:
         rank = dist.get_rank()
-        patch.setattr(preflight.time, "strftime", lambda how: f"clock-{rank}")
+        patch.setattr(preflight.time, "strftime", lambda _: f"clock-{rank}")
         chosen = preflight.preflight(None, settings(folder)).run_dir
         patch.chdir(folder / str(rank))
         try:

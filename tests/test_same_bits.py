@@ -38,10 +38,11 @@ def compare_variants(cp, heads_per_stage, kept, every):
     first, wrong = None, []
     for overlap in (True, False):
         for tier, more in TIERS.items() if overlap or every else [("disk", TIERS["disk"])]:
-            how = {"overlap": overlap, "keeps": ActivationPolicy(tier, tier, *more) if kept else ActivationPolicy(tier)}
-            bits = bits_of_a_step(cp, heads_per_stage=heads_per_stage, **how)
+            policy = ActivationPolicy(tier, tier, *more) if kept else ActivationPolicy(tier)
+            options = {"overlap": overlap, "keeps": policy}
+            bits = bits_of_a_step(cp, heads_per_stage=heads_per_stage, **options)
             first = first or bits
-            wrong += [(how, name) for name in first if (first[name] != bits[name]).any()]
+            wrong += [(options, name) for name in first if (first[name] != bits[name]).any()]
     return wrong
 
 

@@ -44,8 +44,8 @@ def test_models_equal_those_saved_by_transformers(tmp_path, family):
     files = [load_file(file) for file in sorted(tmp_path.glob("model-*.safetensors"))]
     assert len(files) > 2 and all(sum(tensor.nbytes for tensor in file.values()) <= LARGEST for file in files)
     expected = load_file(tmp_path / "plain" / "model.safetensors")
-    found = {name: tensor for file in files for name, tensor in file.items()}
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    saved = {name: tensor for file in files for name, tensor in file.items()}
+    assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in saved)
     loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
     assert all(torch.equal(loaded[name], tensor) for name, tensor in plain.named_parameters())
     save_parallel(plain, tmp_path, replicas=2)
@@ -61,8 +61,8 @@ def test_adapters_equal_those_of_peft(tmp_path, changes):
         plain = get_peft_model(tiny_model(config, torch.float32), lora, "mine")
         expected = get_peft_model_state_dict(plain, adapter_name="mine")
         folder = save_parallel(plain, tmp_path)
-        found = load_file(folder / "adapter_model.safetensors")
-        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+        saved = load_file(folder / "adapter_model.safetensors")
+        assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in saved)
         loaded = PeftModel.from_pretrained(tiny_model(config, torch.float32), folder)
     ids = random_ids(1, 6)
     assert torch.equal(loaded.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits)

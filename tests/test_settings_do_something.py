@@ -158,9 +158,9 @@ def test_dtype_is_the_compute_dtype():
 def test_offload_optimizer_sets_fsdps_offload_policy(monkeypatch):
     policies, shard = [], build.fully_shard
 
-    def record(module, **how):
-        policies.append(type(how["offload_policy"]).__name__)
-        return shard(module, **how)
+    def record(module, **options):
+        policies.append(type(options["offload_policy"]).__name__)
+        return shard(module, **options)
 
     monkeypatch.setattr(build, "fully_shard", record)
     for value, policy in (("true", "CPUOffloadPolicy"), ("false", "OffloadPolicy")):
@@ -172,7 +172,7 @@ def test_offload_optimizer_sets_fsdps_offload_policy(monkeypatch):
 @pytest.mark.parametrize("value", [True, False])
 def test_deterministic_reaches_pytorch_and_the_kernel(tmp_path, monkeypatch, value):
     passed = []
-    monkeypatch.setattr(kernels, "_call_fa4", lambda *_, **how: passed.append(how["deterministic"]) or ())
+    monkeypatch.setattr(kernels, "_call_fa4", lambda *_, **options: passed.append(options["deterministic"]) or ())
     try:
         prepare(valid(tiny_run(tmp_path, train={"deterministic": value})))
         assert torch.are_deterministic_algorithms_enabled() == value

@@ -80,4 +80,4 @@ def test_rank_0_of_two_nodes_is_rehearsed(tmp_path, monkeypatch):
     answer = json.loads(CliRunner().invoke(app, arguments).stdout)
     assert answer["settings"]["parallel.ring"] == 2
     peak = next(row for row in answer["rows"] if row["what"] == "peak without reserve")
-    assert peak["measured"] == pytest.approx(peak["planned"], rel=0.5)  # weights, and tiles of a CPU, are most of it
+    assert peak["measured"] == pytest.approx(peak["planned"], rel=0.5)  # mostly weights and a CPU's tiles

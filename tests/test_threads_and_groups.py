@@ -28,7 +28,7 @@ def threads_of(config):
     started, chosen, start_thread = set(), set(), threading.Thread.start
 
     def start(thread):
-        if type(thread) is threading.Thread:  # the console's spinners are not
+        if type(thread) is threading.Thread:  # ignores the console's spinners
             started.add(thread.name)
         start_thread(thread)
 

@@ -161,7 +161,7 @@ def test_only_ranks_that_are_slow_for_their_work_are_reported():
         ([1.0, 1.1, 1.0, 1.5], [1, 1, 1, 1], {3: 1.5}),
         ([3.0, 3.0, 4.0, 4.0], [3, 3, 4, 4], {}),  # 14 heads on four ranks
         ([1.0, 1.0, 1.0, 4.0], [1, 1, 1, 4], {}),  # longer documents
-        ([1.0, 1.0, 1.0, 0.5], [9, 9, 9, 1], {}),  # short ones, which take longer for their work
+        ([1.0, 1.0, 1.0, 0.5], [9, 9, 9, 1], {}),  # short documents take longer for their work
         ([3.0, 3.0, 6.0, 4.0], [3, 3, 4, 4], {2: 1.5}),
     ]
     for seconds, work, named in cases:

@@ -149,7 +149,7 @@ def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
         file.close()
 
 
-def test_flops_and_amounts():
+def test_flops_are_counted_and_counts_are_short():
     assert step_flops(1000, num_tokens=10, head_size=12, num_pairs=100) == 6 * 1000 * 10 + 12 * 12 * 100
     assert [format_count(n) for n in (7, 999, 12345, 2_890_000, 8e9)] == ["7", "999", "12.3K", "2.89M", "8B"]
 
@@ -211,7 +211,7 @@ def test_a_second_signal_exits_immediately_but_an_echo_does_not(monkeypatch, cap
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)  # forwarded by torchrun
     assert received == [signal.SIGINT] and left == []
-    monkeypatch.setattr(launch, "SIGNAL_DEBOUNCE_S", -1.0)  # as if later
+    monkeypatch.setattr(launch, "SIGNAL_DEBOUNCE_S", -1.0)  # as if the second came later
     with launch.catch_stop_signals():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)

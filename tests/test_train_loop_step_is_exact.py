@@ -51,13 +51,13 @@ def our_steps(num_steps: int, cp: int, family: str):
     mesh = make_mesh(cp)
     model = parallelize_model(tiny_model(tiny_config(family)), mesh=mesh)
     optimizer = make_optimizer(model, OPTIM)
-    batches, how = batches_of(mesh.dp_rank), {"lr": 1e-2, "clip_norm": OPTIM.clip_norm, "mesh": mesh}
+    batches, options = batches_of(mesh.dp_rank), {"lr": 1e-2, "clip_norm": OPTIM.clip_norm, "mesh": mesh}
     # The last step has one source.
-    results = [train_step(model, optimizer, batches, **how, source_names=SOURCES) for _ in range(num_steps - 1)]
-    results.append(train_step(model, optimizer, batches, **how))
+    results = [train_step(model, optimizer, batches, **options, source_names=SOURCES) for _ in range(num_steps - 1)]
+    results.append(train_step(model, optimizer, batches, **options))
     # A step without labels and a validation change nothing.
     without = [batch._replace(labels=torch.full_like(batch.labels, -100)) for batch in batches]
-    assert train_step(model, optimizer, without, **how, source_names=SOURCES).label_tokens == 0
+    assert train_step(model, optimizer, without, **options, source_names=SOURCES).label_tokens == 0
     val = validation_loss(model, batches, mesh, SOURCES)
     assert model.training
     weights = {name: param.full_tensor().detach() for name, param in model.named_parameters()}

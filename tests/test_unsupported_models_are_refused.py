@@ -120,7 +120,7 @@ BAD_LAYOUTS = [
 
 
 def bad_layouts():
-    """Try impossible layouts on two ranks, such as cp that does not divide them or exceeds the heads; return messages."""
+    """Try impossible layouts on two ranks, such as cp=3 or more ranks than heads, and return the messages."""
     model = on_meta(LlamaConfig(**tiny_config("llama", heads=1, kv_heads=1).to_diff_dict()))
     wide = on_meta(tiny_config("llama"))
     messages = []

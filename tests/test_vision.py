@@ -186,7 +186,7 @@ def test_bfloat16_is_as_precise_as_autocast(family):
         return loss_and_gradients(model, narrow, contextlib.nullcontext())
 
     (ours,) = on_threads(1, work)
-    assert relative(ours, expected) < 1.2 * relative(theirs, expected)  # one tiny model: up to 1.16, by CPU
+    assert relative(ours, expected) < 1.2 * relative(theirs, expected)  # a tiny model; up to 1.16, depending on the CPU
 
 
 def test_a_batch_may_have_no_images():
@@ -342,7 +342,7 @@ def test_the_plan_counts_the_encoder():
     assert (shape.encoder.parameters, shape.encoder.outputs, shape.encoder.values) == (visual, 3, 24)
     assert shape_from_model(frozen(model)).num_trained == total - visual
     adapted = shape_from_model(add_lora(tiny_vlm("qwen3_vl"), target_modules=["q_proj", "qkv"]))
-    assert adapted.num_trained == 3 * 3 * (32 + 64)  # the language model's
+    assert adapted.num_trained == 3 * 3 * (32 + 64)  # only the language model's adapters
     hardware, work = Hardware(find_gpu("H200"), 1, 1, host_bytes=10**12), Work(1024)
     phases = dict(gpu_phases(shape, Layout(dtype="bfloat16"), hardware, work))
     without = dict(gpu_phases(shape_from_model(frozen(model)), Layout(dtype="bfloat16"), hardware, work))

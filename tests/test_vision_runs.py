@@ -25,7 +25,7 @@ from ithaka.show_record import describe_record, find_record, split_document
 from runs import copy_back_at, numbers, run
 from vlms import model_for, picture, tiny_processor
 
-VIDEOS = {1: 4, 5: 3, 7: 2}  # conversation -> frames; a folder, except for the second
+VIDEOS = {1: 4, 5: 3, 7: 2}  # number of frames by conversation; all but the second are folders
 
 
 def frames(n: int) -> list[int]:
@@ -116,8 +116,8 @@ def test_images_and_videos_have_the_tokens_and_pixels_of_the_processor(folder, m
         for name, parts in expected.items():
             assert (name in batch.images) == bool(parts)
             if parts:
-                got = batch.images[name]
-                assert torch.equal(got[:] if "pixel" in name else got, torch.cat(parts)), name
+                actual = batch.images[name]
+                assert torch.equal(actual[:] if "pixel" in name else actual, torch.cat(parts)), name
                 pixels.get(name, []).extend(parts)
     assert all(pixels.values())
     data.close()
@@ -249,7 +249,7 @@ def test_a_video_file_is_sampled(folder, monkeypatch):
     monkeypatch.setattr("ithaka.data.pixels.load_video", load)
     reader = load_tokenizer(None, folder / "model").images
     text, video = reader.measure_video("clip.mp4", 2)
-    assert (video.frames, decoded) == ([0, 5, 9, 14, 18, 23], [[23]])  # 6 of 3 seconds
+    assert (video.frames, decoded) == ([0, 5, 9, 14, 18, 23], [[23]])  # 6 frames from 3 seconds
     assert "<0.3 seconds>" in text and text.count("<|video_pad|>") == video.num_tokens
     parts = [reader.load([video], rank, 2)["pixel_values_videos"].part_PC for rank in range(2)]
     assert decoded[1:] == [[0, 5], [9, 14, 18, 23]]
