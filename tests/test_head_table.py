@@ -10,7 +10,7 @@ FEW = settings(max_examples=60, derandomize=True, deadline=None)
 
 @st.composite
 def layouts(draw) -> tuple[int, int, int, int | None]:
-    """Query heads, kv heads, ranks, heads per stage."""
+    """Draw (query heads, kv heads, ranks, heads per stage)."""
     heads = draw(st.integers(1, 64))
     kv_heads = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
     cp = draw(st.integers(1, min(heads, 16)))
@@ -19,15 +19,15 @@ def layouts(draw) -> tuple[int, int, int, int | None]:
 
 
 def heads_read(table: HeadTable, rank: int) -> list[tuple[int, int]]:
-    """(query head, the kv head it reads) of a rank, in order."""
+    """Return a rank's pairs (query head, the kv head it reads), in order."""
     pairs = []
     for stage in table.stages:
         for read in stage.reads[rank]:
             kv_heads = table.loads[read.load].kv_heads[rank][read.kv_slot :][: read.num_kv]
             assert len(kv_heads) == read.num_kv and read.width % read.num_kv == 0
-            of_each = read.width // read.num_kv
+            queries_per_kv = read.width // read.num_kv
             slots = range(read.first, read.last)
-            pairs += [(stage.query_heads[rank][slot], kv_heads[n // of_each]) for n, slot in enumerate(slots)]
+            pairs += [(stage.query_heads[rank][slot], kv_heads[n // queries_per_kv]) for n, slot in enumerate(slots)]
     return pairs
 
 

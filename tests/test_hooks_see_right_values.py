@@ -41,7 +41,7 @@ def make(family="qwen3", **changes):
 @pytest.mark.parametrize("kind", REGISTER)
 @pytest.mark.parametrize("tied", [False, True])
 def test_hooks_that_would_be_ignored_are_refused(kind, tied):
-    """Registered before parallelize and after it, when FSDP2 has hooks of its own."""
+    """Hooks may be registered before parallelize, or after it, when FSDP2 has hooks of its own."""
     model = make(tie_word_embeddings=tied)
     parallel = parallelize_model(make(tie_word_embeddings=tied), mesh=make_mesh(1))
     for name in IGNORED:
@@ -62,7 +62,7 @@ def test_a_forward_pre_hook_on_the_model_is_refused():
 
 
 def test_hooks_that_transformers_leaves_behind_are_accepted():
-    """It captures outputs with hooks that stay registered and do nothing."""
+    """transformers captures outputs with hooks that stay registered and do nothing."""
     model = make()
     model(input_ids=IDS, output_attentions=True, output_hidden_states=True)
     assert model.model.layers[0].self_attn._forward_hooks
@@ -72,22 +72,22 @@ def test_hooks_that_transformers_leaves_behind_are_accepted():
     assert_refused(partial(parallel, input_ids=IDS), "layers.1.self_attn has a forward hook", fix="remove")
 
 
-class Seen:
-    """Values and gradients that hooks on layers and embeddings received; gradients are not copied."""
+class HookRecorder:
+    """Records the values and gradients that hooks on layers and embeddings receive. Gradients are not copied."""
 
     def __init__(self, model) -> None:
         self.values, self.grads, self.grad_inputs, self.grad_outputs = {}, {}, {}, {}
         for name in ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2"):
             module = model.get_submodule(name)
-            module.register_forward_hook(lambda module, args, out, name=name: self.see(name, out))
+            module.register_forward_hook(lambda module, args, out, name=name: self.record_output(name, out))
             if name != "model.embed_tokens":
-                module.register_full_backward_hook(lambda module, dx, dy, name=name: self.see_grads(name, dx, dy))
+                module.register_full_backward_hook(lambda module, dx, dy, name=name: self.record_grads(name, dx, dy))
 
-    def see(self, name, out):
+    def record_output(self, name, out):
         self.values[name] = out.detach().clone()
         out.register_hook(lambda grad: self.grads.__setitem__(name, grad))
 
-    def see_grads(self, name, dx, dy):
+    def record_grads(self, name, dx, dy):
         self.grad_inputs[name], self.grad_outputs[name] = dx[0], dy[0]
 
     def all(self):
@@ -98,23 +98,23 @@ class Seen:
 
 @pytest.mark.parametrize("keep_everything", [0, 2])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_hooks_on_layers_and_embeddings(when, keep_everything):
-    """Gradients stay valid after backward, although its buffers are reused from layer to layer."""
+def test_hooks_on_layers_and_embeddings_get_plain_values_and_gradients(when, keep_everything):
+    """Gradients stay valid after backward, although its buffers are reused by the next layer."""
     plain, model = make(num_hidden_layers=3), make(num_hidden_layers=3)
     layout = make_layout(3, keep_everything=keep_everything)
-    expected = Seen(plain)
+    expected = HookRecorder(plain)
     if when == "before":
-        seen = Seen(model)
+        recorded = HookRecorder(model)
     model = parallelize_model(model, mesh=make_mesh(1), layout=layout)
     if when == "after":
-        seen = Seen(model)
+        recorded = HookRecorder(model)
     for each in (plain, model):
         each(input_ids=IDS).logits.square().sum().backward()
-    wanted = dict(expected.all())
-    assert len(wanted) == 4 + 4 + 3 + 3
-    for name, tensor in seen.all():
-        torch.testing.assert_close(tensor, wanted.pop(name), rtol=1e-10, atol=1e-10, msg=name)
-    assert not wanted
+    unmatched = dict(expected.all())
+    assert len(unmatched) == 4 + 4 + 3 + 3
+    for name, tensor in recorded.all():
+        torch.testing.assert_close(tensor, unmatched.pop(name), rtol=1e-10, atol=1e-10, msg=name)
+    assert not unmatched
 
 
 def test_a_tensor_hook_outlives_the_module_hook_that_set_it():
@@ -141,8 +141,8 @@ class Copies(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_debugger_does_not_change_the_count_of_references():
-    """It may hold the local variables of each function, the gradient included."""
+def test_a_debugger_does_not_change_the_reference_count():
+    """A tracer may hold every function's local variables, including the gradient."""
     held, tracer = [], sys.gettrace()
 
     def trace(frame, event, argument):
@@ -154,10 +154,10 @@ def test_a_debugger_does_not_change_the_count_of_references():
     schedule.references_of_a_new_gradient.cache_clear()
     try:
         sys.settrace(trace)
-        found = schedule.references_of_a_new_gradient()
+        traced = schedule.references_of_a_new_gradient()
     finally:
         sys.settrace(tracer)
-    assert held and found == expected
+    assert held and traced == expected
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_debugger_does_not_change_the_count_of_references():
     [(None, 0), (lambda out, kept: out.register_hook(lambda grad: None), 0)]
     + [(lambda out, kept: out.register_hook(kept.append), 1)]
     + [(lambda out, kept: out.register_hook(lambda grad: kept.append(grad[0])), 1)]
-    + [(lambda out, kept: out.retain_grad() or kept.append(out), 1)],  # made by PyTorch
+    + [(lambda out, kept: out.retain_grad() or kept.append(out), 1)],  # PyTorch copies it
     ids=["none", "keeps nothing", "keeps it", "keeps a view", "retained"],
 )
 @pytest.mark.parametrize("make_one", [make, partial(tiny_decoder, "olmo2")], ids=["fast path", "general path"])
@@ -174,13 +174,13 @@ def test_a_gradient_is_copied_only_if_something_else_holds_it(make_one, hook, nu
     if hook is not None:
         model.model.layers[1].register_forward_hook(lambda module, args, out: hook(out, kept) and None)
     loss = model(input_ids=IDS, labels=IDS).loss
-    with Copies(model.config.hidden_size) as found:
+    with Copies(model.config.hidden_size) as copies:
         loss.backward()
-    assert found.num_copies == num_copies
+    assert copies.num_copies == num_copies
 
 
 def test_a_hook_may_change_an_output():
-    """Forward hooks on a layer and on the embeddings (such as noise) take effect as with Hugging Face."""
+    """Forward hooks on a layer and on the embeddings (such as noise) take effect as in Hugging Face."""
     losses = []
     for parallel in (False, True):
         model = make()
@@ -193,7 +193,7 @@ def test_a_hook_may_change_an_output():
 
 @pytest.mark.parametrize("make_one", [make, partial(tiny_decoder, "olmo2")], ids=["fast path", "general path"])
 def test_a_hook_may_return_another_dtype(make_one):
-    """Layers and the head compute in their own."""
+    """Layers and the head still compute in their own dtype."""
     model = parallelize_model(make_one(), mesh=make_mesh(1), layout=Layout(dtype="bfloat16"))
     expected = model(input_ids=IDS, labels=IDS).loss
     for module in (model.model.embed_tokens, *model.model.layers):
@@ -204,14 +204,14 @@ def test_a_hook_may_return_another_dtype(make_one):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_gradient_hooks_on_parameters(when):
+def test_only_post_accumulate_hooks_on_parameters_are_accepted(when):
     """FSDP2 calls post-accumulate hooks and no others."""
-    model, seen = make(), []
+    model, grads = make(), []
     if when == "after":
         model = parallelize_model(model, mesh=make_mesh(1))
-        model.model.norm.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad))
+        model.model.norm.weight.register_post_accumulate_grad_hook(lambda param: grads.append(param.grad))
         model(input_ids=IDS, labels=IDS).loss.backward()
-        assert torch.equal(seen[0].full_tensor(), model.model.norm.weight.grad.full_tensor())
+        assert torch.equal(grads[0].full_tensor(), model.model.norm.weight.grad.full_tensor())
     model.model.embed_tokens.weight.register_hook(nothing)
     call = partial(model, input_ids=IDS) if when == "after" else partial(parallelize_model, model, mesh=make_mesh(1))
     assert_refused(call, "model.embed_tokens.weight", "hook", fix="register_post_accumulate_grad_hook")

@@ -1,5 +1,5 @@
-"""Models and data by hub name, against a local server: names, revisions, sizes, interrupted downloads, offline mode,
-tokens, and streamed datasets."""
+"""Models and datasets from a local stand-in for the hub: names, revisions, sizes, interrupted downloads, offline mode,
+tokens and streaming."""
 
 import base64
 import io
@@ -106,11 +106,11 @@ for name in sys.argv[1:]:
 
 
 class Hub(ThreadingHTTPServer):
-    """The part of the hub's interface that a download uses. `cuts`: end that many answers of weights halfway."""
+    """The part of the hub's API that downloads use. It cuts `cuts` large responses off halfway."""
 
     def __init__(self):
         super().__init__(("localhost", 0), Handler)
-        self.seen, self.cuts, self.other = [], 0, None
+        self.requests, self.cuts, self.other = [], 0, None
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
 
@@ -121,9 +121,9 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_POST(self):
-        """Create a repository of org, and commit small files to it."""
+        """Create a repository in org, and commit small files to it."""
         body, kind = self.rfile.read(int(self.headers["Content-Length"])), self.path.split("/")[-2]
-        self.server.seen.append((self.command, self.path, self.headers.get("Authorization"), body))
+        self.server.requests.append((self.command, self.path, self.headers.get("Authorization"), body))
         if self.path == "/api/repos/create" and json.loads(body)["organization"] != "org":
             return self.answer(403, b'{"error": "not allowed"}', {})
         if self.path == "/api/repos/create" and json.loads(body)["name"] == "public":
@@ -139,7 +139,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         hub, path = self.server, self.path.partition("?")[0].strip("/").split("/")
-        hub.seen.append((self.command, self.path, self.headers.get("Authorization"), self.headers.get("Range")))
+        hub.requests.append((self.command, self.path, self.headers.get("Authorization"), self.headers.get("Range")))
         if path in (["api", "models", "org", "new"], ["api", "models", "org", "public"]):
             body = {"id": "/".join(path[2:]), "private": path[-1] == "new", "siblings": []}
             return self.answer(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
@@ -176,10 +176,10 @@ class Handler(BaseHTTPRequestHandler):
         return self.answer(404, b"{}", {"X-Error-Code": missing})
 
     def answer(self, code, body, headers):
-        wanted = self.headers.get("Range") if code == 200 else None
-        start, _, end = (wanted or "bytes=0-").removeprefix("bytes=").partition("-")
+        byte_range = self.headers.get("Range") if code == 200 else None
+        start, _, end = (byte_range or "bytes=0-").removeprefix("bytes=").partition("-")
         total, body = len(body), body[int(start) : int(end or len(body)) + 1]
-        if wanted:
+        if byte_range:
             span = f"bytes {start}-{int(start) + len(body) - 1}/{total}"
             code, headers = 206, headers | {"Content-Range": span}
         self.send_response(code)
@@ -200,8 +200,10 @@ def hub():
     server.shutdown()
 
 
-def fetched(hub, cache, *names, code=CODE, **environment):
-    """What each name is found as, in a process of its own: huggingface_hub reads its settings once."""
+def run_client(hub, cache, *names, code=CODE, **environment):
+    """Run `code` with `names` in a new process, as huggingface_hub reads its settings only once.
+
+    Returns the printed progress lines and results."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_CACHE": str(cache), "HF_TOKEN": "secret"}
     env |= {"HF_ENDPOINT": f"http://localhost:{hub.server_port}", "HF_HUB_DISABLE_XET": "1", **environment}
     command = [sys.executable, "-c", code, *names]
@@ -214,55 +216,58 @@ def fetched(hub, cache, *names, code=CODE, **environment):
 
 
 def test_models_are_found_downloaded_and_refused_by_name(hub, tmp_path):
-    """An interrupted download continues, weights may come from another host, and only the hub gets the token."""
+    """An interrupted download resumes, weights may come from another host, and only the hub gets the token."""
     cache, hub.other = tmp_path / "cache", Hub()
     hub.other.cuts = 1
     removed = tmp_path / "removed/models--org--tiny/snapshots" / COMMITS["v2"]
     names = "org/tiny", "org/tiny@v2", str(removed), "org/none", "org/tiny@v9"
-    told, (main, v2, again, none, v9) = fetched(hub, cache, *names)
+    progress, (main, v2, again, none, v9) = run_client(hub, cache, *names)
     hub.other.shutdown()
     root = cache / "models--org--tiny/snapshots"
     assert (main, v2, again) == (str(root / COMMITS["main"]), str(root / COMMITS["v2"]), v2)
     assert (
-        told[0] == f"downloading org/tiny: 0.03 GB in 2 files, to {cache}" and len(told) == 1
+        progress[0] == f"downloading org/tiny: 0.03 GB in 2 files, to {cache}" and len(progress) == 1
     )  # v2 has the same files
     assert {file.name for file in root.glob("*/*")} == {"config.json", "model.safetensors"}
     assert all(file.read_bytes() == FILES[file.name] for file in root.glob("*/*"))
     assert_refused(none["error"], "model.path=org/none", "no such repository", fix="a local directory")
     assert_refused(v9["error"], "model.path=org/tiny@v9", "no such revision v9", fix="correct the name")
-    ranges = [each[3] for each in hub.other.seen if each[3]]
+    ranges = [each[3] for each in hub.other.requests if each[3]]
     assert ranges and all(int(each.removeprefix("bytes=").partition("-")[0]) > 0 for each in ranges)
-    assert {token for _, path, token, _ in hub.seen if "tiny" in path} == {"Bearer secret"}
-    assert {token for *_, token, _ in hub.other.seen} == {None}
+    assert {token for _, path, token, _ in hub.requests if "tiny" in path} == {"Bearer secret"}
+    assert {token for *_, token, _ in hub.other.requests} == {None}
 
-    hub.seen.clear()
-    told, (main, none) = fetched(hub, cache, "org/tiny", "org/none", HF_HUB_OFFLINE="1")
-    assert told == hub.seen == [] and main == str(root / COMMITS["main"])
+    hub.requests.clear()
+    progress, (main, none) = run_client(hub, cache, "org/tiny", "org/none", HF_HUB_OFFLINE="1")
+    assert progress == hub.requests == [] and main == str(root / COMMITS["main"])
     assert_refused(none["error"], "model.path=org/none", "HF_HUB_OFFLINE", fix="with a connection")
 
 
 def test_large_datasets_are_streamed_in_the_order_of_their_files(hub, tmp_path):
-    """Bitwise as from local files, also after resuming; by ranges, with retries, and without sending on the token."""
+    """Batches equal those from local files, also after resuming. Requests ask for ranges, are retried, and send the
+    token only to the hub."""
     pytest.importorskip("datasets")
     for name, data in DATA.items():
         (tmp_path / "local" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "local" / name).write_bytes(data)
     cache, hub.other = tmp_path / "cache", Hub()
     hub.other.cuts = 1
-    told, (parquet, lines, small, pinned) = fetched(hub, cache, code=STREAM, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0")
+    progress, (parquet, lines, small, pinned) = run_client(
+        hub, cache, code=STREAM, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0"
+    )
     hub.other.shutdown()
     assert parquet.startswith("2 files (parquet), ") and lines.startswith("1 file (jsonl), ")
     assert all(each.endswith(f"streamed from org/texts@{COMMITS['main']}") for each in (parquet, lines))
-    streamed = [each for each in hub.other.seen if each[3]]
+    streamed = [each for each in hub.other.requests if each[3]]
     assert hub.other.cuts == 0 and {path.rpartition(".")[2] for _, path, *_ in streamed} == {"parquet", "jsonl"}
-    assert {token for *_, token, _ in hub.other.seen} == {None}
-    assert {token for _, path, token, _ in hub.seen if "resolve" in path} == {"Bearer secret"}
-    assert told == ["downloading org/texts: 0.00 GB in 2 files"]
+    assert {token for *_, token, _ in hub.other.requests} == {None}
+    assert {token for _, path, token, _ in hub.requests if "resolve" in path} == {"Bearer secret"}
+    assert progress == ["downloading org/texts: 0.00 GB in 2 files"]
     assert small == ["arrow", TEXTS] and pinned == [f"hf:/org/texts@{COMMITS['main']}", TEXTS]
 
 
 def test_a_resumed_run_keeps_the_commits_that_it_started_with(tmp_path, monkeypatch):
-    """With --resume auto, which reads the names again, too. A new name gets its current commit."""
+    """This holds for --resume auto too, which reads the names again. A new name gets its current commit."""
     commits = {"main": "a" * 40, "v2": "b" * 40}
 
     def find(self, repo, revision=None, **_):
@@ -307,13 +312,13 @@ def test_a_resumed_run_keeps_the_commits_that_it_started_with(tmp_path, monkeypa
         assert names(again) == names(first)
     other = names(resolve(file, ["model.path=org/tiny@v2", "evaluate.data=hf://org/e"], AUTO))
     assert (other[0], other[5]) == ("d" * 40, f"hf:/org/e@{'c' * 40}") and other[1:5] == names(first)[1:5]
-    for resume in (AUTO, None):  # never recorded without a commit
+    for resume in (AUTO, None):  # a name is never recorded without its commit
         with pytest.raises(
             TransientError, match="data=hf://org/slow cannot be found on the hub .*no answer.*; correct"
         ):
             resolve(file, ["evaluate.data=hf://org/slow"], resume)
     (run_dir / PINS_FILE).unlink()
-    for _ in range(2):  # a run of an earlier version: as its checkpoints name the data
+    for _ in range(2):  # a run of an earlier version has no pins
         assert names(resolve(file, [], AUTO, commits=(kept := {})))[2] == "hf:/org/b"
         write_pins(run_dir, kept, "")
     (run_dir / "checkpoints/step-00000002").rmdir()
@@ -325,23 +330,23 @@ def test_a_push_without_a_connection_says_so(hub, tmp_path, offline):
     code = CODE.replace("except ConfigError", "except (ConfigError, TransientError)")
     code = "from ithaka.exits import TransientError\n" + code
     changes = {"HF_ENDPOINT": "http://localhost:1", "HF_HUB_OFFLINE": offline}
-    _, [found] = fetched(hub, tmp_path / "cache", "push=org/new", code=code, **changes)
-    assert_refused(found["error"], "--push=org/new", fix="`hf upload org/new OUT_DIR`")
+    _, [answer] = run_client(hub, tmp_path / "cache", "push=org/new", code=code, **changes)
+    assert_refused(answer["error"], "--push=org/new", fix="`hf upload org/new OUT_DIR`")
 
 
 def test_folders_are_pushed_in_one_commit_to_private_repositories(hub, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/README.md").write_text("# a card")
     names = "push=org/new", "push=else/new", "push=new", "push=org/public"
-    _, (address, other, wrong, public) = fetched(hub, tmp_path / "cache", *names)
+    _, (address, other, wrong, public) = run_client(hub, tmp_path / "cache", *names)
     assert address == f"http://localhost:{hub.server_port}/org/new/commit/{'d' * 40}"
     assert_refused(other["error"], "--push=else/new", fix="hf auth login")
     assert_refused(wrong["error"], "--push=new", fix="ORG/NAME")
     assert_refused(public["error"], "--push=org/public is public", fix="make it private")
-    assert not any("/org/public/" in path for _, path, *_ in hub.seen), "nothing was uploaded"
-    created = next(json.loads(body) for _, path, _, body in hub.seen if path == "/api/repos/create")
+    assert not any("/org/public/" in path for _, path, *_ in hub.requests), "nothing was uploaded"
+    created = next(json.loads(body) for _, path, _, body in hub.requests if path == "/api/repos/create")
     assert created["name"] == "new" and "private" in (created.get("visibility"), *created)
-    commit = next(body for _, path, token, body in hub.seen if "/commit/" in path and token == "Bearer secret")
+    commit = next(body for _, path, token, body in hub.requests if "/commit/" in path and token == "Bearer secret")
     lines = [json.loads(line) for line in commit.splitlines()]
     [file] = [line["value"] for line in lines if line["key"] == "file"]
     assert (file["path"], base64.b64decode(file["content"])) == ("README.md", b"# a card")

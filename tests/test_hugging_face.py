@@ -1,4 +1,4 @@
-"""Trainer and SFTTrainer on ranks that share sequences log and train what one plain process does; examples run here."""
+"""Trainer and SFTTrainer on ranks that share sequences match one plain process. Runs the examples."""
 
 import contextlib
 import importlib.util
@@ -25,7 +25,7 @@ TOLERANCE = 1e-5  # fp32
 
 
 class FadingSGD(torch.optim.SGD):
-    """Steps shrink with their number: state that is not a tensor, besides momentum. (AdamW would amplify rounding.)"""
+    """SGD whose steps shrink: state that is no tensor, in addition to momentum. AdamW would amplify rounding errors."""
 
     def step(self, closure=None):
         for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
@@ -47,20 +47,19 @@ LOGGED = (
 )
 datasets.disable_progress_bars()
 QUIET = {"use_cpu": True, "disable_tqdm": True, "seed": 3, "dataloader_pin_memory": False, "save_total_limit": None}
-SHORT = {"max_steps": 6, "save_steps": 3, "eval_steps": 3}  # for seconds less
+SHORT = {"max_steps": 6, "save_steps": 3, "eval_steps": 3}  # saves seconds
 
 
 def example(name):
     spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "examples" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.SIZES["num_hidden_layers"] = 1  # seconds less
+    module.SIZES["num_hidden_layers"] = 1  # saves seconds
     return module
 
 
 def run(name, cp, folder, resume=None, rows=None, family=None, **changes):
-    """(logs, weights) of a run of an example, on the ranks there are; cp=0: of the plain trainer. `rows`: what it is
-    trained on."""
+    """Run an example on all ranks and return (logs, weights). cp=0: plain trainer; `rows`: another dataset."""
     module, world = example(name), dist.get_world_size()
     if family is not None:
         module.AutoConfig = SimpleNamespace(for_model=partial(decoder_config, family))
@@ -77,7 +76,7 @@ def run(name, cp, folder, resume=None, rows=None, family=None, **changes):
         trainer.remove_callback(PrinterCallback)
         assert trainer.get_total_train_batch_size(trainer.args) == 2 * trainer.args.gradient_accumulation_steps
         hooks = trainer.model.get_input_embeddings()._forward_hooks.values()
-        assert not cp or "require_grads" not in str(hooks), "TRL's, for checkpointing of its own"
+        assert not cp or "require_grads" not in str(hooks), "TRL's hook, for its own checkpointing"
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             trainer.train(resume_from_checkpoint=resume)
         reports = bool(cp and rows) and resume is None and dist.get_rank() == 0
@@ -96,24 +95,24 @@ def decoder_config(family, _, **sizes):
 
 
 def check(runs, expected, logged=LOGGED):
-    """Every rank's."""
+    """Compare every rank's logs and weights with `expected`."""
     logs, weights = expected
     for rank_logs, rank_weights in runs:
         assert [log["step"] for log in rank_logs] == [log["step"] for log in logs]
-        seen = set()
+        compared = set()
         for log, plain in zip(rank_logs, logs, strict=True):
             for key in (key for key in logged if key in plain):
                 assert log[key] == pytest.approx(plain[key], abs=TOLERANCE), (key, log["step"])
-                seen.add(key)
-        assert {"loss", "eval_loss", "grad_norm"} <= seen
+                compared.add(key)
+        assert {"loss", "eval_loss", "grad_norm"} <= compared
         for name, tensor in rank_weights.items():
             assert (tensor - weights[name]).abs().max() < TOLERANCE, name
 
 
 def test_trainer(ranks, tmp_path):
-    """Accumulation, rows of unequal lengths, evaluation, and resuming a 2 x 2 checkpoint on two ranks.
+    """Covers accumulation, rows of unequal lengths, evaluation, and resuming a 2 x 2 checkpoint on two ranks.
 
-    The final weights are those of a checkpoint in the middle, which counts as the best."""
+    The best checkpoint, whose weights are the final ones, is not the last."""
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
     trained = partial(run, **best, **SHORT, include_num_input_tokens_seen="non_padding")
     (expected,) = ranks.run(1, trained, "hf_trainer", 0, tmp_path / "plain")
@@ -131,15 +130,15 @@ def test_trainer(ranks, tmp_path):
 
 @pytest.fixture
 def rows():
-    """In order: six steps an epoch, the last of one micro-batch; steps 2 and 5 and a half of step 3 have no label."""
-    found = example("hf_trainer").rows(22, seed=1)
+    """Rows for six steps an epoch, the last with one micro-batch. Steps 2 and 5 and half of step 3 have no labels."""
+    dataset = example("hf_trainer").rows(22, seed=1)
     for i in (4, 5, 6, 7, 10, 11, 16, 17, 18, 19):
-        found[i]["labels"] = [5] + [-100] * (len(found[i]["labels"]) - 1)  # no token predicts the first
-    return found
+        dataset[i]["labels"] = [5] + [-100] * (len(dataset[i]["labels"]) - 1)  # no token predicts the first
+    return dataset
 
 
 def test_steps_without_a_label_neither_update_nor_count(ranks, tmp_path, rows):
-    """The plain trainer does not get them. Resumed after some were left out, on another number of ranks."""
+    """The plain trainer's dataset omits them. A run that skipped some resumes on another number of ranks."""
     changes = {"max_steps": 10, "save_steps": 6, "eval_steps": 6, "train_sampling_strategy": "sequential"}
     labelled = rows[:4] + rows[8:16] + rows[20:]
     (expected,) = ranks.run(1, partial(run, rows=labelled, **changes), "hf_trainer", 0, tmp_path / "plain")
@@ -154,7 +153,7 @@ def test_steps_without_a_label_neither_update_nor_count(ranks, tmp_path, rows):
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sft_trainer_on_packed_conversations(ranks, tmp_path, num_ranks):
-    """Assistant turns are trained on 2 and 2 x 2 ranks; TRL also logs entropy and accuracy."""
+    """Trains on assistant turns, on 2 and 2 x 2 ranks. TRL also logs entropy and accuracy."""
     trained = partial(run, **SHORT)
     (expected,) = ranks.run(1, trained, "sft", 0, tmp_path / "plain")
     assert {"entropy", "mean_token_accuracy", "num_tokens"} <= expected[0][0].keys()
@@ -164,8 +163,8 @@ def test_sft_trainer_on_packed_conversations(ranks, tmp_path, num_ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"])
 def test_sft_trainer_on_other_decoders(ranks, tmp_path, family):
-    """For some mixtures of experts, TRL adds and logs the load-balancing loss. Routers of others have persistent
-    buffers, which a resumed run restores."""
+    """For some MoE models TRL adds and logs the load-balancing loss. Routers of others have persistent buffers, which a
+    resumed run restores."""
     # The masks of gpt_oss ignore documents in transformers 5.23.
     changes = {"gpt_oss": {"packing": False}, "qwen3_moe": {"router_aux_loss_coef": 0.5}}.get(family, {})
     trained = partial(run, family=family, **changes, **SHORT)
@@ -181,7 +180,7 @@ def test_sft_trainer_on_other_decoders(ranks, tmp_path, family):
 
 @pytest.mark.slow
 def test_sft_trainer_with_adapters(ranks, tmp_path):
-    """On padded rows; saved in PEFT's format, and resumed."""
+    """Rows are padded. The adapter is saved in PEFT's format, and the run resumes."""
     changes = {"lora": True, "packing": False, "gradient_accumulation_steps": 1, **SHORT}
     (expected,) = ranks.run(1, partial(run, **changes), "sft", 0, tmp_path / "plain")
     runs = ranks.run(2, partial(run, **changes), "sft", 2, tmp_path / "two")
@@ -202,8 +201,8 @@ def own_loop(folder, lora):
 
 
 @pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_own_loop(ranks, tmp_path, lora):
-    """Two ranks lose what one does, and what they save is what one plain model loads."""
+def test_a_custom_loop_has_the_losses_of_one_rank(ranks, tmp_path, lora):
+    """A plain model loads what two ranks save."""
     (expected,) = ranks.run(1, own_loop, tmp_path / "one", lora)
     assert ranks.run(2, own_loop, tmp_path / "two", lora) == [pytest.approx(expected, abs=1e-4)] * 2  # AdamW
     module = example("own_loop")

@@ -32,18 +32,18 @@ H200 = ("NVIDIA H200", 2**62)
 
 
 @pytest.fixture(autouse=True)
-def accelerate_forgets():
+def reset_accelerate():
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
-def trainer(tmp_path, ithaka=None, arguments=None, **given):
+def trainer(tmp_path, ithaka=None, arguments=None, **kwargs):
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     for name, value in (arguments or {}).items():
         setattr(args, name, value)
-    given.setdefault("model", tiny_model(tiny_config("llama"), torch.float32))
-    return hf.long_context(Trainer)(args=args, ithaka=ithaka, **given)
+    kwargs.setdefault("model", tiny_model(tiny_config("llama"), torch.float32))
+    return hf.long_context(Trainer)(args=args, ithaka=ithaka, **kwargs)
 
 
 # ---- trainers
@@ -77,13 +77,13 @@ def test_training_arguments_are_refused(tmp_path, name, value, fix):
 
 
 def test_8_bit_adamw_of_bitsandbytes_becomes_torchao(tmp_path, capsys):
-    """It trains, and resumes from its own checkpoint with the same moments. Rows of 64 have 8-bit moments."""
+    """Training resumes from its own checkpoint with the same moments, which are 8-bit for rows of 64."""
     rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 2
     for name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"):
         arguments = {"optim": OptimizerNames(name), "max_steps": 2, "save_steps": 1, "disable_tqdm": True}
         model = tiny_model(tiny_config("llama", hidden_size=64, num_hidden_layers=1), torch.float32)
         made = trainer(tmp_path, arguments=arguments, model=model, train_dataset=rows)
-        assert f"optim={name}" in (said := capsys.readouterr().out) and "adamw_torch_8bit" in said
+        assert f"optim={name}" in (printed := capsys.readouterr().out) and "adamw_torch_8bit" in printed
     moments = []
     for resume in (None, str(tmp_path / "checkpoint-1")):
         made.train(resume_from_checkpoint=resume)
@@ -94,12 +94,12 @@ def test_8_bit_adamw_of_bitsandbytes_becomes_torchao(tmp_path, capsys):
 
 def test_objects_and_classes_are_refused(tmp_path):
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1)
-    for given, fix in (
+    for kwargs, fix in (
         ({"optimizers": (optimizer, None)}, "optimizer_cls_and_kwargs"),
         ({"compute_metrics": print}, "`ithaka evaluate`"),
         ({"compute_loss_func": print}, "ithaka.token_logprobs"),
     ):
-        assert_refused(partial(trainer, tmp_path, **given), *given, fix=fix)
+        assert_refused(partial(trainer, tmp_path, **kwargs), *kwargs, fix=fix)
     assert_refused(lambda: trainer(tmp_path, {"cpus": 2}), "'cpus'", fix="cp, ring, context, layout")
     assert_refused(lambda: trainer(tmp_path, 8), "ithaka=8", "dictionary", fix="{'cp': 8}")
     assert_refused(lambda: trainer(tmp_path, {"layout": {}}), "layout={}", "dict", fix="ithaka.Layout(")
@@ -149,22 +149,22 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, monkeypatch):
 
 
 def test_gradient_checkpointing_is_left_to_the_layers(tmp_path):
-    """It is TRL's default. The user's own arguments do not change."""
+    """TRL enables it by default."""
     made = trainer(tmp_path, arguments={"gradient_checkpointing": True})
     assert not made.args.gradient_checkpointing
 
 
-class Loading(Trainer):
-    """Loads the model like SFTTrainer."""
+class LoadingTrainer(Trainer):
+    """Loads the model itself, like SFTTrainer."""
 
-    def __init__(self, model, **given):
-        super().__init__(model=AutoModelForCausalLM.from_pretrained(model), **given)
+    def __init__(self, model, **kwargs):
+        super().__init__(model=AutoModelForCausalLM.from_pretrained(model), **kwargs)
 
 
 def test_a_trainer_may_load_the_model(tmp_path):
     tiny_model(tiny_config("llama"), torch.float32).save_pretrained(tmp_path)
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    assert hf.long_context(Loading)(model=str(tmp_path), args=args).model.ithaka_mesh.cp_size == 1
+    assert hf.long_context(LoadingTrainer)(model=str(tmp_path), args=args).model.ithaka_mesh.cp_size == 1
 
 
 # ---- plans
@@ -178,7 +178,7 @@ def on_h200(monkeypatch):
 
 @pytest.mark.parametrize("kernel", ["fa4", "cudnn"])
 def test_a_context_is_planned_with_the_kernel_that_runs(on_h200, monkeypatch, kernel):
-    """The kernel is only known after a test on the GPU."""
+    """The kernel is known only after a test on the GPU."""
     model = tiny_model(tiny_config("llama", max_position_embeddings=65536), torch.bfloat16)
     start_process_group()
     with monkeypatch.context() as patch:
@@ -196,7 +196,7 @@ def test_a_context_is_planned_as_for_a_run(on_h200, capsys):
     shape = parallel.shape_from_model(model)
     _, expected = plan_run(config, set(), detect_machine(config, 1, H200), shape)
     assert model.ithaka_plan.layout == expected.layout and model.ithaka_plan.work == expected.work
-    planned_for = dataclasses.replace(expected.layout, dtype="bfloat16", heads_per_stage=None, kernel="cpu")  # all
+    planned_for = dataclasses.replace(expected.layout, dtype="bfloat16", heads_per_stage=None, kernel="cpu")
     assert model.model.layers[0].forward.layout == planned_for
     printed = capsys.readouterr().out
     assert "64K tokens" in printed and printed.count("parallel.cp ") == 1
@@ -217,7 +217,7 @@ def test_a_context_that_does_not_fit_is_refused(on_h200):
     assert_refused(three_ranks, "parallel.cp=3", "1 rank", fix="use 1,")
 
 
-def test_adapters_are_planned(on_h200):
+def test_plans_count_adapters(on_h200):
     """Freezing the base saves memory: a context that does not fit with full training fits with adapters."""
     start_process_group()
     plain = big_model()
@@ -230,7 +230,7 @@ def test_adapters_are_planned(on_h200):
     assert parallel.plan_model_run(adapted, None, None, "bfloat16", None, 131072, 1).plan.fits
 
 
-def test_adapters_on_experts_are_planned(monkeypatch):
+def test_plans_count_adapters_on_experts(monkeypatch):
     """PEFT wraps the parameters of experts, not their module."""
     shape = SimpleNamespace(encoder=None, with_adapter=lambda adapter: adapter)
     monkeypatch.setattr(parallel, "shape_from_config", lambda *_: shape)  # measuring one takes seconds
@@ -241,7 +241,7 @@ def test_adapters_on_experts_are_planned(monkeypatch):
     assert sorted(parallel.shape_from_model(adapted).targets) == sorted(f"model.layers.0.{name}" for name in names)
 
 
-def test_a_reference_is_planned(on_h200):
+def test_plans_count_a_reference_model(on_h200):
     """A context that fits does not fit with a frozen copy of the model."""
     start_process_group()
     run = partial(parallel.plan_model_run, big_model(), None, None, "bfloat16", None, 131072, 1)
@@ -251,8 +251,8 @@ def test_a_reference_is_planned(on_h200):
     )
 
 
-def test_a_context_beyond_the_positions_of_the_model(tmp_path):
-    """The code that the message suggests gives a model that is accepted."""
+def test_a_context_beyond_the_positions_of_the_model_is_refused(tmp_path):
+    """The code that the message suggests loads a model that is accepted."""
     tiny_model(tiny_config("llama", max_position_embeddings=32), torch.float32).save_pretrained(tmp_path / "model")
     load = partial(AutoModelForCausalLM.from_pretrained, tmp_path / "model")
     for refuse in (
@@ -260,10 +260,10 @@ def test_a_context_beyond_the_positions_of_the_model(tmp_path):
         lambda: trainer(tmp_path, {"context": 100}, model=load()),
     ):
         message = assert_refused(refuse, "context=100", "max_position_embeddings=32", fix="from_pretrained")
-    written = re.search(r"from_pretrained\(\.\.\., (.*\})\)", message)[1]
-    moved = eval(f"load({written})", {"load": load})
-    assert moved.config.max_position_embeddings == 128 and moved.config.rope_parameters["rope_type"] == "yarn"
-    ithaka.parallelize(moved, context=100)
+    suggested = re.search(r"from_pretrained\(\.\.\., (.*\})\)", message)[1]
+    extended = eval(f"load({suggested})", {"load": load})
+    assert extended.config.max_position_embeddings == 128 and extended.config.rope_parameters["rope_type"] == "yarn"
+    ithaka.parallelize(extended, context=100)
 
 
 def test_a_context_below_the_length_of_rows_is_refused(tmp_path):
@@ -281,19 +281,19 @@ def test_torch_dtypes_are_accepted():
 
 
 def test_float16_is_refused(tmp_path):
-    """As the compute dtype, and for trained parameters, whose dtype gradients have after backward. A frozen model in
-    float16 trains adapters in bfloat16."""
+    """It is refused as the compute dtype, and for trained parameters, whose gradients would have it too. A frozen
+    float16 model can train adapters in bfloat16."""
     plain = tiny_model(tiny_config("llama"), torch.float32)
     half = AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=torch.float16)
-    meets = partial(assert_refused, fix="use bfloat16 or float32")
-    meets(lambda: Layout(dtype="float16"), "layout.dtype=float16", "underflows")
+    refuses = partial(assert_refused, fix="use bfloat16 or float32")
+    refuses(lambda: Layout(dtype="float16"), "layout.dtype=float16", "underflows")
     for call in (ithaka.parallelize, partial(ithaka.parallelize, context=64)):
-        meets(partial(call, plain, dtype="float16"), "dtype=float16", "underflows")
-        meets(partial(call, half), "the model's dtype=float16", "underflows")
-        meets(partial(call, half, dtype="bfloat16"), "embed_tokens.weight.dtype=float16", "underflows")
-    meets(lambda: build.parallelize_model(half), "the model's dtype=float16", "underflows")
-    meets(lambda: trainer(tmp_path, model=half), "the model's dtype=float16", "underflows")
-    meets(lambda: trainer(tmp_path, arguments={"bf16": True}, model=half), "weight.dtype=float16", "underflows")
+        refuses(partial(call, plain, dtype="float16"), "dtype=float16", "underflows")
+        refuses(partial(call, half), "the model's dtype=float16", "underflows")
+        refuses(partial(call, half, dtype="bfloat16"), "embed_tokens.weight.dtype=float16", "underflows")
+    refuses(lambda: build.parallelize_model(half), "the model's dtype=float16", "underflows")
+    refuses(lambda: trainer(tmp_path, model=half), "the model's dtype=float16", "underflows")
+    refuses(lambda: trainer(tmp_path, arguments={"bf16": True}, model=half), "weight.dtype=float16", "underflows")
     assert_refused(lambda: parse_config({"model": {"dtype": "float16"}}), "model.dtype=float16", fix="bfloat16")
     adapted = get_peft_model(half, LoraConfig(r=4, target_modules=["q_proj"]))
     assert ithaka.parallelize(adapted, dtype="bfloat16", context=64)

@@ -26,13 +26,13 @@ PROJECTIONS = ActivationPolicy("device", "device", projections=True)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """Several chunks and segments per rank."""
+    """Give every rank several chunks and segments."""
     monkeypatch.setattr(delta_rule, "CHUNK_TOKENS", 2)
     monkeypatch.setattr(delta_rule, "SEGMENT_ROWS", 4 * 4)
 
 
 def documents(*lengths: int):
-    """Packed documents, and the loss of plain transformers run on each document by itself."""
+    """Return packed documents, and the loss of plain transformers run on each document alone."""
     ids = random_ids(1, sum(lengths))
     numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
     starts = torch.cat([torch.arange(n) for n in lengths])[None] == 0
@@ -53,7 +53,7 @@ def padding(left: int, right: int):
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
-CASES = {  # layout, inputs; on four ranks of 24 tokens each has 6
+CASES = {  # layout, inputs; each of four ranks has 6 of 24 tokens
     "one document over four ranks, in tiles below the halo": (Layout(4, tile_tokens=2), {}),
     "ends around rank boundaries": (Layout(4, tile_tokens=4), documents(5, 7, 7, 5)),
     "ends within the convolution's reach": (Layout(4), documents(8, 2, 5, 9)),
@@ -77,7 +77,7 @@ ALWAYS = [case for case in CASES if case.startswith(("one-token", "padding"))]
 
 
 @pytest.mark.parametrize("case", ALWAYS)
-def test_equals_each_document_alone(plain, case):
+def test_packed_documents_equal_each_document_alone(plain, case):
     layout, inputs = CASES[case]
     plain.zero_grad()
     assert_equal(compare(plain, layout, **inputs))
@@ -104,8 +104,8 @@ def errors_over_gloo():
     return gradient_errors(model, plain)
 
 
-def test_processes_pass_states(ranks):
-    """Threads accept tensors that gloo does not."""
+def test_states_pass_between_processes(ranks):
+    """Runs on gloo, which rejects some tensors that the threaded group accepts."""
     assert_equal(ranks.run(2, errors_over_gloo), tolerance=1e-3)
 
 
@@ -130,7 +130,7 @@ def _lose_halo_gradient(monkeypatch):
         *(pytest.param(bug, marks=pytest.mark.slow) for bug in (_convolve_across_documents, _lose_halo_gradient)),
     ],
 )
-def test_bugs_are_seen(plain, bug, monkeypatch):
+def test_injected_bugs_are_detected(plain, bug, monkeypatch):
     plain.zero_grad()
     bug(monkeypatch)
     error, _ = worst(compare(plain, Layout(2), **documents(5, 10, 1, 4)))

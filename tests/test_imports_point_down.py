@@ -12,29 +12,29 @@ SOURCES = ROOT / "src" / "ithaka"
 
 
 def rows() -> list[str]:
-    """The rooms of the file map, from the top."""
+    """The packages and modules of the file map, from top to bottom."""
     table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Files")[2].partition("```\n")[2]
     return re.findall(r"^([a-z_]+)(?:/|\.py) ", table.partition("```")[0], re.M)
 
 
-def room(module: str) -> str:
+def package(module: str) -> str:
     return module.split(".")[1]
 
 
 @cache
 def imported(path: Path) -> set[str]:
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found
+            names |= {alias.name for alias in node.names}
+    return names
 
 
 def files() -> dict[Path, str]:
     own = (path for path in SOURCES.rglob("*.py") if path.name not in ("__init__.py", "__main__.py"))
-    return {path: room(".".join(("ithaka", *path.relative_to(SOURCES).with_suffix("").parts))) for path in own}
+    return {path: package(".".join(("ithaka", *path.relative_to(SOURCES).with_suffix("").parts))) for path in own}
 
 
 def test_every_file_is_in_the_map():
@@ -47,7 +47,7 @@ def test_imports_point_down():
         f"{path.relative_to(SOURCES)} imports {module}"
         for path, own in files().items()
         for module in sorted(imported(path))
-        if module.startswith("ithaka.") and room(module) in order and order.index(room(module)) < order.index(own)
+        if module.startswith("ithaka.") and package(module) in order and order.index(package(module)) < order.index(own)
     ]
     assert not upward, "\n".join(upward)
 

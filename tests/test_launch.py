@@ -43,8 +43,8 @@ def launch_two(function: Callable[[Path], None], folder: Path) -> int:
     return launch.run_ranks(function, (folder,), 2)
 
 
-def started(function: Callable[[Path], None], folder: Path) -> tuple[Program, list[int]]:
-    """A parent in a process group of its own, as a shell starts it, and the pids of its two ranks."""
+def start_two(function: Callable[[Path], None], folder: Path) -> tuple[Program, list[int]]:
+    """Start a parent in its own process group, as a shell does; return it and the pids of its two ranks."""
     parent = Program(folder, launch_two, function, folder)
     ready = [folder / "ready0", folder / "ready1"]
     deadline = time.monotonic() + 300
@@ -64,7 +64,7 @@ def gone(pids: list[int], within_s: float = 30.0) -> bool:
 
 
 def launch_in_a_terminal(folder: Path) -> int:
-    """Under a spinner, as `ithaka evaluate` does."""
+    """Launch under a spinner, like `ithaka evaluate`."""
     master, slave = os.openpty()
     for number in (1, 2):
         os.dup2(slave, number)
@@ -83,8 +83,8 @@ def test_escape_codes_are_removed_in_a_terminal(tmp_path):
 
 
 def launch_forks(folder: Path) -> int:
-    """Ranks that succeed, under a spinner, then one that fails."""
-    multiprocessing.current_process()._config["daemon"] = False  # else it may start no process
+    """Launch ranks that succeed, under a spinner, then ranks of which one fails."""
+    multiprocessing.current_process()._config["daemon"] = False  # otherwise it may not start processes
     launch.inherited, launch.FAILURE_GRACE_S = "yes", 0.2
     with status("comparing"):
         assert launch.run_ranks(write_inherited, (folder,), 2, fork=True) == 0
@@ -132,9 +132,9 @@ def test_a_failing_rank_ends_the_others_and_gives_its_exit_code(kind, code, word
 
 
 def children() -> set[int]:
-    """But for one small process that multiprocessing keeps."""
-    found = psutil.Process().children(recursive=True)
-    return {p.pid for p in found if "resource_tracker" not in " ".join(p.cmdline())}
+    """Return the pids of child processes, except the resource tracker that multiprocessing keeps."""
+    processes = psutil.Process().children(recursive=True)
+    return {p.pid for p in processes if "resource_tracker" not in " ".join(p.cmdline())}
 
 
 def test_a_killed_rank_is_named(capsys, monkeypatch):
@@ -144,7 +144,7 @@ def test_a_killed_rank_is_named(capsys, monkeypatch):
 
 
 def test_the_launchers_own_kill_of_a_frozen_rank_is_not_the_cause(capsys, monkeypatch, tmp_path):
-    """PyTorch's launcher sends SIGTERM, which a frozen rank ignores, and SIGKILL 30 s later; here after one second."""
+    """PyTorch's launcher sends SIGTERM, which a frozen rank ignores, and SIGKILL 30 s later (here: 1 s)."""
     monkeypatch.setattr(launch, "FAILURE_GRACE_S", 0.2)
     close = SubprocessContext._close
     monkeypatch.setattr(SubprocessContext, "_close", lambda self, death_sig, timeout: close(self, death_sig, 1))
@@ -155,7 +155,8 @@ def test_the_launchers_own_kill_of_a_frozen_rank_is_not_the_cause(capsys, monkey
 
 @pytest.mark.parametrize("asked_to_stop", [False, True])
 def test_the_launchers_own_sigterm_is_not_the_cause(asked_to_stop):
-    """After a failure it ends the other ranks with SIGTERM, and they say so. A user's SIGTERM may break connections."""
+    """After a failure, the launcher sends the other ranks SIGTERM, which they report. A user's SIGTERM may break
+    connections, which ranks report too."""
     failed, stopped = launch.Outcome(ExitCode.FAILED, "boom"), launch.Outcome(143, "SIGTERM: ...", shared=True)
     outcomes = [stopped, failed] if asked_to_stop else [failed, stopped]
     order = partial(launch._cause_order, asked_to_stop=asked_to_stop)
@@ -172,7 +173,7 @@ def test_one_rank_runs_in_this_process(capsys):
     assert capsys.readouterr().err.startswith("ConfigError: parallel.cp=6")
 
 
-def test_under_torchrun_the_ranks_are_there_already(tmp_path, monkeypatch):
+def test_under_torchrun_no_ranks_are_started(tmp_path, monkeypatch):
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("RANK", "5")
@@ -182,7 +183,7 @@ def test_under_torchrun_the_ranks_are_there_already(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["5"]
 
 
-def test_ranks_by_default_one_per_gpu():
+def test_there_is_one_rank_per_gpu_by_default():
     assert launch.decide_ranks("auto", gpus=4) == 4
     assert launch.decide_ranks("auto", gpus=0) == 2
     assert launch.decide_ranks(3, gpus=0) == 3
@@ -204,7 +205,7 @@ int cuDeviceTotalMem_v2(size_t *bytes, int device) { *bytes = (5ul << 30) + devi
 
 
 def test_each_rank_detects_its_own_visible_gpu(tmp_path, monkeypatch):
-    """A fake driver that interprets CUDA_VISIBLE_DEVICES: each GPU is named after it and its number."""
+    """The fake driver names each GPU after CUDA_VISIBLE_DEVICES and its number."""
     if shutil.which("gcc") is None:
         pytest.skip("needs gcc")
     (tmp_path / "driver.c").write_text(FAKE_DRIVER)
@@ -236,9 +237,9 @@ def test_far_more_ranks_than_cores_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_first_signal_lets_every_rank_finish_and_save(number, tmp_path):
-    parent, pids = started(finish_step_then_stop, tmp_path)
+    parent, pids = start_two(finish_step_then_stop, tmp_path)
     if number == signal.SIGINT:
-        os.killpg(parent.pid, number)  # as a terminal does: to every process of the group
+        os.killpg(parent.pid, number)  # like a terminal, which signals every process of the group
     else:
         os.kill(parent.pid, number)
     assert parent.wait() == 0
@@ -248,7 +249,7 @@ def test_first_signal_lets_every_rank_finish_and_save(number, tmp_path):
 
 
 def test_signal_before_training_begins_stops_the_run(tmp_path):
-    parent, pids = started(not_yet_training, tmp_path)
+    parent, pids = start_two(not_yet_training, tmp_path)
     os.kill(parent.pid, signal.SIGINT)
     assert parent.wait() == ExitCode.SIGNALED + signal.SIGINT
     assert parent.stderr.endswith("\nstopped by SIGINT\n") and "Traceback" not in parent.stderr
@@ -256,16 +257,16 @@ def test_signal_before_training_begins_stops_the_run(tmp_path):
 
 
 def test_failure_to_save_after_a_signal_is_reported(tmp_path):
-    parent, pids = started(fail_while_saving, tmp_path)
+    parent, pids = start_two(fail_while_saving, tmp_path)
     os.kill(parent.pid, signal.SIGTERM)
     assert parent.wait() == ExitCode.FAILED
     assert parent.stderr.count("OSError: disk full") == 1
     assert gone(pids)
 
 
-def test_a_signal_that_comes_twice_at_the_same_time_is_one(tmp_path):
-    """`timeout` signals its child, and then the group its child is in."""
-    parent, pids = started(finish_step_then_stop, tmp_path)
+def test_two_simultaneous_signals_count_as_one(tmp_path):
+    """`timeout` signals its child, then the child's process group."""
+    parent, pids = start_two(finish_step_then_stop, tmp_path)
     os.kill(parent.pid, signal.SIGTERM)
     time.sleep(0.02)
     os.kill(parent.pid, signal.SIGTERM)
@@ -275,7 +276,7 @@ def test_a_signal_that_comes_twice_at_the_same_time_is_one(tmp_path):
 
 
 def test_a_second_signal_ends_all_ranks_immediately(tmp_path):
-    parent, pids = started(never_stop, tmp_path)
+    parent, pids = start_two(never_stop, tmp_path)
     os.kill(parent.pid, signal.SIGINT)
     time.sleep(launch.SIGNAL_DEBOUNCE_S + 0.1)
     assert parent.poll() is None
@@ -286,7 +287,7 @@ def test_a_second_signal_ends_all_ranks_immediately(tmp_path):
 
 
 def test_ranks_do_not_outlive_a_killed_parent(tmp_path):
-    parent, pids = started(never_stop, tmp_path)
+    parent, pids = start_two(never_stop, tmp_path)
     with pytest.raises(TransientError, match="in use by another run"):
         lock_run_dir(tmp_path)
     os.kill(parent.pid, signal.SIGKILL)
@@ -321,7 +322,7 @@ def test_a_command_ends_with_torchruns_agent_but_not_with_a_shell(launcher):
             os.kill(rank, signal.SIGKILL)
 
 
-def test_a_rank_whose_launcher_is_gone_before_it_starts_ends(monkeypatch):
+def test_a_rank_exits_if_its_launcher_ended_before_it_started(monkeypatch):
     ended = []
     monkeypatch.setattr(os, "_exit", lambda code: ended.append(code))
     with subprocess.Popen(["true"]) as process:
@@ -330,7 +331,7 @@ def test_a_rank_whose_launcher_is_gone_before_it_starts_ends(monkeypatch):
     assert ended == [ExitCode.FAILED]
 
 
-def test_a_rank_ends_though_the_launchers_folder_is_gone(tmp_path, monkeypatch, capfd):
+def test_a_rank_exits_even_if_the_launchers_folder_is_gone(tmp_path, monkeypatch, capfd):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(launch, "_outcome_dir", tmp_path / "gone")
@@ -338,11 +339,11 @@ def test_a_rank_ends_though_the_launchers_folder_is_gone(tmp_path, monkeypatch, 
     assert ended == [ExitCode.HANG] and "rank 1 hangs" in capfd.readouterr().err
 
 
-def test_a_store_that_torchrun_shares_over_restarts_is_warned_of():
-    told = {"RANK": "0", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+def test_a_store_shared_across_torchrun_restarts_gives_a_warning():
+    environment = {"RANK": "0", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with pytest.warns(UserWarning, match="max-restarts=3 .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        _warn_about_shared_store(told)
+        _warn_about_shared_store(environment)
     for name, value in (("RANK", "1"), ("TORCHELASTIC_MAX_RESTARTS", "0"), ("TORCHELASTIC_USE_AGENT_STORE", "False")):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            _warn_about_shared_store(told | {name: value})
+            _warn_about_shared_store(environment | {name: value})

@@ -1,4 +1,4 @@
-"""The lines of docs/running-for-weeks.md, as torchrun and Slurm start them, with ranks and agents killed."""
+"""The commands of docs/running-for-weeks.md under torchrun and Slurm, with ranks and agents killed."""
 
 import os
 import re
@@ -65,7 +65,7 @@ def num_done(folder) -> int:
 
 
 def ranks_of(processes) -> list[psutil.Process]:
-    """Those that run ithaka; agents have it on their command lines too."""
+    """Return the processes that run ithaka, without torchrun agents, whose command lines name it too."""
     below = [child for process in processes for child in psutil.Process(process.pid).children(recursive=True)]
     return [
         child
@@ -80,7 +80,9 @@ def start(command: str, folder: Path, name: str) -> subprocess.Popen:
 
 
 def undisturbed(ranks, folder) -> list[float]:
-    config = tiny_run(folder / "whole", parallel={"cp": 1}, train={"steps": 60, "save_every": 0, "validate_every": 0})
+    config = tiny_run(
+        folder / "undisturbed", parallel={"cp": 1}, train={"steps": 60, "save_every": 0, "validate_every": 0}
+    )
     ranks.run(2, run, config)
     return [record["loss"] for record in read_metrics(config.train.run_dir / "metrics.jsonl")]
 
@@ -89,22 +91,23 @@ def losses(folder) -> list[float]:
     return [record["loss"] for record in read_metrics(folder / "run/metrics.jsonl")]
 
 
-def killed_at(folder, agents, step: int) -> None:
-    """Kill a rank once so many steps are done and saved, in all."""
+def kill_rank_at(folder, agents, step: int) -> None:
+    """Kill a rank once `step` steps are done and there is a checkpoint."""
     wait_for(lambda: num_done(folder) >= step and (folder / "run/latest").exists(), timeout_s=600)
     ranks_of(agents)[-1].send_signal(signal.SIGKILL)
 
 
 def test_torchrun_with_two_agents_and_kills_finishes_one_run(ranks, folder):
-    """The same command three times: in each a rank is killed; twice the agents are killed too, and their ranks end."""
+    """The same command starts three times. Each time a rank is killed; twice the agents are killed too, and their ranks
+    exit."""
     line = block("torchrun").strip().replace("--nproc-per-node 8", "--nproc-per-node 1")
     line = line.replace("-m ithaka", str(folder / "slow.py"))
     for attempt, step in enumerate((8, 22, 36)):
         here = line.replace("node0:29500", f"localhost:{port()}")
         agents = [start(here, folder, f"agent-{n}.txt") for n in range(2)]
-        killed_at(folder, agents, step)
+        kill_rank_at(folder, agents, step)
         if attempt < 2:
-            wait_for(lambda: num_done(folder) >= step + 8, timeout_s=600)  # noqa: B023  # its torchrun started it again
+            wait_for(lambda: num_done(folder) >= step + 8, timeout_s=600)  # noqa: B023  # torchrun restarted the rank
             orphans = ranks_of(agents)
             for agent in agents:
                 agent.kill()
@@ -118,7 +121,7 @@ def test_the_slurm_script_restarts_requeues_and_finishes(ranks, folder):
     environment = "SLURM_JOB_ID=7 SLURM_JOB_NODELIST=node"
     (folder / "job.sh").write_text(script)
     job = start(f"{environment} bash job.sh", folder, "job.txt")
-    killed_at(folder, [job], 8)
+    kill_rank_at(folder, [job], 8)
     wait_for(lambda: num_done(folder) >= 22 and len(ranks_of([job])) == 2, timeout_s=600)
     for rank in ranks_of([job]):
         rank.send_signal(signal.SIGUSR1)

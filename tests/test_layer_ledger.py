@@ -3,7 +3,7 @@
 Exact: peaks of full-length tensors (with a dimension of s or S tokens, or kept tile by tile) in forward, in backward
 and in backward's parts. No weight, tile or block of these shapes has such a dimension.
 Bounded: with tiles, attention blocks and weight slices, which do not grow with s, a layer is at most 10 % above its
-prediction: that counts a GPU's fused kernels, while a CPU runs Hugging Face's own. Weight gradients are left out.
+prediction, which assumes a GPU's fused kernels; a CPU runs Hugging Face's code. Weight gradients are excluded.
 """
 
 from collections.abc import Iterable
@@ -38,7 +38,7 @@ from ithaka.profile.memory import MemoryMap
 from models import tiny_config, tiny_model
 
 TOKENS = 320  # per rank
-BLOCKS = (300, 90)  # attention's block sizes; with more keys, a score block would have those of a ring's round
+BLOCKS = (300, 90)  # attention's block sizes; more keys could equal the tokens of a ring's round
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Case:
     tile_tokens: int | None = 110
     overlap: bool = True
     inputs: str = "host"
-    attention: str | None = "host"  # tier; None: computed again
+    attention: str | None = "host"  # tier; None: recomputed
     more: tuple[bool, bool] = (False, False)  # projections, MLP
     dtype: torch.dtype = torch.float32
     adapter: AdapterConfig | None = None
@@ -127,7 +127,7 @@ def name(case: Case) -> str:
     )
 
 
-# Direction and part of the schedule; no part: all of it.
+# Direction and part of the schedule ("" for all of it).
 EXACT = [
     ("forward", ""),
     ("forward", "mlp"),
@@ -146,15 +146,15 @@ def shape_of(case: Case) -> ModelShape:
     return shape_from_config(config_of(case).to_dict()).with_adapter(case.adapter)
 
 
-def in_turn(num_tokens: int, ring: int) -> TokenSharding:
-    """Half a round's tokens for each member in turn: every one sends and receives as much as it may in every round."""
+def deal_tokens(num_tokens: int, ring: int) -> TokenSharding:
+    """Deal half a round's tokens to each member in turn, so that each sends and receives the maximum in every round."""
     step = num_tokens if ring == 1 else ring_plan.ring_round_tokens(num_tokens // ring) // 2
     runs = [(first, step) for first in range(0, num_tokens, step)]
     return TokenSharding(tuple(tuple(runs[member::ring]) for member in range(ring)))
 
 
 def run_layer(case: Case, rank: int) -> MemoryMap:
-    """One layer's forward and backward as rank `rank`; x counts as the residual stream or as kept."""
+    """Run one layer's forward and backward as `rank`. Its input counts as the residual stream or as kept."""
     model = tiny_model(config_of(case), case.dtype)
     if case.adapter is not None:
         add_adapter(model, case.adapter, None)
@@ -162,16 +162,16 @@ def run_layer(case: Case, rank: int) -> MemoryMap:
     groups = LoopbackGroup(rank, ulysses), LoopbackGroup(0, case.ring)
     table = head_table(case.heads, case.kv_heads, ulysses, case.heads_per_stage)
     block, rotary = model.model.layers[0], model.model.rotary_emb
-    parts, how = map_layer(model, 0), (case.layout, case.keeps)
-    layer = StreamedLayer("layer", block, parts, *groups, table, Store(), *how)
+    parts = map_layer(model, 0)
+    layer = StreamedLayer("layer", block, parts, *groups, table, Store(), case.layout, case.keeps)
     params = [p for p in block.parameters() if p.requires_grad]
     positions = Positions(torch.arange(TOKENS), rotary.inv_freq, rotary.attention_scaling)
     leaf_sD = torch.randn(TOKENS, model.config.hidden_size, dtype=case.dtype, requires_grad=True)
-    resolve_kernel("auto", torch.device("cpu"), case.dtype, parts.head_dim)  # its test is no part of a layer
+    resolve_kernel("auto", torch.device("cpu"), case.dtype, parts.head_dim)  # runs its self-test outside LiveBytes
     with LiveBytes() as live:
         x_sD = leaf_sD * 1.0
         of_x = get_gradient_edge(x_sD)
-        y_sD = layer(x_sD, positions, Docs(tokens, in_turn(tokens[1], case.ring)))
+        y_sD = layer(x_sD, positions, Docs(tokens, deal_tokens(tokens[1], case.ring)))
         del x_sD
         loss = RandomGradient.apply(y_sD)
         del y_sD
@@ -180,7 +180,7 @@ def run_layer(case: Case, rank: int) -> MemoryMap:
 
 
 class RandomGradient(torch.autograd.Function):
-    """Its backward makes dy, as a loss does: if the test held dy, the layer would copy it."""
+    """Creates dy in backward, as a loss does. If the test held a reference to dy, the layer would copy it."""
 
     @staticmethod
     def forward(ctx, y_sD):
@@ -193,7 +193,7 @@ class RandomGradient(torch.autograd.Function):
 
 
 def run_ranks(case: Case) -> list[MemoryMap]:
-    """One of the ranks that read the same bytes."""
+    """Run one rank of each group that reads the same bytes."""
     ulysses = case.layout.ulysses
     stages = head_table(case.heads, case.kv_heads, ulysses, case.heads_per_stage).stages
     alike = {tuple((stage.reads[rank], stage.is_full(rank)) for stage in stages): rank for rank in range(ulysses)}
@@ -201,9 +201,9 @@ def run_ranks(case: Case) -> list[MemoryMap]:
 
 
 def highest(memory: MemoryMap, *phases: str, lengths: Iterable[int] = ()) -> int:
-    """The most bytes live at once while all of `phases` were open, gradients left out.
+    """Return the peak of live bytes while all of `phases` were open, without gradients.
 
-    `lengths`: only of tensors with a dimension of one of these, or kept.
+    `lengths`: count only kept tensors and those with a dimension of one of these lengths.
     """
     now = most = 0
     for at_ns, num_bytes, allocation in memory.events():
@@ -216,7 +216,7 @@ def highest(memory: MemoryMap, *phases: str, lengths: Iterable[int] = ()) -> int
 
 
 def kept_on_device(case: Case, direction: str) -> int:
-    """What a step's ledger has among kept activations: in forward, a layer's own are with its moments."""
+    """Return the bytes that a step's ledger counts as kept. In forward, a layer's own are in its phases instead."""
     shape, layout = shape_of(case), case.layout
     if direction == "forward":
         return 0
@@ -251,7 +251,7 @@ def test_a_layer_peaks_as_its_ledger_predicts(case, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False])
-def test_layers_that_keep_more_and_less(overlap):
+def test_layers_with_different_policies_peak_as_planned(overlap):
     """Every layer of a step peaks as planned: activations of later layers are freed before earlier ones begin."""
     config = config_of(Case(8, 4, 2, 4)).to_dict() | {"num_hidden_layers": 4, "intermediate_size": 128}
     tiers = ("device", "device") if overlap else ("host", "host")

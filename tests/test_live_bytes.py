@@ -86,7 +86,7 @@ def test_resized_storages_are_tracked():
         assert bytes_now(live) == 3 * KIB
 
 
-def test_the_holder_comes_from_the_phase_the_block_or_the_tag():
+def test_the_memory_category_comes_from_the_phase_the_block_or_the_tag():
     with LiveBytes() as live, phase("mlp"):
         tile = floats(3)
         with allocating_for("stage buffers"):
@@ -98,7 +98,7 @@ def test_the_holder_comes_from_the_phase_the_block_or_the_tag():
     del tile, q, kept
 
 
-def test_phases_and_holders_do_nothing_without_listeners(monkeypatch):
+def test_phases_and_memory_categories_do_nothing_without_listeners(monkeypatch):
     monkeypatch.setattr(phases, "_enter", None)  # would fail
     monkeypatch.setattr(phases, "_set_state", None)
     x = torch.ones(2, requires_grad=True)
@@ -117,7 +117,8 @@ def test_mark_backward_opens_phases_in_autograd():
 
 
 def attend() -> None:
-    """Autograd, and views that outlive their base. No fused kernel: its temporary buffers would be invisible."""
+    """Run attention with autograd and with views that outlive their base, but no fused kernel, whose temporary buffers
+    would be invisible."""
     q, k, v = (torch.randn(2, 4, 512, 64, requires_grad=True) for _ in range(3))
     out = (q @ k.mT).softmax(-1) @ v
     (torch.cat([out[:, :2], out[:, 2:].sin()], dim=1) ** 2).sum().backward()

@@ -18,7 +18,7 @@ WINDOWED = ("gpt_oss", "gemma2", "gemma3_text", "olmo3", "cohere2", "exaone4")
 
 
 def own_loss(logits):
-    """Anything of the user's own; looks at every logit."""
+    """An arbitrary user loss that depends on every logit."""
     weight = torch.linspace(-1, 2, logits.numel(), dtype=logits.dtype).view_as(logits)
     return (weight * logits.tanh()).sum() + logits[:, 0].square().mean()
 
@@ -34,13 +34,13 @@ def compare(family, cp, tokens):
 
 
 @pytest.mark.parametrize("family, sizes", diagonal(FAMILIES, [(1, 9), (2, 9), (4, 11)]), ids=str)
-def test_logits_and_the_gradients_of_a_loss_on_them(ranks, family, sizes):
+def test_logits_and_their_gradients_match(ranks, family, sizes):
     cp, tokens = sizes
     check(ranks.run(cp, compare, family, cp, tokens))
 
 
-def changed_in_place(tokens):
-    """As users scale them; FSDP2's hooks must not hang on a view that this replaces."""
+def scale_in_place(tokens):
+    """Scale the logits in place. FSDP2's hooks must not be on a view, which this would replace."""
     config, ids = tiny_config("llama"), random_ids(1, tokens)
     plain, (model, _) = tiny_model(config), parallel(2, config)
     for each in (plain, model):
@@ -52,17 +52,17 @@ def changed_in_place(tokens):
 
 @pytest.mark.parametrize("tokens", [8, 9])
 def test_logits_may_be_changed_in_place(ranks, tokens):
-    check(ranks.run(2, changed_in_place, tokens))
+    check(ranks.run(2, scale_in_place, tokens))
 
 
-def of_each_batch():
-    """Data-parallel ranks each get the logits of their own rows."""
+def errors_of_own_rows():
+    """Compare the logits and generated tokens of this data-parallel rank's own rows."""
     config, ids = tiny_config("llama"), random_ids(2, 7)
     model, mesh = parallel(2, config)
     mine = ids[mesh.dp_rank][None]
     plain = tiny_model(config)
     errors = {"logits": relative(model(input_ids=mine).logits, plain(input_ids=mine).logits)}
-    stop = int(plain.eval().generate(ids[:1], max_new_tokens=2, do_sample=False)[0, -1])  # ends the text of one row
+    stop = int(plain.eval().generate(ids[:1], max_new_tokens=2, do_sample=False)[0, -1])  # ends the first row early
     options = {"inputs": mine, "max_new_tokens": 5, "do_sample": False, "eos_token_id": stop, "pad_token_id": 0}
     for fits in (True, False):  # parameters stay gathered, or each forward gathers them on all ranks
         with pytest.MonkeyPatch.context() as patch:
@@ -72,8 +72,8 @@ def of_each_batch():
     return errors
 
 
-def test_logits_have_the_order_of_the_rows(ranks):
-    check(ranks.run(4, of_each_batch))
+def test_each_data_parallel_rank_gets_the_logits_of_its_own_rows(ranks):
+    check(ranks.run(4, errors_of_own_rows))
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_logits_have_the_order_of_the_rows(ranks):
     ],
 )
 def test_general_layers_generate_the_tokens_of_transformers(family, quiet_transformers):
-    """More tokens than the windows; experts, sinks, latent attention and recurrent states have their own caches."""
-    changes = {} if family in WINDOWED else {"sliding_window": None}  # else transformers caches only a window
+    """Prompts exceed the windows. Experts, sinks, latent attention and recurrent states have caches of their own."""
+    changes = {} if family in WINDOWED else {"sliding_window": None}  # otherwise transformers caches only a window
     plain, model = (tiny_decoder(family, torch.bfloat16, **changes) for _ in range(2))
     parallelize_model(model, mesh=make_mesh(1))
     options = {"inputs": random_ids(2, 7), "max_new_tokens": 5, "do_sample": False}
@@ -106,7 +106,7 @@ def test_adapters_on_experts_generate_the_tokens_of_peft():
 
 
 def test_a_four_bit_base_generates_the_tokens_of_its_parallel_forward():
-    """Without the dropout of the training step before."""
+    """The preceding training step's dropout is off."""
     source = tiny_config("llama", heads=8).to_dict()
     adapter = AdapterConfig(rank=2, base="nf4", dropout=0.5)
     model = build_model(source, make_mesh(1), Layout(dtype="float32"), adapter=adapter)

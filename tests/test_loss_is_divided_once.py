@@ -10,7 +10,7 @@ from parity import check, compare_with, each_of, gradient_errors, parallel, plai
 
 
 def uneven_labels(rows: int, tokens: int):
-    """ids and labels of rows with different numbers of valid labels; the last row has none."""
+    """Return ids and labels whose rows have different numbers of valid labels; the last row has none."""
     ids = random_ids(rows, tokens)
     labels = ids.clone()
     for row in range(rows):
@@ -28,12 +28,12 @@ def uneven_rows(cp):
     "cp,dp", [(1, 1), (4, 1), (1, 4), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((2, 1), (2, 2)))]
 )
 def test_rows_with_different_numbers_of_labels(ranks, cp, dp):
-    """With dp = 4 the last rank has no valid label at all."""
+    """With dp = 4 the last rank has no valid label."""
     check(ranks.run(cp * dp, uneven_rows, cp))
 
 
 def in_micro_batches(cp):
-    """Rows 0..3 in one batch against rows 0, 1..2 and 3 in three micro-steps, gradients summed in .grad."""
+    """Compare rows 0..3 in one batch with rows 0, 1..2 and 3 in three micro-steps, which accumulate in .grad."""
     ids, labels = uneven_labels(4, 13)
     count = int((labels[:, 1:] != -100).sum())
     plain, (model, mesh) = tiny_model(tiny_config("llama")), parallel(cp)
@@ -59,7 +59,7 @@ def test_micro_batches_equal_one_big_batch(ranks, cp, dp):
 
 
 def tensor_of_items():
-    """Hugging Face's Trainer hands the count over as a tensor."""
+    """Hugging Face's Trainer passes the count as a tensor."""
     ids = random_ids(1, 9)
     return compare_with(
         lambda plain: plain_sum(plain, ids, ids) / 31,
@@ -70,12 +70,12 @@ def tensor_of_items():
     )
 
 
-def test_number_of_items_as_a_tensor(ranks):
+def test_num_items_in_batch_may_be_a_tensor(ranks):
     check(ranks.run(1, tensor_of_items))
 
 
 def without_labels(cp, lora, offload):
-    """Whether each parameter moved in steps of AdamW: with labels, without any, and with labels again."""
+    """Return whether each parameter moved in three AdamW steps: with labels, without, and with labels again."""
     model = tiny_model(tiny_config("llama"))
     if lora:
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
@@ -91,7 +91,7 @@ def without_labels(cp, lora, offload):
         return [param.grad if param.grad is None else param.grad.full_tensor().clone() for param in params]
 
     def moved():
-        """Updates, and says which parameters moved."""
+        """Update, and return which parameters moved."""
         before = [param.full_tensor().detach().clone() for param in params]
         optimizer.step()
         optimizer.zero_grad()
@@ -113,13 +113,13 @@ def without_labels(cp, lora, offload):
 
 @pytest.mark.parametrize("num_ranks,cp,lora,offload", [(1, 1, False, False), (2, 2, True, False), (2, 1, False, True)])
 def test_a_step_without_labels_changes_nothing(ranks, num_ranks, cp, lora, offload):
-    """AdamW would move weights by a gradient of zeros: by its moments, and by weight decay."""
+    """With zero gradients, AdamW's moments and weight decay would still move the weights."""
     for first, without, again in ranks.run(num_ranks, without_labels, cp, lora, offload):
         assert all(first) and not any(without) and all(again)
 
 
 def label_of_a_shard_start(at):
-    """Only the label at `at` is valid: the token before it, perhaps on another rank, predicts it."""
+    """Only the label at `at` is valid. The token before it, perhaps on another rank, predicts it."""
     ids = random_ids(1, 8)
     labels = torch.full_like(ids, -100)
     labels[0, at] = ids[0, at]

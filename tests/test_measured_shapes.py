@@ -1,4 +1,4 @@
-"""Shapes of decoders without a formula: measured on fake tensors, equal to formulas, and true of the general layer."""
+"""Shapes of decoders without a formula are measured on fake tensors. They equal formulas and fit the general layer."""
 
 import json
 from dataclasses import asdict
@@ -40,13 +40,13 @@ def test_a_measured_shape_equals_the_formula(family):
     assert layer.projections == (formula.heads + 2 * formula.kv_heads) * formula.head_dim * formula.hidden
     assert layer.projections + layer.others == sum(a * b for a, b in formula.linears.values())
     assert layer.experts == 0
-    # The last norm is not one layer's, so a truncated model's parameters are rounded.
+    # The last norm belongs to no layer, so a truncated model's parameter count is approximate.
     first, expected = measured.first_layers(1), formula.first_layers(1)
     assert (first.num_layers, first.windows) == (1, expected.windows)
     assert first.num_parameters == pytest.approx(expected.num_parameters, rel=1e-2)
 
 
-def test_experts_count_as_often_as_a_token_uses_them():
+def test_only_the_experts_a_token_uses_are_counted():
     layer = measure_model({**SIZES, "model_type": "gpt_oss"}, "a model").measured
     sizes = (SIZES["hidden_size"], SIZES["intermediate_size"], SIZES["num_experts_per_tok"], SIZES["num_local_experts"])
     hidden, mlp, top_k, num_experts = sizes
@@ -55,7 +55,7 @@ def test_experts_count_as_often_as_a_token_uses_them():
 
 
 def test_built_in_shapes_are_up_to_date():
-    """Parameters and products do not depend on the version of transformers; `find_config` needs no torch."""
+    """Parameters and multiply-adds do not depend on the version of transformers."""
     name = "smollm3-3b"
     stored, measured = shape_from_config(find_config(name)), measure_model(find_config(name), name)
     for field in ("windows", "heads", "kv_heads", "head_dim", "num_parameters", "layer_parameters", "linears"):
@@ -74,8 +74,8 @@ HYBRID = ("qwen3_5_text", True, None, 256, 64, DELTA)
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in (HYBRID, *CASES)]
 
 
-def test_head_dims_are_found_by_kind_of_layer():
-    """Gemma 4's full attention has larger heads."""
+def test_head_dims_may_differ_between_kinds_of_layers():
+    """Gemma 4's full attention has larger heads than its sliding-window attention."""
     kinds = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     changes = {"global_head_dim": 32, "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8}
     model = tiny_decoder("gemma4_text", torch.bfloat16, **kinds, **changes)
@@ -84,8 +84,8 @@ def test_head_dims_are_found_by_kind_of_layer():
 
 @pytest.mark.parametrize("family,overlap,stage,tokens,tile,changes", [OLMO, *SLOW])
 def test_general_layers_peak_as_planned(family, overlap, stage, tokens, tile, changes):
-    """Every layer of a step on rank 0 of 2, in bf16. Tiles count kernels of a GPU, a CPU has some more. In bf16 the
-    gated delta rule has kernels on a GPU only."""
+    """Checks every layer of a step on rank 0 of 2. The plan assumes a GPU's kernels; a CPU needs a little more. The
+    gated delta rule runs in fp32 here: its bf16 kernels need a GPU."""
     sizes = {**SIZES, **(DECODERS | HYBRIDS).get(family, {}), "model_type": family, **changes}
     sizes = AutoConfig.for_model(**sizes | {"num_hidden_layers": 2, "sliding_window": 64}).to_dict()
     counts = {"keep_attention": 1, "input_tier": "device" if overlap else "host"}

@@ -46,7 +46,7 @@ def profiled(
 
 @pytest.fixture(scope="module")
 def profiles(tmp_path_factory):
-    """name -> the folder of a run with MEMORY[name], and its profile."""
+    """Return a function from a key of MEMORY to (run folder, profile)."""
 
     @cache
     def profile(name: str) -> tuple[Path, dict[str, Any]]:
@@ -97,7 +97,7 @@ def test_a_large_vocabulary_is_planned_and_attributed(tmp_path, tied):
 
 
 def test_one_rank_holds_no_gradients_to_reduce(tmp_path):
-    """The peak is in the first layer's backward, when the layers above have their gradients."""
+    """The peak is in the first layer's backward, when the later layers have their gradients."""
     memory = MEMORY["recomputed"] | {"tile_tokens": 16}
     peak = profiled(tmp_path, memory, context=64, intermediate_size=2048)["memory"]["peak"]
     assert peak["phase"].startswith("layer 0 / backward")
@@ -108,13 +108,13 @@ def test_one_rank_holds_no_gradients_to_reduce(tmp_path):
 @pytest.mark.parametrize(
     "adapter, tied",
     [({"rank": 4}, False), ({"targets": ["1.self_attn.q_proj"]}, True), ({"modules_to_save": ["embed_tokens"]}, True)],
-    ids=["all-linear", "the upper layer's", "with the embedding"],
+    ids=["all-linear", "upper layer only", "with the embedding"],
 )
 def test_frozen_weights_are_planned(tmp_path, adapter, tied):
-    """Frozen embeddings have no gradients and no optimizer state; layers below the first adapter keep nothing."""
+    """Frozen embeddings have no gradients and no optimizer state; layers before the first adapter keep nothing."""
     sizes = {"context": 32, "vocab_size": 40000, "tie_word_embeddings": tied}
     peak = profiled(tmp_path, MEMORY["recomputed"], adapter=adapter, **sizes)["memory"]["peak"]
-    # On a CPU a loss tile has 66 KB besides its logits: 0.26% of this model.
+    # On a CPU a loss tile needs 66 KB in addition to its logits: 0.26% of this model.
     assert sum(peak["planned"].values()) == pytest.approx(peak["num_bytes"], rel=0.003)
     assert peak["planned"]["optimizer"] == pytest.approx(peak["holders"]["optimizer"], rel=0.01)
     assert peak["planned"].get("kept on device") == peak["holders"].get("kept on device")

@@ -24,14 +24,14 @@ FP64 = Layout(dtype="float64")
 
 
 def save(folder, family="llama", dtype=torch.float32, max_shard_size="1GB", **changes):
-    """A Hugging Face directory as transformers writes it, and its weights."""
+    """Write a directory with transformers and return the weights."""
     model = tiny_model(tiny_config(family, **changes), dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model.state_dict()
 
 
-def whole_weights(source, layout=None, **more):
-    """The full parameters, gathered from all shards."""
+def full_weights(source, layout=None, **more):
+    """Build the model and gather its parameters."""
     model = build_model(source, make_mesh(1), layout, **more)
     return {name: param.full_tensor() for name, param in model.state_dict().items()}
 
@@ -57,17 +57,17 @@ def assert_same(loaded, saved):
 def test_weights_are_loaded_from_a_directory(ranks, tmp_path, num_ranks, tied, max_shard_size):
     saved = save(tmp_path, max_shard_size=max_shard_size, tie_word_embeddings=tied)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (max_shard_size == "8KB")
-    for loaded in ranks.run(num_ranks, whole_weights, tmp_path):
+    for loaded in ranks.run(num_ranks, full_weights, tmp_path):
         assert_same(loaded, saved)
 
 
 def resized_weights(source):
-    return whole_weights(source, vocab_size=70), whole_weights(source, vocab_size=61)
+    return full_weights(source, vocab_size=70), full_weights(source, vocab_size=61)
 
 
 @pytest.mark.parametrize("num_ranks,tied", [(1, True), (4, False)])
 def test_new_tokens_get_the_mean_of_the_others(ranks, tmp_path, num_ranks, tied):
-    """On 4 ranks, the last has 16 of 70 rows: some stored, some new."""
+    """On 4 ranks, the last holds 16 of 70 rows: some stored, some new."""
     saved = save(tmp_path, tie_word_embeddings=tied)
     grown = {
         name: torch.cat([x, x.double().mean(0).float().expand(9, -1)]) if len(x) == 61 else x
@@ -81,7 +81,7 @@ def test_new_tokens_get_the_mean_of_the_others(ranks, tmp_path, num_ranks, tied)
 
 def test_bfloat16_files_become_float32_masters(ranks, tmp_path):
     saved = save(tmp_path, dtype=torch.bfloat16)
-    (loaded,) = ranks.run(1, whole_weights, tmp_path, Layout(dtype="bfloat16"))
+    (loaded,) = ranks.run(1, full_weights, tmp_path, Layout(dtype="bfloat16"))
     assert {tensor.dtype for tensor in loaded.values()} == {torch.float32}
     assert_same(loaded, saved)
 
@@ -93,7 +93,7 @@ def loss_of(source, cp):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_loaded_model_matches_hugging_face(ranks, tmp_path, family):
-    """In fp64, but Hugging Face's norms round to fp32 internally."""
+    """Runs in fp64, but Hugging Face's norms round to fp32."""
     save(tmp_path, family)
     ids = torch.arange(18).view(2, 9) * 7 % 61
     from transformers import AutoModelForCausalLM
@@ -104,8 +104,8 @@ def test_a_loaded_model_matches_hugging_face(ranks, tmp_path, family):
         assert abs(loss - expected) < 1e-6 * expected
 
 
-def seen_from(source, seed):
-    """The full weights, and this rank's shard of each."""
+def weights_and_shards(source, seed):
+    """Return the full weights and this rank's shards."""
     model = build_model(source, make_mesh(1), seed=seed)
     params = {name: param.detach() for name, param in model.named_parameters()}
     return (
@@ -118,13 +118,13 @@ def test_a_seed_gives_the_same_weights_on_any_number_of_ranks(ranks, tmp_path):
     config = tiny_config("qwen2", hidden_size=64, vocab_size=301, pad_token_id=200)
     config.save_pretrained(tmp_path)
     source = tmp_path / "config.json"
-    ((one, _),) = ranks.run(1, seen_from, source, 5)
+    ((one, _),) = ranks.run(1, weights_and_shards, source, 5)
     for num_ranks in (2, 4):
-        for whole, local in ranks.run(num_ranks, seen_from, source, 5):
-            assert_same(whole, one)
-            for name, (part, rows) in local.items():
+        for weights, shards in ranks.run(num_ranks, weights_and_shards, source, 5):
+            assert_same(weights, one)
+            for name, (part, rows) in shards.items():
                 assert torch.equal(part, one[name][rows]), name
-    ((other, _),) = ranks.run(1, seen_from, source, 6)
+    ((other, _),) = ranks.run(1, weights_and_shards, source, 6)
     name = "model.layers.1.mlp.up_proj.weight"
     assert not torch.equal(one[name], other[name])
     assert not one["model.embed_tokens.weight"][200].any()
@@ -150,7 +150,7 @@ def build_error(source):
     return str(caught.value)
 
 
-def changed(folder, change):
+def change_tensors(folder, change):
     """Apply `change` to the tensors of the single file in `folder`."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -160,7 +160,7 @@ def changed(folder, change):
 
 def test_a_missing_tensor_is_named(ranks, tmp_path):
     save(tmp_path)
-    changed(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    change_tensors(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     (message,) = ranks.run(1, build_error, tmp_path)
     named = str(tmp_path), "model.layers.1.mlp.up_proj.weight", "1 missing"
     assert_refused(message, *named, fix="copy the files again")
@@ -177,14 +177,14 @@ def test_an_untied_head_must_be_in_the_file(ranks, tmp_path):
 def test_a_wrong_shape_is_named(ranks, tmp_path):
     save(tmp_path)
     name = "model.layers.0.self_attn.k_proj.weight"
-    changed(tmp_path, lambda tensors: tensors.update({name: torch.zeros(8, 32)}))
+    change_tensors(tmp_path, lambda tensors: tensors.update({name: torch.zeros(8, 32)}))
     (message,) = ranks.run(1, build_error, tmp_path)
     assert_refused(message, name, "(8, 32)", "(16, 32)", fix="fix config.json")
 
 
 def test_an_extra_tensor_is_named(ranks, tmp_path):
     save(tmp_path)
-    changed(tmp_path, lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(2)}))
+    change_tensors(tmp_path, lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(2)}))
     (message,) = ranks.run(1, build_error, tmp_path)
     assert_refused(message, "model.layers.2.mlp.up_proj.weight", fix="fix config.json")
 
@@ -206,7 +206,7 @@ def test_a_missing_shard_is_named(ranks, tmp_path):
     assert shard.name in message
 
 
-def test_an_index_that_names_a_tensor_its_file_does_not_hold(ranks, tmp_path):
+def test_an_index_that_names_a_tensor_missing_from_its_file_is_refused(ranks, tmp_path):
     save(tmp_path, max_shard_size="8KB")
     first, second = sorted(tmp_path.glob("*.safetensors"))[:2]
     second.write_bytes(first.read_bytes())
@@ -218,7 +218,7 @@ def test_other_safetensors_files_are_ignored(ranks, tmp_path):
     """Mistral's directories also have the weights under Mistral's own names."""
     saved = save(tmp_path)
     save_file({"layers.0.attention.wq.weight": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
-    (loaded,) = ranks.run(1, whole_weights, tmp_path)
+    (loaded,) = ranks.run(1, full_weights, tmp_path)
     assert_same(loaded, saved)
 
 
@@ -232,7 +232,7 @@ def test_quantized_weights_are_refused(ranks, tmp_path):
 
 
 def test_commands_name_the_tensor_with_a_nan(tmp_path):
-    """`train` and `sample` look for it only after a loss or logit that is not finite."""
+    """`train` and `sample` search for it only after a loss or logit that is not finite."""
     folder, name = tmp_path / "model", "model.layers.1.mlp.up_proj.weight"
     weights = save(folder, vocab_size=264, max_position_embeddings=64, tie_word_embeddings=False)
     ByteTokenizer().hf.save_pretrained(folder)

@@ -29,7 +29,7 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.parametrize("name, spelling", [(name, s) for name, all_of in SPELLINGS.items() for s in all_of.split()])
+@pytest.mark.parametrize("name, spelling", [(name, s) for name, text in SPELLINGS.items() for s in text.split()])
 def test_spellings_of_a_built_in_model_are_accepted(name, spelling):
     assert built_in(spelling) == name and find_config(spelling) == MODELS[name]
 
@@ -60,7 +60,8 @@ def test_built_in_shapes_have_the_checkpoints_number_of_parameters(name):
     ("qwen3-vl-32b", "a name such as qwen3-vl-8b"), ("codellama-34b", "a name such as llama3.1-8b"),
 ])  # fmt: skip
 def test_an_unknown_name_gets_a_suggestion(name, suggestion):
-    """A name of the same family and size; otherwise how to give the model, and the nearest size of its family."""
+    """A model of the same family and size is suggested; otherwise what MODEL may be, and the nearest size of the
+    family."""
     message = assert_refused(lambda: find_config(name), f"model={name}", fix=suggestion)
     assert ("config.json" in message and "hub id" in message) == ("such as" in suggestion)
 
@@ -112,8 +113,8 @@ def test_a_missing_directory_that_looks_like_a_hub_id_gets_a_download_command(pa
 
 @contextlib.contextmanager
 def server(answer):
-    """A loopback server: `answer` maps a path to a status, a Location and a body. Yields its address and the requests
-    it got: (path, token)."""
+    """Serve on loopback; `answer` maps a path to (status, Location, body). Yields the address and the requests
+    received, as (path, token)."""
     requests = []
 
     class Handler(BaseHTTPRequestHandler):

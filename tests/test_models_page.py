@@ -1,4 +1,4 @@
-"""docs/models.md lists what `make models` found, and the list does not shrink unnoticed."""
+"""docs/models.md lists the results of `make models`, and the list does not shrink unnoticed."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ ROW = re.compile(r"^\| ([\w-]+) \| (\w+) \| (.+) \| (yes)? ?\| (.+) \|$", re.M)
 
 
 def listed() -> dict[str, tuple[str, str, str, str]]:
-    """(layers, attention, experts, error) of each type that ithaka accepts."""
+    """Map each supported type to (layers, attention, experts, error)."""
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     return {name: rest for name, *rest in ROW.findall(page.partition("## Every causal type")[2])}
 
@@ -40,7 +40,7 @@ def test_at_least_84_types_are_exact_and_none_is_wrong():
 
 @pytest.mark.parametrize("model_type", [pytest.param("gpt_oss", marks=pytest.mark.slow), "qwen2", "diffllama"])
 def test_types_are_still_classified_as_listed(model_type):
-    """One on each path."""
+    """Checks one type on each path."""
     finding = examine(model_type)
     layers, attention, experts, _ = listed().get(model_type, ("refused", "", "", ""))
     assert finding.path == layers

@@ -1,4 +1,4 @@
-"""Forwards without a backward: none asked for, dropped, or two before one backward."""
+"""Forwards under no_grad, forwards whose graph is dropped, and two forwards before one backward."""
 
 import gc
 import time
@@ -56,7 +56,7 @@ def drop_graphs(tier):
         store.threads = ThreadPoolExecutor(2)
         deadline = time.monotonic() + 60
         while store.pool.busy_bytes and time.monotonic() < deadline:
-            time.sleep(0.01)  # gloo's thread lets go of the summed loss, and of its graph, a moment after the sum
+            time.sleep(0.01)  # gloo's thread releases the summed loss, and its graph, a moment after the sum
         used.append((store.pool.used_bytes, store.disk.used_bytes))
         assert not store.pool.busy_bytes, "a slab is still owned"
     model(input_ids=ids, labels=ids).loss.backward()
@@ -66,7 +66,7 @@ def drop_graphs(tier):
 @pytest.mark.parametrize("tier", ("host", "disk"))
 def test_a_dropped_graph_leaks_nothing(ranks, tier):
     for used in ranks.run(2, drop_graphs, tier):
-        # How many slabs are on their way to disk at once depends on how fast it is.
+        # The number of slabs on their way to disk depends on its speed.
         first, second, third = (on_host if tier == "host" else on_disk for on_host, on_disk in used)
         assert first == second == third > 0
 
@@ -83,7 +83,7 @@ def two_forwards(cp, layout):
 
 
 @pytest.mark.parametrize("cp, tier", diagonal([2, 1], TIERS))
-def test_two_forwards_before_one_backward(ranks, cp, tier):
+def test_two_forwards_before_one_backward_are_exact(ranks, cp, tier):
     check(ranks.run(cp, two_forwards, cp, offloaded(tier)))
 
 
@@ -99,5 +99,5 @@ def backward_twice():
         return str(error)
 
 
-def test_a_second_backward_is_refused_in_words(ranks):
+def test_a_second_backward_is_refused_with_a_fix(ranks):
     assert "call the model again" in ranks.run(1, backward_twice)[0]

@@ -154,14 +154,14 @@ def test_old_files_have_the_same_meaning(text, expected, tmp_path):
     (tmp_path / "old.yaml").write_text(text)
     config = load_config(tmp_path / "old.yaml")
     for name, value in expected.items():
-        found = config
+        actual = config
         for part in name.split("."):
-            found = getattr(found, part)
-        assert (len(found) if isinstance(found, tuple) else found) == value
+            actual = getattr(actual, part)
+        assert (len(actual) if isinstance(actual, tuple) else actual) == value
 
 
 def test_an_old_file_trains(tmp_path):
-    """With the paths of this test, in place of oldfix."""
+    """Replaces oldfix by this test's folder."""
     tiny = tiny_run(tmp_path)
     tree = yaml.safe_load(RUN.replace("oldfix", str(tmp_path)))
     tree["train"]["steps"] = 1

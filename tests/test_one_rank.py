@@ -1,4 +1,4 @@
-"""On one rank, FSDP2 passes once over weights to gather them and over gradients to reduce them, with equal results."""
+"""On one rank, FSDP2 gathers weights and reduces gradients in one pass each, with equal results."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,7 +40,7 @@ def train_once():
     return gathered, passes.num_passes, len(weights), [param.grad.full_tensor() for param in model.parameters()]
 
 
-def test_weights_and_gradients_are_cast_where_they_stay(monkeypatch):
+def test_weights_and_gradients_are_cast_in_one_pass(monkeypatch):
     gathered, reduced, num_weights, grads = train_once()
     monkeypatch.setattr(build, "_cast_in_one_pass", lambda model: None)
     gathered_before, reduced_before, _, expected = train_once()

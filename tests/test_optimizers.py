@@ -28,7 +28,7 @@ from ithaka.train.trainer import prepare
 from refusals import assert_refused
 from runs import copy_back_at, numbers, run, tiny_run, valid
 
-SIZES = {"hidden_size": 64, "intermediate_size": 192}  # rows of whole blocks
+SIZES = {"hidden_size": 64, "intermediate_size": 192}  # rows are multiples of a block
 
 
 def optimizer_run(folder, name, **sections):
@@ -36,7 +36,7 @@ def optimizer_run(folder, name, **sections):
 
 
 def state_bytes(optimizer) -> int:
-    """Bytes of this rank's moments, without torchao's tables of 256 values."""
+    """Return the bytes of this rank's moments, without torchao's tables of 256 values."""
     moments = [
         value.to_local() for state in optimizer.state.values() for name, value in state.items() if name != "step"
     ]
@@ -49,7 +49,7 @@ def losses_of(config):
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", pytest.param("muon", marks=pytest.mark.slow)])
-def test_a_run_resumes_bitwise_and_on_other_ranks_and_has_the_planned_bytes(ranks, tmp_path, name):
+def test_a_run_resumes_bitwise_also_on_other_ranks_and_has_the_planned_bytes(ranks, tmp_path, name):
     if name == "adamw8bit":
         pytest.importorskip("torchao")
     config = optimizer_run(tmp_path, name, train={"steps": 3, "save_every": 2, "validate_every": 0})
@@ -59,13 +59,13 @@ def test_a_run_resumes_bitwise_and_on_other_ranks_and_has_the_planned_bytes(rank
     assert numbers(again.train.run_dir) == numbers(config.train.run_dir)
     alone = moved(config, copy_back_at(config.train.run_dir, tmp_path / "alone", 2))
     ranks.run(1, run, alone, alone.train.run_dir)
-    losses, others = losses_of(config), losses_of(alone)
-    assert others == pytest.approx(losses, rel=1e-4)
+    losses, losses_alone = losses_of(config), losses_of(alone)
+    assert losses_alone == pytest.approx(losses, rel=1e-4)
     plain = optimizer_run(tmp_path / "plain", "adamw", train={"steps": 3, "save_every": 0, "validate_every": 0})
     run(plain)
-    of_adamw = losses_of(plain)
-    assert losses != of_adamw and losses[0] == pytest.approx(of_adamw[0], rel=1e-5)
-    assert losses[-1] == pytest.approx(of_adamw[-1], rel=0.02 if name == "adamw8bit" else 0.3)
+    adamw_losses = losses_of(plain)
+    assert losses != adamw_losses and losses[0] == pytest.approx(adamw_losses[0], rel=1e-5)
+    assert losses[-1] == pytest.approx(adamw_losses[-1], rel=0.02 if name == "adamw8bit" else 0.3)
     half = moved(config, copy_back_at(config.train.run_dir, tmp_path / "half", 2))
     trainer = prepare(valid(half, half.train.run_dir), trains=False)
     planned = model_shape(config).moment_bytes(1)
@@ -130,7 +130,7 @@ def sharded_steps():
 
 
 def test_muon_on_shards_equals_muon_on_full_matrices(ranks):
-    """In fp64: PyTorch orthogonalizes in bfloat16, in which sums in another order differ by percents."""
+    """Compares in fp64. PyTorch orthogonalizes in bfloat16, where sums in another order differ by percents."""
     for errors in ranks.run(4, wide_sharded_steps):
         assert max(errors) < 1e-10
 
@@ -144,9 +144,9 @@ def wide_sharded_steps():
 def test_plans_count_the_state_and_never_offload_it():
     shape, hardware, layout = find_shape("llama3-8b"), parse_gpus("8xH100"), make_layout(32, cp=8)
     matrices = 32 * shape.layer_parameters
-    wanted = {"adamw": 8 * shape.num_parameters, "adamw8bit": 2.125 * shape.num_parameters}
-    wanted["muon"] = 4 * matrices + 8 * (shape.num_parameters - matrices)
-    for name, num_bytes in wanted.items():
+    expected = {"adamw": 8 * shape.num_parameters, "adamw8bit": 2.125 * shape.num_parameters}
+    expected["muon"] = 4 * matrices + 8 * (shape.num_parameters - matrices)
+    for name, num_bytes in expected.items():
         planned = dataclasses.replace(shape, optimizer=name)
         _, holders = gpu_phases(planned, layout, hardware, Work(1 << 17))[-1]
         assert holders["optimizer"] == pytest.approx(num_bytes / 8, rel=1e-4)

@@ -1,4 +1,4 @@
-"""Out of memory: where, what was planned and measured there, and what to ask the planner; nothing saved is lost."""
+"""An out-of-memory error names the phase, the planned and measured bytes and a planner command. Checkpoints survive."""
 
 import dataclasses
 import errno
@@ -34,7 +34,7 @@ FULL = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capaci
 
 
 def fail_in(patch, owner, name, path, error, times=0):
-    """`owner.name` raises `error` when it is called in the phase `path`, after `times` calls there."""
+    """Make `owner.name` raise `error` in the phase `path`, after `times` calls there."""
     plain, calls = getattr(owner, name), []
 
     @functools.wraps(plain)
@@ -48,14 +48,14 @@ def fail_in(patch, owner, name, path, error, times=0):
     patch.setattr(owner, name, failing)
 
 
-def explained(config, name, path, steps_before=0):
-    """A run on this rank that runs out of memory; what it says."""
+def message_of_failed_run(config, name, path, steps_before=0):
+    """Run out of memory on this rank and return the message."""
     with pytest.MonkeyPatch.context() as patch:
         times = steps_before * config.train.accumulate
         fail_in(patch, StagedAttention, name, path, torch.OutOfMemoryError(FULL), times)
         with pytest.raises(loop.OutOfMemoryError) as caught:
             run(config)
-        dist.barrier()  # a rank that left early would fail the others in its own way
+        dist.barrier()  # if a rank left early, the others would fail differently
     return str(caught.value)
 
 
@@ -70,7 +70,7 @@ def explained(config, name, path, steps_before=0):
 def test_the_phase_is_named_on_every_rank(ranks, tmp_path, name, path):
     train = {"validate_every": 0, "validate_sequences": 0}
     config = tiny_run(tmp_path, parallel={"cp": 2, "heads_per_stage": 2}, train=train)
-    for text in ranks.run(2, explained, config, name, path):
+    for text in ranks.run(2, message_of_failed_run, config, name, path):
         assert f", in {' / '.join(path)}: " in text.splitlines()[0]
         assert "Tried to allocate 2.50 GiB" in text and "There is no checkpoint yet." in text
         assert re.search(r"\n  planned peak: \S+ [KM]iB in .*\n  measured: \S+ [MG]iB for the process", text)
@@ -81,13 +81,14 @@ def test_the_last_checkpoint_resumes_with_another_setting(tmp_path, capfd, monke
     plan = {"steps": 4, "save_every": 2, "validate_every": 0, "validate_sequences": 0}
     config = tiny_run(tmp_path, train=plan, data={"context": 512})
     path = ("layer 1", "backward", "attention", "stage 0")
-    text = explained(config, "attend_backward", path, steps_before=3)
+    text = message_of_failed_run(config, "attend_backward", path, steps_before=3)
     assert f"The last checkpoint is {config.train.run_dir / 'checkpoints' / 'step-00000002'}." in text
     changed = load_config(config.train.run_dir / "config.yaml", ["parallel.heads_per_stage=1"])
     assert launch.run_ranks(run, (changed, config.train.run_dir), 1) == 0
-    whole = dataclasses.replace(config, train=dataclasses.replace(config.train, run_dir=tmp_path / "whole"))
-    run(whole)
-    losses = [[record[1] for record in numbers(c.train.run_dir)] for c in (config, whole)]
+    train = dataclasses.replace(config.train, run_dir=tmp_path / "undisturbed")
+    undisturbed = dataclasses.replace(config, train=train)
+    run(undisturbed)
+    losses = [[record[1] for record in numbers(c.train.run_dir)] for c in (config, undisturbed)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(losses[0]) == 4
 
 
@@ -120,16 +121,16 @@ def test_the_last_checkpoint_resumes_with_another_setting(tmp_path, capfd, monke
         (OSError(errno.EIO, "Input/output error"), ExitCode.TRANSIENT),
     ],
 )
-def test_exit_code_of_memory_for_memory_only(tmp_path, monkeypatch, capsys, error, code):
+def test_only_memory_errors_get_the_out_of_memory_exit_code(tmp_path, monkeypatch, capsys, error, code):
     config = tiny_run(tmp_path)
     monkeypatch.setattr(trainer_module, "build_model", lambda *_, **__: (_ for _ in ()).throw(error))
     assert launch.run_ranks(run, (config,), 1) == code
-    said = capsys.readouterr().err
-    assert ("in building the model: " in said) == (code == OOM)
-    assert ("Traceback" in said) == (code == ExitCode.FAILED)
+    printed = capsys.readouterr().err
+    assert ("in building the model: " in printed) == (code == OOM)
+    assert ("Traceback" in printed) == (code == ExitCode.FAILED)
 
 
-def test_room_in_the_store_is_explained_like_memory(tmp_path, monkeypatch):
+def test_a_full_store_is_explained_like_full_memory(tmp_path, monkeypatch):
     config = tiny_run(tmp_path, memory={"offload": "host", "keep_attention": "all"})
     monkeypatch.setattr(SlabPool, "_has_room", lambda pool, num_bytes: False)
     words = r"(?s)after embedding: host memory: .*planned per node: (\S+ \S+) of (\S+ \S+) \((.*?)\)\n"
@@ -148,7 +149,7 @@ def as_bytes(text):
     return float(number) * 1024 ** ["B", "KiB", "MiB", "GiB", "TiB"].index(unit)
 
 
-# ---- figures, for GPUs that are not here
+# ---- plans for GPUs that this machine does not have
 
 
 def llama(context, gpus="8xH100-80GB", **settings):
@@ -161,9 +162,9 @@ ON_HOST = {"parallel.cp": 8, "memory.offload": "host", "parallel.heads_per_stage
 
 
 def explain(plan, path, used_bytes, error):
-    witness = OutOfMemoryTracker(torch.device("cuda"))
-    witness.path, witness.used_bytes = path, used_bytes
-    return explain_out_of_memory(plan, error, witness, "llama3-8b")
+    tracker = OutOfMemoryTracker(torch.device("cuda"))
+    tracker.path, tracker.used_bytes = path, used_bytes
+    return explain_out_of_memory(plan, error, tracker, "llama3-8b")
 
 
 def test_planned_and_measured_memory_are_compared_and_settings_suggested():
@@ -171,8 +172,8 @@ def test_planned_and_measured_memory_are_compared_and_settings_suggested():
     text = explain(plan, path, 5 * GIB, torch.OutOfMemoryError(FULL))
     peak = plan.ledger.gpu_peak - plan.ledger.gpu["reserve"]
     assert f"planned peak: {peak / GIB:.4g} GiB in {plan.ledger.phase}, of 79.1 GiB\n  measured: 5 GiB\n" in text
-    asked = r"  ithaka plan llama3-8b --gpus 8xH100-80GB --context 1048576 --host-memory \d+GB$"
-    assert FULL in text and re.search(asked, text)
+    command = r"  ithaka plan llama3-8b --gpus 8xH100-80GB --context 1048576 --host-memory \d+GB$"
+    assert FULL in text and re.search(command, text)
 
 
 def test_host_memory_has_its_own_plan():

@@ -33,7 +33,7 @@ def batch(config, rows: int, tokens: int):
 
 @functools.lru_cache(maxsize=8)
 def plain_results(family, heads, kv_heads, rows, tokens, ignore_first, changes):
-    """Plain Hugging Face's loss and gradients, the same for every layout; `changes` as JSON."""
+    """Return plain Hugging Face's loss and gradients, which every layout shares; `changes` is JSON."""
     config = tiny_config(family, heads, kv_heads, **json.loads(changes))
     ids, labels = batch(config, rows, tokens)
     labels[:, :ignore_first] = -100
@@ -44,12 +44,12 @@ def plain_results(family, heads, kv_heads, rows, tokens, ignore_first, changes):
 
 
 def compare(family, heads, kv_heads, cp, dp, rows, tokens, layout=None, ignore_first=0, changes=None):
-    """One rank's part: each data-parallel rank takes its own rows. Returns the worst relative errors."""
+    """Run one rank; each data-parallel rank takes its own rows. Returns the worst relative errors."""
     config = tiny_config(family, heads, kv_heads, **(changes or {}))
     ids, labels = batch(config, rows * dp, tokens)
     labels[:, :ignore_first] = -100
     as_json = json.dumps(changes or {})
-    expected, wanted = plain_results(family, heads, kv_heads, rows * dp, tokens, ignore_first, as_json)
+    expected_loss, expected_grads = plain_results(family, heads, kv_heads, rows * dp, tokens, ignore_first, as_json)
 
     mesh = make_mesh(cp)
     model = parallelize_model(tiny_model(config), mesh=mesh, layout=layout)
@@ -58,7 +58,7 @@ def compare(family, heads, kv_heads, cp, dp, rows, tokens, layout=None, ignore_f
     out.loss.backward()
 
     assert out.num_tokens == int((labels[:, 1:] != -100).sum())
-    return {"loss": relative(out.loss.detach(), expected), **shard_errors(model, wanted)}
+    return {"loss": relative(out.loss.detach(), expected_loss), **shard_errors(model, expected_grads)}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def compare(family, heads, kv_heads, cp, dp, rows, tokens, layout=None, ignore_f
         ("qwen3", 1, 2),
     ],
 )
-def test_every_family(ranks, family, cp, dp):
+def test_every_family_matches_hugging_face(ranks, family, cp, dp):
     check(ranks.run(cp * dp, compare, family, 4, 2, cp, dp, 2, 19))
 
 
@@ -88,18 +88,19 @@ def test_kv_heads_above_equal_and_below_cp(ranks, heads, kv_heads, cp):
     check(ranks.run(cp, compare, "llama", heads, kv_heads, cp, 1, 1, 21))
 
 
-def test_a_shard_without_valid_labels(ranks):
+def test_a_shard_may_have_no_valid_labels(ranks):
     check(ranks.run(4, compare, "llama", 4, 2, 4, 1, 1, 16, None, 9))
 
 
 def every_pair():
-    """Each row of STAGED with every tier; overlap and tiles take turns: all four meet every row and tier."""
+    """Yield each row of STAGED with every tier. Overlap and tiles alternate, so that each occurs with every row and
+    tier."""
     for i, row in enumerate(STAGED):
         for j, tiers in enumerate(TIERS):
             yield *row, bool((i + j) % 2), 5 if (i // 2 + j // 2 + i) % 2 else None, *tiers
 
 
-# Indices into STAGED and TIERS of the cases in a default run: every row and every tier with each overlap and each tile.
+# Indices into STAGED and TIERS of the default cases: every row and every tier with each overlap and each tile size.
 BY_DEFAULT = [(0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 3), (2, 4), (3, 3), (3, 4), (4, 0), (4, 3)]
 
 
@@ -111,14 +112,14 @@ def is_slow(case) -> bool:
     "family,heads,kv_heads,cp,heads_per_stage,overlap,tile_tokens,keep_input,keep_attention",
     [pytest.param(*case, marks=pytest.mark.slow if is_slow(case) else ()) for case in every_pair()],
 )
-def test_stages_tiles_and_kept_attention(
+def test_stages_tiles_and_kept_attention_are_exact(
     ranks, family, heads, kv_heads, cp, heads_per_stage, overlap, tile_tokens, keep_input, keep_attention
 ):
     layout = Layout(cp, heads_per_stage, tile_tokens, (ActivationPolicy(keep_input, keep_attention),) * 2, overlap)
     check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, layout))
 
 
-def test_the_selection_has_every_pair():
+def test_default_cases_cover_every_pair():
     cases = list(every_pair())
     for overlap in (True, False):
         for tile_tokens in (None, 5):
@@ -134,7 +135,7 @@ def test_the_selection_has_every_pair():
 
 @st.composite
 def layouts(draw) -> tuple:
-    """family, heads, kv heads, cp, rows, tokens, layout; layers keep different activations."""
+    """Draw (family, heads, kv heads, cp, rows, tokens, layout), with layers that keep different activations."""
     kv_heads, group_size = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     heads = kv_heads * group_size
     cp = draw(st.sampled_from([n for n in (1, 2, 4) if n <= heads]))
@@ -153,7 +154,7 @@ def layouts(draw) -> tuple:
 
 @settings(max_examples=10, derandomize=True, deadline=None)
 @given(case=layouts())
-def test_any_layout(ranks, case):
+def test_any_layout_is_exact(ranks, case):
     family, heads, kv_heads, cp, rows, tokens, layout = case
     check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, rows, tokens, layout))
 
@@ -162,7 +163,7 @@ def test_any_layout(ranks, case):
     "family,heads,kv_heads,cp,heads_per_stage",
     [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] in ("qwen2", "mistral"))) for case in STAGED],
 )
-def test_keeping_more_and_less(ranks, family, heads, kv_heads, cp, heads_per_stage):
+def test_layers_with_different_policies_are_exact(ranks, family, heads, kv_heads, cp, heads_per_stage):
     layout = Layout(cp, heads_per_stage, tile_tokens=5, kept=(ActivationPolicy("host", "device", True), EVERYTHING))
     check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, 1, 21, layout))
 
@@ -175,8 +176,8 @@ ROPES = {
 
 
 @pytest.mark.parametrize("rope_type", ROPES)
-def test_other_kinds_of_rope(ranks, rope_type):
-    """Slower turns, and with yarn longer queries and keys. Few positions: turns must differ within them."""
+def test_other_kinds_of_rope_are_exact(ranks, rope_type):
+    """Frequencies are lower, and yarn also scales queries and keys. A small theta makes few positions enough."""
     rope = {"rope_type": rope_type, "rope_theta": 100.0, "original_max_position_embeddings": 8, **ROPES[rope_type]}
     changes = {"rope_parameters": rope, "max_position_embeddings": 32}
     layout = Layout(cp=2, heads_per_stage=2, tile_tokens=5, kept=(ActivationPolicy(attention="device"),) * 2)
@@ -184,6 +185,6 @@ def test_other_kinds_of_rope(ranks, rope_type):
 
 
 @pytest.mark.parametrize("family", EXPERTS)
-def test_mixtures_of_experts(ranks, family):
+def test_mixtures_of_experts_are_exact(ranks, family):
     layout = Layout(2, heads_per_stage=2, tile_tokens=5, kept=(ActivationPolicy(attention="device"), EVERYTHING))
     check(ranks.run(2, compare, family, 4, 2, 2, 1, 2, 19, layout))

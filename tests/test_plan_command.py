@@ -41,7 +41,7 @@ def run(*args: str, code: int = 0) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` without its line breaks and columns."""
+    """Return `text` without its line breaks and columns."""
     return " ".join(text.split())
 
 
@@ -73,7 +73,7 @@ def test_large_rates_are_printed_without_an_exponent():
 
 
 def parse_table(text):
-    """(the line above the table of plans, column names, rows, index of the chosen plan's row)"""
+    """Return (line above the table of plans, column names, rows, index of the chosen plan's row)."""
     above, _, table = text.partition("This plan (>)")[2].partition("\n    cp")
     title, *rows = f"    cp{table}".partition("\n\n")[0].splitlines()
     chosen = [row.startswith(">") for row in rows]
@@ -122,8 +122,8 @@ def test_the_fastest_plan_is_called_the_fastest():
 
 def test_json_has_settings_peaks_speed_and_limit():
     answer = json.loads(run(*LONGEST, "--json"))
-    wanted = "fits settings gpu_peak_bytes host_peak_bytes disk_peak_bytes step_s tokens_per_s_per_gpu limited_by"
-    assert {*wanted.split(), "max_context"} <= set(answer)
+    keys = "fits settings gpu_peak_bytes host_peak_bytes disk_peak_bytes step_s tokens_per_s_per_gpu limited_by"
+    assert {*keys.split(), "max_context"} <= set(answer)
     assert answer["max_context"] == answer["context"] and answer["limited_by"] == "host"
 
 
@@ -141,7 +141,7 @@ LLAMA = ["plan", "llama3-8b", "--gpus", "8xH100"]
     ],
 )
 def test_a_plan_that_does_not_fit_names_each_tier_that_is_too_small(args, fragments):
-    """What is missing in each GPU or node, then options; host memory and disk next to the size that they replace."""
+    """Prints what each GPU or node lacks, then options: host memory and disk with the current size."""
     answer = json.loads(run(*args, "--json", code=ExitCode.OUT_OF_MEMORY))
     top = run(*args, code=ExitCode.OUT_OF_MEMORY).partition("\n\n")[0]
     headline, _, rest = top.partition("\n")
@@ -199,21 +199,21 @@ def test_a_slower_setting_is_reported_as_a_cost():
      "--context --gpus without"),
 ])  # fmt: skip
 def test_each_fix_is_enough_on_its_own(args, tier, fixes):
-    """Each option makes the plan fit, and no longer context does."""
+    """Each option makes the plan fit, and the suggested context is the longest that does."""
     answer, text = json.loads(run("plan", *args, "--json", code=3)), run("plan", *args, code=3)
-    found = {option: value.partition(" ")[0] for option, value in answer["ways_out"].items()}
-    assert answer["limited_by"] == tier and [*found] == fixes.split()
+    options = {option: value.partition(" ")[0] for option, value in answer["ways_out"].items()}
+    assert answer["limited_by"] == tier and [*options] == fixes.split()
     assert all(f"{option} {value}" in text for option, value in answer["ways_out"].items())
-    for option, value in found.items():
+    for option, value in options.items():
         if option == "without":
-            cured = args[: args.index("--set")] + args[args.index("--set") + 2 :]
+            fitting = args[: args.index("--set")] + args[args.index("--set") + 2 :]
         elif option in args:
-            cured = [value if before == option else word for before, word in zip(["", *args], args, strict=False)]
+            fitting = [value if before == option else word for before, word in zip(["", *args], args, strict=False)]
         else:
-            cured = [*args, option, value]
-        run("plan", *cured)
-    if "--context" in found:
-        more = [str(int(found["--context"]) + 2**13) if before == "--context" else word
+            fitting = [*args, option, value]
+        run("plan", *fitting)
+    if "--context" in options:
+        more = [str(int(options["--context"]) + 2**13) if before == "--context" else word
                 for before, word in zip(["", *args], args, strict=False)]  # fmt: skip
         run("plan", *more, code=3)
 
@@ -288,8 +288,8 @@ def test_assumptions_are_listed_unless_set():
     assert "disk" not in assumed and "2 GiB + 5% of each GPU" in assumed["reserve"]
     text = one_line(run("plan", "llama3-8b", "--gpus", "8xH100"))
     assert all(value in text.partition("Assumptions")[2] for value in assumed.values())
-    given = json.loads(run(*ARGS, "--disk", "1TB", "--json"))["assumed"]
-    assert "host memory" not in given and given["disk"] == "4 GB/s per node"
+    assumed = json.loads(run(*ARGS, "--disk", "1TB", "--json"))["assumed"]
+    assert "host memory" not in assumed and assumed["disk"] == "4 GB/s per node"
 
 
 @pytest.mark.parametrize("gpus, gigabytes", [("RTX4090", 64), ("2xRTX5090", 64), ("L40S", 256), ("8xH200", 2048)])
@@ -299,7 +299,7 @@ def test_desktop_gpus_assume_the_host_memory_of_a_desktop(gpus, gigabytes):
 
 
 def test_the_attention_kernel_is_named_with_the_speed_of_the_alternative():
-    """FlashAttention 4 where it runs, with cuDNN's speed; the other way round with attention.kernel=cudnn."""
+    """FlashAttention 4 is listed with cuDNN's speed; with attention.kernel=cudnn it is the other way round."""
     fa4 = json.loads(run(*ARGS, "--json"))
     cudnn = json.loads(run(*ARGS, "--set", "attention.kernel=cudnn", "--json"))
     assert (fa4["kernel"], cudnn["kernel"]) == ("fa4", "cudnn") and fa4["settings"] == cudnn["settings"]
@@ -339,7 +339,7 @@ def test_yaml_is_printed_or_written_if_the_plan_fits(tmp_path):
 
 
 def test_a_planned_file_is_complete(tmp_path, monkeypatch):
-    """Uncommenting its lines in place gives a valid configuration; a second section of one name is refused."""
+    """Uncommenting its lines in place gives a valid configuration. A duplicate section is refused."""
     monkeypatch.setattr("ithaka.preflight.preflight.fetch_model", lambda path: path)  # it names a model on the hub
     file = tmp_path / "long.yaml"
     printed = run(*ARGS, "--out", str(file))
@@ -376,8 +376,8 @@ def test_text_json_and_yaml_suggest_a_rope(tmp_path):
     assert json.loads(run(*ARGS, "--json"))["missing_rope"] == {"type": "yarn", "factor": 128}
     short = [*ARGS[:-1], "8K"]
     assert "rope" not in run(*short) and "rope" not in run(*short, "--json") and "rope" not in run(*short, "--yaml")
-    given = run(*ARGS, "--yaml", "--set", "model.rope={theta: 8.0e6}")
-    assert "rope:" in given and "# rope" not in given
+    explicit = run(*ARGS, "--yaml", "--set", "model.rope={theta: 8.0e6}")
+    assert "rope:" in explicit and "# rope" not in explicit
     (tmp_path / "config.json").write_text(json.dumps(MODELS["llama3-8b"]))
     scratch = ["plan", str(tmp_path / "config.json"), *ARGS[2:]]
     assert "rope" not in run(*scratch) and "rope" not in run(*scratch, "--yaml")
@@ -392,7 +392,7 @@ def test_text_json_and_yaml_suggest_a_rope(tmp_path):
     (["llama3.2-1b", "--gpus", "H200", "--batch", "2"], False),
 ])  # fmt: skip
 def test_a_plan_ends_with_the_commands_that_come_next(tmp_path, monkeypatch, arguments, rehearses):
-    """The first writes the plan's configuration; the others train with it, and rehearse several GPUs on one."""
+    """The first writes the plan's configuration; the others train with it and rehearse it on one GPU."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "it's mine").mkdir()
     (tmp_path / "it's mine" / "config.json").write_text(json.dumps(MODELS["llama3-8b"]))
@@ -409,7 +409,7 @@ def test_a_plan_ends_with_the_commands_that_come_next(tmp_path, monkeypatch, arg
         assert others[1][:2] == ["ithaka", "rehearse"] and {*others[1][2:]} <= {*first}
 
 
-def test_several_nodes_start_as_on_their_page(tmp_path, monkeypatch):
+def test_commands_for_several_nodes_match_the_docs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     nodes = ["plan", "llama3-8b", "--gpus", "2x8xH100", "--context", "128K"]
     page = (Path(__file__).parent.parent / "docs" / "several-nodes.md").read_text()
@@ -442,7 +442,7 @@ def test_a_plan_that_needs_nearly_all_host_memory_says_so(model, is_tight):
 
 
 def test_the_configuration_of_a_vision_language_model_reads_images():
-    """With the long_documents that images need. Preference pairs have no images, and the user's setting counts."""
+    """It also sets the long_documents that images need. Preference pairs have no images, and explicit settings win."""
     model = ["plan", "qwen3-vl-4b", "--gpus", "H200", "--yaml"]
     written, dropped = (yaml.safe_load(run(*model, *more))["data"] for more in ([], ["--set", "data.images=drop"]))
     assert (written["images"], written["long_documents"]) == ("read", "drop")
@@ -456,7 +456,7 @@ def test_printed_commands_are_quoted(tmp_path):
     assert shlex.split(printed.rpartition(": ")[2]) == ["ithaka", "train", str(file)]
 
 
-def test_gpu_file(tmp_path):
+def test_a_gpu_file_changes_the_plan(tmp_path):
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({"based_on": "H100-80GB", "memory_bytes": 40 * 2**30}))
     small = json.loads(

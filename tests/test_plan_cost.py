@@ -1,4 +1,4 @@
-"""The cost model against what was measured, and against counts done by hand."""
+"""The cost model matches measurements and hand-computed counts."""
 
 from dataclasses import replace
 from functools import partial
@@ -22,20 +22,20 @@ H200 = parse_gpus("8xH200")
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(list(row.values())[:9]))
 def test_plans_match_rehearsals(row):
-    """The step's peak within 5 %, a layer's seconds within 7 %."""
-    found = errors(row)
-    assert abs(found.pop("peak", 0.0)) < 0.05
-    assert all(abs(error) < 0.07 for error in found.values()), found
+    """The step's peak is within 5 %, a layer's seconds within 7 %."""
+    row_errors = errors(row)
+    assert abs(row_errors.pop("peak", 0.0)) < 0.05
+    assert all(abs(error) < 0.07 for error in row_errors.values()), row_errors
 
 
 def test_half_of_the_rehearsals_are_held_out():
-    """Chosen by a rule, not by their errors; README and docs quote their errors."""
+    """They are chosen by a rule, not by their errors, which README and docs quote."""
     for row in ROWS:
         assert (row["set"] == "held-out") == (row["context"] == "512K" or row["model"] == "qwen3-32b"), row
-    found = summarize("held-out")
-    worst = {what: max(-low, high) for what, (_, _, low, high) in found.items()}
-    memory_error = f"{found['peak'][1]:.1%} median, {worst['peak']:.1%} max"
-    time_error = f"{found['layer'][1]:.1%} median, {worst['layer']:.1%} max"
+    summary = summarize("held-out")
+    worst = {what: max(-low, high) for what, (_, _, low, high) in summary.items()}
+    memory_error = f"{summary['peak'][1]:.1%} median, {worst['peak']:.1%} max"
+    time_error = f"{summary['layer'][1]:.1%} median, {worst['layer']:.1%} max"
     for page in ("README.md", "docs/how-much-context.md"):
         text = " ".join((Path(__file__).parents[1] / page).read_text(encoding="utf-8").split()).replace(" %", "%")
         assert memory_error in text and time_error in text, (page, memory_error, time_error)
@@ -43,7 +43,7 @@ def test_half_of_the_rehearsals_are_held_out():
 
 @pytest.mark.slow
 def test_constants_match_a_fresh_fit():
-    """Uses only the fitted points; constants are rounded to two digits."""
+    """The fit uses only points that are not held out. Constants are rounded to two digits."""
     before = dict(vars(seconds))
     try:
         for name, value in fit().items():
@@ -55,7 +55,7 @@ def test_constants_match_a_fresh_fit():
 @pytest.mark.parametrize("context", PARTS)
 def test_planned_seconds_per_layer_match_measurements(context):
     planned = plan_parts(context)
-    # Machines of the same kind differ by 2 %, and one at rest is faster at first: 128K is a burst.
+    # Machines of the same kind differ by 2 %, and an idle one is faster at first; 128K is such a burst.
     assert sum(planned) == pytest.approx(sum(PARTS[context]), rel=0.05)
     assert planned == pytest.approx(list(PARTS[context]), rel=0.15)
 
@@ -66,14 +66,14 @@ def peak_in_x(layout: Layout, kept: bool = True, direction: str = "backward") ->
     return max(point.full_length for point in layer_points(b) if point.phase.startswith(direction)) / b.x
 
 
-def test_backward_by_hand():
-    """In the last of four stages, with dq of the others on the host: dy; k, v and their fp32 sums; q, out, dout
-    received, and one of them still there as it was sent."""
+def test_the_backward_peak_equals_a_hand_count():
+    """The last of four stages holds dy; k, v and their fp32 sums; q, out and dout as received, and one of them also as
+    sent. The other stages' dq are on the host."""
     assert peak_in_x(STREAMED) == pytest.approx(1 + 0.5 + 1 + 0.75 + 0.25, abs=0.02)
 
 
 def test_overlap_costs_the_buffers_of_another_stage_and_the_input():
-    """Three tensors as sent, three as received, dq as sent, less one; x; and three dq that wait on the GPU."""
+    """Adds three tensors as sent, three as received and dq as sent, minus one; x; and three dq waiting on the GPU."""
     overlapped = peak_in_x(replace(STREAMED, overlap=True))
     assert 3.25 <= overlapped - peak_in_x(STREAMED) <= 3.76
 
@@ -82,14 +82,14 @@ def test_plain_ulysses_needs_more_than_stages():
     assert peak_in_x(replace(STREAMED, heads_per_stage=None)) > 1.25 * peak_in_x(STREAMED)
 
 
-def test_forward_by_hand():
-    """x, y and the outputs of all stages, H * K = D."""
+def test_the_forward_peak_equals_a_hand_count():
+    """It holds x, y and the outputs of all stages; H * K = D."""
     assert peak_in_x(STREAMED, direction="forward") == pytest.approx(1 + 1 + 1, abs=0.02)
 
 
 def test_recomputed_attention_outputs_are_live_until_sent():
-    """Outputs are freed as head gradients arrive; the one in flight exists twice. Three dq wait on the GPU: recomputed
-    outputs leave no room on the host."""
+    """Outputs are freed as head gradients arrive; the one in flight exists twice. Three dq wait on the GPU, because
+    recomputed outputs leave no room on the host."""
     again, kept = peak_in_x(STREAMED, kept=False), peak_in_x(STREAMED)
     assert again - kept == pytest.approx(0.25 + 0.75, abs=0.02)
 
@@ -99,7 +99,7 @@ def test_kept_attention_is_8_3_kilobytes_per_token():
     assert one_token == 32 * 128 * 2 + 32 * 4
 
 
-def test_empty_slots_count():
+def test_empty_head_slots_take_memory():
     qwen = find_shape("qwen2.5-7b")  # 28 heads on 8 ranks: 4 slots each
     assert LayerBytes(qwen, Layout(8, 8), 1000).outputs == 4 * (8 * 1000 * (128 * 2 + 4))
 
@@ -128,7 +128,7 @@ def test_memory_grows_linearly_with_context():
 
 
 def test_host_buffers_for_the_disk_match_a_rehearsal():
-    """One layer of 15.45M tokens on 8 ranks: 31.148 GiB of host memory on a rank, and as much on disk (LOG.md)."""
+    """LOG.md: one layer of 15.45M tokens on 8 ranks takes 31.148 GiB of host memory per rank, and as much disk."""
     layout = replace(STREAMED, kept=(ActivationPolicy("disk", "disk"),) * 1, offload_optimizer=True)
     shape = replace(LLAMA, num_layers=1, windows=LLAMA.windows[:1])
     ledger = build_ledger(shape, layout, parse_gpus("8xH100"), Work(16203776))
@@ -139,7 +139,7 @@ def test_host_buffers_for_the_disk_match_a_rehearsal():
 
 
 def test_the_host_copy_for_background_saves_is_counted_if_it_fits():
-    """fp32 weights and two moments, in addition to an offloaded optimizer's; each replica has a full copy."""
+    """It has fp32 weights and two moments, in addition to an offloaded optimizer's. Each replica has a full copy."""
     work, copied = Work(2**20), 12 * LLAMA.num_parameters
     ledger = build_ledger(LLAMA, STREAMED, H200, work)
     assert ledger.host["copy to save"] == pytest.approx(copied, rel=1e-3)
@@ -150,12 +150,11 @@ def test_the_host_copy_for_background_saves_is_counted_if_it_fits():
         full = build_ledger(LLAMA, layout, replace(H200, host_bytes=needed), work)
         assert full.fits and full.host["copy to save"] == 0, "then a step waits while it is saved"
     nodes, layouts = replace(H200, num_nodes=2), [replace(STREAMED, replicas=replicas) for replicas in (1, 2)]
-    of_nodes = [build_ledger(LLAMA, layout, nodes, work).host["copy to save"] for layout in layouts]
-    assert of_nodes == pytest.approx([copied / 2, copied], rel=1e-3)
+    node_copies = [build_ledger(LLAMA, layout, nodes, work).host["copy to save"] for layout in layouts]
+    assert node_copies == pytest.approx([copied / 2, copied], rel=1e-3)
 
 
 def test_each_layer_adds_the_bytes_and_seconds_of_its_own_policy():
-    """Four layers with four different activation policies."""
     shape, work = replace(LLAMA, num_layers=4, windows=LLAMA.windows[:4]), Work(2**20)
     kept = (
         ActivationPolicy("host", "disk"),
@@ -171,12 +170,12 @@ def test_each_layer_adds_the_bytes_and_seconds_of_its_own_policy():
     on_device = {name: holders["kept activations"] for name, holders in gpu_phases(shape, layout, H200, work)}
     assert on_device["loss"] == on_device["backward, last layer"] == x + out
     assert on_device["backward, first layer"] == 0
-    whole = step_seconds(shape, layout, H200, work).total
+    step_s = step_seconds(shape, layout, H200, work).total
     without_layers = [
         step_seconds(shape, replace(layout, kept=4 * (keeps,)), H200, work).total - 4 * seconds_of(keeps, layout, work)
         for keeps in kept
     ]
-    assert without_layers == pytest.approx([whole - sum(seconds_of(keeps, layout, work) for keeps in kept)] * 4)
+    assert without_layers == pytest.approx([step_s - sum(seconds_of(keeps, layout, work) for keeps in kept)] * 4)
 
 
 def seconds_of(keeps: ActivationPolicy, layout: Layout, work: Work) -> float:
@@ -190,14 +189,14 @@ def test_a_layout_for_another_number_of_layers_is_refused():
 
 
 def test_memory_does_not_grow_with_the_ring():
-    """At a constant number of tokens per rank."""
+    """The number of tokens per rank stays the same."""
     keeps, shape = ActivationPolicy("host", "host"), find_shape("llama3-8b")
     layouts = [Layout(8 * ring, 8, 16384, (keeps,), ring=ring, overlap=False) for ring in (2, 8, 64)]
     assert len({layer_peaks(shape, layout, 2**18, keeps) for layout in layouts}) == 1
 
 
 def test_loss_tiles_grow_with_layer_tiles():
-    """Between 0.5 and 4 GiB of logits, and at most a rank's tokens."""
+    """They have 0.5 to 4 GiB of logits, and at most a rank's tokens."""
     tokens = {
         (tile, s): logits_tile_tokens(tile, s, 2 * 128256)
         for tile, s in [(2**14, 2**17), (2**15, 2**17), (2**16, 2**17), (None, 2**20), (2**16, 2**14), (2**16, 700)]

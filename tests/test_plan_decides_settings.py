@@ -39,16 +39,16 @@ H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
 
 def node(name=H200, host=2 * 10**12, disk=0, gpu=2**62, ranks=8, nodes=1):
-    """One of `nodes` such nodes, as one of its ranks finds it."""
+    """Return the hardware that a rank detects on one of `nodes` equal nodes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        has(patch, host, host, disk)
+        set_memory(patch, host, host, disk)
         settings = load_config(None, ["memory.offload=disk"] if disk else [])
         return detect_machine(settings, ranks * nodes, None if name is None else (name, gpu))
 
 
-def has(patch, total, free, disk_free=10**13):
-    """This machine has so many bytes of host memory, and so many to spare."""
+def set_memory(patch, total, free, disk_free=10**13):
+    """Set this machine's total and free bytes of host memory, and its free disk."""
     memory = SimpleNamespace(total=total, available=free)
     patch.setattr("psutil.virtual_memory", lambda: memory)
     patch.setattr("ithaka.plan.hardware.cgroup_rooms", list)
@@ -58,7 +58,7 @@ def has(patch, total, free, disk_free=10**13):
 @pytest.fixture(autouse=True)
 def host(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    has(monkeypatch, 2 * 10**12, 2 * 10**12)
+    set_memory(monkeypatch, 2 * 10**12, 2 * 10**12)
 
 
 def llama(tmp_path, **changes):
@@ -72,7 +72,7 @@ def llama(tmp_path, **changes):
 
 
 def on_gpus(config, num_ranks, hardware=None):
-    """A run of this configuration, not validated yet."""
+    """Return a run of this configuration that is not validated yet."""
     shape, hardware = model_shape(config), hardware or detect_machine(config, num_ranks, (H100, 2**62))
     return Run(config, num_ranks, shape, layout_from_config(config, shape.num_layers, num_ranks, on_gpu=True), hardware)
 
@@ -86,25 +86,25 @@ def test_long_contexts_are_offloaded_and_explicit_settings_win(tmp_path):
     assert resolved.parallel.cp == plan.layout.cp
 
 
-SET = [{}, {"parallel__cp": "auto"}, {"parallel__cp": 8}, {"parallel__cp": "all"}]
-SET.append({"memory__overlap": "false", "train__batch": 2})
+SETTINGS = [{}, {"parallel__cp": "auto"}, {"parallel__cp": 8}, {"parallel__cp": "all"}]
+SETTINGS.append({"memory__overlap": "false", "train__batch": 2})
 
 
 @pytest.mark.parametrize(
-    "context,given_settings",
+    "context,changes",
     [
-        *(("128K", given) for given in SET[::2]),
-        *(("1M", given) for given in (SET[0], *SET[1::2])),
-        *(pytest.param("128K", given, marks=pytest.mark.slow) for given in SET[1::2]),
-        *(pytest.param("1M", given, marks=pytest.mark.slow) for given in SET[2::2]),
+        *(("128K", changes) for changes in SETTINGS[::2]),
+        *(("1M", changes) for changes in (SETTINGS[0], *SETTINGS[1::2])),
+        *(pytest.param("128K", changes, marks=pytest.mark.slow) for changes in SETTINGS[1::2]),
+        *(pytest.param("1M", changes, marks=pytest.mark.slow) for changes in SETTINGS[2::2]),
     ],
 )
-def test_train_and_plan_choose_the_same_settings(tmp_path, context, given_settings):
-    """For the same model and machine: every setting, including the sequences per step."""
-    config, explicit = llama(tmp_path, data__context=context, **given_settings)
+def test_train_and_plan_choose_the_same_settings(tmp_path, context, changes):
+    """Compares every setting and the sequences per step, for the same model and machine."""
+    config, explicit = llama(tmp_path, data__context=context, **changes)
     resolved, plan = plan_run(config, explicit, node(H100))
-    asked = [f"{name.replace('__', '.')}={value}" for name, value in given_settings.items() if name != "train__batch"]
-    options = [option for setting in asked for option in ("--set", setting)]
+    overrides = [f"{name.replace('__', '.')}={value}" for name, value in changes.items() if name != "train__batch"]
+    options = [option for setting in overrides for option in ("--set", setting)]
     machine = ["--gpus", "8xH100", "--host-memory", "2TB", "--batch", str(config.train.batch)]
     args = ["plan", str(config.model.path), *machine, "--context", context, *options, "--json"]
     answer = json.loads(CliRunner().invoke(app, args).stdout)
@@ -117,7 +117,7 @@ def test_train_and_plan_choose_the_same_settings(tmp_path, context, given_settin
     assert layout == plan.layout, "what the layers get is what was planned"
     cp = resolved.parallel.cp_of(8)
     assert cp == answer["settings"]["parallel.cp"]
-    assert cp == 8 or given_settings.get("parallel__cp") not in (8, "all")
+    assert cp == 8 or changes.get("parallel__cp") not in (8, "all")
     assert answer["tokens_per_step"] == 8 // cp * config.train.batch * config.data.context
 
 
@@ -134,14 +134,14 @@ def test_training_accepts_a_planned_yaml_file(tmp_path, context):
     assert plan.step_s == answer["step_s"] and plan.tokens_per_step == answer["tokens_per_step"]
 
 
-@pytest.mark.parametrize("asked, installed, kernel", [
+@pytest.mark.parametrize("setting, installed, kernel", [
     ("auto", True, "fa4"), ("auto", False, "cudnn"), ("cudnn", True, "cudnn"), ("flash", True, "flash")
 ])  # fmt: skip
-def test_plans_assume_the_kernel_that_training_uses(tmp_path, monkeypatch, asked, installed, kernel):
-    """FlashAttention 4 only if it is installed and the GPU supports it; the plan names the kernel."""
+def test_plans_assume_the_kernel_that_training_uses(tmp_path, monkeypatch, setting, installed, kernel):
+    """They assume FlashAttention 4 only if it is installed and the GPU supports it, and name the kernel."""
     fa4 = dataclasses.replace(KERNELS["fa4"], check_installed=lambda: None if installed else "needs flash-attn-4")
     monkeypatch.setitem(KERNELS, "fa4", fa4)
-    config, explicit = llama(tmp_path, data__context="128K", attention__kernel=asked)
+    config, explicit = llama(tmp_path, data__context="128K", attention__kernel=setting)
     machine = detect_machine(config, 1, (H100, 2**62))
     plan = plan_run(config, explicit, machine)[1]
     assert machine.gpu.kernel == plan.hardware.gpu.kernel == kernel
@@ -150,22 +150,22 @@ def test_plans_assume_the_kernel_that_training_uses(tmp_path, monkeypatch, asked
     assert machine.gpu.attention_backward_flops == pytest.approx(backward * 1e12)
     assert f"attention    {KERNEL_NAMES[kernel]}" in as_text(plan, "llama")
     on_a100 = detect_machine(config, 1, ("NVIDIA A100-SXM4-80GB", 2**62)).gpu
-    assert on_a100.kernel == ("flash" if asked == "flash" else "cudnn")
+    assert on_a100.kernel == ("flash" if setting == "flash" else "cudnn")
 
 
 def test_a_run_reports_a_kernel_that_differs_from_the_plan():
-    """A kernel may fail its test, which needs a GPU."""
+    """A kernel may fail its test on the GPU."""
     plan = Plan(find_shape("llama3-8b"), Layout(), node(H100), Work(4096))  # with cuDNN: flash-attn-4 is not installed
-    found = [
+    descriptions = [
         watch._describe_planned_kernel(SimpleNamespace(kernel=kernel, run=SimpleNamespace(plan=planned)))
         for kernel in ("cudnn", "flash")
         for planned in (plan, None)
     ]
-    assert found == ["", "", ", planned with cudnn", ""]
+    assert descriptions == ["", "", ", planned with cudnn", ""]
 
 
 @pytest.mark.parametrize(
-    "gpu, kind, kernels, says",
+    "gpu, kind, kernels, description",
     [
         ("H200", AttentionKind(256, 2), "fa4", ""),
         ("H200", AttentionKind(512, 2), "fa4 and reference", "FlashAttention 4; the fp64 reference for head dim 512, "),
@@ -173,7 +173,7 @@ def test_a_run_reports_a_kernel_that_differs_from_the_plan():
         ("A100-80GB", AttentionKind(256, 2, softcap=50.0), "cudnn and reference", "head dim 256 and softcap 50, "),
     ],
 )
-def test_attention_is_planned_with_the_kernel_that_computes_it(gpu, kind, kernels, says):
+def test_attention_is_planned_with_the_kernel_that_computes_it(gpu, kind, kernels, description):
     """Layers with a window run in the GPU's kernel, the others in `kernels`."""
     shape, window = find_shape("gemma-3-4b"), AttentionKind(256, 2, 1024)
     layout = make_layout(shape.num_layers)
@@ -181,19 +181,19 @@ def test_attention_is_planned_with_the_kernel_that_computes_it(gpu, kind, kernel
         Plan(dataclasses.replace(shape, kinds=(window, full)), layout, parse_gpus(gpu), Work(2**17))
         for full in (AttentionKind(256, 2), kind)
     )
-    assert as_dict(plan, "gemma")["kernel"] == kernels and says in list_assumptions(plan)["attention"]
-    assert (plan.seconds.attention > 20 * usual.seconds.attention) == bool(says)
+    assert as_dict(plan, "gemma")["kernel"] == kernels and description in list_assumptions(plan)["attention"]
+    assert (plan.seconds.attention > 20 * usual.seconds.attention) == bool(description)
     headline, *below = as_text(plan, "gemma").splitlines()
     warning = " ".join("\n".join(below[:2]).split())
-    assert warning.startswith("Slow attention: ") == bool(says)
-    kinds = (says.partition(" for ")[2] or says).rstrip(", ")
+    assert warning.startswith("Slow attention: ") == bool(description)
+    kinds = (description.partition(" for ")[2] or description).rstrip(", ")
     layers = rf"5 of 34 layers \({kinds}\) run the fp64 reference, which takes (\d+)% of the step"
     # The same layers are fast in `usual`, where they take little time.
     slow = 100 * (plan.seconds.attention - usual.seconds.attention) / plan.step_s
-    assert not says or slow <= int(re.search(layers, warning)[1]) < slow + 2
+    assert not description or slow <= int(re.search(layers, warning)[1]) < slow + 2
 
 
-def test_the_slowest_kernel_of_all_ranks_counts():
+def test_ranks_plan_with_the_slowest_kernel():
     fast = node(H100)
     slow = fast.with_kernel("flash")
     assert weakest_machine([fast, slow]).gpu.kernel == weakest_machine([slow, fast]).gpu.kernel == "flash"
@@ -206,8 +206,8 @@ def test_cp_is_planned_for_the_sequences_of_a_step(tmp_path):
 
 
 def evaluated(config, every, *contexts):
-    how = dataclasses.replace(config.evaluate, every=every, contexts=contexts)
-    return dataclasses.replace(config, evaluate=how)
+    evaluation = dataclasses.replace(config.evaluate, every=every, contexts=contexts)
+    return dataclasses.replace(config, evaluate=evaluation)
 
 
 def test_an_evaluation_longer_than_the_context_is_planned(tmp_path):
@@ -247,8 +247,8 @@ def test_settings_that_would_fit_are_found_by_search(tmp_path, changes, ways):
     resolved, _ = plan_run(config, explicit, machine)
     with pytest.raises(ConfigError, match=ways) as refused:
         check_fits(on_gpus(resolved, 1, machine))
-    if found := re.search(ways, str(refused.value)).groups():
-        context, count, name = int(found[0]), int(found[1]), found[2]
+    if suggested := re.search(ways, str(refused.value)).groups():
+        context, count, name = int(suggested[0]), int(suggested[1]), suggested[2]
         shorter, explicit = llama(tmp_path, **changes | {"data__context": context})
         assert plan_run(shorter, explicit, machine)[1].fits
         larger = parse_gpus(name)
@@ -321,7 +321,7 @@ def test_the_store_has_room_for_both_tiers(tmp_path):
             assert budget >= sum(host.get(name, 0) for name in ("layer inputs", "kept attention")) // 8
 
 
-def test_the_smallest_capacities_of_all_machines_count():
+def test_ranks_plan_with_the_smallest_capacities():
     large = node("NVIDIA H200", host=2 * 10**12, disk=10**12, nodes=2)
     small = node("NVIDIA A100-SXM4-80GB", host=10**12, disk=2 * 10**12, gpu=70 * 2**30, nodes=2)
     for machines in ([large, small], [small, large]):
@@ -342,7 +342,7 @@ def test_nodes_with_different_numbers_of_ranks_are_refused():
 @pytest.mark.parametrize("disk", [False, True])
 @pytest.mark.parametrize("free", [250 * 10**9, 10**12])
 def test_plans_use_only_free_memory_and_pass_the_check(tmp_path, monkeypatch, free, disk):
-    has(monkeypatch, 10**12, free, disk_free=100 * 10**9)
+    set_memory(monkeypatch, 10**12, free, disk_free=100 * 10**9)
     to_disk = {"memory__disk_path": tmp_path, "memory__attention_offload": "disk"}
     config, explicit = llama(tmp_path, data__context="1M", **(to_disk if disk else {}))
     resolved, plan = plan_run(config, explicit, detect_machine(config, 8, (H100, 2**62)))
@@ -352,7 +352,7 @@ def test_plans_use_only_free_memory_and_pass_the_check(tmp_path, monkeypatch, fr
 
 
 def test_a_plan_that_exceeds_free_memory_is_refused(tmp_path, monkeypatch):
-    has(monkeypatch, 10**12, 60 * 10**9)
+    set_memory(monkeypatch, 10**12, 60 * 10**9)
     config, explicit = llama(tmp_path, data__context="1M", memory__offload="host")
     resolved, _ = plan_run(config, explicit, detect_machine(config, 8, (H100, 2**62)))
     with pytest.raises(ConfigError, match=r"host memory.*55\.88 GiB.*; use"):
@@ -366,12 +366,12 @@ def test_a_missing_disk_path_is_refused_before_planning(tmp_path):
 
 
 def plan_on(folder, host_bytes_by_rank, context_by_rank):
-    """Run as one of two nodes under torchrun, each with one GPU and the given host memory."""
+    """Run as one of two nodes under torchrun, each with one GPU and this rank's host memory."""
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}.items():
             patch.setenv(name, str(value))
-        has(patch, host_bytes_by_rank[rank], host_bytes_by_rank[rank])
+        set_memory(patch, host_bytes_by_rank[rank], host_bytes_by_rank[rank])
         config, explicit = llama(folder, data__context=context_by_rank[rank])
         machines = gather_objects(raise_on_all_ranks(detect_machine, config, 2, (H200, 2**62)))
         try:
@@ -384,8 +384,8 @@ def plan_on(folder, host_bytes_by_rank, context_by_rank):
     return resolved, alone
 
 
-def test_ranks_on_unequal_nodes_plan_the_same_for_the_smaller_one(ranks, tmp_path):
-    """600 GB fit the attention outputs of more layers than 200 GB."""
+def test_ranks_on_unequal_nodes_agree_on_a_plan_for_the_smaller_node(ranks, tmp_path):
+    """The attention outputs of more layers fit into 600 GB than into 200 GB."""
     (one, rich), (other, poor) = ranks.run(2, plan_on, tmp_path, [600 * 10**9, 200 * 10**9], ["1M", "1M"])
     assert one == other == poor
     assert rich.memory != poor.memory

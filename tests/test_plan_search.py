@@ -1,4 +1,4 @@
-"""The planner's promises: plans fit their ledger, more memory never hurts, explicit settings win."""
+"""Plans fit their ledger, more memory never hurts, and explicit settings win."""
 
 from dataclasses import replace
 
@@ -102,7 +102,7 @@ def test_no_other_layout_that_fits_is_faster(machine, model, context, fixed, ran
     most_kept = fixed.get("keep_attention", shape.num_layers)  # a layer that keeps more keeps its attention too
     for _ in range(60):
         cp = random.choice(cps)
-        words = {
+        choices = {
             "cp": cp,
             "heads_per_stage": random.choice([cp, 2 * cp, None]),
             "tile_tokens": 2 ** random.randrange(10, 15),
@@ -114,11 +114,11 @@ def test_no_other_layout_that_fits_is_faster(machine, model, context, fixed, ran
             "offload_optimizer": random.random() < 0.5,
             "overlap": random.random() < 0.5,
         }
-        other = Plan(shape, make_layout(shape.num_layers, **words | fixed), machine, Work(context))
+        other = Plan(shape, make_layout(shape.num_layers, **choices | fixed), machine, Work(context))
         if any(getattr(other.layout, name) != value for name, value in fixed.items()):
             continue  # layers that keep more keep their attention output too
-        # A plan nearer to the device may be a little slower.
-        assert not other.fits or NEAR_ENOUGH * other.tokens_per_s_per_gpu <= plan.tokens_per_s_per_gpu, words
+        # The planner accepts a slightly slower plan that uses nearer memory.
+        assert not other.fits or NEAR_ENOUGH * other.tokens_per_s_per_gpu <= plan.tokens_per_s_per_gpu, choices
 
 
 def test_free_gpu_memory_is_used_to_keep_more_activations():
@@ -133,7 +133,7 @@ def test_free_gpu_memory_is_used_to_keep_more_activations():
 
 
 def test_the_last_layers_keep_most():
-    """Their activations are freed before the layers below recompute."""
+    """Their activations are freed before earlier layers recompute."""
     layout = make_layout(32, keep_attention=24, keep_everything=8, tile_tokens=2**14)
     last, first = (
         Plan(find_shape("llama3-8b"), replace(layout, kept=kept), NODE, Work(2**15)).ledger.gpu_peak
@@ -274,7 +274,7 @@ def test_ring_follows_from_heads_and_nodes(model, nodes, cp, context, split):
 @pytest.mark.parametrize("nodes", [1, 3, 5, 6])
 @pytest.mark.parametrize("model", ["llama3-8b", "qwen2.5-7b"])
 def test_groups_stay_inside_nodes(nodes, model):
-    """A sequence has part of a node or all of several; tokens are exchanged for heads inside a node, over as many GPUs
+    """A sequence uses part of a node or all of several. Tokens are exchanged for heads inside a node, over as many GPUs
     as the heads allow."""
     splits = SearchSpace(find_shape(model), replace(NODE, num_nodes=nodes)).splits
     assert {cp for cp, _ in splits} == {1, 2, 4, *(8 * n for n in range(1, nodes + 1) if nodes % n == 0)}
@@ -284,7 +284,7 @@ def test_groups_stay_inside_nodes(nodes, model):
 
 
 def test_five_nodes_do_not_make_rings_of_five_gpus():
-    """Such rings cross nodes; costed as if inside one node, they would gain 0.8 %."""
+    """Such rings cross nodes. If they were costed like rings inside a node, they would gain 0.8 %."""
     plan = choose(find_shape("llama3-8b"), replace(NODE, num_nodes=5), 2**17)
     assert plan.layout.cp in (4, 8) and plan.layout.ring == 1
     straddling = Plan(
@@ -303,7 +303,7 @@ def test_an_explicit_split_may_cross_nodes():
 
 @pytest.mark.parametrize("context", [pytest.param(2**19, marks=pytest.mark.slow), 2**20])
 def test_among_equally_fast_plans_the_least_host_memory_wins(context):
-    """Within 1 % of the fastest, whatever their cp; others are sorted by speed."""
+    """Plans within 1 % of the fastest count as equally fast, whatever their cp. Others are sorted by speed."""
     plan = choose(find_shape("llama3-8b"), NODE, context)
     speeds = [other.tokens_per_s_per_gpu for other in plan.others]
     assert speeds == sorted(speeds, reverse=True)
@@ -321,7 +321,6 @@ def test_host_memory_is_used_before_the_disk():
 
 
 def test_eight_nodes_reach_45_million_tokens():
-    """Host memory is the limit."""
     context, limit = SearchSpace(find_shape("llama3-8b"), replace(NODE, num_nodes=8)).longest_context_and_limit()
     assert context >= 45 * 2**20 and limit == "host"
 

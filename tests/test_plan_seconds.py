@@ -1,4 +1,4 @@
-"""Every term of the time model against a count done by hand, with all rates but one without limit.
+"""Every term of the time model equals a hand count, with all rates but one unlimited.
 
 llama3-8b: 32 query heads and 8 kv heads of 128, hidden 4096, MLP 14336, vocabulary 128256, 32 layers.
 """
@@ -26,7 +26,7 @@ WORK = 1.0  # takes longer than everything else
 
 @pytest.fixture(autouse=True)
 def shares(monkeypatch):
-    """Matmuls and copies at the full rate, so that seconds count FLOPs and bytes."""
+    """Run matmuls and copies at the full rate, so that seconds count FLOPs and bytes."""
     for name in ("MLP_SHARE", "PROJECTION_SHARE"):
         monkeypatch.setattr(seconds, name, (1.0, 1.0))
     monkeypatch.setattr(seconds, "LOSS_SHARE", 1.0)
@@ -56,8 +56,8 @@ AGAIN = ActivationPolicy("device")
     (1, 1, "llama3-8b", 32), (8, 1, "llama3-8b", 4), (16, 2, "llama3-8b", 4), (8, 1, "qwen2.5-7b", 4),
     (8, 2, "qwen2.5-7b", 7),
 ])  # fmt: skip
-def test_attention(cp, ring, model, heads):
-    """Two products of each pair forward, five backward; a ring's members have a share of the pairs."""
+def test_attention_takes_two_products_forward_and_five_backward(cp, ring, model, heads):
+    """The members of a ring share the pairs."""
     hardware = machine(gpus=cp, attention_forward_flops=2e12, attention_backward_flops=1e12)
     layout = layout_of(cp, ring=ring, heads_per_stage=None)
     forward, backward = layer(hardware, layout, KEPT, find_shape(model))
@@ -78,15 +78,15 @@ def test_narrow_heads_attend_more_slowly():
         assert backward.attention == pytest.approx(2.5 * flops / 1e12 / share_back)
 
 
-# Products of a layer's weights in backward: those computed again, then the gradients of inputs and weights.
+# Products with a layer's weights in backward: recomputed ones, then the gradients of inputs and weights.
 @pytest.mark.parametrize("keeps, adapter, qkv, out, mlp", [
-    (KEPT, False, 3, 3, 2 + 2 / 3),  # the MLP's last product is not computed again
+    (KEPT, False, 3, 3, 2 + 2 / 3),  # the MLP's last product is not recomputed
     (PROJECTED, False, 2, 2, 2 + 2 / 3),
     (EVERYTHING, False, 2, 2, 2),
     (KEPT, True, 2, 2, 1 + 2 / 3),
     (EVERYTHING, True, 1, 1, 1),
 ])  # fmt: skip
-def test_matmuls(keeps, adapter, qkv, out, mlp):
+def test_seconds_of_matmuls(keeps, adapter, qkv, out, mlp):
     shape = LLAMA.with_adapter(AdapterConfig(rank=8)) if adapter else LLAMA
     forward, backward = layer(machine(matmul_flops=1e12), layout_of(), keeps, shape)
     projections, output, middle = (2 * S / 8 * D * width for width in ((32 + 8 + 8) * K, 32 * K, 3 * F))
@@ -147,7 +147,7 @@ def test_every_stage_has_a_fixed_overhead(monkeypatch):
 
 
 def exchanged(hardware, layout, keeps=KEPT, **more):
-    """With enough compute to hide the weights' all-gather."""
+    """Return exchange seconds with enough compute to hide the weights' all-gather."""
     slow = replace(hardware, gpu=replace(hardware.gpu, matmul_flops=WORK))
     return [part.exchange for part in layer(slow, layout, keeps, **more)]
 
@@ -161,7 +161,7 @@ def test_exchange_inside_a_node():
     assert exchanged(link, layout_of(), PROJECTED) == pytest.approx([2 * q + kv, 3 * q + kv])
     assert exchanged(link, layout_of(), AGAIN) == pytest.approx([2 * q + kv, 6 * q + 3 * kv])
     assert exchanged(link, layout_of(heads_per_stage=8)) == pytest.approx([2 * q + kv, 4 * q + 2 * kv])
-    # What later stages receive comes while the first attends: with the first all k and v, and a quarter of q.
+    # Later stages receive while the first attends; the first receives all k and v and a quarter of q.
     early = layout_of(heads_per_stage=8, overlap=True)
     assert exchanged(link, early) == pytest.approx([q / 4 + kv + q, 3 * q / 4 + kv + q + kv])
     assert exchanged(link, layout_of(1)) == [0, 0]
@@ -172,7 +172,7 @@ def test_exchange_inside_a_node():
     (8, 6, 1, 4, 96), (8, 3, 0, 2, 90),  # groups that straddle nodes: in some node the fewest are 2 of 6, 1 of 3
 ])  # fmt: skip
 def test_exchange_between_nodes(gpus, cp, inside, outside, heads):
-    """Over the link and the network at once. Empty head slots are sent too."""
+    """It uses the link and the network at once. Empty head slots are sent too."""
     layout = layout_of(cp, heads_per_stage=None)
     sent = -(-S // cp) * HEAD * heads / cp / 1e11
     for rates, others in (({"link_bytes_s": 1e11}, inside), ({"network_bytes_s": 1e11}, outside)):
@@ -187,10 +187,10 @@ def test_exchange_between_nodes(gpus, cp, inside, outside, heads):
     (2, 8, 16, 2, "llama3-8b", 0, 1),  # a member per node
     (1, 8, 8, 2, "qwen2.5-7b", 1, 0),  # both in one node
     (3, 8, 24, 6, "llama3-8b", 1, 4),  # two per node
-    (5, 8, 5, 5, "llama3-8b", 0, 4),  # straddling nodes, some member is alone in its
+    (5, 8, 5, 5, "llama3-8b", 0, 4),  # straddles nodes: some member is alone in its node
 ])  # fmt: skip
-def test_ring(nodes, gpus, cp, ring, model, near, far):
-    """A member receives k and v of all others; dk and dv go back in fp32, the last round's behind nothing."""
+def test_ring_exchange(nodes, gpus, cp, ring, model, near, far):
+    """A member receives k and v of all others and returns dk and dv in fp32; nothing hides the last round's."""
     shape, layout, ulysses = find_shape(model), layout_of(cp, ring=ring, heads_per_stage=None), cp // ring
     kv_heads, tokens = -(-shape.kv_heads // ulysses), -(-S // cp) * ulysses
     member = tokens * 2 * kv_heads * HEAD  # k and v of one member
@@ -214,10 +214,10 @@ def test_ring(nodes, gpus, cp, ring, model, near, far):
 
 
 def test_unoverlapped_all_gathers_and_reductions_are_counted():
-    """16-bit weights in both directions, fp32 gradients once."""
+    """16-bit weights move in both directions, fp32 gradients once."""
     for nodes, rates, rate in (
         (1, {"link_bytes_s": 1e11}, 1e11),
-        (2, {"network_bytes_s": 1e10}, 8e10),  # a node's GPUs each send another part
+        (2, {"network_bytes_s": 1e10}, 8e10),  # each GPU of a node sends a different part
         (2, {"link_bytes_s": 1e9}, 1e9),
     ):
         hardware, ranks = machine(nodes, **rates), 8 * nodes
@@ -245,12 +245,12 @@ def test_replicas_gather_inside_a_node_and_add_up_between_nodes():
 def test_shards_of_an_offloaded_optimizer_are_copied():
     """fp32 weights are copied in for forward and backward, gradients out; frozen 16-bit weights are copied in too."""
     layout = layout_of(1, offload_optimizer=True)
-    found = [part.exchange for part in layer(machine(pcie_bytes_s=1e10), layout, KEPT)]
-    assert found == pytest.approx([4 * LAYER / 8 / 1e10, 2 * 4 * LAYER / 8 / 1e10])
+    copied_s = [part.exchange for part in layer(machine(pcie_bytes_s=1e10), layout, KEPT)]
+    assert copied_s == pytest.approx([4 * LAYER / 8 / 1e10, 2 * 4 * LAYER / 8 / 1e10])
     frozen = LLAMA.with_adapter(AdapterConfig(rank=8, targets=("q_proj",)))
-    found = [part.exchange for part in layer(machine(pcie_bytes_s=1e10), layout, KEPT, frozen)]
+    copied_s = [part.exchange for part in layer(machine(pcie_bytes_s=1e10), layout, KEPT, frozen)]
     shard, adapters = 2 * LAYER / 8 / 1e10, 4 * 8 * (D + D) / 8 / 1e10
-    assert found == pytest.approx([shard + adapters, shard + 2 * adapters])
+    assert copied_s == pytest.approx([shard + adapters, shard + 2 * adapters])
 
 
 # ---- copies
@@ -261,7 +261,8 @@ def copied(hardware, layout, keeps):
 
 
 def test_copies_to_the_host_and_back():
-    """Inputs leave and come back, once for the MLP and, without overlap, for every walk; so do attention's outputs."""
+    """Inputs are copied out and back: once for the MLP and, without overlap, once per pass over the tokens. So are
+    attention outputs."""
     x, rate = S // 8 * D * 2 / 1e10, 1e10
     out = S // 8 * 32 * (HEAD + 4) / rate
     pcie, stages = machine(pcie_bytes_s=rate), layout_of(heads_per_stage=8)
@@ -278,7 +279,7 @@ def test_copies_to_the_host_and_back():
 
 
 def test_gpus_of_a_node_share_the_disk_bandwidth():
-    """4 GB/s in each direction."""
+    """The disk moves 4 GB/s in each direction."""
     x, out = S // 8 * D * 2, S // 8 * 32 * (HEAD + 4)
     for keeps, num_bytes in ((ActivationPolicy("disk", "disk"), x + out), (ActivationPolicy("disk", "host"), x)):
         assert copied(machine(), layout_of(), keeps) == pytest.approx([8 * num_bytes / 4e9] * 2)
@@ -288,8 +289,8 @@ def test_gpus_of_a_node_share_the_disk_bandwidth():
 # ---- the rest of a step
 
 
-def test_loss():
-    """Logits and two gradients of them; three passes over the logits; the head is gathered twice and reduced once."""
+def test_seconds_of_the_loss():
+    """Counts three products with the head, three passes over the logits, two gathers of the head and one reduction."""
     s, layout, alone = S // 8, layout_of(), replace(LLAMA, num_layers=1, windows=(None,))
     layout = replace(layout, kept=layout.kept[:1])
 
@@ -314,8 +315,8 @@ def test_loss():
     assert loss(machine(link_bytes_s=1e11), shape=frozen)[1] == pytest.approx(2 * 2 * once)
 
 
-def test_update():
-    """AdamW reads p, g, m and v and writes p, m and v: each GPU its shard, or the CPUs of a node all of them."""
+def test_seconds_of_the_update():
+    """AdamW reads p, g, m and v and writes p, m and v. GPUs update their own shard, a node's CPUs all of its shards."""
     for replicas in (1, 2):
         hardware, layout = machine(2, memory_bytes_s=1e12), layout_of(replicas=replicas)
         shard = 7 * 4 * LLAMA.num_parameters * replicas / 16
@@ -325,7 +326,7 @@ def test_update():
     assert step_seconds(LLAMA, layout, hardware, Work(S, trains=False)).update == 0
 
 
-def test_a_step_is_its_layers_the_loss_and_one_update():
+def test_a_step_is_the_sum_of_its_layers_the_loss_and_one_update():
     hardware = machine(matmul_flops=1e12, memory_bytes_s=1e12, pcie_bytes_s=1e10, link_bytes_s=1e11)
     layout = layout_of(input_tier="host")
     one, four = (step_seconds(LLAMA, layout, hardware, Work(S, accumulate=n)) for n in (1, 4))

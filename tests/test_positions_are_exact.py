@@ -1,4 +1,4 @@
-"""RoPE's angles: Hugging Face's at short positions, right at long ones, where angles in fp32 are not."""
+"""RoPE angles equal Hugging Face's at short positions and are exact at long ones, where fp32 angles are not."""
 
 import math
 
@@ -52,27 +52,27 @@ def test_short_positions_are_those_of_hugging_face(kind):
 
 
 def phases(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Angles in [0, 2 pi) from a table's two columns of each frequency."""
+    """Return angles in [0, 2 pi) from a table's two columns per frequency."""
     half = cos.shape[-1] // 2
     return torch.atan2(sin[..., half:].double(), cos[..., half:].double()) % (2 * math.pi)
 
 
-def off_by(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest distance on the circle."""
-    return float(((found - exact + math.pi) % (2 * math.pi) - math.pi).abs().max())
+def off_by(angles: torch.Tensor, exact: torch.Tensor) -> float:
+    """Return the largest distance on the circle."""
+    return float(((angles - exact + math.pi) % (2 * math.pi) - math.pi).abs().max())
 
 
-def test_phases_at_ten_million_tokens():
+def test_phases_are_exact_at_ten_million_tokens():
     module, positions = rotary(), torch.arange(FAR - 1000, FAR)
     exact = (positions.double()[:, None] * module.inv_freq.double()) % (2 * math.pi)
     theirs = off_by(phases(*(table[0] for table in module(torch.zeros(1), positions[None]))), exact)
     ours = off_by(phases(*tables(module, positions)), exact)
-    assert theirs > 0.1, "or this test compares nothing"
+    assert theirs > 0.1, "otherwise this test compares nothing"
     assert ours < 1e-6
 
 
 def test_scores_depend_on_the_distance_alone():
-    """A query and a key 1000 tokens apart, at the start and after ten million tokens."""
+    """Compares a query and a key 1000 tokens apart at the start and after ten million tokens."""
     module = rotary()
     q, k = torch.randn(2, 1, 1, 1, 128)
 
@@ -87,16 +87,16 @@ def test_scores_depend_on_the_distance_alone():
 
 
 def frequencies_in_bfloat16() -> tuple[bool, torch.Tensor, torch.Tensor]:
-    """Whether they are wide, those that the layers got, and the model's."""
+    """Return whether the layers' frequencies are wide, these frequencies, and the model's."""
     model, _ = parallel(1, layout=Layout(dtype="bfloat16"))
-    seen = []
+    used = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "apply_rope", lambda into, x, at: seen.append(at.inv_freq_k) or apply_rope(into, x, at))
+        patch.setattr(stages, "apply_rope", lambda into, x, at: used.append(at.inv_freq_k) or apply_rope(into, x, at))
         model(input_ids=random_ids(1, 8), labels=random_ids(1, 8)).loss.backward()
-    return all(each.dtype != torch.bfloat16 for each in seen), torch.stack(seen), model.model.rotary_emb.inv_freq
+    return all(each.dtype != torch.bfloat16 for each in used), torch.stack(used), model.model.rotary_emb.inv_freq
 
 
-def test_frequencies_are_not_rounded_where_the_computation_is(ranks):
-    """FSDP2 rounds the tensors that it finds among a layer's arguments."""
-    ((wide, seen, own),) = ranks.run(1, frequencies_in_bfloat16)
-    assert wide and len(seen) > 2 and torch.equal(seen, own.expand_as(seen))
+def test_bf16_computation_does_not_round_frequencies(ranks):
+    """FSDP2 casts the tensors among a layer's arguments."""
+    ((are_wide, used, own),) = ranks.run(1, frequencies_in_bfloat16)
+    assert are_wide and len(used) > 2 and torch.equal(used, own.expand_as(used))

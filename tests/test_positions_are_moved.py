@@ -26,7 +26,7 @@ from parity import check, gradient_errors, random_ids, relative
 from refusals import assert_refused
 from runs import MODEL, run, tiny_run, valid
 
-MADE_FOR, CONTEXT = 16, 50
+ORIGINAL, CONTEXT = 16, 50
 OWN = {"rope_type": "default", "rope_theta": 100.0}  # angles differ within few positions
 # model.rope -> rope_parameters
 TYPES = [
@@ -34,7 +34,7 @@ TYPES = [
     ({"type": "linear", "factor": 4}, {"rope_type": "linear", "factor": 4.0}),
     (
         {"type": "llama3", "factor": 8, "theta": 200.0},
-        {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": MADE_FOR}
+        {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": ORIGINAL}
         | {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 200.0},
     ),
     (
@@ -46,17 +46,17 @@ TYPES = [
 LONG = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 3.0, 9.0, 20.0]}
 LONGROPE = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 28, **LONG}
 TYPES.append(({name.removeprefix("rope_"): value for name, value in LONGROPE.items()}, LONGROPE))
-NUM_POSITIONS = {"longrope": 4 * 28, "default": CONTEXT, "llama3": CONTEXT, "linear": 4 * MADE_FOR, "yarn": 64}
+NUM_POSITIONS = {"longrope": 4 * 28, "default": CONTEXT, "llama3": CONTEXT, "linear": 4 * ORIGINAL, "yarn": 64}
 
 
 def saved(folder, **changes):
-    sizes = {"max_position_embeddings": MADE_FOR, "rope_parameters": OWN, **changes}
+    sizes = {"max_position_embeddings": ORIGINAL, "rope_parameters": OWN, **changes}
     tiny_model(tiny_config("llama", **sizes)).save_pretrained(folder)
     return folder
 
 
 def errors_of(folder):
-    """This rank's errors for every type, against a plain model with rope_parameters set by hand."""
+    """Return this rank's errors for every type, compared with a plain model whose rope_parameters are set by hand."""
     ids, mesh, errors = random_ids(1, CONTEXT), make_mesh(2), []
     layout = Layout(
         2, heads_per_stage=2, tile_tokens=5, kept=(ActivationPolicy(attention="device"),) * 2, dtype="float64"
@@ -77,37 +77,37 @@ def errors_of(folder):
 
 
 def errors_of_longrope(folder):
-    """This rank's errors for a model stored with longrope, as Phi is: first two forwards, short and long, before their
-    backwards; then two data-parallel ranks, only one of them beyond the original positions."""
-    ids, errors = random_ids(2, 2 * MADE_FOR), []
+    """Return this rank's errors for a model stored with longrope, like Phi: first two forwards, short and long, before
+    one backward; then two data-parallel ranks, only one of them beyond the original positions."""
+    ids, errors = random_ids(2, 2 * ORIGINAL), []
 
     def pair(cp):
         layout = Layout(cp, heads_per_stage=2, tile_tokens=5, dtype="float64")
         plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
         return widen(plain.train()), widen(build_model(folder, make_mesh(cp), layout, context=CONTEXT))
 
-    def note(model, plain, loss, expected):
+    def append_errors(model, plain, loss, expected):
         loss.backward()
         expected.backward()
         errors.append({"loss": relative(loss.detach(), expected.detach()), **gradient_errors(model, plain)})
 
     plain, model = pair(2)
-    squared = 1 + math.log(64 / MADE_FOR) / math.log(MADE_FOR)  # Phi's rule
+    squared = 1 + math.log(64 / ORIGINAL) / math.log(ORIGINAL)  # Phi's rule
     assert model.model.rotary_emb.attention_scaling**2 == pytest.approx(squared)
-    both = [ids[:1], ids[:1, :MADE_FOR]]
+    both = [ids[:1], ids[:1, :ORIGINAL]]
     losses = [model(input_ids=each, labels=each).loss for each in both]
-    note(model, plain, sum(losses), sum(plain_loss(plain, each, each) for each in both))
+    append_errors(model, plain, sum(losses), sum(plain_loss(plain, each, each) for each in both))
     plain, model = pair(1)
-    near = ids[:, :MADE_FOR]
-    at = torch.arange(MADE_FOR) + torch.tensor([[0], [1]])
+    near = ids[:, :ORIGINAL]
+    at = torch.arange(ORIGINAL) + torch.tensor([[0], [1]])
     mine = slice(dist.get_rank(), dist.get_rank() + 1)
     loss = model(input_ids=near[mine], labels=near[mine], position_ids=at[mine]).loss
-    note(model, plain, loss, plain_loss(plain, near, near, position_ids=at))
+    append_errors(model, plain, loss, plain_loss(plain, near, near, position_ids=at))
     return errors
 
 
 def test_longrope_is_chosen_once_for_all_ranks_and_kept_for_backward(ranks, tmp_path):
-    phi = {"original_max_position_embeddings": MADE_FOR, "max_position_embeddings": 64}
+    phi = {"original_max_position_embeddings": ORIGINAL, "max_position_embeddings": 64}
     saved(tmp_path, rope_parameters=OWN | {"rope_type": "longrope", **LONG}, **phi)
     for errors in ranks.run(2, errors_of_longrope, tmp_path):
         check(errors)
@@ -120,7 +120,7 @@ def test_each_type_has_the_loss_and_gradients_of_hugging_face(ranks, tmp_path):
 
 
 def test_rope_on_part_of_each_head_keeps_its_type(tmp_path):
-    """With rope_type=proportional, theta can change; another type would rotate the rest too."""
+    """With rope_type=proportional, theta can change; another type would rotate all dimensions."""
     own = OWN | {"rope_type": "proportional", "partial_rotary_factor": 0.5}
     saved(tmp_path, rope_parameters=own)
     config, ids = AutoConfig.from_pretrained(tmp_path), random_ids(1, CONTEXT)
@@ -139,8 +139,8 @@ def test_rope_on_part_of_each_head_keeps_its_type(tmp_path):
     assert_refused(lambda: read_hf_config(tmp_path, yarn, CONTEXT), *named, fix="change theta")
 
 
-def trained(config, ids):
-    """Header and logits of a run's latest checkpoint."""
+def header_and_logits(config, ids):
+    """Load a run's latest checkpoint and return its header and logits."""
     longer = replace(config, train=replace(config.train, steps=100))
     trainer = prepare(valid(longer, config.train.run_dir))
     with torch.no_grad():
@@ -149,7 +149,7 @@ def trained(config, ids):
 
 def moved_run(folder, **rope):
     base = folder / "base"
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**MODEL, "max_position_embeddings": MADE_FOR}))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**MODEL, "max_position_embeddings": ORIGINAL}))
     model.save_pretrained(base)
     config, moved = tiny_run(folder, train={"steps": 1}), RopeConfig(**rope or {"type": "yarn", "factor": 4})
     return replace(config, model=dataclasses.replace(config.model, path=base, rope=moved)), base
@@ -159,23 +159,23 @@ def test_a_run_with_longrope_is_exported_with_it(tmp_path):
     config = parse_config(to_dict(moved_run(tmp_path, type="longrope", **LONG)[0]))
     ids = torch.arange(61)[None] * 13 % MODEL["vocab_size"]
     run(config)
-    header, logits = trained(config, ids)
+    header, logits = header_and_logits(config, ids)
     assert "long_factor (4), type longrope" in header["rope"]
     out = export(config.train.run_dir, tmp_path / "out")
     written = json.loads((out / "config.json").read_text())
     assert written["rope_parameters"] == LONG | {"rope_type": "longrope", "rope_theta": 10000.0} | {
-        "original_max_position_embeddings": MADE_FOR
+        "original_max_position_embeddings": ORIGINAL
     }
     assert written["max_position_embeddings"] == 61  # sets the attention factor
     model = AutoModelForCausalLM.from_pretrained(out)
     torch.testing.assert_close(model(ids).logits, logits, rtol=1e-5, atol=1e-5)
 
 
-def test_the_export_is_the_trained_model_beyond_the_old_length(ranks, tmp_path):
+def test_the_export_equals_the_trained_model_beyond_the_original_length(ranks, tmp_path):
     config, _ = moved_run(tmp_path)
     ids = torch.arange(2 * 61).reshape(2, 61) * 13 % MODEL["vocab_size"]
     ranks.run(2, run, config)
-    header, logits = ranks.run(2, trained, config, ids)[0]
+    header, logits = ranks.run(2, header_and_logits, config, ids)[0]
     assert header["rope"].startswith("original_max_position_embeddings 16, factor 4.0, type yarn, theta 10000.0")
     assert header["rope"].endswith("for 64 positions")
     out = export(config.train.run_dir, tmp_path / "out")
@@ -193,7 +193,7 @@ def test_an_adapter_is_exported_with_the_positions_it_was_trained_at(ranks, tmp_
     config = replace(config, adapter=AdapterConfig(rank=2, alpha=64))
     ids = torch.arange(2 * 61).reshape(2, 61) * 13 % MODEL["vocab_size"]
     ranks.run(2, run, config)
-    _, logits = ranks.run(2, trained, config, ids)[0]
+    _, logits = ranks.run(2, header_and_logits, config, ids)[0]
     merged = AutoModelForCausalLM.from_pretrained(export(config.train.run_dir, tmp_path / "merged", True))
     torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-5, atol=1e-5)
     out = tmp_path / "out"
@@ -226,15 +226,15 @@ def test_trained_weights_are_refused_beyond_their_positions(tmp_path, rope, name
     saved(tmp_path)
     rope = rope and RopeConfig(**rope)
     assert_refused(lambda: read_hf_config(tmp_path, rope, CONTEXT), *named, fix=fix)
-    assert read_hf_config(tmp_path, None, MADE_FOR).max_position_embeddings == MADE_FOR
+    assert read_hf_config(tmp_path, None, ORIGINAL).max_position_embeddings == ORIGINAL
 
 
-def test_refused_before_ranks_start_and_not_from_scratch(tmp_path):
+def test_long_contexts_are_refused_before_ranks_start_unless_from_scratch(tmp_path):
     config, _ = moved_run(tmp_path)
     assert valid(config)
     unmoved = replace(config, model=replace(config.model, rope=None))
     assert_refused(lambda: valid(unmoved), "data.context=61", "max_position_embeddings=16", fix="model.rope=")
-    scratch = tiny_run(tmp_path, model={"max_position_embeddings": MADE_FOR})
+    scratch = tiny_run(tmp_path, model={"max_position_embeddings": ORIGINAL})
     assert valid(scratch)
     assert read_hf_config(scratch.model.path, None, 61).max_position_embeddings == 61
 
@@ -247,7 +247,7 @@ def test_verify_checks_the_moved_positions(tmp_path):
 
 
 def test_an_extended_model_is_extended_from_its_original_positions(tmp_path):
-    """Its max_position_embeddings already include the earlier extension."""
+    """Its max_position_embeddings already include the first extension."""
     own = OWN | {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "beta_fast": 5.0}
     saved(tmp_path, rope_parameters=own)
     longer = read_hf_config(tmp_path, RopeConfig(factor=8), CONTEXT)
@@ -255,7 +255,7 @@ def test_an_extended_model_is_extended_from_its_original_positions(tmp_path):
     plain = read_hf_config(tmp_path, RopeConfig(type="linear", factor=7), CONTEXT)
     assert plain.rope_parameters == {"rope_type": "linear", "rope_theta": 100.0, "factor": 7.0}
     assert plain.max_position_embeddings == 56
-    phi = {"original_max_position_embeddings": MADE_FOR, "max_position_embeddings": 64}  # outside of rope_parameters
+    phi = {"original_max_position_embeddings": ORIGINAL, "max_position_embeddings": 64}  # outside of rope_parameters
     saved(tmp_path / "phi", rope_parameters=OWN | {"rope_type": "longrope", **LONG}, **phi)
     config = read_hf_config(tmp_path / "phi", RopeConfig(original_max_position_embeddings=8), 80)
     config.standardize_rope_params()

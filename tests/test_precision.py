@@ -1,4 +1,4 @@
-"""The yardstick for bf16 itself: it takes autocast-like noise, and no gradient that is wrong."""
+"""assert_as_good_as_autocast accepts autocast-like noise and rejects wrong gradients."""
 
 import copy
 from statistics import median
@@ -21,7 +21,7 @@ from precision import (
     round_residual_stream,
 )
 
-NOISE = 0.015  # relative, as autocast's on these models
+NOISE = 0.015  # relative, like autocast's on these models
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +36,10 @@ def exact():
 def noisy(gradients, seed, size=NOISE):
     generator = torch.Generator().manual_seed(seed)
     noisy_gradients = []
-    for of_seed in gradients:
-        drawn = {name: torch.randn(g.shape, generator=generator, dtype=g.dtype) for name, g in of_seed.items()}
+    for seed_gradients in gradients:
+        noise = {name: torch.randn(g.shape, generator=generator, dtype=g.dtype) for name, g in seed_gradients.items()}
         noisy_gradients.append(
-            {name: g + size * g.norm() * drawn[name] / drawn[name].norm() for name, g in of_seed.items()}
+            {name: g + size * g.norm() * noise[name] / noise[name].norm() for name, g in seed_gradients.items()}
         )
     return noisy_gradients
 
@@ -49,7 +49,7 @@ def test_noise_like_autocasts_passes(exact):
     assert_as_good_as_autocast(noisy(exact, 1, 1.1 * NOISE), noisy(exact, 2), exact)
 
 
-WRONGS = {
+CORRUPTIONS = {
     "zero": torch.zeros_like,
     "not a number": lambda g: g * float("nan"),
     "half": lambda g: g / 2,
@@ -61,16 +61,16 @@ WRONGS = {
     "rows shifted by one": lambda g: g.roll(1, 0),
     "one row lost": lambda g: torch.cat([torch.zeros_like(g[:1]), g[1:]]),
 }
-HEADED = "model.layers.1.self_attn.k_proj.weight"
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
 
-@pytest.mark.parametrize("wrong", WRONGS)
+@pytest.mark.parametrize("wrong", CORRUPTIONS)
 @pytest.mark.parametrize(
-    "name", [HEADED, "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight", "lm_head.weight"]
+    "name", [K_PROJ, "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight", "lm_head.weight"]
 )
 def test_one_wrong_gradient_of_one_seed_fails(exact, name, wrong):
     ours = noisy(exact, 1)
-    ours[2] = {**ours[2], name: WRONGS[wrong](ours[2][name])}
+    ours[2] = {**ours[2], name: CORRUPTIONS[wrong](ours[2][name])}
     with pytest.raises(AssertionError, match=kind_of(name)):
         assert_as_good_as_autocast(ours, noisy(exact, 2), exact)
 
@@ -81,13 +81,13 @@ def test_one_wrong_gradient_of_one_seed_fails(exact, name, wrong):
 @pytest.mark.parametrize("wrong", ["zero", "rows shifted by one", "half"])
 def test_a_wrong_norm_fails(exact, name, wrong):
     ours = noisy(exact, 1)
-    ours[0] = {**ours[0], name: WRONGS[wrong](ours[0][name])}
+    ours[0] = {**ours[0], name: CORRUPTIONS[wrong](ours[0][name])}
     with pytest.raises(AssertionError, match=kind_of(name)):
         assert_as_good_as_autocast(ours, noisy(exact, 2), exact)
 
 
 def test_gradients_of_a_sequence_shifted_by_one_token_fail(exact):
-    """Labels or positions off by one: every kind of parameter is wrong."""
+    """If labels or positions are off by one, every kind of parameter fails."""
     device = torch.device("cpu")
     batches = [random_batch(SMALL, seed, device) for seed in SEEDS]
     shifted = [
@@ -114,9 +114,9 @@ def test_an_inaccurate_baseline_is_refused(exact):
 def test_a_missing_gradient_and_another_shape_fail(exact):
     ours = noisy(exact, 1)
     with pytest.raises(AssertionError):
-        assert_as_good_as_autocast([{HEADED: ours[0][HEADED]}, *ours[1:]], noisy(exact, 2), exact)
+        assert_as_good_as_autocast([{K_PROJ: ours[0][K_PROJ]}, *ours[1:]], noisy(exact, 2), exact)
     with pytest.raises(AssertionError):
-        assert_as_good_as_autocast([{**ours[0], HEADED: ours[0][HEADED][:1]}, *ours[1:]], noisy(exact, 2), exact)
+        assert_as_good_as_autocast([{**ours[0], K_PROJ: ours[0][K_PROJ][:1]}, *ours[1:]], noisy(exact, 2), exact)
     with pytest.raises(ValueError):
         assert_as_good_as_autocast(ours[:2], noisy(exact, 2), exact)
 
@@ -124,14 +124,14 @@ def test_a_missing_gradient_and_another_shape_fail(exact):
 @pytest.mark.slow  # gpu/test_model_gpu.py compares bf16 with autocast in the default tier too
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_only_the_residual_stream_is_rounded_more_often_than_by_autocast(family):
-    """Median over all parameters. If autocast also rounds the residual stream, no difference remains."""
+    """Compares medians over all parameters. If autocast also rounds the residual stream, no difference remains."""
     device, layout = torch.device("cpu"), bf16(SMALL.heads // 2, tile_tokens=SMALL.tokens // 3)
     models = [initial_model(family, SMALL, seed, device) for seed in SEEDS]
     batches = [random_batch(SMALL, seed, device) for seed in SEEDS]
     rounded = [round_residual_stream(copy.deepcopy(model)) for model in models]
     exact, autocast, autocast_rounded, ours = (
-        [gradients(model, batch) for model, batch in zip(given, batches, strict=True)]
-        for given, gradients in (
+        [gradients(model, batch) for model, batch in zip(inputs, batches, strict=True)]
+        for inputs, gradients in (
             (models, exact_gradients),
             (models, autocast_gradients),
             (rounded, autocast_gradients),
@@ -139,9 +139,9 @@ def test_only_the_residual_stream_is_rounded_more_often_than_by_autocast(family)
         )
     )
 
-    def times(yardstick):
-        found = error_ratios(ours, yardstick, exact)
-        return median(a / b for errors in found.values() for a, b in errors)
+    def times(baseline):
+        ratios = error_ratios(ours, baseline, exact)
+        return median(a / b for errors in ratios.values() for a, b in errors)
 
     print(f"{family}: {times(autocast):.3f} times autocast's error, {times(autocast_rounded):.3f} rounded alike")
     assert times(autocast) < 1.2

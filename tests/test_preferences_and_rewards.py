@@ -1,4 +1,4 @@
-"""TRL's DPO, KTO, GRPO and RLOO trainers on 2 x 2 ranks log and train what one plain process does, in fp64."""
+"""TRL's DPO, KTO, GRPO and RLOO trainers on 2 x 2 ranks match one plain process in logs and weights, in fp64."""
 
 import contextlib
 import importlib.util
@@ -57,8 +57,8 @@ SETTINGS = {
     "report_to": [],
     "save_total_limit": None,
 }
-RESTARTED = ("num_tokens", "eval_num_tokens", "train_loss")  # at 0, after a resume
-# TRL averages them over processes, whatever their numbers of tokens.
+RESTARTED = ("num_tokens", "eval_num_tokens", "train_loss")  # restart at 0 after a resume
+# TRL averages these over processes, whatever their numbers of tokens.
 MEANS_OF_MEANS = ("sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/mean")
 SAMPLED = ("sampling/kl", "sampling/clipped_fraction")
 datasets.disable_progress_bars()
@@ -73,7 +73,7 @@ def tokenizer():
 
 
 def pairs(count):
-    """Prompts and answers of unequal lengths."""
+    """Return prompts and answers of unequal lengths."""
     rows = [
         {"prompt": f"{n} + {n}?" + "?" * (n % 3), "chosen": f" It is {2 * n}" + "!" * (n % 4), "rejected": f" {n}."}
         for n in range(count)
@@ -82,12 +82,12 @@ def pairs(count):
 
 
 def answers(prompts, trainer):
-    """Fixed completions of unequal lengths, all different, and log-probabilities of a sampler."""
+    """Return fixed completions of unequal lengths, all different, with a sampler's log-probabilities."""
     tokens = trainer.processing_class
     prompt_ids = [tokens(prompt)["input_ids"] for prompt in prompts]
-    seen, completion_ids = {}, []
+    counts, completion_ids = {}, []
     for prompt in prompts:
-        number = seen[prompt] = seen.get(prompt, -1) + 1
+        number = counts[prompt] = counts.get(prompt, -1) + 1
         number += trainer.accelerator.process_index * len(prompts) % trainer.num_generations
         text = f"{prompt[::-1]}{'abcdefgh'[number]}" * (1 + number % 3)
         completion_ids.append(tokens(text)["input_ids"] + [tokens.eos_token_id] * (number % 2))
@@ -96,7 +96,7 @@ def answers(prompts, trainer):
 
 
 class Client:
-    """Instead of TRL's client of a vLLM server: fixed completions, and the weights it was sent."""
+    """Replaces TRL's client of a vLLM server: returns fixed completions and stores the weights sent to it."""
 
     def __init__(self):
         self.weights = {}
@@ -118,7 +118,7 @@ class Client:
 
 
 class Server(VLLMGeneration):
-    """TRL's side of a vLLM server, which is not installed here."""
+    """TRL's side of a vLLM server, with the client above: vLLM is not installed."""
 
     def __init__(self, **settings):
         vars(self).update(settings, vllm_client=Client(), _weight_metadata=None, _dist=None)
@@ -127,19 +127,19 @@ class Server(VLLMGeneration):
 
 
 def reward(completions, **columns):
-    """Another one for every completion."""
+    """Return a different reward for every completion."""
     return [0.1 * len(text) + 0.01 * (sum(map(ord, text)) % 97) for text in completions]
 
 
 def in_order(groups, batch):
-    """Instead of TRL's shuffle: micro-steps of one process have the same rows as those of two groups."""
+    """Replaces TRL's shuffle, so that micro-steps of one process have the rows of two groups."""
     count = len(batch["advantages"])
     order = torch.arange(count) if groups == 2 else torch.arange(count).view(2, 2, -1).transpose(0, 1).flatten()
     return {name: rows[order] if rows.dim() else rows for name, rows in batch.items()}
 
 
 def train(kind, cp, folder, resume=None, lora=False, changes=None, family="llama"):
-    """(logs, weights) of a run on the ranks there are; cp=0: of the plain trainer."""
+    """Train on all ranks and return (logs, weights). cp=0 is the plain trainer."""
     trainer_class, config_class = TRAINERS[kind]
     world = dist.get_world_size()
     settings = {**SETTINGS, **(changes or {})}
@@ -175,10 +175,10 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None, family="llama
             arguments |= {"train_dataset": pairs(16), "eval_dataset": pairs(4)}
         trainer = trainer_class(args=config_class(str(folder), **settings), callbacks=[ShiftRouters()], **arguments)
         trainer.remove_callback(PrinterCallback)
-        if kind == "rloo":  # it has no rollout_func
+        if kind == "rloo":  # RLOOTrainer has no rollout_func
             texts = trainer.processing_class.batch_decode
             trainer._generate_single_turn = lambda ids, *_: answers(texts(ids), trainer)["completion_ids"]
-        is_trained: list[bool] = []  # of each pass through an embedding
+        is_trained: list[bool] = []  # per pass through an embedding
         hook = register_module_forward_pre_hook(
             lambda module, _: is_trained.append(torch.is_grad_enabled()) if isinstance(module, nn.Embedding) else None
         )
@@ -213,7 +213,7 @@ def check(runs, expected, only_here=(), ignored=()):
 
 
 def test_the_mismatch_of_a_sampler_is_an_estimate_of_its_kl_divergence():
-    """Over the tokens with weight 1 in the mask whose log-probability the sampler knows. Never negative."""
+    """It averages over the unmasked tokens whose log-probability the sampler knows, and is never negative."""
     sampled = torch.tensor([[-1.0, -2.0, torch.nan, -1.0], [-3.0, -0.5, -1.0, -1.0]], dtype=torch.float64)
     model = torch.tensor([[-1.0, -2.5, -1.0, -9.0], [-2.5, -0.6, -1.0, -1.1]], dtype=torch.float64)
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]).bool()
@@ -266,11 +266,11 @@ CASES = {
 }
 
 
-# As the last one, in fewer steps.
+# The previous case with fewer steps.
 CASES["grpo, two steps"] = ("grpo", True, {**CASES["grpo by batch"][2], "max_steps": 2, "save_steps": 1})
 CASES["kto, one group"] = ("kto", True, {"per_device_train_batch_size": 4, "max_steps": 6})
 CASES["grpo, vllm"] = ("grpo", False, {**GRPO, "use_vllm": True, "vllm_mode": "server", "max_steps": 4})
-# Default configurations of experts: TRL adds the load-balancing loss. minimax_m2 also has a persistent buffer.
+# MoE models by default: TRL adds the load-balancing loss. minimax_m2 also has a persistent buffer.
 SHORT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2, "save_steps": 1}
 for kind, family in itertools.product(TRAINERS, EXPERTS):
     settings = (GRPO if kind in ("grpo", "rloo") else {}) | SHORT
@@ -282,7 +282,7 @@ FAST = ("grpo, two steps", "grpo on minimax_m2")
     "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
 def test_steps_equal_those_of_one_process(ranks, saved_model, case):
-    """And those after a resume from the first checkpoint, on two ranks."""
+    """So do the steps after a resume from the first checkpoint, on two ranks."""
     kind, lora, changes = CASES[case]
     length = {} if kind in ("grpo", "rloo") else {"max_length": 64}
     changes = {"per_device_eval_batch_size": 2, **length, **changes}

@@ -33,7 +33,7 @@ from parity import Errors, check, gradient_errors, parallel, relative, shard_err
 from refusals import assert_refused
 from threads import on_threads
 
-# (length, parent) of each node. Ranks cut them anywhere.
+# (length, parent) of each node. Shards may split a node anywhere.
 FORESTS = {
     "answers": [(9, -1), (3, 0), (1, 0), (4, 0)],
     "apart": [(5, -1), (1, -1), (6, -1)],
@@ -43,7 +43,7 @@ FORESTS = {
 
 
 def paths(nodes) -> list[list[int]]:
-    """Tokens from the root to the end of each leaf."""
+    """Return the tokens from the root to the end of each leaf."""
     starts = [sum(length for length, _ in nodes[:i]) for i in range(len(nodes))]
     tokens: list[list[int]] = []
     for start, (length, parent) in zip(starts, nodes, strict=True):
@@ -52,7 +52,7 @@ def paths(nodes) -> list[list[int]]:
 
 
 def packed(nodes, rows: int = 1) -> dict[str, Tensor]:
-    """Inputs of `rows` different rows. Some tokens have no label; ids of documents are neither small nor sorted."""
+    """Return inputs with `rows` different rows, some tokens without labels, and large, unsorted document ids."""
     lengths = torch.tensor([length for length, _ in nodes])
     names = torch.tensor([(7 * i + 3) % 53 for i in range(len(nodes))])
     above = torch.tensor([-1 if parent < 0 else int(names[parent]) for _, parent in nodes])
@@ -63,32 +63,34 @@ def packed(nodes, rows: int = 1) -> dict[str, Tensor]:
 
 
 def alone(plain, nodes, inputs, weights) -> Tensor:
-    """The weighted losses and entropies of plain Hugging Face on each branch alone, every label of the forest once."""
+    """Return the weighted losses and entropies of plain Hugging Face on each branch alone, and the number of labels.
+
+    Each label of the forest counts once."""
     ids, labels = inputs["input_ids"], inputs["labels"]
-    total, seen = torch.zeros((), dtype=torch.float64), set()
+    total, counted = torch.zeros((), dtype=torch.float64), set()
     for row in range(len(ids)):
         for path in paths(nodes):
             log_p = plain(input_ids=ids[row, path][None], use_cache=False).logits[0].log_softmax(-1)
             for i, token in enumerate(path[1:]):
-                if labels[row, token] != -100 and (row, token) not in seen:
-                    seen.add((row, token))
+                if labels[row, token] != -100 and (row, token) not in counted:
+                    counted.add((row, token))
                     entropy = -(log_p[i].exp() * log_p[i]).sum()
                     w, v = weights[row, token]
                     total = total - w * log_p[i, labels[row, token]] + v * entropy
-    return total, len(seen)
+    return total, len(counted)
 
 
 Expected = tuple[Tensor, dict[str, Tensor]]  # a loss, and its gradients by parameter
 
 
 def loss_weights(labels) -> dict[str, Tensor]:
-    """Weights of losses and entropies: a mean loss, and all different."""
+    """Return weights of losses and entropies, equal (a mean loss) and all different."""
     ones = torch.tensor([1.0, 0.0], dtype=torch.float64).expand(*labels.shape, 2)
     return {"mean": ones, "weighted": torch.linspace(-1, 2, ones.numel(), dtype=torch.float64).view_as(ones)}
 
 
 def expect(plain, nodes, rows=1) -> dict[str, Expected]:
-    """What `compare` expects, by the name of the weights: the same on all ranks."""
+    """Map the names of `loss_weights` to what `compare` expects on all ranks."""
     inputs, expected = packed(nodes, rows), {}
     for name, weights in loss_weights(inputs["labels"]).items():
         plain.zero_grad()
@@ -100,7 +102,7 @@ def expect(plain, nodes, rows=1) -> dict[str, Expected]:
 
 
 def compare(model, expected: dict[str, Expected], nodes, rows=1) -> Errors:
-    """The mean loss of a call, then a weighted loss of log-probabilities and entropies, as [B, N] and by shares."""
+    """Compare the model's mean loss, and a weighted loss of log-probabilities and entropies, gathered and sharded."""
     inputs, errors = packed(nodes, rows), {}
     weights = loss_weights(inputs["labels"])["weighted"]
 
@@ -128,9 +130,9 @@ def compare(model, expected: dict[str, Expected], nodes, rows=1) -> Errors:
         model.zero_grad()
         loss = ours()
         loss.backward()
-        wanted_loss, wanted = expected[kind]
-        errors[f"{name} loss"] = relative(loss.detach(), wanted_loss)
-        errors |= {f"{name} {key}": error for key, error in shard_errors(model, wanted).items()}
+        expected_loss, expected_grads = expected[kind]
+        errors[f"{name} loss"] = relative(loss.detach(), expected_loss)
+        errors |= {f"{name} {key}": error for key, error in shard_errors(model, expected_grads).items()}
     return errors
 
 
@@ -148,7 +150,7 @@ def config_of(family):
     ids=str,
 )
 def test_a_forest_equals_its_branches(cp, family, layout, forests, pytestconfig):
-    """On several ranks some of the forests each; all with --slow."""
+    """On several ranks only some forests run, unless --slow is set."""
     names = FORESTS if pytestconfig.getoption("--slow") else forests
     cases = [(FORESTS[name], 1) for name in names] + [(FORESTS["answers"], 2)] * (cp < 4)
     plain = tiny_model(config_of(family))
@@ -180,7 +182,7 @@ GENERAL = {  # family, changes to its configuration, adapter, layout
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "experts")) for case in GENERAL]
 )
-def test_mixtures_adapters_and_other_masks(case):
+def test_forests_with_experts_adapters_and_other_masks(case):
     family, changes, adapter, layout = GENERAL[case]
     plain = tiny_decoder(family, **changes)
     if adapter:
@@ -197,7 +199,7 @@ def test_mixtures_adapters_and_other_masks(case):
 
 
 def test_padding_is_not_part_of_a_forest():
-    """Rows of different lengths; padding repeats the last node's id."""
+    """Padding repeats the last node's id."""
 
     def work():
         model, _ = parallel(2)
@@ -238,7 +240,7 @@ def test_forests_that_cannot_be_computed_are_refused():
 
 
 def test_gradients_of_a_shared_token_are_summed_in_fp32():
-    """Many equal branch labels of one row, in bfloat16: rounding each partial sum would lose most of them."""
+    """Sums 500 equal gradients of one token in bfloat16. Rounding each partial sum would lose most of them."""
     torch.manual_seed(0)
     x, weight = torch.randn(2, 8).bfloat16(), torch.randn(11, 8).bfloat16()
     norm = torch.nn.RMSNorm(8, dtype=torch.bfloat16)
@@ -267,7 +269,7 @@ def test_the_packer_shares_every_common_prefix():
         prefixes = {tuple(each[: i + 1]) for each in sequences for i in range(len(each))}
         assert packed.num_tokens == (sum(map(len, sequences)), len(prefixes))
         assert [each.tolist() for each in packed.unpack(packed.inputs["input_ids"])] == sequences
-        # A token's position and the pairs that its attention takes are those of its sequence.
+        # A token has the position and the attention pairs that it has in its sequence.
         pairs = {prefix: len(prefix) for prefix in prefixes}
         assert packed.num_pairs[1] == sum(pairs.values())
         share = shard_batch(packed.inputs, 61, make_mesh(1))
@@ -277,12 +279,12 @@ def test_the_packer_shares_every_common_prefix():
 
 
 def test_samples_are_joined_only_if_their_forest_fits_the_context():
-    """Samples 2 and 3 have 12 tokens in common, but share 10: behind the branch of sample 1, 2 are too few."""
+    """Samples 2 and 3 have 12 tokens in common but share only 10: after sample 1's branch, the other 2 are too few."""
     history = ~np.arange(12, dtype=np.int32)
     samples = [np.append(history[:length], np.int32(20 + length)) for length in (10, 12, 12)]
     for context, groups in ((13, [11, 13, 13]), (14, [14, 13]), (16, [14, 13]), (17, [17])):
-        found = group_samples(samples, context, min_tokens=8)
-        assert [sum(node.stop - node.start for node in forest) for _, forest in found] == groups
+        grouped = group_samples(samples, context, min_tokens=8)
+        assert [sum(node.stop - node.start for node in forest) for _, forest in grouped] == groups
     prefixes = [history[:length] for length in (10, 12)]
     for context, groups in ((21, 2), (22, 1)):
         assert len(group_samples(prefixes, context, min_tokens=None)) == groups, "nothing is shared"
@@ -298,7 +300,7 @@ def count_operations(work) -> int:
         count += event == "opcode"
         return trace
 
-    sys._getframe().f_trace_opcodes = True  # in Python 3.12, settrace looks whether any frame has it
+    sys._getframe().f_trace_opcodes = True  # in Python 3.12, settrace checks whether any frame sets it
     sys.settrace(trace)
     try:
         work()
@@ -308,7 +310,7 @@ def count_operations(work) -> int:
 
 
 def pack_prompts(n: int) -> None:
-    """Different prompts with a common first token, and prefixes of one sequence."""
+    """Pack different prompts with a common first token, and prefixes of one sequence."""
     ids = np.random.default_rng(0).integers(0, 1000, (n, 12)).astype(np.int64)
     ids[:, 0] = 1
     build_forest(ids[:, :, None], min_tokens=4)
@@ -341,7 +343,7 @@ def test_host_work_grows_with_the_number_of_sequences_not_with_its_square():
         assert more < 5 * fewer, work
 
 
-def test_parents_are_read_with_as_many_tensor_operations_for_any_number_of_documents():
+def test_reading_parents_takes_a_constant_number_of_tensor_operations():
     class Count(TorchDispatchMode):
         total = 0
 
@@ -376,8 +378,8 @@ def test_the_plan_counts_tokens_and_pairs_of_a_forest():
 
 
 @pytest.mark.slow
-def test_memory_is_that_of_as_many_tokens():
-    """The ledger of a plan for the packed tokens holds: no buffer grows with the number of branches."""
+def test_a_forest_needs_the_memory_of_its_packed_tokens():
+    """No buffer grows with the number of branches, so the plan for the packed tokens holds."""
     model, _ = parallel(1, tiny_config("llama", vocab_size=61, max_position_embeddings=2048))
     ids = torch.randint(61, (1, 2048), generator=torch.Generator().manual_seed(1))
     nodes = torch.cat([torch.zeros(1024), 1 + torch.arange(1024) // 64]).long()[None]
@@ -386,7 +388,7 @@ def test_memory_is_that_of_as_many_tokens():
     def peak(**inputs):
         return allocator_peak(lambda: model(input_ids=ids, labels=ids, **inputs).loss.backward())
 
-    peak()  # the gradients stay
+    peak()  # allocates the gradients, which stay
     assert peak(**forest) < 1.1 * peak()
 
 
@@ -415,7 +417,7 @@ def test_tokens_that_differ_in_label_adapter_or_routing_are_not_shared():
 
 @pytest.mark.slow
 def test_ten_steps_of_a_policy_equal_those_without_sharing():
-    """Groups of four answers, advantages per answer, a clipped ratio to the first step's log-probabilities."""
+    """Uses groups of four answers, advantages per answer and clipped ratios to the first step's log-probabilities."""
 
     def work():
         draw = torch.Generator().manual_seed(9)
@@ -447,7 +449,7 @@ def test_ten_steps_of_a_policy_equal_those_without_sharing():
 
 
 def test_a_padded_batch_has_the_log_probabilities_of_its_rows(monkeypatch):
-    """As TRL pads: prompts on the left, answers on the right."""
+    """TRL pads prompts on the left and answers on the right."""
     monkeypatch.setattr(prefixes, "MIN_TOKENS", 5)
 
     def work():
@@ -472,7 +474,7 @@ def test_a_padded_batch_has_the_log_probabilities_of_its_rows(monkeypatch):
 
 
 def test_packed_sequences_have_the_losses_of_separate_ones():
-    """A custom loss of log-probabilities, in which shared tokens have a weight per sequence, and a model's own loss."""
+    """Compares a custom loss, in which a shared token has one weight per sequence, and the model's own loss."""
 
     def work():
         (model, _), plain = parallel(2), tiny_model(tiny_config("llama"))
@@ -496,7 +498,7 @@ def test_packed_sequences_have_the_losses_of_separate_ones():
         theirs.backward()
         errors = {"custom": relative(ours.detach(), theirs.detach()), **gradient_errors(model, plain)}
         loss = model(**pack_prefixes(ids, labels, min_tokens=2).inputs).loss
-        wanted = [results(each)[mine != -100] for each, mine in zip(ids, labels, strict=True)]
-        return errors | {"own": relative(loss.detach(), -torch.cat(wanted).mean().detach())}
+        expected = [results(each)[mine != -100] for each, mine in zip(ids, labels, strict=True)]
+        return errors | {"own": relative(loss.detach(), -torch.cat(expected).mean().detach())}
 
     check(on_threads(2, work))

@@ -30,7 +30,7 @@ def event(action: str, time_us: int, address: int, size: int, *frames: tuple[str
 
 
 def history(events: list[dict], tags: list[tuple[int, Allocation]]) -> MemoryMap:
-    """The map of `events`, with 4 and 1 MiB live before the step and one phase from 1 ms on."""
+    """Build the map of `events`, with 4 and 1 MiB live before the step and one phase from 1 ms on."""
     made = AllocatorHistory(torch.device("cuda", 0))
     made._initial_bytes, made._start_ns = {1: 4 * MIB, 2: MIB}, 1_000_000
     made.phase_changes = [(1_000_000, ("layer 0", "backward", "mlp"))]
@@ -42,7 +42,7 @@ def history(events: list[dict], tags: list[tuple[int, Allocation]]) -> MemoryMap
 IN_MLP = "MLP tile: layer 0/backward/mlp"
 
 
-def test_the_history_becomes_allocations_by_holder():
+def test_the_history_becomes_allocations_by_category():
     events = [
         event("alloc", 2_000, 3, 8 * MIB, (OURS, 77, "_mlp"), made_in=IN_MLP),
         event("alloc", 3_000, 4, 2 * MIB, (FSDP, 9, "foreach_reduce"), (OURS, 5, "x"), made_in=IN_MLP),
@@ -75,7 +75,7 @@ def test_the_history_becomes_allocations_by_holder():
 
 
 class FakeAllocator:
-    """Stands in for torch.cuda: a history with the time and metadata of each allocation."""
+    """Replaces torch.cuda and records the time and metadata of each allocation."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[dict] = []
@@ -99,7 +99,7 @@ class FakeAllocator:
         time.sleep(0.001)
 
 
-def test_allocations_have_the_phase_and_holder_at_their_time(monkeypatch):
+def test_allocations_have_the_phase_and_category_of_their_time(monkeypatch):
     gpu = FakeAllocator(monkeypatch)
     with AllocatorHistory(torch.device("cuda", 0)) as recorded:
         with phases.phase("layer 0"), phases.phase("backward"):
@@ -184,7 +184,7 @@ def test_each_instant_of_two_streams_counts_once():
 
 
 def test_phases_are_added_to_a_trace_on_its_own_clock():
-    """A GPU trace has launches and kernels, but no operators or annotations of the host.
+    """A GPU trace has launches and kernels, but no host operators or annotations.
 
     Its clock differs from the host's (with torch 2.11, by 45 days): here it shows 24 s when the step ends.
     """

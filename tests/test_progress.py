@@ -34,7 +34,7 @@ def run_layer(index: int, direction: str) -> None:
 
 
 def run_step() -> None:
-    """The phases of a step with two micro-steps."""
+    """Enter the phases of a step with two micro-steps."""
     for _ in range(MICRO_STEPS):
         for index in range(SHAPE.num_layers):
             run_layer(index, "forward")
@@ -75,7 +75,7 @@ def test_progress_is_reported_while_the_step_runs():
             while len(reports) < 2 and time.monotonic() < deadline:
                 time.sleep(0.01)
     count = len(reports)
-    run_layer(2, "forward")  # outside of a step: not reported
+    run_layer(2, "forward")  # not reported outside a step
     assert reports[0].step == 7 and reports[0].phase == "layer 1 / forward"
     assert 0 < reports[0].percent < 100 and reports[0].eta_s is not None
     assert reports[1].percent == reports[0].percent and reports[1].eta_s < reports[0].eta_s, (
@@ -87,13 +87,13 @@ def test_progress_is_reported_while_the_step_runs():
 REPORT = StepProgress(3, "layer 7 / backward / attention / stage 2", 41.0, 600.0, 5025.0)
 
 
-def test_console_and_metrics_show_it(tmp_path, capsys):
+def test_console_and_metrics_show_progress(tmp_path, capsys):
     console = Console(tmp_path, num_steps=9)
     console.progress(REPORT)
     console.close()
-    shown = capsys.readouterr().out
-    assert "step 3/9 in progress: layer 7 / backward / attention / stage 2  41%" in shown
-    assert "1:23:45 left" in shown
+    printed = capsys.readouterr().out
+    assert "step 3/9 in progress: layer 7 / backward / attention / stage 2  41%" in printed
+    assert "1:23:45 left" in printed
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["progress"]["percent"] == 41.0
     assert read_metrics(tmp_path / "metrics.jsonl") == []

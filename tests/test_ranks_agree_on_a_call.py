@@ -76,7 +76,7 @@ def test_an_error_on_every_rank_names_no_rank(ranks):
 
 
 def step_before_backward():
-    """With sharded parameters, and layer inputs offloaded to the host."""
+    """Step the optimizer before backward, with sharded parameters and layer inputs on the host; return the messages."""
     model, _ = parallel(
         2, layout=Layout(2, heads_per_stage=2, tile_tokens=3, kept=(ActivationPolicy(input="host"),) * 2)
     )
@@ -117,7 +117,7 @@ def raising_on_rank_1(error):
 
 
 def unexpected_errors():
-    """Errors on rank 1 alone: in a call, in the check of a model, in the test of a kernel, and in a nested check."""
+    """Raise errors on rank 1 alone: in a call, a model check, a kernel test and a nested check."""
     model, mesh = parallel(1)
     ids, ends = random_ids(1, 8), torch.tensor([0, 5, 2, 8] if mesh.rank == 1 else [0, 2, 5, 8])
     messages = [message_of(lambda: model(ids, labels=ids, cu_seq_lens_q=ends))]
@@ -134,7 +134,7 @@ def unexpected_errors():
 
     def nested():
         raising_on_rank_1(MemoryError("no room"))()
-        raise_on_all_ranks(int)  # where rank 0 waits
+        raise_on_all_ranks(int)  # rank 0 waits here
 
     with pytest.raises(RankFailed) as raised:
         raise_on_all_ranks(nested)
@@ -158,8 +158,8 @@ def test_a_single_process_raises_its_own_error():
         raise_on_all_ranks(lambda: 1 / 0)
 
 
-def different(what, cp=2):
-    """Inputs depend on the global rank, as with a DistributedSampler that ignores cp."""
+def call_differently(what, cp=2):
+    """Call the model with inputs that depend on the global rank, as with a DistributedSampler that ignores cp."""
     model, mesh = parallel(cp)
     inputs = batch(2, 8)
     if what == "values":
@@ -178,7 +178,7 @@ def different(what, cp=2):
 
 
 def different_options():
-    return [different(what) for what in ("temperature", "per_token")]
+    return [call_differently(what) for what in ("temperature", "per_token")]
 
 
 def different_experts():
@@ -201,7 +201,7 @@ def different_experts():
     ],
 )
 def test_different_batches_in_a_cp_group_are_refused(ranks, what, names, differences):
-    (message,) = set(ranks.run(2, different, what))
+    (message,) = set(ranks.run(2, call_differently, what))
     assert_refused(message, "ConfigError: ", "ranks 0 and 1", fix="same batch")
     assert re.search(differences, message) and set(re.findall(r"(\w+): shape", message)) == names
 
@@ -215,7 +215,7 @@ def test_options_that_differ_in_a_cp_group_are_refused(ranks):
 
 
 def test_the_fix_shards_data_by_the_data_parallel_rank(ranks):
-    for message in ranks.run(4, different, "values"):
+    for message in ranks.run(4, call_differently, "values"):
         assert_refused(message, "ranks 0 and 1", fix="num_replicas=2, rank=torch.distributed.get_rank() // 2")
 
 
@@ -253,8 +253,8 @@ def test_data_parallel_ranks_must_agree_on_labels_gradients_and_divisor(ranks, w
         assert_refused(message, "ConfigError: ", "ranks 0 and 1", named, fix=fix)
 
 
-def test_ranks_that_are_threads_agree_too():
-    (message,) = set(on_threads(2, lambda: different("shape")))
+def test_threads_as_ranks_agree_too():
+    (message,) = set(on_threads(2, lambda: call_differently("shape")))
     assert_refused(message, "ranks 0 and 1", fix="same batch")
     assert on_threads(4, data_parallel) == [14 + 18] * 4
 

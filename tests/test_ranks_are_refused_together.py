@@ -55,10 +55,10 @@ def train(folder, lacking, on_ranks):
 
 
 def directories(folder):
-    """The run directory chosen by ranks whose clocks differ, and the error if only rank 0 finds the checkpoint."""
+    """Return the run directory that ranks with different clocks choose, and the error if rank 1 has no checkpoint."""
     with under_torchrun() as patch:
         rank = dist.get_rank()
-        patch.setattr(preflight.time, "strftime", lambda how: f"clock-{rank}")
+        patch.setattr(preflight.time, "strftime", lambda _: f"clock-{rank}")
         chosen = preflight.preflight(None, settings(folder)).run_dir
         patch.chdir(folder / str(rank))
         try:
@@ -67,17 +67,17 @@ def directories(folder):
             return str(chosen), str(error)
 
 
-def test_rank_0_chooses_the_run_directory_and_all_must_see_it(ranks, tmp_path):
+def test_rank_0_chooses_the_run_directory_and_all_ranks_must_find_it(ranks, tmp_path):
     for rank in (0, 1):
         tiny_run(tmp_path / str(rank), train={"run_dir": str(tmp_path / str(rank) / "run"), "steps": 1})
     tiny_run(tmp_path)
     ranks.run(
         1, run, load_config(overrides=[*settings(tmp_path), f"train.run_dir={tmp_path / '0/run'}", "train.steps=1"])
     )
-    said = "train.run_dir=run: rank 0 finds run/checkpoints/step-00000001 and rank 1 none; start again, "
-    for chosen, words in ranks.run(2, directories, tmp_path):
+    error = "train.run_dir=run: rank 0 finds run/checkpoints/step-00000001 and rank 1 none; start again, "
+    for chosen, message in ranks.run(2, directories, tmp_path):
         assert chosen == "runs/clock-0"
-        assert words == f"{said}or put it on a file system that all nodes share"
+        assert message == f"{error}or put it on a file system that all nodes share"
 
 
 @pytest.mark.parametrize(
@@ -85,17 +85,17 @@ def test_rank_0_chooses_the_run_directory_and_all_must_see_it(ranks, tmp_path):
 )
 def test_nodes_do_not_wait_for_a_refused_one(ranks, tmp_path, lacking, words):
     tiny_run(tmp_path)
-    (code, said), (other_code, said_by_other) = ranks.run(2, train, tmp_path, lacking, [1])
-    assert (code, other_code, said_by_other) == (ExitCode.WRONG_INPUT, ExitCode.WRONG_INPUT, "")
-    assert said.startswith("ConfigError: rank 1 on ") and words in said and said.count("\n") == 1
+    (code, stderr), (other_code, other_stderr) = ranks.run(2, train, tmp_path, lacking, [1])
+    assert (code, other_code, other_stderr) == (ExitCode.WRONG_INPUT, ExitCode.WRONG_INPUT, "")
+    assert stderr.startswith("ConfigError: rank 1 on ") and words in stderr and stderr.count("\n") == 1
     assert not (tmp_path / "new").exists()
 
 
 def test_an_error_on_all_ranks_is_printed_once_without_a_rank(ranks, tmp_path):
     tiny_run(tmp_path)
-    said = ranks.run(2, train, tmp_path, lacks_a_file, [0, 1])
+    results = ranks.run(2, train, tmp_path, lacks_a_file, [0, 1])
     refusal = "ConfigError: model.path has no file x; copy it again\n"
-    assert said == [(ExitCode.WRONG_INPUT, refusal), (ExitCode.WRONG_INPUT, "")]
+    assert results == [(ExitCode.WRONG_INPUT, refusal), (ExitCode.WRONG_INPUT, "")]
 
 
 def test_an_error_that_a_restart_cannot_fix_is_raised_first():
@@ -115,6 +115,6 @@ def loses_its_disk(patch, folder):
 
 def test_a_transient_fault_on_one_rank_ends_all_ranks(ranks, tmp_path):
     tiny_run(tmp_path)
-    (code, said), (other_code, _) = ranks.run(2, train, tmp_path, loses_its_disk, [1])
+    (code, stderr), (other_code, _) = ranks.run(2, train, tmp_path, loses_its_disk, [1])
     assert (code, other_code) == (ExitCode.TRANSIENT, ExitCode.TRANSIENT)
-    assert said.startswith("TransientError: rank 1 on ") and "Input/output error: 'model.safetensors'" in said
+    assert stderr.startswith("TransientError: rank 1 on ") and "Input/output error: 'model.safetensors'" in stderr

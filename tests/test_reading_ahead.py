@@ -24,14 +24,14 @@ def config():
 
 
 def reads_at_start_of_backward(host_bytes):
-    """Per layer, last first: of its own 3 tensors and of the next one's, how many are being read already."""
+    """Return, per layer (last first), how many of its own 3 tensors and of the next layer's are already being read."""
     model, _ = parallel(1, config(), LAYOUT, host_bytes)
-    ids, seen, backward = random_ids(1, 24), [], layer.StreamedLayer.backward
+    ids, counts, backward = random_ids(1, 24), [], layer.StreamedLayer.backward
 
     def watched(self, saved, *args):
         below = saved.below()
         layers = [saved] + ([below] if below is not None else [])
-        seen.append([sum(kept._reading is not None for kept in one._handles()) for one in layers])
+        counts.append([sum(kept._reading is not None for kept in one._handles()) for one in layers])
         return backward(self, saved, *args)
 
     layer.StreamedLayer.backward = watched
@@ -43,24 +43,24 @@ def reads_at_start_of_backward(host_bytes):
         loss.backward()
     finally:
         layer.StreamedLayer.backward = backward
-    return seen
+    return counts
 
 
 @pytest.mark.parametrize("host_bytes", [None, 3 * LAYER_BYTES])
-def test_the_layer_below_is_read_one_ahead(ranks, host_bytes):
-    (seen,) = ranks.run(1, reads_at_start_of_backward, host_bytes)
-    assert seen == [[3, 3]] * (LAYERS - 1) + [[3]]
+def test_backward_reads_one_layer_ahead(ranks, host_bytes):
+    (counts,) = ranks.run(1, reads_at_start_of_backward, host_bytes)
+    assert counts == [[3, 3]] * (LAYERS - 1) + [[3]]
 
 
-def test_a_layer_reads_its_own_before_the_next_ones(ranks):
-    (seen,) = ranks.run(1, reads_at_start_of_backward, LAYER_BYTES)
-    assert [own for own, *_ in seen] == [3] * LAYERS
-    assert all(sum(others) == 0 for _, *others in seen)
+def test_a_layer_reads_its_own_tensors_first(ranks):
+    (counts,) = ranks.run(1, reads_at_start_of_backward, LAYER_BYTES)
+    assert [own for own, *_ in counts] == [3] * LAYERS
+    assert all(sum(others) == 0 for _, *others in counts)
 
 
 @pytest.mark.parametrize("cp, sizes", diagonal([1, 2], [(1.0, 1), (1.6, 1), (3.0, 1), (3.0, 2)]), ids=str)
 def test_small_pools_are_exact(ranks, cp, sizes):
-    """In several stages without overlap, dq is in the pool too. Plans have three layers in it."""
+    """With several stages and no overlap, the pool also holds dq. Plans give it three layers."""
     ids, layout, (num_layers, stages) = random_ids(1, 24), LAYOUT, sizes
     if stages > 1:
         layout = replace(LAYOUT, heads_per_stage=4 // stages, overlap=False)
@@ -97,7 +97,7 @@ def used_over_steps(tier):
 
 
 @pytest.mark.parametrize("tier", [pytest.param("host", marks=pytest.mark.slow), "disk"])
-def test_steps_use_the_same_memory_again(ranks, tier):
+def test_steps_reuse_memory(ranks, tier):
     for used in ranks.run(2, used_over_steps, tier):
         kept = LAYERS * LAYER_BYTES // 2
         if tier == "host":

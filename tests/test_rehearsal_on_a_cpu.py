@@ -1,4 +1,4 @@
-"""`ithaka rehearse` without a GPU: says first what it does, shows no CPU time as a GPU's, refuses what does not fit."""
+"""`ithaka rehearse` on a CPU prints its settings first, reports no GPU times, and refuses what does not fit."""
 
 import json
 import re
@@ -40,15 +40,15 @@ def rehearse(model, *options: str):
     return CliRunner().invoke(app, ["rehearse", str(model), "--gpus", "2xH100-80GB", *options])
 
 
-def with_free(monkeypatch, free_bytes: int) -> None:
+def set_free_memory(monkeypatch, free_bytes: int) -> None:
     monkeypatch.setattr(rehearsal, "available_memory", lambda: free_bytes)
 
 
 class Started(Exception):
-    """Stands for the work."""
+    """Raised where the work would begin."""
 
 
-def without_work(monkeypatch) -> None:
+def skip_work(monkeypatch) -> None:
     def start(*_, **__):
         raise Started
 
@@ -56,18 +56,18 @@ def without_work(monkeypatch) -> None:
 
 
 def test_settings_are_printed_before_the_work(model, monkeypatch):
-    without_work(monkeypatch)
+    skip_work(monkeypatch)
     result = rehearse(model, "--context", "64")
     assert isinstance(result.exception, Started)
     assert result.stdout.startswith("rank 0 of 2xH100-80GB, 64 tokens") and "settings: parallel.cp=" in result.stdout
-    assert ", memory.overlap=true" in result.stdout  # as `--set` takes it
+    assert ", memory.overlap=true" in result.stdout  # in the syntax of `--set`
     assert re.search(r"\nX: one float32 activation \[\d+ tokens per rank, \d+ hidden\] = \d", result.stdout)
     assert "for this CPU, planned times for H100-80GB" in result.stdout
 
 
 @pytest.mark.parametrize("runs, planned", [("cudnn", "cudnn"), ("fa4", "fa4"), ("cpu", "fa4")])
 def test_the_plan_is_for_the_kernel_that_runs(model, monkeypatch, runs, planned):
-    """A CPU stands in for the GPU asked for: there the plan is as `ithaka plan` makes it."""
+    """On a CPU, the plan is that of `ithaka plan` for the GPU that --gpus names."""
     kernels = []
 
     def start(few_config, layout, *_, **__):
@@ -76,8 +76,8 @@ def test_the_plan_is_for_the_kernel_that_runs(model, monkeypatch, runs, planned)
 
     monkeypatch.setattr(rehearsal, "rehearse", start)
     monkeypatch.setattr(rehearsal, "find_kernel", lambda name, kinds: runs)
-    given = ["--set", "attention.kernel=cudnn"] if runs == "cudnn" else []
-    result = rehearse(model, "--context", "64", *given)
+    options = ["--set", "attention.kernel=cudnn"] if runs == "cudnn" else []
+    result = rehearse(model, "--context", "64", *options)
     assert f"attention: kernel {runs}, planned with {planned}\n" in result.stdout
     assert kernels == ["cudnn" if runs == "cudnn" else "auto"]
 
@@ -91,21 +91,21 @@ def test_json_has_the_settings_and_the_phase_of_the_peak(model, monkeypatch):
 
 
 def test_adapters_are_rehearsed(model):
-    """On every layer, also if the model has them in a higher one only. The vocabulary, which is frozen, takes most of
+    """Every rehearsed layer has them, even if only a later layer of the model does. The frozen vocabulary takes most of
     the memory."""
     pytest.importorskip("peft")
     model.write_text(json.dumps(json.loads(model.read_text()) | {"vocab_size": 20000}))
-    told = ("--gpus", "1xH100-80GB", "--context", "4", "--layers", "1", "--json")
-    answer = json.loads(rehearse(model, *told, "--adapter", "4", "--set", "adapter.targets=[1.mlp.up_proj]").stdout)
+    options = ("--gpus", "1xH100-80GB", "--context", "4", "--layers", "1", "--json")
+    answer = json.loads(rehearse(model, *options, "--adapter", "4", "--set", "adapter.targets=[1.mlp.up_proj]").stdout)
     peak = answer["rows"][0]
     assert peak["measured"] == pytest.approx(peak["planned"], rel=0.02)
 
 
 def test_a_reference_is_rehearsed(model):
-    """A frozen copy takes memory, and its forward time; rows of a batch are documents."""
+    """A frozen copy takes memory, and its forward takes time. Rows of a batch are documents."""
     model.write_text(json.dumps(json.loads(model.read_text()) | {"vocab_size": 20000}))
-    told = ("--gpus", "1xH100-80GB", "--context", "4", "--batch", "2", "--layers", "1", "--json")
-    plain, dpo = (json.loads(rehearse(model, *told, "--set", f"loss.type={loss}").stdout)["rows"] for loss in LOSSES)
+    options = ("--gpus", "1xH100-80GB", "--context", "4", "--batch", "2", "--layers", "1", "--json")
+    plain, dpo = (json.loads(rehearse(model, *options, "--set", f"loss.type={loss}").stdout)["rows"] for loss in LOSSES)
     assert dpo[0]["measured"] == pytest.approx(dpo[0]["planned"], rel=0.02)
     assert dpo[0]["measured"] > 1.1 * plain[0]["measured"]
     forward = [next(row["planned"] for row in rows if row["what"] == "layer forward") for rows in (plain, dpo)]
@@ -113,10 +113,10 @@ def test_a_reference_is_rehearsed(model):
 
 
 def test_an_evaluation_is_rehearsed(model):
-    """Parameters and the vocabulary's weight take most of the memory: no gradients, no optimizer."""
+    """The parameters and the vocabulary take most of the memory; there are no gradients and no optimizer."""
     model.write_text(json.dumps(json.loads(model.read_text()) | {"vocab_size": 20000}))
-    told = ("--evaluate", "--context", "2", "--layers", "1", "--json")
-    answer = json.loads(rehearse(model, *told).stdout)
+    options = ("--evaluate", "--context", "2", "--layers", "1", "--json")
+    answer = json.loads(rehearse(model, *options).stdout)
     rows = {row["what"]: row for row in answer["rows"]}
     peak = rows["peak without reserve"]
     assert peak["measured"] == pytest.approx(peak["planned"], rel=0.03) and answer["peak_phase"] == "loss forward"
@@ -126,8 +126,8 @@ def test_an_evaluation_is_rehearsed(model):
     assert_command_refused([*command, "--context", "1000M"], "--context 1000M", fix="shorter")
 
 
-def test_an_evaluation_is_as_high_as_its_ledger():
-    """Heads take most of the memory; tiles are small, since the plan counts a GPU's."""
+def test_an_evaluation_peaks_as_its_ledger_predicts():
+    """Heads take most of the memory. Tiles are small, because the plan assumes a GPU's kernels."""
     sizes = {"num_attention_heads": 32, "head_dim": 8, "num_key_value_heads": 8, "tie_word_embeddings": False}
     config = tiny_config("llama", attention_bias=False, **sizes).to_dict()
     plan = forward_plan(shape_from_config(config), parse_gpus("2xH100-80GB"), Work(512))
@@ -138,7 +138,7 @@ def test_an_evaluation_is_as_high_as_its_ledger():
     assert measured.peak_bytes == pytest.approx(planned, rel=0.05) and "layer 0 / forward" in measured.peak_phase
 
 
-def test_an_evaluation_takes_few_heads_at_once_where_they_are_large():
+def test_an_evaluation_uses_stages_at_long_contexts():
     shape = find_shape("llama3-8b")
     stages = [forward_plan(shape, parse_gpus("8xH200"), Work(n << 20)).layout.heads_per_stage for n in (1, 2)]
     assert stages == [None, 8]
@@ -159,7 +159,7 @@ def test_a_cpu_is_not_reported_as_a_gpu(model):
 
 
 @pytest.mark.parametrize("memory_only", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_attention_cut_short_makes_no_step(memory_only, monkeypatch):
+def test_a_memory_only_rehearsal_reports_no_step_time(memory_only, monkeypatch):
     monkeypatch.setattr(rehearsal, "_on_gpu", lambda: True)
     plan = SearchSpace(find_shape("llama3-8b"), parse_gpus("8xH100")).choose(Work(2**20))
     few = rehearsal.truncate_plan(plan, 2, memory_only)
@@ -169,7 +169,7 @@ def test_attention_cut_short_makes_no_step(memory_only, monkeypatch):
     assert "layer forward" in rows
 
 
-def test_a_forward_of_all_layers_is_that_of_few_and_the_loss(monkeypatch):
+def test_the_forward_of_all_layers_is_extrapolated_from_few_layers_and_the_loss(monkeypatch):
     monkeypatch.setattr(rehearsal, "_on_gpu", lambda: True)
     plan = forward_plan(find_shape("llama3-8b"), parse_gpus("8xH200"), Work(2**20))
     few = rehearsal.truncate_plan(plan, 2, False)
@@ -202,10 +202,10 @@ def plan_of(name: str, gpus: str = "1xH200"):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_layer_is_rehearsed(name):
-    """Each kind has its first layer of the model; a single kind has two layers, as many as --layers asks for."""
+    """Each kind is represented by its first layer in the model; a single kind by two layers, the value of --layers."""
     truncated = rehearsal.truncate_plan(plan_of(name), 2, False, config=find_config(name))
-    found = {kind: (truncated.layers[few[0]], len(layers)) for kind, few, layers in truncated.groups}
-    assert found == KINDS[name]
+    first_and_count = {kind: (truncated.layers[few[0]], len(layers)) for kind, few, layers in truncated.groups}
+    assert first_and_count == KINDS[name]
     assert len(truncated.layers) == truncated.shape.num_layers == 2
     assert truncated.shape.windows == tuple(find_shape(name).windows[i] for i in truncated.layers)
     # Without config.json, windows alone make a kind.
@@ -242,8 +242,8 @@ def test_a_step_is_extrapolated_by_kind(monkeypatch):
             assert (row["planned"], row["measured"]) == (pytest.approx(planned[i].total), seconds[i])
 
 
-def test_parameters_are_those_of_the_layers_that_run():
-    """GLM-4.5's first layer is dense: it has far fewer parameters than the others."""
+def test_only_parameters_of_rehearsed_layers_are_counted():
+    """GLM-4.5's first layer is dense and has far fewer parameters than the others."""
     config = find_config("glm-4.5-air")
     truncated = rehearsal.truncate_plan(plan_of("glm-4.5-air"), 2, False, config=config)
     with torch.device("meta"):
@@ -281,9 +281,9 @@ def test_a_layer_of_each_kind_runs(model):
         assert re.search(rf"\n{re.escape(row)} +\S+ +[0-9.e-]+ +s", result.stdout), row
 
 
-def test_more_than_is_free_is_refused(model, monkeypatch):
-    without_work(monkeypatch)
-    with_free(monkeypatch, 2**22)
+def test_a_rehearsal_that_exceeds_free_memory_is_refused(model, monkeypatch):
+    skip_work(monkeypatch)
+    set_free_memory(monkeypatch, 2**22)
     arguments = ["rehearse", str(model), "--gpus", "2xH100-80GB", "--context", "1M"]
     assert_command_refused(arguments, "--context 1048576", "with 2 layers", fix="shorter --context or fewer --layers")
     assert isinstance(rehearse(model, "--context", "64").exception, Started)
@@ -302,7 +302,7 @@ class CountWrites(TorchDispatchMode):
 @pytest.mark.parametrize("sent", [0, 1, 3, 64, 5000])
 @pytest.mark.parametrize("received", [0, 1, 64, 4096])
 def test_a_loopback_round_writes_a_few_times_however_many_rows_it_receives(sent, received):
-    """And what it receives is finite, never zero and never left uninitialized."""
+    """What it receives is finite, nonzero and initialized."""
     torch.manual_seed(0)
     own, output = torch.randn(sent, 2, 4), torch.full((received, 2, 4), torch.nan)
     with CountWrites() as writes:

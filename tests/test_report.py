@@ -1,4 +1,4 @@
-"""The report is one complete file that draws itself in a browser without a network."""
+"""The report is a self-contained page that a browser draws without a network."""
 
 import json
 import math
@@ -20,7 +20,7 @@ SIZES = {"desktop": (1200, False), "dark": (1200, True), "phone": (390, False)}
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory) -> Path:
-    """The directory of a training run with a profile, written as from the command line."""
+    """The directory of a training run with a profile."""
     folder = tmp_path_factory.mktemp("reported")
     config = tiny_run(folder, train={"steps": 4, "save_every": 0}, profile={"every": 3})
     train_rank(valid(config))
@@ -77,7 +77,7 @@ def test_text_from_a_run_cannot_break_out_of_its_script_element(run_dir, tmp_pat
 
 @pytest.fixture
 def with_bad_losses(run_dir, tmp_path) -> Path:
-    """A run with losses that are not finite or whose perplexity is not, and with a file that a crash cut short."""
+    """A run with losses that are not finite, or whose perplexity is not, and with a file that a crash truncated."""
     (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text() + "extra: .nan\n")
     losses = [(2.0, 3.0), (1e3, math.nan), (math.inf, 1e4), (1.5, 2.5), (1.25, -math.inf), (math.nan, None)]
     steps = [{"step": i, "loss": loss, "val_loss": val_loss} for i, (loss, val_loss) in enumerate(losses)]
@@ -114,7 +114,7 @@ needs_browser = pytest.mark.skipif(find_browser() is None, reason="needs Chromiu
 
 
 def in_browser(test):
-    """Mark a test that opens the page: slow, and skipped without a browser. One test of them all is not slow."""
+    """Mark a test that opens the page as slow, and skip it without a browser. Only one such test is fast."""
     return pytest.mark.slow(needs_browser(test))
 
 
@@ -159,7 +159,7 @@ def test_all_charts_are_drawn_without_errors(run_dir, browser, tmp_path, size, n
 
 
 @in_browser
-def test_losses_that_are_not_finite_are_left_out(with_bad_losses, browser):
+def test_losses_that_are_not_finite_are_not_drawn(with_bad_losses, browser):
     browser.open(with_bad_losses / "report.html")
     assert browser.complaints() == []
     assert len(drawn := browser.evaluate(DRAWN_PIXELS)) == 2 and min(drawn) > 500  # loss, perplexity
@@ -274,7 +274,7 @@ TICK_LABELS = """charts.flatMap(chart => ['xAxis', 'yAxis'].map(name =>
 @in_browser
 @pytest.mark.parametrize("size", ["phone", "desktop"])
 def test_tick_labels_of_an_axis_are_distinct(run_dir, browser, tmp_path, size):
-    """Also for nearly equal values, and for a memory map that is zoomed in."""
+    """This includes nearly equal values and a zoomed-in memory map."""
     for name in ("config.yaml", "profile"):
         (tmp_path / name).symlink_to(run_dir / name)
     steps = [{"step": i, "loss": 2.5504 + i / 10_000, "tokens_per_s": 12_040.0 + 7 * i} for i in range(9)]
@@ -289,7 +289,7 @@ def test_tick_labels_of_an_axis_are_distinct(run_dir, browser, tmp_path, size):
 
 
 @in_browser
-def test_holders_have_tooltips_and_can_be_hidden(run_dir, browser):
+def test_memory_categories_have_tooltips_and_can_be_hidden(run_dir, browser):
     browser.open(run_dir / "report.html")
     browser.evaluate("document.querySelectorAll('.chart')[6].scrollIntoView()")
     box = "document.querySelectorAll('.chart')[6].getBoundingClientRect()"
@@ -322,7 +322,7 @@ def test_curves_of_two_runs_are_distinct_on_any_x_axis(run_dir, browser, tmp_pat
         "charts[0].live.getOption().series.map(s => [s.name, s.color, s.symbol, s.lineStyle.type])"
     )
     assert len({tuple(line) for line in lines}) == len({line[0] for line in lines}) == 4
-    assert len({(colour, kind) for _, colour, _, kind in lines}) == 4
+    assert len({(color, kind) for _, color, _, kind in lines}) == 4
     shown = browser.evaluate("document.body.innerText")
     differs = shown.partition("Differences")[2].partition("Plan,")[0].split()
     assert "optim.lr" in differs and "0.02" in differs and "optim.eps" not in differs

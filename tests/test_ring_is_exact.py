@@ -1,4 +1,4 @@
-"""Ulysses x ring: loss and every gradient equal plain Hugging Face's, whoever has which tokens."""
+"""Ulysses x ring: loss and every gradient equal plain Hugging Face's, however tokens are sharded."""
 
 import functools
 from bisect import bisect_right
@@ -32,8 +32,8 @@ from threads import on_threads
 GRID = [(1, 2), (2, 2), (4, 2), (2, 4), (1, 8), (3, 2)]  # ulysses, ring
 SLOW_PAIRS = [(2, 2), (4, 2), (1, 8), (3, 2)]
 KEPT = (ActivationPolicy("host", "host"), ActivationPolicy())
-# Family, query and kv heads (above, at and below the Ulysses ranks), tokens, what the layout changes. Some lengths need
-# padding.
+# Family, query and kv heads (more than, as many as and fewer than Ulysses ranks), tokens, changes to the layout. Some
+# lengths need padding.
 CASES = [
     ("llama", 4, 4, 37, {}),
     ("mistral", 4, 2, 48, {"heads_per_stage": 1, "tile_tokens": 5, "kept": KEPT}),
@@ -43,7 +43,7 @@ CASES = [
 
 
 def documents(num_tokens: int, chunks: int) -> list[int]:
-    """Starts of documents: before, at and after each border of `chunks` chunks."""
+    """Return starts of documents before, at and after the borders of `chunks` chunks."""
     borders = [i * num_tokens // chunks for i in range(1, chunks)]
     around = {border + i % 3 - 1 for i, border in enumerate(borders)} | {1, num_tokens // 2 + 2}
     return [0, *sorted(around - {0, num_tokens}), num_tokens]
@@ -55,7 +55,7 @@ def positions_of(starts: list[int]) -> torch.Tensor:
 
 @functools.cache
 def plain_results(family, heads, kv_heads, tokens, starts):
-    """The plain model after its backward, and its loss; `starts` of documents."""
+    """Return the plain model after its backward, and its loss. `starts` are those of documents."""
     plain, ids = tiny_model(tiny_config(family, heads, kv_heads)), random_ids(1, tokens)
     loss = plain_sum(plain, ids, ids, position_ids=positions_of(list(starts))) / (tokens - 1)
     loss.backward()
@@ -63,7 +63,7 @@ def plain_results(family, heads, kv_heads, tokens, starts):
 
 
 def compare(mesh, family, heads, kv_heads, tokens, all_starts, changes):
-    """One model on several batches, which differ in their documents."""
+    """Compare one model on batches with different documents."""
     ring, ulysses = mesh.ring_group.size(), mesh.ulysses_group.size()
     layout = replace(Layout(mesh.cp_size, ring=ring), **changes)
     if layout.heads_per_stage:
@@ -83,16 +83,16 @@ def compare(mesh, family, heads, kv_heads, tokens, all_starts, changes):
     "ulysses,ring", [pytest.param(*pair, marks=[pytest.mark.slow] * (pair in SLOW_PAIRS)) for pair in GRID]
 )
 def test_any_ulysses_and_ring(ulysses, ring, monkeypatch):
-    """With documents intact where possible, or all cut; with large and small rounds; two of CASES per pair.
+    """Runs two of CASES per pair, with documents intact where possible or all cut, and with large and small rounds.
 
-    One document, and several that end around every border.
+    Batches have one document, or several that end around every border.
     """
     for finest in (False, True) if ulysses * ring < 6 else (True,):  # many threads are slow
         monkeypatch.setattr(ring_plan, "CUT_THRESHOLDS", (0.0,) if finest else (1.0,))
         monkeypatch.setattr(ring_plan, "ROUND_TOKENS", 12 if finest else 1 << 30)
         family, heads, kv_heads, tokens, changes = CASES[(GRID.index((ulysses, ring)) + finest) % len(CASES)]
         all_starts = ([0, tokens], documents(tokens, 2 * ring))
-        for starts in all_starts:  # once, not on every thread
+        for starts in all_starts:  # computed once, not on every thread
             plain_results(family, heads, kv_heads, tokens, tuple(starts))
 
         def work(case=(family, heads, kv_heads, tokens, all_starts, changes)):
@@ -107,15 +107,15 @@ def on_processes(cases):
     return [errors for case in cases for errors in compare(mesh, *case)]
 
 
-def test_processes(ranks):
-    """Documents and windows; a mixture of experts."""
+def test_rings_of_processes_are_exact(ranks):
+    """Covers documents with windows, and experts."""
     cases = [("qwen2", 4, 2, 50, [documents(50, 4)], {"heads_per_stage": 1}), (EXPERTS[0], 4, 1, 30, [[0, 30]], {})]
     for errors in ranks.run(4, on_processes, cases):
         check(errors)
 
 
 def tokens_and_logits():
-    """Logits of all tokens in order; values and log-probabilities of a share in the same order."""
+    """Compare the logits of all tokens, and the values and log-probabilities of a share, in order."""
     mesh, config, starts = make_mesh(4, ring=2), tiny_config("llama"), [0, 1, 26, 41]
     plain, ids, positions = tiny_model(config), random_ids(1, 41), positions_of(starts)
     model = parallelize_model(tiny_model(config), mesh=mesh)
@@ -126,12 +126,12 @@ def tokens_and_logits():
     expected = -(losses * weights[0, 1:]).sum()
     share = ithaka.token_logprobs(model, ids, ids, share=True, position_ids=positions).logprobs
     mine = (share * ithaka.label_share(model, weights, position_ids=positions)).sum()
-    whole = ithaka.token_logprobs(model, ids, ids, position_ids=positions).logprobs
+    gathered = ithaka.token_logprobs(model, ids, ids, position_ids=positions).logprobs
     torch.autograd.backward([ours, mine], [torch.ones_like(logits), torch.ones_like(mine)])
     (logits.sum() + expected).backward()
     torch.distributed.all_reduce(mine.detach(), group=mesh.cp_group)
     errors = {"logits": relative(ours.detach(), logits.detach()), "shares": relative(mine.detach(), expected.detach())}
-    errors["log-probabilities"] = relative(-whole[0, 1:].detach(), losses.detach())
+    errors["log-probabilities"] = relative(-gathered[0, 1:].detach(), losses.detach())
     return errors | gradient_errors(model, plain)
 
 
@@ -145,18 +145,18 @@ def test_logits_and_shares_are_in_order():
 def sharded(ring, causal, kernel):
     mesh = make_mesh(4, ring=ring)
     generator = torch.Generator().manual_seed(0)
-    whole = [torch.randn(64, n, 8, generator=generator, dtype=torch.float64) for n in (3, 1, 1, 3)]
-    leaves = [x.requires_grad_() for x in whole[:3]]
+    qkv_and_dout = [torch.randn(64, n, 8, generator=generator, dtype=torch.float64) for n in (3, 1, 1, 3)]
+    leaves = [x.requires_grad_() for x in qkv_and_dout[:3]]
     out, _ = attention_reference(*leaves, scale=8**-0.5, causal=causal)
-    expected = (out, *torch.autograd.grad(out, leaves, whole[3]))
+    expected = (out, *torch.autograd.grad(out, leaves, qkv_and_dout[3]))
     mine = slice(mesh.cp_rank * 16, (mesh.cp_rank + 1) * 16)
     own = [x[mine].detach().requires_grad_() for x in leaves]
     docs = Docs((0, 64), contiguous_sharding(64, ring), mesh.ring_group.rank())
     ours = sharded_attention(*own, mesh.ulysses_group, ring=mesh.ring_group, causal=causal, docs=docs, kernel=kernel)
-    results = (ours.detach(), *torch.autograd.grad(ours, own, whole[3][mine]))
+    results = (ours.detach(), *torch.autograd.grad(ours, own, qkv_and_dout[3][mine]))
     pairs = zip(("out", "dq", "dk", "dv"), results, expected, strict=True)
     errors = {name: relative(a, b[mine].detach()) for name, a, b in pairs}
-    # To later members k and v in both directions, to earlier ones dk and dv; if not causal, all to all. Of one head.
+    # Later members get k and v in forward and backward, earlier ones dk and dv; if not causal, all get both. One head.
     later, earlier = (ring - 1 - docs.member, docs.member) if causal else (ring - 1, ring - 1)
     reads = len(table_of(3, mesh).reads[mesh.ulysses_group.rank()])
     return errors | {"bytes": docs.sent_bytes - reads * 2 * (64 // ring) * 8 * 8 * (2 * later + earlier)}
@@ -168,8 +168,8 @@ def table_of(num_heads, mesh):
 
 @pytest.mark.parametrize("kernel", ["cpu", "fa4"])
 @pytest.mark.parametrize("ring,causal", [(2, False), (4, True)])
-def test_sharded_attention(fa4, ring, causal, kernel, monkeypatch):
-    """In the one round of so few tokens, a rank sends k and v in both directions, and dk and dv."""
+def test_sharded_attention_is_exact_and_sends_no_more_than_needed(fa4, ring, causal, kernel, monkeypatch):
+    """So few tokens take one round, in which a rank sends k and v in both directions, and dk and dv."""
     calls, start = [], exchange.start_uneven_all_to_all
     monkeypatch.setattr(exchange, "start_uneven_all_to_all", lambda *args: calls.append(args) or start(*args))
     check(on_threads(4, lambda: sharded(ring, causal, kernel)))
@@ -187,7 +187,8 @@ def test_one_causal_document_is_sharded_in_zigzag():
 
 @pytest.mark.parametrize("ring, sigma", diagonal([2, 4, 8], [0.5, 1.0, 1.5]))
 def test_packed_documents_are_balanced(ring, sigma):
-    """1000 documents, log-normal around 8K: balanced by causal area, with and without a window of 4096; few are cut."""
+    """Shards 1000 documents, log-normal around 8K. They are balanced by causal area, with and without a window of 4096,
+    and few are cut."""
     lengths = torch.randn(1000, generator=torch.Generator().manual_seed(ring)).mul(sigma).exp().mul(8192).long() + 1
     starts = (0, *lengths.cumsum(0).tolist())
     sharding = shard_tokens(starts, ring, 8)
@@ -205,7 +206,7 @@ def test_packed_documents_are_balanced(ring, sigma):
 
 
 def received_tokens(starts, ring, window=None):
-    """Tokens whose k and v each member receives; as many are sent, and no member does more than it may in a round."""
+    """Return how many tokens' k and v each member receives. Checks that as many are sent, and the maximum per round."""
     sharding = shard_tokens(starts, ring, 1)
     of_members = [Docs((*starts, sharding.num_tokens), sharding, member).rounds(True, window) for member in range(ring)]
     counts = [[(sum(r.num_received), sum(r.num_sent)) for r in of_rounds] for of_rounds in of_members]
@@ -216,7 +217,7 @@ def received_tokens(starts, ring, window=None):
 
 
 def test_unattended_keys_are_not_sent():
-    """In zigzag, member i of 4 sees the first 8 - i of 8 pieces and has two of them; packed documents stay intact."""
+    """In zigzag, member i of 4 attends to the first 8 - i of 8 pieces and holds two. Packed documents stay intact."""
     assert received_tokens((0, 1 << 20), 4) == [(6 - i) << 17 for i in range(4)]
     assert received_tokens(tuple(range(0, (1 << 20) + 1, 1 << 12)), 4) == [0] * 4
     assert received_tokens((0, 1 << 20), 4, window=4096) == [4095, 2 * 4095, 2 * 4095, 4095]
@@ -235,14 +236,14 @@ def test_inputs_determine_how_tokens_are_sharded():
 # ---- runs
 
 
-def of_steps(run_dir):
+def step_values(run_dir):
     names = ("loss", "val_loss", "grad_norm")
     return [record[name] for record in metrics(run_dir) for name in names if record.get(name)]
 
 
 @pytest.mark.slow  # test_resume_is_bitwise.py resumes on other ranks, test_time_limits.py has a run with a ring
 def test_a_run_resumes_with_another_ring(ranks, tmp_path):
-    """One rank alone; two groups of two, which replicate the model; and from there a ring of four, which shards it."""
+    """Compares one rank, two replicated groups of two, and a ring of four that shards the model, resumed from these."""
 
     def config(name, **parallel):
         steps = {"steps": 3, "save_every": 2, "keep_last": 3, "validate_every": 0}
@@ -254,12 +255,12 @@ def test_a_run_resumes_with_another_ring(ranks, tmp_path):
     again = copy_back_at(two.train.run_dir, tmp_path / "again", step=2)
     resumed = config("2x2", cp=4, ring=4)
     ranks.run(4, run, replace(resumed, train=replace(resumed.train, run_dir=again)), again)
-    losses = [of_steps(run_dir) for run_dir in (alone.train.run_dir, two.train.run_dir, again)]
-    assert len(losses[0]) == 7  # one of them of validation
+    losses = [step_values(run_dir) for run_dir in (alone.train.run_dir, two.train.run_dir, again)]
+    assert len(losses[0]) == 7  # including one validation loss
     for record in metrics(two.train.run_dir):
         assert 1.0 <= record["balance"] < 1.5 and record["ring_bytes"] > 0  # documents of few tokens
-    for others in losses[1:]:
-        assert others == pytest.approx(losses[0], rel=1e-5)
+    for resumed_losses in losses[1:]:
+        assert resumed_losses == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_a_configuration_determines_the_ring():
@@ -280,7 +281,7 @@ def test_a_configuration_determines_the_ring():
     assert layout_from_config(parse_config({}), 2, 8, on_gpu=False, num_heads=3).ring == 4  # the fewest
 
 
-def test_a_ring_that_cannot_be_is_refused():
+def test_an_impossible_ring_is_refused():
     def refused():
         model = tiny_model(tiny_config("llama", 2, 1))
         three = partial(parallelize_model, model, 4, ring=3)

@@ -1,4 +1,4 @@
-"""A mixture's router sees the same bits in backward's recomputation as in forward: it never picks other experts."""
+"""A router gets the same bits in backward's recomputation as in forward, so it never picks other experts."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from models import EXPERTS, tiny_config, tiny_model
 
 @pytest.mark.parametrize("family, heads_per_stage", diagonal(EXPERTS, [1, 4]))
 def test_no_expert_changes_in_backward(family, heads_per_stage):
-    """In bf16, where different rounding of the router's logits would sometimes flip a choice."""
+    """Runs in bf16, where different rounding of the router's logits would sometimes change the choice."""
     config = tiny_config(family, 4, 2, vocab_size=512, hidden_size=64, num_hidden_layers=2)
     model = tiny_model(config, torch.float32)
     layout = Layout(
@@ -21,16 +21,18 @@ def test_no_expert_changes_in_backward(family, heads_per_stage):
     model = parallelize_model(model, mesh=make_mesh(1), layout=layout)
     logits: list[list[torch.Tensor]] = []
     for layer in model.model.layers:
-        seen: list[torch.Tensor] = []
-        logits.append(seen)
-        layer.mlp.gate.register_forward_hook(lambda module, args, out, seen=seen: seen.append(_first(out).clone()))
+        layer_logits: list[torch.Tensor] = []
+        logits.append(layer_logits)
+        layer.mlp.gate.register_forward_hook(
+            lambda module, args, out, layer_logits=layer_logits: layer_logits.append(_first(out).clone())
+        )
     ids = torch.randint(512, (1, 120), generator=torch.Generator().manual_seed(5))
     loss = model(input_ids=ids, labels=ids).loss
-    tiles = [len(seen) for seen in logits]
+    tiles = [len(layer_logits) for layer_logits in logits]
     loss.backward()
-    for seen, count in zip(logits, tiles, strict=True):
-        assert count == 5 and len(seen) == 2 * count
-        forward, backward = (torch.cat(part) for part in (seen[:count], seen[count:]))
+    for layer_logits, count in zip(logits, tiles, strict=True):
+        assert count == 5 and len(layer_logits) == 2 * count
+        forward, backward = (torch.cat(part) for part in (layer_logits[:count], layer_logits[count:]))
         assert torch.equal(forward, backward)
 
 

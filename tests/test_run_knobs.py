@@ -1,5 +1,5 @@
-"""Knobs of a run: epochs, the best checkpoint, early stop, another learning rate, validation alone, export of a step,
-samples."""
+"""Settings and commands for a run: epochs, the best checkpoint, early stopping, a new learning rate, validation only,
+export of a step, and samples."""
 
 import json
 import math
@@ -34,7 +34,7 @@ def names(run_dir):
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """A run with fixed validation losses, one of them NaN: it stops early, two validations after the lowest."""
+    """A run with fixed validation losses, one of them NaN. It stops early, two validations after the lowest."""
     losses = iter((9.0, math.nan, 2.0, 2.5, 2.25))
     settings = {"validate_every": 1, "save_every": 0, "keep_last": 1, "patience": 2, "epochs": 2, "accumulate": 3}
     config = tiny_run(tmp_path_factory.mktemp("knobs"), train=settings)
@@ -74,7 +74,7 @@ def test_epochs_become_steps(stopped):
     train = load_config(stopped.train.run_dir / "config.yaml").train
     assert (train.steps, train.epochs) == (math.ceil(2 * 67 / 3), None), "67 sequences are a pass over the data"
     assert load_config(stopped.train.run_dir / "config.yaml").optim.decay_steps == train.steps
-    resolve(stopped.train.run_dir / "config.yaml", [])  # a run's own settings make another one
+    resolve(stopped.train.run_dir / "config.yaml", [])  # a run's config.yaml is valid for a new run
     both = ["train.epochs=2", "train.steps=3"]
     assert_refused(lambda: resolve(None, both), "train.epochs=2.0", "train.steps", fix="leave one out")
     assert resolve(None, ["train.epochs=2"]).optim.decay_steps is None
@@ -86,37 +86,37 @@ def test_a_resumed_run_takes_another_learning_rate(stopped, tmp_path):
     run(resolve(None, changes, run_dir), run_dir)
     records = read_metrics(run_dir / "metrics.jsonl")
     assert records[-1]["lr"] == 0.5 and len(records) == 6
-    assert names(run_dir)[0] == "step-00000005", "without patience and keep_best the best is as old as any other"
+    assert names(run_dir)[0] == "step-00000005", "without patience and keep_best, the best is not kept"
 
 
 def test_a_step_is_exported_and_sampled(stopped, tmp_path):
-    run_dir, ask = stopped.train.run_dir, CliRunner()
+    run_dir, cli = stopped.train.run_dir, CliRunner()
     for step in (2, 4):
         out = str(tmp_path / f"step {step}")
-        assert ask.invoke(app, ["export", str(run_dir), out, "--step", str(step)]).exit_code == 0
+        assert cli.invoke(app, ["export", str(run_dir), out, "--step", str(step)]).exit_code == 0
     arguments = ["export", str(run_dir), str(tmp_path / "no"), "--step", "3"]
     assert_command_refused(arguments, "--step=3", str(run_dir), fix="2 or 4")
     weights = [load_file(tmp_path / f"step {step}" / "model.safetensors")["model.norm.weight"] for step in (2, 4)]
     assert not torch.equal(*weights)
-    how = ["--prompt", "Document 12: 12 13", "--tokens", "5", "--temperature", "0"]
-    texts = [ask.invoke(app, ["sample", str(source), *how]) for source in (run_dir, tmp_path / "step 4")]
+    options = ["--prompt", "Document 12: 12 13", "--tokens", "5", "--temperature", "0"]
+    texts = [cli.invoke(app, ["sample", str(source), *options]) for source in (run_dir, tmp_path / "step 4")]
     assert texts[0].exit_code == 0 and texts[0].stdout == texts[1].stdout and len(texts[0].stdout) > 1
-    assert_command_refused(["sample", str(tmp_path / "no"), *how], str(tmp_path / "no"), fix="with weights")
+    assert_command_refused(["sample", str(tmp_path / "no"), *options], str(tmp_path / "no"), fix="with weights")
     model = tmp_path / "step 4"
-    assert_command_refused(["sample", str(model), *how[:-1], "1e-300"], "--temperature=1e-300", fix="0 (greedy)")
+    assert_command_refused(["sample", str(model), *options[:-1], "1e-300"], "--temperature=1e-300", fix="0 (greedy)")
     stored, config = (model / "model.safetensors").read_bytes(), json.loads((model / "config.json").read_text())
     for changes, named in (
         ({"num_hidden_layers": 3}, "no tensor model.layers.2.input_layernorm.weight (9 missing"),
         ({"intermediate_size": 64}, "model.layers.0.mlp.down_proj.weight has shape (32, 48), not (32, 64)"),
     ):
         (model / "config.json").write_text(json.dumps(config | changes))
-        assert_command_refused(["sample", str(model), *how], f"MODEL={model}", named, fix="fix config.json")
+        assert_command_refused(["sample", str(model), *options], f"MODEL={model}", named, fix="fix config.json")
     (model / "config.json").write_text(json.dumps(config))
     (model / "model.safetensors").write_bytes(stored[:5000])
-    assert_command_refused(["sample", str(model), *how], f"MODEL={model}", "cannot be read", fix="copy the files")
+    assert_command_refused(["sample", str(model), *options], f"MODEL={model}", "cannot be read", fix="copy the files")
     (model / "model.safetensors").write_bytes(stored)
     (model / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
-    assert_command_refused(["sample", str(model), *how], f"MODEL={model}", "rejects it", fix="--raw")
+    assert_command_refused(["sample", str(model), *options], f"MODEL={model}", "rejects it", fix="--raw")
 
 
 def test_damaged_runs_are_not_exported(stopped, tmp_path):
@@ -138,11 +138,11 @@ def test_damaged_runs_are_not_exported(stopped, tmp_path):
 
 def test_a_trace_is_answered_up_to_a_stop_token(tmp_path, monkeypatch):
     """The record's own answer is left out, and the system prompt and tools are rendered."""
-    asked = {}
+    generate_kwargs = {}
 
     class Model:
         def generate(self, **options):
-            asked.update(options)
+            generate_kwargs.update(options)
             return torch.cat([options["input_ids"], torch.tensor([[5, 6]])], 1)
 
         def to(self, device):
@@ -161,10 +161,10 @@ def test_a_trace_is_answered_up_to_a_stop_token(tmp_path, monkeypatch):
     (tmp_path / "tools.json").write_text(json.dumps([{"name": "add", "input_schema": {"type": "object"}}]))
     files = ["--messages", str(tmp_path / "a.jsonl"), "--tools", str(tmp_path / "tools.json")]
     result = CliRunner().invoke(app, ["sample", str(tmp_path / "model"), "--system", "be kind", *files])
-    text = hf.decode(asked["input_ids"][0])
+    text = hf.decode(generate_kwargs["input_ids"][0])
     assert result.exit_code == 0 and text.startswith("<|im_start|>system\nbe kind") and '"name": "add"' in text
-    assert text.endswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n") and asked["use_cache"]
-    assert asked["eos_token_id"] == hf.convert_tokens_to_ids(["</s>", "<|im_end|>"])
+    assert text.endswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n") and generate_kwargs["use_cache"]
+    assert generate_kwargs["eos_token_id"] == hf.convert_tokens_to_ids(["</s>", "<|im_end|>"])
     for option, fix in (("--messages", "a record with messages"), ("--tools", "a JSON list")):
         arguments = ["sample", str(tmp_path / "model"), "--prompt", "hi", option, str(tmp_path / "no")]
         assert_command_refused(arguments, f"{option}=", fix=fix)
@@ -184,8 +184,8 @@ def test_evaluate_only_prints_the_loss_and_leaves_the_run_alone(stopped, capsys)
     before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
     config = load_config(run_dir / "config.yaml", ["train.validate_sequences=2"])
     validate_rank(validate_run(config, 1, run_dir, trains=False))
-    shown = capsys.readouterr().out.split()
-    loss, perplexity = float(shown[2]), float(shown[4])
+    printed = capsys.readouterr().out.split()
+    loss, perplexity = float(printed[2]), float(printed[4])
     assert perplexity == pytest.approx(math.exp(loss), rel=1e-3) and 0 < loss < 9
     after = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*") if path != run_dir}
     assert after == {path: time for path, time in before.items() if path != run_dir}

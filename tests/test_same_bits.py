@@ -12,12 +12,12 @@ from models import tiny_config, tiny_model
 from parity import random_ids
 from runs import copy_back_at, numbers, run, tiny_run
 
-# Tier -> whether projections and MLP are kept.
+# Maps a tier to whether projections and MLP are kept.
 TIERS = {"device": (False, False), "host": (True, False), "disk": (True, True)}
 
 
 def bits_of_a_step(cp, **options):
-    """Loss and all gradients. The same again after a step on other tokens, which leaves other values in the pool."""
+    """Return the loss and all gradients. Checks that a step on other tokens, which fills the pool, changes none."""
     layout = Layout(cp, tile_tokens=5, kept=(options.pop("keeps"),) * 2, **options)
     model = tiny_model(tiny_config("qwen3", heads=4, kv_heads=2), torch.float32)
     model = parallelize_model(model, mesh=make_mesh(cp), layout=layout)
@@ -38,10 +38,11 @@ def compare_variants(cp, heads_per_stage, kept, every):
     first, wrong = None, []
     for overlap in (True, False):
         for tier, more in TIERS.items() if overlap or every else [("disk", TIERS["disk"])]:
-            how = {"overlap": overlap, "keeps": ActivationPolicy(tier, tier, *more) if kept else ActivationPolicy(tier)}
-            bits = bits_of_a_step(cp, heads_per_stage=heads_per_stage, **how)
+            policy = ActivationPolicy(tier, tier, *more) if kept else ActivationPolicy(tier)
+            options = {"overlap": overlap, "keeps": policy}
+            bits = bits_of_a_step(cp, heads_per_stage=heads_per_stage, **options)
             first = first or bits
-            wrong += [(how, name) for name in first if (first[name] != bits[name]).any()]
+            wrong += [(options, name) for name in first if (first[name] != bits[name]).any()]
     return wrong
 
 
@@ -53,7 +54,7 @@ def compare_variants(cp, heads_per_stage, kept, every):
     ],
 )
 def test_bits_do_not_depend_on_tier_or_overlap(ranks, cp, heads_per_stage, kept, pytestconfig):
-    """Without overlap in one tier; in all with --slow."""
+    """Without overlap only one tier runs, unless --slow is set."""
     for wrong in ranks.run(cp, compare_variants, cp, heads_per_stage, kept, pytestconfig.getoption("--slow")):
         assert wrong == []
 
@@ -66,8 +67,8 @@ def with_memory(config, folder, **memory):
     )
 
 
-def test_optimizer_on_the_host_trains_the_same(ranks, tmp_path, pytestconfig):
-    """Every number of the run, also after resuming from a checkpoint made without; with --slow, also from its own."""
+def test_an_offloaded_optimizer_gives_identical_runs(ranks, tmp_path, pytestconfig):
+    """Every number is equal, also after resuming from a checkpoint of the other run and, with --slow, from its own."""
     plain = tiny_run(tmp_path, parallel={"cp": 2}, train={"steps": 2, "save_every": 1, "validate_every": 0})
     offloaded = with_memory(plain, tmp_path / "offloaded", offload_optimizer=True)
     ranks.run(2, run, plain)
@@ -82,7 +83,7 @@ def test_optimizer_on_the_host_trains_the_same(ranks, tmp_path, pytestconfig):
 
 
 @pytest.mark.slow
-def test_tiers_train_the_same(ranks, tmp_path):
+def test_tiers_give_identical_runs(ranks, tmp_path):
     plain = tiny_run(tmp_path, parallel={"cp": 2}, train={"steps": 2, "validate_every": 0})
     ranks.run(2, run, plain)
     for tier in ("host", "disk"):

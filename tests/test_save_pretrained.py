@@ -20,7 +20,7 @@ from threads import on_threads
 LARGEST = 25_000  # bytes of a file; the largest parameter has 24576
 
 
-def saved(plain, folder, replicas=1, **settings):
+def save_parallel(plain, folder, replicas=1, **settings):
     """Save from two ranks after a forward, when the root's parameters are still gathered in the compute dtype."""
     models = [copy.deepcopy(plain) for _ in range(2)]
 
@@ -36,33 +36,33 @@ def saved(plain, folder, replicas=1, **settings):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_models(tmp_path, family):
-    """With tied embeddings, and with experts, which are stored one by one."""
+def test_models_equal_those_saved_by_transformers(tmp_path, family):
+    """Covers tied embeddings, and experts, which are stored one by one."""
     plain = tiny_model(tiny_config(family), torch.float32)
     plain.save_pretrained(tmp_path / "plain")
-    folder = saved(plain, tmp_path, max_shard_size=LARGEST)
+    folder = save_parallel(plain, tmp_path, max_shard_size=LARGEST)
     files = [load_file(file) for file in sorted(tmp_path.glob("model-*.safetensors"))]
     assert len(files) > 2 and all(sum(tensor.nbytes for tensor in file.values()) <= LARGEST for file in files)
     expected = load_file(tmp_path / "plain" / "model.safetensors")
-    found = {name: tensor for file in files for name, tensor in file.items()}
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    saved = {name: tensor for file in files for name, tensor in file.items()}
+    assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in saved)
     loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
     assert all(torch.equal(loaded[name], tensor) for name, tensor in plain.named_parameters())
-    saved(plain, tmp_path, replicas=2)
+    save_parallel(plain, tmp_path, replicas=2)
     assert [file.name for file in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("changes", [{}, {"modules_to_save": ["lm_head"], "use_rslora": True}])
-def test_adapters(tmp_path, changes):
+def test_adapters_equal_those_of_peft(tmp_path, changes):
     config = tiny_config("qwen2", tie_word_embeddings=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         lora = LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **changes)
         plain = get_peft_model(tiny_model(config, torch.float32), lora, "mine")
         expected = get_peft_model_state_dict(plain, adapter_name="mine")
-        folder = saved(plain, tmp_path)
-        found = load_file(folder / "adapter_model.safetensors")
-        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+        folder = save_parallel(plain, tmp_path)
+        saved = load_file(folder / "adapter_model.safetensors")
+        assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in saved)
         loaded = PeftModel.from_pretrained(tiny_model(config, torch.float32), folder)
     ids = random_ids(1, 6)
     assert torch.equal(loaded.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits)

@@ -27,8 +27,8 @@ from runs import tiny_run, valid
 CPU = torch.device("cpu")
 
 
-def built(text: str):
-    """A model with YAML settings after one step, and the bytes kept for backward on the device and off it."""
+def run_step(text: str):
+    """Run a step with YAML settings; return the model and the bytes kept for backward, on the device and off it."""
     config = parse_config(yaml.safe_load(text) or {})
     layout, store = layout_from_config(config, 2, 1, on_gpu=False), Store(CPU, disk_path=config.memory.disk_path)
     model = build.build_model(tiny_config("llama").to_dict(), make_mesh(1), layout, store=store)
@@ -48,7 +48,7 @@ def streamed(model) -> list[streamed_layer.StreamedLayer]:
 
 def test_heads_per_stage_makes_stages():
     def num_stages(value):
-        model, *_ = built(f"parallel: {{heads_per_stage: {value}}}")
+        model, *_ = run_step(f"parallel: {{heads_per_stage: {value}}}")
         return len(streamed(model)[0].table.stages)
 
     assert [num_stages(value) for value in ("all", 4, 2, 1)] == [1, 1, 2, 4]
@@ -56,17 +56,17 @@ def test_heads_per_stage_makes_stages():
 
 @pytest.mark.parametrize("tokens, rows", [("all", {24}), (24, {24}), (8, {8}), (5, {5, 4})])
 def test_tile_tokens_cuts_tiles(tokens, rows, monkeypatch):
-    seen = {"_add_mlp": set(), "_mlp_backward_tile": set()}  # forward and backward
-    for name, lengths in seen.items():
+    tile_lengths = {"_add_mlp": set(), "_mlp_backward_tile": set()}  # forward and backward
+    for name, lengths in tile_lengths.items():
         method = getattr(streamed_layer.StreamedLayer, name)
 
-        def noting(self, tile, *args, method=method, lengths=lengths):
+        def record(self, tile, *args, method=method, lengths=lengths):
             lengths.add(len(tile))
             return method(self, tile, *args)
 
-        monkeypatch.setattr(streamed_layer.StreamedLayer, name, noting)
-    built(f"memory: {{tile_tokens: {tokens}}}")
-    assert seen == {"_add_mlp": rows, "_mlp_backward_tile": rows}
+        monkeypatch.setattr(streamed_layer.StreamedLayer, name, record)
+    run_step(f"memory: {{tile_tokens: {tokens}}}")
+    assert tile_lengths == {"_add_mlp": rows, "_mlp_backward_tile": rows}
 
 
 @pytest.mark.parametrize("kept, num_kept", [("none", 0), (0, 0), (1, 1), ("all", 2)])
@@ -74,13 +74,13 @@ def test_keep_attention_saves_attention(kept, num_kept, monkeypatch):
     calls = []
     attend = stages.StagedAttention.attend
     monkeypatch.setattr(stages.StagedAttention, "attend", lambda *args: calls.append(1) or attend(*args))
-    built(f"memory: {{keep_attention: {kept}}}")
+    run_step(f"memory: {{keep_attention: {kept}}}")
     assert len(calls) == 2 + (2 - num_kept), "once per layer in forward, and again where it was not kept"
 
 
 def test_offload_moves_kept_activations():
     x_bytes = 2 * 24 * 32 * 4
-    kept = {tier: built(f"memory: {{offload: {tier}}}")[1:3] for tier in ("none", "host", "disk")}
+    kept = {tier: run_step(f"memory: {{offload: {tier}}}")[1:3] for tier in ("none", "host", "disk")}
     assert {tier: held for tier, (_, held) in kept.items()} == {
         "none": (0, 0),
         "host": (x_bytes, 0),
@@ -91,15 +91,15 @@ def test_offload_moves_kept_activations():
 
 
 def test_offload_also_moves_attentions_output():
-    held = built("memory: {offload: host, keep_attention: 1}")[2]
+    held = run_step("memory: {offload: host, keep_attention: 1}")[2]
     assert held == (2 * 24 * 32 * 4 + 24 * (32 + 4) * 4, 0)
 
 
 def test_layers_keep_what_the_settings_name():
-    """For one layer more that keeps q, k, v and the sum after attention, or gate and up: their values of 24 tokens."""
+    """Each additional layer keeps q, k, v and the sum after attention, or gate and up, of 24 tokens."""
 
     def kept(words: str) -> int:
-        return built(f"memory: {{{words}}}")[1]
+        return run_step(f"memory: {{{words}}}")[1]
 
     attended, none = kept("keep_attention: all"), kept("checkpoint: none")
     projected = [kept(f"keep_attention: all, keep_projections: {n}") for n in (1, "all")]
@@ -109,25 +109,25 @@ def test_layers_keep_what_the_settings_name():
     assert half - projected[1] == none - half == 24 * 4 * 2 * 40
 
 
-def test_disk_path_is_where_the_file_is(tmp_path, monkeypatch):
+def test_disk_path_is_the_folder_of_the_file(tmp_path, monkeypatch):
     made, temporary = [], tempfile.TemporaryFile
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: made.append(Path(dir)) or temporary(dir=dir))
-    built(f"memory: {{offload: disk, disk_path: {tmp_path}}}")
+    run_step(f"memory: {{offload: disk, disk_path: {tmp_path}}}")
     assert made == [tmp_path]
 
 
 def test_attention_settings_reach_attention(monkeypatch):
-    seen = []
+    calls = []
     attention = ring.attention
-    monkeypatch.setattr(ring, "attention", lambda *a, **k: seen.append(k) or attention(*a, **k))
-    built("attention: {kernel: reference, block_q: 8, block_kv: 6}")
-    assert {(how["kernel"].name, how["blocks"]) for how in seen} == {("reference", (8, 6))}
-    built("{}")
-    assert seen[-1]["kernel"].name != "reference" and seen[-1]["blocks"] is None  # decided once
+    monkeypatch.setattr(ring, "attention", lambda *a, **k: calls.append(k) or attention(*a, **k))
+    run_step("attention: {kernel: reference, block_q: 8, block_kv: 6}")
+    assert {(call["kernel"].name, call["blocks"]) for call in calls} == {("reference", (8, 6))}
+    run_step("{}")
+    assert calls[-1]["kernel"].name != "reference" and calls[-1]["blocks"] is None  # decided once
 
 
 def test_compile_compiles_the_mlp(monkeypatch):
-    """Forward and backward are traced, and the traced graph runs eagerly: generating code needs a C++ compiler."""
+    """Forward and backward are traced, but the graph runs eagerly, as generating code needs a C++ compiler."""
     compiled, graphs, compile_module = [], [], torch.compile
 
     def backend(graph, inputs):
@@ -148,37 +148,37 @@ def test_compile_compiles_the_mlp(monkeypatch):
         torch.testing.assert_close(gradients[0][name], grad, msg=name)
 
 
-def test_dtype_is_the_computations():
+def test_dtype_is_the_compute_dtype():
     for name in ("float32", "bfloat16", "float64"):
-        model, *_ = built(f"model: {{dtype: {name}}}")
+        model, *_ = run_step(f"model: {{dtype: {name}}}")
         assert next(model.parameters()).dtype == (torch.float64 if name == "float64" else torch.float32)
         assert model(input_ids=random_ids(1, 4)).logits.dtype == getattr(torch, name)
 
 
-def test_offload_optimizer_is_fsdps_policy(monkeypatch):
-    seen, shard = [], build.fully_shard
+def test_offload_optimizer_sets_fsdps_offload_policy(monkeypatch):
+    policies, shard = [], build.fully_shard
 
-    def watched(module, **how):
-        seen.append(type(how["offload_policy"]).__name__)
-        return shard(module, **how)
+    def record(module, **options):
+        policies.append(type(options["offload_policy"]).__name__)
+        return shard(module, **options)
 
-    monkeypatch.setattr(build, "fully_shard", watched)
+    monkeypatch.setattr(build, "fully_shard", record)
     for value, policy in (("true", "CPUOffloadPolicy"), ("false", "OffloadPolicy")):
-        built(f"memory: {{offload_optimizer: {value}}}")
-        assert set(seen) == {policy}
-        seen.clear()
+        run_step(f"memory: {{offload_optimizer: {value}}}")
+        assert set(policies) == {policy}
+        policies.clear()
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_deterministic_reaches_pytorch_and_the_kernel(tmp_path, monkeypatch, asked):
-    told = []
-    monkeypatch.setattr(kernels, "_call_fa4", lambda *_, **how: told.append(how["deterministic"]) or ())
+@pytest.mark.parametrize("value", [True, False])
+def test_deterministic_reaches_pytorch_and_the_kernel(tmp_path, monkeypatch, value):
+    passed = []
+    monkeypatch.setattr(kernels, "_call_fa4", lambda *_, **options: passed.append(options["deterministic"]) or ())
     try:
-        prepare(valid(tiny_run(tmp_path, train={"deterministic": asked})))
-        assert torch.are_deterministic_algorithms_enabled() == asked
+        prepare(valid(tiny_run(tmp_path, train={"deterministic": value})))
+        assert torch.are_deterministic_algorithms_enabled() == value
         ends, x = torch.tensor([0, 4]), torch.zeros(4, 1, 8)
         kernels.KERNELS["fa4"].varlen.backward(x, x, x, x, x, x[..., 0].t(), ends, 4, 1.0, True, None)
         kernels.KERNELS["fa4"].backward(*[x[None]] * 5, x[None, ..., 0], 1.0, True)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert told == [asked, asked]
+    assert passed == [value, value]

@@ -27,8 +27,8 @@ def rank(arguments):
 
 
 def agent(port, arguments):
-    """What torchrun does, but its rank is a fork, and imports nothing."""
-    multiprocessing.current_process()._config["daemon"] = False  # else it may start no process
+    """Run a torchrun agent whose rank is a fork, which saves the imports."""
+    multiprocessing.current_process()._config["daemon"] = False  # otherwise it may not start processes
     meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": f"localhost:{port}", "run_id": "two", "max_restarts": 0}
     elastic_launch(LaunchConfig(2, 2, 1, start_method="fork", **meeting), rank)(arguments)
     return 0
@@ -36,7 +36,7 @@ def agent(port, arguments):
 
 @pytest.mark.slow
 def test_two_agents_train_one_model(tmp_path):
-    """As docs/several-nodes.md starts them; every rank has the plan of two nodes."""
+    """The agents start as in docs/several-nodes.md, and every rank plans for two nodes."""
     config = tiny_run(tmp_path, parallel={"cp": 2, "ring": 2, "replicas": 2}, train={"steps": 1, "validate_every": 0})
     (tmp_path / "run.yaml").write_text(to_yaml(config))
     with socket.socket() as free:
@@ -60,7 +60,7 @@ def measured_here():
 
 def test_bench_network_writes_what_plan_reads(ranks, tmp_path):
     (rows, figures), *others = ranks.run(4, measured_here)
-    assert all(rows == found for found, _ in others), "the slowest rank counts, for all"
+    assert all(rows == other_rows for other_rows, _ in others), "all report the slowest rank"
     whats, places = ("all-to-all", "all-gather", "send/recv"), ("inside a node", "between nodes")
     assert {(row["what"], row["where"], row["ranks"]) for row in rows} == {(w, p, 2) for w in whats for p in places}
     assert all(row["GB/s"] > 0 for row in rows)
@@ -75,8 +75,9 @@ def test_rank_0_of_two_nodes_is_rehearsed(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(tiny_config("llama", attention_bias=False, tie_word_embeddings=False).to_dict()))
-    words = ["rehearse", str(file), "--gpus", "2x2xH100-80GB", "--context", "2048", "--json"]
-    found = json.loads(CliRunner().invoke(app, [*words, "--set", "parallel.cp=4", "--set", "parallel.ring=2"]).stdout)
-    assert found["settings"]["parallel.ring"] == 2
-    peak = next(row for row in found["rows"] if row["what"] == "peak without reserve")
-    assert peak["measured"] == pytest.approx(peak["planned"], rel=0.5)  # weights, and tiles of a CPU, are most of it
+    arguments = ["rehearse", str(file), "--gpus", "2x2xH100-80GB", "--context", "2048", "--json"]
+    arguments += ["--set", "parallel.cp=4", "--set", "parallel.ring=2"]
+    answer = json.loads(CliRunner().invoke(app, arguments).stdout)
+    assert answer["settings"]["parallel.ring"] == 2
+    peak = next(row for row in answer["rows"] if row["what"] == "peak without reserve")
+    assert peak["measured"] == pytest.approx(peak["planned"], rel=0.5)  # mostly weights and a CPU's tiles

@@ -40,7 +40,7 @@ CASES = [
 
 
 def windows_of(config):
-    """Each layer's window as transformers' own attention modules see it."""
+    """Return each layer's window as transformers' attention modules read it."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

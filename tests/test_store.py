@@ -47,11 +47,11 @@ def keep_and_overwrite(store: Store, tensor: torch.Tensor, tier: str):
     return handle
 
 
-def assert_store_error(error: StoreError, tier: str, *wanted: str, fix: str) -> None:
-    """The error has its tier, and its message has all of `wanted` before the fix."""
+def assert_store_error(error: StoreError, tier: str, *named: str, fix: str) -> None:
+    """Check that the error is of `tier` and that its message contains all of `named` before the fix."""
     problem, separator, offer = str(error).partition("; ")
     assert error.tier == tier and tier in problem and separator, error
-    assert all(text in problem for text in wanted) and fix in offer, error
+    assert all(text in problem for text in named) and fix in offer, error
 
 
 def is_empty(store: Store) -> bool:
@@ -75,34 +75,34 @@ def test_every_shape_and_dtype_is_returned_exactly(tier, dtype):
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.parametrize("step", [1, 3, 100, None])
-def test_tiles_of_rows(tier, hold, step):
-    whole, slices = numbers((7, 5)), tile_slices(7, step)
-    handle = keep_and_overwrite(Store(), whole, tier)
+def test_tiles_of_rows_add_up_to_the_tensor(tier, hold, step):
+    x, slices = numbers((7, 5)), tile_slices(7, step)
+    handle = keep_and_overwrite(Store(), x, tier)
     for _ in range(3):
         tiles = list(handle.tiles(slices, hold=hold))
-        assert [len(tile) for tile in tiles] == [len(whole[rows]) for rows in slices]
-        assert torch.equal(torch.cat(tiles), whole)
-    assert torch.equal(handle.fetch(), whole)
+        assert [len(tile) for tile in tiles] == [len(x[rows]) for rows in slices]
+        assert torch.equal(torch.cat(tiles), x)
+    assert torch.equal(handle.fetch(), x)
 
 
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("step", [1, 4, None])
-def test_tiles_along_the_second_dim(tier, step):
-    whole = numbers((2, 9, 3, 4))
-    handle = keep_and_overwrite(Store(), whole, tier)
-    assert torch.equal(torch.cat(list(handle.tiles(tile_slices(9, step), dim=1)), 1), whole)
+def test_tiles_along_the_second_dim_add_up_to_the_tensor(tier, step):
+    x = numbers((2, 9, 3, 4))
+    handle = keep_and_overwrite(Store(), x, tier)
+    assert torch.equal(torch.cat(list(handle.tiles(tile_slices(9, step), dim=1)), 1), x)
 
 
 @pytest.mark.parametrize("tier", TIERS)
-def test_no_tiles_of_no_tokens(tier):
+def test_an_empty_tensor_has_no_tiles(tier):
     handle = keep_and_overwrite(Store(), numbers((0, 4)), tier)
     assert list(handle.tiles(tile_slices(0, None), hold=True)) == []
 
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_views_are_kept_with_their_own_values(tier):
-    whole = numbers((6, 8))
-    for view in (whole.t(), whole[1::2, 3:], whole[2]):
+    x = numbers((6, 8))
+    for view in (x.t(), x[1::2, 3:], x[2]):
         assert torch.equal(keep_and_overwrite(Store(), view, tier).fetch(), view)
 
 
@@ -184,14 +184,14 @@ def test_steps_of_changing_length_do_not_accumulate_memory(tier):
 
 @pytest.fixture
 def made(monkeypatch):
-    """The sizes of new slabs."""
+    """Record the sizes of new slabs."""
     sizes, make = [], store_module.Slab.__init__
     monkeypatch.setattr(store_module.Slab, "__init__", lambda self, n, pin: sizes.append(n) or make(self, n, pin))
     return sizes
 
 
 def test_the_slabs_of_the_longest_sequence_serve_all_shorter_ones(made):
-    """Four layers keep tensors of three sizes and, in backward, one more for a moment."""
+    """Four layers keep tensors of three sizes and, in backward, briefly one more."""
     store, sizes = Store(), (32, 48, 3)
     lengths, num_made, used_bytes = (64, 80, 64, 80, 79, 7, 1, 41), [], []
     for length in lengths:
@@ -265,8 +265,8 @@ def test_a_full_disk_is_an_error_with_a_fix(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(StoreError) as error:
         store.keep(numbers((6,)), "disk")
-    wanted = ("24", str(tmp_path), "20", "No space left on device")
-    assert_store_error(error.value, "disk", *wanted, fix="memory.disk_path")
+    named = ("24", str(tmp_path), "20", "No space left on device")
+    assert_store_error(error.value, "disk", *named, fix="memory.disk_path")
     del error
     assert torch.equal(first.fetch(), numbers((5,)))
     del first
@@ -285,7 +285,7 @@ def test_a_missing_directory_is_an_error_with_a_fix(tmp_path):
 
 @pytest.fixture
 def slow_disk(monkeypatch):
-    """Writes are slower than `keep`."""
+    """Make writes slower than `keep`."""
     write = store_module.DiskFile.write
 
     def slowly(self, data, offset):
@@ -373,8 +373,8 @@ def test_disk_space_is_not_reused_while_it_is_written(monkeypatch):
 
 
 def test_handles_may_be_deleted_anywhere(slow_disk):
-    """On other threads, in reference cycles, and under the pool's lock while the writer needs it."""
-    gc.freeze()  # what other tests left would be traversed again and again
+    """Handles die on other threads, in reference cycles, and under the pool's lock while the writer needs it."""
+    gc.freeze()  # otherwise every collection would traverse the objects of other tests
     x = numbers((40,))
     store, failures = Store(host_bytes=3 * x.nbytes), []
 
@@ -412,7 +412,7 @@ def test_deleting_a_handle_under_the_lock_does_not_block(slow_disk):
 
     def lose():
         nonlocal handle
-        with store.pool._changed:  # as when garbage is collected inside acquire()
+        with store.pool._changed:  # like garbage collection inside acquire()
             del handle
         done.set()
 
@@ -456,7 +456,7 @@ def test_the_file_is_created_in_disk_path(tmp_path, monkeypatch):
 
 
 def test_written_and_read_pages_leave_the_page_cache(monkeypatch, tmp_path):
-    """Once they are on disk: dirty pages cannot be dropped."""
+    """They leave it once they are on disk, because dirty pages cannot be dropped."""
     calls, sync, advise = [], os.fdatasync, os.posix_fadvise
 
     def record(file, call):
@@ -485,7 +485,7 @@ MOVES = ("keep", "fetch", "tiles", "hold", "read_ahead", "prefetch", "drop")
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 30)), max_size=40), st.integers(3, 6))
 def test_any_sequence_returns_what_was_kept(moves, slabs):
-    """At most two tensors are kept on the host and two on disk, so that even the smallest pool has room."""
+    """At most one tensor is kept on the host and two on disk, so that even the smallest pool has room."""
     store, alive, seed = Store(host_bytes=slabs * 9 * 4 * 4), {}, 0
     for move, number in moves:
         tier = ("host", "disk")[number % 2]

@@ -1,4 +1,4 @@
-"""What a rank leaves behind: no context on another rank's GPU, no process group of an entry that is done."""
+"""A rank creates no context on another rank's GPU, and a finished curriculum entry leaves no process group."""
 
 import contextlib
 import io
@@ -24,11 +24,11 @@ ON_HOST = ("prefetch batch", "tokenize", "report", "signals")
 
 
 def threads_of(config):
-    """Of a run on this rank: the threads it started, and those that chose their device."""
+    """Run on this rank and return the threads started, and those that chose their device."""
     started, chosen, start_thread = set(), set(), threading.Thread.start
 
     def start(thread):
-        if type(thread) is threading.Thread:  # the console's spinners are not
+        if type(thread) is threading.Thread:  # ignores the console's spinners
             started.add(thread.name)
         start_thread(thread)
 
@@ -58,7 +58,7 @@ def test_a_device_is_chosen_by_its_number(monkeypatch):
 
 @pytest.fixture
 def fake_gpu(monkeypatch):
-    """A GPU that does nothing; the caches of mesh.py are cleared before and after."""
+    """Fake a GPU that does nothing; clear the caches of mesh.py before and after."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
@@ -70,8 +70,8 @@ def fake_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_segments_of_gpu_memory_expand(monkeypatch, fake_gpu, is_new):
-    """Set once, in every version of torch, and not for child processes."""
+def test_gpu_memory_uses_expandable_segments(monkeypatch, fake_gpu, is_new):
+    """The setting is made once, in every version of torch, and not for child processes."""
     settings = []
     if is_new:
         monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False)
@@ -93,7 +93,7 @@ def test_a_users_allocator_settings_are_kept(monkeypatch, fake_gpu, name):
 
 
 def groups_after_entries(config):
-    """How many groups there are after each entry of a curriculum, in one process as under torchrun."""
+    """Run a curriculum in one process, like torchrun, and count the process groups after each entry."""
     counts = []
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         patch.setattr(launch, "ranks_persist", lambda: True)

@@ -27,7 +27,7 @@ from runs import metrics, run, run_and_record_exit, tiny_run, valid, wait_for
 
 @pytest.fixture
 def spend(monkeypatch):
-    """`spend(3, "layer 0", "mlp")` spends three seconds in nested phases, by a clock of its own."""
+    """`spend(3, "layer 0", "mlp")` spends three seconds of a fake clock in nested phases."""
     now = SimpleNamespace(s=0.0)
     monkeypatch.setattr(heartbeat.time, "perf_counter", lambda: now.s)
 
@@ -68,7 +68,7 @@ def test_pauses_are_measured_by_kind_after_the_first_step(spend):
         spend(4 * times, "layer 0", "forward", "attention", "stage 0")
         spend(3 * times, "layer 0", "forward", "exchange")
         spend(6 * times, "optimizer")
-        spend(50)  # all that follows is no optimizer
+        spend(50)  # outside the optimizer
         spend(5 * times, "validation")
         spend(7 * times, "validation", "layer 0", "forward")
         spend(50)
@@ -119,15 +119,15 @@ def test_until_something_is_measured_the_start_limit_applies(tiny):
 
 
 def on_gpu(run, name, context):
-    """The same run with longer sequences, on a GPU that is called so."""
+    """Return the run with another context, on a GPU named `name`."""
     known = heartbeat.gpu_named(name)
-    gpu = known or dataclasses.replace(find_gpu("H100"), name=name)  # as the preflight stands in for it
+    gpu = known or dataclasses.replace(find_gpu("H100"), name=name)  # like preflight's stand-in
     config = dataclasses.replace(run.config, data=dataclasses.replace(run.config.data, context=context))
     return dataclasses.replace(run, config=config, hardware=dataclasses.replace(run.hardware, gpu=gpu))
 
 
 def test_an_unknown_gpu_starts_with_the_slowest_gpus_limit_until_measured(tiny):
-    context = 10**8  # attention's seconds then count
+    context = 10**8  # makes attention's seconds matter
     known, unknown = (Limits.for_run(on_gpu(tiny, name, context)) for name in ("NVIDIA H100 80GB HBM3", "Some 9000"))
     slowest = min((gpu for gpu in GPUS.values() if gpu.name != "CPU"), key=lambda gpu: gpu.matmul_flops)
     assert known.planned > 2000 and unknown.start - known.start > known.planned
@@ -137,7 +137,7 @@ def test_an_unknown_gpu_starts_with_the_slowest_gpus_limit_until_measured(tiny):
     assert known.with_pauses(10_000.0, 1.0, 0, 0).for_phase(LAYER) == 50_000
 
 
-def test_data_counts_however_it_is_named(tmp_path, monkeypatch, tiny):
+def test_data_size_counts_for_every_kind_of_path(tmp_path, monkeypatch, tiny):
     folder = tmp_path / "texts"
     folder.mkdir()
     for i in range(4):
@@ -145,9 +145,9 @@ def test_data_counts_however_it_is_named(tmp_path, monkeypatch, tiny):
     for path in (folder, folder / "*.txt", f"{folder}/**/*.txt"):
         assert check_data(DataConfig(path=path, context=64), 300) == 20_000
     datasets = pytest.importorskip("datasets")
-    found = datasets.Dataset.from_dict({"text": ["word " * 1000] * 4})
-    monkeypatch.setattr(files, "open_dataset", lambda path: {"train": found})
-    monkeypatch.setattr("ithaka.data.read.open_dataset", lambda path: {"train": found})
+    dataset = datasets.Dataset.from_dict({"text": ["word " * 1000] * 4})
+    monkeypatch.setattr(files, "open_dataset", lambda path: {"train": dataset})
+    monkeypatch.setattr("ithaka.data.read.open_dataset", lambda path: {"train": dataset})
     assert check_data(DataConfig(path=Path("hf://someone/texts"), context=64), 300) >= 20_000
     assert tiny.data_bytes == sum(file.stat().st_size for file in tiny.config.data.path.iterdir())
     limits = [Limits.for_run(dataclasses.replace(tiny, data_bytes=size)).start for size in (0, 10**8, 10**12, 10**13)]
@@ -155,59 +155,60 @@ def test_data_counts_however_it_is_named(tmp_path, monkeypatch, tiny):
     assert limits[2] == limits[3] < limits[0] + 3600, "what a round needs, not all of the data"
 
 
-def test_slow_ranks_are_those_with_no_more_work():
-    """Of four ranks, in seconds and work."""
+def test_only_ranks_that_are_slow_for_their_work_are_reported():
+    """Each case has the seconds and the work of four ranks."""
     cases = [
         ([1.0, 1.1, 1.0, 1.5], [1, 1, 1, 1], {3: 1.5}),
         ([3.0, 3.0, 4.0, 4.0], [3, 3, 4, 4], {}),  # 14 heads on four ranks
         ([1.0, 1.0, 1.0, 4.0], [1, 1, 1, 4], {}),  # longer documents
-        ([1.0, 1.0, 1.0, 0.5], [9, 9, 9, 1], {}),  # short ones, which take longer for their work
+        ([1.0, 1.0, 1.0, 0.5], [9, 9, 9, 1], {}),  # short documents take longer for their work
         ([3.0, 3.0, 6.0, 4.0], [3, 3, 4, 4], {2: 1.5}),
     ]
     for seconds, work, named in cases:
         slow = SlowRanks()
-        said = [slow.add(seconds, work) for _ in range(20)]
-        assert said == [{}] * 9 + [pytest.approx(named)] + [{}] * 10, (seconds, work)
+        reports = [slow.add(seconds, work) for _ in range(20)]
+        assert reports == [{}] * 9 + [pytest.approx(named)] + [{}] * 10, (seconds, work)
 
 
-def slowed(patch, where):
-    """Attention takes 30 ms on both ranks. On rank 1 it takes 150 more, or what comes before it does. Ratios are large:
-    the machine may be busy."""
+def slow_down(patch, where):
+    """Make attention take 30 ms on both ranks and, on rank 1, attention or the projections before it 150 ms more.
+
+    The ratio is large because the machine may be busy."""
     patch.setattr(watch, "SLOW_STEPS", 2)
     patch.setattr(watch, "SLOW_RATIO", 2.5)
 
-    def taking(function, seconds):
+    def delay(function, seconds):
         return lambda *args: time.sleep(seconds) or function(*args)
 
     late = {where: 0.15} if dist.get_rank() == 1 else {}
     for name in ("attend", "attend_backward"):
-        attend = taking(getattr(stages.StagedAttention, name), 0.03 + late.get("attention", 0.0))
+        attend = delay(getattr(stages.StagedAttention, name), 0.03 + late.get("attention", 0.0))
         patch.setattr(stages.StagedAttention, name, attend)
-    project = taking(streamed.StreamedLayer._project, late.get("projections", 0.0))
+    project = delay(streamed.StreamedLayer._project, late.get("projections", 0.0))
     patch.setattr(streamed.StreamedLayer, "_project", project)
 
 
-def told_by(where, config):
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as told:
-        slowed(patch, where)
+def run_slowly(where, config):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
+        slow_down(patch, where)
         run(config)
-    return told.getvalue()
+    return output.getvalue()
 
 
 @pytest.mark.parametrize(
     "where, named", [("attention", {"1"}), pytest.param("projections", set(), marks=pytest.mark.slow)]
 )
-def test_the_rank_that_computes_slowly_is_named_and_not_those_that_wait_for_it(ranks, tmp_path, where, named):
-    """In a ring both wait inside of attention, for k and v; in validation as well."""
+def test_the_slow_rank_is_named_but_not_those_that_wait_for_it(ranks, tmp_path, where, named):
+    """In a ring, both wait for k and v inside attention, also in validation."""
     train = {"steps": 2, "validate_every": 1, "validate_sequences": 1, "save_every": 0}
     config = tiny_run(tmp_path, parallel={"cp": 2, "ring": 2}, train=train)
-    told, _ = ranks.run(2, told_by, where, config)
+    output, _ = ranks.run(2, run_slowly, where, config)
     events = [line["slow_ranks"] for line in metrics(config.train.run_dir) if "slow_ranks" in line]
-    assert {rank for event in events for rank in event} == named and told.count("Slow: rank") == len(named)
+    assert {rank for event in events for rank in event} == named and output.count("Slow: rank") == len(named)
 
 
-def slow_at_first_then_asleep(patch):
-    """On rank 1, unmeasured phases exceed the later limit, and a layer hangs in step 4."""
+def slow_at_first_then_hanging(patch):
+    """On rank 1, make unmeasured phases exceed the later limit and a layer hang in step 4."""
     patch.setattr(heartbeat, "BEAT_S", 0.1)
     patch.setattr(heartbeat, "OWN_ERROR_WAIT_S", 0.0)
     patch.setattr(heartbeat, "MIN_STEP_LIMIT_S", 3.0)
@@ -241,10 +242,10 @@ def slow_at_first_then_asleep(patch):
 def test_unmeasured_phases_may_be_slow_but_measured_steps_may_not(tmp_path):
     train = {"steps": 9, "validate_every": 0, "save_every": 0}
     config, victims = tiny_run(tmp_path, train=train, memory={"offload_optimizer": True}), Ranks(2)
-    victims.start(2, tmp_path, run_and_record_exit, slow_at_first_then_asleep, config, tmp_path)
+    victims.start(2, tmp_path, run_and_record_exit, slow_at_first_then_hanging, config, tmp_path)
     wait_for(lambda: any(path.read_text() for path in tmp_path.glob("words-*")))
-    told = next(path.read_text() for path in tmp_path.glob("words-*") if path.read_text())
+    message = next(path.read_text() for path in tmp_path.glob("words-*") if path.read_text())
     victims.close()
-    assert told.startswith("4 rank 1 on ") and "no rank made progress for 3 s" in told
-    assert "rank 1 last reported step 4, layer 0 / forward / attention" in told
+    assert message.startswith("4 rank 1 on ") and "no rank made progress for 3 s" in message
+    assert "rank 1 last reported step 4, layer 0 / forward / attention" in message
     assert [line["step"] for line in metrics(config.train.run_dir)] == [1, 2, 3]

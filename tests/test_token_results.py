@@ -42,15 +42,15 @@ def plain_results(logits_sV: Tensor, labels_s: Tensor) -> TokenResults:
 
 
 def own_loss(results: TokenResults, use: str) -> Tensor:
-    """A custom loss: every token has its own weight, and its square counts too."""
-    wanted = {"logprobs": results[:1], "entropies": results[1:2], "both": results[:2]}[use]
+    """A custom loss of the results and their squares, with a different weight for every token."""
+    terms = {"logprobs": results[:1], "entropies": results[1:2], "both": results[:2]}[use]
     like = results.logprobs
     weights = torch.linspace(-1, 2, like.numel(), dtype=like.dtype).view_as(like)
-    return sum((weights * x + x.square()).sum() for x in wanted)
+    return sum((weights * x + x.square()).sum() for x in terms)
 
 
 def head(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, list[Tensor], Tensor]:
-    """A norm, leaves (x, weight, the norm's weight) and labels: some ignored, some equal to the argmax."""
+    """Return a norm, leaves (x, weight, the norm's weight) and labels: some ignored, some equal to the argmax."""
     torch.manual_seed(5)
     norm = nn.RMSNorm(12, dtype=dtype)
     nn.init.normal_(norm.weight, 1.0, 0.3)
@@ -83,7 +83,7 @@ def test_the_first_of_equal_logits_is_the_argmax():
     norm, (x, weight, _), labels = head()
     best = (norm(x) @ weight.t()).argmax(-1)
     with torch.no_grad():
-        twins = torch.cat([weight, weight])  # every token twice: the second is never the argmax
+        twins = torch.cat([weight, weight])  # every token twice; the second is never the argmax
     for labels, hits in ((best, 23), (best + 37, 0)):
         ours = linear_cross_entropy(x, labels, LinearHead(norm, Linear(twins)), 5)
         assert int(ours.correct.sum()) == hits
@@ -125,7 +125,7 @@ def example(name: str):
 
 
 def packed(rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """ids, labels and document ids, numbered across rows; the first half of each document has no labels."""
+    """Return ids, labels and document ids, numbered across rows. The first half of each document has no labels."""
     ids = random_ids(rows, sum(LENGTHS))
     documents = torch.arange(rows * len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS * rows)).view_as(ids)
     starts = torch.cat([torch.arange(n) <= n // 2 for n in LENGTHS])
@@ -133,7 +133,7 @@ def packed(rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def plain_tokens(plain: nn.Module, ids: Tensor, labels: Tensor, documents: Tensor | None = None, **inputs):
-    """Results from Hugging Face's logits, each document computed alone, at the labels' positions."""
+    """Compute results from Hugging Face's logits, each document alone, at the labels' positions."""
     if documents is None:
         logits = plain(input_ids=ids, use_cache=False, **inputs).logits
     else:
@@ -144,14 +144,14 @@ def plain_tokens(plain: nn.Module, ids: Tensor, labels: Tensor, documents: Tenso
 
 
 def padded() -> dict[str, Tensor]:
-    """Rows of 15 and 9 valid tokens of 15."""
+    """Return two rows of 15 tokens, of which 15 and 9 are valid."""
     ids = random_ids(2, 15)
     mask = torch.arange(15) < torch.tensor([[15], [9]])
     return {"ids": ids, "labels": ids.masked_fill(~mask, IGNORE_INDEX), "attention_mask": mask.long()}
 
 
 def with_all_results(model: nn.Module, plain: nn.Module) -> dict[str, float]:
-    """[B, N] results on every rank for packed documents and for padding, and the gradients of a loss on them."""
+    """Compare gathered [B, N] results for packed documents and padding, and the gradients of a loss on them."""
     ids, labels, documents = packed(2)
     inputs = padded()
     cases = [
@@ -174,7 +174,7 @@ def with_all_results(model: nn.Module, plain: nn.Module) -> dict[str, float]:
 
 
 def with_shares(model: nn.Module, plain: nn.Module) -> dict[str, float]:
-    """GRPO's loss of each rank's share, against its formula on plain log-probabilities."""
+    """Compare GRPO's loss, summed over the ranks' shares, with its formula on plain log-probabilities."""
     grpo = example("grpo")
     ids, labels, documents = packed()
     gains = grpo.compute_advantages(torch.tensor([0.0, 2.0, -1.0, 0.5]).double(), documents, labels)
@@ -195,7 +195,7 @@ def with_shares(model: nn.Module, plain: nn.Module) -> dict[str, float]:
 
 
 def with_preferences(model: nn.Module, plain: nn.Module) -> dict[str, float]:
-    """DPO's loss and gradients, against its formula on plain log-probabilities."""
+    """Compare DPO's loss and gradients with its formula on plain log-probabilities."""
     dpo = example("dpo")
     ids, labels, documents = dpo.make_random_pairs(num_pairs=3, prompt=5, answer=4, vocab=61)
     reference = torch.linspace(-9, -4, 6, dtype=torch.float64)
@@ -211,8 +211,8 @@ def with_preferences(model: nn.Module, plain: nn.Module) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("cp,family", [(1, "llama"), pytest.param(2, "qwen3", marks=pytest.mark.slow), (4, "mistral")])
-def test_log_probabilities_and_their_losses(cp, family):
-    """23 and 46 tokens do not divide by 2 and 4: the last rank has padding."""
+def test_log_probabilities_and_losses_on_them_are_exact(cp, family):
+    """2 and 4 ranks do not divide 23 and 46 tokens, so the last rank has padding."""
 
     def work():
         errors = {}
@@ -248,7 +248,7 @@ def test_missing_labels_and_plain_models_are_refused():
 
 
 def test_memory_does_not_grow_with_tokens_times_vocabulary(monkeypatch):
-    """256 tokens more, with 4096 in the vocabulary: their logits alone would be 8 MiB."""
+    """The logits of 256 more tokens, with a vocabulary of 4096, would take 8 MiB."""
     monkeypatch.setattr(plan_bytes, "LOGITS_TILE_BYTES", (2**18, 2**18))
     model, _ = parallel(1, tiny_config("llama", vocab_size=4096))
 
@@ -257,5 +257,5 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(monkeypatch):
         use = partial(ithaka.token_logprobs, model, ids, ids)
         return allocator_peak(lambda: own_loss(use(), "both").backward())
 
-    peak(32)  # the gradients stay
+    peak(32)  # allocates the gradients, which stay
     assert peak(288) - peak(32) < 2**20

@@ -1,4 +1,4 @@
-"""Trackers by name: what each has in its own files, offline, under the names its users expect."""
+"""Each tracker's own files have every metric, offline, under the usual names; callbacks and failures."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def tensorboard_scalars(folder):
 
 
 def wandb_records(folder):
-    """A .wandb file is a log as LevelDB writes it: blocks of 32 KiB, records after headers of 7 bytes."""
+    """Read a .wandb file, a LevelDB log: blocks of 32 KiB, records with headers of 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
@@ -50,7 +50,7 @@ def wandb_scalars(folder):
 
 def wandb_ending(folder):
     codes = [record.exit.exit_code for record in wandb_records(folder) if record.HasField("exit")]
-    return {0: "finished", 1: "failed", 255: "killed"}[codes[-1]] if codes else ""  # of the latest part
+    return {0: "finished", 1: "failed", 255: "killed"}[codes[-1]] if codes else ""  # of the latest run
 
 
 def trackio_scalars(folder):
@@ -99,7 +99,7 @@ def test_tracker_files_have_every_step_and_the_exit_status(name, tmp_path, monke
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # where mlflow-skinny can write without a data base
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # mlflow-skinny has no database
     monkeypatch.chdir(tmp_path)
     if name == "trackio":
         for module in ("trackio.sqlite_storage", "trackio.utils", "trackio"):
@@ -111,11 +111,11 @@ def test_tracker_files_have_every_step_and_the_exit_status(name, tmp_path, monke
         assert trackers.log({"step": step + 1, **VALUES}, step + 1) == []
         assert trackers.close(ending) == []
         wait_for(lambda: name not in ENDINGS or ENDINGS[name](tmp_path) == ending, timeout_s=20)  # noqa: B023
-        time.sleep(1.1 if name == "wandb" and step < 2 else 0)  # it names folders by the second
+        time.sleep(1.1 if name == "wandb" and step < 2 else 0)  # wandb names folders by the second
     source = "train/a_b_loss" if name == "mlflow" else "train/a*b_loss"
     names = {"train/loss": 2.5, "eval/loss": 2.25, "train/learning_rate": 1e-3, source: 3.5}
-    found = {each for each in READERS[name](tmp_path) if each[0] in names}
-    assert found == {(key, step, value) for key, value in names.items() for step in (1, 2, 3)}
+    logged = {each for each in READERS[name](tmp_path) if each[0] in names}
+    assert logged == {(key, step, value) for key, value in names.items() for step in (1, 2, 3)}
     assert name == "tensorboard" or json.loads((run_dir / console_module.IDS_FILE).read_text())[name]
 
 
@@ -127,16 +127,16 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, monkeypatch, capsys
     monkeypatch.setitem(console_module.TRACKERS, "wandb", failing)
     assert_refused(lambda: Trackers(tmp_path, config, 0), "train.track=wandb", "no network", fix="fix its settings")
     monkeypatch.setitem(console_module.TRACKERS, "wandb", lambda *_: console_module.Tracker(None, failing, failing))
-    (tmp_path / console_module.IDS_FILE).write_text('{"wan')  # a crash
+    (tmp_path / console_module.IDS_FILE).write_text('{"wan')  # truncated by a crash
     trackers = Trackers(tmp_path, config, 2)
     console = Console(tmp_path, 3, trackers=trackers)
-    for words in trackers.log(VALUES, 1):
-        console.print(words)
+    for message in trackers.log(VALUES, 1):
+        console.print(message)
     assert trackers.log(VALUES, 2) == []
     console.close("failed")
-    told = capsys.readouterr().out
-    assert "train.track=wandb failed (OSError: no network); the run continues without it" in told
-    assert told.count("OSError: no network") == 1
+    output = capsys.readouterr().out
+    assert "train.track=wandb failed (OSError: no network); the run continues without it" in output
+    assert output.count("OSError: no network") == 1
 
 
 def crash(patch):
@@ -181,7 +181,7 @@ def test_trackers_learn_how_a_run_ended_and_cannot_change_it(tmp_path, monkeypat
 
 
 class Recorder:
-    """Writes what it is called with; `on_evaluation` fails."""
+    """Records its calls in a file; the last `on_evaluation` fails."""
 
     def __init__(self, run_dir, config):
         self.file, self.steps = run_dir / "calls.txt", config.train.steps

@@ -82,17 +82,17 @@ def test_each_source_has_its_own_loss(ranks, tmp_path):
     )
 
 
-@pytest.mark.parametrize("minutes, every, background, says", [
+@pytest.mark.parametrize("minutes, every, background, description", [
     (15.0, 0, True, None),
     (15.0, 0, False, "every 15 minutes, in the foreground: 3 GiB of host memory per node are not free for a copy"),
     (0.0, 0, True, "at the end, in the background, from 3 GiB of host memory per node"),
     (15.0, 9, True, "every 15 minutes and 9 steps, in the background, from 3 GiB of host memory per node"),
 ])  # fmt: skip
-def test_the_header_describes_saving_unless_it_is_the_default(minutes, every, background, says):
+def test_the_header_describes_saving_unless_it_is_the_default(minutes, every, background, description):
     settings = SimpleNamespace(train=SimpleNamespace(save_minutes=minutes, save_every=every))
     saver, planned = SimpleNamespace(background=background), SimpleNamespace(saved_bytes=3 * 2**30)
     trainer = SimpleNamespace(config=settings, saver=saver, run=planned)
-    assert watch._describe_saving(trainer).get("saving") == says
+    assert watch._describe_saving(trainer).get("saving") == description
 
 
 def test_resumed_metrics_drop_lost_steps_and_half_lines(tmp_path):
@@ -106,8 +106,8 @@ def test_resumed_metrics_drop_lost_steps_and_half_lines(tmp_path):
     assert path.read_text() == ""
 
 
-def screen(monkeypatch, terminal):
-    """What the console writes."""
+def capture_console(monkeypatch, terminal):
+    """Capture what the console writes."""
     output = io.StringIO()
     on = partial(RichConsole, file=output, force_terminal=terminal, width=160)
     monkeypatch.setattr(console_module, "RichConsole", on)
@@ -116,12 +116,12 @@ def screen(monkeypatch, terminal):
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_console_has_a_bar_on_a_terminal_and_plain_lines_elsewhere(tmp_path, monkeypatch, terminal):
-    output = screen(monkeypatch, terminal)
-    shown = Console(tmp_path, num_steps=3)
-    shown.step(record(1))
-    shown.step(record(2, val_loss=2.25, mfu=0.431, device_peak_bytes=3 * 2**29))
-    shown.print("[bold] is text")
-    shown.close()
+    output = capture_console(monkeypatch, terminal)
+    console = Console(tmp_path, num_steps=3)
+    console.step(record(1))
+    console.step(record(2, val_loss=2.25, mfu=0.431, device_peak_bytes=3 * 2**29))
+    console.print("[bold] is text")
+    console.close()
     text = output.getvalue()
     assert ("\x1b[" in text) == terminal
     for part in (
@@ -140,16 +140,16 @@ def test_console_has_a_bar_on_a_terminal_and_plain_lines_elsewhere(tmp_path, mon
 def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
     file = open("/dev/full", "w", buffering=1)  # noqa: SIM115
     monkeypatch.setattr(console_module, "RichConsole", partial(RichConsole, file=file))
-    shown = Console(tmp_path, num_steps=3)
-    shown.table("title", {"model": "tiny"})
-    shown.step(record(1))
-    shown.close()
+    console = Console(tmp_path, num_steps=3)
+    console.table("title", {"model": "tiny"})
+    console.step(record(1))
+    console.close()
     assert [line["step"] for line in metrics(tmp_path)] == [1]
     with pytest.raises(OSError):
         file.close()
 
 
-def test_flops_and_amounts():
+def test_flops_are_counted_and_counts_are_short():
     assert step_flops(1000, num_tokens=10, head_size=12, num_pairs=100) == 6 * 1000 * 10 + 12 * 12 * 100
     assert [format_count(n) for n in (7, 999, 12345, 2_890_000, 8e9)] == ["7", "999", "12.3K", "2.89M", "8B"]
 
@@ -162,8 +162,8 @@ def test_mfu_is_the_share_of_the_peak_of_all_gpus():
     for tied, num_trained, flops_per_token in ((False, 9 * head, 6 * 8), (True, 9 * head, 6 * 9), (False, 0, 4 * 8)):
         trainer.run, trainer.num_trained = SimpleNamespace(shape=replace(shape, tied=tied)), num_trained
         flops = flops_per_token * head * 1000 + 12 * heads * 500_500
-        found = flops_utilization(trainer, num_tokens=1000, num_pairs=500_500, step_s=2.0)
-        assert found == pytest.approx(flops / (2.0 * 4 * 989.4e12), rel=1e-6)
+        mfu = flops_utilization(trainer, num_tokens=1000, num_pairs=500_500, step_s=2.0)
+        assert mfu == pytest.approx(flops / (2.0 * 4 * 989.4e12), rel=1e-6)
     trainer.device_name = "CPU"
     assert flops_utilization(trainer, 1000, 500_500, 2.0) is None
 
@@ -184,7 +184,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_with_its_code(tmp_path):
 
 
 def test_a_signal_or_a_save_of_any_rank_counts(monkeypatch):
-    """Ranks that decided differently would wait for each other."""
+    """If ranks decided differently, they would wait for each other."""
     trainer = SimpleNamespace(
         mesh=SimpleNamespace(device=torch.device("cpu")), save_is_due=False, saver=SimpleNamespace(is_done=False)
     )
@@ -198,20 +198,20 @@ def test_a_narrow_terminal_shows_the_full_step(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     console = Console(tmp_path, 300, 34)
     console._bar.update(console._task, status="loss 2.9915  lr 3.93e-03  grad 2.409  2.12K tok/s  host 493.4 MiB")
-    with console._rich.capture() as seen:
+    with console._rich.capture() as captured:
         console._rich.print(console._bar.get_renderable())
     console.close()
-    assert " 34/300 " in seen.get() and "493.4 MiB" in seen.get()
+    assert " 34/300 " in captured.get() and "493.4 MiB" in captured.get()
 
 
-def test_a_second_signal_leaves_at_once_but_an_echo_does_not(monkeypatch, capfd):
+def test_a_second_signal_exits_immediately_but_an_echo_does_not(monkeypatch, capfd):
     left = []
     monkeypatch.setattr("os._exit", left.append)
     with launch.catch_stop_signals() as received:
         signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGTERM)  # torchrun passing it on
+        signal.raise_signal(signal.SIGTERM)  # forwarded by torchrun
     assert received == [signal.SIGINT] and left == []
-    monkeypatch.setattr(launch, "SIGNAL_DEBOUNCE_S", -1.0)  # as if later
+    monkeypatch.setattr(launch, "SIGNAL_DEBOUNCE_S", -1.0)  # as if the second came later
     with launch.catch_stop_signals():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
@@ -225,7 +225,7 @@ def test_a_second_signal_leaves_at_once_but_an_echo_does_not(monkeypatch, capfd)
 
 @pytest.fixture
 def grace(monkeypatch, tmp_path):
-    """With train.grace_s=0.1; what it does goes to `.done`: it waits, or leaves with an outcome."""
+    """A shutdown with train.grace_s=0.1 that records in `.done` whether it waits or exits, and with what outcome."""
     run = SimpleNamespace(config=tiny_run(tmp_path, train={"grace_s": 0.1}), run_dir=tmp_path / "run")
     grace = loop.GracefulShutdown(run)
     grace.done = []
@@ -235,7 +235,7 @@ def grace(monkeypatch, tmp_path):
     grace.close()
 
 
-def test_a_step_that_outlasts_the_grace_is_left(grace):
+def test_a_step_that_outlasts_the_grace_period_is_aborted(grace):
     grace.handle_signal(signal.SIGTERM, False)
     assert grace.done == ["waits"]
     wait_for(lambda: len(grace.done) == 2)
@@ -248,13 +248,13 @@ def test_a_step_that_outlasts_the_grace_is_left(grace):
     grace.step_start, grace.step_s = time.monotonic(), 0.3
     grace.done.clear()
     grace.handle_signal(signal.SIGINT, False)
-    assert grace.done == ["waits"]  # of Ctrl-C as long as it takes
+    assert grace.done == ["waits"]  # Ctrl-C has no time limit
     grace.handle_signal(signal.SIGUSR1, False)
     assert grace.done[1].code == ExitCode.SIGNALED + signal.SIGUSR1
 
 
 def wait_in_cpp(folder):
-    """Like a rank in a collective that another rank does not join."""
+    """Wait like a rank in a collective that another rank does not join."""
     run = SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(grace_s=0.2)), run_dir=folder)
     with launch.catch_stop_signals(loop.GracefulShutdown(run).handle_signal):
         reader, writer = os.pipe()
@@ -271,7 +271,7 @@ def wait_in_cpp(folder):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
-def test_the_grace_ends_even_while_the_main_thread_is_in_cpp(tmp_path, number):
+def test_the_grace_period_ends_even_while_the_main_thread_is_in_cpp(tmp_path, number):
     program = Program(tmp_path, wait_in_cpp, tmp_path)
     wait_for(lambda: (tmp_path / "ready").exists() and (tmp_path / "ready").read_text(), program)
     assert (tmp_path / "ready").read_text() == str(-signal.SIGTERM), "a forked process has its own signals"
@@ -283,7 +283,7 @@ def test_the_grace_ends_even_while_the_main_thread_is_in_cpp(tmp_path, number):
 
 
 @pytest.mark.parametrize("is_done", [True, False])
-def test_a_save_in_progress_gets_the_grace_to_finish(grace, is_done):
+def test_a_save_in_progress_may_use_the_grace_period(grace, is_done):
     grace.step_start = time.monotonic()
     grace.saver = SimpleNamespace(seconds=99.0, in_progress=True, is_done=is_done)
     grace.handle_signal(signal.SIGTERM, False)
@@ -305,41 +305,41 @@ def test_a_run_that_diverges_stops_and_saves_nothing(ranks, tmp_path):
 
 def test_pairs_are_counted_inside_documents_and_windows():
     documents = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]])
-    seen = torch.zeros(10, 10, dtype=torch.int64)
+    num_visible = torch.zeros(10, 10, dtype=torch.int64)
     flat = documents + torch.tensor([[0], [9]])
     ids = flat.reshape(-1)
     for window in (None, 2):
         i, j = torch.meshgrid(torch.arange(10), torch.arange(10), indexing="ij")
         visible = (j <= i) & (ids[:, None] == ids[None]) & (j > i - (window or 99))
-        seen += visible.long()
-    assert count_pairs(documents, [None, 2]) == int(seen.sum())
-    chain = torch.tensor([[0, 0, 1, 1, 2]])  # each document continues the one before
+        num_visible += visible.long()
+    assert count_pairs(documents, [None, 2]) == int(num_visible.sum())
+    chain = torch.tensor([[0, 0, 1, 1, 2]])  # each document continues the previous one
     assert count_pairs(chain, [None], parents_BS=torch.tensor([[-1, -1, 0, 0, 1]])) == count_pairs(0 * chain, [None])
 
 
 @pytest.mark.parametrize("terminal, rank", [(True, "0"), (False, "0"), (True, "1")])
 def test_rank_0_reports_slow_work_on_a_terminal(monkeypatch, capsys, terminal, rank):
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes a pipe for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich treat a pipe as a terminal
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     with status("building [it]"):
         time.sleep(0.2)
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     if terminal and rank == "0":
-        assert "building [it] ..." in said and said.endswith("\x1b[1A\x1b[2K")
+        assert "building [it] ..." in printed and printed.endswith("\x1b[1A\x1b[2K")
     else:
-        assert said == ""
+        assert printed == ""
 
 
 def test_the_progress_bar_names_work_between_steps(tmp_path, monkeypatch):
-    output = screen(monkeypatch, terminal=True)
-    shown = Console(tmp_path, num_steps=3)
-    shown.step(record(1))
-    with shown.show_activity("saving"):
-        shown._bar.refresh()
+    output = capture_console(monkeypatch, terminal=True)
+    console = Console(tmp_path, num_steps=3)
+    console.step(record(1))
+    with console.show_activity("saving"):
+        console._bar.refresh()
     assert "saving ..." in output.getvalue()
     output.truncate(0)
-    shown._bar.refresh()
+    console._bar.refresh()
     assert "loss 2.5000" in output.getvalue() and "saving" not in output.getvalue()
-    shown.close()
+    console.close()

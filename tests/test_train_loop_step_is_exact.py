@@ -1,5 +1,5 @@
-"""One step against plain PyTorch: unequal micro-batches, two data-parallel ranks, clipping, AdamW; and a run on
-conversations."""
+"""Steps equal plain PyTorch, with unequal micro-batches, two data-parallel ranks, clipping and AdamW, and so does a run
+on conversations."""
 
 import itertools
 import json
@@ -35,14 +35,14 @@ SOURCES = ("code", "books", "empty")
 
 
 def batches_of(dp_rank: int) -> list[Batch]:
-    """Every micro-batch has another number of valid labels; one has none."""
+    """Return micro-batches with different numbers of valid labels; one has none."""
     made = []
     for micro in range(NUM_MICRO):
         generator = torch.Generator().manual_seed(10 * dp_rank + micro)
         ids_BS = torch.randint(61, (1, 13), generator=generator)
         labels_BS = ids_BS.clone()
         labels_BS[:, : 13 if (dp_rank, micro) == (1, 0) else 2 + 5 * micro + dp_rank] = -100
-        sources_BS = torch.randint(2, (1, 13), generator=generator)  # of three: the last has no label
+        sources_BS = torch.randint(2, (1, 13), generator=generator)  # the last of three sources has no label
         made.append(Batch(ids_BS, labels_BS, torch.zeros_like(ids_BS), sources_BS))
     return made
 
@@ -51,13 +51,13 @@ def our_steps(num_steps: int, cp: int, family: str):
     mesh = make_mesh(cp)
     model = parallelize_model(tiny_model(tiny_config(family)), mesh=mesh)
     optimizer = make_optimizer(model, OPTIM)
-    batches, how = batches_of(mesh.dp_rank), {"lr": 1e-2, "clip_norm": OPTIM.clip_norm, "mesh": mesh}
-    # The last step as if there were one source.
-    results = [train_step(model, optimizer, batches, **how, source_names=SOURCES) for _ in range(num_steps - 1)]
-    results.append(train_step(model, optimizer, batches, **how))
-    # None of which changes anything.
+    batches, options = batches_of(mesh.dp_rank), {"lr": 1e-2, "clip_norm": OPTIM.clip_norm, "mesh": mesh}
+    # The last step has one source.
+    results = [train_step(model, optimizer, batches, **options, source_names=SOURCES) for _ in range(num_steps - 1)]
+    results.append(train_step(model, optimizer, batches, **options))
+    # A step without labels and a validation change nothing.
     without = [batch._replace(labels=torch.full_like(batch.labels, -100)) for batch in batches]
-    assert train_step(model, optimizer, without, **how, source_names=SOURCES).label_tokens == 0
+    assert train_step(model, optimizer, without, **options, source_names=SOURCES).label_tokens == 0
     val = validation_loss(model, batches, mesh, SOURCES)
     assert model.training
     weights = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
@@ -71,7 +71,7 @@ def summed_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 @torch.no_grad()
 def source_losses(model: nn.Module, batches: list[Batch], what: str) -> dict[str, float]:
-    """The mean over each source's labels, with the others' ignored."""
+    """Return the mean loss over each source's labels."""
     means = {}
     for source in range(2):
         own = [b._replace(labels=b.labels.masked_fill(b.source_ids != source, -100)) for b in batches]
@@ -82,10 +82,10 @@ def source_losses(model: nn.Module, batches: list[Batch], what: str) -> dict[str
 
 def plain_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:
     decayed = [param for param in model.parameters() if param.ndim == 2]
-    others = [param for param in model.parameters() if param.ndim < 2]
+    undecayed = [param for param in model.parameters() if param.ndim < 2]
     groups = [
         {"params": decayed, "weight_decay": optim.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": undecayed, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
 
@@ -135,7 +135,7 @@ def test_steps_equal_plain_pytorch(ranks, num_ranks, cp, family):
 
 
 def talk(number: int) -> list[dict]:
-    """Of one to three questions; some answers are read only."""
+    """Return a conversation of one to three questions. Some answers are not trained on."""
     messages = [{"role": "system", "content": f"Be kind to {number}"}]
     for turn in range(1 + number % 3):
         messages.append({"role": "user", "content": f"the user asks {number} " * (1 + turn)})
@@ -144,7 +144,7 @@ def talk(number: int) -> list[dict]:
 
 
 def plain_tokens(hf, messages: list[dict]) -> tuple[list[int], list[int]]:
-    """Ids and labels of a conversation in ChatML, piece by piece."""
+    """Tokenize a conversation in ChatML piece by piece; return ids and labels."""
     ids, labels = [], []
     for message in messages:
         for piece, answers in (
@@ -175,7 +175,7 @@ def test_a_run_on_conversations_equals_a_plain_loop(ranks, tmp_path):
     by_ids = {tuple(ids): labels for ids, labels in (plain_tokens(hf, each) for each in talks)}
     opened = open_data(run.data, tokenizer=Tokenizer(hf), seed=run.train.seed, accumulate=2, cache_dir=tmp_path / "ids")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64)
-    optimizer, seen = plain_optimizer(model, run.optim), []
+    optimizer, num_tokens = plain_optimizer(model, run.optim), []
     for step, line in enumerate(runs.metrics(tmp_path / "run")):
         losses, count = torch.zeros((), dtype=torch.float64), 0
         for batch in (opened.next_batch(), opened.next_batch()):
@@ -187,7 +187,7 @@ def test_a_run_on_conversations_equals_a_plain_loop(ranks, tmp_path):
                     model(torch.tensor([ids])).logits[0, :-1], labels, reduction="sum"
                 )
                 count += int((labels != -100).sum())
-                seen.append(len(ids))
+                num_tokens.append(len(ids))
         (losses / count).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), run.optim.clip_norm)
         for group in optimizer.param_groups:
@@ -195,13 +195,13 @@ def test_a_run_on_conversations_equals_a_plain_loop(ranks, tmp_path):
         optimizer.step()
         optimizer.zero_grad()
         assert line["label_tokens"] == count
-        # Hugging Face's norms and RoPE round to fp32 in the run as well as here, and AdamW's first steps enlarge that.
+        # Hugging Face's norms and RoPE round to fp32 in both, and AdamW's first steps amplify that.
         assert (line["loss"], line["grad_norm"]) == pytest.approx((losses.item() / count, norm.item()), rel=1e-6)
     opened.close()
-    assert len(seen) > 16 and len(set(seen)) > 2
+    assert len(num_tokens) > 16 and len(set(num_tokens)) > 2
 
 
-def test_clipping_off_leaves_gradients_and_measures():
+def test_without_clipping_the_norm_is_measured_and_gradients_stay():
     params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(1))]
     params[0].grad, params[1].grad = torch.full((3,), 2.0), torch.full((2, 2), -1.0)
     assert clip_gradients(params, None, torch.device("cpu")).item() == pytest.approx(4.0)
@@ -214,7 +214,7 @@ def test_clipping_off_leaves_gradients_and_measures():
 
 
 def wide_gradients() -> list[torch.Tensor]:
-    """250 thousand elements over twelve decades: in fp32 the small ones are lost, and more of them on fewer ranks."""
+    """Return 300 thousand elements over twelve decades. An fp32 sum loses the small ones, and more on fewer ranks."""
     generator = torch.Generator().manual_seed(0)
     sizes = [(2**17, 1), (100, 1001), (17,), (3, 5), (2**16 + 1,)]
     decades = [torch.empty(size).uniform_(-8, 4, generator=generator) for size in sizes]
@@ -227,12 +227,12 @@ def sharded_norms(clip_norm: float | None):
     for param, grad in zip(params, wide_gradients(), strict=True):
         param.grad = distribute_tensor(grad, mesh, [Shard(0)])
     params.append(nn.Parameter(torch.zeros(3)))
-    params[-1].grad = torch.full((3,), 1e3)  # not sharded: counted once
+    params[-1].grad = torch.full((3,), 1e3)  # not sharded, so it counts once
     replicas = min(2, dist.get_world_size())
     grid = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas))
     zeros, grad = (distribute_tensor(torch.full((4,), value), grid, [Replicate(), Shard(0)]) for value in (0.0, 1e3))
     params.append(nn.Parameter(zeros))
-    params[-1].grad = grad  # every replica has it: counted once
+    params[-1].grad = grad  # on every replica, but it counts once
     norm = clip_gradients(params, clip_norm, torch.device("cpu"))
     clipped = params[1].grad.full_tensor()
     return norm.item(), (clipped / wide_gradients()[1]).median().item()
@@ -283,16 +283,16 @@ def test_each_schedule_ends_at_the_minimum():
 
 
 def test_learning_rates_follow_the_names_of_parameters():
-    """The first pattern that matches counts; weight decay still applies to matrices only."""
+    """The first matching pattern applies. Weight decay still applies to matrices only."""
     model = tiny_model(tiny_config("llama", tie_word_embeddings=False))
     optim = OptimConfig(lr_factors={"embed|head": 0.5, "mlp": 0, "layers.1": 3})
     groups = {(g["lr_factor"], g["weight_decay"]): g["params"] for g in make_optimizer(model, optim).param_groups}
     names = {id(param): name for name, param in model.named_parameters()}
-    found = {key: {names[id(param)] for param in params} for key, params in groups.items()}
-    assert found[0.5, 0.1] == {"model.embed_tokens.weight", "lm_head.weight"}
-    assert all("mlp" in name for name in found[0.0, 0.1]) and len(found[0.0, 0.1]) == 6
-    assert all(".layers.1." in name for name in found[3.0, 0.1] | found[3.0, 0.0])
-    assert "model.norm.weight" in found[1.0, 0.0] and sum(map(len, found.values())) == len(names)
+    names_by_group = {key: {names[id(param)] for param in params} for key, params in groups.items()}
+    assert names_by_group[0.5, 0.1] == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert all("mlp" in name for name in names_by_group[0.0, 0.1]) and len(names_by_group[0.0, 0.1]) == 6
+    assert all(".layers.1." in name for name in names_by_group[3.0, 0.1] | names_by_group[3.0, 0.0])
+    assert "model.norm.weight" in names_by_group[1.0, 0.0] and sum(map(len, names_by_group.values())) == len(names)
     for pattern, factor, fix in (("norm", -1, "at least 0"), ("a(", 2, "escape it")):
         refused = lambda: OptimConfig(lr_factors={pattern: factor})  # noqa: B023, E731
         assert_refused(refused, f"optim.lr_factors={{{pattern}: {factor}}}", fix=fix)
@@ -308,7 +308,7 @@ def test_the_rate_does_not_jump_when_a_run_gets_more_steps():
 
 
 def run_with_unlabelled_batches(config, drops: bool):
-    """Batches 2 and 3 have no label, or are dropped."""
+    """Run with batches 2 and 3 without labels, or dropped."""
     next_batch, count = TrainData.next_batch, itertools.count(1)
 
     def without_labels(data: TrainData) -> Batch:

@@ -27,18 +27,18 @@ def on_meta(config, kind=AutoModelForCausalLM):
         return kind.from_config(config)
 
 
-def refused(model) -> str:
+def refusal(model) -> str:
     with pytest.raises(ConfigError) as caught:
         check_supported(model)
     return str(caught.value)
 
 
-def test_an_unknown_family():
+def test_an_unknown_family_is_refused():
     model = on_meta(GPT2Config(n_layer=1, n_embd=8, n_head=2))
-    assert_refused(refused(model), "model_type=gpt2", "model.layers", fix="use a decoder")
+    assert_refused(refusal(model), "model_type=gpt2", "model.layers", fix="use a decoder")
 
 
-def test_a_model_without_a_language_head():
+def test_a_model_without_a_language_head_is_refused():
     config = tiny_config("llama", num_labels=2)
     model = on_meta(config, AutoModelForSequenceClassification)
     for other in (model, nn.Linear(2, 2), "a/path"):
@@ -46,14 +46,14 @@ def test_a_model_without_a_language_head():
         assert_refused(parallelize, type(other).__name__, fix="AutoModelForCausalLM")
 
 
-def test_attention_dropout():
-    message = refused(on_meta(tiny_config("llama", attention_dropout=0.1)))
+def test_attention_dropout_is_refused():
+    message = refusal(on_meta(tiny_config("llama", attention_dropout=0.1)))
     assert_refused(message, "attention_dropout=0.1", fix="set it to 0")
 
 
-def test_rope_that_changes_with_the_length():
+def test_rope_that_changes_with_the_length_is_refused():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    message = refused(on_meta(tiny_config("llama", rope_parameters=rope)))
+    message = refusal(on_meta(tiny_config("llama", rope_parameters=rope)))
     assert_refused(message, "rope_type=dynamic", fix="default, linear")
 
 
@@ -64,14 +64,14 @@ def test_rope_with_fixed_frequencies_is_accepted(rope_type):
     check_supported(on_meta(tiny_config("llama", rope_parameters=rope)))
 
 
-def test_rope_on_part_of_each_head(tmp_path):
+def test_rope_on_part_of_each_head_is_refused(tmp_path):
     """transformers cannot compute it for these families either. `ithaka train` refuses it before building a model."""
     rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
     config = tiny_config("llama", rope_parameters=rope)
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError) as caught:
         read_hf_config(tmp_path / "config.json", context=64)
-    for message in (refused(on_meta(config)), str(caught.value)):
+    for message in (refusal(on_meta(config)), str(caught.value)):
         assert_refused(message, "partial_rotary_factor=0.5", "rope_type=linear", fix="remove it")
 
 
@@ -80,30 +80,30 @@ class LoraLinear(nn.Linear):
 
 
 @pytest.mark.parametrize("where", ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"])
-def test_a_wrapped_projection(where):
+def test_a_wrapped_projection_is_refused(where):
     model = on_meta(tiny_config("llama"))
     parent = model.model.layers[1].get_submodule(where.partition(".")[0])
     setattr(parent, where.partition(".")[2], LoraLinear(32, 32, device="meta"))
-    message = refused(model)
+    message = refusal(model)
     assert_refused(message, f"layers.1.{where}", "LoraLinear", fix="nn.Linear")
 
 
-def test_a_wrapped_head():
+def test_a_wrapped_head_is_refused():
     model = on_meta(tiny_config("qwen3"))
     model.lm_head = LoraLinear(32, 61, device="meta")
-    assert_refused(refused(model), "lm_head", "LoraLinear", fix="nn.Linear")
+    assert_refused(refusal(model), "lm_head", "LoraLinear", fix="nn.Linear")
 
 
-def test_a_head_with_a_bias():
+def test_a_head_with_a_bias_is_refused():
     model = on_meta(tiny_config("qwen3"))
     model.lm_head = nn.Linear(32, 61, device="meta")
-    assert_refused(refused(model), "lm_head", "bias", fix="remove it")
+    assert_refused(refusal(model), "lm_head", "bias", fix="remove it")
 
 
-def test_dropout_inside_the_mlp():
+def test_dropout_inside_the_mlp_is_refused():
     model = on_meta(tiny_config("mistral"))
     model.model.layers[0].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.1))
-    assert_refused(refused(model), "model.layers.0.mlp.act_fn.1", "p=0.1", fix="set it to 0")
+    assert_refused(refusal(model), "model.layers.0.mlp.act_fn.1", "p=0.1", fix="set it to 0")
 
 
 # What the messages of `bad_layouts` name, the fix.
@@ -120,7 +120,7 @@ BAD_LAYOUTS = [
 
 
 def bad_layouts():
-    """On two ranks: cp that does not divide them, exceeds the heads, or does not divide a stage."""
+    """Try impossible layouts on two ranks, such as cp=3 or more ranks than heads, and return the messages."""
     model = on_meta(LlamaConfig(**tiny_config("llama", heads=1, kv_heads=1).to_diff_dict()))
     wide = on_meta(tiny_config("llama"))
     messages = []
@@ -140,16 +140,16 @@ def bad_layouts():
     return messages
 
 
-def test_impossible_layouts(ranks):
+def test_impossible_layouts_are_refused(ranks):
     for messages in ranks.run(2, bad_layouts):
         for message, (*named, fix) in zip(messages, BAD_LAYOUTS, strict=True):
             assert_refused(message, *named, fix=fix)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_frequencies_rounded_to_16_bits(dtype):
+def test_frequencies_rounded_to_16_bits_are_refused(dtype):
     """`model.to(dtype)` rounds them too: at position 1000, the fastest angle would be off by more than a radian."""
     model = AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=dtype)
     check_supported(model)
-    message = refused(model.to(torch.float32).to(dtype))
+    message = refusal(model.to(torch.float32).to(dtype))
     assert_refused(message, "inv_freq", str(dtype), fix=f"dtype={dtype}")

@@ -1,4 +1,4 @@
-"""`ithaka verify`: right models pass, and each kind of error is found and named."""
+"""`ithaka verify` passes correct models, and detects and names each kind of error."""
 
 import copy
 import json
@@ -35,7 +35,7 @@ LOADED = cache(verify.load_truncated_model)
 
 @pytest.fixture(autouse=True)
 def loads_once(monkeypatch):
-    """transformers loads one model at a time; ranks that are threads, and tests, share what was loaded."""
+    """Load each model once, for all threads and tests: transformers cannot load two at the same time."""
 
     def load(*args):
         with CONSTRUCTING:
@@ -46,13 +46,13 @@ def loads_once(monkeypatch):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """-> the directory of a model as transformers writes it, with more layers and tokens than are checked."""
+    """Return a function that saves a model with more layers and tokens than are checked, and returns its directory."""
 
     def save(family: str, heads: int = 4, kv_heads: int = 2, **changes) -> Path:
         folder = tmp_path_factory.mktemp(family)
         sizes = {"vocab_size": 1100, "num_hidden_layers": 4, **changes}
         if family in HYBRIDS:
-            # New weights, with which the gradients of decays are small.
+            # Freshly initialized weights make the gradients of decays small.
             model = AutoModelForCausalLM.from_config(tiny_decoder(family, torch.float32, **sizes).config)
         else:
             model = tiny_model(tiny_config(family, heads, kv_heads, **sizes), torch.float32)
@@ -95,7 +95,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("family,heads,kv_heads,cp,adapter,changes", CASES)
-def test_right_models_pass(saved, tmp_path, family, heads, kv_heads, cp, adapter, changes):
+def test_correct_models_pass(saved, tmp_path, family, heads, kv_heads, cp, adapter, changes):
     verify.write_truncated_model(saved(family, heads, kv_heads, **changes), tmp_path)
     checks = checks_of(tmp_path, cp, adapter)
     assert not [check for check in checks.values() if not check["ok"]]
@@ -114,8 +114,8 @@ def test_right_models_pass(saved, tmp_path, family, heads, kv_heads, cp, adapter
 
 @pytest.mark.parametrize("runs", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_layer_of_each_kind_is_compared_and_named(tmp_path, monkeypatch, runs):
-    """A dense layer with a window, experts with a window, and experts with full attention, with their own weights. The
-    output has the model's indices, although the compared model has three layers."""
+    """Covers a dense layer with a window, experts with a window and experts with full attention, with their weights.
+    The output has the model's layer indices, although the compared model has three layers."""
     model = tiny_decoder("afmoe", torch.float32, num_hidden_layers=6, num_dense_layers=2, layer_types=None)
     model.save_pretrained(tmp_path / "model")
     weights_from, _, layers = verify.write_truncated_model(tmp_path / "model", tmp_path / "cut")
@@ -143,10 +143,10 @@ def test_a_layer_of_each_kind_is_compared_and_named(tmp_path, monkeypatch, runs)
     assert named == [name.replace(".2.", ".3.").replace(".1.", ".2.") for name in parameters]
 
 
-# ---- planted errors
+# ---- injected errors
 
 
-def wrong_partners(patch):
+def pair_wrong_heads(patch):
     def table(*args):
         made = head_table(*args)
         kv_heads = max(head for load in made.loads for heads in load.kv_heads for head in heads) + 1
@@ -160,7 +160,7 @@ def wrong_partners(patch):
     patch.setattr(build, "head_table", table)
 
 
-def changed_share(patch, change):
+def change_share(patch, change):
     def shard_batch(inputs, vocab_size, mesh):
         return change(batch.shard_batch(inputs, vocab_size, mesh), inputs, mesh)
 
@@ -174,22 +174,22 @@ def shift_after_sharding(patch):
         labels_s = batch._select_own(inputs["labels"], mesh, share.docs.sharding, IGNORE_INDEX)
         return replace(share, labels_s=F.pad(labels_s[1:], (0, 1), value=IGNORE_INDEX))
 
-    changed_share(patch, change)
+    change_share(patch, change)
 
 
-def leaking_document(patch):
+def leak_document(patch):
     def change(share, inputs, mesh):
         starts = share.docs.starts
         return replace(share, docs=Docs((*starts[:2], *starts[3:]))) if len(starts) > 4 else share
 
-    changed_share(patch, change)
+    change_share(patch, change)
 
 
-def halved_gradient(patch):
+def halve_gradient(patch):
     patch.setattr(build.GlobalSum, "backward", staticmethod(lambda ctx, dtotal: (dtotal / 2, None)))
 
 
-def skipped_norm(patch):
+def skip_norm(patch):
     def parts(model, index):
         made = map_layer(model, index)
         return replace(made, norm1=nn.Identity()) if index == 1 else made
@@ -198,22 +198,22 @@ def skipped_norm(patch):
     patch.setattr(build, "map_layer", parts)
 
 
-PLANTED = [
-    (wrong_partners, {"logits", "gradients", "head pairing"}, {"document isolation, bitwise"}),
+INJECTED = [
+    (pair_wrong_heads, {"logits", "gradients", "head pairing"}, {"document isolation, bitwise"}),
     (shift_after_sharding, {"labels at shard boundaries"}, {"logits", "rope"}),
-    (leaking_document, {"documents", "document isolation, bitwise"}, {"logits", "loss", "gradients", "rope"}),
-    (halved_gradient, {"gradients"}, {"logits", "loss", "head pairing"}),
-    (skipped_norm, {"logits", "gradients"}, {"document isolation, bitwise"}),
+    (leak_document, {"documents", "document isolation, bitwise"}, {"logits", "loss", "gradients", "rope"}),
+    (halve_gradient, {"gradients"}, {"logits", "loss", "head pairing"}),
+    (skip_norm, {"logits", "gradients"}, {"document isolation, bitwise"}),
 ]
 
 
-@pytest.mark.parametrize("plant,off,right", PLANTED)
-def test_errors_are_found_and_named(cut_llama, monkeypatch, plant, off, right):
-    plant(monkeypatch)
-    checks = checks_of(cut_llama, 2 if plant is shift_after_sharding else 1)
-    found = {part for part, check in checks.items() if not check["ok"]}
-    assert off <= found and not right & found
-    if plant is skipped_norm:
+@pytest.mark.parametrize("inject,failing,passing", INJECTED)
+def test_errors_are_found_and_named(cut_llama, monkeypatch, inject, failing, passing):
+    inject(monkeypatch)
+    checks = checks_of(cut_llama, 2 if inject is shift_after_sharding else 1)
+    failed = {part for part, check in checks.items() if not check["ok"]}
+    assert failing <= failed and not passing & failed
+    if inject is skip_norm:
         assert checks["gradients"]["where"] == "layers.1.input_layernorm.weight"
 
 
@@ -221,7 +221,6 @@ def test_errors_are_found_and_named(cut_llama, monkeypatch, plant, off, right):
 
 
 def test_verify_prints_margins_and_exits_with_1_on_a_mismatch(llama, tmp_path, monkeypatch):
-    """One rank runs in this process."""
     pytest.importorskip("peft")
     settings = tmp_path / "long.yaml"
     lora = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["down_proj"]}
@@ -229,17 +228,17 @@ def test_verify_prints_margins_and_exits_with_1_on_a_mismatch(llama, tmp_path, m
     parts = f"model: {{path: {llama}}}", f"adapter: {{path: {tmp_path}}}", "data: {context: 512}"
     settings.write_text("\n".join([*parts, "parallel: {cp: 8, heads_per_stage: 8}"]))
     answer = CliRunner().invoke(cli.app, ["verify", str(settings), "--cp", "1", "--json"])
-    found = json.loads(answer.stdout)
-    assert answer.exit_code == 0 and found["ok"] and (found["cp"], found["weights"]) == (1, "its own")
-    assert "down_proj.lora_" in found["checks"][-1]["where"], "the adapter's own targets"
-    halved_gradient(monkeypatch)
+    result = json.loads(answer.stdout)
+    assert answer.exit_code == 0 and result["ok"] and (result["cp"], result["weights"]) == (1, "its own")
+    assert "down_proj.lora_" in result["checks"][-1]["where"], "the adapter's own targets"
+    halve_gradient(monkeypatch)
     settings.write_text("\n".join(parts[::2]))
     answer = CliRunner().invoke(cli.app, ["verify", str(settings), "--cp", "1"])
     assert answer.exit_code == ExitCode.FAILED
     assert "FAILED: gradients" in answer.stdout and "failed: gradients" in answer.stdout
 
 
-def test_the_layout_is_the_configurations():
+def test_the_layout_comes_from_the_configuration():
     tree = {
         "parallel": {"cp": 8, "ring": 4, "heads_per_stage": 16},
         "memory": {"offload": "disk", "keep_attention": "all"},

@@ -1,4 +1,4 @@
-"""Video transformers of diffusers: sample, loss and every gradient equal plain diffusers, in fp64 throughout."""
+"""Video transformers of diffusers: sample, loss and every gradient equal plain diffusers, in fp64."""
 
 import copy
 import importlib.util
@@ -95,7 +95,7 @@ def inputs_of(kind: str, clips: int = 1, text: int = 5) -> dict[str, Tensor]:
         "timestep": 500 + 100 * draw(),
         "encoder_hidden_states": draw(text, 7),
     }
-    if kind == "per token":  # the first frame is given
+    if kind == "per token":  # image to video: the first frame has no noise
         steps = torch.full((clips, GRID[0], GRID[1] * GRID[2]), 700.0, dtype=torch.float64)
         steps[:, 0] = 0
         inputs["timestep"] = steps.flatten(1)
@@ -119,27 +119,27 @@ def wide_video() -> Iterator[None]:
 
 
 def loss_and_gradients(model: nn.Module, inputs: dict[str, Tensor], trained: tuple[str, ...], **others):
-    given = {name: t.clone().requires_grad_(name in trained) for name, t in inputs.items()}
+    cloned = {name: t.clone().requires_grad_(name in trained) for name, t in inputs.items()}
     with InFloat64():
-        sample = model(**given, **others).sample
+        sample = model(**cloned, **others).sample
         weights = torch.linspace(0.5, 2, sample.numel(), dtype=sample.dtype).view_as(sample)
         loss = ((sample - weights) * weights).square().mean()
     loss.backward()
-    return {"sample": sample.detach(), "loss": loss.detach()} | {name: given[name].grad for name in trained}
+    return {"sample": sample.detach(), "loss": loss.detach()} | {name: cloned[name].grad for name in trained}
 
 
 def compare(
     plain: nn.Module, inputs: dict[str, Tensor], layout: Layout, trained: tuple[str, ...] = (), **others
 ) -> list[Errors]:
-    """Errors of every rank. `trained`: inputs whose gradients are compared, too."""
+    """Return the errors of every rank, including gradients of the inputs in `trained`."""
     models = [copy.deepcopy(plain) for _ in range(layout.cp)]
-    wanted = loss_and_gradients(plain, inputs, trained, **others)
+    expected = loss_and_gradients(plain, inputs, trained, **others)
 
     def work() -> Errors:
         mesh = make_mesh(layout.cp, ring=layout.ring)
         model = parallelize_transformer(models[mesh.rank], mesh=mesh, layout=layout, store=Store(mesh.device))
-        got = loss_and_gradients(model, inputs, trained, **others)
-        return {name: relative(got[name], wanted[name]) for name in wanted} | gradient_errors(model, plain)
+        results = loss_and_gradients(model, inputs, trained, **others)
+        return {name: relative(results[name], expected[name]) for name in expected} | gradient_errors(model, plain)
 
     with wide_video():
         return on_threads(layout.cp, work)
@@ -183,7 +183,7 @@ def test_clips_of_a_batch_do_not_mix():
     assert_equal(compare(tiny("wan"), inputs_of("wan", clips=2), Layout(2, tile_tokens=5), ALL))
 
 
-def test_coordinates_of_patches():
+def test_explicit_coordinates_of_patches_are_used():
     coords = torch.rand(1, 3, 18, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 20
     assert_equal(compare(tiny("ltx"), inputs_of("ltx"), Layout(2), video_coords=coords))
 
@@ -198,9 +198,9 @@ def test_adapters_equal_peft(kind):
     assert_equal(compare(plain, inputs_of(kind), Layout(2, **TILES), **others))
 
 
-def sample_and_gradients(model: nn.Module, given: dict[str, Tensor], mode, others) -> tuple[Tensor, Tensor]:
+def sample_and_gradients(model: nn.Module, inputs: dict[str, Tensor], mode, others) -> tuple[Tensor, Tensor]:
     with mode:
-        sample = model(**given, **others).sample
+        sample = model(**inputs, **others).sample
     sample.double().square().mean().backward()
     full = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
     return sample.detach().double(), torch.cat([grad.double().flatten() for grad in full])
@@ -208,13 +208,13 @@ def sample_and_gradients(model: nn.Module, given: dict[str, Tensor], mode, other
 
 @pytest.mark.parametrize("kind", ["wan", pytest.param("ltx", marks=pytest.mark.slow)])
 def test_bfloat16_is_as_precise_as_autocast(kind):
-    exact, given, others = tiny(kind), inputs_of(kind), SIZES if kind == "ltx" else {}
+    exact, inputs, others = tiny(kind), inputs_of(kind), SIZES if kind == "ltx" else {}
     with torch.no_grad():
         for param in exact.parameters():
             param.mul_(0.5)
-    narrow = {name: t.float() for name, t in given.items()}
+    narrow = {name: t.float() for name, t in inputs.items()}
     plain, models = copy.deepcopy(exact).float(), [copy.deepcopy(exact).float()]
-    wanted = sample_and_gradients(exact, given, InFloat64(), others)
+    expected = sample_and_gradients(exact, inputs, InFloat64(), others)
     theirs = sample_and_gradients(plain, narrow, torch.autocast("cpu", torch.bfloat16), others)
 
     def work() -> tuple[Tensor, Tensor]:
@@ -222,14 +222,14 @@ def test_bfloat16_is_as_precise_as_autocast(kind):
         return sample_and_gradients(model, narrow, nullcontext(), others)
 
     (ours,) = on_threads(1, work)
-    for got, plain_result, expected in zip(ours, theirs, wanted, strict=True):
-        assert relative(got, expected) < 1.15 * relative(plain_result, expected)
+    for our_result, plain_result, exact_result in zip(ours, theirs, expected, strict=True):
+        assert relative(our_result, exact_result) < 1.15 * relative(plain_result, exact_result)
 
 
 # ---- saving
 
 
-def test_saves_under_the_names_of_diffusers(tmp_path):
+def test_models_are_saved_under_the_names_of_diffusers(tmp_path):
     plain = tiny("wan")
     models = [copy.deepcopy(plain) for _ in range(2)]
 
@@ -246,7 +246,7 @@ def test_saves_under_the_names_of_diffusers(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["add_adapter", "get_peft_model"])
-def test_saves_an_adapter_that_diffusers_loads(tmp_path, way):
+def test_diffusers_loads_saved_adapters(tmp_path, way):
     plain = tiny("wan")
     if way == "get_peft_model":
         peft_model = add_lora(plain, target_modules=["to_q"])
@@ -258,15 +258,15 @@ def test_saves_an_adapter_that_diffusers_loads(tmp_path, way):
             for i, (name, param) in enumerate(plain.named_parameters()):
                 if "lora_" in name:
                     param.copy_(torch.full_like(param, 0.01 * i))
-    wanted = {name: p.detach().clone() for name, p in plain.named_parameters() if "lora_" in name}
+    expected = {name: p.detach().clone() for name, p in plain.named_parameters() if "lora_" in name}
     on_threads(1, lambda: ithaka.parallelize(model).save_pretrained(tmp_path))
     loaded = tiny("wan")
     loaded.load_lora_adapter(tmp_path, weight_name="pytorch_lora_weights.safetensors", adapter_name="default")
     assert loaded.peft_config["default"].lora_alpha == 5
-    found = {name: p for name, p in loaded.named_parameters() if "lora_" in name}
-    assert wanted.keys() == found.keys()
-    for name, param in found.items():
-        assert torch.allclose(param.double(), wanted[name].double(), atol=1e-6), name
+    actual = {name: p for name, p in loaded.named_parameters() if "lora_" in name}
+    assert expected.keys() == actual.keys()
+    for name, param in actual.items():
+        assert torch.allclose(param.double(), expected[name].double(), atol=1e-6), name
 
 
 # ---- refusals
@@ -319,10 +319,10 @@ def test_ranks_with_different_clips_are_refused():
     models = [tiny("wan") for _ in range(2)]
 
     def work() -> None:
-        model, given = ithaka.parallelize(models[dist.get_rank()], cp=2), inputs_of("wan")
-        given["timestep"] = given["timestep"] + dist.get_rank()
+        model, inputs = ithaka.parallelize(models[dist.get_rank()], cp=2), inputs_of("wan")
+        inputs["timestep"] = inputs["timestep"] + dist.get_rank()
         with pytest.raises(ConfigError, match="have different batches: timestep"):
-            model(**given)
+            model(**inputs)
 
     on_threads(2, work)
 
@@ -352,7 +352,7 @@ def test_a_clip_has_as_many_tokens_as_patches():
         count_patches(find_config("qwen3-vl-4b"), "81x720x1280")
 
 
-def test_sizes_of_built_in_models():
+def test_built_in_models_have_their_published_sizes():
     for name, billions in (("wan2.1-14b", 14.288), ("wan2.1-1.3b", 1.419), ("ltx-video-2b", 1.923)):
         assert find_shape(name).num_parameters / 1e9 == pytest.approx(billions, abs=1e-3)
 
@@ -362,7 +362,7 @@ def test_shapes_of_built_in_models_are_those_of_diffusers(name):
     assert find_shape(name) == measure_model(find_config(name), name)
 
 
-def test_every_patch_attends_to_all():
+def test_every_patch_attends_to_all_patches():
     assert Work(1024).pairs(None, causal=False) == 1024**2
 
 
@@ -399,7 +399,7 @@ def test_two_ranks_have_the_losses_of_one_plain_process():
     plain = diffusers.WanTransformer3DModel(**example.SMALL | {"num_layers": 1})
     models = [copy.deepcopy(plain) for _ in range(2)]
     quiet = {"steps": 3, "lr": 2e-3, "report": lambda text: None}
-    wanted = example.train(plain, **quiet)
+    expected = example.train(plain, **quiet)
 
     def work() -> tuple[list[float], Tensor]:
         model = ithaka.parallelize(models[dist.get_rank()], cp=2)
@@ -407,7 +407,7 @@ def test_two_ranks_have_the_losses_of_one_plain_process():
 
     generated = example.generate(plain, (1, 2), num_steps=2)
     for losses, clip in on_threads(2, work):
-        assert losses == pytest.approx(wanted, abs=1e-5)
+        assert losses == pytest.approx(expected, abs=1e-5)
         assert torch.allclose(clip, generated, atol=1e-4)
 
 

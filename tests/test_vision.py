@@ -1,4 +1,4 @@
-"""Vision-language models: loss and every gradient equal plain transformers, in fp64 throughout."""
+"""Vision-language models: loss and every gradient equal plain transformers, in fp64."""
 
 import contextlib
 import copy
@@ -71,25 +71,25 @@ def compare(
     plain_loss: Callable[[nn.Module], Tensor] | None = None,
     labels: Tensor | None = None,
 ) -> list[Errors]:
-    """Errors of every rank. A list of inputs: one for each data-parallel rank."""
+    """Return the errors of every rank. A list of inputs has one entry per data-parallel rank."""
     groups = inputs if isinstance(inputs, list) else [inputs]
     models = [copy.deepcopy(plain) for _ in range(layout.cp * len(groups))]
     with InFloat64():
         if plain_loss is not None:
             loss = plain_loss(plain)
         else:
-            given = {name: value for name, value in inputs.items() if name != "input_ids"}
-            loss = mean_loss(plain, inputs["input_ids"], inputs["input_ids"] if labels is None else labels, **given)
+            others = {name: value for name, value in inputs.items() if name != "input_ids"}
+            loss = mean_loss(plain, inputs["input_ids"], inputs["input_ids"] if labels is None else labels, **others)
     loss.backward()
 
     def work() -> Errors:
         mesh = make_mesh(layout.cp, ring=layout.ring)
         model = parallelize_model(models[mesh.rank], mesh=mesh, layout=layout, store=Store(mesh.device))
-        given = groups[mesh.dp_rank]
+        local_inputs = groups[mesh.dp_rank]
         with InFloat64():
-            got = model(**given, labels=given["input_ids"] if labels is None else labels).loss
-        got.backward()
-        return {"loss": relative(got.detach(), loss.detach()), **gradient_errors(model, plain)}
+            local_loss = model(**local_inputs, labels=local_inputs["input_ids"] if labels is None else labels).loss
+        local_loss.backward()
+        return {"loss": relative(local_loss.detach(), loss.detach()), **gradient_errors(model, plain)}
 
     with wide_encoder():
         return on_threads(len(models), work)
@@ -107,7 +107,7 @@ def test_equals_plain_transformers(family, cp):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl_moe"])
-def test_related_models(family):
+def test_related_models_equal_plain_transformers(family):
     assert_equal(compare(tiny_vlm(family), media_inputs(family, **SIZES), Layout(2, tile_tokens=7)))
 
 
@@ -123,7 +123,7 @@ def frozen(model: nn.Module, part: str = "visual") -> nn.Module:
 
 
 @pytest.mark.parametrize("part", [pytest.param("visual", marks=pytest.mark.slow), "visual.blocks"])
-def test_frozen_parts_of_the_encoder(part):
+def test_parts_of_the_encoder_may_be_frozen(part):
     assert_equal(compare(frozen(tiny_vlm("qwen3_vl"), part), media_inputs("qwen3_vl", **SIZES), Layout(2)))
 
 
@@ -136,10 +136,10 @@ def test_frozen_parts_of_the_encoder(part):
     ],
 )
 def test_adapters_equal_peft(targets, base, monkeypatch):
-    """In a four-bit model of bitsandbytes, the encoder is packed as well."""
+    """In a four-bit model of bitsandbytes, the encoder is packed too."""
 
     def dequantize(*args, plain=fourbit.dequantize):
-        with torch._C.DisableTorchFunction():  # not `InFloat64`: weights are products in fp32
+        with torch._C.DisableTorchFunction():  # no InFloat64: weights are products in fp32
             plain(*args)
 
     monkeypatch.setattr(fourbit, "dequantize", dequantize)
@@ -155,17 +155,17 @@ def test_adapters_equal_peft(targets, base, monkeypatch):
 def test_adapters_are_merged_for_an_engine():
     plain = add_lora(tiny_vlm("qwen3_vl"), target_modules=["v_proj", "qkv", "linear_fc1"])
     models = [copy.deepcopy(plain)]
-    (found,) = on_threads(1, lambda: dict(iterate_weights(parallelize_model(models[0]))))
-    wanted = plain.merge_and_unload().state_dict()
-    assert found.keys() == wanted.keys()
-    assert all(torch.allclose(found[name], wanted[name]) for name in wanted)
+    (merged,) = on_threads(1, lambda: dict(iterate_weights(parallelize_model(models[0]))))
+    expected = plain.merge_and_unload().state_dict()
+    assert merged.keys() == expected.keys()
+    assert all(torch.allclose(merged[name], expected[name]) for name in expected)
 
 
 def loss_and_gradients(model: nn.Module, inputs: dict[str, Tensor], mode: Any) -> Tensor:
     with mode:
         ids, is_ours = inputs["input_ids"], hasattr(model, "ithaka_mesh")
-        found = model(**inputs, **({"labels": ids} if is_ours else {}))
-        loss = found.loss if is_ours else F.cross_entropy(found.logits[0, :-1].double(), ids[0, 1:])
+        out = model(**inputs, **({"labels": ids} if is_ours else {}))
+        loss = out.loss if is_ours else F.cross_entropy(out.logits[0, :-1].double(), ids[0, 1:])
     loss.backward()
     full = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
     return torch.cat([grad.double().flatten() for grad in full])
@@ -178,7 +178,7 @@ def test_bfloat16_is_as_precise_as_autocast(family):
     exact, inputs = tiny_vlm(family), media_inputs(family, **SIZES)
     plain, models = copy.deepcopy(exact).float(), [copy.deepcopy(exact).float()]
     narrow = {name: t.float() if t.is_floating_point() else t for name, t in inputs.items()}
-    wanted = loss_and_gradients(exact, inputs, InFloat64())
+    expected = loss_and_gradients(exact, inputs, InFloat64())
     theirs = loss_and_gradients(plain, narrow, torch.autocast("cpu", torch.bfloat16))
 
     def work() -> Tensor:
@@ -186,10 +186,10 @@ def test_bfloat16_is_as_precise_as_autocast(family):
         return loss_and_gradients(model, narrow, contextlib.nullcontext())
 
     (ours,) = on_threads(1, work)
-    assert relative(ours, wanted) < 1.2 * relative(theirs, wanted)  # one tiny model: up to 1.16, by CPU
+    assert relative(ours, expected) < 1.2 * relative(theirs, expected)  # a tiny model; up to 1.16, depending on the CPU
 
 
-def test_a_batch_without_images():
+def test_a_batch_may_have_no_images():
     assert_equal(compare(tiny_vlm("qwen3_vl"), media_inputs("qwen3_vl", []), Layout(2)))
 
 
@@ -197,7 +197,7 @@ DOCUMENTS = [SIZES, {"images": [], "before": 6}, {"images": [(4, 4)], "videos": 
 
 
 def join(documents: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """One row with all documents."""
+    """Join all documents into one row."""
     joined = {}
     for name in {name for document in documents for name in document}:
         parts = [document[name] for document in documents if name in document]
@@ -211,8 +211,8 @@ def join(documents: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def summed_loss(plain: nn.Module, documents: list[dict[str, Tensor]]) -> Tensor:
     total, count = 0, 0
     for document in documents:
-        given = {name: value for name, value in document.items() if name != "input_ids"}
-        total = total + plain_sum(plain, document["input_ids"], document["input_ids"], **given)
+        others = {name: value for name, value in document.items() if name != "input_ids"}
+        total = total + plain_sum(plain, document["input_ids"], document["input_ids"], **others)
         count += document["input_ids"].shape[1] - 1
     return total / count
 
@@ -227,12 +227,12 @@ def test_documents_do_not_mix(family, layout):
 
 
 def test_data_parallel_ranks_with_and_without_images():
-    """A group without images runs the encoder too: FSDP2 gathers its parameters on all ranks."""
+    """A group without images runs the encoder too, because FSDP2 gathers its parameters on all ranks."""
     rows = [media_inputs("qwen3_vl", **SIZES), media_inputs("qwen3_vl", [])]
     assert_equal(compare(tiny_vlm("qwen3_vl"), rows, Layout(2), lambda plain: summed_loss(plain, rows)))
 
 
-def test_rows_with_padding():
+def test_padded_rows_equal_separate_rows():
     rows = [media_inputs("qwen2_5_vl", **sizes, seed=i) for i, sizes in enumerate(DOCUMENTS[1:])]
     longest = max(row["input_ids"].shape[1] for row in rows)
     padded = [F.pad(row["input_ids"], (0, longest - row["input_ids"].shape[1])) for row in rows]
@@ -243,7 +243,7 @@ def test_rows_with_padding():
     assert_equal(compare(tiny_vlm("qwen2_5_vl"), joined, Layout(2), lambda plain: summed_loss(plain, rows), labels))
 
 
-def test_given_positions_are_used():
+def test_explicit_positions_are_used():
     inputs = media_inputs("qwen3_vl", **SIZES)
     model = tiny_vlm("qwen3_vl")
     axes, _ = model.model.get_rope_index(**{k: v for k, v in inputs.items() if "pixel" not in k})
@@ -269,7 +269,7 @@ REFUSED = {
 
 
 def test_calls_are_refused():
-    """Also generation from images; from text, it has the tokens of transformers."""
+    """Generation from images is refused too; from text, it gives the tokens of transformers."""
     models = [tiny_vlm("qwen3_vl", torch.float32)]
     text = {"input_ids": torch.arange(20)[None], "max_new_tokens": 3, "do_sample": False}
     expected = models[0].eval().generate(**text)
@@ -300,7 +300,7 @@ def conversations() -> Dataset:
 
 
 def train_sft(cp: int, folder: Path) -> tuple[list[dict], dict[str, Tensor]]:
-    """Logs and trained weights of SFTTrainer; cp=0: the plain one."""
+    """Return logs and weights of SFTTrainer, or of the plain one if cp is 0."""
     processor = tiny_processor()
     settings = {"max_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "gradient_accumulation_steps": 2}
     settings |= {"per_device_train_batch_size": 2, "max_length": None, "bf16": False, "save_strategy": "no"}
@@ -322,12 +322,12 @@ def train_sft(cp: int, folder: Path) -> tuple[list[dict], dict[str, Tensor]]:
 @pytest.mark.slow
 def test_sft_trainer_has_the_losses_of_plain_trl(ranks, tmp_path):
     ((plain, weights),) = ranks.run(1, train_sft, 0, tmp_path / "plain")
-    for logs, found in ranks.run(2, train_sft, 2, tmp_path / "two"):
+    for logs, trained in ranks.run(2, train_sft, 2, tmp_path / "two"):
         for key in ("loss", "grad_norm", "mean_token_accuracy", "num_tokens"):
             assert [log.get(key) for log in logs] == pytest.approx([log.get(key) for log in plain], abs=2e-4), key
-        assert all((found[name] - weights[name]).abs().max() < 2e-3 for name in weights)
+        assert all((trained[name] - weights[name]).abs().max() < 2e-3 for name in weights)
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "two" / "final")
-    assert all(torch.equal(param, found[name]) for name, param in loaded.named_parameters())
+    assert all(torch.equal(param, trained[name]) for name, param in loaded.named_parameters())
     assert AutoTokenizer.from_pretrained(tmp_path / "two" / "final").pad_token == "<|pad|>"
 
 
@@ -342,7 +342,7 @@ def test_the_plan_counts_the_encoder():
     assert (shape.encoder.parameters, shape.encoder.outputs, shape.encoder.values) == (visual, 3, 24)
     assert shape_from_model(frozen(model)).num_trained == total - visual
     adapted = shape_from_model(add_lora(tiny_vlm("qwen3_vl"), target_modules=["q_proj", "qkv"]))
-    assert adapted.num_trained == 3 * 3 * (32 + 64)  # the language model's
+    assert adapted.num_trained == 3 * 3 * (32 + 64)  # only the language model's adapters
     hardware, work = Hardware(find_gpu("H200"), 1, 1, host_bytes=10**12), Work(1024)
     phases = dict(gpu_phases(shape, Layout(dtype="bfloat16"), hardware, work))
     without = dict(gpu_phases(shape_from_model(frozen(model)), Layout(dtype="bfloat16"), hardware, work))

@@ -1,4 +1,4 @@
-"""`ithaka train` on images and videos in conversations: their tokens and pixels, a run on two ranks, its export."""
+"""`ithaka train` on conversations with images and videos: tokens, pixels, a run on two ranks, and its export."""
 
 import errno
 import json
@@ -25,11 +25,11 @@ from ithaka.show_record import describe_record, find_record, split_document
 from runs import copy_back_at, numbers, run
 from vlms import model_for, picture, tiny_processor
 
-VIDEOS = {1: 4, 5: 3, 7: 2}  # conversation -> frames; a folder, except for the second
+VIDEOS = {1: 4, 5: 3, 7: 2}  # number of frames by conversation; all but the second are folders
 
 
 def frames(n: int) -> list[int]:
-    """Of one size."""
+    """Return the seeds of a video's frames, which all have the same size."""
     return [n % 6 + 6 * i for i in range(VIDEOS[n])]
 
 
@@ -44,7 +44,7 @@ def conversation(n: int) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model with its processor, and conversations with images next to them."""
+    """A folder with a model, its processor, and conversations with images."""
     folder, processor = tmp_path_factory.mktemp("vlm"), tiny_processor()
     model_for(processor).save_pretrained(folder / "model")
     processor.tokenizer.chat_template = processor.chat_template
@@ -87,7 +87,7 @@ def opened(folder, cp=(0, 1), **data):
 
 
 def process(processor, n: int) -> dict:
-    """What the processor makes of a conversation."""
+    """Apply the processor to a conversation."""
     videos = [torch.stack([pil_to_tensor(picture(seed)) for seed in frames(n)])] if n in VIDEOS else []
     metadata = [{"total_num_frames": len(each), "fps": 4, "frames_indices": list(range(len(each)))} for each in videos]
     text = tiny_processor().apply_chat_template(conversation(n), tokenize=False)
@@ -110,20 +110,20 @@ def test_images_and_videos_have_the_tokens_and_pixels_of_the_processor(folder, m
     batches = [data.next_batch() for _ in range(3)]
     for batch in batches:
         ends = (batch.document_ids[0].diff() != 0).nonzero()[:, 0].add(1).tolist()
-        wanted = {name: [] for name in ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")}
+        expected = {name: [] for name in ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")}
         for ids in batch.input_ids[0].tensor_split(ends):
             n = next((n for n in range(10) if f"number {n}?" in tokenizer.decode(ids)), None)
             if n is None:
                 continue  # padding
-            found = process(tokenizer.images.processor, n)
-            assert torch.equal(ids, found["input_ids"][0])
-            for name in wanted.keys() & found.keys():
-                wanted[name].append(found[name])
-        for name, parts in wanted.items():
+            processed = process(tokenizer.images.processor, n)
+            assert torch.equal(ids, processed["input_ids"][0])
+            for name in expected.keys() & processed.keys():
+                expected[name].append(processed[name])
+        for name, parts in expected.items():
             assert (name in batch.images) == bool(parts)
             if parts:
-                got = batch.images[name]
-                assert torch.equal(got[:] if "pixel" in name else got, torch.cat(parts)), name
+                actual = batch.images[name]
+                assert torch.equal(actual[:] if "pixel" in name else actual, torch.cat(parts)), name
                 pixels.get(name, []).extend(parts)
     assert all(pixels.values())
     data.close()
@@ -131,23 +131,23 @@ def test_images_and_videos_have_the_tokens_and_pixels_of_the_processor(folder, m
     ranks = [opened(folder, cp=(rank, 3), validation_fraction=0)[0] for rank in range(3)]
     read.clear()
     for batch in batches:
-        shares, given = [each.next_batch().images for each in ranks], batch.images
-        grids = [given[name] for name in ("image_grid_thw", "video_grid_thw") if name in given]
+        shares, full = [each.next_batch().images for each in ranks], batch.images
+        grids = [full[name] for name in ("image_grid_thw", "video_grid_thw") if name in full]
         patches = torch.cat([grid[:, 1:].prod(1).repeat_interleave(grid[:, 0]) for grid in grids])
         ends = torch.nn.functional.pad(patches.cumsum(0), (1, 0))[divide_frames(patches, 3)].tolist()
         for share, first, last in zip(shares, ends, ends[1:], strict=False):
             for name in ("pixel_values", "pixel_values_videos"):
-                if name in given:  # images, then videos, as the model divides them
+                if name in full:  # images, then videos, as the model divides them
                     rows = slice(max(first, 0), max(last, 0))
-                    assert torch.equal(share[name][rows], given[name][:][rows])
-                    first, last = first - given[name].shape[0], last - given[name].shape[0]
+                    assert torch.equal(share[name][rows], full[name][:][rows])
+                    first, last = first - full[name].shape[0], last - full[name].shape[0]
     for each in ranks:
         each.close()
-    assert len(read) <= num_read, "a rank reads frames of the others"
+    assert len(read) <= num_read, "a rank reads other ranks' frames"
 
 
-def broken(folder, name, content=None):
-    """A folder with one more conversation, whose image has this content."""
+def add_conversation(folder, name, content=None):
+    """Write the data with one more conversation, whose image file has this content, and return its path."""
     talks = folder / "data" / f"{name}.jsonl"
     lines = [(folder / "data" / "talks.jsonl").read_text()]
     image = {"type": "image", "image": f"{name}.png"}
@@ -159,9 +159,9 @@ def broken(folder, name, content=None):
 
 
 def test_unreadable_images_are_bad_records(folder):
-    whole = (folder / "data" / "pictures" / "1.png").read_bytes()
-    for name, content in {"missing": None, "broken": whole[: len(whole) // 2], "text": b"no image"}.items():
-        path = broken(folder, name, content)
+    image = (folder / "data" / "pictures" / "1.png").read_bytes()
+    for name, content in {"missing": None, "broken": image[: len(image) // 2], "text": b"no image"}.items():
+        path = add_conversation(folder, name, content)
         with pytest.raises(ConfigError, match=f"{name}.png is (missing|broken)"):
             check_data(settings(folder, {"path": path}).data, 1000, folder / "model")
         data, _ = opened(folder, path=path, bad_records="skip", validation_fraction=0)
@@ -192,15 +192,15 @@ def test_settings_are_refused(folder, case):
         check_data(settings(folder, changes).data, 1000, folder / "model")
 
 
-def test_data_is_shown_with_images_in_few_words(folder):
+def test_images_in_data_are_shown_as_a_summary(folder):
     config = settings(folder, {"validation_fraction": 0})
     tokenizer = load_tokenizer(None, folder / "model")
     (record,) = find_record(config, tokenizer, 6)  # a video of 3 frames between two images
     ((_, turns),) = describe_record(record, config, tokenizer)[0]
-    found = " ".join("".join(piece.text for piece in pieces) for _, pieces in turns)
-    assert re.findall("<(image|video): ", found) == ["image", "video", "video", "image"] and "_pad|>" not in found
+    text = " ".join("".join(piece.text for piece in pieces) for _, pieces in turns)
+    assert re.findall("<(image|video): ", text) == ["image", "video", "video", "image"] and "_pad|>" not in text
     sample = record.samples[0].tokens
-    shown = sum(int(number) for number in re.findall(r": (\d+) tokens>", found))
+    shown = sum(int(number) for number in re.findall(r": (\d+) tokens>", text))
     assert shown == sum(int((~sample == i).sum()) for i in tokenizer.images.ids.values())
     ids = [tokenizer.images.ids["image"]] * 900 + tokenizer.encode_batch(["a" * 300])[0].tolist()
     pieces = split_document(tokenizer, ids, numpy.zeros(len(ids), bool), 240, has_images=True)
@@ -241,7 +241,7 @@ def test_unreadable_videos_are_refused(folder, monkeypatch):
 
 
 def test_a_video_file_is_sampled(folder, monkeypatch):
-    """With a decoder that reads a file of pictures."""
+    """Replaces the decoder by one that returns pictures."""
 
     def load(path, backend, sample_indices_fn):
         metadata = VideoMetadata(24, fps=8.0)
@@ -255,13 +255,13 @@ def test_a_video_file_is_sampled(folder, monkeypatch):
     monkeypatch.setattr("ithaka.data.pixels.load_video", load)
     reader = load_tokenizer(None, folder / "model").images
     text, video = reader.measure_video("clip.mp4", 2)
-    assert (video.frames, decoded) == ([0, 5, 9, 14, 18, 23], [[23]])  # 6 of 3 seconds
+    assert (video.frames, decoded) == ([0, 5, 9, 14, 18, 23], [[23]])  # 6 frames from 3 seconds
     assert "<0.3 seconds>" in text and text.count("<|video_pad|>") == video.num_tokens
     parts = [reader.load([video], rank, 2)["pixel_values_videos"].part_PC for rank in range(2)]
     assert decoded[1:] == [[0, 5], [9, 14, 18, 23]]
     frames = torch.stack([pil_to_tensor(picture(6 * i)) for i in video.frames])
-    whole = reader.processor.video_processor(videos=[frames], do_sample_frames=False, do_convert_rgb=False)
-    assert torch.equal(torch.cat(parts), whole["pixel_values_videos"])
+    expected = reader.processor.video_processor(videos=[frames], do_sample_frames=False, do_convert_rgb=False)
+    assert torch.equal(torch.cat(parts), expected["pixel_values_videos"])
 
 
 def test_a_run_is_resumed_and_exported(folder, ranks, tmp_path):

@@ -13,7 +13,7 @@ from models import tiny_config, tiny_model
 from refusals import assert_refused
 from threads import on_threads
 
-CASES = {"mixture": ("qwen3_moe", {}), "tied": ("llama", {"tie_word_embeddings": True})}
+CASES = {"experts": ("qwen3_moe", {}), "tied": ("llama", {"tie_word_embeddings": True})}
 
 
 def adapted_model():
@@ -26,7 +26,7 @@ def adapted_model():
 
 
 def check(plain, theirs, **options):
-    """On two ranks."""
+    """Compare the weights that two ranks yield with `theirs`."""
     models = [copy.deepcopy(plain) for _ in range(2)]
 
     def work():
@@ -39,8 +39,8 @@ def check(plain, theirs, **options):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_of_a_parallel_model(case, tmp_path):
-    """A mixture's experts have tensors of their own on the hub; a tied head has none."""
+def test_weights_of_a_parallel_model_equal_a_saved_model(case, tmp_path):
+    """On the hub, each expert has its own tensors, and a tied head has none."""
     family, changes = CASES[case]
     plain = tiny_model(tiny_config(family, **changes))
     plain.save_pretrained(tmp_path)
