@@ -71,7 +71,7 @@ def test_the_only_record_is_trained_on_or_refused_for_what_is_wrong(tmp_path, re
     for path in (lines, folder, array):
         data = DataConfig(path=path, context=2, **settings)
         check_data(data, 264)
-        assert opened_at(data).validation is None
+        assert open_with_cache(data).validation is None
     lines.write_text("\n" + json.dumps(record | change))
     array.write_text(json.dumps([record | change]))
     for path, location in ((lines, "a.jsonl line 2"), (folder, "a.jsonl line 2"), (array, "a.json record 1")):
@@ -83,7 +83,7 @@ def test_the_only_record_of_a_source_is_trained_on(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text('{"text": "some text"}\n' * count)
     data = DataConfig(sources=[{"path": tmp_path / f"{name}.jsonl"} for name in ("one", "three")], context=5)
     check_data(data, 264)
-    opened = opened_at(data)
+    opened = open_with_cache(data)
     assert {source for each in opened.validation_sequences(9) for source in each.sources.tolist()} == {1}
     assert {source for _ in range(9) for source in opened.stream.next_sequence().sources.tolist()} == {0, 1}
 
@@ -94,7 +94,7 @@ def test_a_text_alone_is_trained_on(tmp_path):
     for path in (tmp_path, tmp_path / "a.txt"):
         data = DataConfig(path=path, context=1000)
         check_data(data, 264)
-        assert opened_at(data).validation is not None
+        assert open_with_cache(data).validation is not None
 
 
 def test_a_wrong_text_field_is_refused_with_file_line_and_fields(tmp_path):
