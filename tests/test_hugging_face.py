@@ -79,9 +79,9 @@ def run(name, cp, folder, resume=None, rows=None, family=None, **changes):
         assert not cp or "require_grads" not in str(hooks), "TRL's hook, for its own checkpointing"
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model(str(folder / "final"))
         reports = bool(cp and rows) and resume is None and dist.get_rank() == 0
         assert printed.getvalue().count("no rank has a label") == reports
-        trainer.save_model(str(folder / "final"))
         return trainer.state.log_history, full_weights(trainer.model)
 
 

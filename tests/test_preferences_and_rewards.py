@@ -175,6 +175,8 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None, family="llama
             arguments |= {"train_dataset": pairs(16), "eval_dataset": pairs(4)}
         trainer = trainer_class(args=config_class(str(folder), **settings), callbacks=[ShiftRouters()], **arguments)
         trainer.remove_callback(PrinterCallback)
+        if cp and kind in ("grpo", "rloo"):  # the ranks of a cp group shuffle alike
+            assert torch.initial_seed() == settings["seed"] + dist.get_rank() // cp
         if kind == "rloo":  # RLOOTrainer has no rollout_func
             texts = trainer.processing_class.batch_decode
             trainer._generate_single_turn = lambda ids, *_: answers(texts(ids), trainer)["completion_ids"]
