@@ -45,7 +45,7 @@ def state_bytes(optimizer) -> int:
 
 
 def losses_of(config):
-    return [loss for _, loss, *_ in numbers(config.train.run_dir)[1:]]
+    return [loss for _, loss, *_ in numbers(config.train.run_dir)]
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", pytest.param("muon", marks=pytest.mark.slow)])
