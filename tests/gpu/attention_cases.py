@@ -42,7 +42,7 @@ MASKS = tuple(masks_of(1000))
 
 
 def errors(kernel, mask, device, heads=(2, 2), head_dim=128, dtype=torch.bfloat16, seed=0, one_call=False):
-    """Return {name: (our relative error, plain PyTorch's)}, infinite if a result is not finite. `one_call`: no blocks."""
+    """Return {name: (our relative error, plain PyTorch's)}, inf if a result is not finite. `one_call`: no blocks."""
     num_tokens, blocks = (2085, (512, 256)) if device.type == "cuda" else (187, (64, 32))
     generator = torch.Generator().manual_seed(seed)
     n, m = heads

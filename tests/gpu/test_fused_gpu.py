@@ -54,7 +54,7 @@ def assert_close(ours: torch.Tensor, exact: torch.Tensor, size: torch.Tensor | N
 )
 @pytest.mark.parametrize("sign", [1, -1])
 def test_rope_between_layouts_matches_fp64(dtype, c, n, t, K, sign):
-    """Rotate from token layout into a slice of exchange layout, forward and backward, at far, packed and near positions."""
+    """Rotate from token layout into a slice of exchange layout, both ways, at far, packed and near positions."""
     x_tnK, buffer_csnK = draw(t, c * n, K, dtype=dtype), torch.full((c, 2 * t, n, K), 7.0, device=DEVICE, dtype=dtype)
     at_t = torch.arange(7_000_000, 7_000_000 + t, device=DEVICE)
     at_t[t // 3 :] -= 5_000_000

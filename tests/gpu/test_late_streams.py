@@ -190,8 +190,8 @@ def test_all_delays_together_change_no_gradient(device, on_time, monkeypatch):
     assert differing_names(gradients(device, 2, **LAYERS[3]), on_time[2]) == []
 
 
-# These test the delays: each reveals a missing wait. On a GPU, each runs in its own process, since a copy that comes too
-# early overwrites memory in use, and a wild index may stop the GPU.
+# These test the delays: each reveals a missing wait. On a GPU, each runs in its own process, since a copy that comes
+# too early overwrites memory in use, and a wild index may stop the GPU.
 
 
 def copies_do_not_wait(monkeypatch, device) -> None:

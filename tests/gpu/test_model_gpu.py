@@ -174,8 +174,8 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=gpu), "adamw"])
 @pytest.mark.parametrize("cp", [pytest.param(1, marks=gpu), 2])
 def test_optimizer_in_host_memory_takes_the_same_step(device, size, cp, optimizer):
-    """Gradients are bitwise equal with a kernel that always adds in the same order; weights may differ in the last bits,
-    which a CPU and a GPU may round differently.
+    """Gradients are bitwise equal with a kernel that always adds in the same order; weights may differ in the last
+    bits, which a CPU and a GPU may round differently.
     """
     model, batch = initial_model("qwen3", size, 0, device), random_batch(size, 0, device)
     layout = bf16(size.heads // 2, tile_tokens=size.tokens // 3, kernel="reference")
