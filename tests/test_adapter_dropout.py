@@ -106,7 +106,7 @@ def test_gradients_equal_those_of_peft_under_the_same_mask(case):
     assert_equal(errors)
 
 
-def test_the_mask_changes_with_every_argument_and_keeps_the_right_share():
+def test_the_mask_changes_with_every_argument_and_drops_the_right_share():
     def mask(seed=0, step=1, name="q", sequence=0):
         state = DropoutState()
         state.start_step(seed, step)

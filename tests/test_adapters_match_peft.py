@@ -11,11 +11,12 @@ import torch
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from general import add_lora
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.store import Store
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
-from models import CONSTRUCTING, tiny_config, tiny_model
+from models import tiny_config, tiny_model
 from parity import check, gradient_errors, plain_sum, random_ids, relative
 from refusals import assert_refused
 from threads import on_threads
@@ -24,18 +25,8 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 ALL = [*LINEARS, "lm_head"]
 
 
-def with_lora(config, **changes):
-    """Return a PeftModel with random A and B; with PEFT's initial B of zero, A would get no gradient."""
-    lora = LoraConfig(**{"r": 3, "lora_alpha": 5, **changes})
-    model = tiny_model(config)
-    with CONSTRUCTING, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = get_peft_model(model, lora)
-    generator = torch.Generator().manual_seed(8)
-    with torch.no_grad():
-        for param in (param for param in model.parameters() if param.requires_grad):
-            param.copy_(0.3 * torch.randn(param.shape, generator=generator, dtype=torch.float64))
-    return model
+def with_lora(config, **settings):
+    return add_lora(tiny_model(config), **settings)
 
 
 def compare(cp, config, layout, documents=None, **lora):

@@ -59,7 +59,7 @@ def test_plan_reads_what_bench_device_wrote(tmp_path):
         ("--blocks auto,3x", "--blocks=3x", "128Kx64K, or auto"),
     ],
 )
-def test_bad_attention_sizes_are_refused_before_torch_is_imported(arguments, named, fix, monkeypatch):
+def test_bad_attention_sizes_are_refused_before_the_benchmark_is_imported(arguments, named, fix, monkeypatch):
     monkeypatch.setitem(sys.modules, "ithaka.bench", None)
     assert_command_refused(["bench", "attention", *arguments.split()], named, fix=fix)
 

@@ -296,10 +296,12 @@ def test_a_wrapped_model_is_refused(wrap, name, context):
     assert_refused(parallelize, type(wrapped).__name__, fix=f"model.{name}")
 
 
-def test_a_second_backward_is_refused():
-    loss = parallel(make_layout(2, keep_everything=1))(input_ids=IDS, labels=IDS).loss
+def test_a_second_backward_and_a_call_after_it_are_refused():
+    model = parallel(make_layout(2, keep_everything=1))
+    loss = model(input_ids=IDS, labels=IDS).loss
     loss.backward(retain_graph=True)
     assert_refused(loss.backward, "backward", fix="call the model again", error=RuntimeError)
+    assert_refused(refusal(model), "backward", fix="parallelize the model again")
 
 
 def step(model, params, **options):
@@ -396,15 +398,6 @@ def test_a_call_after_a_failed_backward_is_refused(model):
     first.register_hook(lambda grad: 1 / 0)  # runs after FSDP2's own hook, when its backward has begun
     with pytest.raises(ZeroDivisionError):
         first.backward()
-    assert_refused(refusal(model), "backward", fix="parallelize the model again")
-
-
-def test_a_call_after_a_second_backward_is_refused():
-    model = parallel(make_layout(2, keep_everything=1))
-    loss = model(input_ids=IDS, labels=IDS).loss
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError):
-        loss.backward()
     assert_refused(refusal(model), "backward", fix="parallelize the model again")
 
 

@@ -60,7 +60,7 @@ STAGES = [
 
 @slow_on_cpu
 @pytest.mark.parametrize("cp,stages", STAGES)
-def test_gradients_with_any_number_of_stages(yardsticks, size, cp, stages):
+def test_any_number_of_stages_is_as_good_as_autocast(yardsticks, size, cp, stages):
     yardsticks("llama").check(cp, bf16(size.heads // stages, tile_tokens=size.tokens // 3))
 
 
@@ -76,7 +76,7 @@ TIERS = [
 
 @slow_on_cpu
 @pytest.mark.parametrize("options", TIERS)
-def test_gradients_with_every_tier(yardsticks, size, options):
+def test_every_tier_is_as_good_as_autocast(yardsticks, size, options):
     yardsticks("llama").check(2, bf16(size.heads // 2, **{"tile_tokens": size.tokens // 3, **options}))
 
 
@@ -84,7 +84,7 @@ def test_gradients_with_every_tier(yardsticks, size, options):
 @pytest.mark.parametrize(
     "cp,stages", [pytest.param(1, 1, marks=gpu), pytest.param(2, 2), pytest.param(2, 8, marks=gpu)]
 )
-def test_gradients_of_packed_documents(yardsticks, size, cp, stages):
+def test_packed_documents_are_as_good_as_autocast(yardsticks, size, cp, stages):
     yardsticks("llama", packed=True).check(cp, bf16(size.heads // stages, tile_tokens=size.tokens // 3))
 
 
@@ -94,7 +94,7 @@ def test_gradients_of_packed_documents(yardsticks, size, cp, stages):
 @pytest.mark.parametrize(
     "family", [pytest.param("qwen2", marks=gpu), pytest.param("qwen3", marks=gpu), pytest.param("mistral")]
 )
-def test_gradients_of_every_family(yardsticks, size, family, cp, stages):
+def test_every_family_is_as_good_as_autocast(yardsticks, size, family, cp, stages):
     yardsticks(family).check(cp, bf16(size.heads // stages, tile_tokens=size.tokens // 3, keep_attention="device"))
 
 
@@ -106,7 +106,7 @@ def test_gradients_of_every_family(yardsticks, size, family, cp, stages):
     ],
 )
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=gpu)])
-def test_gradients_of_adapters(yardsticks, size, family, options):
+def test_adapters_are_as_good_as_autocast(yardsticks, size, family, options):
     pytest.importorskip("peft")
     layout = bf16(size.heads // 2, tile_tokens=size.tokens // 3, **options)
     yardsticks(family, adapted=True).check(2, layout)
@@ -138,7 +138,7 @@ def test_backward_chooses_the_experts_of_forward(device, size, family, cp, stage
 @slow_on_cpu
 @pytest.mark.parametrize("cp,stages", [pytest.param(1, 1, marks=gpu), (2, 2), pytest.param(1, 8, marks=gpu)])
 @pytest.mark.parametrize("family", EXPERTS)
-def test_gradients_of_mixtures_of_experts(device, size, family, cp, stages):
+def test_mixtures_of_experts_are_as_good_as_autocast(device, size, family, cp, stages):
     """Autocast and fp64 use the same choice of experts."""
     layout = bf16(size.heads // stages, tile_tokens=size.tokens // 3)
     seeds = SEEDS if device.type == "cuda" else SEEDS[:1]

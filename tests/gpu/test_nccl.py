@@ -130,11 +130,11 @@ TIERS = {
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-def test_every_family_on_four_ranks(nccl, family):
+def test_every_family_is_as_good_as_autocast_on_four_ranks(nccl, family):
     assert nccl.run(4, compare_with_autocast, family, GROUPS)[0] == {}
 
 
-def test_every_tier_on_four_ranks(nccl):
+def test_every_tier_is_as_good_as_autocast_on_four_ranks(nccl):
     tiers = {name: (2, 1, options) for name, options in TIERS.items()}
     assert nccl.run(4, compare_with_autocast, "llama", tiers)[0] == {}
 
@@ -276,7 +276,7 @@ def under_torchrun(nccl, tmp_path_factory):
         os.killpg(started.pid, signal.SIGKILL)
 
 
-def test_the_same_command_under_torchrun_on_four_ranks_and_then_two(under_torchrun):
+def test_the_same_command_under_torchrun_resumes_a_run_of_four_ranks_on_two(under_torchrun):
     started, folder = under_torchrun
     code, output = started.wait(300), (folder / "output").read_text()
     assert code == 0, output[-4000:]
