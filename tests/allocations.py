@@ -1,4 +1,4 @@
-"""Peak bytes: of PyTorch's CPU allocator, measured independently of LiveBytes, and of layers in a rehearsal."""
+"""Measure peak bytes: of PyTorch's CPU allocator, independently of LiveBytes, and of layers in a rehearsal."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ from ithaka.train.step import make_optimizer
 
 
 def allocator_peak(work: Callable[[], Any]) -> int:
-    """Peak bytes that `work` allocates from the CPU allocator."""
+    """Return the peak bytes that `work` takes from the CPU allocator."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
@@ -36,7 +36,7 @@ def allocator_peak(work: Callable[[], Any]) -> int:
 
 
 def traced_peak(trace: Path) -> int:
-    """The same, from the memory events in a trace.json.gz."""
+    """Return the peak bytes of the memory events in a trace.json.gz."""
     events = [e for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if e["name"] == "[memory]"]
     return max(accumulate(e["args"]["Bytes"] for e in sorted(events, key=lambda e: e["ts"])))
 
@@ -46,7 +46,7 @@ def bytes_now(live: LiveBytes) -> int:
 
 
 def rehearsed_peaks(config: dict[str, Any], layout: Layout, tokens: int) -> Callable[[int, str], int]:
-    """Peak bytes by layer and direction of a training step of `tokens` tokens, on rank 0 of `layout.cp` on the CPU."""
+    """Rehearse a step as rank 0 of `layout.cp` on the CPU. Return a function of layer and direction: the peak bytes."""
     device = torch.device("cpu")
     start_loopback(layout.cp)
     try:

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over a pipe: pages, sizes, themes, screenshots, and console messages."""
+"""Drive a headless Chromium over a pipe: pages, window sizes, themes and console messages."""
 
 import json
 import os
@@ -23,7 +23,7 @@ OPTIONS = (
     "--remote-debugging-pipe",
 )
 TIMEOUT_S = 60.0
-FOLDERS = tempfile.gettempdir()  # not where a test has its own temporary files
+FOLDERS = tempfile.gettempdir()  # read on import: tests may redirect it later
 
 
 def find_browser() -> str | None:
@@ -31,7 +31,7 @@ def find_browser() -> str | None:
 
 
 class Browser:
-    """`call` sends one command of the DevTools protocol; events that come meanwhile are kept."""
+    """`call` sends one command of the DevTools protocol and keeps the events that arrive meanwhile."""
 
     def __init__(self, program: str) -> None:
         self._folder = tempfile.TemporaryDirectory(dir=FOLDERS, ignore_cleanup_errors=True)  # children may still write
@@ -39,7 +39,7 @@ class Browser:
         self._read, to_write = os.pipe()
 
         def as_3_and_4() -> None:
-            # The browser reads from 3 and writes to 4; first out of the way of each other.
+            # The browser reads from 3 and writes to 4. Duplicate both first: each may have the other's number.
             reading, writing = os.dup(to_read), os.dup(to_write)
             os.dup2(reading, 3)
             os.dup2(writing, 4)
@@ -53,7 +53,7 @@ class Browser:
         )
         os.close(to_read)
         os.close(to_write)
-        self._left, self._number, self._session = b"", 0, None
+        self._buffer, self._number, self._session = b"", 0, None
         self.events: list[dict[str, Any]] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -84,11 +84,11 @@ class Browser:
             self.events.append(answer)
 
     def _next(self) -> dict[str, Any]:
-        while b"\0" not in self._left:
+        while b"\0" not in self._buffer:
             part = os.read(self._read, 1 << 20)
             assert part, "the browser has ended"
-            self._left += part
-        message, _, self._left = self._left.partition(b"\0")
+            self._buffer += part
+        message, _, self._buffer = self._buffer.partition(b"\0")
         return json.loads(message)
 
     def evaluate(self, expression: str) -> Any:
@@ -97,7 +97,7 @@ class Browser:
         return result["result"].get("value")
 
     def open(self, page: Path, width: int = 1200, height: int = 900, dark: bool = False) -> None:
-        """Opens the page and waits until it says it is ready."""
+        """Open the page and wait until it reports that it is ready."""
         mobile = width < 600
         self.call(
             "Emulation.setDeviceMetricsOverride",
@@ -116,11 +116,11 @@ class Browser:
             time.sleep(0.05)
 
     def complaints(self) -> list[dict[str, Any]]:
-        """The page's errors, warnings and messages, and its requests for other files."""
+        """Return the page's errors, warnings and messages, and its requests to other hosts."""
         loud = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
-        found = [event for event in self.events if event.get("method") in loud]
-        asked = [e["params"]["request"]["url"] for e in self.events if e.get("method") == "Network.requestWillBeSent"]
-        return [*found, *({"request": url} for url in asked if not url.startswith(("file:", "data:")))]
+        messages = [event for event in self.events if event.get("method") in loud]
+        urls = [e["params"]["request"]["url"] for e in self.events if e.get("method") == "Network.requestWillBeSent"]
+        return [*messages, *({"request": url} for url in urls if not url.startswith(("file:", "data:")))]
 
     def move_mouse(self, x: float, y: float, click: bool = False) -> None:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)

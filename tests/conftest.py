@@ -1,4 +1,4 @@
-"""torch is imported late: the xdist controller does not need it."""
+"""Options, shared fixtures and skips. torch is imported late: the xdist controller does not need it."""
 
 import gc
 import os
@@ -14,8 +14,8 @@ from programs import PLAIN, PRELOAD, fork_from_here
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="Run the tests marked `slow` too; half an hour.")
-    parser.addoption("--plain", action="store_true", help="Replace nothing of Python or PyTorch (replacements.py).")
+    parser.addoption("--slow", action="store_true", help="Also run the tests marked `slow`; takes half an hour.")
+    parser.addoption("--plain", action="store_true", help="Run without the replacements of replacements.py.")
 
 
 def pytest_configure(config):
@@ -31,7 +31,7 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 
 class Module(pytest.Module):
-    """Skipped if it, or a helper that it imports, needs an optional package that is missing."""
+    """A test module that is skipped if it, or a helper that it imports, needs a missing optional package."""
 
     def _getobj(self):
         try:
@@ -54,7 +54,7 @@ def _missing_package(error):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests marked `gpu` need a CUDA device. Others in tests/gpu run on either: on a CPU fewer cases, and small."""
+    """Skip tests that cannot run here. Unmarked tests in tests/gpu also run on a CPU, with fewer and smaller cases."""
     import torch
 
     reasons = {}
@@ -94,14 +94,14 @@ def processes(tmp_path_factory, pytestconfig):
 
 @pytest.fixture(scope="session")
 def device():
-    """The GPU, or the CPU where there is none."""
+    """The GPU, or the CPU if there is none."""
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(autouse=True)
-def no_group_is_left():
+def destroy_process_group():
     """Destroy the process group that a mesh or a failed run leaves behind."""
     from ithaka.dist.mesh import end_process_group
 
@@ -110,7 +110,7 @@ def no_group_is_left():
 
 
 @pytest.fixture(autouse=True)
-def default_dtype_is_left():
+def restore_default_dtype():
     """Restore the default dtype: transformers changes it while it makes a model, and ranks may be threads here."""
     import torch
 
@@ -119,7 +119,7 @@ def default_dtype_is_left():
 
 
 @pytest.fixture(autouse=True)
-def no_device_memory_is_left():
+def empty_gpu_cache():
     """Free cached GPU memory: several test processes share the GPU."""
     import torch
 
@@ -144,48 +144,50 @@ def plans_once(pytestconfig):
 
     with pytest.MonkeyPatch.context() as patch:
         for name in () if pytestconfig.getoption("--plain") else ("choose", "longest_context"):
-            patch.setattr(SearchSpace, name, _remembering(name, getattr(SearchSpace, name)))
+            patch.setattr(SearchSpace, name, _call_once(name, getattr(SearchSpace, name)))
         yield
 
 
 @pytest.fixture
 def probes_once(pytestconfig):
-    """Cache what the probe found out about the layers of a configuration: every rank of every case asks for it. Not for
-    tests that change the code of a layer, or that test the probe."""
+    """Cache the probe's findings per layer configuration: every rank of every case needs them.
+
+    Do not use it in tests that change the code of a layer, or that test the probe.
+    """
     from ithaka.model import general, probe
     from ithaka.model.families import find_layers
 
-    def remember(model, recorder, device):
+    def probe_once(model, recorder, device):
         layers = tuple(map(probe.describe_layer, find_layers(model)))
         key = type(model), model.config.to_json_string(), layers, device
         with _probing:
-            if key not in _answers:
-                _answers[key] = probe.probe_layers(model, recorder, device)
-            return _answers[key]
+            if key not in _results:
+                _results[key] = probe.probe_layers(model, recorder, device)
+            return _results[key]
 
     with pytest.MonkeyPatch.context() as patch:
         if not pytestconfig.getoption("--plain"):
-            patch.setattr(general, "probe_layers", remember)
+            patch.setattr(general, "probe_layers", probe_once)
         yield
 
 
-_answers = {}
+_results = {}
 _probing = threading.Lock()
 
 
-def _remembering(name, method):
-    def ask(space, question):
-        key = name, space.shape, space.hardware, repr(sorted(space.fixed.items())), question
-        if key not in _answers:
-            _answers[key] = method(space, question)
-        return _answers[key]
+def _call_once(name, method):
+    def call(space, argument):
+        key = name, space.shape, space.hardware, repr(sorted(space.fixed.items())), argument
+        if key not in _results:
+            _results[key] = method(space, argument)
+        return _results[key]
 
-    return ask
+    return call
 
 
 @pytest.fixture
 def fa4(monkeypatch):
-    """The kernel fa4 backed by plain PyTorch on a CPU. Unwritten memory is NaN."""
+    """Back the kernel fa4 by plain PyTorch on a CPU, and fill uninitialized memory with NaN."""
     from dataclasses import replace
 
     import torch
@@ -204,7 +206,7 @@ def fa4(monkeypatch):
 
 @pytest.fixture
 def quiet_transformers():
-    """Tiny configurations make transformers warn about their rope parameters."""
+    """Silence transformers, which warns about the rope parameters of tiny configurations."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

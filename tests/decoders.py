@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Pretr
 
 from models import CONSTRUCTING
 
-# The families of the general layer's tests, with what their configurations need beyond `SIZES`.
+# Families for tests of the general layer, with the values that their configurations need beyond `SIZES`.
 DECODERS: dict[str, dict] = {
     "gpt_oss": {},
     "gemma2": {},
@@ -27,7 +27,7 @@ DECODERS: dict[str, dict] = {
     "qwen2_moe": {},
     "starcoder2": {},
 }
-# Models with the gated delta rule; no rings.
+# Models with the gated delta rule, which do not support rings.
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
 DELTA |= {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 HYBRIDS = dict.fromkeys(("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid"), DELTA)
@@ -46,7 +46,7 @@ SIZES = {
     "sliding_window": 5,
     "attention_dropout": 0.0,
     "query_pre_attn_scalar": 16,
-    # mixtures of experts
+    # mixture of experts
     "moe_intermediate_size": 24,
     "num_local_experts": 4,
     "num_experts": 4,
@@ -74,8 +74,8 @@ def tiny_decoder(family: str, dtype: torch.dtype = torch.float64, **changes) -> 
 
 
 def random_decoder(config: PretrainedConfig, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    """A model with random parameters, norms and biases included; deterministic per configuration."""
-    config._experts_implementation = "eager"  # grouped_mm, the default of mixtures, has no fp64
+    """Return a model with random parameters, including norms and biases; deterministic per configuration."""
+    config._experts_implementation = "eager"  # grouped_mm, the default for experts, has no fp64
     with CONSTRUCTING:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     generator = torch.Generator().manual_seed(3)

@@ -1,7 +1,7 @@
-"""FlashAttention 4's two functions as the kernel calls them, in plain PyTorch: any device and dtype.
+"""The two functions of FlashAttention 4 that the kernel calls, in plain PyTorch, for any device and dtype.
 
-Backward takes out and lse as given, so that those of more keys than its own work as in the real one. Both compute in
-fp32 (fp64 for fp64) and round what they write.
+Like the real one, backward uses the out and lse of its caller, which may cover more keys than its own. Both compute in
+fp32 (fp64 for fp64) and round the results.
 """
 
 import torch
@@ -12,7 +12,7 @@ def _wide(*tensors):
 
 
 def _documents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
-    """Index into q and lse, and into k, of each document."""
+    """Return, for each document, its index into q and lse, and its index into k."""
     if cu_seqlens_q is None:
         return [((i,), (i,)) for i in range(len(q))]
     ends = [cu.tolist() for cu in (cu_seqlens_q, cu_seqlens_k)]
@@ -23,7 +23,7 @@ def _documents(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
 
 
 def _probabilities(q_qhK, k_kgK, lse_hq, softmax_scale, causal, window_size_left, softcap):
-    """exp(scores - lse) [h, q, k], lse if it is not given, and the derivative of the scores [h, q, k] by q k^T."""
+    """Return exp(scores - lse) [h, q, k], lse (computed if None), and the scores' derivative by q k^T [h, q, k]."""
     repeat = q_qhK.shape[1] // k_kgK.shape[1]
     scores = torch.einsum("qhK,khK->hqk", q_qhK, k_kgK.repeat_interleave(repeat, 1)) * softmax_scale
     slopes = torch.full_like(scores, softmax_scale)
@@ -32,12 +32,12 @@ def _probabilities(q_qhK, k_kgK, lse_hq, softmax_scale, causal, window_size_left
         scores = softcap * (scores / softcap).tanh()
     rows, keys = scores.shape[1:]
     behind = (torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)).to(scores.device)
-    seen = torch.ones_like(behind, dtype=torch.bool)
+    visible = torch.ones_like(behind, dtype=torch.bool)
     if causal:
-        seen &= behind >= 0
+        visible &= behind >= 0
     if window_size_left is not None:
-        seen &= behind <= window_size_left
-    scores = scores.masked_fill(~seen, float("-inf"))
+        visible &= behind <= window_size_left
+    scores = scores.masked_fill(~visible, float("-inf"))
     lse_hq = scores.logsumexp(-1) if lse_hq is None else lse_hq
     return (scores - lse_hq[..., None]).exp(), lse_hq, slopes
 

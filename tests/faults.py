@@ -1,4 +1,4 @@
-"""Runs killed at random moments, and what becomes of them. As a script it prints a table:
+"""Kill runs at random moments and check that they resume. As a script, prints a table:
 
 PYTHONPATH=src:tests python tests/faults.py --kills 100
 """
@@ -27,13 +27,13 @@ from runs import run, tiny_run, wait_for
 
 RANKS = 2
 STEPS = 6
-# Where a run dies, and how often that place is passed before its last save ends.
+# Points at which a run is killed, and how often a run passes each before its last save ends.
 POINTS = {"forward": 10, "backward": 10, "update": 5, "save": 2, "publish": 8}
 SAME, CLOSE = "bit for bit", "within 1e-5"
 
 
 class Killer(Listener):
-    """Kills this process when it enters a phase for the `nth` time."""
+    """Kill this process when it enters a phase for the `nth` time."""
 
     def __init__(self, name: str, nth: int) -> None:
         self.name, self.left = name, nth
@@ -56,7 +56,7 @@ def run_and_die(config: Config, point: str, nth: int, victim: int) -> None:
         if point == "save":
             write = save.dcp.FileSystemWriter.write_data
             patch.setattr(save.dcp.FileSystemWriter, "write_data", lambda *args: killer.count() or write(*args))
-        if point == "publish":  # before and after each file of rank 0 has its name
+        if point == "publish":  # before and after rank 0 renames each file
             sync = files.sync_directory
             patch.setattr(files, "sync_directory", lambda path: killer.count() or sync(path))
         run(config, AUTO)
@@ -92,48 +92,49 @@ def kill(config: Config, folder: Path, point: str, nth: int, victim: int) -> int
     return max(0, done - saved)
 
 
-def finish(group: Ranks, whole: Config, config: Config, num_ranks: int = RANKS) -> str:
-    """Resume the run on `num_ranks` of `group`, and return how it agrees with the undisturbed one.
+def finish(group: Ranks, undisturbed: Config, config: Config, num_ranks: int = RANKS) -> str:
+    """Resume the run on `num_ranks` of `group`, and return how closely it matches the undisturbed one.
 
-    Raises AssertionError if it does not."""
+    Raises AssertionError if it does not.
+    """
     group.run(num_ranks, run, config, AUTO)
     if num_ranks == RANKS:
-        assert losses(config) == losses(whole) and final_weights(config) == final_weights(whole)
-    assert losses(config) == pytest.approx(losses(whole), rel=1e-5)
+        assert losses(config) == losses(undisturbed) and final_weights(config) == final_weights(undisturbed)
+    assert losses(config) == pytest.approx(losses(undisturbed), rel=1e-5)
     return SAME if num_ranks == RANKS else CLOSE
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Kill runs at random moments, and let them go on.")
+    parser = argparse.ArgumentParser(description="Kill runs at random moments and resume them.")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     fork_from_here()
-    choice, group, start = random.Random(asked.seed), Ranks(4), time.monotonic()
-    found: Counter[tuple[str, int, str]] = Counter()
+    choice, group, start = random.Random(args.seed), Ranks(4), time.monotonic()
+    outcomes: Counter[tuple[str, int, str]] = Counter()
     lost: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        whole = configured(folder / "whole")
-        group.run(RANKS, run, whole, AUTO)
-        for number in range(asked.kills):
+        undisturbed = configured(folder / "undisturbed")
+        group.run(RANKS, run, undisturbed, AUTO)
+        for number in range(args.kills):
             point, num_ranks = list(POINTS)[number % len(POINTS)], choice.choice([RANKS, RANKS, 1, 4])
             try:
-                config = moved(whole, folder / str(number) / "run")
+                config = moved(undisturbed, folder / str(number) / "run")
                 victim = 0 if point == "publish" else choice.randrange(RANKS)
                 lost[point] += kill(config, folder / str(number), point, choice.randint(1, POINTS[point]), victim)
-                result = finish(group, whole, config, num_ranks)
+                result = finish(group, undisturbed, config, num_ranks)
             except (AssertionError, TimeoutError) as error:
                 result = "FAILED"
                 print(f"kill {number}, {point}, {num_ranks} ranks: {error}", flush=True)
-            found[(point, num_ranks, result)] += 1
+            outcomes[(point, num_ranks, result)] += 1
     group.close()
-    print(f"\n{asked.kills} kills of one of {RANKS} ranks, seed {asked.seed}, {time.monotonic() - start:.0f} s\n")
-    print("| killed in | ranks that go on | runs | agree with the undisturbed run |\n|---|---|---|---|")
-    for (point, num_ranks, result), count in sorted(found.items()):
+    print(f"\n{args.kills} kills of one of {RANKS} ranks, seed {args.seed}, {time.monotonic() - start:.0f} s\n")
+    print("| killed in | resumed on ranks | runs | match the undisturbed run |\n|---|---|---|---|")
+    for (point, num_ranks, result), count in sorted(outcomes.items()):
         print(f"| {point} | {num_ranks} | {count} | {result} |")
-    print(f"\nSteps computed again, in all: {sum(lost.values())}")
-    raise SystemExit(any(result == "FAILED" for _, _, result in found))
+    print(f"\nRepeated steps in total: {sum(lost.values())}")
+    raise SystemExit(any(result == "FAILED" for _, _, result in outcomes))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A decoder on the general path beside the plain one: loss, logits and every gradient."""
+"""Compare a decoder on the general path with plain transformers: loss, logits and every gradient."""
 
 import copy
 import warnings
@@ -41,13 +41,13 @@ def _widen(run: Callable) -> Callable:
 
 
 def layer_name(param_name: str) -> str:
-    """The decoder layer of a parameter, or the module around the layers."""
-    head, found, tail = param_name.partition("layers.")
-    return head + found + tail.split(".")[0] if found else param_name.rpartition(".")[0]
+    """Return the decoder layer of a parameter or, outside of the layers, its module."""
+    head, separator, tail = param_name.partition("layers.")
+    return head + separator + tail.split(".")[0] if separator else param_name.rpartition(".")[0]
 
 
 def gradient_errors(model: nn.Module, plain: nn.Module) -> Errors:
-    """The largest error in this rank's shard of each gradient, in units of the layer's largest gradient."""
+    """Return the largest error in this rank's shard of each gradient, relative to the layer's largest gradient."""
     wanted = {name: param.grad for name, param in plain.named_parameters() if param.requires_grad}
     largest: dict[str, float] = {}
     for name, grad in wanted.items():
@@ -69,7 +69,7 @@ def gradient_errors(model: nn.Module, plain: nn.Module) -> Errors:
 
 
 def add_lora(model: nn.Module, **settings) -> nn.Module:
-    """A PeftModel with random A and B: with PEFT's initial B of zero, A has no gradient."""
+    """Return a PeftModel with random A and B; with PEFT's initial B of zero, A would get no gradient."""
     with CONSTRUCTING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = get_peft_model(model, LoraConfig(**{"r": 3, "lora_alpha": 5, **settings}))
@@ -97,10 +97,10 @@ def compare(
     logits: bool = False,
     **inputs: Tensor,
 ) -> list[Errors]:
-    """Errors of every rank of a parallel copy of `plain`. Inputs have the rows of all data-parallel ranks.
+    """Return the errors of every rank of a parallel copy of `plain`. Inputs have the rows of all data-parallel ranks.
 
-    Gradients and loss are compared with those of `plain_loss`, by default of the same inputs; `logits`: of a call
-    without labels, too.
+    Loss and gradients are compared with those of `plain_loss`, by default the mean loss of the same inputs; with
+    `logits`, also the logits of a call without labels.
     """
     layout = layout or Layout()
     mode = InFloat64 if wide else nullcontext
@@ -118,14 +118,14 @@ def compare(
         mesh = make_mesh(layout.cp, ring=layout.ring)
         model = parallelize_model(models[mesh.rank], mesh=mesh, layout=layout, store=Store(mesh.device))
         mine = slice(mesh.dp_rank * len(ids) // dp, (mesh.dp_rank + 1) * len(ids) // dp)
-        given = {name: value[mine] for name, value in inputs.items()}
+        own_inputs = {name: value[mine] for name, value in inputs.items()}
         errors = {}
         with mode():
             if logits:
                 with torch.no_grad():
-                    got = model(input_ids=ids[mine], **given).logits
-                errors["logits"] = relative(got, wanted_logits[mine])
-            own_loss = model(input_ids=ids[mine], labels=labels[mine], **given).loss
+                    own_logits = model(input_ids=ids[mine], **own_inputs).logits
+                errors["logits"] = relative(own_logits, wanted_logits[mine])
+            own_loss = model(input_ids=ids[mine], labels=labels[mine], **own_inputs).loss
         own_loss.backward()
         errors["loss"] = relative(own_loss.detach(), loss.detach())
         return {**errors, **gradient_errors(model, plain)}

@@ -1,4 +1,4 @@
-"""Grids of cases, of which `make test` runs a part."""
+"""Grids of test cases, of which `make test` runs a part."""
 
 from collections.abc import Iterable
 from itertools import product
@@ -9,7 +9,7 @@ import pytest
 
 
 def diagonal(*lists: Iterable[Any]) -> list[Any]:
-    """All combinations for `parametrize`. Without --slow only those on a diagonal, which have every value."""
+    """Return all combinations for `parametrize`; without --slow, only a diagonal runs, which has every value once."""
     columns = [list(values) for values in lists]
     chosen = {tuple(i % len(values) for values in columns) for i in range(max(map(len, columns)))}
     cells = product(*(range(len(values)) for values in columns))

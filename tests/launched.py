@@ -1,4 +1,4 @@
-"""What the ranks of test_launch.py run. Each of them imports this file, so it imports little."""
+"""Functions that the ranks of test_launch.py run. Each rank imports this file, so it imports little."""
 
 import fcntl
 import os
@@ -28,7 +28,7 @@ def write_environment(folder: Path) -> None:
 
 
 def write_inherited(folder: Path) -> None:
-    """A fork inherits attributes; its session is its own."""
+    """Write whether this rank inherited an attribute, as a fork does, and whether it leads its session."""
     inherited, is_leader = getattr(launch, "inherited", None), os.getsid(0) == os.getpid()
     (folder / os.environ["RANK"]).write_text(f"{inherited} {is_leader}")
 
@@ -46,7 +46,7 @@ def fail(rank: str, kind: str) -> None:
 
 
 def freeze(folder: Path) -> None:
-    """Rank 1 freezes, and rank 0 reports it, as its heartbeat would."""
+    """Freeze rank 1, and let rank 0 report it, as the heartbeat would."""
     if os.environ["RANK"] == "1":
         (folder / "pid").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -60,17 +60,17 @@ def fail_everywhere() -> None:
 
 
 def finish_step_then_stop(folder: Path, patience_s: float = 60.0) -> None:
-    """Like the training loop: the first signal sets a flag, and the work continues for a moment."""
-    asked: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    """Act like the training loop: the first signal sets a flag, and the work continues for a moment."""
+    signals: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: signals.append(number))
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     rank = os.environ["RANK"]
     (folder / f"ready{rank}").write_text(str(os.getpid()))
     deadline = time.monotonic() + patience_s
-    while not asked and time.monotonic() < deadline:
+    while not signals and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(0.2)
-    (folder / f"saved{rank}").write_text(" ".join(map(str, asked)))
+    (folder / f"saved{rank}").write_text(" ".join(map(str, signals)))
 
 
 def not_yet_training(folder: Path) -> None:

@@ -13,11 +13,11 @@ from ithaka.plan.read_config import PLANNED_FAMILIES
 
 EXPERTS = tuple(name for name, family in ALL_FAMILIES.items() if family.experts)
 FAMILIES = tuple(PLANNED_FAMILIES)
-CONSTRUCTING = threading.Lock()  # transformers sets PyTorch's default dtype meanwhile, for all threads
+CONSTRUCTING = threading.Lock()  # while it builds a model, transformers sets the default dtype of all threads
 
 
 def tiny_config(family: str, heads: int = 4, kv_heads: int = 2, **changes):
-    """Llama gets biases and tied embeddings in turn, Mistral a window, Qwen2 one windowed layer, Qwen3 a wide head."""
+    """Llama gets biases and tied embeddings, Mistral a window, Qwen2 one windowed layer, Qwen3 wide heads."""
     special = {
         "llama": {"attention_bias": True, "tie_word_embeddings": True},
         "mistral": {"sliding_window": 5},
@@ -42,8 +42,8 @@ def tiny_config(family: str, heads: int = 4, kv_heads: int = 2, **changes):
 
 
 def tiny_model(config, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    """A model with random parameters, norms and biases included; deterministic per config."""
-    config._experts_implementation = "eager"  # grouped_mm, the default of mixtures, has no fp64
+    """Return a model with random parameters, including norms and biases; deterministic per config."""
+    config._experts_implementation = "eager"  # grouped_mm, the default for experts, has no fp64
     with CONSTRUCTING:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     generator = torch.Generator().manual_seed(3)
@@ -57,10 +57,10 @@ def tiny_model(config, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
 
 
 def widen(model: PreTrainedModel) -> PreTrainedModel:
-    """Lets the parts that Hugging Face computes in fp32, whatever the model's dtype, compute in fp64.
+    """Compute in fp64 what Hugging Face always computes in fp32, and return the model.
 
-    RMSNorm: the rounding turns differences of 1e-16 into 1e-8 now and then, on either side of a comparison. RoPE:
-    angles in fp32 are off by an amount that grows with the position; ithaka's are not.
+    In RMSNorm, rounding sometimes turns differences of 1e-16 into 1e-8, on either side of a comparison. In RoPE, fp32
+    angles have an error that grows with the position; ithaka's do not.
     """
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
@@ -80,6 +80,6 @@ def _wide_rotary(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[tor
 
 
 def plain_loss(model: PreTrainedModel, ids, labels, **inputs):
-    """Plain Hugging Face logits, cross-entropy in the model's own precision (its own loss rounds to fp32)."""
+    """Return the cross-entropy of Hugging Face's logits in the model's precision; its own loss rounds to fp32."""
     logits = model(input_ids=ids, **inputs).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 300.0
 SURVIVED = "**survived**"
-# Imported once, by the process that all test runs are forks of: this takes longer than most of the tests.
+# Imported once, by the process from which all test runs are forked: imports take longer than most of the tests.
 PRELOAD = ("pytest", "hypothesis", "torch.distributed.checkpoint.state_dict", "transformers.models.llama", "peft")
 
 
@@ -544,7 +544,7 @@ MUTATIONS = (
         "test_plan_command.py -k gpus_are_parsed",
     ),
     Mutation(
-        "a node copies the checkpoint of all nodes",
+        "every node stages the checkpoint of all nodes",
         "plan/bytes.py",
         "return hardware.gpus_per_node * (4 *",
         "return hardware.num_gpus * (4 *",
@@ -565,7 +565,7 @@ MUTATIONS = (
         "test_plan_command.py -k accumulate_micro_steps",
     ),
     Mutation(
-        "a load of k and v is dropped after its first stage",
+        "k and v are dropped after the first stage that uses them",
         "plan/heads.py",
         "KvLoad(kv, first, last_use[number])",
         "KvLoad(kv, first, first)",
@@ -728,12 +728,12 @@ def try_mutation(mutation: Mutation, copy: Path) -> Result:
         _write_source(target, original)
     failed = [line.split(" ", 1)[1] for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if code is None:
-        outcome = f"no end in {TIMEOUT_S:.0f} s"
+        outcome = f"timed out after {TIMEOUT_S:.0f} s"
     elif code == 0:
         outcome = SURVIVED
     elif code == 1 and failed:
         outcome = failed[0].partition(" - ")[0].removeprefix("tests/")
-    else:  # no such test, for example
+    else:  # for example, no such test
         outcome = f"{SURVIVED}: pytest {mutation.tests} exits with {code}"
         print(output[-3000:], file=sys.stderr)
     return Result(outcome, time.monotonic() - start)
@@ -741,15 +741,17 @@ def try_mutation(mutation: Mutation, copy: Path) -> Result:
 
 def _write_source(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
-    Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)  # it may have the same time and size
+    Path(importlib.util.cache_from_source(str(path))).unlink(
+        missing_ok=True
+    )  # the new source may have the same time and size
 
 
 def select(words: list[str]) -> list[Mutation]:
     """Return the mutations with one of these words in their name; without words, all."""
-    found = [mutation for mutation in MUTATIONS if not words or any(word in mutation.name for word in words)]
-    if not found:
+    selected = [mutation for mutation in MUTATIONS if not words or any(word in mutation.name for word in words)]
+    if not selected:
         raise SystemExit(f"no mutation has {' or '.join(words)} in its name; see --list")
-    return found
+    return selected
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
-"""Packing and balance on 8 data-parallel ranks at 128K, means of 5 seeds: python tests/packing_figures.py
+"""Print packing and balance on 8 data-parallel ranks at 128K, means of 5 seeds: python tests/packing_figures.py
 
-Largest over mean attention area of the ranks in a step: with documents cut where a sequence ends, best-fit, and
-best-fit with sequences grouped into steps.
+Balance is the largest over the mean attention area of the ranks in a step: with documents cut where a sequence ends,
+with best-fit packing, and with best-fit packing and sequences grouped into steps.
 """
 
 import time
@@ -14,13 +14,13 @@ CONTEXT, RANKS, STEPS = 1 << 17, 8, 32
 
 
 def stream_cut(lengths):
-    """Attention areas of sequences that end wherever they are full."""
+    """Return the attention areas of sequences that cut documents where they are full."""
     edges = np.union1d(np.concatenate([[0], lengths.cumsum()]), np.arange(0, lengths.sum(), CONTEXT))
     parts = np.diff(edges).astype(float)
     return np.bincount(edges[:-1] // CONTEXT, parts * (parts + 1) / 2)
 
 
-def packed(lengths, context, key):
+def pack(lengths, context, key):
     pieces = np.zeros(len(lengths), SEGMENT_DTYPE)
     pieces["length"] = lengths
     return PackedRound(split_long(pieces, context), Packing(context, RANKS), key)
@@ -37,17 +37,17 @@ def main():
         for seed in range(5):
             lengths = log_normal(median, sigma, 10_000, seed)
             lengths = lengths[: lengths.cumsum().searchsorted(STEPS * RANKS * CONTEXT)]
-            found = packed(lengths, CONTEXT, (seed,))
-            orders = stream_cut(lengths), found.areas[permutation(len(found), (1,))], found.areas
+            packed = pack(lengths, CONTEXT, (seed,))
+            orders = stream_cut(lengths), packed.areas[permutation(len(packed), (1,))], packed.areas
             balance = [imbalance(areas, RANKS, 1) for areas in orders]
-            rows.append([len(lengths), len(found), found.num_tokens / len(found) / CONTEXT, *balance])
+            rows.append([len(lengths), len(packed), packed.num_tokens / len(packed) / CONTEXT, *balance])
         figures = "{:.0f} {:.0f} {:.4f} | {:.3f} {:.3f} {:.3f}".format(*np.mean(rows, axis=0))
         print(f"{median} {sigma} | {figures}")
     for median, context in [(8192, CONTEXT), (400, CONTEXT), (400, 2048)]:
         lengths, start = log_normal(median, 1.0, 100_000, 0), time.process_time()
-        found = packed(lengths, context, (0,))
+        packed = pack(lengths, context, (0,))
         seconds = time.process_time() - start
-        print(f"100,000 documents around {median} at {context}: {len(found)} sequences in {seconds:.2f} s of CPU")
+        print(f"100,000 documents around {median} at {context}: {len(packed)} sequences in {seconds:.2f} s of CPU")
 
 
 if __name__ == "__main__":

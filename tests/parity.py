@@ -21,7 +21,7 @@ Errors = dict[str, float]
 def parallel(
     cp: int, config=None, layout: Layout | None = None, host_bytes: int | None = None
 ) -> tuple[nn.Module, Mesh]:
-    """`layout` for any cp; `host_bytes`: what the store may keep in host memory."""
+    """Return a tiny parallel model and its mesh. `layout` may have any cp; `host_bytes` limits the store."""
     mesh = make_mesh(cp)
     layout, store = replace(layout or Layout(), cp=cp), Store(mesh.device, host_bytes=host_bytes)
     return parallelize_model(tiny_model(config or tiny_config("llama")), mesh=mesh, layout=layout, store=store), mesh
@@ -32,27 +32,27 @@ def random_ids(*shape: int, vocab: int = 61) -> Tensor:
 
 
 def plain_sum(model: nn.Module, ids: Tensor, labels: Tensor, **inputs) -> Tensor:
-    """Hugging Face's logits, and the sum of the losses in the model's own precision (its own rounds to fp32).
+    """Return the summed losses of Hugging Face's logits in the model's precision; its own loss rounds to fp32.
 
-    Without a cache, with which it would not look for documents in position_ids.
+    With a cache, Hugging Face would not look for documents in position_ids.
     """
     logits = model(input_ids=ids, use_cache=False, **inputs).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """The norm of the difference relative to b's norm, or absolute if b is zero."""
+    """Return the norm of the difference relative to b's norm, or the absolute norm if b is zero."""
     size = float(b.norm())
     return float((a - b).norm()) / (size or 1.0)
 
 
 def gradient_errors(model: nn.Module, plain: nn.Module) -> Errors:
-    """Errors of this rank's gradient shards; a parameter without a gradient in `plain` must have none in `model`."""
+    """Return errors of this rank's gradient shards. The same parameters must have no gradient in both models."""
     return shard_errors(model, {name: param.grad for name, param in plain.named_parameters()})
 
 
 def shard_errors(model: nn.Module, wanted: dict[str, Tensor | None]) -> Errors:
-    """Errors of this rank's shards relative to the full gradients' norms. Together the ranks compare everything."""
+    """Return errors of this rank's shards relative to the norms of full gradients. Together, ranks check everything."""
     params = dict(model.named_parameters())
     assert set(params) == set(wanted)
     errors: Errors = {}
@@ -78,11 +78,11 @@ def check(errors_of_ranks: list[Errors] | list[list[Errors]]) -> None:
         assert not wrong
 
 
-_compared: dict[tuple, tuple[nn.Module, nn.Module, Mesh]] = {}  # the models that were compared last
+_compared: dict[tuple, tuple[nn.Module, nn.Module, Mesh]] = {}  # the latest models
 
 
 def each_of(compare: Callable[..., Errors], cases: list[tuple]) -> list[Errors]:
-    """One rank's part of several cases, which share their models."""
+    """Return one rank's errors of several cases, which share their models."""
     return [compare(*case) for case in cases]
 
 
@@ -95,9 +95,9 @@ def compare_with(
     host_bytes: int | None = None,
     **inputs,
 ) -> Errors:
-    """One rank's part: `inputs` to the parallel model, whose loss must be `plain_loss` of the plain one.
+    """Return one rank's errors: the parallel model's loss of `inputs` must equal `plain_loss` of the plain model.
 
-    Tensors in `inputs` have the rows of all data-parallel ranks, of which each takes its own.
+    Tensors in `inputs` have the rows of all data-parallel ranks; each rank takes its own.
     """
     key = dist.group.WORLD, cp, config and config.to_json_string(), layout, host_bytes, freeze
     if key not in _compared:

@@ -1,7 +1,7 @@
-"""How exact a bf16 gradient is, next to what plain Hugging Face loses under autocast. Both are compared with fp64.
+"""Errors of bf16 gradients compared with those of plain Hugging Face under autocast, both against fp64.
 
-The weights are Hugging Face's own initial ones: on those autocast is off by a few percent, so that a gradient which is
-zero, permuted or shifted stands out. As a script it prints the figures:
+The weights are Hugging Face's initial ones: with those, autocast is off by a few percent, so a gradient that is zero,
+permuted or shifted stands out. As a script, prints the figures:
 
     PYTHONPATH=src:tests python tests/precision.py --family llama --stages 1 8
     PYTHONPATH=src:tests python tests/precision.py --family mixtral qwen3_moe --routers
@@ -30,17 +30,17 @@ from threads import on_threads
 Gradients = dict[str, Tensor]
 Choices = dict[str, Tensor]  # per router: the experts of every token, [S, k]
 SEEDS = (0, 1, 2)
-# Limits of our error relative to autocast's, over the layers and seeds of one kind of parameter.
+# Limits on our error relative to autocast's, over the layers and seeds of one kind of parameter.
 MEDIAN, WORST = 1.15, 1.5
 # The same on a CPU, where models are small and ratios noisy: up to 2. Mistakes still fail: see test_precision.py.
 CPU_MEDIAN, CPU_WORST = 3.0, 4.0
-# From one rounding to another as good, a router's error varies by a factor of 1.8 (autocast's own, with the residual
-# stream in fp32 and in bf16): the errors of all layers and seeds are taken together.
+# Between equally good roundings, a router's error varies by a factor of 1.8 (autocast's own, with the residual stream
+# in fp32 and in bf16), so the errors of all layers and seeds are combined.
 ROUTERS, ROUTERS_MOST = "mlp.gate.weight", 1.2
-# Measured on an H200 with fa4: norms of mixtral 1.151 to 1.157 in the median, in each of three layouts; of an adapter's
-# small gradients one is 1.59 times as far off as autocast's, where the median of its kind is 1.0.
+# Measured on an H200 with fa4: mixtral's norms have medians of 1.151 to 1.157 in three layouts; one of an adapter's
+# small gradients has 1.59 times autocast's error, while the median of its kind is 1.0.
 EXPERTS_MEDIAN, ADAPTERS_WORST = 1.2, 1.75
-MEANINGFUL = 0.25  # autocast's own error; beyond it a wrong gradient could pass
+MEANINGFUL = 0.25  # if autocast's own error is larger, a wrong gradient could pass
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class Size:
     layers: int = 4
 
 
-# bf16 on a CPU is slow and, without the instructions for it, rounds in other places: there only the logic is tested.
+# bf16 on a CPU is slow and, without hardware support, rounds in other places: only the logic is tested there.
 SMALL = Size(heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=128, window=30, tokens=96, layers=2)
 LARGE = Size(heads=32, kv_heads=8, head_dim=64, intermediate=4096, vocab=4096, window=1000, tokens=4000)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """`documents`: lengths of the packed documents, or none for one document."""
+    """`documents` has the lengths of packed documents; empty: one document."""
 
     ids: Tensor
     documents: tuple[int, ...] = ()
@@ -83,7 +83,7 @@ class Batch:
 
 
 def initial_model(family: str, size: Size, seed: int, device: torch.device, **changes) -> PreTrainedModel:
-    """Hugging Face's own initial weights, in fp32."""
+    """Return a model with Hugging Face's initial weights in fp32."""
     config = tiny_config(
         family,
         size.heads,
@@ -98,7 +98,7 @@ def initial_model(family: str, size: Size, seed: int, device: torch.device, **ch
         **({"sliding_window": size.window} if family in ("mistral", "qwen2") else {}),
         **changes,
     )
-    config._experts_implementation = "eager"  # grouped_mm, the default of mixtures, has no fp64
+    config._experts_implementation = "eager"  # grouped_mm, the default for experts, has no fp64
     torch.manual_seed(seed)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
@@ -106,7 +106,7 @@ def initial_model(family: str, size: Size, seed: int, device: torch.device, **ch
 
 
 def with_adapters(model: PreTrainedModel) -> PreTrainedModel:
-    """Add LoRA to every linear map of the layers, as after some training: B is not zero."""
+    """Add LoRA to every linear layer, as after some training: B is not zero."""
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")).get_base_model()
@@ -125,7 +125,7 @@ def random_batch(size: Size, seed: int, device: torch.device, documents: tuple[i
 def exact_gradients(model: PreTrainedModel, batch: Batch, choices: Choices | None = None) -> Gradients:
     model = copy.deepcopy(model).double()
     widen(model)
-    _send_to(model, choices or {})
+    _fix_choices(model, choices or {})
     model.gradient_checkpointing_enable({"use_reentrant": False})  # scores in fp64 take 4 GiB per layer
     plain_loss(model, batch.ids, batch.ids, use_cache=False, **batch.for_plain()).backward()
     return _gradients(model)
@@ -133,7 +133,7 @@ def exact_gradients(model: PreTrainedModel, batch: Batch, choices: Choices | Non
 
 def autocast_gradients(model: PreTrainedModel, batch: Batch, choices: Choices | None = None) -> Gradients:
     model = copy.deepcopy(model)
-    _send_to(model, choices or {})
+    _fix_choices(model, choices or {})
     with torch.autocast(batch.ids.device.type, dtype=torch.bfloat16):
         loss = plain_loss(model, batch.ids, batch.ids, use_cache=False, **batch.for_plain())
     loss.backward()
@@ -141,7 +141,7 @@ def autocast_gradients(model: PreTrainedModel, batch: Batch, choices: Choices | 
 
 
 def with_choices(model, batch, cp: int, layout: Layout) -> tuple[Gradients, dict[str, Choices]]:
-    """Gradients, and every token's experts in forward and in backward's recomputation."""
+    """Return gradients, and every token's experts in forward and in the recomputation of backward."""
 
     def work():
         ours = parallel_copy(model, batch.ids.device, cp, layout)
@@ -167,8 +167,10 @@ def with_choices(model, batch, cp: int, layout: Layout) -> tuple[Gradients, dict
 
 
 def round_residual_stream(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes a plain model round as ours does between layers, which autocast leaves in fp32: the residual stream and its
-    gradient, and what its second norm reads. The embedding's weights are rounded as well."""
+    """Make a plain model round between layers as ours does, where autocast keeps fp32.
+
+    This rounds the residual stream, its gradient, the input of the second norm, and the embedding's weights.
+    """
 
     def through_bf16(x: Tensor) -> Tensor:
         return x.bfloat16().float()
@@ -184,7 +186,7 @@ def round_residual_stream(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def parallel_copy(model: PreTrainedModel, device: torch.device, cp: int, layout: Layout) -> PreTrainedModel:
-    """The model on the ranks of a cp group; every layer keeps what the layout's one layer does."""
+    """Return the model on the ranks of a cp group; every layer gets the activation policy of the layout's one layer."""
     layout = replace(layout, cp=cp, kept=layout.kept * model.config.num_hidden_layers)
     return parallelize_model(copy.deepcopy(model), mesh=make_mesh(cp, device), layout=layout)
 
@@ -205,9 +207,10 @@ def routers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
     return {name: module for name, module in model.named_modules() if name.endswith("mlp.gate")}
 
 
-def _send_to(model: PreTrainedModel, choices: Choices) -> None:
-    """Makes the routers choose these experts. A choice is all or nothing, so that one token that goes elsewhere than in
-    fp64 outweighs all rounding; with the same choices errors are those of arithmetic again.
+def _fix_choices(model: PreTrainedModel, choices: Choices) -> None:
+    """Make the routers choose these experts.
+
+    A single token routed differently than in fp64 outweighs all rounding; with the same choices, only rounding differs.
     """
 
     def choose(module, inputs, output, experts_Sk):
@@ -226,12 +229,12 @@ def _gradients(model: PreTrainedModel) -> Gradients:
 
 
 def kind_of(name: str) -> str:
-    """The parameter's name without its layer."""
+    """Return the parameter's name without its layer."""
     return re.sub(r"^model\.(layers\.\d+\.)?", "", name)
 
 
 def error(ours: Tensor, exact: Tensor) -> float:
-    """The norm of the difference in units of the exact one's; infinite where anything is not finite."""
+    """Return the norm of the difference relative to that of `exact`; infinite if `ours` is not finite."""
     assert ours.shape == exact.shape, (ours.shape, exact.shape)
     if not torch.isfinite(ours).all():
         return float("inf")
@@ -241,13 +244,13 @@ def error(ours: Tensor, exact: Tensor) -> float:
 def error_ratios(
     ours: list[Gradients], autocast: list[Gradients], exact: list[Gradients]
 ) -> dict[str, list[tuple[float, float]]]:
-    """{kind of parameter: (our error, autocast's) of every layer and seed}; one entry of each list per seed."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    """Return {kind of parameter: (our error, autocast's) of each layer and seed}; arguments have one entry per seed."""
+    errors: dict[str, list[tuple[float, float]]] = {}
     for a, b, truth in zip(ours, autocast, exact, strict=True):
         assert a.keys() == b.keys() == truth.keys()
-        for name, wanted in truth.items():
-            found.setdefault(kind_of(name), []).append((error(a[name], wanted), error(b[name], wanted)))
-    return found
+        for name, expected in truth.items():
+            errors.setdefault(kind_of(name), []).append((error(a[name], expected), error(b[name], expected)))
+    return errors
 
 
 def ratio_of_all(errors: list[tuple[float, float]]) -> float:
@@ -258,19 +261,19 @@ def ratio_of_all(errors: list[tuple[float, float]]) -> float:
 def gradients_with_choices(
     family: str, size: Size, device: torch.device, cp: int, layout: Layout, seeds: tuple[int, ...] = SEEDS
 ) -> tuple[list[Gradients], list[Gradients], list[Gradients]]:
-    """Ours, autocast's and exact ones of a mixture of experts, all with our choice of experts."""
-    found: tuple[list[Gradients], list[Gradients], list[Gradients]] = [], [], []
+    """Return our, autocast's and exact gradients of a mixture of experts, all with our choice of experts."""
+    by_method: tuple[list[Gradients], list[Gradients], list[Gradients]] = [], [], []
     for seed in seeds:
         model, batch = initial_model(family, size, seed, device), random_batch(size, seed, device)
         grads, choices = with_choices(model, batch, cp, layout)
-        others = (each(model, batch, choices["forward"]) for each in (autocast_gradients, exact_gradients))
-        for each, gradients in zip(found, (grads, *others), strict=True):
-            each.append(gradients)
-    return found
+        references = (compute(model, batch, choices["forward"]) for compute in (autocast_gradients, exact_gradients))
+        for of_seeds, gradients in zip(by_method, (grads, *references), strict=True):
+            of_seeds.append(gradients)
+    return by_method
 
 
 def print_routers(family: str, device: torch.device) -> None:
-    """Errors of the routers' gradients over autocast's, over all layers and seeds, in an expert block or not."""
+    """Print errors of the routers' gradients relative to autocast's, with and without expert blocks."""
     size = LARGE if device.type == "cuda" else SMALL
     for name, is_expert_module in {"expert block": experts.is_expert_module, "black box": lambda module: False}.items():
         with patch.object(experts, "is_expert_module", is_expert_module):
@@ -283,11 +286,14 @@ def print_routers(family: str, device: torch.device) -> None:
 def assert_as_good_as_autocast(
     ours: list[Gradients], autocast: list[Gradients], exact: list[Gradients], most: float = MEDIAN, worst: float = WORST
 ) -> None:
-    """Our error relative to autocast's, per kind of parameter: at most `most` in the median and `worst` on a GPU."""
-    found, wrong = error_ratios(ours, autocast, exact), []
+    """Assert that our error over autocast's, by kind of parameter, is at most `most` in the median and `worst` overall.
+
+    A CPU has its own limits.
+    """
+    wrong = []
     if not next(iter(exact[0].values())).is_cuda:
         most, worst = CPU_MEDIAN, CPU_WORST
-    for kind, errors in found.items():
+    for kind, errors in error_ratios(ours, autocast, exact).items():
         ratios = [a / b for a, b in errors]
         allowed = most
         if kind == ROUTERS:
@@ -300,7 +306,7 @@ def assert_as_good_as_autocast(
 
 
 class Yardsticks:
-    """Exact and autocast gradients of one family's models, made once and compared with many layouts."""
+    """Exact and autocast gradients of one family's models, computed once and compared with many layouts."""
 
     def __init__(
         self, family: str, size: Size, device: torch.device, packed: bool = False, adapted: bool = False
@@ -323,7 +329,7 @@ class Yardsticks:
 
 
 def packed_documents(num_tokens: int) -> tuple[int, ...]:
-    """Unequal lengths, one token among them, that sum to num_tokens."""
+    """Return unequal lengths, one of a single token, that sum to num_tokens."""
     lengths = (num_tokens // 2 - 7, 1, num_tokens // 8 + 3, num_tokens // 5)
     return (*lengths, num_tokens - sum(lengths))
 
@@ -331,49 +337,49 @@ def packed_documents(num_tokens: int) -> tuple[int, ...]:
 def bf16(
     heads_per_stage=None, keep_input="device", keep_attention=None, projections=False, checkpoint=True, **fields
 ) -> Layout:
-    """The layout of one layer on one rank; `parallel_copy` extends it to a model."""
+    """Return the layout of one layer on one rank; `parallel_copy` extends it to a model."""
     keeps = ActivationPolicy(keep_input, keep_attention, projections) if checkpoint else EVERYTHING
     return Layout(1, heads_per_stage, kept=(keeps,), dtype="bfloat16", **fields)
 
 
 def print_table(family: str, cps: list[int], stages: list[int], device: torch.device, packed: bool) -> None:
-    """Per kind of parameter: autocast's median error, and the median and worst ratio of each layout."""
+    """Print, per kind of parameter, autocast's median error, and the median and worst ratio of each layout."""
     size = LARGE if device.type == "cuda" else SMALL
     yardsticks = Yardsticks(family, size, device, packed)
     layouts = [(cp, num) for cp in cps for num in stages if size.heads % num == 0 and size.heads // num % cp == 0]
-    found = {}
+    by_layout = {}
     for cp, num in layouts:
         layout = bf16(size.heads // num, tile_tokens=size.tokens // 4)
         ours = yardsticks.ours(cp, layout)
-        found[f"cp {cp}, {num} stages"] = error_ratios(ours, yardsticks.autocast, yardsticks.exact)
+        by_layout[f"cp {cp}, {num} stages"] = error_ratios(ours, yardsticks.autocast, yardsticks.exact)
     print(f"{family}{', packed documents' if packed else ''}, {size}")
-    print(f"{'':36}{'autocast':>10}", *(f"{name:>18}" for name in found))
-    for kind in next(iter(found.values())):
-        print(f"{kind:36}{median(b for _, b in next(iter(found.values()))[kind]):>10.4f}", end=" ")
-        for errors in found.values():
+    print(f"{'':36}{'autocast':>10}", *(f"{name:>18}" for name in by_layout))
+    for kind in next(iter(by_layout.values())):
+        print(f"{kind:36}{median(b for _, b in next(iter(by_layout.values()))[kind]):>10.4f}", end=" ")
+        for errors in by_layout.values():
             ratios = [a / b for a, b in errors[kind]]
             print(f"{f'{median(ratios):.3f} ({max(ratios):.3f})':>18}", end=" ")
         print()
-    for name, errors in found.items():
+    for name, errors in by_layout.items():
         ours = [a for of_kind in errors.values() for a, _ in of_kind]
         theirs = [b for of_kind in errors.values() for _, b in of_kind]
         print(f"{name}: median error {median(ours):.4f}, worst {max(ours):.4f}; autocast {median(theirs):.4f}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Errors of bf16 gradients over those of autocast.")
+    parser = argparse.ArgumentParser(description="Print errors of bf16 gradients relative to those of autocast.")
     parser.add_argument("--family", nargs="+", default=["llama"])
     parser.add_argument("--cp", nargs="+", type=int, default=[1])
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 4, 8, 32])
     parser.add_argument("--packed", action="store_true")
-    parser.add_argument("--routers", action="store_true", help="only those of mixtures of experts")
+    parser.add_argument("--routers", action="store_true", help="only the routers of mixtures of experts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    asked = parser.parse_args()
-    for family in asked.family:
-        if asked.routers:
-            print_routers(family, torch.device(asked.device))
+    args = parser.parse_args()
+    for family in args.family:
+        if args.routers:
+            print_routers(family, torch.device(args.device))
             continue
-        print_table(family, asked.cp, asked.stages, torch.device(asked.device), asked.packed)
+        print_table(family, args.cp, args.stages, torch.device(args.device), args.packed)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Processes that are forks of one that has imported torch and transformers, which takes seconds of CPU time.
+"""Start processes as forks of one that has imported torch and transformers, which takes seconds of CPU time.
 
-Imports neither itself: what a launched rank runs may be in a test that imports this.
+This module imports neither: functions of launched ranks may be in a test that imports it.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
 
-# Imported once, by the process that all others are forks of; it runs nothing else and has no threads.
+# Imported once, by the process from which all others are forked; it runs nothing else and has no threads.
 PRELOAD = ["ithaka.train.loop", "trl.trainer.sft_trainer", "torch.distributed.launcher.api", "hypothesis", "pytest"]
 PLAIN = "ITHAKA_PLAIN_TESTS"  # the variable that `pytest --plain` sets, see replacements.py
 
 
 def forks() -> Any:
-    """The context of multiprocessing that starts them; with --plain, new processes that import everything."""
+    """Return the multiprocessing context that forks; with --plain, one whose new processes import everything."""
     if PLAIN in os.environ:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -29,22 +29,24 @@ def forks() -> Any:
 
 
 def fork_from_here() -> None:
-    """Makes a fork of this process, with all that it has imported, the one that all others are forks of. It imports
-    what is missing once it is needed."""
+    """Fork this process, with all its imports, and let all others be forks of that one.
+
+    It imports what is missing when it is needed.
+    """
     forks()
     server, spawn = forkserver._forkserver, util.spawnv_passfds
 
     def fork(_: str, command: list[str], fds: list[int]) -> int:
-        """Act like a new process that runs `command`: it listens on the first of `fds`, and ends with the second."""
+        """Act like a new process that runs `command`, listens on the first of `fds` and ends with the second."""
         if pid := os.fork():
             return pid
         try:
-            server.__init__()  # its lock is held
-            for fd in range(3, 256):  # the other end of the second, through which this process would wait for itself
+            server.__init__()  # releases the lock, which the fork inherits
+            for fd in range(3, 256):  # the other end of the second: keeping it, this process would wait for itself
                 with contextlib.suppress(OSError):
                     if fd not in fds and os.path.sameopenfile(fd, fds[1]):
                         os.close(fd)
-            sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__  # pytest has its own
+            sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__  # pytest replaces them
             select.select(fds, [], [])
             exec(command[-1])
         finally:
@@ -58,7 +60,7 @@ def fork_from_here() -> None:
 
 
 class Program:
-    """The main process of a command, in a session of its own; it exits with what function(*args) returns."""
+    """The main process of a command, in its own session; its exit code is the result of function(*args)."""
 
     def __init__(self, folder: Path, function: Callable[..., int], *args: Any) -> None:
         self._files = [Path(tempfile.mkstemp(dir=folder, suffix=suffix)[1]) for suffix in (".stdout", ".stderr")]
@@ -75,13 +77,13 @@ class Program:
         return self._files[1].read_text()
 
     def poll(self) -> int | None:
-        """Its exit code, or minus the signal that ended it; None while it runs."""
+        """Return the exit code, or minus the signal that ended it; None while it runs."""
         return self._process.exitcode
 
     def wait(self, timeout_s: float = 300) -> int:
         self._process.join(timeout_s)
         code = self.poll()
-        assert code is not None, f"not ended in {timeout_s} s: {self.stderr}"
+        assert code is not None, f"still running after {timeout_s} s: {self.stderr}"
         return code
 
 

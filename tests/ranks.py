@@ -1,4 +1,4 @@
-"""A group of processes that serves many cases: started once, a fresh process group per case."""
+"""Rank processes that serve many tests: they start once, with a fresh process group per test."""
 
 import gc
 import os
@@ -16,7 +16,7 @@ from programs import forks
 
 
 class Ranks:
-    """`run(n, f, *args)` calls f(*args) on n ranks at once and returns what each returned."""
+    """`run(n, f, *args)` calls f(*args) on n ranks at once and returns the results by rank."""
 
     def __init__(self, size: int, backend: str = "gloo", **environment: str) -> None:
         self._size, self._backend, self._environment = size, backend, environment
@@ -37,19 +37,19 @@ class Ranks:
     def run(self, num_ranks: int, function: Callable, *args: Any, timeout_s: float = 300) -> list[Any]:
         with tempfile.TemporaryDirectory() as directory:
             self.start(num_ranks, Path(directory), function, *args)
-            answers = []
+            results = []
             for rank in range(num_ranks):
                 if not self._pipes[rank].poll(timeout_s):
                     self.close()
-                    self._fork()  # for the cases that follow
+                    self._fork()  # for the tests that follow
                     raise TimeoutError(f"rank {rank} of {num_ranks} did not answer in {timeout_s} s")
-                answers.append(self._pipes[rank].recv())
-        failures = [f"rank {rank}:\n{error}" for rank, (_, error) in enumerate(answers) if error]
+                results.append(self._pipes[rank].recv())
+        failures = [f"rank {rank}:\n{error}" for rank, (_, error) in enumerate(results) if error]
         assert not failures, "\n".join(failures)
-        return [value for value, _ in answers]
+        return [value for value, _ in results]
 
     def start(self, num_ranks: int, directory: Path, function: Callable, *args: Any) -> None:
-        """Without waiting for the answers; the ranks meet in `directory`."""
+        """Like `run`, without waiting for the results; the ranks rendezvous in `directory`."""
         for rank in range(num_ranks):
             self._pipes[rank].send((function, args, rank, num_ranks, directory / "store"))
 
@@ -66,13 +66,13 @@ class Ranks:
 
 def _serve(pipe: Connection, backend: str, environment: dict[str, str]) -> None:
     os.environ |= environment
-    gc.freeze()  # a collection would walk through all that is imported, and copy the pages it shares with others
+    gc.freeze()  # collecting would traverse all imported modules and copy the pages shared with other processes
     torch.set_num_threads(1)
     while True:
         function, args, rank, num_ranks, store = pipe.recv()
         try:
             dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks)
-            dist.barrier()  # a rank that is done at once would hang up on those that still connect
+            dist.barrier()  # a rank that returns early would disconnect from those still connecting
             answer = (function(*args), None)
         except BaseException:
             answer = (None, traceback.format_exc())

@@ -1,13 +1,13 @@
-"""Record what must not change: hashes of losses and gradients on a CPU, and the answers of the planner.
+"""Record results that must not change: hashes of losses and gradients on a CPU, and plans.
 
     PYTHONPATH=src:tests python tests/record_hashes.py --out hashes.json                        # before a change
     PYTHONPATH=src:tests python tests/record_hashes.py --out after.json --against hashes.json   # after it
     PYTHONPATH=src:tests python tests/record_hashes.py --plans --out plans.json
 
 With --against, prints every entry that differs and exits with 1 if there is one. Hashes depend on the CPU and on the
-version of torch: compare only recordings of one machine. Plans are compared without their prose.
+version of torch: compare only recordings from one machine. Plans are compared without their prose.
 
-tests/recorded/ has both as of the commit that added it (torch 2.13, aarch64).
+tests/recorded/ has both, as of the commit that added it (torch 2.13, aarch64).
 """
 
 import argparse
@@ -46,7 +46,7 @@ LENGTHS = (23, 1, 24)  # packed documents
 MODELS = ("llama3-8b", "llama3.1-70b", "qwen3-8b", "qwen2.5-7b", "mistral-7b")
 GPUS = ("1xH100-80GB", "8xH100-80GB", "2x8xH200", "8xA100-80GB", "1xRTX4090")
 PROSE = ("reasons", "assumed", "output")  # keys of a plan that may be reworded
-QUESTIONS = (
+OPTIONS = (
     ("--context", "128K"),
     ("--context", "1M"),
     ("--context", "1M", "--disk", "20TB"),
@@ -59,7 +59,7 @@ QUESTIONS = (
 
 
 def hash_step(family: str, group: str, tier: str, adapter: bool, dtype: str) -> dict[str, str]:
-    """{"loss" or parameter: hash of its loss or gradient} of one step on this rank's group."""
+    """Return {"loss" or parameter name: hash of the loss or gradient} of one step."""
     cp, ring = GROUPS[group]
     layout = Layout(cp, 4, tile_tokens=5, ring=ring, kept=(TIERS[tier],) * 2, dtype=dtype)
     model = tiny_model(tiny_config(family, heads=8, kv_heads=2), torch.float32)
@@ -74,7 +74,7 @@ def hash_step(family: str, group: str, tier: str, adapter: bool, dtype: str) -> 
 
 
 def _with_adapter(model: Any) -> Any:
-    """A and B are random: with B zero, as it starts, A has no gradient."""
+    """Add an adapter with random A and B; with PEFT's initial B of zero, A would get no gradient."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = get_peft_model(model, LoraConfig(r=3, lora_alpha=5, target_modules="all-linear"))
@@ -119,13 +119,13 @@ def record_plan(arguments: tuple[str, ...]) -> Any:
 
 
 def record_plans() -> dict[str, Any]:
-    asked = [(model, "--gpus", gpus, *rest) for model, gpus, rest in product(MODELS, GPUS, QUESTIONS)]
+    commands = [(model, "--gpus", gpus, *rest) for model, gpus, rest in product(MODELS, GPUS, OPTIONS)]
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        return {" ".join(each): plan for each, plan in zip(asked, pool.map(record_plan, asked, 1), strict=True)}
+        return {" ".join(words): plan for words, plan in zip(commands, pool.map(record_plan, commands, 1), strict=True)}
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """One line per entry that differs, with the keys that do."""
+    """Return one line per entry that differs, with the keys that differ."""
     lines = []
     for name in sorted(before.keys() | after.keys()):
         old, new = before.get(name), after.get(name)
@@ -143,15 +143,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="Write the JSON file here.")
     parser.add_argument("--against", type=Path, help="An earlier file to compare with.")
     parser.add_argument("--plans", action="store_true", help="Record plans instead of hashes.")
-    asked = parser.parse_args()
-    recorded = record_plans() if asked.plans else record_hashes()
+    args = parser.parse_args()
+    recorded = record_plans() if args.plans else record_hashes()
     entries = (f"{json.dumps(name)}: {json.dumps(entry, separators=(',', ':'))}" for name, entry in recorded.items())
-    asked.out.write_text("{\n" + ",\n".join(entries) + "\n}\n")
-    print(f"{len(recorded)} entries in {asked.out}")
-    if asked.against:
-        found = differences(json.loads(asked.against.read_text()), recorded)
-        print("\n".join([*found, f"{len(found)} of {len(recorded)} differ from {asked.against}"]))
-        sys.exit(bool(found))
+    args.out.write_text("{\n" + ",\n".join(entries) + "\n}\n")
+    print(f"{len(recorded)} entries in {args.out}")
+    if args.against:
+        lines = differences(json.loads(args.against.read_text()), recorded)
+        print("\n".join([*lines, f"{len(lines)} of {len(recorded)} differ from {args.against}"]))
+        sys.exit(bool(lines))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The plain, unsharded twin of every op: short, slow, obviously right. Tests compare against them."""
+"""Plain, unsharded reference implementations: short, slow, obviously right."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ def attention_reference(
     window: int | None = None,
     docs: tuple[int, ...] | Docs | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out_SnK, lse_nS of `ithaka.attention.blocks.attention`, differentiable, with the full score matrix in memory."""
+    """Return out_SnK and lse_nS of `ithaka.attention.blocks.attention`; differentiable, with all scores in memory."""
     repeat = q_SnK.shape[1] // k_SmK.shape[1]
     k_SnK, v_SnK = (x.repeat_interleave(repeat, 1) for x in (k_SmK, v_SmK))
     scores_nSS = torch.einsum("snk,tnk->nst", q_SnK, k_SnK) * scale
@@ -26,7 +26,7 @@ def attention_reference(
 
 
 def attention_mask(num_tokens: int, *, causal: bool, window: int | None, docs: tuple[int, ...] | Docs | None) -> Tensor:
-    """[S, S] bool, True where row i may see key j."""
+    """Return a bool [S, S], True where row i attends to key j."""
     if isinstance(docs, Docs):
         mask, paths = torch.zeros(num_tokens, num_tokens, dtype=torch.bool), []
         for node, parent in enumerate(docs.parents):

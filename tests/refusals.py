@@ -1,4 +1,4 @@
-"""Check error messages without their wording: what they name, and the fix that they offer."""
+"""Check what error messages name and the fix that they offer, not their wording."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +14,9 @@ from ithaka.exits import ExitCode
 def assert_refused(
     refusal: Callable[[], Any] | str, *named: str, fix: str, error: type[Exception] = ConfigError
 ) -> str:
-    """A message, or the error that a call raises, names each setting, value or file, and then offers a fix.
+    """Assert that a message, or the error of a call, names each setting, value or file, then offers a fix; return it.
 
-    The fix follows the first semicolon; without one, the first full stop or else colon. Returns the message.
+    The fix follows the first semicolon; without one, the first full stop or else colon.
     """
     if not isinstance(refusal, str):
         with pytest.raises(error) as caught:
@@ -31,7 +31,7 @@ def assert_refused(
 
 
 def assert_command_refused(arguments: list[str], *named: str, fix: str) -> None:
-    """The command prints one line to stderr and ends with the exit code for wrong input."""
+    """Assert that the command prints one such line to stderr and exits with the code for wrong input."""
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == ExitCode.WRONG_INPUT, result.output
     one_line = result.stderr.startswith("ConfigError: ") and result.stderr.count("\n") == 1

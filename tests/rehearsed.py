@@ -1,10 +1,10 @@
-"""Plans against rehearsals on an H200 (LOG.md, "planned against rehearsed").
+"""Compare plans with rehearsals on an H200 (LOG.md, "planned against rehearsed").
 
 rehearsed.csv has one rehearsal per row. set: "fitted" if the constants of plan/seconds.py are fitted to it, "held-out"
 for everything at 512K and all of qwen3-32b. tier: where layer inputs are kept, and attention outputs if they are kept.
 steps: 2 (the second is measured) or 1 (forward includes pinning host memory and cuDNN's kernel planning). layer_s:
 forward plus backward. Rows without seconds ran with truncated attention: only their peak is valid. Rows without a peak
-ran before dq waited on the host, or before one rank cast gradients to where they stay: both lower it.
+predate two changes that lower it: dq waits on the host, and a single rank casts gradients in place.
 
 `PYTHONPATH=src python tests/rehearsed.py` prints the errors of both sets and a fresh fit of the constants.
 """
@@ -46,7 +46,7 @@ def h200(count: int, kernel: str):
 
 
 def plan_row(row: dict[str, str]) -> tuple[float, tuple[float, float]]:
-    """(peak in GiB without the reserve, a layer's seconds forward and backward without exchanges)."""
+    """Return (peak GiB without the reserve, a layer's forward and backward seconds without exchanges)."""
     layers, cp = int(row["layers"]), int(row["cp"])
     shape, work = find_shape(row["model"]), Work(parse_count(row["context"]) or 0)
     shape = shape.first_layers(layers)
@@ -61,28 +61,28 @@ def plan_row(row: dict[str, str]) -> tuple[float, tuple[float, float]]:
 
 
 def errors(row: dict[str, str]) -> dict[str, float]:
-    """Planned / measured - 1: the peak if known, the layer and, if a second step was measured, each direction."""
+    """Return planned / measured - 1 of the peak if known, the layer and, for rows of two steps, each direction."""
     peak_gib, (forward_s, backward_s) = plan_row(row)
-    found = {"peak": peak_gib / float(row["peak_gib"]) - 1} if row["peak_gib"] else {}
+    relative_errors = {"peak": peak_gib / float(row["peak_gib"]) - 1} if row["peak_gib"] else {}
     if row["layer_s"]:
-        found["layer"] = (forward_s + backward_s) / float(row["layer_s"]) - 1
+        relative_errors["layer"] = (forward_s + backward_s) / float(row["layer_s"]) - 1
     elif row["forward_s"]:
         measured = float(row["forward_s"]), float(row["backward_s"])
-        found["layer"] = (forward_s + backward_s) / sum(measured) - 1
+        relative_errors["layer"] = (forward_s + backward_s) / sum(measured) - 1
         if row["steps"] == "2":
-            found |= {"forward": forward_s / measured[0] - 1, "backward": backward_s / measured[1] - 1}
-    return found
+            relative_errors |= {"forward": forward_s / measured[0] - 1, "backward": backward_s / measured[1] - 1}
+    return relative_errors
 
 
 def summarize(name: str) -> dict[str, tuple[int, float, float, float]]:
-    """(points, median absolute error, largest underestimate, largest overestimate) of a set."""
-    found = [errors(row) for row in ROWS if row["set"] == name]
-    values = {what: [each[what] for each in found if what in each] for what in ("peak", "layer", *DIRECTIONS)}
+    """Return (points, median absolute error, largest underestimate, largest overestimate) of a set."""
+    by_row = [errors(row) for row in ROWS if row["set"] == name]
+    values = {what: [of_row[what] for of_row in by_row if what in of_row] for what in ("peak", "layer", *DIRECTIONS)}
     return {what: (len(v), statistics.median(map(abs, v)), min(v), max(v)) for what, v in values.items()}
 
 
 def plan_parts(context: int) -> list[float]:
-    """Like PARTS: the MLP's backward waits for the layer's input and attention's output."""
+    """Return planned seconds like PARTS; the MLP's backward waits for the layer's input and attention's output."""
     hardware = h200(8, "cudnn")
     forward, backward = seconds.layer_seconds(LLAMA, STREAMED, hardware, Work(context), None, STREAMED.kept[0])
     linear = seconds.LayerSeconds(LLAMA, STREAMED, hardware, context // 8)
@@ -92,7 +92,7 @@ def plan_parts(context: int) -> list[float]:
 
 
 def fit() -> dict[str, object]:
-    """Least squares over the logarithms of planned / measured, each direction, by Levenberg-Marquardt."""
+    """Fit log(planned / measured) of each direction to zero by least squares (Levenberg-Marquardt)."""
     fitted = [row for row in ROWS if row["set"] == "fitted"]
 
     def constants(x: np.ndarray) -> dict[str, object]:
@@ -103,8 +103,8 @@ def fit() -> dict[str, object]:
 
     def residuals(x: np.ndarray) -> np.ndarray:
         vars(seconds).update(constants(x))
-        found = [errors(row) for row in fitted]
-        values = [each[name] for each in found for name in (DIRECTIONS if "forward" in each else ("layer",))]
+        by_row = [errors(row) for row in fitted]
+        values = [of_row[name] for of_row in by_row for name in (DIRECTIONS if "forward" in of_row else ("layer",))]
         for context in (2**17, 2**20):
             planned, measured = plan_parts(context), PARTS[context]
             values += [planned[i] / measured[i] - 1 for i in (1, 3)]

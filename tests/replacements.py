@@ -1,12 +1,12 @@
-"""What the tests replace in Python, PyTorch and ithaka, so that they take minutes and not an hour.
+"""Replacements in Python, PyTorch and ithaka that let the tests take minutes instead of an hour.
 
 The suite starts thousands of ranks, meshes and tiny models. Most of its time would go into importing torch, propagating
 shapes over yet another mesh and measuring the same model again, which is not what the tests check. Every replacement
 returns what the original would, computed once, or leaves out what no test can observe. `pytest --plain` runs without
-them, and `make test-all` runs a selection that way, so a replacement that hides an error is noticed.
+them, and `make test-all` runs a selection that way, which exposes a replacement that hides an error.
 
 `--plain` also turns off `programs.forks` (processes are forks of one that has imported everything), `runs.may_fork`
-(so are torchrun's ranks), and the fixtures `plans_once` and `probes_once`.
+(torchrun's ranks are too), and the fixtures `plans_once` and `probes_once`.
 """
 
 import fcntl
@@ -21,23 +21,27 @@ from pathlib import Path
 
 
 def install(folder: Path) -> None:
-    """In this process and its forks. Processes share the measurements of models in `folder`."""
+    """Install the replacements in this process and its forks, which share measurements of models in `folder`."""
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    os.fsync = lambda file: None  # tests end processes, and only the end of a machine loses what was written
-    importlib.metadata.version = functools.cache(importlib.metadata.version)  # every run asks, and it parses e-mails
-    # Compiles 800 regular expressions at its first call, which otherwise is in every fork.
+    os.fsync = lambda file: None  # tests kill processes; only a machine crash loses what was written
+    importlib.metadata.version = functools.cache(
+        importlib.metadata.version
+    )  # every run calls it, and it parses package metadata
+    # The first call compiles 800 regular expressions; without this one, every fork would make it.
     get_checkpoint_conversion_mapping("llama")
-    # For its log, a rendezvous asks `inspect` for the source of every frame, which looks through all imported modules.
+    # For its log, a rendezvous gets the source of every frame from `inspect`, which searches all imported modules.
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
-    _remember_tensor_metas()
+    _cache_tensor_metas()
     _share_measurements(folder)
 
 
-def _remember_tensor_metas() -> None:
-    """DTensor runs every operator on fake tensors for the shape of its result, again for each new mesh. The result is
-    the same on every mesh, and every case has a new one."""
+def _cache_tensor_metas() -> None:
+    """Cache result shapes of DTensor operators, which are the same on every mesh.
+
+    DTensor runs every operator on fake tensors once per mesh, and every test has a new mesh.
+    """
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor._sharding_prop import ShardingPropagator, _are_we_tracing
     from torch.utils._pytree import tree_map_only
@@ -58,8 +62,10 @@ def _remember_tensor_metas() -> None:
 
 
 def _share_measurements(folder: Path) -> None:
-    """Measure the shape of a model once for all test processes; every rank of a run asks for it. Tests of measuring
-    have imported the function before."""
+    """Measure the shape of a model once for all test processes; every rank of a run needs it.
+
+    Tests of the measuring itself have imported the function before.
+    """
     from ithaka.model import shape as module
 
     measure = module.measure_model
@@ -68,7 +74,7 @@ def _share_measurements(folder: Path) -> None:
     def measure_once(values, source):
         name = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
         with (folder / name).open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # ranks ask at the same time
+            fcntl.flock(file, fcntl.LOCK_EX)  # ranks need it at the same time
             file.seek(0)
             if content := file.read():
                 return pickle.loads(content)

@@ -44,7 +44,7 @@ MODEL = {
 
 
 def tiny_run(folder: Path, *, model: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Config:
-    """A resolved configuration whose files are all below `folder`; sections change the defaults here."""
+    """Return a resolved configuration with all files below `folder`; sections change the defaults here."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": True, **MODEL, **(model or {})}))
     texts = folder / "texts"
@@ -69,18 +69,18 @@ def tiny_run(folder: Path, *, model: dict[str, Any] | None = None, **sections: d
 
 
 def valid(config: Config, resume: Path | None = None) -> Run:
-    """The run as preflight returns it, for the current number of ranks."""
+    """Return the validated run for the current number of ranks, as preflight does."""
     return validate_run(config, dist.get_world_size() if dist.is_initialized() else 1, resume)
 
 
 def run(config: Config, resume: Path | None = None, only_profile: bool = False) -> int:
-    """This rank's part of a run."""
+    """Run training on this rank and return its exit code."""
     with saves_in_time():
         return loop.train(valid(config, resume), only_profile)
 
 
 def saves_in_time() -> contextlib.AbstractContextManager[Any]:
-    """Inside, a save ends before the next step does, as if steps took longer: none that comes due is skipped."""
+    """Let every save end before the next step does, as if steps took longer, so that no save is skipped."""
 
     def is_done(saver: Saver) -> bool:
         wait([saver._in_progress] if saver._in_progress is not None else [])
@@ -90,7 +90,7 @@ def saves_in_time() -> contextlib.AbstractContextManager[Any]:
 
 
 def start_program(config: Config, num_ranks: int, resume: bool = False, rank: Callable = train_rank) -> Program:
-    """The run in processes of its own, as the command line starts it; `rank`: what each rank does."""
+    """Start the run in its own processes, as the command line does; each rank calls `rank`."""
     run_dir = config.train.run_dir
     assert run_dir is not None
     return Program(run_dir.parent, _launch, config, num_ranks, run_dir if resume else None, rank)
@@ -103,8 +103,7 @@ def _launch(config: Config, num_ranks: int, resume: Path | None, rank: Callable)
 
 @contextlib.contextmanager
 def may_fork() -> Iterator[None]:
-    """Inside, in a process of programs.py, torchrun's agent forks ranks where it would start a program. Not with
-    --plain."""
+    """In a process of programs.py, let torchrun's agent fork ranks instead of starting programs, unless --plain."""
     if PLAIN in os.environ:
         yield
         return
@@ -114,7 +113,7 @@ def may_fork() -> Iterator[None]:
         return lambda *command: ranks(command[-1])
 
     elastic_launch, api.elastic_launch = api.elastic_launch, forked
-    multiprocessing.current_process()._config["daemon"] = False  # else it may start no process
+    multiprocessing.current_process()._config["daemon"] = False  # a daemon may not start processes
     try:
         yield
     finally:
@@ -123,7 +122,7 @@ def may_fork() -> Iterator[None]:
 
 def _child(folder: str) -> None:
     os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in a program of its own
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in a new program
     run_child_rank(folder)
 
 
@@ -136,15 +135,16 @@ def wait_for(condition: Callable[[], bool], program: Program | None = None, time
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Without the times of a slow start, which depend on the machine's load."""
+    """Return the metrics without the times of a slow start, which depend on the machine's load."""
     path = run_dir / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [line for line in lines if "startup_s" not in line]
 
 
 def copy_back_at(run_dir: Path, folder: Path, step: int) -> Path:
-    """A copy of the run as it was when step `step` had been saved. What metrics.jsonl has of later steps is wrong, so
-    that a run which does not go on from there, and write them anew, is seen.
+    """Copy the run as it was after saving step `step`.
+
+    Losses of later steps in metrics.jsonl are replaced by wrong ones, to catch a run that does not recompute them.
     """
     shutil.copytree(run_dir, folder)
     (folder / "latest").write_text(f"step-{step:08d}\n")
@@ -155,7 +155,7 @@ def copy_back_at(run_dir: Path, folder: Path, step: int) -> Path:
 
 
 def numbers(run_dir: Path) -> list[tuple]:
-    """What must not differ between two runs that are the same, bit for bit."""
+    """Return the metrics that must be bitwise equal in two equal runs."""
     keys = ("step", "loss", "val_loss", "lr", "grad_norm", "tokens", "label_tokens")
     return [tuple(record[key] for key in keys) for record in metrics(run_dir)]
 

@@ -1,6 +1,7 @@
-"""What becomes of a causal model type of transformers: small random models with every kind of layer, compared in fp64.
+"""Find out how ithaka handles each causal model type of transformers.
 
-Nothing here knows a family but `EXCEPTIONS`, for configurations whose fields must fit together.
+Small random models with every kind of layer are compared in fp64. Only `EXCEPTIONS` knows families, those with
+configurations whose fields must fit together.
 """
 
 import inspect
@@ -33,7 +34,7 @@ TOKENS = 24  # more than any window or chunk below
 EXACT = 1e-10  # the largest error of a gradient, relative to the largest gradient of its layer
 MAX_PARAMETERS = 20_000_000
 
-# Sizes by the name of the field, in a configuration or a part of one. Smaller ones stay.
+# Sizes by field name, in a configuration or a part of one. Smaller defaults stay.
 SIZES: dict[int, list[str]] = {
     0: [
         *("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout", "hidden_dropout", "layerdrop"),
@@ -92,16 +93,16 @@ SIZES: dict[int, list[str]] = {
     ],
 }
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names}
-FILLED = ("head_dim", "n_routed_experts", "num_experts_per_tok")  # also where the default is None, which does not run
+FILLED = ("head_dim", "n_routed_experts", "num_experts_per_tok")  # also if the default is None, which does not run
 HEADS, HEAD_DIM = SIZE_OF["num_attention_heads"], SIZE_OF["hidden_size"] // SIZE_OF["num_attention_heads"]
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
-# Where a part insists on more: heads that are not grouped, head dims that divide the hidden size.
+# For models that need more: ungrouped heads, or head dims that divide the hidden size.
 FITTINGS: list[dict[str, Any]] = [
     {},
     {"num_key_value_heads": HEADS},
     {"num_key_value_heads": HEADS, "head_dim": HEAD_DIM},
 ]
-# Switches of further kinds of layers, by the field that a configuration must have. Tried one after the other.
+# Settings that enable further kinds of layers, by the field that a configuration must have; tried one by one.
 WINDOWS: dict[str, dict[str, Any]] = {
     "sliding_window": {"sliding_window": 5},
     "use_sliding_window": {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
@@ -136,7 +137,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Finding:
-    """One model type. `path`: fast, general, refused, broken (ends with an error) or unknown; `why`: for the others."""
+    """One model type. `path`: fast, general, refused, broken (raises an error) or unknown; `why`: for the latter."""
 
     model_type: str
     path: str
@@ -145,7 +146,7 @@ class Finding:
     layer_types: list[str] = field(default_factory=list)
     experts: int = 0
     error: float | None = None
-    worst: str = ""  # what has this error
+    worst: str = ""  # the loss or parameter with this error
 
     @property
     def is_exact(self) -> bool:
@@ -157,7 +158,7 @@ class Finding:
 
 @dataclass
 class Small:
-    """A small configuration: arguments of its class, those of the decoder in `decoder`."""
+    """Arguments of a small configuration; `decoder` has those of its decoder."""
 
     model_type: str
     sizes: dict[str, Any]
@@ -172,7 +173,7 @@ class Small:
         return config_class(**{**self.sizes, part: self.sizes[part] | self.decoder | fixed.get(part, {})})
 
     def build(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """Raises any error if transformers cannot build or run it."""
+        """Build the model and run it once. Raises any error of transformers."""
         config = self.config
         with torch.device("meta"):
             num_parameters = sum(param.numel() for param in AutoModelForCausalLM.from_config(config).parameters())
@@ -186,7 +187,7 @@ class Small:
         return model
 
     def extend(self, changes: dict[str, Any]) -> "Small":
-        """With changes, if it then still runs."""
+        """Return it with changes if it still runs, otherwise unchanged."""
         changed = replace(self, decoder=self.decoder | changes)
         if changed == self:
             return self
@@ -198,7 +199,7 @@ class Small:
 
 
 def _decoder_part(config: PretrainedConfig) -> str | None:
-    """The part that configures the decoder; None: the configuration itself."""
+    """Return the name of the part that configures the decoder; None: the configuration itself."""
     with suppress(ValueError):  # several parts could be meant
         own = config.get_text_config()
         return next((name for name in config.sub_configs if getattr(config, name, None) is own), None)
@@ -206,7 +207,7 @@ def _decoder_part(config: PretrainedConfig) -> str | None:
 
 
 def shrink(config: PretrainedConfig) -> dict[str, Any]:
-    """Arguments that make a configuration and its parts small."""
+    """Return arguments that make a configuration and its parts small."""
     small: dict[str, Any] = {}
     values = config.to_dict()
     for name, value in values.items():
@@ -216,7 +217,7 @@ def shrink(config: PretrainedConfig) -> dict[str, Any]:
             small[name] = SIZE_OF[name]
         elif name == "pad_token_id" and value is not None:
             small[name] = 0
-    if "kv_lora_rank" in values:  # its head dims are not one number
+    if "kv_lora_rank" in values:  # it has several head dims
         small.pop("head_dim", None)
     for name in getattr(config, "sub_configs", {}):
         if isinstance(part := getattr(config, name, None), PretrainedConfig):
@@ -225,7 +226,7 @@ def shrink(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def layer_lists(config: PretrainedConfig) -> tuple[list[str], dict[str, list]]:
-    """The fields with the number of layers, and those with the kind of each layer."""
+    """Return the fields with the number of layers, and those with the kind of each layer."""
     values = config.to_dict()
     counts = [name for name in NUM_LAYERS if isinstance(values.get(name), int)]
     num_layers = values[counts[0]] if counts else 0
@@ -234,21 +235,21 @@ def layer_lists(config: PretrainedConfig) -> tuple[list[str], dict[str, list]]:
 
 
 def _has_kinds(values: list) -> bool:
-    """Whether a list has one of a few kinds per layer."""
+    """Return whether a list has one of a few kinds per layer."""
     return all(isinstance(v, str | int | float | None) for v in values) and len(set(values)) < 5
 
 
 def set_layers(counts: list[str], lists: dict[str, list], columns: list[tuple]) -> dict[str, Any]:
-    """Arguments for layers with the given kinds, one tuple for each; two layers if there is only one kind."""
+    """Return arguments for one layer per tuple of kinds; two layers if there is only one tuple."""
     columns = columns * 2 if len(columns) == 1 else columns
     kinds = {name: [column[i] for column in columns] for i, name in enumerate(lists)}
     return kinds | dict.fromkeys(counts, len(columns))
 
 
 def small_variants(model_type: str) -> list[Small]:
-    """A small configuration with all kinds of layers that the type allows, and one with those of the default.
+    """Return a small configuration with all kinds of layers that the type allows, and one with those of the default.
 
-    Raises the last error if transformers runs none.
+    Raises the last error if transformers runs neither.
     """
     default = CONFIG_MAPPING[model_type](**EXCEPTIONS.get(model_type, {}))
     part = _decoder_part(default)
@@ -287,14 +288,14 @@ def _first_that_runs(model_type: str, default: PretrainedConfig, layers: list[di
         try:
             small.build()
             return small
-        except Exception as found:
-            error = found
+        except Exception as raised:
+            error = raised
     assert error is not None
     raise error
 
 
 def _named_kinds(config: PretrainedConfig, name: str) -> list[str]:
-    """The kinds of layers that the code of a configuration or its model mentions."""
+    """Return the kinds of layers that the code of a configuration or its model mentions."""
     allowed = ALLOWED_ATTN_LAYER_TYPES if name == "layer_types" else ALLOWED_MLP_LAYER_TYPES
     with suppress(KeyError):
         classes = type(config), AutoModelForCausalLM._model_mapping[type(config)]
@@ -307,13 +308,13 @@ def _named_kinds(config: PretrainedConfig, name: str) -> list[str]:
 
 
 def examine(model_type: str) -> Finding:
-    """Classify a model type, and compare what ithaka accepts with plain transformers."""
+    """Classify a model type and, if ithaka accepts it, compare it with plain transformers."""
     try:
         variants = small_variants(model_type)
     except Exception as error:
         return examine_structure(model_type, error)
     finding = examine_variant(variants[0])
-    if len(variants) == 1 or (finding.is_exact and finding.layer_types):  # which include those of the other
+    if len(variants) == 1 or (finding.is_exact and finding.layer_types):  # they include those of the second variant
         return finding
     plainer = examine_variant(variants[1])
     if not finding.is_exact:
@@ -341,7 +342,7 @@ def examine_variant(variant: Small) -> Finding:
 
 
 def examine_structure(model_type: str, error: Exception) -> Finding:
-    """A type without a small model may still be refused for its modules, in any size."""
+    """Classify a type without a small model: it may still be refused for its modules."""
     try:
         config = CONFIG_MAPPING[model_type](**EXCEPTIONS.get(model_type, {}))
         for name in SIZES[0]:
@@ -357,7 +358,7 @@ def examine_structure(model_type: str, error: Exception) -> Finding:
 
 
 def shorten(message: str) -> str:
-    """The problem, without the type's name and the fix."""
+    """Return the problem without the type's name and the fix."""
     problem = re.split(r", so its layers cannot|; use |; set ", message)[0]
     return textwrap.shorten(re.sub(r"^model_type=\S+ ", "", problem), 140, placeholder=" ...")
 
@@ -368,7 +369,7 @@ def count_experts(config: PretrainedConfig) -> int:
 
 
 def read_layers(model: PreTrainedModel) -> list[dict[str, Any]]:
-    """The attention of each layer. Raises ConfigError if the model is refused."""
+    """Return the attention of each layer. Raises ConfigError if the model is refused."""
     check_supported(model)
     num_layers = len(model.model.layers)
     if has_known_layers(model):
@@ -380,8 +381,11 @@ def read_layers(model: PreTrainedModel) -> list[dict[str, Any]]:
 
 
 def compare_wide(model: PreTrainedModel) -> list[dict[str, float]]:
-    """Errors of loss and gradients on 2 ranks, in fp64 throughout. Autograd does not enter the caller's modes, so every
-    backward that runs a model's own code enters one; not the probe's, which are in fp32."""
+    """Return errors of loss and gradients on 2 ranks, in fp64 throughout.
+
+    Autograd does not enter the caller's modes, so every backward that runs a model's own code enters `InFloat64`,
+    except in the probe, which runs in fp32.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule._LayerFunction, "backward", staticmethod(_widen(schedule._LayerFunction.backward)))
         patch.setattr(Gate, "backward", _widen(Gate.backward))

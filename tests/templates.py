@@ -1,4 +1,4 @@
-"""Chat templates as their publishers write them, and a small tokenizer to use them with."""
+"""Published chat templates, and a small tokenizer that uses them."""
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
@@ -23,7 +23,7 @@ You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
 '}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant
 ' }}{% endif %}"""
 
-# Takes content only as a list of parts.
+# Accepts content only as a list of parts.
 SMOLVLM = """<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}\
 {% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}\
 {% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}\
@@ -186,7 +186,7 @@ GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_excep
 {{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"""
 
-# Its generation prompt stands inside of the loop, and the newlines of the file are its own.
+# The generation prompt is inside the loop, and newlines of the template are part of the text.
 ZEPHYR = """{% for message in messages %}
 {% if message['role'] == 'user' %}
 {{ '<|user|>\n' + message['content'] + eos_token }}
@@ -204,7 +204,7 @@ PHI3 = """{% for message in messages %}{% if message['role'] == 'user' %}\
 {{'<|assistant|>\n' + message['content'] + '<|end|>\n'}}{% endif %}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"""
 
-# As Qwen3.5 and DeepSeek R1: the prompt opens the thinking, which is dropped from all but the last answer.
+# Like Qwen3.5 and DeepSeek R1: the prompt opens the thinking, which is dropped from all but the last answer.
 THINKING = """{%- macro body(content) -%}{%- for part in [content] -%}{{ part }}{%- endfor -%}{%- endmacro -%}
 {%- for message in messages -%}
     {{- '<|im_start|>' + message.role + '\n' -}}
@@ -217,7 +217,7 @@ THINKING = """{%- macro body(content) -%}{%- for part in [content] -%}{{ part }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n<think>\n' -}}{%- endif -%}"""
 
-# Takes the arguments of a call as text.
+# Expects the arguments of a call as text.
 DEEPSEEK = """{%- for message in messages %}{%- if message['role'] == 'user' %}{{'<|user|>' + message['content']}}\
 {%- endif %}{%- if message['role'] == 'assistant' and 'tool_calls' in message %}\
 {%- for tool in message['tool_calls'] %}\
@@ -226,8 +226,8 @@ DEEPSEEK = """{%- for message in messages %}{%- if message['role'] == 'user' %}{
 {{'<|assistant|>' + message['content'] + '</s>'}}{%- endif %}{%- endfor -%}\
 {% if add_generation_prompt %}{{'<|assistant|>'}}{% endif %}"""
 
-# As DeepSeek V3 has it: the results of several tools stand in one block, which the next answer closes, without a header
-# of its own; a later call has no header either. Takes the arguments of a call as text, and content that is none.
+# Like DeepSeek V3: the results of several tools form one block, which the next answer closes without its own header; a
+# later call has no header either. Expects the arguments of a call as text, and accepts None as content.
 DEEPSEEK_V3 = """{%- set ns = namespace(outputs=false, called=false) -%}{{ bos_token }}
 {%- for message in messages -%}
     {%- if message['role'] == 'user' -%}
@@ -252,7 +252,7 @@ DEEPSEEK_V3 = """{%- set ns = namespace(outputs=false, called=false) -%}{{ bos_t
 {%- endfor -%}
 {%- if ns.outputs -%}{{- '<|end_outputs|>' -}}{%- elif add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
 
-# The token that ends a turn is written at the start of the next one, and perhaps after the last.
+# The token that ends a turn comes at the start of the next one, and in the second template also after the last.
 NEXT_TURN = """{%- for message in messages -%}
     {%- if not loop.first -%}{{- '<|im_end|>\n' -}}{%- endif -%}
     {{- '<|im_start|>' + message.role + '\n' + message.content -}}
@@ -264,7 +264,7 @@ NEXT_TURN_AND_LAST = """{%- for message in messages -%}
 {%- endfor -%}{{- '<|end|>' -}}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
 
-# The last answer ends with another token than the others, and a turn has several parts.
+# The last answer ends with a different token than the others, and a turn has several parts.
 GPT_OSS = """{%- for message in messages -%}
     {%- if message.role == 'assistant' and loop.last -%}
         {%- if message.thinking -%}
@@ -279,7 +279,7 @@ GPT_OSS = """{%- for message in messages -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"""
 
-# With marks of its own; the newline after a stop token is outside of them.
+# Has its own generation marks; the newline after a stop token is outside of them.
 GENERATION = """{%- for message in messages %}
     {%- if message.role == 'assistant' %}
         {{- '<|im_start|>assistant\\n' }}
@@ -295,7 +295,7 @@ GENERATION = """{%- for message in messages %}
 
 
 def chat_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with the special tokens of these templates."""
+    """Return a byte-level BPE tokenizer with the special tokens of these templates."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder, backend.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=True)

@@ -1,4 +1,4 @@
-"""adapter.dropout: gradients equal PEFT's with the same mask, a function of seed, step, module, token and column."""
+"""adapter.dropout: gradients match PEFT's under the same mask, a function of seed, step, module, token and column."""
 
 import hashlib
 import json
@@ -25,42 +25,42 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 P = 0.3
 
 
-def word(*values) -> np.uint32:
+def hash_word(*values) -> np.uint32:
     return np.uint32(int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=4).digest(), "big"))
 
 
-def mixed(x):
+def mix(x):
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
     return x ^ (x >> np.uint32(16))
 
 
-def kept(name, rows, tokens, width, seed=0, step=0) -> torch.Tensor:
-    """The mask [rows, tokens, width], in unsigned arithmetic."""
+def keep_mask(name, rows, tokens, width, seed=0, step=0) -> torch.Tensor:
+    """Return the mask [rows, tokens, width], computed in unsigned arithmetic."""
     low, high = np.meshgrid(np.arange(tokens, dtype=np.uint32), np.arange(rows, dtype=np.uint32) * np.uint32(16))
-    keys = mixed(mixed(mixed(low + word(seed, step)) + high) + word(name))
-    columns = mixed(np.arange(width, dtype=np.uint32) + word("column"))
-    bits = mixed(keys[..., None] + columns) & np.uint32(0x7FFFFFFF)
+    keys = mix(mix(mix(low + hash_word(seed, step)) + high) + hash_word(name))
+    columns = mix(np.arange(width, dtype=np.uint32) + hash_word("column"))
+    bits = mix(keys[..., None] + columns) & np.uint32(0x7FFFFFFF)
     return torch.from_numpy(bits >= int(P * 2**31))
 
 
-class Injected(nn.Module):
+class InjectedDropout(nn.Module):
     def __init__(self, name):
         super().__init__()
         self.name = name
 
     def forward(self, x):
-        return x * kept(self.name, *x.shape) / (1 - P)
+        return x * keep_mask(self.name, *x.shape) / (1 - P)
 
 
 def injected_loss(ids):
-    """The loss of PEFT's own forward with the mask."""
+    """Return the loss of PEFT's own forward with our masks injected."""
 
     def loss(plain):
         for name, module in plain.get_base_model().named_modules():
             if hasattr(module, "lora_dropout"):
                 assert isinstance(module.lora_dropout["default"], nn.Dropout)
-                module.lora_dropout["default"] = Injected(name)
+                module.lora_dropout["default"] = InjectedDropout(name)
         return mean_loss(plain, ids, ids)
 
     return loss
@@ -79,11 +79,17 @@ CASES = {  # family (None: the fast path), rows, data-parallel ranks, layout
 }
 
 
-SLOW = {"ring", "uneven heads", "general", "general, four ranks", "rows and tiles"}  # the others cover most of them
+SLOW = {
+    "ring",
+    "uneven heads",
+    "general",
+    "general, four ranks",
+    "rows and tiles",
+}  # the other cases cover most of these
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
-def test_gradients_equal_those_of_peft_with_the_same_mask(case):
+def test_gradients_equal_those_of_peft_under_the_same_mask(case):
     family, rows, dp, layout = CASES[case]
     heads = 6 if case == "uneven heads" else 8
     plain = tiny_model(tiny_config("qwen3", heads=heads)) if family is None else tiny_decoder(family)
@@ -100,7 +106,7 @@ def test_gradients_equal_those_of_peft_with_the_same_mask(case):
     assert_equal(errors)
 
 
-def test_the_mask_changes_with_every_argument_and_keeps_the_right_share():
+def test_the_mask_changes_with_every_argument_and_drops_the_right_share():
     def mask(seed=0, step=1, name="q", sequence=0):
         state = DropoutState()
         state.start_step(seed, step)
@@ -124,12 +130,12 @@ def test_evaluation_drops_nothing_and_unsupported_modules_are_refused():
     ids = random_ids(1, 19)
     plain = add_lora(tiny_model(tiny_config("llama")), target_modules=LINEARS, lora_dropout=P).eval()
     with torch.no_grad():
-        wanted = plain(input_ids=ids).logits
+        expected = plain(input_ids=ids).logits
         model = parallelize_model(plain.train(), layout=Layout(tile_tokens=7))
         dropped = model(input_ids=ids).logits
-        assert (dropped - wanted).abs().max() > 1e-3
+        assert (dropped - expected).abs().max() > 1e-3
         model.eval()
-        torch.testing.assert_close(model(input_ids=ids).logits, wanted, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-10, atol=1e-10)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         head = get_peft_model(
@@ -138,8 +144,8 @@ def test_evaluation_drops_nothing_and_unsupported_modules_are_refused():
         )
     assert_refused(lambda: parallelize_model(head), "lora_dropout=0.3", "lm_head", fix="lora_dropout=0")
     compiled = add_lora(tiny_model(tiny_config("llama")), target_modules=LINEARS, lora_dropout=P)
-    refused = lambda: parallelize_model(compiled, layout=Layout(compile=True))  # noqa: E731
-    assert_refused(refused, "adapter.dropout", "train.compile=true", fix="set one of them")
+    parallelize = lambda: parallelize_model(compiled, layout=Layout(compile=True))  # noqa: E731
+    assert_refused(parallelize, "adapter.dropout", "train.compile=true", fix="set one of them")
 
 
 def test_a_run_resumes_bitwise_with_the_masks_of_its_steps(tmp_path):
@@ -148,9 +154,9 @@ def test_a_run_resumes_bitwise_with_the_masks_of_its_steps(tmp_path):
     plain = tiny_run(tmp_path / "plain", adapter={"rank": 4}, train={"accumulate": 2, "validate_every": 0})
     for each in (config, plain):
         run(each)
-    whole = numbers(config.train.run_dir)
+    uninterrupted = numbers(config.train.run_dir)
     again = moved(config, copy_back_at(config.train.run_dir, tmp_path / "again", 2))
     run(again, again.train.run_dir)
-    assert numbers(again.train.run_dir) == whole
-    assert [step[1] for step in whole][1:] != [step[1] for step in numbers(plain.train.run_dir)][1:]
+    assert numbers(again.train.run_dir) == uninterrupted
+    assert [step[1] for step in uninterrupted][1:] != [step[1] for step in numbers(plain.train.run_dir)][1:]
     assert json.loads((config.train.run_dir / "model" / "adapter_config.json").read_text())["lora_dropout"] == P

@@ -1,4 +1,4 @@
-"""What adapters change in a plan, against counts done by hand."""
+"""Memory and time of plans with adapters, checked against counts done by hand."""
 
 import json
 import re
@@ -28,7 +28,7 @@ LAYER = 16 * ((D + D) + 2 * (D + KV) + (D + D) + 3 * (D + F))  # q; k, v; o; gat
 TOP = LLAMA.with_adapter(AdapterConfig(16, targets=("31.self_attn.q_proj", "30.self_attn.q_proj")))
 
 
-def test_states_are_those_of_the_adapters():
+def test_only_adapters_have_optimizer_states():
     ledger = build_ledger(ADAPTED, LAYOUT, H100, Work(2**17))
     trained, frozen = 32 * LAYER // 8, -(-LLAMA.num_parameters // 8)
     assert ADAPTED.num_trained == 32 * LAYER == 41943040
@@ -48,23 +48,24 @@ def test_frozen_weights_have_no_gradients():
     phases = dict(gpu_phases(ADAPTED, LAYOUT, H100, Work(2**20)))
     assert phases["loss"]["loss tile"] == logits_tile_tokens(LAYOUT.tile_tokens, 2**17, 2 * V) * 2 * (V + 2 * D)
     alone = dict(gpu_phases(ADAPTED, LAYOUT, H100, Work(2**20, trains=False)))
-    assert phases["loss"]["loss tile"] - alone["loss"]["loss tile"] == 2048 * 2 * D  # no gradient of normed rows
-    assert phases["forward"]["layer weights"] == 2 * 2 * (
-        LLAMA.layer_parameters + LAYER
-    )  # this layer's, the next one's
-    # Those of the layers above have come, the last one's are sent, the first one's are being made.
+    assert (
+        phases["loss"]["loss tile"] - alone["loss"]["loss tile"] == 2048 * 2 * D
+    )  # no gradient of the normalized rows
+    # Weights of this layer and of the next one.
+    assert phases["forward"]["layer weights"] == 2 * 2 * (LLAMA.layer_parameters + LAYER)
+    # Layers above are reduced; the previous layer's gradients are being sent, the first layer's computed.
     assert phases["backward, first layer"]["gradients"] == 4 * 31 * LAYER // 8 + 4 * LAYER + 4 * LAYER
     assert phases["backward, embedding"]["gradients"] == 4 * 32 * LAYER // 8 + 4 * LAYER
 
 
 def test_a_four_bit_base_is_stored_packed_and_unpacked_for_one_layer():
     packed, linear = LLAMA.with_adapter(AdapterConfig(16, base="nf4")), 2 * D * D + 2 * D * KV + 3 * D * F
-    num_bytes = linear // 16384 * (8192 + 256 + 16)  # codes, scales of blocks, their own scale and offset
+    num_bytes = linear // 16384 * (8192 + 256 + 16)  # codes, block scales, the scales' scale and offset
     assert packed.packed_layer == (linear, num_bytes)
-    whole, small = (dict(gpu_phases(shape, LAYOUT, H100, Work(2**17)))["forward"] for shape in (ADAPTED, packed))
-    assert whole["parameters"] - small["parameters"] == 32 * (2 * linear - num_bytes) // 8
+    plain, small = (dict(gpu_phases(shape, LAYOUT, H100, Work(2**17)))["forward"] for shape in (ADAPTED, packed))
+    assert plain["parameters"] - small["parameters"] == 32 * (2 * linear - num_bytes) // 8
     # Two layers are gathered packed, and one of them is unpacked.
-    assert whole["layer weights"] - small["layer weights"] == 2 * (2 * linear - num_bytes) - 2 * linear
+    assert plain["layer weights"] - small["layer weights"] == 2 * (2 * linear - num_bytes) - 2 * linear
     kept = LLAMA.with_adapter(AdapterConfig(16, base="nf4", unquantized=("down_proj", "mlp.up_proj")))
     assert kept.packed_layer[0] == linear - 2 * D * F
 
@@ -78,7 +79,7 @@ def test_a_four_bit_base_is_suggested_where_it_fits():
     assert adapted.adapter_that_fits(Work(2**20)) == {}
 
 
-def test_a_four_bit_base_is_suggested_next_to_leaving_out_settings():
+def test_a_four_bit_base_is_suggested_along_with_dropping_settings():
     kept = ["--set", "memory.offload=none", "--set", "memory.offload_optimizer=false"]
     args = ["plan", "llama3-8b", "--gpus", "1xRTX4090", "--context", "16K", "--adapter", "8", *kept]
     fixes = json.loads(run(*args, "--json", code=3))["ways_out"]
@@ -91,9 +92,9 @@ def test_a_saved_module_is_trained_in_full():
     saving = LLAMA.with_adapter(AdapterConfig(16, modules_to_save=("lm_head", "embed_tokens")))
     assert saving.num_trained == 32 * LAYER + 2 * V * D
     assert saving.shards(1) == (saving.num_trained, LLAMA.num_parameters - 2 * V * D)
-    whole, part = (dict(gpu_phases(shape, LAYOUT, H100, Work(2**17))) for shape in (LLAMA, saving))
-    assert whole["loss"]["loss tile"] == part["loss"]["loss tile"]
-    arrived = [phases["backward, embedding"]["gradients"] for phases in (whole, part)]
+    full, part = (dict(gpu_phases(shape, LAYOUT, H100, Work(2**17))) for shape in (LLAMA, saving))
+    assert full["loss"]["loss tile"] == part["loss"]["loss tile"]
+    arrived = [phases["backward, embedding"]["gradients"] for phases in (full, part)]
     assert arrived[0] - arrived[1] == pytest.approx(4 * 32 * (LLAMA.layer_parameters - LAYER) / 8, rel=1e-6)
     tied = find_shape("llama3.2-1b")
     for name in ("lm_head", "embed_tokens"):
@@ -103,20 +104,20 @@ def test_a_saved_module_is_trained_in_full():
     assert LLAMA.with_adapter(AdapterConfig(8, targets=("lm_head",))).num_trained == 8 * (V + D)
 
 
-def test_seconds_have_no_weight_gradients():
+def test_frozen_weights_cost_no_weight_gradient_time():
     linear, frozen = (LayerSeconds(shape, LAYOUT, H100, 2**17) for shape in (LLAMA, ADAPTED))
     flops = 2 * 2**17 * (3 * D * F + D * D)  # weight gradients of the MLP and the output projection
     sums = 15 * 2 * 4 * 3 * D * F / H100.gpu.memory_bytes_s
-    elements = 4 * (D + D) + 3 * 4 * (D + F)  # reads and writes in addition to o; gate, up, down
-    beside = 2 * 2**17 * elements / H100.gpu.memory_bytes_s
+    elements = 4 * (D + D) + 3 * 4 * (D + F)  # extra reads and writes for o; gate, up, down
+    extra_s = 2 * 2**17 * elements / H100.gpu.memory_bytes_s
     saved = flops / (H100.gpu.matmul_flops * MLP_SHARE[1]) + sums
-    assert linear.mlp(True) - frozen.mlp(True) == pytest.approx(saved - beside)
+    assert linear.mlp(True) - frozen.mlp(True) == pytest.approx(saved - extra_s)
     assert frozen.mlp(False) - linear.mlp(False) == pytest.approx(
         2 * 2**17 * ((D + 2 * D) + 2 * (D + 2 * F) + (F + 2 * D)) / H100.gpu.memory_bytes_s
     )
-    whole, adapted = (step_seconds(shape, LAYOUT, H100, Work(2**20)) for shape in (LLAMA, ADAPTED))
-    assert adapted.attention == whole.attention and adapted.linear < whole.linear
-    assert adapted.update == pytest.approx(whole.update * ADAPTED.num_trained / LLAMA.num_parameters)
+    full, adapted = (step_seconds(shape, LAYOUT, H100, Work(2**20)) for shape in (LLAMA, ADAPTED))
+    assert adapted.attention == full.attention and adapted.linear < full.linear
+    assert adapted.update == pytest.approx(full.update * ADAPTED.num_trained / LLAMA.num_parameters)
 
 
 def test_layers_below_the_first_adapter_have_no_backward_and_keep_nothing():
@@ -133,7 +134,7 @@ def test_layers_below_the_first_adapter_have_no_backward_and_keep_nothing():
     assert saving.first_trained == 0, "the embedding's gradient comes through every layer"
 
 
-def test_targets_that_cannot_be_are_refused():
+def test_targets_that_do_not_exist_are_refused():
     with pytest.raises(ConfigError, match="adapter.targets=32.self_attn.q_proj .*use .*q_proj"):
         LLAMA.with_adapter(AdapterConfig(16, targets=("q_proj", "32.self_attn.q_proj")))
     with pytest.raises(ConfigError, match="adapter.targets=mlp.q_proj"):
@@ -143,11 +144,11 @@ def test_targets_that_cannot_be_are_refused():
 
 
 def test_plan_reports_what_freezing_saves():
-    given = [*ARGS, "--adapter", "16", "--set", "parallel.cp=8", "--set", "parallel.heads_per_stage=8"]
-    fewer = [*given, "--set", "adapter.targets=[q_proj, v_proj]"]
-    found = json.loads(run(*fewer, "--json"))["adapter"]
-    assert (found["rank"], found["trained_parameters"]) == (16, 32 * 16 * (2 * D + D + KV))
-    assert found["frozen_parameters"] == LLAMA.num_parameters
-    assert found["saved_gpu_bytes"] > 9e9 and found["saved_step_s"] > 1
-    assert re.search(r"rank 16: 41\.9M .*, 8\.03B frozen; saves [\d.]+ GiB per GPU", " ".join(run(*given).split()))
+    arguments = [*ARGS, "--adapter", "16", "--set", "parallel.cp=8", "--set", "parallel.heads_per_stage=8"]
+    fewer = [*arguments, "--set", "adapter.targets=[q_proj, v_proj]"]
+    adapter_json = json.loads(run(*fewer, "--json"))["adapter"]
+    assert (adapter_json["rank"], adapter_json["trained_parameters"]) == (16, 32 * 16 * (2 * D + D + KV))
+    assert adapter_json["frozen_parameters"] == LLAMA.num_parameters
+    assert adapter_json["saved_gpu_bytes"] > 9e9 and adapter_json["saved_step_s"] > 1
+    assert re.search(r"rank 16: 41\.9M .*, 8\.03B frozen; saves [\d.]+ GiB per GPU", " ".join(run(*arguments).split()))
     assert yaml.safe_load(run(*fewer, "--yaml"))["adapter"] == {"rank": 16, "targets": ["q_proj", "v_proj"]}

@@ -1,4 +1,4 @@
-"""Runs with an adapter: losses of a plain PEFT loop, PEFT's files in and out, merging and resuming."""
+"""Runs with an adapter: losses match a plain PEFT loop; loading and exporting PEFT's files, merging, resuming."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ from runs import MODEL, numbers, run, tiny_run, valid
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASES = {
     "adapters": (False, {"target_modules": [*LINEARS, "lm_head"]}),
-    "and both ends": (False, {"target_modules": LINEARS, "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "adapters and both ends": (False, {"target_modules": LINEARS, "modules_to_save": ["embed_tokens", "lm_head"]}),
     "tied ends": (
         True,
         {"target_modules": LINEARS, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
@@ -44,20 +44,20 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """PEFT warns about tied weights and saved embeddings."""
+    """Silence PEFT's warnings about tied weights and saved embeddings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-def saved_base(folder, tied, dtype=torch.float32):
+def save_base(folder, tied, dtype=torch.float32):
     model = tiny_model(LlamaConfig(**{**MODEL, "tie_word_embeddings": tied}), dtype)
     model.save_pretrained(folder)
     return folder
 
 
-def saved_adapter(base, folder, **lora):
-    """An adapter as PEFT writes it after some training: B is not zero."""
+def save_adapter(base, folder, **lora):
+    """Save an adapter as PEFT does after some training, with nonzero B."""
     torch.manual_seed(7)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=3, lora_alpha=5, **lora))
     with torch.no_grad():
@@ -68,50 +68,50 @@ def saved_adapter(base, folder, **lora):
 
 
 def configured(folder, base, adapter, **sections):
-    # A larger eps: Adam would amplify the rounding of tiny gradients (norms are in float32) to full steps.
+    # With a small eps, Adam would amplify the rounding of tiny gradients (norms are float32) to full steps.
     config = tiny_run(folder, optim={"eps": 1e-4}, **sections)
     return dataclasses.replace(config, model=ModelConfig(path=base, dtype="float64"), adapter=adapter)
 
 
-def recorded(config):
-    """Train, and return (micro-batches of each step, losses)."""
-    trainer, seen, losses = prepare(run := valid(config)), [], []
+def train_and_record(config):
+    """Train and return the micro-batches and the loss of each step."""
+    trainer, steps, losses = prepare(run := valid(config)), [], []
     added = sum(param.numel() for name, param in trainer.model.named_parameters() if "lora_" in name)
     assert added and trainer.num_params == run.shape.num_parameters + added
     while trainer.step < config.train.steps:
         batches = [trainer.data.next_batch() for _ in range(config.train.accumulate)]
         losses.append(trainer.advance(batches)[0].loss)
-        seen.append(batches)
+        steps.append(batches)
     trainer.save()
     trainer.saver.finish()
-    return seen, losses
+    return steps, losses
 
 
 def batch_loss(model, batches):
-    """The mean loss, each document computed alone."""
+    """Return the mean loss, computing each document on its own."""
     total, count = 0.0, 0
     for batch in batches:
         for ids, labels, documents in zip(batch.input_ids, batch.labels, batch.document_ids, strict=True):
             lengths = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
-            for part, wanted in zip(ids.split(lengths), labels.split(lengths), strict=True):
+            for part, expected in zip(ids.split(lengths), labels.split(lengths), strict=True):
                 if len(part) > 1:
-                    total = total + plain_sum(model, part[None], wanted[None])
+                    total = total + plain_sum(model, part[None], expected[None])
             count += int((labels[1:] != -100).sum())
     return total / count
 
 
-def loaded(base, adapter, **how):
+def load_adapter(base, adapter, **options):
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
-    return PeftModel.from_pretrained(model, str(adapter), **how).double()
+    return PeftModel.from_pretrained(model, str(adapter), **options).double()
 
 
-def plain_losses(model, seen, optim):
-    """A plain PEFT training loop."""
+def plain_losses(model, steps, optim):
+    """Return the losses of a plain PEFT training loop."""
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(params, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
     losses = []
-    for step, batches in enumerate(seen):
-        optimizer.param_groups[0]["lr"] = learning_rate(step, optim, len(seen))
+    for step, batches in enumerate(steps):
+        optimizer.param_groups[0]["lr"] = learning_rate(step, optim, len(steps))
         loss = batch_loss(model, batches)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(params, optim.clip_norm)
@@ -121,47 +121,47 @@ def plain_losses(model, seen, optim):
     return losses
 
 
-SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("and both ends", "tied ends")]
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("adapters and both ends", "tied ends")]
 
 
 @pytest.mark.parametrize("case", ["adapters", *SLOW])
 def test_an_adapter_from_peft_trains_as_in_peft_and_is_exported(ranks, tmp_path, case):
     tied, lora = CASES[case]
-    base = saved_base(tmp_path / "base", tied)
-    start = saved_adapter(base, tmp_path / "start", **lora)
+    base = save_base(tmp_path / "base", tied)
+    start = save_adapter(base, tmp_path / "start", **lora)
     settings = read_stored_settings(AdapterConfig(path=start), set())
     config = configured(tmp_path / "a", base, settings, train={"steps": 3})
-    seen, losses = ranks.run(2, recorded, config)[0]
-    plain = loaded(base, start, is_trainable=True)
-    assert losses == pytest.approx(plain_losses(plain, seen, config.optim), rel=1e-6)
+    steps, losses = ranks.run(2, train_and_record, config)[0]
+    plain = load_adapter(base, start, is_trainable=True)
+    assert losses == pytest.approx(plain_losses(plain, steps, config.optim), rel=1e-6)
     assert losses[-1] < losses[0] - 0.01
 
     ids = torch.arange(40).reshape(2, 20) * 13 % MODEL["vocab_size"]
-    wanted = plain(input_ids=ids).logits
+    expected = plain(input_ids=ids).logits
     out = export(config.train.run_dir, tmp_path / "out")
     assert {"adapter_config.json", "adapter_model.safetensors"} <= {file.name for file in out.iterdir()}
     assert not (out / "config.json").exists(), "PEFT uses the base's config.json"
-    torch.testing.assert_close(loaded(base, out)(input_ids=ids).logits, wanted, rtol=1e-5, atol=1e-5)
-    merged = AutoModelForCausalLM.from_pretrained(export(config.train.run_dir, tmp_path / "whole", True))
+    torch.testing.assert_close(load_adapter(base, out)(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
+    merged = AutoModelForCausalLM.from_pretrained(export(config.train.run_dir, tmp_path / "merged", True))
     assert (merged.lm_head.weight is merged.model.embed_tokens.weight) == tied
-    torch.testing.assert_close(merged.double()(input_ids=ids).logits, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(merged.double()(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
 
     again = configured(tmp_path / "b", base, AdapterConfig(path=out), train={"steps": 1})
-    (batches,), (loss,) = ranks.run(2, recorded, again)[0]
-    assert loss == pytest.approx(float(batch_loss(loaded(base, out), batches).detach()), rel=1e-6)
+    (batches,), (loss,) = ranks.run(2, train_and_record, again)[0]
+    assert loss == pytest.approx(float(batch_loss(load_adapter(base, out), batches).detach()), rel=1e-6)
 
 
 def test_a_four_bit_base_trains_as_its_dequantized_weights_and_is_recorded(ranks, tmp_path):
-    base, ids = saved_base(tmp_path / "base", False), torch.arange(40).reshape(2, 20) * 13 % MODEL["vocab_size"]
-    start = saved_adapter(base, tmp_path / "start", target_modules=LINEARS)
+    base, ids = save_base(tmp_path / "base", False), torch.arange(40).reshape(2, 20) * 13 % MODEL["vocab_size"]
+    start = save_adapter(base, tmp_path / "start", target_modules=LINEARS)
     settings = read_stored_settings(AdapterConfig(path=start, base="nf4", unquantized=("v_proj",)), set())
     config = configured(tmp_path / "a", base, settings, train={"steps": 2})
-    seen, losses = ranks.run(2, recorded, config)[0]
+    steps, losses = ranks.run(2, train_and_record, config)[0]
     rounded = AutoModelForCausalLM.from_pretrained(base).double()
     round_weights(rounded, settings)
     plain = PeftModel.from_pretrained(rounded, start, is_trainable=True).double()
-    assert losses == pytest.approx(plain_losses(plain, seen, config.optim), rel=1e-6)
-    wanted = plain(input_ids=ids).logits
+    assert losses == pytest.approx(plain_losses(plain, steps, config.optim), rel=1e-6)
+    expected = plain(input_ids=ids).logits
 
     out = export(config.train.run_dir, tmp_path / "out")
     with safe_open(out / "adapter_model.safetensors", "pt") as file:
@@ -171,22 +171,25 @@ def test_a_four_bit_base_trains_as_its_dequantized_weights_and_is_recorded(ranks
     for four_bit in (True, False):
         folder = export(config.train.run_dir, tmp_path / f"merged-{four_bit}", merge=True, four_bit=four_bit)
         merged[four_bit] = AutoModelForCausalLM.from_pretrained(folder).double()(input_ids=ids).logits
-    torch.testing.assert_close(merged[True], wanted, rtol=1e-5, atol=1e-5)
-    assert (merged[False] - wanted).norm() > 0.01 * wanted.norm()
+    torch.testing.assert_close(merged[True], expected, rtol=1e-5, atol=1e-5)
+    assert (merged[False] - expected).norm() > 0.01 * expected.norm()
 
 
 def test_checkpoints_have_only_trained_weights_and_resume_bitwise(ranks, tmp_path):
-    base = saved_base(tmp_path / "base", True)
+    base = save_base(tmp_path / "base", True)
     adapter = AdapterConfig(rank=2, targets=("q_proj", "down_proj"))
     config = configured(tmp_path, base, adapter)
     ranks.run(2, run, config)
     run_dir = config.train.run_dir
-    whole, names = numbers(run_dir), SafeReader(files.find_checkpoint(run_dir)).read_metadata().state_dict_metadata
+    uninterrupted, names = (
+        numbers(run_dir),
+        SafeReader(files.find_checkpoint(run_dir)).read_metadata().state_dict_metadata,
+    )
     weights = {name for name in names if name.startswith("model.")}
     assert weights and all("lora_" in name for name in weights)
     (run_dir / "latest").write_text("step-00000002\n")
     ranks.run(2, run, config, run_dir)
-    assert numbers(run_dir) == whole
+    assert numbers(run_dir) == uninterrupted
     other = dataclasses.replace(config, adapter=dataclasses.replace(adapter, rank=3))
     other = dataclasses.replace(other, train=dataclasses.replace(config.train, steps=9))
     assert_refused(lambda: valid(other, run_dir), "adapter.rank=3", "2", fix="leave it out")
@@ -201,24 +204,26 @@ def test_checkpoints_have_only_trained_weights_and_resume_bitwise(ranks, tmp_pat
     resumed = valid(longer, run_dir)
     shutil.copy(moved / "model.safetensors", base)
     assert_refused(lambda: valid(longer, run_dir), f"model.path={base}", "base model", fix="start a new run")
-    (run_dir / files.PINS_FILE).unlink()  # a run of an earlier version
+    (run_dir / files.PINS_FILE).unlink()  # as in runs of earlier versions
     full = dataclasses.replace(resumed, config=dataclasses.replace(longer, adapter=None))
-    with mock.patch.object(checks, "fingerprint_weights", side_effect=AssertionError("its base is not needed")):
+    with mock.patch.object(
+        checks, "fingerprint_weights", side_effect=AssertionError("full training does not need the base")
+    ):
         checks.check_base(full)
     shutil.rmtree(base)
     valid(elsewhere, run_dir)
 
 
-def built(base, adapter):
-    """(full parameter, whether it is trained) by name, for a model in bfloat16."""
+def build_parameters(base, adapter):
+    """Build a bfloat16 model; return {name: (full parameter, whether it is trained)}."""
     model = build_model(base, make_mesh(1), Layout(dtype="bfloat16"), adapter=adapter, seed=4)
     return {name: (param.full_tensor().detach(), param.requires_grad) for name, param in model.named_parameters()}
 
 
-def test_a_new_adapter_matches_peft_and_does_not_depend_on_the_ranks(ranks, tmp_path):
-    base = saved_base(tmp_path / "base", False, torch.bfloat16)
+def test_a_new_adapter_matches_peft_on_any_number_of_ranks(ranks, tmp_path):
+    base = save_base(tmp_path / "base", False, torch.bfloat16)
     adapter = AdapterConfig(rank=3, alpha=6, modules_to_save=("lm_head",))
-    (one,), (two, other) = ranks.run(1, built, base, adapter), ranks.run(2, built, base, adapter)
+    (one,), (two, other) = ranks.run(1, build_parameters, base, adapter), ranks.run(2, build_parameters, base, adapter)
     stored = load_file(base / "model.safetensors")
     for name, (tensor, trained) in one.items():
         assert torch.equal(tensor, two[name][0]) and torch.equal(tensor, other[name][0]), name
@@ -244,7 +249,7 @@ def test_a_new_adapter_matches_peft_and_does_not_depend_on_the_ranks(ranks, tmp_
         ({"rank": 2, "alpha": 3, "targets": ("q_proj", "1.mlp.up_proj", "lm_head")}, 1.5, 4),
     ],
 )
-def test_settings_have_the_meaning_of_peft(settings, scale, targets):
+def test_settings_mean_the_same_as_in_peft(settings, scale, targets):
     model = build_model({**MODEL, "tie_word_embeddings": False}, make_mesh(1), adapter=AdapterConfig(**settings))
     modules = [module for module in model.modules() if hasattr(module, "lora_A")]
     assert len(modules) == targets
@@ -262,9 +267,9 @@ def test_settings_have_the_meaning_of_peft(settings, scale, targets):
         ({"init_lora_weights": "pissa"}, ["adapter.path", "init_lora_weights=pissa"], "init_lora_weights=True"),
     ],
 )
-def test_stored_adapters_are_refused(tmp_path, change, named, fix):
-    base = saved_base(tmp_path / "base", False)
-    folder = saved_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
+def test_unsupported_stored_adapters_are_refused(tmp_path, change, named, fix):
+    base = save_base(tmp_path / "base", False)
+    folder = save_adapter(base, tmp_path / "adapter", target_modules=["q_proj"])
     file = folder / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
 

@@ -11,11 +11,12 @@ import torch
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from general import add_lora
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.store import Store
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
-from models import CONSTRUCTING, tiny_config, tiny_model
+from models import tiny_config, tiny_model
 from parity import check, gradient_errors, plain_sum, random_ids, relative
 from refusals import assert_refused
 from threads import on_threads
@@ -24,26 +25,16 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 ALL = [*LINEARS, "lm_head"]
 
 
-def with_lora(config, **changes):
-    """A PeftModel with random A and B: with PEFT's initial B of zero, A has no gradient."""
-    lora = LoraConfig(**{"r": 3, "lora_alpha": 5, **changes})
-    model = tiny_model(config)
-    with CONSTRUCTING, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = get_peft_model(model, lora)
-    generator = torch.Generator().manual_seed(8)
-    with torch.no_grad():
-        for param in (param for param in model.parameters() if param.requires_grad):
-            param.copy_(0.3 * torch.randn(param.shape, generator=generator, dtype=torch.float64))
-    return model
+def with_lora(config, **settings):
+    return add_lora(tiny_model(config), **settings)
 
 
 def compare(cp, config, layout, documents=None, **lora):
-    """Errors of every rank. `documents`: lengths of packed documents."""
+    """Return the errors of every rank; `documents` has the lengths of packed documents."""
     lengths = documents or (19,)
     ids, plain = random_ids(1, sum(lengths)), with_lora(config, **lora)
     numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
-    given = {"document_ids": numbers} if documents else {}
+    inputs = {"document_ids": numbers} if documents else {}
     parts = ids.split(lengths, dim=1)
     labels = torch.cat([part.clone().index_fill_(1, torch.tensor([0]), -100) for part in parts], dim=1)
     models = [copy.deepcopy(plain) for _ in range(cp)]
@@ -54,21 +45,21 @@ def compare(cp, config, layout, documents=None, **lora):
         mesh = make_mesh(cp, ring=layout.ring)
         store = Store(mesh.device)
         model = parallelize_model(models[mesh.rank], mesh=mesh, layout=replace(layout, cp=cp), store=store)
-        loss = model(input_ids=ids, labels=labels, **given).loss
+        loss = model(input_ids=ids, labels=labels, **inputs).loss
         loss.backward()
         return {"loss": relative(loss.detach(), expected.detach()), **gradient_errors(model, plain)}
 
     errors = on_threads(cp, work)
     trained = sum(param.requires_grad for param in plain.parameters())
-    assert all(len(each) == 1 + trained for each in errors)
+    assert all(len(rank_errors) == 1 + trained for rank_errors in errors)
     return errors
 
 
-# An orthogonal array, made of parities: every combination of any three modules is in one of 16 layers.
+# An orthogonal array built from parities: any combination of three modules occurs in one of the 16 layers.
 SUBSETS = [[name for i, name in enumerate(LINEARS) if (layer & (8 + i)).bit_count() % 2] for layer in range(16)]
 
 
-def test_every_combination_of_three_targets():
+def test_every_combination_of_three_targets_matches_peft():
     for three in combinations(LINEARS, 3):
         assert len({tuple(name in subset for name in three) for subset in SUBSETS}) == 8
     modules = [(layer, name) for layer, subset in enumerate(SUBSETS) for name in subset]
@@ -78,7 +69,7 @@ def test_every_combination_of_three_targets():
 
 
 LAYOUTS = {
-    "whole": Layout(),
+    "default": Layout(),
     "stages": Layout(heads_per_stage=4, tile_tokens=3, overlap=False),
     "kept": Layout(
         heads_per_stage=4, tile_tokens=4, kept=(ActivationPolicy(attention="device"), ActivationPolicy("host", "host"))
@@ -88,7 +79,7 @@ LAYOUTS = {
     "ring": Layout(heads_per_stage=4, tile_tokens=3, ring=2),
 }
 CASES = [  # family, cp, layout, documents, changes to PEFT's configuration
-    ("llama", 1, "whole", None, {}),
+    ("llama", 1, "default", None, {}),
     ("llama", 2, "kept", (7, 1, 9, 4), {"use_rslora": True}),
     ("mistral", 4, "ring", None, {"rank_pattern": {"k_proj": 2}, "alpha_pattern": {"down_proj": 7}}),
     ("qwen2", 1, "disk", (7, 1, 9, 4), {}),
@@ -103,13 +94,13 @@ CASES = [  # family, cp, layout, documents, changes to PEFT's configuration
 
 
 @pytest.mark.parametrize("family, cp, layout, documents, changes", CASES)
-def test_families_layouts_and_options(family, cp, layout, documents, changes):
+def test_families_layouts_and_options_match_peft(family, cp, layout, documents, changes):
     lora = {"target_modules": LINEARS if "modules_to_save" in changes else ALL, **changes}
     check(compare(cp, tiny_config(family, heads=8), LAYOUTS[layout], documents, **lora))
 
 
-class Products(TorchDispatchMode):
-    """The shapes of all matrix products."""
+class MatmulShapes(TorchDispatchMode):
+    """Record the shapes of all matrix products."""
 
     def __init__(self):
         super().__init__()
@@ -132,7 +123,7 @@ def test_gradients_of_frozen_weights_are_never_formed(kept, frozen):
         param.requires_grad_(not frozen)
     shapes, ids = {tuple(param.shape) for param in weights.values()}, random_ids(1, 19)
     loss = parallelize_model(model, layout=Layout(tile_tokens=7, kept=(kept, kept)))(input_ids=ids, labels=ids).loss
-    with Products() as products:
+    with MatmulShapes() as products:
         loss.backward()
     assert products.shapes and shapes.isdisjoint(products.shapes) == frozen
 
@@ -158,7 +149,7 @@ def two_adapters(model):
 
 
 Q_PROJ = partial(LoraConfig, target_modules=["q_proj"])
-REFUSED = [  # PEFT's configuration, and what the message mentions
+REFUSED = [  # PEFT's configuration, what the message names, and the fix
     (Q_PROJ(use_dora=True), "use_dora=True", "use use_dora=False"),
     (Q_PROJ(bias="all"), "bias=all", "use bias=none"),
     (Q_PROJ(lora_bias=True), "lora_bias=True", "use lora_bias=False"),
@@ -173,7 +164,7 @@ REFUSED = [  # PEFT's configuration, and what the message mentions
 
 
 @pytest.mark.parametrize("config, named, fix", [(config, named, fix) for config, *named, fix in REFUSED])
-def test_other_features_of_peft_are_refused(config, named, fix):
+def test_unsupported_features_of_peft_are_refused(config, named, fix):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = get_peft_model(tiny_model(tiny_config("llama", num_hidden_layers=1)), config)
@@ -194,7 +185,7 @@ def test_a_disabled_adapter_gives_the_base_model():
     assert relative(on, off) > 0.1
 
 
-def test_float32_adapters_on_a_frozen_bfloat16_model():
+def test_adapters_of_a_bfloat16_model_train_in_float32():
     """PEFT makes adapters float32 but copies modules_to_save in bfloat16; both are trained in float32."""
     lora = LoraConfig(r=3, target_modules=LINEARS, modules_to_save=["lm_head"])
     with warnings.catch_warnings():
@@ -214,7 +205,7 @@ def test_float32_adapters_on_a_frozen_bfloat16_model():
 
 
 def test_adapters_may_be_disabled_in_the_first_call():
-    """FSDP2 reads the dtypes of gradients then, when PEFT has made the adapters frozen."""
+    """FSDP2 reads the gradient dtypes in the first call, while PEFT has the adapters frozen."""
     ids, grads = random_ids(1, 19), []
     for first in (False, True):
         torch.manual_seed(2)
@@ -230,7 +221,7 @@ def test_adapters_may_be_disabled_in_the_first_call():
 
 
 def test_quantized_linears_are_refused():
-    """Quantisation libraries replace nn.Linear with a class of their own."""
+    """Quantization libraries replace nn.Linear with their own class."""
     model = tiny_model(tiny_config("llama", num_hidden_layers=1))
     model.model.layers[0].mlp.up_proj.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
     model = get_peft_model(model, LoraConfig(target_modules=["up_proj"]))

@@ -1,4 +1,4 @@
-"""Attention against its plain twin in fp64: output, lse and every gradient; wrong indices show at 1e-10."""
+"""Attention matches its plain reference in fp64: output, lse and every gradient; wrong indices show at 1e-10."""
 
 from itertools import product
 
@@ -34,8 +34,8 @@ def inputs(num_tokens, n, m, head_dim=16, dtype=torch.float64, seed=0):
     return [torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
 
 
-def both(q, k, v, dout, *, kernel="auto", blocks=None, **mask):
-    """(out, lse, dq, dk, dv) of the op, and of the twin in fp64."""
+def run_both(q, k, v, dout, *, kernel="auto", blocks=None, **mask):
+    """Return (out, lse, dq, dk, dv) of the op, and of the reference in fp64."""
     out, lse = attention(q, k, v, scale=SCALE, kernel=kernel, blocks=blocks, **mask)
     grads = attention_backward(dout, q, k, v, out.clone(), lse, scale=SCALE, kernel=kernel, blocks=blocks, **mask)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
@@ -50,7 +50,7 @@ def assert_equal(ours, theirs, tolerance=1e-10):
         assert (a - b).abs().max() <= tolerance * b.abs().max().clamp(min=1), name
 
 
-# Nodes of 30, 1, 9, 5, 5, 6, 14 and 31 tokens; the last ones continue the first and the third.
+# Nodes of 30, 1, 9, 5, 5, 6, 14 and 31 tokens; the last three continue the first and the third.
 FOREST = Docs((0, 30, 31, 40, 45, 50, 56, 70, 101), parents=(-1, 0, -1, 1, 1, 0, 2, 6))
 MASKS = {
     "causal": {},
@@ -59,7 +59,7 @@ MASKS = {
     "window 1": {"window": 1},
     "window 2": {"window": 2},
     "window 40": {"window": 40},
-    "window over": {"window": 500},
+    "window beyond the sequence": {"window": 500},
     "docs": {"docs": (0, 1, 30, 31, 64, 101)},
     "equal docs": {"docs": (0, 20, 40, 60, 80, 101)},
     "equal docs, window": {"docs": (0, 20, 40, 60, 80, 101), "window": 6},
@@ -83,14 +83,14 @@ BLOCKS = {
 
 @pytest.mark.parametrize("kernel", BLOCKS)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_fp64_matches_the_twin(fa4, mask, kernel, pytestconfig):
-    """Groups of three heads in two blocks, with --slow in all, and groups of one and a single group in the first."""
+def test_fp64_matches_the_reference(fa4, mask, kernel, pytestconfig):
+    """Groups of three heads run with two block sizes (all of them with --slow), other groupings with the first."""
     slow = pytestconfig.getoption("--slow")
     cases = [((6, 2), blocks) for blocks in BLOCKS[kernel][: None if slow else 2]]
     if kernel != "reference" and (slow or mask in list(MASKS)[::3]):
         cases += [((2, 2), BLOCKS[kernel][0]), ((4, 1), BLOCKS[kernel][0])]
     for heads, blocks in cases:
-        ours, theirs = both(*inputs(101, *heads), kernel=kernel, blocks=blocks, **MASKS[mask])
+        ours, theirs = run_both(*inputs(101, *heads), kernel=kernel, blocks=blocks, **MASKS[mask])
         assert_equal(ours, theirs)
 
 
@@ -110,47 +110,47 @@ MANY_DOCS = (0, 5, 9, 40, 41, 73, 77, 82, 96)
     ],
     ids=str,
 )
-def test_members_of_a_ring_together_compute_full_attention(fa4, kernel, mask, starts, monkeypatch):
-    """Each one's rows, whose keys come in parts; dk and dv add up. What no row sees does not come."""
+def test_members_of_a_ring_compute_full_attention_together(fa4, kernel, mask, starts, monkeypatch):
+    """Each member's rows receive keys in parts, and dk and dv add up. Keys that no row attends to are not sent."""
     q, k, v, dout = inputs(96, 4, 2)
-    _, (out, lse, dq, dk, dv) = both(q, k, v, dout, docs=starts, **mask)
+    _, (out, lse, dq, dk, dv) = run_both(q, k, v, dout, docs=starts, **mask)
     monkeypatch.setattr(ring_plan, "ROUND_TOKENS", 20)
-    whole = ring_plan.shard_tokens(starts, 2, 4)
+    uncut = ring_plan.shard_tokens(starts, 2, 4)
     monkeypatch.setattr(ring_plan, "CUT_THRESHOLDS", (0.0,))
-    for sharding in (whole, ring_plan.shard_tokens(starts, 3, 1), ring_plan.contiguous_sharding(96, 4)):
+    for sharding in (uncut, ring_plan.shard_tokens(starts, 3, 1), ring_plan.contiguous_sharding(96, 4)):
         sums = (torch.zeros_like(k), torch.zeros_like(v))
         for member, runs in enumerate(sharding.members):
             docs = Docs(starts, sharding, member)
             mine = tokens_of(runs)
             parts = [mine, *([t for of in r.received for t in tokens_of(of)] for r in docs.rounds(**mask))]
-            assert set(sum(parts[1:], [])) <= seen_by(mine, starts, **mask) - set(mine)
-            how = {"scale": SCALE, "docs": docs, "kernel": kernel, "blocks": (24, 20), **mask}
-            found = torch.zeros_like(q[mine]), torch.full((4, len(mine)), -torch.inf, dtype=q.dtype)
+            assert set(sum(parts[1:], [])) <= visible_keys(mine, starts, **mask) - set(mine)
+            options = {"scale": SCALE, "docs": docs, "kernel": kernel, "blocks": (24, 20), **mask}
+            result = torch.zeros_like(q[mine]), torch.full((4, len(mine)), -torch.inf, dtype=q.dtype)
             for part, keys in enumerate(parts):
-                attention(q[mine], k[keys], v[keys], part=part, sums=found, **how)
+                attention(q[mine], k[keys], v[keys], part=part, sums=result, **options)
             of_q = torch.zeros_like(q[mine])
             for part, keys in enumerate(parts):
-                rows = (dout[mine], q[mine], k[keys], v[keys], *found)
-                _, *of_keys = attention_backward(*rows, part=part, dq=of_q, **how)
+                rows = (dout[mine], q[mine], k[keys], v[keys], *result)
+                _, *of_keys = attention_backward(*rows, part=part, dq=of_q, **options)
                 for total, d in zip(sums, of_keys, strict=True):
                     total[keys] += d
-            assert_equal((*found, of_q, *sums), (out[mine], lse[:, mine], dq[mine], *sums))
+            assert_equal((*result, of_q, *sums), (out[mine], lse[:, mine], dq[mine], *sums))
         assert_equal((out, lse, dq, *sums), (out, lse, dq, dk, dv))
 
 
 @pytest.fixture
 def written(fa4, monkeypatch):
-    """Whether the kernel got dk and dv to write, of each call of its backward."""
+    """For each call of the kernel's backward, record whether it writes dk and dv to our buffers."""
     for dtype, group in product(KERNELS["fa4"].dtypes, (1, 2, 3)):
-        resolve_kernel("fa4", torch.device("cpu"), dtype, 16, group=group)  # its test is over
+        resolve_kernel("fa4", torch.device("cpu"), dtype, 16, group=group)  # so that its trial is over
     calls, backward = [], fake_fa4._flash_attn_bwd
 
-    def watched(*inputs, dk, dv, **how):
+    def record_and_call(*inputs, dk, dv, **options):
         assert (dk is None) == (dv is None)
         calls.append(dk is not None)
-        return backward(*inputs, dk=dk, dv=dv, **how)
+        return backward(*inputs, dk=dk, dv=dv, **options)
 
-    monkeypatch.setattr(fake_fa4, "_flash_attn_bwd", watched)
+    monkeypatch.setattr(fake_fa4, "_flash_attn_bwd", record_and_call)
     return calls
 
 
@@ -158,7 +158,7 @@ ONE_CALL = {
     **{mask: (6, 2, {}) for mask in MASKS if mask not in FORESTS},
     "one group at a time": (6, 2, {"CALL_TOKENS": 350}),
     "one head at a time": (2, 2, {"CALL_TOKENS": 101}),
-    "a group, of as many tokens as can be addressed": (6, 2, {"CALL_TOKENS": 350, "MAX_ELEMENTS": 101 * 6 * 16}),
+    "one group with as many tokens as can be addressed": (6, 2, {"CALL_TOKENS": 350, "MAX_ELEMENTS": 101 * 6 * 16}),
 }
 SEVERAL_CALLS = {
     "causal": (2, 2, {"blocks": (200, 50)}),
@@ -173,39 +173,44 @@ SEVERAL_CALLS = {
 @pytest.mark.parametrize(
     "mask, case, once", [*((*item, True) for item in ONE_CALL.items()), *((*x, False) for x in SEVERAL_CALLS.items())]
 )
-def test_gradients_of_keys_in_one_call_are_written_by_the_kernel(written, monkeypatch, mask, case, once):
-    n, m, how = case
+def test_the_kernel_writes_gradients_of_keys_that_take_one_call(written, monkeypatch, mask, case, once):
+    n, m, options = case
     for limit in ("CALL_TOKENS", "MAX_ELEMENTS"):
-        monkeypatch.setattr(op, limit, how.get(limit, getattr(op, limit)))
-    how = MASKS.get(mask, {}) | {"kernel": "fa4", "blocks": how.get("blocks")}
+        monkeypatch.setattr(op, limit, options.get(limit, getattr(op, limit)))
+    options = MASKS.get(mask, {}) | {"kernel": "fa4", "blocks": options.get("blocks")}
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         q, k, v, dout = inputs(101, n, m, dtype=dtype)
         written.clear()
-        ours, theirs = both(q, k, v, dout, **how)
+        ours, theirs = run_both(q, k, v, dout, **options)
         assert_equal(ours, theirs, tolerance)
         assert written and set(written) == {once}
     q, k, v, dout = (x.bfloat16() for x in (q, k, v, dout))
-    out, lse = attention(q, k, v, scale=SCALE, **how)
-    _, dk, dv = attention_backward(dout, q, k, v, out.clone(), lse, scale=SCALE, **how)
+    out, lse = attention(q, k, v, scale=SCALE, **options)
+    _, dk, dv = attention_backward(dout, q, k, v, out.clone(), lse, scale=SCALE, **options)
     assert dk.dtype == dv.dtype == (torch.bfloat16 if once else torch.float32)
-    # Others add to them: parts of a ring, or stages.
+    # Parts of a ring, or stages, add to these sums.
     for more in ({"dq": torch.zeros(q.shape)}, {"sums": (torch.zeros(k.shape), torch.zeros(v.shape))}):
         written.clear()
-        _, *found = attention_backward(dout, q, k, v, out.clone(), lse, scale=SCALE, **how, **more)
-        assert not any(written) and {x.dtype for x in found} == {torch.float32}
+        _, *grads = attention_backward(dout, q, k, v, out.clone(), lse, scale=SCALE, **options, **more)
+        assert not any(written) and {x.dtype for x in grads} == {torch.float32}
 
 
-def test_keys_that_no_row_sees_get_zeros(written):
-    """Calls with the right number of keys, but some twice and some never."""
+def test_keys_that_no_row_attends_to_get_zeros(written):
+    """The calls have the right number of keys, but some keys twice and others never."""
     q, k, v, dout = inputs(20, 2, 1)
-    how = {"scale": SCALE, "kernel": "fa4", "causal": False, "docs": BlockMask([(0, 10, 0, 5), (10, 20, 0, 5)], 20, 10)}
-    out, lse = attention(q, k[:10], v[:10], **how)
-    _, *grads = attention_backward(dout, q, k[:10], v[:10], out, lse, **how)
+    options = {
+        "scale": SCALE,
+        "kernel": "fa4",
+        "causal": False,
+        "docs": BlockMask([(0, 10, 0, 5), (10, 20, 0, 5)], 20, 10),
+    }
+    out, lse = attention(q, k[:10], v[:10], **options)
+    _, *grads = attention_backward(dout, q, k[:10], v[:10], out, lse, **options)
     assert not any(written) and all((d[5:] == 0).all() and (d[:5] != 0).all() for d in grads)
 
 
 # Query heads, kv heads, Ulysses ranks, heads per stage; by rank, whether the kernel writes each load's dk and dv.
-HELD = {
+WRITTEN_LOADS = {
     (6, 2, 1, None): [[True]],
     (4, 2, 1, 2): [[True, True]],
     (4, 1, 1, 2): [[False]],  # two stages
@@ -216,32 +221,32 @@ HELD = {
 }
 
 
-@pytest.mark.parametrize("heads", HELD, ids=str)
-def test_only_a_load_that_one_read_takes_whole_is_written_by_the_kernel(written, heads):
+@pytest.mark.parametrize("heads", WRITTEN_LOADS, ids=str)
+def test_the_kernel_writes_only_loads_that_one_read_covers(written, heads):
     table = head_table(*heads)
-    how = AttentionSpec(scale=SCALE, docs=Docs((0, 7, 30, 41)), kernel="fa4")
+    options = AttentionSpec(scale=SCALE, docs=Docs((0, 7, 30, 41)), kernel="fa4")
     q, k, v, dout = inputs(41, *heads[:2])
-    for rank, expected in enumerate(HELD[heads]):
-        held, dqs, dkvs, ways = StagedAttention(table, rank, SINGLE_RANK, how), torch.zeros_like(q), {}, {}
+    for rank, expected in enumerate(WRITTEN_LOADS[heads]):
+        staged, dqs, dkvs, ways = StagedAttention(table, rank, SINGLE_RANK, options), torch.zeros_like(q), {}, {}
         for i, stage in enumerate(table.stages):
             of_stage = list(stage.query_heads[rank])
             load = None if stage.load is None else list(table.loads[stage.load].kv_heads[rank])
             kv = () if load is None else (k[:, load], v[:, load])
-            out, lse = held.attend(stage, q[:, of_stage], *kv)
+            out, lse = staged.attend(stage, q[:, of_stage], *kv)
             written.clear()
-            dq = held.attend_backward(stage, q[:, of_stage], out, dout[:, of_stage], *kv, lse)
+            dq = staged.attend_backward(stage, q[:, of_stage], out, dout[:, of_stage], *kv, lse)
             for read in stage.reads[rank]:
                 ways.setdefault(read.load, set()).update(written)
             at = [slot for slot, head in enumerate(of_stage) if head != EMPTY_SLOT]
             dqs[:, [of_stage[slot] for slot in at]] = dq[:, at]
             for ending in table.loads_ending(i):
-                dkvs[ending] = list(held.take_grads(ending))
+                dkvs[ending] = list(staged.take_grads(ending))
         assert [ways[load] for load in range(len(table.loads))] == [{once} for once in expected]
         mine = sorted({head for stage in table.stages for head in stage.query_heads[rank]} - {EMPTY_SLOT})
         of_k = [head // (heads[0] // heads[1]) for head in mine]
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         taken = [leaf[:, of] for leaf, of in zip(leaves, (mine, of_k, of_k), strict=True)]
-        ref_out, _ = attention_reference(*taken, scale=SCALE, docs=how["docs"].starts)
+        ref_out, _ = attention_reference(*taken, scale=SCALE, docs=options["docs"].starts)
         theirs = torch.autograd.grad(ref_out, leaves, dout[:, mine])
         assert (dqs - theirs[0]).abs().max() < 1e-10
         for number, load in enumerate(table.loads):
@@ -254,8 +259,8 @@ def tokens_of(runs):
     return [t for start, length in runs for t in range(start, start + length)]
 
 
-def seen_by(rows, starts, causal=True, window=None):
-    """Token by token."""
+def visible_keys(rows, starts, causal=True, window=None):
+    """Return the keys that any of these rows attends to, found token by token."""
     keys = set()
     for row in rows:
         start = max(s for s in starts if s <= row)
@@ -266,23 +271,23 @@ def seen_by(rows, starts, causal=True, window=None):
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 15, 16, 17, 33])
 @pytest.mark.parametrize("causal", [True, False])
-def test_odd_lengths(num_tokens, causal):
-    assert_equal(*both(*inputs(num_tokens, 4, 2), causal=causal, blocks=(16, 8)))
+def test_odd_lengths_match_the_reference(num_tokens, causal):
+    assert_equal(*run_both(*inputs(num_tokens, 4, 2), causal=causal, blocks=(16, 8)))
 
 
 @pytest.mark.parametrize("head_dim", [8, 20, 64, 96, 128, 192, 256])
-def test_head_dims(head_dim):
-    assert_equal(*both(*inputs(40, 2, 1, head_dim), blocks=(16, 16)))
+def test_head_dims_match_the_reference(head_dim):
+    assert_equal(*run_both(*inputs(40, 2, 1, head_dim), blocks=(16, 16)))
 
 
-def test_strided_inputs():
+def test_strided_inputs_match_the_reference():
     fused = torch.randn(50, 8 + 2 + 2, 16, dtype=torch.float64)
     q, k, v = fused.split([8, 2, 2], 1)
     dout = torch.randn(8, 50, 16, dtype=torch.float64).transpose(0, 1)
-    assert_equal(*both(q, k, v, dout, blocks=(16, 16)))
+    assert_equal(*run_both(q, k, v, dout, blocks=(16, 16)))
 
 
-def test_no_tokens():
+def test_no_tokens_give_empty_results():
     q, k, v, dout = inputs(0, 2, 1)
     out, lse = attention(q, k, v, scale=1.0)
     assert out.shape == (0, 2, 16) and lse.shape == (2, 0)
@@ -292,15 +297,15 @@ def test_no_tokens():
 @pytest.mark.parametrize("heads", [(2, 1)], ids=str)
 @pytest.mark.parametrize("mask", ["causal", "bidirectional", "window 9", "equal docs", "docs, window"])
 def test_sixteen_bits_lose_no_more_than_plain_pytorch(mask, heads):
-    """Many small blocks: ratios are up to 1.3, and 2 to 4.5 with any of the sums over them in bf16 instead of fp32."""
+    """With many small blocks, ratios reach 1.3; with any sum over blocks in bf16 instead of fp32, they are 2 to 4.5."""
     q, k, v, dout = inputs(201, *heads, dtype=torch.bfloat16)
-    how = {"causal": True, "window": None, "docs": None, **MASKS[mask]}
-    if how["docs"]:
-        how["docs"] = (*(2 * end for end in how["docs"][:-1]), 201)
-    ours, theirs = both(q, k, v, dout, blocks=(8, 8), **how)
+    options = {"causal": True, "window": None, "docs": None, **MASKS[mask]}
+    if options["docs"]:
+        options["docs"] = (*(2 * end for end in options["docs"][:-1]), 201)
+    ours, theirs = run_both(q, k, v, dout, blocks=(8, 8), **options)
     leaves = [x.transpose(0, 1)[None].clone().requires_grad_() for x in (q, k, v)]
     plain_out = F.scaled_dot_product_attention(
-        *leaves, attn_mask=attention_mask(201, **how), scale=SCALE, enable_gqa=True
+        *leaves, attn_mask=attention_mask(201, **options), scale=SCALE, enable_gqa=True
     )
     plain = (plain_out, *torch.autograd.grad(plain_out, leaves, dout.transpose(0, 1)[None]))
     for name, a, p, t in zip(
@@ -312,7 +317,7 @@ def test_sixteen_bits_lose_no_more_than_plain_pytorch(mask, heads):
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=str)
 def test_gradients_are_fp32_sums_rounded_once(heads):
-    """Bitwise: the shares of score blocks added in fp32, in the schedule's order, and rounded at the end."""
+    """Contributions of score blocks are added in fp32, in the schedule's order, and rounded at the end: bit for bit."""
     n, m = heads
     q, k, v, dout = inputs(96, n, m, dtype=torch.bfloat16)
     out, lse = attention(q, k, v, scale=SCALE, blocks=(32, 16))
@@ -352,17 +357,17 @@ def test_wrong_calls_are_refused():
 @pytest.mark.parametrize("heads,kv_heads", [(1, 1), (2, 2), (4, 1), (6, 2)])
 @pytest.mark.parametrize("docs", [(0, 50), (0, 7, 8, 31, 50)])
 @pytest.mark.parametrize("window", [None, 11])
-def test_gradients_are_added_to_sums_that_others_began(heads, kv_heads, docs, window):
+def test_gradients_are_added_to_existing_sums(heads, kv_heads, docs, window):
     torch.manual_seed(2)
     q, dout = (torch.randn(50, heads, 16, dtype=torch.float64) for _ in range(2))
     k, v = (torch.randn(50, kv_heads, 16, dtype=torch.float64) for _ in range(2))
-    how = {"scale": 0.25, "docs": docs, "blocks": (16, 8), "window": window}
-    out, lse = attention(q, k, v, **how)
-    dq, dk, dv = attention_backward(dout, q, k, v, out.clone(), lse, **how)
-    begun = [torch.randn_like(k), torch.randn_like(v)]
-    sums = (begun[0].clone(), begun[1].clone())
-    dq_again, *_ = attention_backward(dout, q, k, v, out, lse, **how, sums=sums)
+    options = {"scale": 0.25, "docs": docs, "blocks": (16, 8), "window": window}
+    out, lse = attention(q, k, v, **options)
+    dq, dk, dv = attention_backward(dout, q, k, v, out.clone(), lse, **options)
+    initial = [torch.randn_like(k), torch.randn_like(v)]
+    sums = (initial[0].clone(), initial[1].clone())
+    dq_again, *_ = attention_backward(dout, q, k, v, out, lse, **options, sums=sums)
     assert dq_again.data_ptr() == out.data_ptr()
     torch.testing.assert_close(dq_again, dq, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(sums[0], begun[0] + dk, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(sums[1], begun[1] + dv, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(sums[0], initial[0] + dk, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(sums[1], initial[1] + dv, rtol=1e-12, atol=1e-12)

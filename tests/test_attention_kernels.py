@@ -1,4 +1,4 @@
-"""The kernel registry finds the kernels that run here and refuses others with a way to install them."""
+"""The kernel registry finds the kernels that run here and refuses others, saying how to install them."""
 
 import copy
 import json
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 CPU_KERNEL = KERNELS["cpu"]
 
 
-def test_cpu_takes_its_flash_kernel():
+def test_a_cpu_uses_its_flash_kernel():
     assert available_kernels(CPU, torch.float32, 64) == ["cpu", "reference"]
     assert resolve_kernel("auto", CPU, torch.bfloat16, 20).name == "cpu"
 
@@ -54,7 +54,7 @@ def test_refusals_name_the_fix(name, dtype, message):
 
 
 class Panic(BaseException):
-    """Not an Exception, like panics of packages in other languages."""
+    """Not an Exception, like the panics of native extensions."""
 
 
 def raising(error):
@@ -65,7 +65,7 @@ def raising(error):
 
 
 def off(which, by):
-    """The CPU kernel with one of its results (out, lse, dq, dk, dv) off by a factor."""
+    """Return the CPU kernel with one result (out, lse, dq, dk or dv) multiplied by a factor."""
     cpu, at = CPU_KERNEL, ("out", "lse", "dq", "dk", "dv").index(which)
 
     def changed(results, at):
@@ -79,7 +79,7 @@ def off(which, by):
 
 
 def own_softmax(cpu):
-    """A backward that uses the score block's own lse, as kernels do that know no other keys."""
+    """Make backward use the score block's own lse, as a kernel does that ignores the other keys."""
 
     def backward(dout, q, k, v, out, lse, scale, causal):
         return cpu.backward(dout, q, k, v, *cpu.forward(q, k, v, scale, causal), scale, causal)
@@ -100,8 +100,8 @@ def documents(ends_d):
 
 
 def varlen_forward(q, k, v, ends_d, longest, scale, causal, window):
-    how = dict(scale=scale, causal=causal, window=window)
-    parts = [attention_reference(q[d], k[d], v[d], **how) for d in documents(ends_d)]
+    options = dict(scale=scale, causal=causal, window=window)
+    parts = [attention_reference(q[d], k[d], v[d], **options) for d in documents(ends_d)]
     assert longest == max(d.stop - d.start for d in documents(ends_d))
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts], 1)
 
@@ -142,9 +142,9 @@ BROKEN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", BROKEN)
-def test_a_kernel_that_fails_its_trial_is_skipped_and_refused_by_name(monkeypatch, how):
-    kernel, message = BROKEN[how]
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_kernel_that_fails_its_trial_is_skipped_and_refused_by_name(monkeypatch, fault):
+    kernel, message = BROKEN[fault]
     monkeypatch.setitem(KERNELS, "cpu", kernel)
     assert available_kernels(CPU, torch.bfloat16, 16) == ["reference"]
     with pytest.warns(UserWarning, match=f"attention.kernel=auto skips cpu, which .*{message}") as warned:
@@ -158,32 +158,32 @@ def test_a_kernel_that_fails_its_trial_is_skipped_and_refused_by_name(monkeypatc
 
 
 def without(what, kernel):
-    """A kernel that ignores the buffers or the window."""
+    """Make a kernel ignore one argument, such as the buffers or the window."""
 
     def ignoring(function):
-        return lambda *inputs, **how: function(*inputs, **{name: how[name] for name in how if name != what})
+        return lambda *inputs, **options: function(*inputs, **{name: options[name] for name in options if name != what})
 
     return replace(kernel, forward=ignoring(kernel.forward), backward=ignoring(kernel.backward))
 
 
 def with_other_groups(kernel):
-    """Query head j reads kv head j % 2."""
-    order = torch.tensor([0, 2, 1, 3])  # and back again
+    """Make query head j read kv head j % 2."""
+    order = torch.tensor([0, 2, 1, 3])  # its own inverse
 
-    def forward(q, *rest, into=(None, None), **how):
-        results = (x[:, order] for x in kernel.forward(q[:, order], *rest, **how))
+    def forward(q, *rest, into=(None, None), **options):
+        results = (x[:, order] for x in kernel.forward(q[:, order], *rest, **options))
         return tuple(x if y is None else y.copy_(x) for x, y in zip(results, into, strict=True))
 
     return replace(kernel, forward=forward)
 
 
 def with_dq_too_early(kernel):
-    """Writes dq before it has read all of out, whose memory dq may share."""
+    """Write dq before all of out is read; dq may share its memory."""
 
-    def backward(*inputs, into=(None, None, None), **how):
+    def backward(*inputs, into=(None, None, None), **options):
         if into[0] is not None:
             into[0].zero_()
-        return kernel.backward(*inputs, into=into, **how)
+        return kernel.backward(*inputs, into=into, **options)
 
     return replace(kernel, backward=backward)
 
@@ -198,7 +198,7 @@ DIRECT = {
 
 
 @pytest.mark.parametrize("what", DIRECT)
-def test_a_trial_has_all_that_training_asks_of_a_kernel(fa4, monkeypatch, what):
+def test_a_trial_covers_everything_that_training_needs_of_a_kernel(fa4, monkeypatch, what):
     assert "fa4" in available_kernels(CPU, torch.float32, 8)
     broken, message = DIRECT[what]
     monkeypatch.setitem(KERNELS, "fa4", broken(KERNELS["fa4"]))
@@ -207,10 +207,10 @@ def test_a_trial_has_all_that_training_asks_of_a_kernel(fa4, monkeypatch, what):
 
 
 def off_in_groups_of(num_heads, kernel):
-    """Wrong for one number of query heads per kv head."""
+    """Make a kernel wrong for one number of query heads per kv head."""
 
-    def forward(q, k, *rest, **how):
-        out, lse = kernel.forward(q, k, *rest, **how)
+    def forward(q, k, *rest, **options):
+        out, lse = kernel.forward(q, k, *rest, **options)
         return out.mul_(1.1 if q.shape[1] == num_heads * k.shape[1] else 1), lse
 
     return replace(kernel, forward=forward)
@@ -241,12 +241,12 @@ MODELS = {  # a kernel, and a model for which it is wrong: softcap and query hea
 @pytest.mark.parametrize("what", MODELS)
 def test_a_kernel_that_is_wrong_for_this_model_is_not_chosen(fa4, monkeypatch, what, dtype):
     broken, (softcap, group), message = MODELS[what]
-    how = (CPU, dtype, 8, softcap, group)
-    assert resolve_kernel("auto", *how).name == "fa4"
+    options = (CPU, dtype, 8, softcap, group)
+    assert resolve_kernel("auto", *options).name == "fa4"
     monkeypatch.setitem(KERNELS, "fa4", broken(KERNELS["fa4"]))
     assert resolve_kernel("fa4", CPU, dtype, 8).name == "fa4", "right for other models"
     with pytest.raises(ConfigError, match=f"attention.kernel=fa4 is wrong here: {message}"):
-        resolve_kernel("fa4", *how)
+        resolve_kernel("fa4", *options)
     with pytest.warns(UserWarning, match="auto skips fa4"):
         name = agree_on_kernel("auto", CPU, dtype, [AttentionKind(8, group, None, softcap), AttentionKind(8)])
     assert name == "cpu"
@@ -255,7 +255,7 @@ def test_a_kernel_that_is_wrong_for_this_model_is_not_chosen(fa4, monkeypatch, w
 
 @pytest.mark.usefixtures("probes_once", "quiet_transformers")
 def test_layers_with_larger_heads_than_the_kernel_takes_run_in_the_reference(monkeypatch):
-    """The others keep the kernel, and a warning names the head dim."""
+    """Other layers keep the kernel, and a warning names the head dim."""
     sizes = {"vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8, "global_head_dim": 32}
     kinds = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     model, ids = tiny_decoder("gemma4_text", **sizes, **kinds), random_ids(1, 9)
@@ -270,7 +270,7 @@ def test_layers_with_larger_heads_than_the_kernel_takes_run_in_the_reference(mon
 
 
 def test_a_gpu_without_a_fast_kernel_for_the_head_dim_warns(recwarn):
-    """Head dims are known without a GPU."""
+    """No GPU is needed to check the head dim."""
     device, kinds = torch.device("cuda"), [AttentionKind(512, 2)]
     with pytest.warns(UserWarning, match="head dim 512 runs in the reference .*: fa4 takes head dims up to 256"):
         assert agree_on_kernel("auto", device, torch.bfloat16, kinds) == "reference"
@@ -280,16 +280,16 @@ def test_a_gpu_without_a_fast_kernel_for_the_head_dim_warns(recwarn):
 
 
 @pytest.mark.parametrize("head_dim, softcap", [(64, None), (256, None), (256, 50.0), (512, None), (60, None)])
-def test_plans_have_the_rates_of_the_kernel_that_runs(head_dim, softcap):
+def test_plans_use_the_rates_of_the_kernel_that_runs(head_dim, softcap):
     hardware = parse_gpus("1xH200")
     for name in ("fa4", "cudnn"):
         planned = hardware.with_kernel(name).for_attention(head_dim, softcap).gpu.kernel
         assert planned == kernel_for(name, AttentionKind(head_dim, softcap=softcap))
 
 
-def kernels_of(config, broken_on):
-    """The kernels of this rank's layers and of a run, and the warnings, if `cpu` fails on some ranks."""
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+def report_kernels(config, broken_on):
+    """Return the kernels of this rank's layers and of a run, and the warnings, when `cpu` fails on some ranks."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if dist.get_rank() in broken_on:
             patch.setitem(KERNELS, "cpu", replace(CPU_KERNEL, forward=raising(ValueError("no"))))
@@ -297,17 +297,17 @@ def kernels_of(config, broken_on):
         model = parallelize_model(tiny_model(tiny_config("llama")), 2)
         trainer = prepare(valid(config), trains=False)
         trainer.data.close(remove=True)
-    words = [str(each.message) for each in said if "attention.kernel" in str(each.message)]
-    return model.model.layers[0].forward.layout.kernel, trainer.kernel, trainer.run.layout.kernel, words
+    messages = [message for warning in caught if "attention.kernel" in (message := str(warning.message))]
+    return model.model.layers[0].forward.layout.kernel, trainer.kernel, trainer.run.layout.kernel, messages
 
 
 @pytest.mark.parametrize("broken_on, name", [((), "cpu"), ((1,), "reference")])
 def test_ranks_agree_on_a_kernel(ranks, tmp_path, broken_on, name):
-    (*first, said), (*second, said_by_other) = ranks.run(2, kernels_of, tiny_run(tmp_path), broken_on)
+    (*first, messages), (*second, other_messages) = ranks.run(2, report_kernels, tiny_run(tmp_path), broken_on)
     assert first == second == [name] * 3
     start = f"attention.kernel=auto is reference on all ranks: rank 1 on {socket.gethostname()} cannot use cpu"
-    assert said_by_other == [] and bool(said) == bool(broken_on)
-    assert all(words.startswith(start) and "ValueError: no" in words for words in said)
+    assert other_messages == [] and bool(messages) == bool(broken_on)
+    assert all(message.startswith(start) and "ValueError: no" in message for message in messages)
 
 
 def test_only_the_first_rank_of_a_machine_warns(monkeypatch, recwarn):
@@ -317,7 +317,7 @@ def test_only_the_first_rank_of_a_machine_warns(monkeypatch, recwarn):
     assert not recwarn.list
 
 
-def test_a_run_continues_with_the_next_kernel(monkeypatch):
+def test_attention_falls_back_to_the_next_kernel(monkeypatch):
     monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], forward=raising(ValueError("no"))))
     q, k, v = (torch.randn(9, 2, 8, dtype=torch.float64) for _ in range(3))
     with pytest.warns(UserWarning, match="skips cpu"):
@@ -332,8 +332,8 @@ def test_a_keyboard_interrupt_ends_a_trial(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_trial_takes_no_random_numbers_and_passes_in_any_mode(dtype):
-    fresh = replace(KERNELS["cpu"], name=str(dtype))  # one that was not tested yet
+def test_a_trial_uses_no_random_numbers_and_passes_in_inference_mode(dtype):
+    fresh = replace(KERNELS["cpu"], name=str(dtype))  # not tested yet under this name
     before = torch.get_rng_state()
     with torch.inference_mode():
         assert choose._test_kernel(fresh, CPU, dtype, AttentionKind(40)) is None
@@ -351,25 +351,25 @@ def test_short_documents_reach_the_varlen_kernel(monkeypatch, heads, mask):
     """The GPU's path for many short documents, with a plain stand-in for the kernel."""
     cpu, calls = KERNELS["cpu"], []
 
-    def counted(q, *rest):
+    def count_and_run(q, *rest):
         calls.append(len(q))
         return varlen_forward(q, *rest)
 
     kernel = Kernel("cpu", cpu.forward, cpu.backward, "cpu", cpu.dtypes, cpu.head_dims,
-                    varlen=Varlen(counted, varlen_backward))  # fmt: skip
+                    varlen=Varlen(count_and_run, varlen_backward))  # fmt: skip
     monkeypatch.setitem(KERNELS, "cpu", kernel)
-    assert resolve_kernel("auto", CPU, torch.float64, 8) is kernel  # tried, varlen entry included
+    assert resolve_kernel("auto", CPU, torch.float64, 8) is kernel  # its trial includes the varlen entry
     assert calls.pop() == calls.pop() == 32
     docs = (0, 3, 5, 12, 40, 44, 45, 50, 60)
     n, m = heads
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(60, h, 8, generator=generator, dtype=torch.float64) for h in (n, m, m, n))
-    how = dict(scale=0.3, docs=docs, **mask)
-    out, lse = op.attention(q, k, v, blocks=(16, 16), **how)
-    assert sum(calls) == 22 * n and max(calls) <= 16  # all but the long document and the one left over
-    grads = op.attention_backward(dout, q, k, v, out.clone(), lse, blocks=(16, 16), **how)
+    options = dict(scale=0.3, docs=docs, **mask)
+    out, lse = op.attention(q, k, v, blocks=(16, 16), **options)
+    assert sum(calls) == 22 * n and max(calls) <= 16  # all but the long document and one remainder
+    grads = op.attention_backward(dout, q, k, v, out.clone(), lse, blocks=(16, 16), **options)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    ref_out, ref_lse = attention_reference(*leaves, **how)
+    ref_out, ref_lse = attention_reference(*leaves, **options)
     theirs = (ref_out, ref_lse, *torch.autograd.grad(ref_out, leaves, dout))
     for a, b in zip((out, lse, *grads), theirs, strict=True):
         assert (a - b).abs().max() < 1e-10
@@ -381,19 +381,19 @@ def test_flops_are_counted_inside_documents_and_windows():
     assert AttentionCase("auto", 1024, heads=3).flops == 3 * AttentionCase("auto", 1024).flops
 
 
-def test_bench_measures_the_backward_that_training_takes(monkeypatch):
-    """A single stage, so no sums to add to; dq overwrites a fresh `out` every time."""
-    seen = []
+def test_bench_measures_the_backward_that_training_runs(monkeypatch):
+    """With a single stage there are no sums to add to, and dq overwrites a fresh `out` every time."""
+    outs = []
 
-    def watched(dout, q, k, v, out, lse, **how):
-        assert "sums" not in how
-        seen.append(out.clone())
-        return op.attention_backward(dout, q, k, v, out, lse, **how)
+    def record_and_call(dout, q, k, v, out, lse, **options):
+        assert "sums" not in options
+        outs.append(out.clone())
+        return op.attention_backward(dout, q, k, v, out, lse, **options)
 
-    monkeypatch.setattr(bench, "attention_backward", watched)
+    monkeypatch.setattr(bench, "attention_backward", record_and_call)
     case = AttentionCase("auto", 64, heads=2, head_dim=16)
     row = measure_attention(case, CPU, torch.bfloat16, 0.001)
-    assert row["backward_s"] > 0 and len(seen) >= 4 and all(torch.equal(out, seen[0]) for out in seen)
+    assert row["backward_s"] > 0 and len(outs) >= 4 and all(torch.equal(out, outs[0]) for out in outs)
 
 
 @pytest.mark.slow
@@ -421,7 +421,7 @@ def test_bench_prints_a_table_or_json():
 
 @pytest.fixture
 def gpu_of(monkeypatch):
-    """A CPU that poses as a GPU of some compute capability, with some version of flash-attn-4."""
+    """Let the CPU pose as a GPU with a compute capability and a version of flash-attn-4."""
 
     def pretend(capability, installed, **trials):
         choose._choose_kernel.cache_clear()
@@ -472,7 +472,7 @@ def test_without_fa4_the_next_kernel_is_used_with_a_warning(gpu_of, installed, w
 
 
 def test_a_broken_flash_attn_4_is_skipped(gpu_of, monkeypatch):
-    """It is installed, and cannot be imported."""
+    """The package is installed but cannot be imported."""
     gpu_of((9, 0), "4.0.0b36")
     monkeypatch.setattr(
         choose, "_compare_with_reference", lambda kernel, *_: kernels._import_fa4() if kernel.name == "fa4" else None
@@ -483,7 +483,7 @@ def test_a_broken_flash_attn_4_is_skipped(gpu_of, monkeypatch):
 
 
 DSL = "cutlass.base_dsl.dsl"
-# As nvidia-cutlass-dsl 4.6.2 to 4.8.1 emit it.
+# The warning of nvidia-cutlass-dsl 4.6.2 to 4.8.1.
 UNSUPPORTED = (
     "Argument {name} (position 22) cannot be converted to a JitArgument for function 'cutlass_call'. Its type "
     "`<class 'flash_attn.cute.utils.{type}'>` is not supported. If the value is known at compile time, annotate it: "
@@ -491,7 +491,7 @@ UNSUPPORTED = (
     "`<class 'flash_attn.cute.utils.{type}'>`, or register a custom argument adapter."
 )
 AUX_DATA = (UNSUPPORTED.format(name="aux_data", type="AuxData"), DSL)
-OTHERS = [
+OTHER_WARNINGS = [
     (UNSUPPORTED.format(name="window", type="AuxData"), DSL),
     (UNSUPPORTED.format(name="aux_data", type="Window"), DSL),
     ("This static loop has 64 iterations, which may be very slow to compile", DSL),
@@ -500,24 +500,24 @@ OTHERS = [
 
 
 class WarningFa4:
-    """Warns as flash-attn-4 does while it compiles."""
+    """Emits the warnings of flash-attn-4 during compilation."""
 
     @staticmethod
     def compile():
-        for text, module in (AUX_DATA, *OTHERS):
+        for text, module in (AUX_DATA, *OTHER_WARNINGS):
             warnings.warn_explicit(text, UserWarning, f"{module}.py", 1, module)
 
 
 def test_only_the_warnings_about_aux_data_are_silenced(monkeypatch):
     monkeypatch.setattr(kernels, "_import_fa4", lambda: WarningFa4)
-    for _ in range(2):  # the second time, the first one's filters are gone
-        with warnings.catch_warnings(record=True) as reached:
+    for _ in range(2):  # by the second pass, the filters of the first are gone
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             kernels._call_fa4("compile")
-        assert [str(warning.message) for warning in reached] == [text for text, _ in OTHERS]
+        assert [str(warning.message) for warning in caught] == [text for text, _ in OTHER_WARNINGS]
 
 
-def test_a_call_of_fa4_leaves_the_filters_in_place(monkeypatch):
+def test_calling_fa4_leaves_the_warning_filters_alone(monkeypatch):
     """Changing the filters makes Python repeat warnings."""
     monkeypatch.setattr(kernels, "_import_fa4", lambda: WarningFa4)
     with warnings.catch_warnings():
@@ -526,4 +526,4 @@ def test_a_call_of_fa4_leaves_the_filters_in_place(monkeypatch):
         before = list(warnings.filters)
         kernels._call_fa4("compile")
         assert warnings.filters == before
-        assert sum("aux_data" in str(each[1]) for each in before) == 1
+        assert sum("aux_data" in str(item[1]) for item in before) == 1

@@ -1,6 +1,6 @@
-"""Attention allocates its results and buffers of one block, nothing else that grows with the sequence.
+"""Attention allocates its results and the buffers of one block; nothing else grows with the sequence.
 
-The kernel is a stub that allocates what a kernel returns: memory is asked about here, not numbers.
+The kernel is a stub that only allocates what a kernel returns: these tests measure memory, not numbers.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ def stub(monkeypatch):
 
 
 def peak_bytes(call):
-    """Most bytes alive at once during the call, from the allocator's own events; results included."""
+    """Return the call's peak bytes, results included, from the allocator's events; and its results."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         results = call()
     alive = peak = 0
@@ -43,17 +43,17 @@ def peak_bytes(call):
     return peak, results
 
 
-def passes(num_tokens, heads, dtype=torch.bfloat16, with_sums=True, blocks=BLOCKS, **mask):
-    """Peak bytes above the results, forward and backward; `with_sums` as training has them where stages share them."""
+def measure_peaks(num_tokens, heads, dtype=torch.bfloat16, with_sums=True, blocks=BLOCKS, **mask):
+    """Return the peak bytes of forward above its results, and of backward; stages that share kv heads pass sums."""
     n, m = heads
     q, k, v, dout = (torch.randn(num_tokens, h, HEAD_DIM).to(dtype) for h in (n, m, m, n))
-    how = dict(scale=0.1, blocks=blocks, **mask)
+    options = dict(scale=0.1, blocks=blocks, **mask)
     attention(q[:64], k[:64], v[:64], scale=0.1)  # one-time allocations, such as thread pools
-    forward, (out, lse) = peak_bytes(lambda: attention(q, k, v, **how))
+    forward, (out, lse) = peak_bytes(lambda: attention(q, k, v, **options))
     results = out.nbytes + lse.nbytes
     assert forward >= results, "the count missed the results themselves"
     sums = (torch.zeros(k.shape), torch.zeros(v.shape)) if with_sums else None
-    backward, grads = peak_bytes(lambda: attention_backward(dout, q, k, v, out, lse, **how, sums=sums))
+    backward, grads = peak_bytes(lambda: attention_backward(dout, q, k, v, out, lse, **options, sums=sums))
     if not with_sums:
         assert backward >= sum(x.nbytes for x in grads[1:]), "the count missed the results themselves"
     return forward - results, backward
@@ -63,8 +63,8 @@ MASKS = {"causal": {}, "window": {"window": 100}, "bidirectional": {"causal": Fa
 
 
 @pytest.mark.parametrize("heads, mask", diagonal([(1, 1), (2, 1), (4, 1), (4, 2)], MASKS), ids=str)
-def test_nothing_grows_with_the_sequence(heads, mask):
-    short, long = passes(512, heads, **MASKS[mask]), passes(1024, heads, **MASKS[mask])
+def test_only_the_results_grow_with_the_sequence(heads, mask):
+    short, long = measure_peaks(512, heads, **MASKS[mask]), measure_peaks(1024, heads, **MASKS[mask])
     block_bytes = BLOCKS[0] * HEAD_DIM * 4
     for few, many in zip(short, long, strict=True):
         assert many - few < block_bytes, "a tensor as long as the sequence"
@@ -72,16 +72,16 @@ def test_nothing_grows_with_the_sequence(heads, mask):
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 1)], ids=str)
-def test_backward_without_sums_makes_its_own(heads):
-    """fp32 sums of dk and dv; dq is written over the output."""
-    short, long = (passes(num_tokens, heads, with_sums=False) for num_tokens in (512, 1024))
+def test_backward_without_sums_allocates_its_own(heads):
+    """Only fp32 sums of dk and dv grow with the sequence; dq overwrites the output."""
+    short, long = (measure_peaks(num_tokens, heads, with_sums=False) for num_tokens in (512, 1024))
     assert abs(long[1] - short[1] - (1024 - 512) * HEAD_DIM * 2 * heads[1] * 4) < 4096
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 1), (4, 2)], ids=str)
-def test_backward_in_one_call_makes_no_sums(heads, monkeypatch):
-    """dk and dv in 16 bits, if the kernel writes them."""
+def test_backward_in_one_call_allocates_no_sums(heads, monkeypatch):
+    """A kernel that writes dk and dv needs no fp32 sums: they take 16 bits per element."""
     into = {"forward": lambda q, k, v, *_, into: into, "backward": lambda *_, into: into}
     monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], **into, direct=True))
-    short, long = (passes(num_tokens, heads, with_sums=False, blocks=None) for num_tokens in (512, 1024))
+    short, long = (measure_peaks(num_tokens, heads, with_sums=False, blocks=None) for num_tokens in (512, 1024))
     assert abs(long[1] - short[1] - (1024 - 512) * HEAD_DIM * 2 * heads[1] * 2) < 4096

@@ -57,7 +57,7 @@ def visits(blocks, window=None):
                         yield p.q0 + i + shift, p.k0 + j + shift
 
 
-def owned(blocks):
+def output_rows(blocks):
     return [
         block.start + c * block.step + t for block in blocks for c in range(block.count) for t in range(block.length)
     ]
@@ -78,30 +78,30 @@ def owned(blocks):
 def test_every_visible_pair_is_scheduled_once(
     lengths, equal, causal, window, block_q, block_kv, halve, has_windows, pieces
 ):
-    """For all rows, or for some ranges of them: every second one of `pieces`."""
+    """The rows are all tokens, or every second range of `pieces`."""
     docs = [0]
     for length in lengths:
         for _ in range(equal):
             docs.append(docs[-1] + length)
-    settings_ = dict(causal=causal, window=window if causal else None, block_q=block_q, block_kv=block_kv)
-    settings_ |= dict(halve=halve, has_windows=has_windows)
+    options = dict(causal=causal, window=window if causal else None, block_q=block_q, block_kv=block_kv)
+    options |= dict(halve=halve, has_windows=has_windows)
     borders = [0, *(min(border, docs[-1]) for border in accumulate(pieces))]
     runs = [(a, b - a) for a, b in zip(borders[:-1:2], borders[1::2], strict=False) if b > a]
     rows = [token for start, length in runs or [(0, docs[-1])] for token in range(start, start + length)]
     row_of = {token: row for row, token in enumerate(rows)}
-    expected = sorted((row_of[i], j) for i, j in visible(docs, causal, settings_["window"]) if i in row_of)
-    blocks = list(plan_query_blocks(document_spans(tuple(docs), runs), **settings_))
+    expected = sorted((row_of[i], j) for i, j in visible(docs, causal, options["window"]) if i in row_of)
+    blocks = list(plan_query_blocks(document_spans(tuple(docs), runs), **options))
     assert sorted(visits(blocks, window)) == expected
-    assert sorted(owned(blocks)) == list(range(len(rows)))
+    assert sorted(output_rows(blocks)) == list(range(len(rows)))
     for block in blocks:
         for p in block.score_blocks:
             assert p.mask not in (CAUSAL, EDGE) or p.rows == p.keys
 
 
 def path_of(docs, parents, node):
-    """Tokens from the root to the end of a node."""
-    before = path_of(docs, parents, parents[node]) if parents[node] >= 0 else []
-    return before + list(range(docs[node], docs[node + 1]))
+    """Return the tokens from the root to the end of a node."""
+    prefix = path_of(docs, parents, parents[node]) if parents[node] >= 0 else []
+    return prefix + list(range(docs[node], docs[node + 1]))
 
 
 @settings(max_examples=150, deadline=None)
@@ -117,7 +117,7 @@ def path_of(docs, parents, node):
 def test_every_token_of_a_branch_attends_once_to_each_token_before_it(
     lengths, links, window, block_q, block_kv, max_rows, short
 ):
-    """In any order of nodes: children right after their parent, later, or after other trees."""
+    """Nodes come in any order: children right after their parent, later, or after other trees."""
     docs = [0, *accumulate(lengths)]
     parents = [max(-1, min(link, node - 1)) for node, link in enumerate(links[: len(lengths)])]
     expected = []
@@ -126,15 +126,15 @@ def test_every_token_of_a_branch_attends_once_to_each_token_before_it(
         for i in range(len(path) - lengths[node], len(path)):
             expected += [(path[i], path[j]) for j in range(max(0, i + 1 - window) if window else 0, i + 1)]
     branches = forest_branches(docs, parents)
-    how = dict(causal=True, window=window, block_q=block_q, block_kv=block_kv)
+    options = dict(causal=True, window=window, block_q=block_q, block_kv=block_kv)
     roots = [DocumentSpan(a, b - a, 0, b - a, 0) for a, b, depth, *_ in branches if not depth]
-    blocks = [*plan_query_blocks(roots, **how), *plan_branch_blocks(branches, max_rows, short, **how)]
+    blocks = [*plan_query_blocks(roots, **options), *plan_branch_blocks(branches, max_rows, short, **options)]
     assert sorted(visits(blocks)) == sorted(expected)
-    assert sorted(owned(blocks)) == list(range(docs[-1]))
+    assert sorted(output_rows(blocks)) == list(range(docs[-1]))
 
 
 def test_answers_share_calls():
-    """A prompt and its first answer are a document; the prompt's keys are in one more block, with all other answers."""
+    """A prompt and its first answer form a document; one more block pairs the prompt's keys with all other answers."""
     docs, parents = (0, 32, *range(34, 49, 2)), (-1, *[0] * 8)
     branches = forest_branches(docs, parents)
     assert branches[0][:3] == (0, 34, 0) and {tuple(branch.path) for branch in branches[1:]} == {((0, 32),)}
@@ -155,7 +155,7 @@ def test_batched_bands_never_overlap(window):
             assert p.count == 1 or p.step >= max(p.rows, p.keys)
 
 
-def test_a_short_window_takes_few_batched_calls():
+def test_a_short_window_needs_few_batched_calls():
     blocks = list(
         plan_query_blocks(document_spans((0, 1 << 20)), causal=True, window=4096, block_q=1 << 17, block_kv=1 << 16)
     )
@@ -172,7 +172,7 @@ MASKS = [dict(causal=True, window=None), dict(causal=True, window=4096), dict(ca
 
 
 def largest_call(blocks, row_elements):
-    """The largest range of elements that one kernel call of this schedule addresses."""
+    """Return the largest range of elements that one kernel call of this schedule addresses."""
     return max(
         ((b.count - 1) * b.step + (p.count - 1) * p.step + max(p.rows, p.keys)) * row_elements
         for b in blocks
@@ -183,8 +183,8 @@ def largest_call(blocks, row_elements):
 @pytest.mark.slow
 @pytest.mark.parametrize("row_elements", [128, 4096, 64 * 256])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_no_call_beyond_the_index_range_at_16m(row_elements, mask):
-    """With the blocks that `attention` chooses for 60 MB of L2."""
+def test_no_call_exceeds_the_index_range_at_16m(row_elements, mask):
+    """The blocks are those that `attention` chooses for 60 MB of L2."""
     most, tokens = (2**31 - 1) // row_elements, 1 << 24
     for docs in ((0, tokens), tuple(range(0, tokens + 1, 1 << 10)), (0, 5, tokens)):
         for block_q in (1 << 17, 1 << 18):

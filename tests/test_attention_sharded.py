@@ -1,4 +1,4 @@
-"""The public entry: sequence-sharded q, k, v and a process group, both ways, on 1, 2 and 4 ranks."""
+"""sharded_attention on sequence-sharded q, k and v: forward and backward on 1, 2 and 4 ranks."""
 
 import importlib.util
 from pathlib import Path
@@ -27,11 +27,11 @@ def tensors(H, G):
 
 
 def shard_gradients(heads, mask):
-    """This rank's tokens of (out, dq, dk, dv)."""
+    """Return this rank's tokens of (out, dq, dk, dv)."""
     group = dist.group.WORLD if dist.is_initialized() else None
     rank, size = (dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)
-    own = slice(rank * 64 // size, (rank + 1) * 64 // size)
-    q, k, v, dout = (x[own] for x in tensors(*heads))
+    shard = slice(rank * 64 // size, (rank + 1) * 64 // size)
+    q, k, v, dout = (x[shard] for x in tensors(*heads))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = sharded_attention(*leaves, group, blocks=(16, 16), **mask)
     return [x.detach() for x in (out, *torch.autograd.grad(out, leaves, dout))]
@@ -40,7 +40,7 @@ def shard_gradients(heads, mask):
 @pytest.mark.parametrize(
     "heads, mask", diagonal([(4, 4), (8, 2), (4, 1), (6, 3), (7, 7), (6, 2), (3, 1)], MASKS), ids=str
 )
-def test_matches_the_twin_on_any_number_of_ranks(ranks, heads, mask):
+def test_sharded_attention_matches_the_reference_on_any_number_of_ranks(ranks, heads, mask):
     q, k, v, dout = tensors(*heads)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     settings = {"causal": False} | MASKS[mask]
@@ -55,13 +55,13 @@ def test_matches_the_twin_on_any_number_of_ranks(ranks, heads, mask):
             assert (ours - theirs).abs().max() < 1e-10, (name, len(shards))
 
 
-def test_heads_that_do_not_pair_are_refused():
+def test_query_heads_that_kv_heads_do_not_divide_are_refused():
     q, k, v, _ = tensors(4, 3)
     with pytest.raises(ConfigError, match="4 query heads"):
         sharded_attention(q, k, v)
 
 
-def example():
+def load_example():
     spec = importlib.util.spec_from_file_location("dit_block", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -69,14 +69,14 @@ def example():
 
 
 def dit_step():
-    module = example()
+    module = load_example()
     torch.manual_seed(0)
     group = dist.group.WORLD if dist.is_initialized() else None
     loss, grads = module.train_step(module.DiTBlock(32, 4).double(), group)
     return loss.detach(), grads
 
 
-def test_dit_example_is_the_same_on_two_ranks(ranks):
+def test_dit_example_gives_the_same_results_on_two_ranks(ranks):
     torch.set_default_dtype(torch.float64)
     try:
         loss, grads = dit_step()
@@ -96,14 +96,14 @@ def dit_step_fp64():
         torch.set_default_dtype(torch.float32)
 
 
-def test_dit_attention_is_pytorchs_own():
-    """One rank matches nn.functional.scaled_dot_product_attention, not our own reference; padding is ignored."""
-    module = example()
+def test_dit_attention_matches_sdpa():
+    """On one rank, attention with ignored padding matches PyTorch rather than our own reference."""
+    module = load_example()
     torch.manual_seed(0)
     block, x, prompt = module.DiTBlock(32, 4), torch.randn(2, 40, 32), torch.randn(2, 8, 32)
     q, k, v = block.qkv(x).unflatten(-1, (3, 4, -1)).unbind(2)
     words = block.prompt(prompt[:, :5]).unflatten(-1, (2, 4, -1)).unbind(2)
-    k, v = (torch.cat(both, dim=1) for both in zip(words, (k, v), strict=True))
+    k, v = (torch.cat(pair, dim=1) for pair in zip(words, (k, v), strict=True))
     plain = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
     expected = block.out(plain.transpose(1, 2).flatten(2))
     torch.testing.assert_close(block.attend(x, prompt, 5, None), expected)
@@ -112,20 +112,26 @@ def test_dit_attention_is_pytorchs_own():
 # ---- batches, queries and keys of different lengths, block masks
 
 
-RANGES = [(0, 20, 0, 7), (20, 48, 3, 30), (0, 30, 40, 96), (30, 48, 90, 96), (33, 40, 30, 31)]  # rows [48, 64) see none
+RANGES = [
+    (0, 20, 0, 7),
+    (20, 48, 3, 30),
+    (0, 30, 40, 96),
+    (30, 48, 90, 96),
+    (33, 40, 30, 31),
+]  # rows [48, 64) see no key
 
 
-def batched(ranges, num_keys=96):
-    """Errors of out, dq, dk and dv for this rank's tokens of two sequences, against a reference with all tokens."""
+def batch_errors(ranges, num_keys=96):
+    """Return errors of out, dq, dk and dv for this rank's tokens of two sequences, against an unsharded reference."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((64, 6), (num_keys, 2), (num_keys, 2), (64, 6))
-    whole = [torch.randn(2, *shape, 8, generator=generator, dtype=torch.float64) for shape in shapes]
+    unsharded = [torch.randn(2, *shape, 8, generator=generator, dtype=torch.float64) for shape in shapes]
     rank, size = dist.get_rank(), dist.get_world_size()
-    q, k, v, dout = (x.chunk(size, dim=1)[rank].clone() for x in whole)
+    q, k, v, dout = (x.chunk(size, dim=1)[rank].clone() for x in unsharded)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = sharded_attention(*leaves, dist.group.WORLD, ranges=ranges, blocks=(16, 16))
     ours = [x.detach() for x in (out, *torch.autograd.grad(out, leaves, dout))]
-    leaves = [x.requires_grad_() for x in whole[:3]]
+    leaves = [x.requires_grad_() for x in unsharded[:3]]
     mask = torch.zeros(64, num_keys, dtype=torch.bool)
     for a, b, c, d in ranges or [(0, 64, 0, num_keys)]:
         mask[a:b, c:d] = True
@@ -133,14 +139,14 @@ def batched(ranges, num_keys=96):
     k, v = (x.repeat_interleave(3, dim=1) for x in (k, v))
     scores = (q @ k.mT * 8**-0.5).masked_fill(~mask, float("-inf")).softmax(-1).nan_to_num(0)
     out = (scores @ v).transpose(1, 2)
-    theirs = (out, *torch.autograd.grad(out, leaves, whole[3]))
+    theirs = (out, *torch.autograd.grad(out, leaves, unsharded[3]))
     return [float((x - y.chunk(size, dim=1)[rank]).abs().max()) for x, y in zip(ours, theirs, strict=True)]
 
 
 @pytest.mark.parametrize("ranges", [None, RANGES])
-def test_batches_of_more_keys_than_queries(ranks, ranges):
+def test_batches_with_more_keys_than_queries_match_the_reference(ranks, ranges):
     for n in (1, 2, 4):
-        for errors in ranks.run(n, batched, ranges):
+        for errors in ranks.run(n, batch_errors, ranges):
             assert max(errors) < 1e-10
 
 

@@ -33,11 +33,11 @@ def run(*arguments: str):
     return CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
 
 
-def test_help_needs_no_torch():
+def test_help_does_not_import_torch():
     check = "import sys; from typer.testing import CliRunner; from ithaka.cli import app\n" \
         "for name in ('', 'attention', 'device', 'network'):\n" \
-        "    shown = CliRunner().invoke(app, ['bench', *name.split(), '--help'])\n" \
-        "    assert shown.exit_code == 0 and 'completion' not in shown.output, shown.output\n" \
+        "    result = CliRunner().invoke(app, ['bench', *name.split(), '--help'])\n" \
+        "    assert result.exit_code == 0 and 'completion' not in result.output, result.output\n" \
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"  # fmt: skip
     subprocess.run([sys.executable, "-c", check], check=True)
 
@@ -59,7 +59,7 @@ def test_plan_reads_what_bench_device_wrote(tmp_path):
         ("--blocks auto,3x", "--blocks=3x", "128Kx64K, or auto"),
     ],
 )
-def test_bad_attention_sizes_are_refused_before_the_import(arguments, named, fix, monkeypatch):
+def test_bad_attention_sizes_are_refused_before_the_benchmark_is_imported(arguments, named, fix, monkeypatch):
     monkeypatch.setitem(sys.modules, "ithaka.bench", None)
     assert_command_refused(["bench", "attention", *arguments.split()], named, fix=fix)
 
@@ -82,9 +82,9 @@ def test_a_refused_ladder_prints_no_table(tmp_path, monkeypatch):
 
     monkeypatch.setattr(rehearsal, "rehearse", refuse)
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama").to_dict()))
-    for ranks, words in (("64", "--ranks=64"), ("2", "the model")):
+    for ranks, fragment in (("64", "--ranks=64"), ("2", "the model")):
         refused = benchmark("ladder", tmp_path / "config.json", "--context", "256", "--ranks", ranks)
-        assert refused.exit_code == ExitCode.WRONG_INPUT and words in refused.stderr and refused.stdout == ""
+        assert refused.exit_code == ExitCode.WRONG_INPUT and fragment in refused.stderr and refused.stdout == ""
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_ladder_measures_every_rung(tmp_path):
     assert peaks["none"] > peaks["+ checkpointing"] > peaks["+ tiles"] > peaks["+ kept attention"] > 2
 
 
-def test_the_gate_fails_where_a_layer_is_slower_or_larger_than_recorded(tmp_path, monkeypatch):
+def test_the_gate_fails_if_a_layer_is_slower_or_larger_than_recorded(tmp_path, monkeypatch):
     measured = SimpleNamespace(forward_s=0.1, backward_s=0.3, peak_bytes=5 * 2**30)
     monkeypatch.setattr(rehearsal, "rehearse", lambda *_: measured)
     file = tmp_path / "gate.json"
@@ -108,15 +108,15 @@ def test_the_gate_fails_where_a_layer_is_slower_or_larger_than_recorded(tmp_path
     assert recorded["1048576"] == {"seconds": 0.4, "peak GiB": 5.0} and len(recorded) == 3
     for factor, code in ((1.0, 0), (1.019, 0), (1.03, ExitCode.FAILED), (0.5, 0)):
         for name in ("seconds", "peak GiB"):
-            before = {context: row | {name: row[name] / factor} for context, row in recorded.items()}
-            file.write_text(json.dumps(before))
+            baseline = {context: row | {name: row[name] / factor} for context, row in recorded.items()}
+            file.write_text(json.dumps(baseline))
             assert benchmark("gate", "--baseline", file).exit_code == code, (factor, name)
-            assert json.loads(file.read_text()) == before  # recorded figures stay
+            assert json.loads(file.read_text()) == baseline  # the gate does not overwrite it
 
 
 @pytest.mark.slow
 def test_plans_are_rehearsed_at_two_contexts():
-    """The peak at the plan's context, the time at one that takes fewer seconds."""
+    """The peak is measured at the plan's context, the time at a shorter one."""
     result = benchmark("rehearse_plans", "--small", "--seconds", "0", "--cases", "1M, adapters, mxfp4", "--layers", 1)
     row = json.loads(result.stdout)
     assert (row["case"], row["context"]) == ("gpt-oss-120b, 1xH200, 1M, adapters, mxfp4", 1024), row

@@ -1,4 +1,4 @@
-"""The benchmark compares what it says: both sides train alike, and the table takes the fastest within their memory."""
+"""Both sides of the benchmark train alike, and its table lists the fastest run within the other side's memory."""
 
 import importlib
 import json
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    """Imports a file of benchmarks/."""
+    """Return a function that imports a file of benchmarks/."""
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
     return importlib.import_module
 
@@ -21,15 +21,15 @@ def test_both_sides_train_alike(benchmark, monkeypatch):
     losses = {}
     for how in ("autocast", "fsdp2", "none", "full"):
         side = one_case.ithaka if how in one_case.SETTINGS else one_case.hf
-        told = case | {"attention": "sdpa", "precision": how, "how": how}
-        losses[how] = one_case.measure(told, *side(told))["losses"]
+        options = case | {"attention": "sdpa", "precision": how, "how": how}
+        losses[how] = one_case.measure(options, *side(options))["losses"]
         one_case.end_process_group()
     assert losses["none"][0] - losses["none"][-1] > 0.01
     for how in losses:
         assert losses[how] == pytest.approx(losses["autocast"], abs=0.02 if one_case.ON_GPU else 2e-4), how
 
 
-def test_the_table_takes_the_fastest_within_their_memory(benchmark, tmp_path):
+def test_the_table_lists_the_fastest_run_within_the_other_sides_memory(benchmark, tmp_path):
     against = benchmark("against_liger")
 
     def row(side, step_s, peak, **how):
@@ -51,20 +51,20 @@ def test_the_table_takes_the_fastest_within_their_memory(benchmark, tmp_path):
     assert f"| 8K | 0.200 s, 18.0 GiB | sdpa, fsdp2 | {ours} | 1.25 | 0.50 | 0.0000 |" in lines
 
 
-def test_rows_of_another_model_are_left_out(benchmark, tmp_path):
+def test_rows_of_other_models_are_left_out(benchmark, tmp_path):
     against = benchmark("against_liger")
     case = {"tokens": 8192, "documents": 0, "checkpointing": "off", "side": "ithaka", "how": "none"}
     models = [{"model": "3b", "layers": 12}, {"model": "3b", "layers": 6}, {"model": "tiny", "layers": 6}]
     (tmp_path / "results.jsonl").write_text("\n".join(json.dumps(case | model) for model in models))
-    found = against.Benchmark(against.read_options(["--out", str(tmp_path)])).rows
-    assert list(found.values()) == [case | models[1]]
+    rows = against.Benchmark(against.read_options(["--out", str(tmp_path)])).rows
+    assert list(rows.values()) == [case | models[1]]
 
 
-@pytest.mark.parametrize("words", ["--lengths 3x", "--packed 128K", "--packed 128K/3000", "--only ("])
-def test_bad_options_are_refused_before_anything_runs(benchmark, capsys, words):
+@pytest.mark.parametrize("option", ["--lengths 3x", "--packed 128K", "--packed 128K/3000", "--only ("])
+def test_bad_options_are_refused_before_anything_runs(benchmark, capsys, option):
     with pytest.raises(SystemExit):
-        benchmark("against_liger").read_options(["--out", "x", *words.split()])
-    assert f"{words}: " in capsys.readouterr().err
+        benchmark("against_liger").read_options(["--out", "x", *option.split()])
+    assert f"{option}: " in capsys.readouterr().err
 
 
 @pytest.mark.slow

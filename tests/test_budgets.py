@@ -21,7 +21,7 @@ MIB = 2**20
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine with as much to spare as a test says."""
+    """Return a function that sets the machine's free memory and disk space."""
 
     def make(memory_bytes=2**40, disk_bytes=2**40):
         monkeypatch.setattr(run_module, "available_memory", lambda: memory_bytes)
@@ -32,33 +32,33 @@ def machine(monkeypatch):
     return make
 
 
-def config_of(folder, context=4096, **memory):
+def make_config(folder, context=4096, **memory):
     data = {"context": context, "path": str(folder / "texts"), "validation_fraction": 0}
     return tiny_run(folder, memory=memory, data=data)
 
 
-def run_of(folder, num_ranks=2, on_gpu=False, cp="all", **changes) -> Run:
-    """Not validate_run yet."""
-    config = config_of(folder, **changes)
+def make_run(folder, num_ranks=2, on_gpu=False, cp="all", **changes) -> Run:
+    """Return the run without validating it."""
+    config = make_config(folder, **changes)
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cp=cp))
     shape, gpu = model_shape(config), ("Some Other 9000", 2**40) if on_gpu else None
     hardware = detect_machine(config, num_ranks, gpu)
     return Run(config, num_ranks, shape, layout_from_config(config, shape.num_layers, num_ranks, on_gpu), hardware)
 
 
-def test_needs_are_all_ranks_tensors(machine, tmp_path):
-    """2 layers of [4096, 32] bf16 over 2 ranks; attention: the same and 4 heads' lse in fp32."""
+def test_needs_cover_the_tensors_of_all_ranks(machine, tmp_path):
+    """Two ranks share 2 layers of [4096, 32] in bf16; attention adds as much again, and the lse of 4 heads in fp32."""
     inputs, kept = 2 * 4096 * 32 * 2, 2 * 4096 * (32 * 2 + 4 * 4)
     for tier in ("host", "disk"):
-        host, disk = certain_needs(run_of(tmp_path, on_gpu=True, offload=tier, keep_attention="all"))
-        holders = {"layer inputs": inputs, "kept attention": kept}
-        station = {"on the way to disk": inputs + kept}  # three layers, if there are as many
-        assert (host, disk) == ((holders, {}) if tier == "host" else (station, holders))
-    assert certain_needs(run_of(tmp_path, on_gpu=True, offload="none", keep_attention="all")) == ({}, {})
+        host, disk = certain_needs(make_run(tmp_path, on_gpu=True, offload=tier, keep_attention="all"))
+        kept_bytes = {"layer inputs": inputs, "kept attention": kept}
+        staging = {"on the way to disk": inputs + kept}  # of up to three layers
+        assert (host, disk) == ((kept_bytes, {}) if tier == "host" else (staging, kept_bytes))
+    assert certain_needs(make_run(tmp_path, on_gpu=True, offload="none", keep_attention="all")) == ({}, {})
 
 
 @pytest.mark.parametrize(
-    "memory, room, words",
+    "memory, room, fragments",
     [
         (
             {"offload": "host", "keep_attention": "all"},
@@ -77,33 +77,33 @@ def test_needs_are_all_ranks_tensors(machine, tmp_path):
         ({"offload_optimizer": True}, {"memory_bytes": 1000}, ["parameters, gradients", "offload_optimizer=false"]),
     ],
 )  # fmt: skip
-def test_a_run_that_does_not_fit_is_refused_with_figures(machine, tmp_path, memory, room, words):
-    config = config_of(tmp_path, **memory)
+def test_a_run_that_does_not_fit_is_refused_with_figures(machine, tmp_path, memory, room, fragments):
+    config = make_config(tmp_path, **memory)
     validate_run(config, 2)
     machine(**room)
     with pytest.raises(ConfigError) as error:
         validate_run(config, 2)
     assert "\n" not in str(error.value)
-    for word in words:
-        assert word in str(error.value)
+    for fragment in fragments:
+        assert fragment in str(error.value)
 
 
-def test_without_a_gpu_the_device_is_host_memory(machine, tmp_path):
-    """Offloading to the host adds to it; on a GPU the device is not counted."""
-    assert certain_needs(run_of(tmp_path, offload="host"))[0]["layer inputs"] == 2 * 4096 * 32 * 4
-    need = sum(certain_needs(run_of(tmp_path))[0].values())
+def test_without_a_gpu_device_tensors_count_as_host_memory(machine, tmp_path):
+    """Offloading to the host adds to that; with a GPU, device tensors are not counted."""
+    assert certain_needs(make_run(tmp_path, offload="host"))[0]["layer inputs"] == 2 * 4096 * 32 * 4
+    need = sum(certain_needs(make_run(tmp_path))[0].values())
     machine(memory_bytes=need)
-    check_fits(run_of(tmp_path))
+    check_fits(make_run(tmp_path))
     machine(memory_bytes=need - 1)
-    check_fits(run_of(tmp_path, on_gpu=True))
+    check_fits(make_run(tmp_path, on_gpu=True))
     with pytest.raises(ConfigError, match="host memory.*; use a shorter data.context$"):
-        check_fits(run_of(tmp_path))
+        check_fits(make_run(tmp_path))
     with pytest.raises(ConfigError, match="use memory.checkpoint=full or a shorter data.context$"):
-        check_fits(run_of(tmp_path, checkpoint="none"))
+        check_fits(make_run(tmp_path, checkpoint="none"))
 
 
-def test_a_long_evaluation_is_refused_where_it_does_not_fit(machine, tmp_path):
-    run = run_of(tmp_path)
+def test_a_long_evaluation_that_does_not_fit_is_refused(machine, tmp_path):
+    run = make_run(tmp_path)
     longer = dataclasses.replace(run.config.evaluate, every=1, contexts=(2048, 8192))
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, evaluate=longer))
     trained, evaluated = (sum(certain_needs(run, ledger)[0].values()) for ledger in (run.ledger, run.evaluation_ledger))
@@ -116,14 +116,14 @@ def test_a_long_evaluation_is_refused_where_it_does_not_fit(machine, tmp_path):
 
 def test_ranks_on_other_nodes_need_no_local_memory(machine, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert certain_needs(run_of(tmp_path, on_gpu=True, offload="host"))[0] == {"layer inputs": MIB // 4}
+    assert certain_needs(make_run(tmp_path, on_gpu=True, offload="host"))[0] == {"layer inputs": MIB // 4}
 
 
 def test_this_machine_has_the_memory_that_psutil_reports(tmp_path):
     assert 0 < available_memory() <= psutil.virtual_memory().total and free_disk(tmp_path) > 0
 
 
-def group(folder, limit, used, cached):
+def write_cgroup(folder, limit, used, cached):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "memory.max").write_text(f"{limit}\n")
     (folder / "memory.current").write_text(f"{used}\n")
@@ -131,17 +131,18 @@ def group(folder, limit, used, cached):
 
 
 def test_the_tightest_control_group_counts(tmp_path, monkeypatch):
-    group(tmp_path / "a", 1000, 600, 100)
-    group(tmp_path / "a" / "b", "max", 600, 100)
-    own = tmp_path / "cgroup"
-    own.write_text("3:cpuset:/\n0::/a/b\n")
-    assert min(cgroup_rooms(tmp_path, own)) == 500
+    write_cgroup(tmp_path / "a", 1000, 600, 100)
+    write_cgroup(tmp_path / "a" / "b", "max", 600, 100)
+    membership = tmp_path / "cgroup"
+    membership.write_text("3:cpuset:/\n0::/a/b\n")
+    assert min(cgroup_rooms(tmp_path, membership)) == 500
     monkeypatch.setattr(this_machine, "cgroup_rooms", lambda: [500])
     assert available_memory() == 500
     assert cgroup_rooms(tmp_path, tmp_path / "none") == []
 
 
-def limits(config):
+def measure_pool(config):
+    """Take a step; return the budget and the peak of this rank's host pool."""
     trainer = Trainer(valid(config), make_mesh(2))
     store = trainer.model.model.layers[0].forward.store
     trainer.advance([trainer.data.next_batch()])
@@ -149,13 +150,13 @@ def limits(config):
 
 
 @pytest.mark.parametrize("tier", ["none", "host", "disk"])
-def test_the_store_gets_its_share(ranks, tmp_path, tier):
-    config = config_of(tmp_path, context=61, offload=tier, keep_attention="all")
-    for allowed, peak in ranks.run(2, limits, config):
+def test_the_store_stays_within_its_budget(ranks, tmp_path, tier):
+    config = make_config(tmp_path, context=61, offload=tier, keep_attention="all")
+    for budget, peak in ranks.run(2, measure_pool, config):
         if tier == "none":
-            assert (allowed, peak) == (None, 0)
+            assert (budget, peak) == (None, 0)
         elif tier == "host":
-            assert peak == 2 * 31 * (32 + 32 + 4) * 4 < allowed
+            assert peak == 2 * 31 * (32 + 32 + 4) * 4 < budget
         else:
-            run = run_of(tmp_path, context=61, offload=tier, keep_attention="all")
-            assert peak <= allowed == store_host_bytes(run) == 2 * 31 * 68 * 4
+            run = make_run(tmp_path, context=61, offload=tier, keep_attention="all")
+            assert peak <= budget == store_host_bytes(run) == 2 * 31 * 68 * 4

@@ -1,4 +1,4 @@
-"""The built-in chat templates are TRL's, token for token and in what is trained."""
+"""The built-in chat templates match TRL's in every token and in which tokens are trained."""
 
 import datetime
 import json
@@ -45,7 +45,8 @@ LETTERS = [
 ]
 
 
-def builtin(name):
+def load_builtin(name):
+    """Return a tokenizer with our built-in template, and TRL's template."""
     hf = chat_tokenizer(None)
     hf.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     path = Path(trl.__file__).parent / "chat_templates" / f"{THEIRS[name]}.jinja"
@@ -55,7 +56,7 @@ def builtin(name):
 
 
 def words(rng, low=1):
-    return "x" + "".join(rng.choice(LETTERS) for _ in range(rng.randint(low, 6)))  # their masks miss leading spaces
+    return "x" + "".join(rng.choice(LETTERS) for _ in range(rng.randint(low, 6)))  # TRL's masks miss leading spaces
 
 
 def schema(rng, depth=0):
@@ -80,7 +81,7 @@ def schema(rng, depth=0):
 
 
 def conversation(rng, name):
-    """Roles in any order that the template takes; one call per message and no text next to it where it takes one."""
+    """Return messages in an order that the template accepts; if it allows a single call, without text next to it."""
     single = name in ("llama3", "harmony")
     tools = [
         {
@@ -114,23 +115,23 @@ def conversation(rng, name):
 
 @pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", THEIRS)
-def test_builtin_templates_are_trls_token_for_token(name, count):
-    tokenizer, theirs = builtin(name)
+def test_builtin_templates_match_trl_token_for_token(name, count):
+    tokenizer, theirs = load_builtin(name)
     rng = random.Random(name)
     num_same = 0
     for _ in range(count):
         messages, tools = conversation(rng, name)
-        given = [dict(message) for message in messages]
-        if name == "harmony":  # their name of the field
-            given = [{"thinking" if k == "reasoning_content" else k: v for k, v in m.items()} for m in messages]
+        inputs = [dict(message) for message in messages]
+        if name == "harmony":  # TRL's name for the field
+            inputs = [{"thinking" if k == "reasoning_content" else k: v for k, v in m.items()} for m in messages]
         has_mask = "{%- generation" in theirs or "{% generation" in theirs
-        whole = tokenizer.hf.apply_chat_template(
-            given, tools=tools, chat_template=theirs, return_dict=True, return_assistant_tokens_mask=has_mask
+        rendered = tokenizer.hf.apply_chat_template(
+            inputs, tools=tools, chat_template=theirs, return_dict=True, return_assistant_tokens_mask=has_mask
         )
         for prompt in (False, True):
             text, other = (
                 tokenizer.hf.apply_chat_template(
-                    given, tools=tools, tokenize=False, add_generation_prompt=prompt, chat_template=template
+                    inputs, tools=tools, tokenize=False, add_generation_prompt=prompt, chat_template=template
                 )
                 for template in (theirs, tokenizer.hf.chat_template)
             )
@@ -139,30 +140,30 @@ def test_builtin_templates_are_trls_token_for_token(name, count):
             (document,) = parse_record(
                 {"messages": messages, "tools": tools}, ReadingConfig(), tokenizer.chat, tokenizer.vocab_size
             )
-        except BadRecord as error:  # of glm4 and harmony, which drop earlier reasoning
+        except BadRecord as error:  # glm4 and harmony drop earlier reasoning
             assert error.reason == "with reasoning that the chat template leaves out" and name in ("glm4", "harmony")
             continue
         (ids,) = tokenizer.encode_batch([document.text], [document.trained])
-        assert [token if token >= 0 else ~token for token in ids] == whole["input_ids"]
+        assert [token if token >= 0 else ~token for token in ids] == rendered["input_ids"]
         if has_mask:
-            assert [int(token >= 0) for token in ids] == whole["assistant_masks"]
+            assert [int(token >= 0) for token in ids] == rendered["assistant_masks"]
         num_same += 1
     assert num_same > count // 4
 
 
 def test_todays_date_is_fixed_and_the_run_says_so():
-    tokenizer, theirs = builtin("harmony")
+    tokenizer, theirs = load_builtin("harmony")
     assert tokenizer.chat.has_fixed_date and f"Current date: ' + '{TODAY}'" in tokenizer.hf.chat_template
     assert "strftime_now" not in theirs and str(datetime.date.today()) not in theirs
-    assert not builtin("chatml")[0].chat.has_fixed_date
+    assert not load_builtin("chatml")[0].chat.has_fixed_date
 
 
-def test_several_calls_are_refused_where_the_format_has_one():
+def test_several_calls_are_refused_if_the_format_allows_one():
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call, call]}]
     for name in ("llama3", "harmony"):
         with pytest.raises(BadRecord):
-            parse_record({"messages": messages}, ReadingConfig(), builtin(name)[0].chat, 999)
+            parse_record({"messages": messages}, ReadingConfig(), load_builtin(name)[0].chat, 999)
 
 
 def test_a_misspelled_template_is_refused():
@@ -171,7 +172,7 @@ def test_a_misspelled_template_is_refused():
 
 
 def odd_message(rng):
-    """A message that a file may contain: any role or none, odd content, calls, results and reasoning."""
+    """Return a message that a file may contain: any role or none, odd content, calls, results and reasoning."""
     content = rng.choice(
         [None, "", " \n", "🎉é", "\x00\x07\x1b", "\ud800", "<think>a</think>b", "</think>", "x" * 2000, 7, {"a": 1}, [],
          ["a"], [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}], [{"type": "image"}], [None],
@@ -192,7 +193,7 @@ def odd_message(rng):
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_odd_conversations_are_read_or_refused_in_one_sentence(name):
-    tokenizer, _ = builtin(name)
+    tokenizer, _ = load_builtin(name)
     rng, num_read = random.Random(7), 0
     good = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     policies = [None, ReasoningConfig(), ReasoningConfig(turns="last"), ReasoningConfig(loss=False)]
@@ -214,7 +215,7 @@ def test_odd_conversations_are_read_or_refused_in_one_sentence(name):
     assert num_read > 20
 
 
-# Of each template: the text that the model writes, found without the template's own marks.
+# For each template, a pattern for the text that the model writes, independent of the template's own marks.
 ANSWERS = {
     "chatml": r"<\|im_start\|>assistant\n(.*?<\|im_end\|>\n)",
     "qwen3": r"<\|im_start\|>assistant\n(.*?<\|im_end\|>\n)",
@@ -226,12 +227,12 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_trained_text_is_what_an_independent_parse_finds(name):
-    tokenizer, _ = builtin(name)
+def test_trained_text_matches_an_independent_parse(name):
+    tokenizer, _ = load_builtin(name)
     rng, num_read = random.Random(11), 0
     for _ in range(60):
         messages, tools = conversation(rng, name)
-        messages = [{k: v for k, v in each.items() if k != "reasoning_content"} for each in messages]
+        messages = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in messages]
         (document,) = parse_record({"messages": messages, "tools": tools}, ReadingConfig(), tokenizer.chat, 999)
         trained = [document.text[low:high] for low, high in document.trained]
         assert "".join(trained) == "".join(re.findall(ANSWERS[name], document.text, re.DOTALL)), messages
@@ -253,8 +254,8 @@ REFUSED = {"missing role": THEIRS, "two system turns": ["harmony"], "result with
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_odd_turns_are_exact_or_refused_with_file_and_line(tmp_path, name):
-    tokenizer, _ = builtin(name)
+def test_odd_turns_are_rendered_exactly_or_refused_with_file_and_line(tmp_path, name):
+    tokenizer, _ = load_builtin(name)
     good = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo 🎉\x07"}]
     for label, odd in ODD.items():
         file = tmp_path / "a.jsonl"
@@ -275,8 +276,8 @@ def test_odd_turns_are_exact_or_refused_with_file_and_line(tmp_path, name):
 
 @pytest.mark.parametrize("name", THEIRS)
 @pytest.mark.parametrize("size", [1 << 18, pytest.param(10 << 20, marks=pytest.mark.slow)])
-def test_long_turns_take_seconds(name, size):
-    tokenizer, _ = builtin(name)
+def test_long_turns_are_read(name, size):
+    tokenizer, _ = load_builtin(name)
     for text in (" ", "\n", "x", "🎉", "<think>", "\x00", "{{"):
         long = text * (size // len(text.encode()))
         question, answer = {"role": "user", "content": long}, {"role": "assistant", "content": f"x{long}x"}
@@ -289,7 +290,7 @@ def test_long_turns_take_seconds(name, size):
 
 @pytest.mark.parametrize("name", ["glm4", "harmony"])
 def test_turns_of_templates_that_drop_reasoning_are_unrolled(name):
-    tokenizer, _ = builtin(name)
+    tokenizer, _ = load_builtin(name)
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     messages = [
         {"role": "user", "content": "hi"},

@@ -39,7 +39,8 @@ def loss_of(model, **inputs) -> float:
     return float(model(**{"input_ids": IDS, "labels": IDS, **inputs}).loss.detach())
 
 
-def refused(model, error=ConfigError, **inputs) -> str:
+def refusal(model, error=ConfigError, **inputs) -> str:
+    """Return the message of the error that the call raises."""
     with pytest.raises(error) as caught:
         loss_of(model, **inputs)
     return str(caught.value)
@@ -48,10 +49,10 @@ def refused(model, error=ConfigError, **inputs) -> str:
 # ---- arguments
 
 
-def test_positional_arguments_have_the_order_of_transformers(model, expected):
+def test_positional_arguments_follow_the_order_of_transformers(model, expected):
     mask, positions = torch.ones_like(IDS), torch.arange(6).expand(2, 6)
-    for given in ((IDS,), (IDS, mask), (IDS, mask, positions)):
-        assert float(model(*given, labels=IDS).loss.detach()) == pytest.approx(expected, rel=1e-12)
+    for positional in ((IDS,), (IDS, mask), (IDS, mask, positions)):
+        assert float(model(*positional, labels=IDS).loss.detach()) == pytest.approx(expected, rel=1e-12)
     assert float(model(IDS, None, None, None, None, IDS).loss.detach()) == pytest.approx(expected, rel=1e-12)
     padded, labels = changed(mask, 0, 0, 0), changed(IDS, 0, 1, -100)
     by_name = loss_of(model, attention_mask=padded, labels=labels)
@@ -101,7 +102,7 @@ def test_arguments_that_change_nothing_are_accepted(model, expected):
     ],
 )
 def test_arguments_that_would_be_ignored_are_refused(model, name, value):
-    assert_refused(refused(model, TypeError, **{name: value}), name, fix="input_ids, labels")
+    assert_refused(refusal(model, TypeError, **{name: value}), name, fix="input_ids, labels")
 
 
 def test_shifted_labels_are_accepted(model, expected):
@@ -115,11 +116,11 @@ def test_documents_are_read_from_cu_seq_lens(model):
     kernel_arguments = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 6, "max_length_k": 6}
     documents = torch.tensor([[0, 0, 0, 0, 1, 1], [2] * 6])
     assert loss_of(model, **kernel_arguments) == loss_of(model, document_ids=documents)
-    assert_refused(refused(model, ValueError, cu_seq_lens_q=ends[:-1]), "cu_seq_lens_q", "6", fix="12")
+    assert_refused(refusal(model, ValueError, cu_seq_lens_q=ends[:-1]), "cu_seq_lens_q", "6", fix="12")
 
 
 def test_generate_matches_hugging_face(model, expected):
-    """With a cache, each forward after the prompt gets one token per row; without, all tokens. Then training works."""
+    """With a cache, forwards after the prompt get one token per row, without one all tokens. Training still works."""
     prompt = {"input_ids": IDS, "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])}
     options, num_tokens = {**prompt, "max_new_tokens": 3, "do_sample": False}, []
     tokens = tiny_model(tiny_config("llama")).eval().generate(**options)
@@ -135,7 +136,7 @@ def test_generate_matches_hugging_face(model, expected):
 
 
 def test_generate_takes_one_random_number_from_training(model):
-    """It is the seed of all others."""
+    """That number seeds the sampling."""
     state = torch.get_rng_state()
     torch.randint(2**62, ())
     after = torch.get_rng_state()
@@ -165,7 +166,7 @@ def test_integers_of_any_width_are_accepted(model, expected):
     ],
 )
 def test_inputs_of_the_wrong_type_are_refused(model, inputs, kind, fix):
-    assert_refused(refused(model, TypeError, **inputs), *inputs, kind, fix=fix)
+    assert_refused(refusal(model, TypeError, **inputs), *inputs, kind, fix=fix)
 
 
 def changed(tensor, row, column, value):
@@ -177,19 +178,19 @@ def changed(tensor, row, column, value):
 @pytest.mark.parametrize("value", [-1, -101, 61])
 @pytest.mark.parametrize("name,fix", [("labels", "to -100"), ("input_ids", "tokenizer")])
 def test_tokens_outside_the_vocabulary_are_refused(model, name, value, fix):
-    message = refused(model, ValueError, **{name: changed(IDS, 1, 3, value)})
+    message = refusal(model, ValueError, **{name: changed(IDS, 1, 3, value)})
     assert_refused(message, f"{name}[1, 3]={value}", "61 tokens", fix=fix)
 
 
 def test_the_first_label_of_a_row_may_be_anything(model, expected):
-    """As with Hugging Face: no token predicts it."""
+    """No token predicts it, as in Hugging Face."""
     assert loss_of(model, labels=changed(IDS, 1, 0, -1)) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("count", [0, -3, torch.tensor(0), "all"])
 def test_a_count_that_cannot_divide_the_loss_is_refused(model, count):
     value = repr(count.item() if isinstance(count, torch.Tensor) else count)
-    message = refused(model, ValueError, num_items_in_batch=count)
+    message = refusal(model, ValueError, num_items_in_batch=count)
     assert_refused(message, f"num_items_in_batch={value}", "10 valid labels", fix="leave it out")
 
 
@@ -197,24 +198,24 @@ def test_a_count_of_zero_without_labels_is_accepted(model):
     assert loss_of(model, labels=torch.full_like(IDS, -100), num_items_in_batch=0) == 0
 
 
-def test_positions_beyond_those_of_the_model_are_refused(expected):
-    """Without a planned context too. Documents within the limit are accepted in a longer row."""
+def test_positions_beyond_the_limit_of_the_model_are_refused(expected):
+    """This holds without a planned context too. A longer row of documents within the limit is accepted."""
     model, positions = parallel(max_position_embeddings=4), torch.arange(6).expand(2, 6)
     for inputs, count in (({}, 6), ({"position_ids": positions + 50}, 56)):
-        message = refused(model, **inputs)
+        message = refusal(model, **inputs)
         assert_refused(message, f"{count} positions", "max_position_embeddings=4", fix="from_pretrained")
-    with torch.no_grad():  # an evaluation beyond its positions is accepted
+    with torch.no_grad():  # evaluation may exceed the limit
         assert model(input_ids=torch.zeros(1, 6, dtype=torch.long)).logits.shape[1] == 6
     assert loss_of(model, position_ids=positions % 4) == loss_of(parallel(), position_ids=positions % 4)
 
 
-def test_document_numbers_in_the_mask_are_refused(model):
+def test_document_ids_in_the_attention_mask_are_refused(model):
     mask = torch.tensor([[1, 1, 2, 2, 3, 3]] * 2)
-    assert_refused(refused(model, ValueError, attention_mask=mask), "attention_mask", fix="document_ids")
+    assert_refused(refusal(model, ValueError, attention_mask=mask), "attention_mask", fix="document_ids")
 
 
-def test_the_next_call_is_right_after_a_refused_one(model, expected):
-    refused(model, ValueError, labels=changed(IDS, 1, 3, -1))
+def test_a_call_after_a_refused_one_is_right(model, expected):
+    refusal(model, ValueError, labels=changed(IDS, 1, 3, -1))
     assert loss_of(model) == pytest.approx(expected, rel=1e-12)
 
 
@@ -223,18 +224,18 @@ def test_the_next_call_is_right_after_a_refused_one(model, expected):
 
 def test_autocast_is_refused(model):
     with torch.autocast("cpu", torch.bfloat16):
-        assert_refused(refused(model), "torch.autocast", fix="Layout(dtype='bfloat16')")
+        assert_refused(refusal(model), "torch.autocast", fix="Layout(dtype='bfloat16')")
 
 
-def test_backward_under_autocast_computes_as_forward_did():
+def test_autocast_around_backward_changes_nothing():
     grads = []
-    for around in (False, True):
+    for enabled in (False, True):
         model = parallelize_model(tiny_model(tiny_config("llama"), torch.float32), mesh=make_mesh(1))
         loss = model(input_ids=IDS, labels=IDS).loss
-        with torch.autocast("cpu", torch.bfloat16, enabled=around):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             loss.backward()
         grads.append([param.grad.full_tensor() for param in model.parameters()])
-    assert all(torch.equal(plain, inside) for plain, inside in zip(*grads, strict=True))
+    assert all(torch.equal(plain, autocast) for plain, autocast in zip(*grads, strict=True))
 
 
 def test_autocast_inside_forward_is_refused(model):
@@ -246,23 +247,23 @@ def test_autocast_inside_forward_is_refused(model):
 
     forward.__wrapped__ = cast
     model.forward = MethodType(forward, model)
-    assert_refused(refused(model), "torch.autocast('cpu', bfloat16)", fix="Layout(dtype='bfloat16')")
+    assert_refused(refusal(model), "torch.autocast('cpu', bfloat16)", fix="Layout(dtype='bfloat16')")
 
 
 def test_inference_mode_is_refused(model, expected):
     """FSDP2 would keep gathered weights that autograd cannot use later."""
     with torch.inference_mode():
-        assert_refused(refused(model), "torch.inference_mode()", fix="torch.no_grad()")
+        assert_refused(refusal(model), "torch.inference_mode()", fix="torch.no_grad()")
     assert loss_of(model) == pytest.approx(expected, rel=1e-12)
 
 
 def test_torch_compile_around_the_model_is_refused(model, recwarn):
-    """At the first call: torch.compile does not consult the model."""
+    """The first call raises: torch.compile itself does not consult the model."""
     unsupported = torch._dynamo.exc.Unsupported  # which quotes the ConfigError
     full = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(unsupported, match=r"torch\.compile"):
         full(input_ids=IDS)
-    assert_refused(refused(torch.compile(model, backend="eager")), "torch.compile", fix="Layout(compile=True)")
+    assert_refused(refusal(torch.compile(model, backend="eager")), "torch.compile", fix="Layout(compile=True)")
     assert not [warning for warning in recwarn if "ynamo" in str(warning.message)]
     assert_refused(model.compile, "compile()", fix="Layout(compile=True)")
     torch._dynamo.reset()
@@ -295,21 +296,23 @@ def test_a_wrapped_model_is_refused(wrap, name, context):
     assert_refused(parallelize, type(wrapped).__name__, fix=f"model.{name}")
 
 
-def test_a_second_backward_is_refused():
-    loss = parallel(make_layout(2, keep_everything=1))(input_ids=IDS, labels=IDS).loss
+def test_a_second_backward_and_a_call_after_it_are_refused():
+    model = parallel(make_layout(2, keep_everything=1))
+    loss = model(input_ids=IDS, labels=IDS).loss
     loss.backward(retain_graph=True)
     assert_refused(loss.backward, "backward", fix="call the model again", error=RuntimeError)
+    assert_refused(refusal(model), "backward", fix="parallelize the model again")
 
 
-def step(model, params, **how):
+def step(model, params, **options):
     for param in params.values():
         param.grad = torch.ones_like(param)
-    torch.optim.AdamW({*params.values()}, lr=0.1, **how).step()  # a tied one is named twice
+    torch.optim.AdamW({*params.values()}, lr=0.1, **options).step()  # tied parameters appear twice
 
 
 @torch.no_grad()
-def change(name, how, model, params):
-    how(params[name])
+def change(name, function, model, params):
+    function(params[name])
 
 
 UP, Q = "model.layers.1.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"
@@ -339,29 +342,29 @@ def mean_of_logits(model):
     return model(input_ids=IDS).logits.div_(2).mean()  # changed in place, as many samplers do
 
 
-@pytest.mark.parametrize("of", [mean_loss, mean_of_tokens, mean_of_logits])
-def test_parameters_that_change_between_forward_and_backward(model, of):
-    """Backward would use weights that forward did not. After the error, the model can be called again."""
+@pytest.mark.parametrize("loss_function", [mean_loss, mean_of_tokens, mean_of_logits])
+def test_parameters_that_change_between_forward_and_backward_are_refused(model, loss_function):
+    """Backward would use other weights than forward. After the error, the model can be called again."""
     params = dict(model.named_parameters(remove_duplicate=False))
     for act, name in CHANGES.values():
-        loss = of(model)
+        loss = loss_function(model)
         act(model, params)
         assert_refused(loss.backward, name, "changed", fix="backward", error=RuntimeError)
-        of(model).backward()
+        loss_function(model).backward()
 
 
-def test_parameters_that_change_before_backward_from_a_hooked_layer(model):
-    seen = []
-    model.model.layers[0].register_forward_hook(lambda module, args, output: seen.append(output))
+def test_parameters_that_change_before_backward_from_a_hooked_layer_are_refused(model):
+    outputs = []
+    model.model.layers[0].register_forward_hook(lambda module, args, output: outputs.append(output))
     params = dict(model.named_parameters())
     model(input_ids=IDS)
     step(model, params)
-    assert_refused(seen[0].sum().backward, "layer 0", "changed", fix="backward", error=RuntimeError)
+    assert_refused(outputs[0].sum().backward, "layer 0", "changed", fix="backward", error=RuntimeError)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_changes_that_backward_does_not_use_are_accepted(tied):
-    """Steps between backward and forward, steps in backward, accumulation, evaluation; changed untied embeddings."""
+    """Steps between backward and forward, or in backward; accumulation; evaluation; changes to untied embeddings."""
     model = parallel(tie_word_embeddings=tied)
     names = [name for name, _ in model.named_parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -374,15 +377,15 @@ def test_changes_that_backward_does_not_use_are_accepted(tied):
         mean_loss(model).backward()
         optimizer.step()
         optimizer.zero_grad()
-    each = {param: torch.optim.SGD([param], lr=0.01) for param in model.parameters()}
-    for param in each:
-        param.register_post_accumulate_grad_hook(lambda param: each[param].step())
-    before = [param.to_local().clone() for param in each]
+    optimizers = {param: torch.optim.SGD([param], lr=0.01) for param in model.parameters()}
+    for param in optimizers:
+        param.register_post_accumulate_grad_hook(lambda param: optimizers[param].step())
+    before = [param.to_local().clone() for param in optimizers]
     for _ in range(2):
         mean_loss(model).backward()
-    assert not any(torch.equal(param.to_local(), old) for param, old in zip(each, before, strict=True))
+    assert not any(torch.equal(param.to_local(), old) for param, old in zip(optimizers, before, strict=True))
     loss = mean_loss(model)
-    change("model.embed_tokens.weight", torch.zero_, model, dict(zip(names, each, strict=True)))
+    change("model.embed_tokens.weight", torch.zero_, model, dict(zip(names, optimizers, strict=True)))
     if tied:
         assert_refused(loss.backward, "the head", "changed", fix="backward", error=RuntimeError)
     else:
@@ -392,19 +395,10 @@ def test_changes_that_backward_does_not_use_are_accepted(tied):
 def test_a_call_after_a_failed_backward_is_refused(model):
     """FSDP2 would silently skip gradients."""
     first = model(input_ids=IDS, labels=IDS).loss
-    first.register_hook(lambda grad: 1 / 0)  # after FSDP2's own hook: its backward has begun
+    first.register_hook(lambda grad: 1 / 0)  # runs after FSDP2's own hook, when its backward has begun
     with pytest.raises(ZeroDivisionError):
         first.backward()
-    assert_refused(refused(model), "backward", fix="parallelize the model again")
-
-
-def test_a_call_after_a_second_backward_is_refused():
-    model = parallel(make_layout(2, keep_everything=1))
-    loss = model(input_ids=IDS, labels=IDS).loss
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError):
-        loss.backward()
-    assert_refused(refused(model), "backward", fix="parallelize the model again")
+    assert_refused(refusal(model), "backward", fix="parallelize the model again")
 
 
 def test_two_calls_before_their_backwards_are_accepted(model, expected):
@@ -419,7 +413,7 @@ def test_two_calls_before_their_backwards_are_accepted(model, expected):
 
 def test_a_later_dtype_change_is_refused(model):
     model.half()
-    assert_refused(refused(model), "after parallelize", fix="Layout(dtype=")
+    assert_refused(refusal(model), "after parallelize", fix="Layout(dtype=")
 
 
 def test_conversions_that_change_nothing_are_accepted(model, expected):
@@ -439,7 +433,7 @@ def adapter(model):
     attn.q_proj = nn.Sequential(attn.q_proj)
 
 
-def adapter_of_the_mlp(model):
+def mlp_adapter(model):
     mlp = model.model.layers[0].mlp
     mlp.up_proj = nn.Sequential(mlp.up_proj)
 
@@ -448,10 +442,10 @@ def soft_prompt(model):
     model.model.prompt = nn.Parameter(torch.zeros(3, 32))
 
 
-@pytest.mark.parametrize("change", [new_head, new_embeddings, adapter, adapter_of_the_mlp, soft_prompt])
-def test_later_changes_of_modules_and_parameters_are_refused(model, change):
+@pytest.mark.parametrize("change", [new_head, new_embeddings, adapter, mlp_adapter, soft_prompt])
+def test_later_changes_to_modules_and_parameters_are_refused(model, change):
     change(model)
-    assert_refused(refused(model), "replaced", "after parallelize", fix="then parallelize")
+    assert_refused(refusal(model), "replaced", "after parallelize", fix="then parallelize")
 
 
 def test_later_resizing_of_embeddings_is_refused(model):
@@ -463,11 +457,11 @@ def test_later_tying_and_untying_are_refused(tied):
     model = parallel(tie_word_embeddings=tied)
     weight = model.model.embed_tokens.weight
     model.lm_head.weight = nn.Parameter(weight.detach().clone()) if tied else weight
-    assert_refused(refused(model), "lm_head.weight", "tied", fix="then parallelize")
+    assert_refused(refusal(model), "lm_head.weight", "tied", fix="then parallelize")
 
 
 def test_weights_of_a_plain_model_are_refused(model, expected):
-    """The function in the message loads them. Also with an adapter, which adds a prefix to names."""
+    """The function in the message loads them. With an adapter, which adds a prefix to names, they are refused too."""
     state = tiny_model(tiny_config("llama")).state_dict()
     fix = "set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))"
     assert_refused(partial(model.load_state_dict, state), "model.embed_tokens.weight", "sharded", fix=fix)
@@ -508,7 +502,7 @@ def test_a_replaced_forward_is_refused():
     assert_refused(parallelize, "model.layers.1.self_attn", "forward", fix="without patches")
 
 
-def test_evaluation_without_gradients(model, expected):
+def test_evaluation_without_gradients_is_accepted(model, expected):
     with torch.no_grad():
         assert loss_of(model.eval()) == pytest.approx(expected, rel=1e-12)
         assert model(input_ids=IDS).logits.shape == (2, 6, 61)

@@ -39,24 +39,24 @@ from runs import metrics, numbers, run, tiny_run
 
 
 def run_and_record_syncs(config, resume):
-    """Run, and return in order what this rank syncs to disk ("sync", path), and what it renames to ("name", path)."""
-    done = []
+    """Run and return, in order, the paths that this rank syncs ("sync", path) and renames files to ("name", path)."""
+    events = []
 
     def record_rename(move, source, target):
         move(source, target)
-        done.append(("name", str(target)))
+        events.append(("name", str(target)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda file: done.append(("sync", os.readlink(f"/proc/self/fd/{file}"))))
+        patch.setattr(os, "fsync", lambda file: events.append(("sync", os.readlink(f"/proc/self/fd/{file}"))))
         for name in ("rename", "replace"):
             patch.setattr(os, name, partial(record_rename, getattr(os, name)))
         run(config, resume)
-    return done
+    return events
 
 
 @pytest.fixture(scope="module")
 def trained_and_synced(ranks, tmp_path_factory):
-    """A finished run of 6 steps on 2 ranks, with checkpoints of steps 4 and 6 kept, and what each rank synced."""
+    """A finished run of 6 steps on 2 ranks that kept the checkpoints of steps 4 and 6, and each rank's sync events."""
     folder = tmp_path_factory.mktemp("trained")
     constant = {"schedule": "constant", "lr": 1e-2, "warmup_steps": 2}
     config = tiny_run(folder, train={"steps": 6, "save_every": 2, "keep_last": 2}, optim=constant)
@@ -84,8 +84,8 @@ def test_only_the_last_checkpoints_stay_and_latest_names_the_newest(trained, run
 
 
 def test_files_and_their_directories_are_synced_before_latest_names_the_checkpoint(trained_and_synced):
-    """Else `latest` could name a checkpoint that the crash of a machine has left incomplete."""
-    config, (done, done_by_rank_1) = trained_and_synced
+    """Otherwise `latest` could name a checkpoint that a machine crash left incomplete."""
+    config, (events, events_of_rank_1) = trained_and_synced
     root = config.train.run_dir / "checkpoints"
     temporary = root / ".tmp-step-00000006"
     in_order = [
@@ -97,10 +97,10 @@ def test_files_and_their_directories_are_synced_before_latest_names_the_checkpoi
         ("name", config.train.run_dir / "latest"),
         ("sync", config.train.run_dir),
     ]
-    for what, path in in_order:
-        assert (what, str(path)) in done, f"{what} {path}, in this order"
-        done = done[done.index((what, str(path))) + 1 :]
-    assert ("sync", str(temporary / "__1_0.distcp")) in done_by_rank_1
+    for kind, path in in_order:
+        assert (kind, str(path)) in events, f"no {kind} of {path} in this order"
+        events = events[events.index((kind, str(path))) + 1 :]
+    assert ("sync", str(temporary / "__1_0.distcp")) in events_of_rank_1
 
 
 def test_ranks_share_the_verification_of_all_files(run_dir):
@@ -125,7 +125,7 @@ def test_state_is_json_and_data_files_hold_tensors_only(run_dir):
 
 
 def save_and_load_random_state(folder):
-    """Whether a checkpoint restores the random state of this rank, and a number drawn from it."""
+    """Return whether a checkpoint restores this rank's random state, and the numbers drawn from it."""
     torch.manual_seed(dist.get_rank())
     model = torch.nn.Linear(2, 2)
     optimizer, saver = torch.optim.SGD(model.parameters()), save.Saver(folder, 1, background=False)
@@ -138,7 +138,7 @@ def save_and_load_random_state(folder):
 
 
 def save_without_publishing(folder):
-    """The error of a save whose files rank 0 cannot rename."""
+    """Return the error of a save that rank 0 cannot publish."""
 
     def fail(*args):
         raise OSError("read-only")
@@ -163,7 +163,7 @@ def test_each_rank_resumes_with_its_own_random_state(ranks, tmp_path):
     assert is_restored and other_is_restored and first != second
 
 
-def damaged(run_dir, kind):
+def damage(run_dir, kind):
     path = run_dir / "checkpoints/step-00000006"
     if kind == "truncated":
         data = path / "__1_0.distcp"
@@ -195,15 +195,15 @@ def damaged(run_dir, kind):
         ("gone", "No such file"),
     ],
 )
-def test_damage_is_named_and_the_previous_checkpoint_taken(run_dir, kind, reason, capsys):
-    damaged(run_dir, kind)
+def test_damage_is_reported_and_the_previous_checkpoint_used(run_dir, kind, reason, capsys):
+    damage(run_dir, kind)
     assert files.find_checkpoint(run_dir).name == "step-00000004"
-    told = capsys.readouterr().err
-    assert re.search(reason, told) and "step-00000006 cannot be used: " in told and told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert re.search(reason, message) and "step-00000006 cannot be used: " in message and message.count("\n") == 1
 
 
 class Planted:
-    """Runs a command where it is unpickled."""
+    """Runs a command when it is unpickled."""
 
     def __init__(self, file: Path):
         self.file = file
@@ -213,7 +213,7 @@ class Planted:
 
 
 def rewrite_index(path: Path, change) -> None:
-    """`change` the index of a checkpoint, and make its sizes and checksums agree, as whoever plants something would."""
+    """Change the index of a checkpoint and update its sizes and checksums, as an attacker would."""
     index = path / ".metadata"
     found = pickle.loads(index.read_bytes())
     change(found)
@@ -239,7 +239,7 @@ def test_a_command_planted_in_the_index_is_refused(run_dir, tmp_path, command):
 
 
 def resume_planted(config, folder):
-    """`config`'s run with a value that is no tensor in the place of one, whose bytes run a command."""
+    """Replace a tensor by a value whose bytes run a command when unpickled, resume, and return the error."""
 
     def plant(found):
         name = next(name for name in found.state_dict_metadata if name.startswith("moments."))
@@ -265,7 +265,7 @@ def test_a_command_planted_in_a_value_is_refused(trained, run_dir, ranks):
 
 
 def test_an_index_of_another_python_is_read(run_dir, monkeypatch):
-    """3.11.0 pickles a member of an enum by its name."""
+    """Python 3.11.0 pickles enum members by name."""
     path = files.find_checkpoint(run_dir)
     before = SafeReader(path).read_metadata()
     by_name = lambda member, protocol: (getattr, (type(member), member.name))  # noqa: E731
@@ -275,49 +275,52 @@ def test_an_index_of_another_python_is_read(run_dir, monkeypatch):
     assert SafeReader(path).read_metadata().state_dict_metadata == before.state_dict_metadata
 
 
-def go_on(config):
-    with contextlib.redirect_stderr(io.StringIO()) as told:
+def resume_and_capture(config):
+    """Resume the run and return what this rank prints to stderr."""
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
         run(config, config.train.run_dir)
-    return told.getvalue()
+    return stderr.getvalue()
 
 
 def test_resume_skips_a_checkpoint_with_a_flipped_bit(trained, run_dir, ranks):
-    damaged(run_dir, "flipped")
-    whole = numbers(run_dir)
+    damage(run_dir, "flipped")
+    uninterrupted = numbers(run_dir)
     lines = [{**line, "loss": -1.0} if line["step"] > 4 else line for line in metrics(run_dir)]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = dataclasses.replace(trained, train=dataclasses.replace(trained.train, run_dir=run_dir, steps=7))
-    told = ranks.run(2, go_on, config)[0]
-    assert "step-00000006 cannot be used: __1_0.distcp is corrupt" in told
-    assert [line["loss"] for line in metrics(run_dir)][:7] == [record[1] for record in whole]
+    message = ranks.run(2, resume_and_capture, config)[0]
+    assert "step-00000006 cannot be used: __1_0.distcp is corrupt" in message
+    assert [line["loss"] for line in metrics(run_dir)][:7] == [record[1] for record in uninterrupted]
     assert files.find_checkpoint(run_dir).name == "step-00000007"
 
 
-def test_a_run_on_a_file_system_without_locks_is_warned_once(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_warns_once(tmp_path, monkeypatch):
     def fail(*args):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(files.fcntl, "lockf", fail)
-    with pytest.warns(UserWarning, match=r"cannot be locked \(No locks available\).* start only one at a time") as said:
+    with pytest.warns(
+        UserWarning, match=r"cannot be locked \(No locks available\).* start only one at a time"
+    ) as caught:
         assert files.lock_run_dir(tmp_path) is None
         files.check_not_locked(tmp_path)
-    assert len(said) == 1
+    assert len(caught) == 1
 
 
-def test_a_flipped_bit_in_a_finished_run_is_found(run_dir, tmp_path, capsys):
-    """Resuming falls back to the checkpoint before; an export reports the damage."""
-    damaged(run_dir, "flipped")
+def test_a_flipped_bit_in_a_finished_run_is_detected(run_dir, tmp_path, capsys):
+    """Resuming falls back to the previous checkpoint; an export reports the damage."""
+    damage(run_dir, "flipped")
     again = preflight(run_dir / "config.yaml", [], AUTO, run_dir)
     assert (again.last_step, again.finished) == (4, False)
     six = tmp_path / "six"
     assert_refused(lambda: export(run_dir, six, step=6), "--step=6", "__1_0.distcp", fix="use another")
     newest, four = (export(run_dir, tmp_path / str(step), step=step) for step in (None, 4))
     assert (newest / "model.safetensors").read_bytes() == (four / "model.safetensors").read_bytes()
-    told = "step-00000006 cannot be used: __1_0.distcp is corrupt"
-    assert capsys.readouterr().err.count(told) == 2
+    message = "step-00000006 cannot be used: __1_0.distcp is corrupt"
+    assert capsys.readouterr().err.count(message) == 2
 
 
-def go_on_with_a_rank_that_cannot_read(config):
+def resume_with_an_unreadable_disk_on_rank_1(config):
     def read_data(*args):
         raise OSError("the disk does not answer")
 
@@ -329,9 +332,9 @@ def go_on_with_a_rank_that_cannot_read(config):
     return str(error.value)
 
 
-def test_all_ranks_report_that_one_cannot_read_the_checkpoint(run_dir, trained, ranks):
+def test_all_ranks_report_a_rank_that_cannot_read_the_checkpoint(run_dir, trained, ranks):
     train = dataclasses.replace(trained.train, steps=8, run_dir=run_dir)
-    for message in ranks.run(2, go_on_with_a_rank_that_cannot_read, dataclasses.replace(trained, train=train)):
+    for message in ranks.run(2, resume_with_an_unreadable_disk_on_rank_1, dataclasses.replace(trained, train=train)):
         path = run_dir / "checkpoints/step-00000006"
         assert message == f"checkpoint {path} cannot be read: rank 1: OSError: the disk does not answer"
 
@@ -365,18 +368,18 @@ def test_pruning_keeps_the_previous_best_if_the_best_was_not_saved(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000006"]
 
 
-def test_a_decay_is_moved_by_the_newest_usable_checkpoint(run_dir, capsys):
-    """wsd: the decay begins at step 5, between the two checkpoints. The run resumes from the second if it can."""
+def test_the_newest_usable_checkpoint_decides_whether_the_decay_moves(run_dir, capsys):
+    """With wsd, the decay begins at step 5, between the checkpoints. The run resumes from the second one if usable."""
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     config["optim"] |= {"schedule": "wsd", "cooldown_steps": 1, "decay_steps": 6}
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
     assert resolve(None, ["train.steps=12"], run_dir).optim.decay_steps == 6
     (run_dir / "checkpoints/step-00000006/state.json").write_text('{"step": 6, "tok')
     assert resolve(None, ["train.steps=12"], run_dir).optim.decay_steps == 12
-    assert capsys.readouterr().err == "", "reported where the run resumes"
+    assert capsys.readouterr().err == "", "the damage is reported when the run resumes"
 
 
-def test_a_checkpoint_that_another_run_removes_is_damaged(tmp_path):
+def test_a_checkpoint_that_another_run_removes_counts_as_damaged(tmp_path):
     assert "FileNotFoundError" in files.find_corruption(tmp_path / "gone")
     (tmp_path / "state.json").write_text("{")
     assert "JSONDecodeError" in files.find_corruption(tmp_path)
@@ -403,11 +406,11 @@ def test_two_runs_in_one_directory_are_refused(trained, run_dir, ranks):
     try:
         with pytest.raises(AssertionError, match=in_use):
             ranks.run(2, run, config, run_dir)
-        (run_dir / "latest").rename(run_dir / "later")  # as before its first checkpoint
-        with pytest.raises(AssertionError, match=f"TransientError: .*{in_use}"):  # perhaps one that is just ending
+        (run_dir / "latest").rename(run_dir / "later")  # as before the first checkpoint
+        with pytest.raises(AssertionError, match=f"TransientError: .*{in_use}"):  # the other run may be about to end
             ranks.run(1, find_resume_point, run_dir, config, model_shape(config))
         (run_dir / "later").rename(run_dir / "latest")
-        with pytest.raises(AssertionError, match=in_use):  # as two nodes start at once
+        with pytest.raises(AssertionError, match=in_use):  # as if two nodes started at once
             ranks.run(1, files.lock_run_dir, run_dir)
         for auto in (False, True):  # `ithaka train` without --resume, and with --resume auto
             with pytest.raises(AssertionError, match=in_use):

@@ -1,4 +1,4 @@
-"""Bad input ends with exit code 2, one line that says what to do, no process started and nothing written."""
+"""Bad input exits with code 2 and one line that says what to do; no process starts and nothing is written."""
 
 import errno
 import json
@@ -49,7 +49,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def started(monkeypatch):
-    """Records what would be started instead of starting it."""
+    """Record the runs that would start, instead of starting them."""
     calls = []
 
     def run_ranks(function, args, num_ranks, apart):
@@ -99,7 +99,7 @@ def inputs(folder):
     return folder
 
 
-# A run directory with one of these files may hold something else than a run.
+# Files that show that a directory may not be a run's.
 FOREIGN_FILES = {
     "has-report": "report.html",
     "has-metrics": "metrics.jsonl",
@@ -124,7 +124,7 @@ UNUSABLE_RUN_DIRS = [
     (f"--run-dir {path}", f"train.run_dir={path}", reason, "another") for path, reason in UNUSABLE_PATHS
 ]
 
-# One table per command. A row has the arguments, the settings, values and files that the message names, the fix.
+# One table per command. Each row has the arguments; the settings, values and files that the message names; the fix.
 TRAIN = [
     ("missing.yaml", "config=missing.yaml", "No such file", "YAML file"),
     ("--set train.stepz=5", "train.stepz=5", "did you mean train.steps?"),
@@ -312,7 +312,7 @@ def test_gpus_get_a_larger_model_and_128k(folder, started, monkeypatch):
     assert config.optim.lr == GPU_DEFAULT["optim"]["lr"]
 
 
-def test_own_model_starts_from_plain_defaults(folder, started):
+def test_a_users_model_starts_from_plain_defaults(folder, started):
     write_model(folder / "model")
     (folder / "text.txt").write_text(TEXT * 3)
     arguments = [
@@ -343,7 +343,7 @@ def run_dir(folder, monkeypatch):
     return folder / "run"
 
 
-def test_resume_takes_the_saved_settings(run_dir, started):
+def test_resume_uses_the_saved_settings(run_dir, started):
     result = CliRunner().invoke(app, ["train", "--resume", "run", "--set", "train.steps=99", "--ranks", "1"])
     assert result.exit_code == 0, result.output
     [run] = started
@@ -353,7 +353,7 @@ def test_resume_takes_the_saved_settings(run_dir, started):
 
 
 def test_a_longer_run_moves_a_decay_that_has_not_begun(run_dir, started, monkeypatch):
-    """wsd: the checkpoint is of step 10; a decay from step 8 or 12 on."""
+    """With wsd and a checkpoint of step 10, the decay begins at step 8 or 12."""
     state = {"step": 10, "stale": 0, "epochs": None, "checksums": {}}
     monkeypatch.setattr("ithaka.checkpoint.files.read_state", lambda path: state)
     monkeypatch.setattr("ithaka.checkpoint.files.newest_checkpoint", lambda run_dir: run_dir)
@@ -376,7 +376,7 @@ def test_a_longer_run_moves_a_decay_that_has_not_begun(run_dir, started, monkeyp
         (24, ["train.steps=99", "optim.decay_steps=null"], 99),
         (24, [], 24),
         (7, ["train.steps=99"], 7),
-        (6, ["train.steps=99"], 99),  # the warm-up lasts six steps: no cosine has begun
+        (6, ["train.steps=99"], 99),  # the warm-up takes six steps, so the cosine has not begun
     ],
 )
 def test_a_longer_run_keeps_its_learning_rate_schedule(run_dir, started, saved, changes, expected):
@@ -412,7 +412,7 @@ def test_changes_that_a_checkpoint_does_not_allow_are_refused(run_dir, started, 
     assert_refused_at_start(run_dir.parent, started, arguments, *named, fix=fix)
 
 
-def test_positions_may_grow_on_resume(run_dir, started):
+def test_max_positions_may_grow_on_resume(run_dir, started):
     write_model(run_dir.parent / "longer", max_position_embeddings=1 << 20)
     arguments = ["--set", "model.path=longer", "--set", "data.tokenizer=bytes", "--set", "data.context=8192"]
     result = CliRunner().invoke(app, ["train", "--resume", "run", *arguments])
@@ -443,12 +443,12 @@ def test_resume_auto_starts_resumes_and_ends(run_dir, started):
         ([ExitCode.HANG, ExitCode.DONE], []),
         ([ExitCode.FAILED, ExitCode.FAILED], []),
         ([ExitCode.TRANSIENT, ExitCode.DONE], []),
-        ([ExitCode.HANG, ExitCode.HANG, ExitCode.TRANSIENT, ExitCode.FAILED], [2, 3]),  # refilled by a checkpoint
+        ([ExitCode.HANG, ExitCode.HANG, ExitCode.TRANSIENT, ExitCode.FAILED], [2, 3]),  # a checkpoint resets the count
         *([[code], []] for code in sorted(FINAL_EXIT_CODES)),
         ([ExitCode.SIGNALED + signal.SIGTERM], []),
     ],
 )
-def test_failed_ranks_are_started_again_unless_the_code_is_final(folder, monkeypatch, codes, saves):
+def test_failed_ranks_restart_unless_the_exit_code_is_final(folder, monkeypatch, codes, saves):
     runs = []
 
     def run_ranks(function, args, num_ranks, apart):
@@ -467,15 +467,15 @@ def test_failed_ranks_are_started_again_unless_the_code_is_final(folder, monkeyp
     assert result.stderr.count("Restart 1 of 1") == len(codes) - 1
 
 
-@pytest.mark.parametrize("times, ended", [(1, ExitCode.DONE), (2, ExitCode.TRANSIENT)])
-def test_a_transient_fault_before_the_ranks_start_is_restarted(folder, started, monkeypatch, times, ended):
-    """Raw, as the file system raises it; without restarts left, one line says it and nothing is written."""
+@pytest.mark.parametrize("times, exit_code", [(1, ExitCode.DONE), (2, ExitCode.TRANSIENT)])
+def test_a_transient_fault_before_the_ranks_start_is_restarted(folder, started, monkeypatch, times, exit_code):
+    """The fault is a raw OSError. Once no restarts are left, one line reports it and nothing is written."""
     faults, head = [OSError(errno.ESTALE, "Stale file handle", "text.txt")] * times, files._read_head
     (folder / "text.txt").write_text(TEXT * 100)
     monkeypatch.setattr(files, "_read_head", lambda path: raise_first(faults) or head(path))
     monkeypatch.setattr(launch, "RETRY_S", 0.0)
     result = CliRunner().invoke(app, ["train", "--set", "data.path=text.txt", "--max-restarts", "1"])
-    assert (result.exit_code, len(started)) == (ended, times % 2), result.output
+    assert (result.exit_code, len(started)) == (exit_code, times % 2), result.output
     assert result.stderr.count("TransientError: OSError: [Errno 116] Stale file handle: 'text.txt'\n") == times
     assert result.stderr.count("Restart 1 of 1") == 1
 
@@ -485,7 +485,7 @@ def raise_first(errors):
         raise errors.pop()
 
 
-def test_a_planned_file_is_written_again_unless_it_was_edited(folder):
+def test_a_planned_file_is_overwritten_unless_it_was_edited(folder):
     plan = ["plan", "llama3.2-1b", "--gpus", "H200", "--context", "8K", "--out", "long.yaml"]
     for _ in range(2):
         assert CliRunner().invoke(app, plan).exit_code == 0
@@ -497,7 +497,7 @@ def test_a_planned_file_is_written_again_unless_it_was_edited(folder):
     assert (folder / "long.yaml").read_text() == planned
 
 
-def test_a_page_of_ours_and_an_empty_file_are_replaced(tmp_path):
+def test_our_own_pages_and_empty_files_are_replaced(tmp_path):
     (tmp_path / "page.html").write_text(render_page("Title", "body"))
     (tmp_path / "empty").write_text("")
     (tmp_path / "other.html").write_text("<html><title>mine</title></html>")

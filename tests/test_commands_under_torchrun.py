@@ -1,4 +1,4 @@
-"""Every command under torchrun, on two ranks: it works or is rejected, and rank 0 alone prints."""
+"""Every command under torchrun on two ranks works or is rejected, and only rank 0 prints."""
 
 import contextlib
 import io
@@ -21,7 +21,7 @@ from ithaka.config import to_yaml
 from ithaka.exits import ExitCode
 from runs import tiny_run
 
-COMMANDS = {  # -> a part of what it prints
+COMMANDS = {  # -> part of the output
     "train run.yaml": "Report: ",
     "train run.yaml --evaluate-only": "validation loss ",
     "train --resume run --set train.steps=2": "resumed after step 1",
@@ -43,8 +43,8 @@ COMMANDS = {  # -> a part of what it prints
     "--version": "ithaka ",
     "train --help": "Usage",
 }
-SLOW = ("profile", "sample", "verify", "rehearse", "bench device", "train --resume")  # in the default tier: the others
-REJECTED = {  # -> a part of the error
+SLOW = ("profile", "sample", "verify", "rehearse", "bench device", "train --resume")  # the default tier runs the others
+REJECTED = {  # -> part of the error
     "train missing.yaml": "missing.yaml",
     "train run.yaml --set train.step=1": "train.step",
     "train run.yaml --set parallel.cp=3": "parallel.cp=3",
@@ -69,7 +69,7 @@ REJECTED = {  # -> a part of the error
 
 
 def run_commands(folder: Path, environments: dict[str, dict]) -> dict[str, tuple[int, str, str, int]]:
-    """Run commands as a rank, with additions to the environment. Return exit code, output, errors and exports."""
+    """Run commands as a rank in these environments. Return each exit code, stdout, stderr and number of exports."""
     results = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -99,7 +99,7 @@ def run_commands(folder: Path, environments: dict[str, dict]) -> dict[str, tuple
 
 
 def run_in_fork(folder: Path, ports: dict[str, int], on_one_node: bool) -> dict:
-    """Run commands as a rank with torchrun's variables, each with its port."""
+    """Run commands as a rank with torchrun's variables, each on its own port."""
     rank = dist.get_rank()
     dist.destroy_process_group()
     local = {"LOCAL_RANK": rank if on_one_node else 0, "LOCAL_WORLD_SIZE": 2 if on_one_node else 1}
@@ -108,7 +108,7 @@ def run_in_fork(folder: Path, ports: dict[str, int], on_one_node: bool) -> dict:
 
 
 def run_under_agent(folder: Path, ports: dict[str, int]) -> None:
-    """Run commands as a rank of torchrun, each with its port, and write the results to a file."""
+    """Run commands as a rank of torchrun, each on its own port, and write the results to a file."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # rank 0 deletes them in some commands
     # The agent's store would still have the addresses of the previous command.
     shared = {name: os.environ[name] for name in names} | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
@@ -155,8 +155,8 @@ def check_commands(results: list[dict], commands: list[str], num_nodes: int) -> 
 
 
 @pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_commands_end_well_and_print_once(ranks, tmp_path, slow):
-    """Each rank is a node if slow."""
+def test_commands_succeed_and_print_once(ranks, tmp_path, slow):
+    """In the slow case, each rank is its own node."""
     commands = [command for command in COMMANDS if slow or not command.startswith(SLOW)]
     check_commands(start(ranks, tmp_path, commands, on_one_node=not slow), commands, num_nodes=1 + slow)
 
@@ -170,8 +170,8 @@ def test_a_rejected_command_prints_one_error(ranks, tmp_path):
         assert second[command][1:3] == ("", ""), (command, second[command])
 
 
-def test_no_command_is_left_out():
-    """Above, every command works once and is rejected once."""
+def test_every_command_is_tested():
+    """COMMANDS and REJECTED each have every command."""
 
     def names(group, prefix=""):
         for name, command in group.commands.items():
@@ -184,7 +184,7 @@ def test_no_command_is_left_out():
 
 @pytest.mark.slow
 def test_torchrun_starts_every_command(tmp_path):
-    """In one start of torchrun."""
+    """torchrun starts once, and its ranks run all commands."""
     write_run(tmp_path)
     script = tmp_path / "commands.py"
     imports = "from pathlib import Path\nfrom test_commands_under_torchrun import run_under_agent\n"
@@ -198,13 +198,13 @@ def test_torchrun_starts_every_command(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["train missing.yaml", "evaluate missing", "data missing.yaml"])
 def test_torchrun_ends_with_one_error(tmp_path, command):
-    """An error of all ranks; of rank 0 while the other connects; and of rank 0 after the other has ended."""
+    """All ranks fail; or rank 0 fails while rank 1 connects, or after it has ended."""
     done = torchrun("-m", "ithaka", *command.split(), cwd=tmp_path, timeout_s=100)
     assert done.returncode and done.stdout == ""
     assert done.stderr.count("ConfigError: ") == 1 and "missing" in done.stderr, done.stderr[-3000:]
 
 
-def test_an_error_of_all_ranks_is_left_to_rank_0(monkeypatch, capsys):
+def test_only_rank_0_reports_an_error_of_all_ranks(monkeypatch, capsys):
     """torchrun ends the other ranks while they wait."""
 
     class Ended(Exception):
@@ -215,12 +215,12 @@ def test_an_error_of_all_ranks_is_left_to_rank_0(monkeypatch, capsys):
 
     monkeypatch.setattr(launch.time, "sleep", wait)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for words in (["train", "--unknown"], ["train", "--run-dir", ""]):
+    for arguments in (["train", "--unknown"], ["train", "--run-dir", ""]):
         monkeypatch.setenv("RANK", "1")
         with pytest.raises(Ended):
-            cli.app(words)
+            cli.app(arguments)
         assert capsys.readouterr() == ("", "")
         monkeypatch.setenv("RANK", "0")
         with pytest.raises(SystemExit) as end:
-            cli.app(words)
-        assert end.value.code == ExitCode.WRONG_INPUT and words[1] in capsys.readouterr().err
+            cli.app(arguments)
+        assert end.value.code == ExitCode.WRONG_INPUT and arguments[1] in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""FlashAttention 4's compiled kernels are cached in a folder that only this user can write to, and by one process."""
+"""FlashAttention 4 kernels are compiled by one process and cached in a folder that only this user can write to."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def root(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def test_the_folder_is_this_users_alone(root, monkeypatch):
+def test_only_this_user_may_write_to_the_cache(root, monkeypatch):
     assert compiled.cache_root() == root and root.stat().st_mode & 0o777 == 0o700
     root.chmod(0o770)
     with pytest.warns(UserWarning, match=f"{root} is writable by others; set {FOLDER}"):
@@ -33,14 +33,14 @@ def test_the_folder_is_this_users_alone(root, monkeypatch):
         assert compiled.cache_root() is None
 
 
-def test_a_folder_that_cannot_be_made_is_no_error(root):
+def test_a_folder_that_cannot_be_created_only_warns(root):
     root.write_text("a file")
     with pytest.warns(UserWarning, match="compiled in every process: .* cannot be written"):
         assert compiled.cache_root() is None
 
 
 def test_helpers_compile_what_is_missing_and_ranks_wait_for_them(root):
-    """One of the three fails: it is tried again, and nobody waits for it forever."""
+    """One of three helpers fails: it is tried again, and no rank waits for it forever."""
     go = root / "go"
     program = (
         f"import os, time; go = lambda: os.path.exists({str(go)!r}) or time.sleep(0.02); "
@@ -65,7 +65,7 @@ def test_helpers_do_not_wait_for_each_other(root):
     assert helper.wait() == 0 and time.monotonic() - start < 60
 
 
-def test_a_run_goes_on_without_helpers(root, monkeypatch):
+def test_a_run_continues_without_helpers(root, monkeypatch):
     def refuse(*_, **__):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
@@ -77,8 +77,8 @@ def test_a_run_goes_on_without_helpers(root, monkeypatch):
         assert compiled.start_helpers("H200", "print", [(0,)]) == []
 
 
-def test_nobody_waits_longer_than_the_limit(root, monkeypatch):
-    """Not even if a helper hangs, which is killed."""
+def test_ranks_and_helpers_stop_at_the_time_limit(root, monkeypatch):
+    """If a helper hangs, ranks stop waiting for it, and it is killed."""
     (helper,) = compiled.start_helpers("H200", "__import__('time').sleep", [(30,)])
     monkeypatch.setattr(compiled, "WAIT_S", 0.2)
     start = time.monotonic()
@@ -90,8 +90,8 @@ def test_nobody_waits_longer_than_the_limit(root, monkeypatch):
     assert helper.wait() == -signal.SIGALRM
 
 
-def test_caches_are_on_disk_though_another_library_imported_the_package(root, monkeypatch):
-    """It reads its environment variables when it is imported, and may have been by then."""
+def test_caches_are_on_disk_even_if_another_library_imported_the_package(root, monkeypatch):
+    """The package reads its environment variables on import, which may have happened before ours."""
 
     class Cache(dict):
         def __init__(self, folder=None):
@@ -117,7 +117,7 @@ def test_caches_are_on_disk_though_another_library_imported_the_package(root, mo
 
 
 def test_helpers_start_before_slow_imports_and_checks(tmp_path, monkeypatch):
-    """Importing transformers takes seconds, in which the helpers compile."""
+    """Importing transformers takes seconds, during which the helpers compile."""
     script = "import sys, ithaka.preflight.preflight; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
     events = []

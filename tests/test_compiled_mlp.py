@@ -1,4 +1,4 @@
-"""torch.compile for real: the same loss and gradients, with tiles of two lengths and FSDP2's shards."""
+"""Real torch.compile gives the same loss and gradients, with tiles of two lengths and FSDP2's shards."""
 
 import shutil
 
@@ -15,10 +15,10 @@ COMPILER = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
 
 
 def compiled_step():
-    """Errors of loss and gradients against plain Hugging Face; graphs made in the first step and in the second."""
+    """Return errors of loss and gradients against Hugging Face, graphs compiled after each step, and graph breaks."""
     torch._dynamo.reset()
     counters.clear()
-    torch._inductor.config.cpp.vec_isa_ok = False  # to find out takes the compiler seconds
+    torch._inductor.config.cpp.vec_isa_ok = False  # probing the compiler for it takes seconds
     config = tiny_config("llama")
     model, _ = parallel(1, config, Layout(tile_tokens=8, compile=True))
     plain = tiny_model(config)

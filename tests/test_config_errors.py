@@ -26,7 +26,7 @@ from ithaka.config import (
 )
 from refusals import assert_refused
 
-# (override, how the message names setting and value, fix)
+# (override, what the message names, fix)
 BAD_OVERRIDES = [
     ("data.contxt=5", "data.contxt=5", "did you mean data.context?"),
     ("dta.context=5", "dta", "did you mean data?"),
@@ -171,7 +171,7 @@ def test_token_counts_accept_units(text, tokens):
     assert load_config(overrides=[f"data.context={text}"]).data.context == tokens
 
 
-def test_scientific_notation_is_a_number():
+def test_scientific_notation_and_integers_are_numbers():
     assert load_config(overrides=["optim.lr=3e-4"]).optim.lr == 3e-4
     assert load_config(overrides=["optim.lr=1"]).optim.lr == 1.0
 
@@ -180,7 +180,7 @@ def test_off_is_a_string_despite_yaml():
     assert load_config(overrides=["memory.plan=off"]).memory.plan == "off"
 
 
-def test_a_field_accepts_strings_and_numbers():
+def test_a_field_may_accept_strings_numbers_and_null():
     assert load_config(overrides=["memory.keep_attention=3"]).memory.keep_attention == 3
     assert load_config(overrides=["memory.keep_attention=all"]).memory.keep_attention == "all"
     assert load_config(overrides=["optim.clip_norm=null"]).optim.clip_norm is None
@@ -219,7 +219,7 @@ def test_only_existing_paths_become_absolute(tmp_path, monkeypatch):
     assert [tree["model"]["path"], tree["adapter"]["path"], tree["memory"]["disk_path"]] == [m, m, m]
     data = tree["data"]
     assert (data["tokenizer"], data["text_field"], data["chat_template"]) == ("bytes", "m", f"{m}/a.txt")
-    assert [each["path"] for each in data["sources"]] == ["hf:/org/name", "org/name", f"{m}/*.txt", "/else/where"]
+    assert [source["path"] for source in data["sources"]] == ["hf:/org/name", "org/name", f"{m}/*.txt", "/else/where"]
     assert tree["curriculum"][0]["data"] == {"path": f"{m}/a.txt", "tokenizer": m}
     assert tree["evaluate"]["data"] == f"{m}/a.txt" and with_absolute_paths(tree) == tree
     assert to_dict(parse_config(tree)) == tree
@@ -234,7 +234,7 @@ def test_any_adapter_setting_enables_the_adapter(tmp_path):
     assert load_config(tmp_path / "config.yaml") == config
 
 
-def test_construction_in_python_is_checked_too():
+def test_configs_built_in_python_are_checked_too():
     assert_refused(lambda: dataclasses.replace(TrainConfig(), steps=0), "train.steps=0", fix="at least 1")
     assert_refused(lambda: ParallelConfig(cp=1.5), "parallel.cp=1.5", fix="integer")
 
@@ -266,15 +266,16 @@ def test_a_source_inherits_reading_options_from_data():
     (alone,) = load_config(overrides=["data.path=a", "data.text_field=body"]).data.all_sources()
     assert (alone.path, alone.text_field) == (pathlib.Path("a"), "body")
     overrides = ["data.path=c", "data.sources=[{path: a}]"]
-    both = ["data.path=c", "data.sources"]
-    assert_refused(lambda: load_config(overrides=overrides), *both, fix="make the path a source")
+    assert_refused(
+        lambda: load_config(overrides=overrides), "data.path=c", "data.sources", fix="make the path a source"
+    )
 
 
 def test_formatted_mappings_omit_null():
     assert format_value({"type": None, "theta": 4e5, "deep": {"on": True}}) == "{theta: 400000.0, deep: {on: true}}"
 
 
-def test_one_key_of_a_nested_setting(tmp_path):
+def test_one_key_of_a_nested_setting_may_be_set(tmp_path):
     """--set data.reasoning.loss=false keeps the other keys of data.reasoning."""
     file = tmp_path / "long.yaml"
     file.write_text("data: {reasoning: {turns: last}}")

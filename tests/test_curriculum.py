@@ -1,4 +1,4 @@
-"""A curriculum: one run through several lengths, each with its own plan, that resumes from any step."""
+"""A curriculum trains several lengths in one run, each with its own plan, and resumes from any step."""
 
 import dataclasses
 import json
@@ -34,8 +34,8 @@ def train(*arguments):
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """The run of ENTRIES, its file and what it printed."""
+def finished(tmp_path_factory):
+    """The run directory of ENTRIES, its YAML file and its output."""
     folder = tmp_path_factory.mktemp("curriculum")
     tree = to_dict(tiny_run(folder))
     shutil.copytree(folder / "texts", folder / "others")
@@ -50,50 +50,50 @@ def done(tmp_path_factory):
     return folder / "run", folder / "file.yaml", train(folder / "file.yaml", "--run-dir", folder / "run")
 
 
-def test_one_command_trains_all_entries(done):
-    run_dir, file, said = done
+def test_one_command_trains_all_entries(finished):
+    run_dir, file, output = finished
     records = metrics(run_dir)[1:]
     assert [record["step"] for record in records] == list(range(1, 11))
     per_step = [b["tokens"] - a["tokens"] for a, b in zip(metrics(run_dir), records, strict=False)]
     assert per_step == [61] * 3 + [122] * 3 + [90] * 2 + [61] * 2
     optim = dataclasses.replace(load_config(file).optim, decay_steps=10)
-    own = dataclasses.replace(optim, lr=5e-4, warmup_steps=1, decay_steps=2)
+    third_optim = dataclasses.replace(optim, lr=5e-4, warmup_steps=1, decay_steps=2)
     rates = [learning_rate(step, optim, 10) for step in range(10)]
-    rates[6:8] = learning_rate(0, own, 2), learning_rate(1, own, 2)
+    rates[6:8] = learning_rate(0, third_optim, 2), learning_rate(1, third_optim, 2)
     assert [record["lr"] for record in records] == rates
-    assert "4 of 4, steps 9 to 10" in said and "theta 50000.0" in said.partition("2 of 4")[2]
-    assert "every 15 minutes and 1 steps, in the background" in said
-    assert "first tokens" not in said and "timeouts" not in said
-    assert theta_of(run_dir / "model") == 5e4
+    assert "4 of 4, steps 9 to 10" in output and "theta 50000.0" in output.partition("2 of 4")[2]
+    assert "every 15 minutes and 1 steps, in the background" in output
+    assert "first tokens" not in output and "timeouts" not in output
+    assert read_theta(run_dir / "model") == 5e4
     assert not (run_dir / "tokens").exists() or not any((run_dir / "tokens").iterdir())
 
 
-def test_data_continues_where_an_entry_ended(done):
-    """The last entry reads on in the first two's data."""
-    states = [json.loads((done[0] / f"checkpoints/step-{step:08d}/state.json").read_text()) for step in (6, 8, 9)]
+def test_an_entry_continues_the_data_of_an_earlier_one(finished):
+    """The last entry continues the data of the first two."""
+    states = [json.loads((finished[0] / f"checkpoints/step-{step:08d}/state.json").read_text()) for step in (6, 8, 9)]
     before, other, after = (state["data"] for state in states)
     assert before["data"] == after["data"] != other["data"]
     assert after["sequences"] == before["sequences"] + 1 and other["sequences"] == 2
 
 
-def test_a_step_is_exported_with_the_positions_of_its_entry(done, tmp_path):
-    thetas = [theta_of(export(done[0], tmp_path / str(step), step=step)) for step in (3, 4)]
+def test_a_step_is_exported_with_the_positions_of_its_entry(finished, tmp_path):
+    thetas = [read_theta(export(finished[0], tmp_path / str(step), step=step)) for step in (3, 4)]
     assert thetas == [10000.0, 5e4]
 
 
-def theta_of(folder):
+def read_theta(folder):
     return json.loads((folder / "config.json").read_text())["rope_parameters"]["rope_theta"]
 
 
 @pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.slow), 7])
-def test_resume_from_any_entry_repeats_every_number(done, tmp_path, step):
-    again = copy_back_at(done[0], tmp_path / "again", step)
+def test_resume_from_any_entry_repeats_every_number(finished, tmp_path, step):
+    again = copy_back_at(finished[0], tmp_path / "again", step)
     train("--resume", again)
-    assert numbers(again) == numbers(done[0])
+    assert numbers(again) == numbers(finished[0])
 
 
-def test_a_finished_curriculum_offers_resume_auto(done):
-    assert_command_refused(["train", "--resume", str(done[0])], "curriculum", fix="--resume auto")
+def test_a_finished_curriculum_offers_resume_auto(finished):
+    assert_command_refused(["train", "--resume", str(finished[0])], "curriculum", fix="--resume auto")
 
 
 ENTRY = {"context": 8, "steps": 1}
@@ -124,8 +124,8 @@ def test_bad_curriculum_is_refused(tree, named, fix):
     assert_refused(lambda: parse_config({"curriculum": [ENTRY], **tree}), *named, fix=fix)
 
 
-def test_later_entries_are_checked_before_the_first_starts(done, tmp_path):
-    tree = yaml.safe_load(done[1].read_text())
+def test_later_entries_are_checked_before_the_first_starts(finished, tmp_path):
+    tree = yaml.safe_load(finished[1].read_text())
     tree["curriculum"][3]["data"] = {"path": "/nowhere"}
     (tmp_path / "file.yaml").write_text(yaml.safe_dump(tree))
     arguments = ["train", str(tmp_path / "file.yaml"), "--run-dir", str(tmp_path / "run")]
@@ -136,11 +136,11 @@ def test_later_entries_are_checked_before_the_first_starts(done, tmp_path):
 def test_each_entry_has_its_own_plan(tmp_path):
     curriculum = [{"context": 2**15, "steps": 1}, {"context": 2**24, "steps": 1}]
     tree = {"model": {"embedded": "base"}, "memory": {"tile_tokens": 4096}, "curriculum": curriculum}
-    whole, names = parse_config(tree), {"model.embedded", "memory.tile_tokens"}
+    config, names = parse_config(tree), {"model.embedded", "memory.tile_tokens"}
     hardware = Hardware(find_gpu("H100"), 8, 1, host_bytes=2 * 10**12, disk_bytes=0)
-    plans = [plan_run(whole.at(step), names, hardware)[1] for step in (0, 1)]
+    plans = [plan_run(config.at(step), names, hardware)[1] for step in (0, 1)]
     assert plans[0].layout != plans[1].layout and {plan.layout.tile_tokens for plan in plans} == {4096}
-    (tmp_path / "config.yaml").write_text(curriculum_to_save(whole, names, plans[0]))
-    assert load_config(tmp_path / "config.yaml") == whole == parse_config(yaml.safe_load(to_yaml(whole)))
+    (tmp_path / "config.yaml").write_text(curriculum_to_save(config, names, plans[0]))
+    assert load_config(tmp_path / "config.yaml") == config == parse_config(yaml.safe_load(to_yaml(config)))
     stored = explicit_settings(tmp_path / "config.yaml")
     assert "memory.tile_tokens" in stored and not stored & ({*plans[0].settings} - names)

@@ -1,4 +1,4 @@
-"""A custom loss: a function of per-token results replaces the cross-entropy in training; examples/hooks.py."""
+"""A custom loss, a function of per-token results, replaces the cross-entropy in training, as in examples/hooks.py."""
 
 import copy
 import json
@@ -35,13 +35,13 @@ def focal_loss(tokens, labels):
     return -tokens.logprobs * (1 - tokens.logprobs.exp()) + 0.1 * tokens.entropies + (labels == -100)
 
 
-def test_gradients_equal_those_of_the_plain_model():
+def test_gradients_of_a_custom_loss_equal_those_of_the_plain_model():
     plain, ids = tiny_model(tiny_config("llama")), random_ids(1, 23)
     models, labels = [copy.deepcopy(plain) for _ in range(2)], ids.masked_fill(torch.arange(23) % 3 == 1, -100)
     logprobs = F.log_softmax(plain(input_ids=ids, use_cache=False).logits[0, :-1], dim=-1)
-    own, valid = logprobs.gather(1, ids[0, 1:, None])[:, 0], labels[0, 1:] != -100
+    label_logprobs, valid = logprobs.gather(1, ids[0, 1:, None])[:, 0], labels[0, 1:] != -100
     entropies = -(logprobs.exp() * logprobs).sum(-1)
-    expected = (-own * (1 - own.exp()) + 0.1 * entropies)[valid].mean()
+    expected = (-label_logprobs * (1 - label_logprobs.exp()) + 0.1 * entropies)[valid].mean()
     expected.backward()
 
     def work():
@@ -54,8 +54,8 @@ def test_gradients_equal_those_of_the_plain_model():
         assert out.tokens is None
         errors = {"loss": relative(out.loss.detach(), expected.detach()), **gradient_errors(model, plain)}
         with torch.no_grad():
-            entropy = model.eval()(input_ids=ids, labels=labels).loss
-        return errors | {"validation": relative(entropy, -own.detach()[valid].mean())}
+            cross_entropy = model.eval()(input_ids=ids, labels=labels).loss
+        return errors | {"validation": relative(cross_entropy, -label_logprobs.detach()[valid].mean())}
 
     check(on_threads(2, work))
 
@@ -66,9 +66,9 @@ def test_the_example_runs_and_wrong_names_and_shapes_are_refused(tmp_path):
     for each in (config, plain):
         run(each)
     lines = [json.loads(line) for line in (config.train.run_dir / "losses.jsonl").read_text().splitlines()]
-    losses, others = ([step[1] for step in numbers(each.train.run_dir)] for each in (config, plain))
+    losses, plain_losses = ([step[1] for step in numbers(each.train.run_dir)] for each in (config, plain))
     assert [line["loss"] for line in lines if "loss" in line] == losses and any("checkpoint" in line for line in lines)
-    assert losses[1] < 0.5 * others[1], "each loss is multiplied by a probability"
+    assert losses[1] < 0.5 * plain_losses[1], "each loss is multiplied by a probability"
     again = moved(config, copy_back_at(config.train.run_dir, tmp_path / "again", step=2))
     run(again, again.train.run_dir)
     assert numbers(again.train.run_dir) == numbers(config.train.run_dir)

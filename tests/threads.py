@@ -1,7 +1,7 @@
-"""Ranks as threads of one process: real exchanges and real FSDP2, also where there is only one GPU.
+"""Ranks as threads of one process: real exchanges and real FSDP2, even with a single GPU.
 
-PyTorch's threaded process group runs a collective in rank 0's thread, on its current stream, which knows nothing of the
-other ranks' streams (FSDP2 has some of its own). `Ordered` makes it wait for them, and them for it, as NCCL would.
+PyTorch's threaded process group runs a collective in rank 0's thread, on its current stream, without synchronizing with
+the streams of other ranks and FSDP2. `Ordered` makes it wait for them, and them for it, as NCCL would.
 """
 
 import threading
@@ -14,7 +14,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 
 
 class Ordered(multi_threaded_pg.Collective):
-    """Runs after what every rank has queued on its current stream, and before what they queue next."""
+    """A collective that runs after all work queued on each rank's current stream, and before all work queued later."""
 
     def __init__(self, world_size: int, collective: Any, pg: Any) -> None:
         super().__init__(world_size, collective, pg)
@@ -33,7 +33,7 @@ class Ordered(multi_threaded_pg.Collective):
         return joined
 
     def work(self, data: Any) -> None:
-        """Called by rank 0 alone."""
+        """Only rank 0 calls this."""
         for event in self._queued:
             torch.cuda.current_stream().wait_event(event)
         self._inner.work(data)
@@ -41,13 +41,13 @@ class Ordered(multi_threaded_pg.Collective):
 
 
 def on_threads(num_ranks: int, work: Callable[[], Any], timeout_s: float = 300) -> list[Any]:
-    """Calls work() on `num_ranks` threads, each a rank of its own; returns what each returned."""
+    """Call work() on `num_ranks` threads, each its own rank, and return the results by rank."""
     values: list[Any] = [None] * num_ranks
     errors: list[BaseException | None] = [None] * num_ranks
     store = dist.HashStore()
 
     def run(rank: int) -> None:
-        # Autograd's own thread per device would run the backward of every rank, and wait in the first one's exchange.
+        # Autograd's thread per device would run the backward of every rank, and block in the first rank's exchange.
         torch.autograd.set_multithreading_enabled(False)
         try:
             dist.init_process_group("threaded", rank=rank, world_size=num_ranks, store=store)
@@ -72,7 +72,7 @@ def on_threads(num_ranks: int, work: Callable[[], Any], timeout_s: float = 300) 
         multi_threaded_pg.Collective = plain
     late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     failed = [error for error in errors if error is not None]
-    if failed:  # the others end with SystemExit once one has failed
+    if failed:  # once one rank fails, the others end with SystemExit
         raise next((error for error in failed if not isinstance(error, SystemExit)), failed[0])
     if late:
         raise TimeoutError(f"ranks {late} of {num_ranks} did not end in {timeout_s} s")

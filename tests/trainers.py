@@ -1,4 +1,4 @@
-"""What Hugging Face's trainers need in a rank of the tests' process groups."""
+"""Helpers to run Hugging Face's trainers in the tests' process groups."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 @contextmanager
 def trainer_environment(cp: int) -> Iterator[None]:
-    """The variables that torchrun sets, unless cp is 0; accelerate's state ends with the context."""
+    """Set torchrun's variables, unless cp is 0, and reset accelerate's state at the end."""
     with pytest.MonkeyPatch.context() as patch:
         if cp:
             ranks = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
@@ -28,9 +28,9 @@ def trainer_environment(cp: int) -> Iterator[None]:
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers."""
+    """Return full parameters and persistent buffers."""
     stored = model.state_dict().keys()
-    named = [*model.named_parameters(), *(each for each in model.named_buffers() if each[0] in stored)]
+    named = [*model.named_parameters(), *(item for item in model.named_buffers() if item[0] in stored)]
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in named}
 
 

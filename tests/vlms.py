@@ -1,4 +1,4 @@
-"""Small random vision-language models, and inputs with two images and a video."""
+"""Small random vision-language models, and inputs with images and videos."""
 
 from typing import Any
 
@@ -95,7 +95,7 @@ def tiny_vlm(family: str, dtype: torch.dtype = torch.float64, **text: Any) -> Pr
 def media_inputs(
     family: str, images: list[tuple[int, int]], videos: list[tuple[int, int, int]] = (), before: int = 3, seed: int = 5
 ) -> dict[str, Tensor]:
-    """A row with text, images and videos, of which sizes are in patches."""
+    """Return a row with text, images and videos; sizes are in patches."""
     generator = torch.Generator().manual_seed(seed)
 
     def text(n: int) -> list[int]:
@@ -108,7 +108,7 @@ def media_inputs(
         parts = [frames] if "qwen2" in family else [1] * frames  # Qwen3-VL has text between frames
         for part in parts:
             ids += [START, *[VIDEO] * (part * height * width // 4), END, *text(2)]
-    for height, width in images[1:]:  # after the videos, so that features have another order than tokens
+    for height, width in images[1:]:  # after the videos, so that features and tokens have different orders
         ids += [START, *[IMAGE] * (height * width // 4), END, *text(4)]
     ids += text(5)
     inputs: dict[str, Tensor] = {"input_ids": torch.tensor([ids])}
@@ -144,7 +144,7 @@ TEMPLATE = """{%- for message in messages -%}
 
 
 class TinyProcessor(Qwen3VLProcessor):
-    """Qwen3-VL's, without its video processor, which needs torchvision."""
+    """Qwen3-VL's processor without its video processor, which needs torchvision."""
 
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
         self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
@@ -153,7 +153,7 @@ class TinyProcessor(Qwen3VLProcessor):
 
 
 def tiny_processor() -> TinyProcessor:
-    """One token per byte; patches of 4 x 4 pixels."""
+    """Return a processor with one token per byte and patches of 4 x 4 pixels."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -165,7 +165,7 @@ def tiny_processor() -> TinyProcessor:
 
 
 def model_for(processor: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A small Qwen3-VL with the processor's vocabulary and patches."""
+    """Return a small Qwen3-VL with the processor's vocabulary and patches."""
     ids = dict(zip(SPECIAL, processor.tokenizer.convert_tokens_to_ids(SPECIAL), strict=True))
     config = vlm_config(
         "qwen3_vl", vocab_size=len(processor.tokenizer), num_hidden_layers=1, max_position_embeddings=4096
@@ -179,7 +179,7 @@ def model_for(processor: Any, dtype: torch.dtype = torch.float32) -> PreTrainedM
 
 
 def picture(seed: int) -> Image.Image:
-    """A gradient of random colors; sizes differ."""
+    """Return a gradient of random colors; the size depends on the seed."""
     generator = numpy.random.default_rng(seed)
     height, width = 16 + 8 * (seed % 3), 24 + 8 * (seed % 2)
     ramp = numpy.linspace(0, 1, width)[None, :, None] * numpy.linspace(0.5, 1, height)[:, None, None]

@@ -1,4 +1,4 @@
-"""The gated delta rule in bfloat16 kernels against the plain rule in float64: outputs, states, maps and gradients."""
+"""Bfloat16 kernels of the gated delta rule match the plain rule in float64: outputs, states, maps and gradients."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ STARTS = {
     "starts here": (0, TOKENS, 3 * TOKENS),
     "packed": tuple(TOKENS + start for start in (-TOKENS, -1, 5, 63, 64, 65, 130, 256, 449, 699, 2 * TOKENS)),
 }
-TOLERANCE = 4e-3  # products in TF32, and one rounding of 16-bit results
+TOLERANCE = 4e-3  # TF32 products, and one rounding of 16-bit results
 
 
 @pytest.fixture(autouse=True)
@@ -25,20 +25,20 @@ def own_kernels(monkeypatch):
 @pytest.mark.parametrize("starts", STARTS)
 @pytest.mark.parametrize("key_heads", [16, 32])
 @pytest.mark.parametrize("normalizes", [True, False])
-def test_kernels_match_the_rule(starts, key_heads, normalizes, monkeypatch):
+def test_kernels_match_the_plain_rule(starts, key_heads, normalizes, monkeypatch):
     monkeypatch.setattr(delta_rule, "SEGMENT_ROWS", 256 * 32)  # several segments
     check(LocalDocs(STARTS[starts], TOKENS, TOKENS, 1, "cuda"), (key_heads, 32), (128, 128), normalizes)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dims", [(64, 128), (96, 192), (32, 64)])
-def test_kernels_at_other_head_dims(dims):
+def test_kernels_match_the_plain_rule_at_other_head_dims(dims):
     check(LocalDocs(STARTS["packed"], TOKENS, TOKENS, 1, "cuda"), (2, 4), dims, True)
 
 
 @pytest.mark.gpu
-def test_keys_that_repeat():
-    """They overwrite each other: the powers of such a system overflow, its inverse does not."""
+def test_kernels_match_the_plain_rule_for_repeated_keys():
+    """Repeated keys overwrite each other: the powers of such a system overflow, its inverse does not."""
     docs = LocalDocs(STARTS["one document"], TOKENS, TOKENS, 1, "cuda")
     check(docs, (2, 4), (128, 128), True, repeats=True)
 
@@ -62,21 +62,22 @@ def check(
         k[1:] = k[:1]
     if not normalizes:
         k = k / K**0.5
-    # Heads that forget within a few tokens, and heads whose state crosses all of them.
+    # Some heads forget within a few tokens, others carry their state across all of them.
     g, beta = -torch.logspace(-4, 0, H, device=device) * draw(s, H).exp(), draw(s, H).sigmoid()
     state, dstate = draw(H, K, V), draw(H, K, V)
-    found = []
+    by_dtype = []
     for dtype in (None, torch.float64):
         inputs = DeltaInputs(*(t.to(dtype, copy=True) for t in (q, k, v, g, beta)))
-        rule, own = DeltaRule(inputs, docs, normalizes), [t.to(dtype) for t in (state, dout, dstate)]
+        rule = DeltaRule(inputs, docs, normalizes)
+        initial, dy, dlast = (t.to(dtype) for t in (state, dout, dstate))
         segment = rule._segment(rule.segments[0])
         assert type(segment) is (delta_rule.FusedSegment if dtype is None else delta_rule.Segment)
-        results = {"map": rule.summarize(), "gradient's map": rule.summarize_grad(own[1])}
-        results["out"], states = rule.forward(own[0])
+        results = {"map": rule.summarize(), "gradient's map": rule.summarize_grad(dy)}
+        results["out"], states = rule.forward(initial)
         results["states"] = states[1:]
-        results["state"] = rule.backward(states, own[1], own[2])
-        found.append(results | dict(zip(("q", "k", "v", "g", "beta"), inputs, strict=True)))
-    ours, exact = found
+        results["state"] = rule.backward(states, dy, dlast)
+        by_dtype.append(results | dict(zip(("q", "k", "v", "g", "beta"), inputs, strict=True)))
+    ours, exact = by_dtype
     errors = {name: relative(ours[name].double(), exact[name]) for name in ours if exact[name].any()}
     too_large = {name: error for name, error in errors.items() if not error < TOLERANCE}
     assert not too_large, f"{too_large} of {errors}"

@@ -1,4 +1,4 @@
-"""adapter.dropout on a GPU, where one compiled kernel computes the mask: the same bits as on a CPU."""
+"""adapter.dropout on a GPU, where a compiled kernel computes the mask, drops the same elements as on a CPU."""
 
 import pytest
 import torch

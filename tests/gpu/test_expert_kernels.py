@@ -1,4 +1,4 @@
-"""Expert blocks in bfloat16 on a GPU against transformers' experts in float64."""
+"""Expert blocks in bfloat16 on a GPU match transformers' experts in float64."""
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ SHAPES = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", SHAPES)
-def test_experts_on_a_gpu(family):
-    """An expert without tokens, too: its gradients are zero."""
+def test_experts_on_a_gpu_match_transformers(family):
+    """One expert has no tokens: its gradients are zero."""
     experts = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 4}
     changes = {"hidden_size": 256, **experts, **SHAPES[family]}
     layer = tiny_decoder(family, num_hidden_layers=1, **changes).model.layers[0].cuda()
@@ -42,8 +42,8 @@ def test_experts_on_a_gpu(family):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("D", "N"), [(1440, 2880), (1, 200), (16, 72), (768, 16)])
-def test_products_are_added_unrounded(D, N):
-    """To a sum that is not contiguous; the last expert has no row, and no group is a multiple of a block."""
+def test_products_are_added_without_rounding(D, N):
+    """The sum is not contiguous, the last expert has no rows, and no group is a multiple of a block."""
     generator = torch.Generator("cuda").manual_seed(2)
     chosen = torch.rand(700, 7, generator=generator, device="cuda").topk(3).indices
     rows = Rows.sort(chosen, 8)

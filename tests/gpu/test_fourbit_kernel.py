@@ -10,8 +10,8 @@ from ithaka.layer.fourbit import NF4, ROW, SCALES_AT, Format, block_scales, dequ
 @pytest.mark.parametrize("shape", [(64, 758), (2, 64, 758)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("layout", [NF4, Format("nf4", False), Format("fp4", False), Format("mxfp4")], ids=str)
-def test_bits_are_those_of_plain_torch(layout, dtype, shape):
-    """The last row of a matrix is not full."""
+def test_unpacked_weights_equal_those_of_plain_torch(layout, dtype, shape):
+    """The last packed row of each matrix is not full."""
     generator, num_matrices = torch.Generator().manual_seed(4), shape[0] if len(shape) == 3 else 1
     packed = torch.randint(256, (3 * num_matrices, layout.row_bytes), dtype=torch.uint8, generator=generator)
     if layout == NF4:

@@ -29,9 +29,9 @@ gpu = pytest.mark.gpu
 
 
 def gradients(device, cp: int, **layer) -> dict[str, torch.Tensor]:
-    """Gradients of the second of two steps, which reuses the memory where the first one's tokens left other values.
+    """Return the gradients of the second of two steps, which reuses memory that holds other values from the first.
 
-    One head per rank and stage. The reference kernel always adds in the same order; PyTorch's on a GPU do not.
+    Each stage has one head per rank. The reference kernel always adds in the same order; PyTorch's GPU kernels do not.
     """
     size = SIZE if device.type == "cuda" else SIZE_ON_CPU
     model, batch = initial_model("qwen3", size, 0, device), random_batch(size, 0, device)
@@ -44,19 +44,19 @@ def gradients(device, cp: int, **layer) -> dict[str, torch.Tensor]:
             ours(input_ids=ids, labels=ids).loss.backward()
         return {name: param.grad.full_tensor() for name, param in ours.named_parameters()}
 
-    found = on_threads(cp, work)
+    grads_by_rank = on_threads(cp, work)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return found[0]
+    return grads_by_rank[0]
 
 
-def different(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+def differing_names(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
     assert a.keys() == b.keys()
     return [name for name, grad in a.items() if not torch.equal(grad, b[name])]
 
 
 def late_copies(monkeypatch, *streams: str) -> None:
-    """The store's `streams` sleep before each copy."""
+    """Make these streams of the store sleep before each copy."""
     queue = Store.on_stream
 
     @contextmanager
@@ -69,8 +69,8 @@ def late_copies(monkeypatch, *streams: str) -> None:
     monkeypatch.setattr(Store, "on_stream", late)
 
 
-def after(sleep, method):
-    """The method, after a sleep."""
+def delay(sleep, method):
+    """Return a method that sleeps first."""
 
     def late(self, *args, **more):
         sleep()
@@ -80,15 +80,15 @@ def after(sleep, method):
 
 
 def late_disk(monkeypatch) -> None:
-    """Writes slowly: backward asks for tensors that forward's last writes have not finished."""
-    monkeypatch.setattr(DiskFile, "write", after(lambda: time.sleep(0.1), DiskFile.write))
+    """Slow down writes, so that backward needs tensors that forward has not finished writing."""
+    monkeypatch.setattr(DiskFile, "write", delay(lambda: time.sleep(0.1), DiskFile.write))
 
 
 def late_compute(monkeypatch) -> None:
-    """Attention starts late, so copies and exchanges that do not wait for it come too early."""
+    """Start attention late, so that copies and exchanges that do not wait for it come too early."""
     for name in ("attend", "attend_backward"):
         monkeypatch.setattr(
-            StagedAttention, name, after(lambda: torch.cuda._sleep(CYCLES), getattr(StagedAttention, name))
+            StagedAttention, name, delay(lambda: torch.cuda._sleep(CYCLES), getattr(StagedAttention, name))
         )
 
 
@@ -143,55 +143,55 @@ LAYERS = [
     {"keep_input": "disk", "keep_attention": "disk", "overlap": True},
     {"keep_input": "disk", "keep_attention": "disk", "overlap": False},
 ]
-NAMES = ["host", "host, no overlap", "host, attention again", "disk", "disk, no overlap"]
+NAMES = ["host", "host, no overlap", "host, attention recomputed", "disk", "disk, no overlap"]
 every_layer = pytest.mark.parametrize("layer", LAYERS, ids=NAMES)
 
 
 @pytest.fixture(scope="module")
 def on_time(device):
-    """Gradients without delays, by cp; everything stays on the device, where no copy can spoil it."""
+    """Gradients without delays, by cp; everything stays on the device, so no copy can corrupt it."""
     return {cp: gradients(device, cp, keep_attention="device") for cp in (1, 2)}
 
 
 @gpu
 @pytest.mark.parametrize("streams", [("out_stream",), ("in_stream",), ("out_stream", "in_stream")], ids=str)
 @every_layer
-def test_late_copies(device, on_time, monkeypatch, layer, streams):
+def test_late_copies_change_no_gradient(device, on_time, monkeypatch, layer, streams):
     late_copies(monkeypatch, *streams)
-    assert different(gradients(device, 1, **layer), on_time[1]) == []
+    assert differing_names(gradients(device, 1, **layer), on_time[1]) == []
 
 
 @gpu
 @every_layer
-def test_late_computation(device, on_time, monkeypatch, layer):
+def test_late_computation_changes_no_gradient(device, on_time, monkeypatch, layer):
     late_compute(monkeypatch)
-    assert different(gradients(device, 1, **layer), on_time[1]) == []
+    assert differing_names(gradients(device, 1, **layer), on_time[1]) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS[3:], ids=NAMES[3:])
-def test_a_late_disk(device, on_time, monkeypatch, layer):
+def test_a_slow_disk_changes_no_gradient(device, on_time, monkeypatch, layer):
     late_disk(monkeypatch)
-    assert different(gradients(device, 1, **layer), on_time[1]) == []
+    assert differing_names(gradients(device, 1, **layer), on_time[1]) == []
 
 
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow_on_cpu)])
-def test_late_exchanges(device, on_time, monkeypatch, overlap):
+def test_late_exchanges_change_no_gradient(device, on_time, monkeypatch, overlap):
     late_exchange(monkeypatch, device)
-    assert different(gradients(device, 2, keep_attention="device", overlap=overlap), on_time[2]) == []
+    assert differing_names(gradients(device, 2, keep_attention="device", overlap=overlap), on_time[2]) == []
 
 
 @gpu
-def test_everything_late(device, on_time, monkeypatch):
+def test_all_delays_together_change_no_gradient(device, on_time, monkeypatch):
     late_exchange(monkeypatch, device)
     late_copies(monkeypatch, "out_stream", "in_stream")
     late_disk(monkeypatch)
-    assert different(gradients(device, 2, **LAYERS[0]), on_time[2]) == []
-    assert different(gradients(device, 2, **LAYERS[3]), on_time[2]) == []
+    assert differing_names(gradients(device, 2, **LAYERS[0]), on_time[2]) == []
+    assert differing_names(gradients(device, 2, **LAYERS[3]), on_time[2]) == []
 
 
-# The delays themselves are tested: each reveals a missing wait. On a GPU, each runs in its own process: a copy that
-# comes too early writes to memory that others use by then, and a wild index may stop the GPU.
+# These test the delays: each reveals a missing wait. On a GPU, each runs in its own process, since a copy that comes
+# too early overwrites memory in use, and a wild index may stop the GPU.
 
 
 def copies_do_not_wait(monkeypatch, device) -> None:
@@ -216,7 +216,7 @@ def the_disk_is_not_written(monkeypatch, device) -> None:
 
 
 def nothing(monkeypatch, device) -> None:
-    """For comparison."""
+    """Plant no error, for comparison."""
 
 
 PLANTED = {
@@ -229,21 +229,21 @@ PLANTED = {
 ON_CPU = (exchanges_are_not_waited_for, the_disk_is_not_written)
 
 
-def shows(plant, device) -> bool:
+def is_detected(plant, device) -> bool:
     cp, layer = PLANTED[plant]
     right = gradients(device, cp, keep_attention="device")
     with pytest.MonkeyPatch.context() as monkeypatch:
         plant(monkeypatch, device)
-        return bool(different(gradients(device, cp, **layer), right))
+        return bool(differing_names(gradients(device, cp, **layer), right))
 
 
 @pytest.mark.parametrize("plant", ON_CPU)
-def test_a_missing_wait_shows(plant):
-    assert shows(plant, torch.device("cpu"))
+def test_a_missing_wait_is_detected(plant):
+    assert is_detected(plant, torch.device("cpu"))
 
 
 @gpu
-def test_missing_waits_show_on_a_gpu():
+def test_missing_waits_are_detected_on_a_gpu():
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     started = {
         plant: subprocess.Popen([sys.executable, __file__, plant.__name__], env={**os.environ, "PYTHONPATH": paths})
@@ -255,4 +255,4 @@ def test_missing_waits_show_on_a_gpu():
 
 
 if __name__ == "__main__":
-    sys.exit(shows(globals()[sys.argv[1]], torch.device("cuda")))
+    sys.exit(is_detected(globals()[sys.argv[1]], torch.device("cuda")))

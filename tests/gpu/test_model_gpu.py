@@ -1,5 +1,7 @@
-"""bf16 gradients of whole models are as good as autocast's with fp32 weights: families, stages, ranks, tiers,
-documents, mixtures of experts, the optimizer in host memory. In full on a GPU; on a CPU, a few cases of a small model.
+"""bf16 gradients of full models are as good as autocast's with fp32 weights.
+
+Cases cover families, stages, ranks, tiers, documents, mixtures of experts and the optimizer in host memory. A CPU runs
+a few of them on a small model.
 """
 
 from dataclasses import replace
@@ -38,8 +40,8 @@ def size(device):
 
 @pytest.fixture(scope="session")
 def yardsticks(device, size):
-    """Keeps only the latest: tests are ordered by it."""
-    return lru_cache(1)(lambda family, **how: Yardsticks(family, size, device, **how))
+    """Cache only the latest yardstick: tests are ordered by it."""
+    return lru_cache(1)(lambda family, **options: Yardsticks(family, size, device, **options))
 
 
 # cp, stages (of the larger model's 32 heads; 4 on a CPU)
@@ -58,7 +60,7 @@ STAGES = [
 
 @slow_on_cpu
 @pytest.mark.parametrize("cp,stages", STAGES)
-def test_every_number_of_stages(yardsticks, size, cp, stages):
+def test_any_number_of_stages_is_as_good_as_autocast(yardsticks, size, cp, stages):
     yardsticks("llama").check(cp, bf16(size.heads // stages, tile_tokens=size.tokens // 3))
 
 
@@ -74,7 +76,7 @@ TIERS = [
 
 @slow_on_cpu
 @pytest.mark.parametrize("options", TIERS)
-def test_every_tier(yardsticks, size, options):
+def test_every_tier_is_as_good_as_autocast(yardsticks, size, options):
     yardsticks("llama").check(2, bf16(size.heads // 2, **{"tile_tokens": size.tokens // 3, **options}))
 
 
@@ -82,7 +84,7 @@ def test_every_tier(yardsticks, size, options):
 @pytest.mark.parametrize(
     "cp,stages", [pytest.param(1, 1, marks=gpu), pytest.param(2, 2), pytest.param(2, 8, marks=gpu)]
 )
-def test_packed_documents(yardsticks, size, cp, stages):
+def test_packed_documents_are_as_good_as_autocast(yardsticks, size, cp, stages):
     yardsticks("llama", packed=True).check(cp, bf16(size.heads // stages, tile_tokens=size.tokens // 3))
 
 
@@ -92,7 +94,7 @@ def test_packed_documents(yardsticks, size, cp, stages):
 @pytest.mark.parametrize(
     "family", [pytest.param("qwen2", marks=gpu), pytest.param("qwen3", marks=gpu), pytest.param("mistral")]
 )
-def test_every_family(yardsticks, size, family, cp, stages):
+def test_every_family_is_as_good_as_autocast(yardsticks, size, family, cp, stages):
     yardsticks(family).check(cp, bf16(size.heads // stages, tile_tokens=size.tokens // 3, keep_attention="device"))
 
 
@@ -104,14 +106,14 @@ def test_every_family(yardsticks, size, family, cp, stages):
     ],
 )
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=gpu)])
-def test_adapters(yardsticks, size, family, options):
+def test_adapters_are_as_good_as_autocast(yardsticks, size, family, options):
     pytest.importorskip("peft")
     layout = bf16(size.heads // 2, tile_tokens=size.tokens // 3, **options)
     yardsticks(family, adapted=True).check(2, layout)
 
 
 def num_different(a: Choices, b: Choices) -> int:
-    """How many tokens, over all layers, go to different experts."""
+    """Return how many tokens, over all layers, go to different experts."""
     assert a.keys() == b.keys() and a
     return sum(int((a[name].sort(-1).values != b[name].sort(-1).values).any(-1).sum()) for name in a)
 
@@ -136,8 +138,8 @@ def test_backward_chooses_the_experts_of_forward(device, size, family, cp, stage
 @slow_on_cpu
 @pytest.mark.parametrize("cp,stages", [pytest.param(1, 1, marks=gpu), (2, 2), pytest.param(1, 8, marks=gpu)])
 @pytest.mark.parametrize("family", EXPERTS)
-def test_mixtures_of_experts(device, size, family, cp, stages):
-    """Compared with models that are given the same choice of experts."""
+def test_mixtures_of_experts_are_as_good_as_autocast(device, size, family, cp, stages):
+    """Autocast and fp64 use the same choice of experts."""
     layout = bf16(size.heads // stages, tile_tokens=size.tokens // 3)
     seeds = SEEDS if device.type == "cuda" else SEEDS[:1]
     gradients = gradients_with_choices(family, size, device, cp, layout, seeds)
@@ -145,7 +147,7 @@ def test_mixtures_of_experts(device, size, family, cp, stages):
 
 
 def after_a_step(model, batch, cp: int, layout: Layout, make_optimizer) -> list[dict[str, dict[str, torch.Tensor]]]:
-    """Per rank: this rank's share of every gradient, and of every weight after one step of the optimizer."""
+    """Return, per rank, its shards of every gradient, and of every weight before and after one optimizer step."""
 
     def work():
         ours = parallel_copy(model, batch.ids.device, cp, layout)
@@ -172,7 +174,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=gpu), "adamw"])
 @pytest.mark.parametrize("cp", [pytest.param(1, marks=gpu), 2])
 def test_optimizer_in_host_memory_takes_the_same_step(device, size, cp, optimizer):
-    """Equal gradients, bit for bit, with a kernel that always adds in the same order; equal weights but for the last
+    """Gradients are bitwise equal with a kernel that always adds in the same order; weights may differ in the last
     bits, which a CPU and a GPU may round differently.
     """
     model, batch = initial_model("qwen3", size, 0, device), random_batch(size, 0, device)

@@ -1,6 +1,6 @@
-"""Real NCCL between real processes, several ranks on one GPU: gradients, training, a dead rank and a hung one.
+"""Real NCCL between processes, several ranks on one GPU: gradients, training, a dead rank and a hung one.
 
-Needs an NCCL that takes several ranks per GPU (2.30 and later), for example one of your own before torch's:
+Needs an NCCL that allows several ranks per GPU (2.30 and later), for example your own, loaded before torch's:
 `LD_PRELOAD=DIR/libnccl.so.2 pytest tests/gpu/test_nccl.py`.
 """
 
@@ -46,11 +46,11 @@ from precision import (
 from ranks import Ranks
 from runs import copy_back_at, metrics, numbers, run, tiny_run, wait_for
 
-LEAST_NCCL = (2, 30)
+MIN_NCCL = (2, 30)
 SEVERAL_ON_ONE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "LOCAL_RANK": "0"}
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 
-Case = tuple[int, int, dict[str, Any]]  # cp, ring, and what `bf16` takes
+Case = tuple[int, int, dict[str, Any]]  # cp, ring, and arguments of `bf16`
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("large")]
 
@@ -61,7 +61,7 @@ def nccl_ranks(size: int) -> Ranks:
 
 
 def loaded_nccl() -> tuple[int, int]:
-    """`torch.cuda.nccl.version()` is the one that torch was built with."""
+    """Return the version in use; `torch.cuda.nccl.version()` is the one that torch was built with."""
     number = ctypes.c_int()
     ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
     return number.value // 10000, number.value // 100 % 100
@@ -69,33 +69,32 @@ def loaded_nccl() -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def nccl():
-    found = loaded_nccl()
-    if found < LEAST_NCCL:
-        pytest.skip(f"NCCL {found} takes one rank per GPU; {LEAST_NCCL} and later take several")
+    version = loaded_nccl()
+    if version < MIN_NCCL:
+        pytest.skip(f"NCCL {version} allows one rank per GPU; {MIN_NCCL} and later allow several")
     group = nccl_ranks(4)
     yield group
     group.close()
 
 
 def yardsticks(model: PreTrainedModel, rows: list[Tensor]) -> dict[int, tuple[Gradients, Gradients]]:
-    """{number of rows: gradients of autocast and of fp64 over a batch of the first so many}"""
+    """Return {number of rows: gradients of autocast and of fp64 over a batch of that many rows}."""
     batches = {number: Batch(torch.cat(rows[:number])) for number in (1, len(rows))}
     return {n: (autocast_gradients(model, batch), exact_gradients(model, batch)) for n, batch in batches.items()}
 
 
 def compare_with_autocast(family: str, cases: dict[str, Case]) -> dict[str, str]:
-    """Returns, on rank 0, which gradients of which cases are worse than autocast's. The cases share models, meshes and
-    what they are compared with.
+    """Return, on rank 0, which gradients of which cases are worse than autocast's; cases share models and meshes.
 
-    Each data-parallel rank has a sequence of its own. Over several seeds: a kind of parameter has few tensors, and its
-    median over one model varies by several percent. A ring has many rounds.
+    Each data-parallel rank has its own sequence. Errors are pooled over several seeds: a kind of parameter has few
+    tensors, and its median over one model varies by several percent. A ring has many rounds.
     """
     ring_plan.ROUND_TOKENS = 1
     device = default_device()
     size = LARGE if device.type == "cuda" else SMALL
     models = [initial_model(family, size, seed, device) for seed in SEEDS]
     rows = [[random_batch(size, 10 * seed + row, device).ids for row in range(2)] for seed in SEEDS]
-    wanted = [yardsticks(*each) for each in zip(models, rows, strict=True)] if dist.get_rank() == 0 else []
+    references = [yardsticks(*each) for each in zip(models, rows, strict=True)] if dist.get_rank() == 0 else []
     free_memory()
     meshes = {(cp, ring): make_mesh(cp, ring=ring) for cp, ring, _ in cases.values()}
     wrong = {}
@@ -111,7 +110,9 @@ def compare_with_autocast(family: str, cases: dict[str, Case]) -> dict[str, str]
             ours.append({name: param.grad.full_tensor() for name, param in parallel.named_parameters()})
         if mesh.rank == 0:
             try:
-                assert_as_good_as_autocast(ours, *map(list, zip(*(each[mesh.dp_size] for each in wanted), strict=True)))
+                assert_as_good_as_autocast(
+                    ours, *map(list, zip(*(each[mesh.dp_size] for each in references), strict=True))
+                )
             except AssertionError as failure:
                 wrong[name] = str(failure)
     free_memory()
@@ -129,17 +130,17 @@ TIERS = {
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-def test_every_family_on_four_ranks(nccl, family):
+def test_every_family_is_as_good_as_autocast_on_four_ranks(nccl, family):
     assert nccl.run(4, compare_with_autocast, family, GROUPS)[0] == {}
 
 
-def test_every_tier_on_four_ranks(nccl):
+def test_every_tier_is_as_good_as_autocast_on_four_ranks(nccl):
     tiers = {name: (2, 1, options) for name, options in TIERS.items()}
     assert nccl.run(4, compare_with_autocast, "llama", tiers)[0] == {}
 
 
 def configured(folder, **train):
-    """Sums in a fixed order, so that a run repeats to the bit on as many ranks."""
+    """Return a deterministic configuration, so that a run on as many ranks repeats bit for bit."""
     plan = {"steps": 6, "save_every": 2, "keep_last": 9, "deterministic": True, **train}
     sections = {"data": {"context": 512}, "memory": {"plan": "off"}, "parallel": {"cp": 2}, "train": plan}
     base = tiny_run(folder, model=SHAPE)
@@ -161,14 +162,14 @@ def trained(nccl, tmp_path_factory):
     return config
 
 
-def test_a_run_on_four_ranks_goes_on_with_the_same_bits(nccl, trained, tmp_path):
+def test_a_run_on_four_ranks_resumes_bitwise(nccl, trained, tmp_path):
     again = moved(trained, copy_back_at(trained.train.run_dir, tmp_path / "again", 2))
     nccl.run(4, run, again, again.train.run_dir)
     assert numbers(again.train.run_dir) == numbers(trained.train.run_dir)
 
 
-def test_it_goes_on_with_two_ranks(nccl, trained, tmp_path):
-    """Of twice the micro-steps: the same sequences."""
+def test_a_run_on_four_ranks_resumes_on_two(nccl, trained, tmp_path):
+    """Twice the micro-steps process the same sequences."""
     again = moved(trained, copy_back_at(trained.train.run_dir, tmp_path / "again", 2))
     again = replace(again, train=replace(again.train, accumulate=2))
     nccl.run(2, run, again, again.train.run_dir)
@@ -179,66 +180,66 @@ def losses(config):
     return [line["loss"] for line in metrics(config.train.run_dir) if line.get("loss") is not None]
 
 
-def falls_out(config, folder, how: str) -> None:
-    """Rank 3 is killed, or sleeps, in its fifth step; what the others say as they leave goes to files."""
+def run_with_fault(config, folder, how: str) -> None:
+    """Run, and kill or suspend rank 3 in its fifth step; the other ranks write their exit messages to files."""
     started, advance, attend = [], trainer_module.Trainer.advance, stages.StagedAttention.attend
 
     def count_and_advance(*args):
         started.append(args)
         return advance(*args)
 
-    def attend_or_not(*args):
+    def attend_or_fail(*args):
         if dist.get_rank() == 3 and len(started) == 5:
-            (folder / "fell").write_text(str(time.time()))
+            (folder / "failed-at").write_text(str(time.time()))
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(600)
         return attend(*args)
 
     def leave(outcome):
-        (folder / f"words-{dist.get_rank()}").write_text(f"{outcome.code} {outcome.text}")
+        (folder / f"message-{dist.get_rank()}").write_text(f"{outcome.code} {outcome.text}")
         os._exit(outcome.code)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer_module.Trainer, "advance", count_and_advance)
-        patch.setattr(stages.StagedAttention, "attend", attend_or_not)
+        patch.setattr(stages.StagedAttention, "attend", attend_or_fail)
         patch.setattr(heartbeat, "exit_rank", leave)
         if how == "asleep":
             patch.setattr(heartbeat, "MIN_STEP_LIMIT_S", 15.0)
         run(config)
 
 
-HOWS = {
+FAULTS = {
     "killed": r"4 rank 3 on .* has sent no heartbeat for 40 s",
     "asleep": r"4 rank 3 on .* did not arrive: no rank made progress for \d+ s",
 }
 
 
 @pytest.fixture(scope="module")
-def fallen(nccl, trained, tmp_path_factory):
-    """{how: its folder, after all ranks have ended}; both runs side by side. Without a launcher, as between nodes."""
-    folders = {how: tmp_path_factory.mktemp(how) for how in HOWS}
-    victims = {how: nccl_ranks(4) for how in HOWS}
+def failed_runs(nccl, trained, tmp_path_factory):
+    """{fault: folder of the ended run}; both run at the same time, without a launcher, as between nodes."""
+    folders = {how: tmp_path_factory.mktemp(how) for how in FAULTS}
+    victims = {how: nccl_ranks(4) for how in FAULTS}
     for how, folder in folders.items():
-        victims[how].start(4, folder, falls_out, moved(trained, folder / "run"), folder, how)
+        victims[how].start(4, folder, run_with_fault, moved(trained, folder / "run"), folder, how)
     for folder in folders.values():
-        wait_for(lambda folder=folder: list(folder.glob("words-*")), timeout_s=330)
-    time.sleep(3)  # for the last ranks' words
+        wait_for(lambda folder=folder: list(folder.glob("message-*")), timeout_s=330)
+    time.sleep(3)  # until the last ranks have written their messages
     for group in victims.values():
         group.close()
     return folders
 
 
-@pytest.mark.parametrize("how", HOWS)
-def test_a_rank_that_falls_out_ends_all_within_a_minute(nccl, trained, fallen, how):
-    """The ranks notice without help. Then two ranks resume the run."""
-    folder = fallen[how]
-    words = list(folder.glob("words-*"))
-    waited_s = min(path.stat().st_mtime for path in words) - float((folder / "fell").read_text())
-    told = "\n".join(path.read_text() for path in words)
-    print(f"{how}: {waited_s:.0f} s\n{told}")
+@pytest.mark.parametrize("how", FAULTS)
+def test_a_rank_that_fails_ends_all_within_a_minute(nccl, trained, failed_runs, how):
+    """The ranks notice it without a launcher. Then two ranks resume the run."""
+    folder = failed_runs[how]
+    files = list(folder.glob("message-*"))
+    waited_s = min(path.stat().st_mtime for path in files) - float((folder / "failed-at").read_text())
+    messages = "\n".join(path.read_text() for path in files)
+    print(f"{how}: {waited_s:.0f} s\n{messages}")
     assert waited_s < 60
-    assert re.search(HOWS[how], told), told
+    assert re.search(FAULTS[how], messages), messages
     assert list((folder / "run/hang").glob("stacks-*"))
     if torch.cuda.is_available():
         assert list((folder / "run/hang").glob("nccl-*"))
@@ -254,7 +255,7 @@ MAIN += "runpy.run_module('ithaka', run_name='__main__')"
 
 @pytest.fixture(scope="module", autouse=True)
 def under_torchrun(nccl, tmp_path_factory):
-    """Four ranks and then two, beside the tests that come first: (what was started, its folder)."""
+    """(process, folder) of a run on four ranks and then two, started before the other tests of this module."""
     folder, commands = tmp_path_factory.mktemp("torchrun"), []
     (folder / "main.py").write_text(MAIN)
     for num_ranks, steps in ((4, 3), (2, 5)):
@@ -275,7 +276,7 @@ def under_torchrun(nccl, tmp_path_factory):
         os.killpg(started.pid, signal.SIGKILL)
 
 
-def test_the_same_command_under_torchrun_on_four_ranks_and_then_two(under_torchrun):
+def test_the_same_command_under_torchrun_resumes_a_run_of_four_ranks_on_two(under_torchrun):
     started, folder = under_torchrun
     code, output = started.wait(300), (folder / "output").read_text()
     assert code == 0, output[-4000:]
