@@ -105,11 +105,14 @@ def test_adapters_on_experts_generate_the_tokens_of_peft():
         assert torch.equal(model.generate(**options), plain.generate(**options))
 
 
-def test_a_four_bit_base_generates_the_tokens_of_its_parallel_forward():
-    """The preceding training step's dropout is off."""
-    source = tiny_config("llama", heads=8).to_dict()
-    adapter = AdapterConfig(rank=2, base="nf4", dropout=0.5)
-    model = build_model(source, make_mesh(1), Layout(dtype="float32"), adapter=adapter)
+@pytest.mark.parametrize(
+    "family, settings",
+    [("llama", {"dropout": 0.5}), ("qwen3_moe", {"targets": ("q_proj", "experts.gate_up_proj", "experts.down_proj")})],
+)
+def test_a_four_bit_base_generates_the_tokens_of_its_parallel_forward(family, settings):
+    """Dropout, which the preceding training step uses, is off."""
+    adapter = AdapterConfig(rank=2, base="nf4", **settings)
+    model = build_model(tiny_config(family, heads=8).to_dict(), make_mesh(1), Layout(dtype="float32"), adapter=adapter)
     for name, param in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(param.data.to_local())

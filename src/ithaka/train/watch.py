@@ -164,10 +164,10 @@ class Watch:
             self._reported_disk = True
             slow = {rank: rate for rank, rate in enumerate(disks) if rate}
             rank, rate = min(slow.items(), key=lambda item: item[1])
-            speed = f"{format_bytes(rate)}/s to and from {self.trainer.store.disk.directory}"
-            planned = f"{format_bytes(self._planned_disk_bytes_s)}/s planned"
-            message = f"{len(slow)} of {len(disks)} ranks wait for it; rank {rank} moves {speed}, {planned}"
-            self.console.event(self.trainer.step + 1, f"Slow disk: {message}", slow_disks=slow)
+            planned = f"planned {format_bytes(self._planned_disk_bytes_s)}/s"
+            message = f"Slow disk {self.trainer.store.disk.directory}: rank {rank} gets {format_bytes(rate)}/s ({planned})"
+            waiting = f"{len(slow)} of {len(disks)} ranks {'is' if len(slow) == 1 else 'are'} waiting"
+            self.console.event(self.trainer.step + 1, f"{message}; {waiting}", slow_disks=slow)
 
 
 def ran_out_of_memory(error: BaseException | None) -> bool:
