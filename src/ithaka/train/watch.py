@@ -165,7 +165,8 @@ class Watch:
             slow = {rank: rate for rank, rate in enumerate(disks) if rate}
             rank, rate = min(slow.items(), key=lambda item: item[1])
             planned = f"planned {format_bytes(self._planned_disk_bytes_s)}/s"
-            message = f"Slow disk {self.trainer.store.disk.directory}: rank {rank} gets {format_bytes(rate)}/s ({planned})"
+            disk = self.trainer.store.disk.directory
+            message = f"Slow disk {disk}: rank {rank} gets {format_bytes(rate)}/s ({planned})"
             waiting = f"{len(slow)} of {len(disks)} ranks {'is' if len(slow) == 1 else 'are'} waiting"
             self.console.event(self.trainer.step + 1, f"{message}; {waiting}", slow_disks=slow)
 
