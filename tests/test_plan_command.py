@@ -224,7 +224,8 @@ def test_every_sequence_of_a_batch_is_counted():
     assert text.startswith("llama3-8b, 4 x 128K tokens,")
     cp, sequences = answer["settings"]["parallel.cp"], answer["sequences_per_step"]
     assert f"{cp} of 8 GPUs share 4 sequences; {sequences} seq" in one_line(text)
-    assert sequences == 4 * 8 // cp
+    four_groups = json.loads(run(*args, "--context", "4K", "--set", "parallel.cp=2", "--json"))
+    assert (sequences, four_groups["sequences_per_step"]) == (4 * 8 // cp, 4 * 4)
     assert answer["model"] == "llama3-8b"
 
 
