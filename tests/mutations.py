@@ -356,7 +356,7 @@ MUTATIONS = (
         "hf.py",
         "return result / self.ithaka_mesh.dp_size  #",
         "return result  #",
-        "test_preferences_and_rewards.py -k three",
+        "test_preferences_and_rewards.py -k 'grpo and two'",
     ),
     Mutation(
         "a plan for shorter rows than the trainer's is accepted",
@@ -377,7 +377,7 @@ MUTATIONS = (
         "rewards.py",
         "set_seed(args.seed + mesh.dp_rank)",
         "set_seed(args.seed + mesh.rank)",
-        "test_preferences_and_rewards.py -k three",
+        "test_preferences_and_rewards.py -k 'grpo and two'",
     ),
     # ---- layer
     Mutation(

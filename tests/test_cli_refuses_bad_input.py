@@ -233,7 +233,7 @@ REFUSALS = {
     "plan llama3-8b --gpus 8xH100-80GB": OUT,
     "bench device": OUT,
     "data": DATA,
-    "evaluate model": HTML,
+    "evaluate model": [*HTML, ("--contexts 1,4K", "--contexts=1,4K", "one token", "at least 2")],
 }
 
 

@@ -152,6 +152,8 @@ BAD_RECORDS = [  # after a valid record: the settings to read it, and what the m
      "message 1 has a part of type text without text", "remove the part"),
     *(({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]},
        CHATML, "message 1 has tool_calls that are not a list of", "fix them") for arguments in ("5", '"{}"', [1])),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 10**5}}]}]},
+     CHATML, "message 1 calls a tool with arguments that are not JSON", "fix them"),
 ]  # fmt: skip
 
 
@@ -177,8 +179,14 @@ def test_what_is_not_a_file_is_named(tmp_path):
     for path in (pipe, link, Path("/dev/zero")):
         refuse(path, f"data.path={path} is not a regular file", fix="a file")
     refuse(tmp_path, "link.txt (not a regular file), pipe (not a regular file)", fix="UTF-8 text")
+    (tmp_path / "gone.json").symlink_to("gone")
+    (tmp_path / "a.jsonl").write_text('{"text": "some text"}\n' * 2)
+    check_data(DataConfig(path=tmp_path, context=2), 264)
+    for name in ("a.jsonl", "gone.json"):
+        (tmp_path / name).unlink()
     (tmp_path / "loop").symlink_to("loop")
     refuse(tmp_path / "loop", "data.path=", "Too many levels of symbolic links", fix="another path")
+    refuse(Path("a\0b"), "data.path=", "null byte", fix="another path")
     refuse(Path("x" * 300), "data.path=", "File name too long", fix="another path")
 
 

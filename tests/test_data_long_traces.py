@@ -133,6 +133,12 @@ def test_a_conversation_whose_system_prompt_fills_the_context_is_split(tmp_path)
     flat = sum(map(encode, messages), [])
     pieces = [tuple(flat[low : low + CONTEXT]) for low in range(0, len(flat), CONTEXT)]
     assert packed_pieces == {piece for piece in pieces if max(piece) >= 0} and len(packed_pieces) < len(pieces)
+    (tmp_path / "a.txt").write_text("the " * 100)
+    for mode in ("end", "turns", "shorten_tools"):
+        data = open_stream(tmp_path, mode, path=tmp_path / "a.txt")
+        data.stream.current_round()
+        data.close()
+        assert data.stream.num_long == 1 and data.stream.removed_tokens == 0
 
 
 REASONING = [{"turns": "all"}, {"turns": "last"}, {"loss": False}, {"drop": True}]

@@ -103,17 +103,19 @@ def test_a_step_is_exported_and_sampled(stopped, tmp_path):
     assert texts[0].exit_code == 0 and texts[0].stdout == texts[1].stdout and len(texts[0].stdout) > 1
     assert_command_refused(["sample", str(tmp_path / "no"), *options], str(tmp_path / "no"), fix="with weights")
     model = tmp_path / "step 4"
+    assert_command_refused(["sample", str(model), "--prompt", "a\udcff"], "--prompt='a\\udcff'", fix="UTF-8")
     assert_command_refused(["sample", str(model), *options[:-1], "1e-300"], "--temperature=1e-300", fix="0 (greedy)")
     stored, config = (model / "model.safetensors").read_bytes(), json.loads((model / "config.json").read_text())
     for changes, named in (
         ({"num_hidden_layers": 3}, "no tensor model.layers.2.input_layernorm.weight (9 missing"),
         ({"intermediate_size": 64}, "model.layers.0.mlp.down_proj.weight has shape (32, 48), not (32, 64)"),
+        ({"num_attention_heads": 5}, "cannot be loaded"),
     ):
         (model / "config.json").write_text(json.dumps(config | changes))
         assert_command_refused(["sample", str(model), *options], f"MODEL={model}", named, fix="fix config.json")
     (model / "config.json").write_text(json.dumps(config))
     (model / "model.safetensors").write_bytes(stored[:5000])
-    assert_command_refused(["sample", str(model), *options], f"MODEL={model}", "cannot be read", fix="copy the files")
+    assert_command_refused(["sample", str(model), *options], f"MODEL={model}", "cannot be loaded", fix="copy the files")
     (model / "model.safetensors").write_bytes(stored)
     (model / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
     assert_command_refused(["sample", str(model), *options], f"MODEL={model}", "rejects it", fix="--raw")

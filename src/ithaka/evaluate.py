@@ -114,8 +114,8 @@ def evaluate(
         model = gather_objects(model)[local_rank_0()]
 
         def read_inputs() -> tuple[EvalText, Sequence[Prompt], str | None]:
-            tokenizer = load_tokenizer(None, model, chat_template)
-            check_vocabulary(tokenizer, read_shape(model).vocab)
+            shape, tokenizer = read_shape(model), load_tokenizer(None, model, chat_template)
+            check_vocabulary(tokenizer, shape.vocab)
             text = read_text(data, tokenizer, max(contexts), num_documents)
             if samples:
                 check_prompts(text, tokenizer, contexts)
@@ -381,6 +381,8 @@ def sample(
         raise ConfigError(
             f"--prompt='' has no tokens{file}; give at least a word, or --messages that end with the user's"
         )
+    if (text := prompt + (system or "")).encode(errors="replace").decode() != text:
+        raise ConfigError(f"--prompt={prompt!r} or --system={system!r} is not valid Unicode; write UTF-8")
     if 0 < temperature < 0.01:
         raise ConfigError(f"--temperature={temperature:g} is too close to 0; use 0 (greedy), or at least 0.01")
     try:
@@ -392,9 +394,8 @@ def sample(
     dtype = getattr(torch, default_dtype(device.type == "cuda"))
     with tempfile.TemporaryDirectory(prefix="ithaka-sample-") as name:
         directory = prepare_model(source, Path(name) / "model")
+        model = load_pretrained(directory, dtype=dtype).to(device).eval()
         tokenizer = load_tokenizer(None, directory)
-        read_json(directory / "config.json", "MODEL=")
-        model = load_pretrained(directory, AutoConfig.from_pretrained(directory), dtype=dtype).to(device).eval()
     text, prefix, stop = prompt, tokenizer.document_prefix, None
     if tokenizer.hf.chat_template and not raw:
         messages = [{"role": "system", "content": system}] if system else []

@@ -279,6 +279,8 @@ def evaluate(
     if len(models) > 2:
         raise ConfigError(f"{len(models)} models are too many to compare; give one or two")
     lengths = sorted({parse_tokens(text, "--contexts") for text in contexts.split(",")})
+    if lengths[0] < 2:
+        raise ConfigError(f"--contexts={contexts} has a context of one token, which has no loss; use at least 2")
     if page is not None:
         check_output("--html", page, force)
     with loading():

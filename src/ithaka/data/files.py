@@ -23,6 +23,7 @@ METADATA_FILE = re.compile(r"readme|licen[sc]e|citation|notice|dataset_infos?\.j
 JSON_RECORDS = re.compile(
     rb'[\s\[]*\{[^{]*"(text|messages|conversations|prompt|completion|instruction|question|input_ids)"\s*:'
 )
+SKIPPED = EMPTY, NOT_REGULAR = "empty", "not a regular file"  # files that a directory of records may contain
 VALIDATION_SPLITS = ("validation", "valid", "val", "dev")
 NOT_STANDARD_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 # hf://org/name@revision:configuration/split, the last three optional; pathlib drops one of the slashes.
@@ -63,8 +64,9 @@ def find_files(path: Path | str | None, setting: str = "data.path") -> DataFiles
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         pass  # a glob, or reported below
-    except OSError as error:
-        raise input_error(f"{setting}={path} cannot be read ({error.strerror}); use another path", error) from None
+    except (OSError, ValueError) as error:  # a loop of links, a name that is too long, a NUL
+        reason = getattr(error, "strerror", error)
+        raise input_error(f"{setting}={path} cannot be read ({reason}); use another path", error) from None
     if (path / "dataset_dict.json").is_file() or ((path / "state.json").is_file() and any(path.glob("*.arrow"))):
         return _find_splits(str(path), setting)
     if (path / "config.json").is_file() and b'"model_type"' in _read_head(path / "config.json"):
@@ -80,7 +82,7 @@ def find_files(path: Path | str | None, setting: str = "data.path") -> DataFiles
     if not files:
         is_hub_name = HUB_DATASET.fullmatch(f"hf:/{path}") and not path.parent.exists()
         on_hub = f"{setting}=hf://{path if is_hub_name else 'org/name'} for a dataset on the hub"
-        reason = "is not a regular file" if os.path.lexists(path) else "does not exist"
+        reason = f"is {NOT_REGULAR}" if os.path.lexists(path) else "does not exist"
         raise ConfigError(f"{setting}={path} {reason}; set it to a file, a directory or a glob, or {on_hub}")
     for file in files:
         if problem := _find_problem(file):
@@ -94,7 +96,9 @@ def _find_in_directory(directory: Path, setting: str) -> DataFiles:
     arrow = next((path for path in problems if path.suffix == ".arrow"), None)
     if arrow is not None:
         raise ConfigError(f"{setting}={directory} contains {arrow}; set it to the folder datasets.save_to_disk wrote")
-    candidates = [path for path, reason in problems.items() if reason != "empty" and not METADATA_FILE.match(path.name)]
+    candidates = [
+        path for path, reason in problems.items() if reason not in SKIPPED and not METADATA_FILE.match(path.name)
+    ]
     only_json = all(path.suffix in {".json", *KIND_OF_SUFFIX} for path in candidates if problems[path] is None)
     records = {
         path: _detect_kind(path)
@@ -128,9 +132,9 @@ def _walk(directory: Path | str, excluded: Collection[str] = ("__pycache__",)) -
 def _find_problem(path: Path) -> str | None:
     """Return why a file cannot be trained on, judged by its name and first bytes."""
     if not path.is_file():  # a dangling link or a pipe
-        return "not a regular file"
+        return NOT_REGULAR
     if not path.stat().st_size:
-        return "empty"
+        return EMPTY
     if path.suffix in UNSUPPORTED_SUFFIXES:
         return f"{path.suffix} is not supported"
     if path.suffix in KIND_OF_SUFFIX:

@@ -134,7 +134,7 @@ def _convert_calls(message: Message, label: str) -> Message:
     """Parse the arguments of tool calls: OpenAI's are a JSON string; most templates expect an object."""
     try:
         return convert_arguments(message, _parse_arguments)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         detail = f"{label} calls a tool with arguments that are not JSON ({error}); fix them, or drop the record"
         raise BadRecord("with tool arguments that are not JSON", detail) from error
     except (ValueError, TypeError, AttributeError) as error:

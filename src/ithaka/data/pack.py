@@ -344,12 +344,12 @@ def select_pieces(cut: CutDocuments, documents: np.ndarray) -> np.ndarray:
 
 
 def _select_turns(turns: np.ndarray, tokens: np.ndarray, low: int) -> list[tuple[int, int, str]]:
-    """Return (start, stop, role) of the turns of the document that starts at token `low`."""
+    """Return (start, stop, role) of the turns of the document that starts at token `low`; none of a text."""
     num_roles = len(ROLE_CODES)
     first, last = np.searchsorted(turns, [low * num_roles, (low + len(tokens)) * num_roles])
     starts = (turns[first:last] // num_roles - low).tolist()
     roles = [ROLE_CODES[code] for code in (turns[first:last] % num_roles).tolist()]
-    return list(zip(starts, [*starts[1:], len(tokens)], roles, strict=True))
+    return list(zip(starts, [*starts[1:], len(tokens)], roles, strict=False))
 
 
 def _cut_conversation(

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Mxfp4Config
+from transformers.utils import logging
 
 from ithaka.config import AdapterConfig, ConfigError, input_error
 from ithaka.layer.experts import is_expert_module
@@ -178,15 +180,21 @@ def merge_tensors(base: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return merged
 
 
-def load_pretrained(folder: Path, config: Any, **options: Any) -> Any:
+def load_pretrained(folder: Path, config: Any = None, **options: Any) -> Any:
     """Load a model with plain transformers. ConfigError if its files are damaged or do not match its config.json, for
     which transformers would draw random weights."""
-    loader, fix = auto_class(config.model_type), "copy the files again, or fix config.json"
+    fix, verbosity = "copy the files again, or fix config.json", logging.get_verbosity()
+    read_json(folder / "config.json", "MODEL=")
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    logging.set_verbosity_error()  # the tensors that it reports raise errors here
     try:
-        model, loaded = loader.from_pretrained(folder, config=config, **options)
-    except (OSError, SafetensorError) as error:
-        raise input_error(f"MODEL={folder}: its weights cannot be read ({error}); {fix}", error) from None
+        config = config or AutoConfig.from_pretrained(folder)
+        model, loaded = auto_class(config.model_type).from_pretrained(folder, config=config, **options)
+    except (OSError, ValueError, SafetensorError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise input_error(f"MODEL={folder}: the model cannot be loaded ({reason}); {fix}", error) from None
+    finally:
+        logging.set_verbosity(verbosity)
     if missing := sorted(loaded["missing_keys"]):
         raise ConfigError(f"MODEL={folder} has no tensor {missing[0]} ({len(missing)} missing in total); {fix}")
     if mismatched := sorted(loaded["mismatched_keys"]):
@@ -217,7 +225,6 @@ def merge_adapter(
     with PEFT's configuration, and with a config.json if training changed the base's positions. `tensors`: the
     adapter's, named as in PEFT's files. `change` is called with the base model first."""
     from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
-    from transformers.utils import logging
 
     config = AutoConfig.from_pretrained(adapter if (adapter / "config.json").is_file() else base)
     logging.disable_progress_bar()
