@@ -485,8 +485,23 @@ def test_weights_and_prefixes_of_the_wrong_type_are_refused():
     plain = tiny_model(tiny_config("llama"))
     assert_refused(lambda: next(ithaka.iterate_weights(plain)), "LlamaForCausalLM", fix="ithaka.parallelize")
     ids, row = [1, 2, 3], torch.tensor([1, 2, 3])
-    for arguments, name in ((([ids, ids],), "sequences[0]"), (([row], [ids]), "labels[0]")):
-        assert_refused(partial(ithaka.pack_prefixes, *arguments), name, "list", fix="torch.tensor(")
+    for arguments, *named in (
+        (([ids, ids],), "sequences[0]", "list"),
+        (([row], [ids]), "labels[0]", "list"),
+        (([row, row / 2],), "sequences[1]", "float32"),
+        (([row > 1],), "sequences[0]", "bool"),
+        (([row], torch.ones(1, 3)), "labels[0]", "float32"),
+    ):
+        assert_refused(partial(ithaka.pack_prefixes, *arguments), *named, fix="torch.tensor(")
+    for key, kind in ((row / 2, "float32"), (["a"], "list")):
+        pack = partial(ithaka.pack_prefixes, [row], keys=[[key]])
+        assert_refused(pack, "keys[0][0]", kind, fix="torch.tensor([1, 2]), or a name")
+    for count in (0, -5, 1.5, "x"):
+        pack = partial(ithaka.pack_prefixes, [row], min_tokens=count)
+        assert_refused(pack, f"min_tokens={count!r}", fix="1 or more")
+    for values in (torch.zeros(3), torch.zeros(1, 2), torch.zeros(1, 4)):
+        unpack = partial(ithaka.pack_prefixes([row]).unpack, values)
+        assert_refused(unpack, f"shape {tuple(values.shape)}", fix="(1, 3)")
 
 
 def test_gradient_checkpointing_of_hugging_face_is_refused(model):
