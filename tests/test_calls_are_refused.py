@@ -116,7 +116,26 @@ def test_documents_are_read_from_cu_seq_lens(model):
     kernel_arguments = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 6, "max_length_k": 6}
     documents = torch.tensor([[0, 0, 0, 0, 1, 1], [2] * 6])
     assert loss_of(model, **kernel_arguments) == loss_of(model, document_ids=documents)
-    assert_refused(refusal(model, ValueError, cu_seq_lens_q=ends[:-1]), "cu_seq_lens_q", "6", fix="12")
+    for wrong, problem in ((ends[:-1], "ends at 6"), (ends[1:], "starts at 4"), (ends[:1], "shape (1,)")):
+        assert_refused(refusal(model, ValueError, cu_seq_lens_q=wrong), f"cu_seq_lens_q {problem}", fix="12")
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, float("nan"), float("inf"), "hot", torch.ones(2)])
+def test_a_temperature_that_cannot_divide_logits_is_refused(model, temperature):
+    call = partial(ithaka.token_logprobs, model, IDS, IDS, temperature=temperature)
+    assert_refused(call, f"temperature={temperature!r}", fix="leave it out", error=ValueError)
+
+
+def test_labels_and_their_values_that_do_not_match_are_refused(model):
+    twice = partial(ithaka.token_logprobs, model, IDS, IDS, shift_labels=IDS)
+    assert_refused(twice, "shift_labels", fix="labels only", error=TypeError)
+    assert_refused(partial(model, IDS, labels=IDS, temperature=0.5), "0.5", fix="token_logprobs", error=ValueError)
+    share = partial(ithaka.label_share, model)
+    assert_refused(partial(share, IDS / 2, docs=IDS), "docs", fix="token_logprobs", error=TypeError)
+    assert_refused(partial(share, [0.5]), "list", fix="[batch, tokens]", error=TypeError)
+    assert_refused(partial(share, torch.ones(2)), "shape (2,)", fix="[batch, tokens]", error=TypeError)
+    shorter = partial(share, torch.ones(2, 5), document_ids=IDS)
+    assert_refused(shorter, "(2, 5)", "document_ids", "(2, 6)", fix="one value per token", error=ValueError)
 
 
 def test_generate_matches_hugging_face(model, expected):
@@ -163,6 +182,7 @@ def test_integers_of_any_width_are_accepted(model, expected):
         ({"input_ids": None}, "NoneType", "tensor"),
         ({"labels": IDS.double()}, "torch.float64", "integers"),
         ({"document_ids": IDS > 3}, "torch.bool", "integers"),
+        ({"cu_seq_lens_q": [0, 6, 12]}, "list", "tensor"),
     ],
 )
 def test_inputs_of_the_wrong_type_are_refused(model, inputs, kind, fix):
@@ -187,9 +207,9 @@ def test_the_first_label_of_a_row_may_be_anything(model, expected):
     assert loss_of(model, labels=changed(IDS, 1, 0, -1)) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("count", [0, -3, torch.tensor(0), "all"])
+@pytest.mark.parametrize("count", [0, -3, torch.tensor(0), "all", float("inf"), True, torch.tensor([5, 5])])
 def test_a_count_that_cannot_divide_the_loss_is_refused(model, count):
-    value = repr(count.item() if isinstance(count, torch.Tensor) else count)
+    value = repr(count.item() if isinstance(count, torch.Tensor) and count.numel() == 1 else count)
     message = refusal(model, ValueError, num_items_in_batch=count)
     assert_refused(message, f"num_items_in_batch={value}", "10 valid labels", fix="leave it out")
 
@@ -479,8 +499,23 @@ def test_weights_and_prefixes_of_the_wrong_type_are_refused():
     plain = tiny_model(tiny_config("llama"))
     assert_refused(lambda: next(ithaka.iterate_weights(plain)), "LlamaForCausalLM", fix="ithaka.parallelize")
     ids, row = [1, 2, 3], torch.tensor([1, 2, 3])
-    for arguments, name in ((([ids, ids],), "sequences[0]"), (([row], [ids]), "labels[0]")):
-        assert_refused(partial(ithaka.pack_prefixes, *arguments), name, "list", fix="torch.tensor(")
+    for arguments, *named in (
+        (([ids, ids],), "sequences[0]", "list"),
+        (([row], [ids]), "labels[0]", "list"),
+        (([row, row / 2],), "sequences[1]", "float32"),
+        (([row > 1],), "sequences[0]", "bool"),
+        (([row], torch.ones(1, 3)), "labels[0]", "float32"),
+    ):
+        assert_refused(partial(ithaka.pack_prefixes, *arguments), *named, fix="torch.tensor(")
+    for key, kind in ((row / 2, "float32"), (["a"], "list")):
+        pack = partial(ithaka.pack_prefixes, [row], keys=[[key]])
+        assert_refused(pack, "keys[0][0]", kind, fix="torch.tensor([1, 2]), or a name")
+    for count in (0, -5, 1.5, "x"):
+        pack = partial(ithaka.pack_prefixes, [row], min_tokens=count)
+        assert_refused(pack, f"min_tokens={count!r}", fix="1 or more")
+    for values in (torch.zeros(3), torch.zeros(1, 2), torch.zeros(1, 4)):
+        unpack = partial(ithaka.pack_prefixes([row]).unpack, values)
+        assert_refused(unpack, f"shape {tuple(values.shape)}", fix="(1, 3)")
 
 
 def test_gradient_checkpointing_of_hugging_face_is_refused(model):

@@ -22,7 +22,7 @@ from ithaka import hf, parallel
 from ithaka.checkpoint.save import trained_weights
 from ithaka.config import parse_config
 from ithaka.dist.mesh import start_process_group
-from ithaka.layout import Layout
+from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model import build
 from ithaka.preflight.run import detect_machine, plan_run
 from models import tiny_config, tiny_model
@@ -310,6 +310,9 @@ def test_wrong_settings_are_refused_and_a_layout_replaces_the_plan():
         ({"layout": {}}, "layout={}", "dict", "ithaka.Layout("),
         ({"layout": {"cp": 2}, "context": 64}, "layout={'cp': 2}", "dict", "ithaka.Layout("),
         ({"mesh": "x"}, "mesh='x'", "str", "make_mesh(cp)"),
+        ({"store": "disk"}, "store='disk'", "str", "Store(device)"),
+        ({"reference": plain, "context": 64}, "reference", "LlamaForCausalLM", "True to plan"),
+        ({"reference": "yes", "context": 64}, "reference", "str", "True to plan"),
         ({"dtype": "fp8"}, "dtype=fp8", "bfloat16, float32 or float64"),
         ({"dtype": torch.int8}, "dtype=int8", "bfloat16, float32 or float64"),
         ({"dtype": "bfloat16", "layout": Layout(dtype="float32")}, "dtype=bfloat16", "layout.dtype=float32", "one of"),
@@ -318,6 +321,18 @@ def test_wrong_settings_are_refused_and_a_layout_replaces_the_plan():
     for settings in ({"tile_tokens": -1}, {"cp": 0}, {"ring": True}, {"heads_per_stage": 1.5}):
         (name, value), *_ = settings.items()
         assert_refused(partial(Layout, **settings), f"layout.{name}={value}", fix="1 or more")
+    for name, value, fix in (
+        ("overlap", "no", "True or False"),
+        ("offload_optimizer", "host", "True or False"),
+        ("compile", 1, "True or False"),
+        ("blocks", 128, "(1024, 1024)"),
+        ("blocks", (1, 2, 3), "(1024, 1024)"),
+    ):
+        assert_refused(partial(Layout, **{name: value}), f"layout.{name}={value!r}", fix=fix)
+    assert_refused(partial(Layout, blocks=(4, 0)), "layout.blocks=0", fix="1 or more")
+    assert_refused(partial(Layout, kept="host"), "layout.kept", "'h'", fix="ActivationPolicy")
+    assert_refused(partial(ActivationPolicy, "cloud"), "input='cloud'", fix="device, host or disk")
+    assert_refused(partial(ActivationPolicy, attention="cloud"), "attention='cloud'", fix="device, host or disk")
     assert_refused(partial(ithaka.parallelize, big_model()), "embed_tokens.weight", "meta", fix="from_pretrained")
     for context in (None, 64):
         model = tiny_model(tiny_config("llama"))

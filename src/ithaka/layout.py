@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ithaka.config import Config, ConfigError, check_effects
 
@@ -28,6 +28,11 @@ class ActivationPolicy:
     # On the device, and only with the attention output:
     projections: bool = False  # q, k, v and x + attention
     mlp: bool = False  # gate and up projections
+
+    def __post_init__(self) -> None:
+        for name, tier in (("input", self.input), ("attention", self.attention)):
+            if tier not in get_args(Tier) and not (name == "attention" and tier is None):
+                raise ConfigError(f"{name}={tier!r} of an ActivationPolicy is not a tier; use device, host or disk")
 
 
 EVERYTHING = ActivationPolicy("device", "device", True, True)
@@ -59,6 +64,18 @@ class Layout:
     def __post_init__(self) -> None:
         for name in ("cp", "ring", "replicas", "heads_per_stage", "tile_tokens"):
             check_size(f"layout.{name}", getattr(self, name))
+        for name in ("overlap", "offload_optimizer", "compile"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"layout.{name}={getattr(self, name)!r} is not a bool; use True or False")
+        if self.blocks is not None:
+            if not isinstance(self.blocks, tuple | list) or len(self.blocks) != 2:
+                raise ConfigError(f"layout.blocks={self.blocks!r} is not a pair of sizes; use (1024, 1024), or None")
+            for size in self.blocks:
+                check_size("layout.blocks", size)
+        for policy in self.kept:
+            if not isinstance(policy, ActivationPolicy):
+                fix = "use one ithaka.layout.ActivationPolicy per layer"
+                raise ConfigError(f"layout.kept has {policy!r}, which is not a policy; {fix}")
         if self.dtype is not None:
             object.__setattr__(self, "dtype", check_dtype("layout.dtype", self.dtype))
 

@@ -88,7 +88,7 @@ def parallelize(
     base = base_model(model)
     if not is_diffusers_model(base):
         check_arguments(model, cp, ring)
-    _check_types(base, batch, mesh, layout)
+    _check_types(base, batch, mesh, layout, store, reference)
     if dtype is not None:
         dtype = check_dtype("dtype", dtype)
     if layout is not None and dtype is not None:
@@ -117,8 +117,16 @@ def parallelize(
     return model
 
 
-def _check_types(base: Any, batch: int, mesh: Mesh | None, layout: Layout | None) -> None:
+def _check_types(
+    base: Any, batch: int, mesh: Mesh | None, layout: Layout | None, store: Store | None, reference: bool
+) -> None:
     check_size("batch", batch)
+    if not isinstance(reference, bool):
+        fix = "use True to plan for a frozen copy, and keep the copy yourself"
+        raise ConfigError(f"reference is a {type(reference).__name__}, not a bool; {fix}")
+    if store is not None and not isinstance(store, Store):
+        fix = "pass ithaka.layer.store.Store(device), or leave it out"
+        raise ConfigError(f"store={store!r} is a {type(store).__name__}, not a Store; {fix}")
     if layout is not None and not isinstance(layout, Layout):
         raise ConfigError(f"layout={layout!r} is a {type(layout).__name__}; pass ithaka.Layout(...), or leave it out")
     if mesh is not None and not isinstance(mesh, Mesh):

@@ -133,6 +133,8 @@ def shard_batch(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share
 def pack_batch(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> PackedBatch:
     """Return how `shard_batch` packs the tokens of a call. `rows_BN`: any tensor of the batch's shape."""
     given = {name: inputs[name] for name in INPUTS if inputs.get(name) is not None}
+    if (ends := inputs.get("cu_seq_lens_q")) is not None:
+        given.setdefault("document_ids", documents_from_lengths(ends, rows_BN))
     tensors = {name: to_integers(name, value) for name, value in given.items()}
     positions_BN, mask_BN, documents_BN, _, parents_BN = map(tensors.get, INPUTS[2:])
     positions_BN, _ = split_positions(positions_BN)
@@ -250,6 +252,20 @@ class GatherTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dfull_BNV):
         return select_own_tokens(dfull_BNV.flatten(0, 1), ctx.mesh, ctx.sharding, 0), None, None, None
+
+
+def documents_from_lengths(ends: Any, rows_BN: Tensor) -> Tensor:
+    """Return document_ids from FlashAttention's cumulative lengths, which cover all rows."""
+    ends = to_integers("cu_seq_lens_q", ends)
+    if ends.dim() != 1 or len(ends) < 2 or int(ends[0]):
+        rule = f"has shape {tuple(ends.shape)}" if ends.dim() != 1 or len(ends) < 2 else f"starts at {int(ends[0])}"
+        raise ValueError(f"cu_seq_lens_q {rule}; pass cumulative lengths from 0 to the {rows_BN.numel()} input_ids")
+    lengths = ends.diff()
+    if int(ends[-1]) != rows_BN.numel():
+        raise ValueError(f"cu_seq_lens_q ends at {int(ends[-1])}; use one that ends at the {rows_BN.numel()} input_ids")
+    if (least := int(lengths.min())) < 0:
+        raise ValueError(f"cu_seq_lens_q decreases by {-least}; use cumulative lengths, which only increase")
+    return torch.arange(len(lengths)).repeat_interleave(lengths).view(rows_BN.shape)
 
 
 def to_integers(name: str, tensor: Tensor) -> Tensor:

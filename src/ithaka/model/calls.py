@@ -7,6 +7,7 @@ collective gathers the results, and all ranks raise the same error.
 
 import hashlib
 import inspect
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -26,7 +27,7 @@ from ithaka.dist.mesh import Mesh
 from ithaka.layer.mlp import HOOK_DICTS
 from ithaka.layer.tiles import PARAMETERS_CHANGED
 from ithaka.layout import Layout, check_dtype, check_parallelism
-from ithaka.model.batch import INPUTS, Share, select_own_tokens, shard_batch, to_integers
+from ithaka.model.batch import INPUTS, Share, documents_from_lengths, select_own_tokens, shard_batch, to_integers
 from ithaka.model.families import (
     GENERAL_HOOKABLE,
     GENERAL_PATCHABLE,
@@ -130,7 +131,8 @@ class CallChecker:
         if "parents" in tensors and (reason := why_no_parents(model)):
             raise ValueError(f"parents is not supported {reason}; leave it out, and pass each branch as a row")
         share = shard_batch(tensors, find_decoder(model).embed_tokens.num_embeddings, self.mesh)
-        if items is not None and not (isinstance(items, int | float) and items >= min(share.num_valid, 1)):
+        is_number = isinstance(items, int | float) and not isinstance(items, bool) and math.isfinite(items)
+        if items is not None and not (is_number and items >= min(share.num_valid, 1)):
             rule = f"divides the loss of {share.num_valid} valid labels, so it must be a number above 0"
             fix = "pass the valid labels of all data-parallel ranks and micro-steps, or leave it out"
             raise ValueError(f"num_items_in_batch={items!r} {rule}; {fix}")
@@ -187,14 +189,18 @@ def _parse_arguments(input_ids: Any = None, **named: Any) -> tuple[dict[str, Ten
             )
     inputs = {name: named[name] for name in INPUTS if named.get(name) is not None} | {"input_ids": input_ids}
     if (ends := named.get("cu_seq_lens_q")) is not None and isinstance(input_ids, Tensor):
-        inputs.setdefault("document_ids", _documents_from_lengths(ends, input_ids))
+        inputs.setdefault("document_ids", documents_from_lengths(ends, input_ids))
     if named.get("per_token") and not inputs.keys() & {"labels", "shift_labels"}:
         raise TypeError("per_token=True returns log-probabilities of labels; pass labels")
     temperature = named.get("temperature")
-    if temperature is not None and not (named.get("per_token") and temperature > 0):
-        raise ValueError(f"temperature={temperature} must be above 0, and needs per_token=True")
+    if temperature is not None and not (isinstance(temperature, int | float) and 0 < temperature < math.inf):
+        raise ValueError(
+            f"temperature={temperature!r} is not a number above 0; pass one for all tokens, or leave it out"
+        )
+    if temperature is not None and not named.get("per_token"):
+        raise ValueError(f"temperature={temperature} needs per_token=True; use ithaka.token_logprobs, or leave it out")
     items = named.get("num_items_in_batch")
-    items = items.item() if isinstance(items, Tensor) else items
+    items = items.item() if isinstance(items, Tensor) and items.numel() == 1 else items
     return {name: to_integers(name, value) for name, value in inputs.items()}, items
 
 
@@ -225,18 +231,6 @@ def _shard_expert_indices(model: Any, indices: Tensor, shape: torch.Size, share:
         found = f"{int(indices.min())} to {int(indices.max())}"
         raise ValueError(f"expert_indices has values from {found}; use 0 to {num_experts - 1}")
     return select_own_tokens(indices.flatten(0, 1).to("cpu", torch.int16), mesh, share.docs.sharding, 0).to(mesh.device)
-
-
-def _documents_from_lengths(ends: Tensor, input_ids: Tensor) -> Tensor:
-    """Return document_ids from FlashAttention's cumulative lengths, which cover all rows."""
-    lengths = ends.cpu().diff()
-    if int(lengths.sum()) != input_ids.numel():
-        raise ValueError(
-            f"cu_seq_lens_q ends at {int(ends[-1])}; use one that ends at the {input_ids.numel()} input_ids"
-        )
-    if (least := int(lengths.min())) < 0:
-        raise ValueError(f"cu_seq_lens_q decreases by {-least}; use cumulative lengths, which only increase")
-    return torch.arange(len(lengths)).repeat_interleave(lengths).view(input_ids.shape)
 
 
 def _fingerprint_call(tensors: dict[str, Tensor], items: float | None, named: dict[str, Any]) -> dict[str, Any]:

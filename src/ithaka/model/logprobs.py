@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import Mesh
 from ithaka.layer.loss import TokenResults
-from ithaka.model.batch import GatherTokens, pack_batch, shard_label_values
+from ithaka.model.batch import INPUTS, GatherTokens, pack_batch, shard_label_values
+from ithaka.model.calls import ARGUMENTS, KERNEL_ARGUMENTS
 from ithaka.plan.ring import contiguous_sharding
 
 
@@ -33,6 +34,8 @@ def token_logprobs(
     `share=True` returns only the labels that this rank predicts, as [s] tensors (longer with `parents`), to combine
     with `label_share`; then the losses of all ranks add up.
     """
+    if inputs.get("shift_labels") is not None:
+        raise TypeError("token_logprobs got labels and shift_labels, which would replace them; pass labels only")
     if share:
         _get_mesh(model)
         return model(input_ids=input_ids, labels=labels, per_token=True, **inputs).tokens
@@ -69,6 +72,15 @@ def label_share(model: PreTrainedModel, values_BN: Tensor, **inputs: Any) -> Ten
     documents. 0 for tokens without a label.
     """
     mesh = _get_mesh(model)
+    for name in inputs.keys() - {*ARGUMENTS, *KERNEL_ARGUMENTS}:
+        raise TypeError(f"{name} is not an argument of a parallel model; pass the inputs of token_logprobs")
+    if not isinstance(values_BN, Tensor) or values_BN.dim() != 2:
+        kind = f"of shape {tuple(values_BN.shape)}" if isinstance(values_BN, Tensor) else type(values_BN).__name__
+        raise TypeError(f"label_share got values {kind}; pass a tensor [batch, tokens], one value per label")
+    for name in inputs.keys() & {*INPUTS} - {"position_ids"}:
+        if inputs[name] is not None and inputs[name].shape != values_BN.shape:
+            shapes = f"values of shape {tuple(values_BN.shape)}, but {name} of shape {tuple(inputs[name].shape)}"
+            raise ValueError(f"label_share got {shapes}; pass one value per token of the batch")
     return shard_label_values(values_BN, mesh, pack_batch(inputs, values_BN, mesh))
 
 

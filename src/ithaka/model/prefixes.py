@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
 from ithaka.layer.loss import IGNORE_INDEX, TokenResults
+from ithaka.layout import check_size
 from ithaka.model.calls import why_no_parents
 from ithaka.model.forest import MIN_TOKENS, build_forest, path_to
 from ithaka.model.logprobs import token_logprobs_and_aux
@@ -48,6 +49,10 @@ class PackedPrefixes:
 
     def unpack(self, values_1N: Tensor) -> list[Tensor]:
         """Split values per token, such as log-probabilities, by sequence. Gradients of shared tokens add up."""
+        if values_1N.shape[:2] != (wanted := (1, self.num_tokens[1])):
+            raise ConfigError(
+                f"unpack got shape {tuple(values_1N.shape)}; pass values of shape {wanted}, one per token"
+            )
         return [values_1N[0, index.to(values_1N.device)] for index in self.indices]
 
     def __str__(self) -> str:
@@ -69,6 +74,7 @@ def pack_prefixes(
     Tokens are shared only if their `keys` are equal too. A key has one value per sequence: one for all of its tokens,
     such as an adapter's name, or integers, [tokens, ...], such as the experts of a replayed routing.
     """
+    check_size("min_tokens", min_tokens)
     rows = _comparable_rows(sequences, labels, keys)
     nodes, ends = build_forest(rows, min_tokens or MIN_TOKENS)
     columns: dict[str, list[Tensor]] = defaultdict(list)
@@ -78,7 +84,7 @@ def pack_prefixes(
         spans.append((start, stop - start))
         first += stop - start
         columns["input_ids"].append(sequences[sequence][start:stop])
-        columns["labels"].append((labels or sequences)[sequence][start:stop])
+        columns["labels"].append((sequences if labels is None else labels)[sequence][start:stop])
         for name, value in (("document_ids", number), ("parents", parent)):
             columns[name].append(torch.full((stop - start,), value))
     return PackedPrefixes(
@@ -115,11 +121,16 @@ def _comparable_rows(
     for name, values in (("labels", labels), *(("keys", key) for key in keys)):
         if values is not None and len(values) != len(sequences):
             raise ConfigError(f"{name} has {len(values)} values for {len(sequences)} sequences; pass one per sequence")
-    for name, values in (("sequences", sequences), ("labels", labels or ())):
-        for number, sequence in enumerate(values):
-            if not isinstance(sequence, Tensor):
-                fix = "pass a tensor of integers, e.g. torch.tensor([1, 2])"
-                raise ConfigError(f"{name}[{number}] is a {type(sequence).__name__}; {fix}")
+    named = [("sequences", sequences), ("labels", () if labels is None else labels)]
+    for name, values in (*named, *((f"keys[{number}]", key) for number, key in enumerate(keys))):
+        is_key, fix = name.startswith("keys"), "pass a tensor of integers, e.g. torch.tensor([1, 2])"
+        for number, value in enumerate(values):
+            if isinstance(value, Tensor):
+                is_valid, kind = not (value.is_floating_point() or value.dtype == torch.bool), str(value.dtype)
+            else:
+                is_valid, kind = is_key and isinstance(value, Hashable), type(value).__name__
+            if not is_valid:
+                raise ConfigError(f"{name}[{number}] is a {kind}; {fix}" + ", or a name" * is_key)
     names: dict[Hashable, int] = {}
     rows = []
     for number, ids in enumerate(sequences):
