@@ -116,7 +116,7 @@ def test_documents_are_read_from_cu_seq_lens(model):
     kernel_arguments = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 6, "max_length_k": 6}
     documents = torch.tensor([[0, 0, 0, 0, 1, 1], [2] * 6])
     assert loss_of(model, **kernel_arguments) == loss_of(model, document_ids=documents)
-    for wrong, problem in ((ends[:-1], "ends at 6"), (ends[1:], "starts at 4"), (ends[:1], "shape (1,)")):
+    for wrong, problem in ((ends[:-1], "ends at 6"), (ends[1:], "starts at 4"), (ends[:1], "has shape (1,)")):
         assert_refused(refused(model, ValueError, cu_seq_lens_q=wrong), f"cu_seq_lens_q {problem}", fix="12")
 
 
