@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 import ithaka
 from ithaka.config import ConfigError
 from ithaka.dist.mesh import make_mesh
+from ithaka.layer.sharded import sharded_attention
 from ithaka.layout import Layout, make_layout
 from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model
@@ -116,7 +117,7 @@ def test_documents_are_read_from_cu_seq_lens(model):
     kernel_arguments = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 6, "max_length_k": 6}
     documents = torch.tensor([[0, 0, 0, 0, 1, 1], [2] * 6])
     assert loss_of(model, **kernel_arguments) == loss_of(model, document_ids=documents)
-    for wrong, problem in ((ends[:-1], "ends at 6"), (ends[1:], "starts at 4"), (ends[:1], "shape (1,)")):
+    for wrong, problem in ((ends[:-1], "ends at 6"), (ends[1:], "starts at 4"), (ends[:1], "has shape (1,)")):
         assert_refused(refusal(model, ValueError, cu_seq_lens_q=wrong), f"cu_seq_lens_q {problem}", fix="12")
 
 
@@ -516,6 +517,33 @@ def test_weights_and_prefixes_of_the_wrong_type_are_refused():
     for values in (torch.zeros(3), torch.zeros(1, 2), torch.zeros(1, 4)):
         unpack = partial(ithaka.pack_prefixes([row]).unpack, values)
         assert_refused(unpack, f"shape {tuple(values.shape)}", fix="(1, 3)")
+
+
+Q6, K6 = torch.randn(6, 4, 8), torch.randn(6, 2, 8)
+
+
+@pytest.mark.parametrize(
+    "tensors, settings, named, fix",
+    [
+        ((Q6, K6, torch.randn(6, 4, 8)), {}, "v (6, 4, 8)", "[tokens, heads"),
+        ((Q6[:, 0], K6[:, 0], K6[:, 0]), {}, "q (6, 8)", "[tokens, heads"),
+        ((Q6[None], K6, K6), {}, "q (1, 6, 4, 8), k (6, 2, 8)", "[batch, tokens"),
+        ((Q6.expand(2, 6, 4, 8), K6.expand(4, 6, 2, 8), K6.expand(4, 6, 2, 8)), {}, "k (4, 6, 2, 8)", "[batch, tokens"),
+        ((Q6.double(), K6, K6), {}, "q is torch.float64", "one dtype"),
+        ((Q6.numpy(), K6, K6), {}, "q is a ndarray", "tensor"),
+        ((Q6, K6, K6), {"ranges": [(0, 6, 0)]}, "(0, 6, 0) has 3 numbers", "(a, b, c, d)"),
+    ],
+)
+def test_attention_of_tensors_that_do_not_match_is_refused(tensors, settings, named, fix):
+    assert_refused(partial(sharded_attention, *tensors, **settings), named, fix=fix)
+    starts = {"causal": True, "docs": torch.tensor([0, 4, 6])}  # a tensor, as FlashAttention takes
+    assert sharded_attention(Q6, K6, K6, **starts).equal(sharded_attention(Q6, K6, K6, causal=True, docs=(0, 4, 6)))
+
+
+def test_saving_to_no_directory_is_refused(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(partial(model.save_pretrained, ""), "save_pretrained('')", fix="'.'")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_gradient_checkpointing_of_hugging_face_is_refused(model):

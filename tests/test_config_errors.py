@@ -76,6 +76,8 @@ BAD_OVERRIDES = [
     ("adapter.dropout=1", "adapter.dropout=1", "less than 1"),
     ("train.steps=0", "train.steps=0", "at least 1"),
     ("train.steps=99999999999999999999", "train.steps=99999999999999999999", "at most 1000000000"),
+    ("train.seed=1e26", "train.seed=1e26", "integer"),
+    (f"train.seed={2**63}", f"train.seed={2**63}", f"at most {2**63 - 1}"),
     ("train.steps=1:30", "train.steps=1:30", "integer"),
     ("optim.lr=1:30.5", "optim.lr=1:30.5", "number"),
     ("train.steps", "--set train.steps", "--set train.steps=100"),

@@ -108,6 +108,12 @@ def test_objects_and_classes_are_refused(tmp_path):
     assert_refused(lambda: hf.long_context(dict), "dict", fix="transformers.Trainer, trl.SFTTrainer")
 
 
+def test_nothing_to_train_is_refused(tmp_path):
+    frozen = tiny_model(tiny_config("llama"), torch.float32).requires_grad_(False)
+    assert_refused(partial(trainer, tmp_path, model=frozen), "model", "no parameter", fix="requires_grad_(True)")
+    assert_refused(partial(trainer, tmp_path, train_dataset=[]), "train_dataset", "no rows", fix="filter")
+
+
 def test_generation_on_the_training_gpus_is_refused(tmp_path):
     make = partial(hf.long_context(GRPOTrainer), None, print, ithaka={"cp": 1})
     config = partial(GRPOConfig, str(tmp_path), use_cpu=True, bf16=False)
@@ -272,6 +278,8 @@ def test_a_context_below_the_length_of_rows_is_refused(tmp_path):
         make = partial(trainer, tmp_path, {"context": context}, arguments={"max_length": 64})
         assert_refused(make, f"'context': {context!r}", "max_length=64", fix="max_length=16")
     assert trainer(tmp_path, {"context": 64}, arguments={"max_length": 64})
+    make = partial(trainer, tmp_path, {"context": 16}, arguments={"max_completion_length": 64})
+    assert_refused(make, "'context': 16", "max_completion_length=64", fix="max_completion_length=16")
 
 
 def test_torch_dtypes_are_accepted():

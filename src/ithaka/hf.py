@@ -10,7 +10,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -158,6 +158,10 @@ class LongContext(Trainer):
         if self.for_trl and not self.loss_is_mean and not self.model_accepts_loss_kwargs:
             self.loss_is_mean = self.averages_batches = True  # as TRL does for vision-language models
         base = base_model(self.model)
+        if not any(param.requires_grad for param in self.model.parameters()):
+            raise ConfigError(
+                "model: no parameter requires a gradient; call model.requires_grad_(True), or add an adapter"
+            )
         if not own_forward:
             vars(base).pop("forward", None)  # TRL's patch for its loss; `_call` replaces it
         with contextlib.suppress(AttributeError):
@@ -175,6 +179,9 @@ class LongContext(Trainer):
         for name, fix in REFUSED_OBJECTS.items():
             if arguments.get(name) is not None:
                 raise ConfigError(f"{name} is not supported by long_context; {fix}")
+        data = arguments.get("train_dataset")
+        if isinstance(data, Sized) and not len(data):
+            raise ConfigError("train_dataset has no rows; add some, or check the filter that made it")
         if (arguments.get("optimizers") or (None,))[0] is not None:
             raise ConfigError("optimizers holds parameters from before sharding; use optimizer_cls_and_kwargs")
 
@@ -393,11 +400,13 @@ def _router_logits(config: Any, needed: bool | None) -> Iterator[None]:
 
 def _check_context(settings: Mapping[str, Any], args: Any) -> None:
     """Refuse a plan for shorter rows than the trainer makes."""
-    context, length = settings.get("context"), getattr(args, "max_length", None)
+    context = settings.get("context")
     num_tokens = parse_count(context) if isinstance(context, str) else context
-    if isinstance(num_tokens, int) and length is not None and num_tokens < length:
-        rule = f"ithaka={{'context': {context!r}}} plans for shorter rows than max_length={length}"
-        raise ConfigError(f"{rule}; set max_length={num_tokens} too, or leave context out")
+    for name in ("max_length", "max_completion_length"):
+        length = getattr(args, name, None)
+        if isinstance(num_tokens, int) and length is not None and num_tokens < length:
+            rule = f"ithaka={{'context': {context!r}}} plans for shorter rows than {name}={length}"
+            raise ConfigError(f"{rule}; set {name}={num_tokens} too, or leave context out")
 
 
 def _optimizer_name(args: Any) -> str:

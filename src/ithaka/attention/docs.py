@@ -166,7 +166,10 @@ class BlockMask(Docs):
     def __init__(self, ranges: Sequence[MaskRange], num_rows: int, num_keys: int) -> None:
         super().__init__((0, num_rows))
         self.ranges, self._num_keys = tuple(ranges), num_keys
-        for a, b, c, d in self.ranges:
+        for mask_range in self.ranges:
+            if len(mask_range) != 4:
+                raise ConfigError(f"ranges: {mask_range} has {len(mask_range)} numbers; use (a, b, c, d)")
+            a, b, c, d = mask_range
             if not (0 <= a < b <= num_rows and 0 <= c < d <= num_keys):
                 limits = f"rows within [0, {num_rows}) and keys within [0, {num_keys})"
                 raise ConfigError(f"ranges: {(a, b, c, d)} is empty or out of range; use (a, b, c, d) with {limits}")

@@ -135,7 +135,7 @@ class TrainConfig(Section, name="train"):
     # Spike threshold: gradient norm relative to the median of the last 100 steps. null: no spike detection.
     spike: float | None = setting(None, gt=1)
     # Seed of the initial weights and the data order.
-    seed: int = setting(0, ge=0)
+    seed: int = setting(0, ge=0, le=2**63 - 1)
     # Apply torch.compile to layers on the general path (docs/models.md), and to the MLP of others.
     compile: bool = False
     # Accumulate gradients in a fixed order: GPU runs are bitwise reproducible, the attention backward is 10 % slower.

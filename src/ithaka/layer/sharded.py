@@ -4,6 +4,7 @@ Shapes: s tokens on this rank, S = c * s on c ranks, H query and G kv heads, K h
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,7 @@ def sharded_attention(
     group j has the c * s tokens from j * c * s on, or those of `Docs(starts, sharding, j)`. k and v circulate in the
     ring.
     """
+    _check_tensors(q_sHK, k_sGK, v_sGK)
     batch = len(q_sHK) if q_sHK.dim() == 4 else None
     if batch is not None:  # sequences become additional heads
         q_sHK, k_sGK, v_sGK = (x.transpose(0, 1).flatten(1, 2) for x in (q_sHK, k_sGK, v_sGK))
@@ -66,7 +68,8 @@ def sharded_attention(
                 raise ConfigError(f"{name} cannot be combined with {why}; describe the mask with ranges instead")
         docs = BlockMask([(0, num_tokens, 0, num_keys)] if ranges is None else ranges, num_tokens, num_keys)
     elif not isinstance(docs, Docs):
-        docs = Docs(docs or (0, num_tokens), contiguous_sharding(num_tokens, members.size()), members.rank())
+        docs = docs.tolist() if isinstance(docs, Tensor) else docs
+        docs = Docs(tuple(docs or (0, num_tokens)), contiguous_sharding(num_tokens, members.size()), members.rank())
     spec = AttentionSpec(scale=scale, causal=causal, window=window, docs=docs, kernel=kernel, blocks=blocks)
     sent = [_to_exchange_layout(x, heads) for x, heads in ((q_sHK, query_heads), (k_sGK, kv_heads), (v_sGK, kv_heads))]
     out_csnK = ExchangedAttention.apply(table, ranks, members, spec, *sent)
@@ -74,6 +77,18 @@ def sharded_attention(
     slots = [slot for slot, head in enumerate(all_heads) if head != EMPTY_SLOT]
     out_sNK = out_csnK.transpose(0, 1).flatten(1, 2)[:, slots]  # ranks have consecutive heads
     return out_sNK if batch is None else out_sNK.unflatten(1, (batch, -1)).transpose(0, 1)
+
+
+def _check_tensors(q: Any, k: Any, v: Any) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ConfigError(f"{name} is a {type(x).__name__}; pass a tensor")
+    same_rank = q.dim() == k.dim() in (3, 4)
+    if not same_rank or k.shape != v.shape or (q.shape[:-3], q.shape[-1]) != (k.shape[:-3], k.shape[-1]):
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
+        raise ConfigError(f"{shapes} do not match; use [tokens, heads, head dim] or [batch, tokens, heads, head dim]")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ConfigError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; use one dtype")
 
 
 def _to_exchange_layout(x_sHK: Tensor, heads: tuple[tuple[int, ...], ...]) -> Tensor:

@@ -45,6 +45,8 @@ def save_pretrained(model: Any, save_directory: str | Path, max_shard_size: int 
     Every rank calls it. Tensors are gathered one by one, and rank 0 keeps those of one file in host memory. Weights are
     saved in the dtype they are trained in. An error on rank 0 is raised on all ranks.
     """
+    if not str(save_directory):
+        raise ConfigError("save_pretrained('') names no directory; use '.' for the current directory")
     for name, value in others.items():
         if value is not None and value != DEFAULT_ARGUMENTS.get(name):
             raise ConfigError(f"save_pretrained({name}=...) is not supported by a parallel model; leave it out")
