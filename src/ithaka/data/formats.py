@@ -138,7 +138,8 @@ def _convert_calls(message: Message, label: str) -> Message:
         detail = f"{label} calls a tool with arguments that are not JSON ({error}); fix them, or drop the record"
         raise BadRecord("with tool arguments that are not JSON", detail) from error
     except (ValueError, TypeError, AttributeError) as error:
-        detail = f"{label} has tool_calls that are not a list of {{function: {{name, arguments: {{...}}}}}}; fix them"
+        rule = "that are not a list of {function: {name, arguments}} with an object as arguments"
+        detail = f"{label} has tool_calls {rule}; fix them"
         raise BadRecord("with tool calls that are not objects", detail) from error
 
 
