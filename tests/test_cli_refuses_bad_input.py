@@ -91,6 +91,7 @@ def inputs(folder):
     (folder / "hooks.py").write_text("class Counter:\n    pass\n\n\nbroken = 1\n")
     write_model(folder / "t5", model_type="t5")
     write_model(folder / "mamba2", model_type="mamba2", num_heads=3, head_dim=7)
+    write_model(folder / "words", rms_norm_eps="x")
     write_model(folder / "gpt2", model_type="gpt2")
     write_model(folder / "no-heads", num_attention_heads=None)
     write_model(folder / "few-tokens", vocab_size=200, bos_token_id=0, eos_token_id=0, pad_token_id=0)
@@ -166,6 +167,7 @@ TRAIN = [
     ("--set model.path=gpt2", "model_type=gpt2", "llama"),
     ("--set model.path=t5", "model_type=t5", "not a decoder", "gemma3_text"),
     ("--set model.path=mamba2", "model_type=mamba2", "(ValueError: Inconsistent", "correct mamba2"),
+    ("--set model.path=words/config.json", "rms_norm_eps", "expected float", "fix the value"),
     ("--set model.path=no-heads", "num_attention_heads", "no-heads", "config.json"),
     ("--set model.path=no-weights", "model.path=no-weights", "no-weights/config.json"),
     ("--set model.path=no-weights --evaluate-only", "model.path=no-weights", "no-weights/config.json"),

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
@@ -219,10 +220,14 @@ def has_weights(source: Path | dict) -> TypeGuard[Path]:
 def read_hf_config(source: Path | dict, rope: RopeConfig | None = None, context: int = 0) -> Any:
     """Read a Hugging Face configuration from a directory, a config.json or a dict, and extend its positions to
     `context` tokens with `rope`. Raises ConfigError for a context beyond the positions of trained weights."""
-    if isinstance(source, dict):
-        config = AutoConfig.for_model(**source)
-    else:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
+    try:
+        if isinstance(source, dict):
+            config = AutoConfig.for_model(**source)
+        else:
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
+    except StrictDataclassError as error:  # a value of the wrong type
+        name = "the configuration" if isinstance(source, dict) else f"config.json in {source}"
+        raise ConfigError(f"{name} is not valid ({' '.join(str(error).split())}); fix the value") from None
     if quantization := getattr(config, "quantization_config", None):
         check_quantization(quantization, str(source))
         del config.quantization_config  # `load_weights` reads MXFP4 and bitsandbytes' 4 bits
