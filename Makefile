@@ -4,7 +4,7 @@
 # make lint     the part of it that takes seconds
 # make docs     the documentation as a site, in build/site
 # make models   examine every causal model type of transformers, and write docs/models.md; minutes
-# make mutations  plant errors, one at a time, and see which test catches each; half an hour
+# make mutations  plant errors, one at a time, and print which test catches each; 20 minutes
 # make faults   100 runs killed at random moments and resumed; half an hour
 
 PYTHON ?= python3

@@ -204,7 +204,7 @@ MUTATIONS = (
         "test_data_packing.py -k numbered_across",
     ),
     Mutation(
-        "the token after a document's end is trained if it is context only",
+        "train_on_eos is inverted",
         "data/cache.py",
         "eos = eos if shard.reading.train_on_eos else ~eos",
         "eos = eos if not shard.reading.train_on_eos else ~eos",
@@ -579,7 +579,7 @@ MUTATIONS = (
         "test_plan_search.py -k least_host_memory",
     ),
     Mutation(
-        "the front and the back of a long document are not paired",
+        "the back of a document counts as little attention as its front",
         "plan/ring.py",
         "assign(member, back, share // 2, back - start)",
         "assign(member, back, share // 2, 0)",

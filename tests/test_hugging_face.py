@@ -80,9 +80,10 @@ def run(name, cp, folder, resume=None, rows=None, family=None, **changes):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             trainer.train(resume_from_checkpoint=resume)
         trainer.save_model(str(folder / "final"))
+        weights = full_weights(trainer.model)
         reports = bool(cp and rows) and resume is None and dist.get_rank() == 0
         assert printed.getvalue().count("no rank has a label") == reports
-        return trainer.state.log_history, full_weights(trainer.model)
+        return trainer.state.log_history, weights
 
 
 def decoder_config(family, _, **sizes):

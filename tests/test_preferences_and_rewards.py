@@ -175,8 +175,7 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None, family="llama
             arguments |= {"train_dataset": pairs(16), "eval_dataset": pairs(4)}
         trainer = trainer_class(args=config_class(str(folder), **settings), callbacks=[ShiftRouters()], **arguments)
         trainer.remove_callback(PrinterCallback)
-        if cp and kind in ("grpo", "rloo"):  # the ranks of a cp group shuffle alike
-            assert torch.initial_seed() == settings["seed"] + dist.get_rank() // cp
+        random_seed = torch.initial_seed()
         if kind == "rloo":  # RLOOTrainer has no rollout_func
             texts = trainer.processing_class.batch_decode
             trainer._generate_single_turn = lambda ids, *_: answers(texts(ids), trainer)["completion_ids"]
@@ -196,7 +195,10 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None, family="llama
         trainer.save_model(str(folder / "final"))
         if settings.get("use_vllm") and dist.get_rank() == 0:  # the weights before the last update
             assert trainer.vllm_generation.vllm_client.weights.keys() == dict(model.named_parameters()).keys()
-        return trainer.state.log_history, full_weights(trainer.model)
+        weights = full_weights(trainer.model)
+        if cp and kind in ("grpo", "rloo"):  # the ranks of a cp group shuffle alike
+            assert random_seed == settings["seed"] + dist.get_rank() // cp
+        return trainer.state.log_history, weights
 
 
 def check(runs, expected, only_here=(), ignored=()):
