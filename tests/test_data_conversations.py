@@ -533,7 +533,7 @@ BAD = {
     ),
     "with tool calls that are not objects": (
         {"messages": [says("assistant", "x", tool_calls=[{"function": "add"}])]},
-        r"message 1 has tool_calls .*{function: {name, arguments: \{\.\.\.\}\}\}",
+        r"message 1 has tool_calls .*{function: {name, arguments}}",
     ),
     "with content that is not text": ({"messages": [says("user", [{"type": "x"}])]}, "message 1 has content .*text"),
     "with images": ({"messages": [says("user", [{"type": "image"}])]}, "message 1 has 1 images.*data.images to drop"),
