@@ -516,7 +516,7 @@ MUTATIONS = (
     ),
     Mutation(
         "generating changes the random numbers of training",
-        "model/save.py",
+        "model/generate.py",
         "with torch.random.fork_rng(devices), ",
         "with torch.random.fork_rng(devices, enabled=False), ",
         "test_calls_are_refused.py -k generat",

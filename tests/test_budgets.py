@@ -52,7 +52,7 @@ def test_needs_cover_the_tensors_of_all_ranks(machine, tmp_path):
     for tier in ("host", "disk"):
         host, disk = certain_needs(make_run(tmp_path, on_gpu=True, offload=tier, keep_attention="all"))
         kept_bytes = {"layer inputs": inputs, "kept attention": kept}
-        staging = {"on the way to disk": inputs + kept}  # of up to three layers
+        staging = {"on the way to disk": inputs + kept}  # up to three layers at once
         assert (host, disk) == ((kept_bytes, {}) if tier == "host" else (staging, kept_bytes))
     assert certain_needs(make_run(tmp_path, on_gpu=True, offload="none", keep_attention="all")) == ({}, {})
 

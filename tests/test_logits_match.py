@@ -66,7 +66,7 @@ def errors_of_own_rows():
     options = {"inputs": mine, "max_new_tokens": 5, "do_sample": False, "eos_token_id": stop, "pad_token_id": 0}
     for fits in (True, False):  # parameters stay gathered, or each forward gathers them on all ranks
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ithaka.model.save._fits_gathered", lambda model, fits=fits: fits)
+            patch.setattr("ithaka.model.generate._fits_gathered", lambda model, fits=fits: fits)
             equal = torch.equal(model.generate(**options), plain.generate(**options))
         errors[f"tokens, {fits}"] = 0.0 if equal else 1.0
     return errors

@@ -31,7 +31,7 @@ from ithaka.model import prefixes
 from ithaka.model.prefixes import PackedPrefixes, pack_prefixes
 from ithaka.rewards import GRPOMixin
 from models import tiny_config, tiny_model
-from trainers import ShiftRouters, full_weights, trainer_environment
+from trainers import COMMON_ARGUMENTS, ShiftRouters, full_weights, trainer_environment
 
 TOLERANCE = 1e-6  # relative above 1; TRL's fused head computes in fp32
 TIMES = ("time", "runtime", "per_second", "epoch", "flos")  # logged values that differ between runs
@@ -46,16 +46,9 @@ TRAINERS = {
 SETTINGS = {
     "max_steps": 10,
     "save_steps": 4,
-    "logging_steps": 1,
     "learning_rate": 0.01,
     "optim": "sgd",
-    "bf16": False,
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "dataloader_pin_memory": False,
-    "seed": 3,
-    "report_to": [],
-    "save_total_limit": None,
+    **COMMON_ARGUMENTS,
 }
 RESTARTED = ("num_tokens", "eval_num_tokens", "train_loss")  # restart at 0 after a resume
 # TRL averages these over processes, whatever their numbers of tokens.
@@ -221,7 +214,7 @@ def test_the_mismatch_of_a_sampler_is_an_estimate_of_its_kl_divergence():
     sampled = torch.tensor([[-1.0, -2.0, torch.nan, -1.0], [-3.0, -0.5, -1.0, -1.0]], dtype=torch.float64)
     model = torch.tensor([[-1.0, -2.5, -1.0, -9.0], [-2.5, -0.6, -1.0, -1.1]], dtype=torch.float64)
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]).bool()
-    accelerator = SimpleNamespace(reduce=lambda sums, reduction: 3 * sums)  # of three equal groups
+    accelerator = SimpleNamespace(reduce=lambda sums, reduction: 3 * sums)  # as if three groups had equal sums
     trainer = SimpleNamespace(
         _policy_logprobs=model,
         epsilon_low=0.2,

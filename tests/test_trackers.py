@@ -50,7 +50,7 @@ def wandb_scalars(folder):
 
 def wandb_ending(folder):
     codes = [record.exit.exit_code for record in wandb_records(folder) if record.HasField("exit")]
-    return {0: "finished", 1: "failed", 255: "killed"}[codes[-1]] if codes else ""  # of the latest run
+    return {0: "finished", 1: "failed", 255: "killed"}[codes[-1]] if codes else ""  # the latest run's
 
 
 def trackio_scalars(folder):

@@ -19,7 +19,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTr
 from decoders import tiny_decoder
 from ithaka.hf import long_context
 from test_preferences_and_rewards import RESTARTED, TIMES, answers, pairs, reward, tokenizer
-from trainers import ShiftRouters, full_weights, trainer_environment
+from trainers import COMMON_ARGUMENTS, ShiftRouters, full_weights, trainer_environment
 
 # Tolerances of logs, relative above 1, and of weights, in fp32.
 TOLERANCES = dict.fromkeys(("llama", "gemma3_text", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3"), (1e-5, 1e-6))
@@ -34,19 +34,7 @@ TRAINERS = {
 FAST = {("llama", "dpo"), ("qwen3_moe", "grpo"), ("glm4_moe", "sft"), ("deepseek_v3", "kto")}  # in the default tier
 WITH_BALANCING_LOSS = ("qwen3_moe", "gpt_oss", "qwen3_next")
 WITH_ROUTER_BUFFERS = ("glm4_moe", "deepseek_v3")
-SETTINGS = {
-    "max_steps": 2,
-    "save_steps": 1,
-    "logging_steps": 1,
-    "per_device_train_batch_size": 4,
-    "bf16": False,
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "dataloader_pin_memory": False,
-    "seed": 3,
-    "report_to": [],
-    "save_total_limit": None,
-}
+SETTINGS = {"max_steps": 2, "save_steps": 1, "per_device_train_batch_size": 4, **COMMON_ARGUMENTS}
 OPTIMIZER = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}  # AdamW would amplify rounding
 
 

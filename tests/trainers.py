@@ -11,6 +11,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
+COMMON_ARGUMENTS = {
+    "logging_steps": 1,
+    "bf16": False,
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+    "seed": 3,
+    "report_to": [],
+    "save_total_limit": None,
+}
+
 
 @contextmanager
 def trainer_environment(cp: int) -> Iterator[None]:

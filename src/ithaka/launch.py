@@ -237,11 +237,12 @@ def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int,
             run_id=folder.name,
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
-            start_method="fork",  # of a function; a program is always a new process
+            start_method="fork",  # applies to functions; a program is always a new process
             signals_to_handle="SIGHUP",  # it would kill ranks 30 s after any other, and a step may take hours
         )
         try:
             if fork:
+                logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it reports ranks it ends
                 elastic_launch(config, _run_forked_rank)(name)
             else:
                 # There is nothing to save until the loop installs its handlers: Ctrl-C ends a rank without a traceback.

@@ -19,7 +19,8 @@ from ithaka.config import ConfigError
 from ithaka.dist.agree import RankError, gather_objects, raise_first
 from ithaka.dist.mesh import Mesh
 from ithaka.model import build
-from ithaka.model.save import check_merge, check_uncached, iterate_weights
+from ithaka.model.generate import check_uncached
+from ithaka.model.save import check_merge, iterate_weights
 
 Base: Any = object  # For mypy; `long_context` sets the real base.
 

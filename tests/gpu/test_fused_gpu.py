@@ -21,7 +21,7 @@ from ithaka.attention.fused import (
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 only_gpu = partial(pytest.param, marks=pytest.mark.gpu)
 
-# Of one result: half a unit in the last place in 16 bits; in 32 bits the GPU's exp is off by more than that.
+# Rounding error of one result: half a unit in the last place in 16 bits; in 32 bits the GPU's exp is less precise.
 ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 4e-3}
 
 

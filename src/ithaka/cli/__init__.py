@@ -90,7 +90,7 @@ def main() -> None:
         app()
     except SystemExit as end:
         code = end.code
-    except OSError as error:  # of --help
+    except OSError as error:  # --help writes outside of `Commands.invoke`
         if not is_disk_full(error):
             raise
     sys.exit(finish_stdout(code))

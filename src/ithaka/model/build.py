@@ -56,9 +56,10 @@ from ithaka.model.calls import (
 )
 from ithaka.model.families import check_supported, find_decoder, find_layers, has_encoder, has_known_layers, map_layer
 from ithaka.model.general import Decoder, attach_decoder, attention_kinds, make_head, prepare_decoder, run_decoder
+from ithaka.model.generate import generate
 from ithaka.model.positions import compute_frequencies, set_positions
 from ithaka.model.quantized import choose_packed, convert_bitsandbytes, pack_weights
-from ithaka.model.save import generate, save_pretrained
+from ithaka.model.save import save_pretrained
 from ithaka.model.vision import VisionChecker, attach_encoder, embed_tokens_and_media
 from ithaka.model.weights import init_weights, load_adapter, load_weights, open_tensor_files
 from ithaka.phases import Holder, mark_backward, phase, tag

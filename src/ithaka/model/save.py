@@ -1,36 +1,27 @@
-"""`save_pretrained`, `iterate_weights` and `generate` for parallel models. Every rank calls them; rank 0 writes."""
+"""`save_pretrained` and `iterate_weights` for parallel models. Every rank calls them; rank 0 writes."""
 
 import copy
 import json
 import re
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ithaka.config import ConfigError
 from ithaka.dist.agree import RankError, gather_objects, raise_first
-from ithaka.layer.fourbit import unpacked
 from ithaka.model.adapters import ADAPTER_PREFIX, adapter_tensor_name, can_merge, find_active_adapter, merge_tensors
-from ithaka.model.calls import CallChecker, compute_dtype
-from ithaka.model.families import find_decoder, find_layers
 from ithaka.model.weights import named_tensors
-from ithaka.plan.hardware import available_memory
 
-MAX_UNCACHED_TOKENS = 512  # that generate makes without a key/value cache
 # Arguments of save_pretrained in transformers and PEFT -> the only value supported here.
 DEFAULT_ARGUMENTS = {"is_main_process": True, "state_dict": None, "push_to_hub": False, "safe_serialization": True}
 
@@ -177,113 +168,3 @@ def _write_config(base: Any, directory: Path) -> None:
     values = json.loads(base.to_json_string()) | {"_class_name": name}
     base.register_to_config(_class_name=name)  # to_json_string wrote FSDP2's name
     (directory / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-# ---- generate
-
-
-def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """transformers' generate with its key/value cache: each rank runs the model's own forward on all tokens of its
-    group's prompts. `use_cache=False` runs the parallel forward instead, on all tokens so far for every new one.
-
-    Every rank calls it, with the same prompts in a cp group. Each group samples from its first rank's generator.
-    """
-    if images := [name for name in kwargs if name.startswith("pixel_values")]:
-        raise ConfigError(f"generate({images[0]}=...) is not supported; save the model, and use plain transformers")
-    config = kwargs.get("generation_config") or model.generation_config
-    use_cache, num_tokens = (kwargs.get(name, getattr(config, name)) for name in ("use_cache", "max_new_tokens"))
-    has_cache = check_uncached(use_cache, num_tokens)
-    mesh, was_training = model.ithaka_mesh, model.training
-    seed = [int(torch.randint(2**62, ()))]
-    dist.broadcast_object_list(seed, group=mesh.cp_group, group_src=0)
-    devices = [mesh.device] if mesh.device.type == "cuda" else []
-    if has_cache:
-        prompt = next((x for x in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")) if x is not None), None)
-        with torch.no_grad():
-            _find_checker(model)(model, (prompt,), {"attention_mask": kwargs.get("attention_mask")})
-    try:
-        with torch.random.fork_rng(devices), _plain_forwards(model) if has_cache else nullcontext():
-            torch.manual_seed(seed[0])
-            defaults = {"synced_gpus": True} if mesh.world_size > 1 else {}
-            return type(model).generate(model.eval(), *args, **{**defaults, **kwargs, "use_cache": has_cache})
-    finally:
-        model.train(was_training)
-        model.reshard()
-
-
-def check_uncached(use_cache: bool | None, num_tokens: int | None) -> bool:
-    """Return whether generate uses a cache. Raises ConfigError for more tokens than it makes without one."""
-    if use_cache is False and num_tokens is not None and num_tokens > MAX_UNCACHED_TOKENS:
-        rule = f"without a cache, each token costs a forward over all tokens, so {MAX_UNCACHED_TOKENS} are the limit"
-        raise ConfigError(f"max_new_tokens={num_tokens} with use_cache=False: {rule}; leave use_cache=False out")
-    return use_cache is not False
-
-
-@contextmanager
-def _plain_forwards(model: Any) -> Iterator[None]:
-    """Let every module run its class's forward, on gathered parameters. They stay gathered if memory allows."""
-    mesh, checker, text_config = model.ithaka_mesh, _find_checker(model), find_decoder(model).config
-    units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
-    stays_gathered, attention = _fits_gathered(model), text_config._attn_implementation
-    forwards = {module: module.forward for module in model.modules() if _is_replaced(module)}
-    layers = [forwards[layer] for layer in find_layers(model)]
-    for module in forwards:
-        del module.forward
-    for layer in layers:
-        if layer.packed:
-            layer.layer.forward = partial(_run_unpacked, layer)
-        if (block := layer.experts.block) is not None and (block.adapters or layer.packed):
-            block.module.forward = partial(_run_experts, block)  # PEFT cannot adapt packed weights
-    if model.ithaka_dropout is not None:
-        model.ithaka_dropout.keys_t = None
-    text_config._attn_implementation = model.config.get_text_config()._attn_implementation
-    for unit in units if stays_gathered else ():
-        unit.set_reshard_after_forward(False, recurse=False)
-    checker.is_enabled = False
-    hook = model.register_forward_hook(_share_logits) if mesh.cp_size > 1 else nullcontext()
-    try:
-        with hook:
-            yield
-    finally:
-        checker.is_enabled = True
-        for unit in units if stays_gathered else ():
-            unit.set_reshard_after_forward(True, recurse=False)
-            unit.reshard()
-        text_config._attn_implementation = attention
-        for module, forward in forwards.items():
-            module.forward = forward
-
-
-def _find_checker(model: Any) -> CallChecker:
-    return next(hook for hook in model._forward_pre_hooks.values() if isinstance(hook, CallChecker))
-
-
-def _is_replaced(module: Any) -> bool:
-    return str(getattr(vars(module).get("forward"), "__module__", "")).startswith("ithaka.")
-
-
-def _fits_gathered(model: Any) -> bool:
-    """Whether all parameters together take at most half of the free memory of every rank."""
-    mesh, layout = model.ithaka_mesh, find_layers(model)[0].forward.layout
-    num_bytes = sum(param.numel() for param in model.parameters()) * compute_dtype(model, layout).itemsize
-    if mesh.device.type == "cuda":
-        unused = torch.cuda.memory_reserved(mesh.device) - torch.cuda.memory_allocated(mesh.device)
-        free_bytes = torch.cuda.mem_get_info(mesh.device)[0] + unused
-    else:
-        free_bytes = available_memory() // mesh.world_size
-    return all(gather_objects(2 * num_bytes <= free_bytes))
-
-
-def _run_unpacked(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    with unpacked(layer.packed):
-        return type(layer.layer).forward(layer.layer, *args, **kwargs)
-
-
-def _run_experts(block: Any, x_tD: Tensor, *routing: Tensor) -> Tensor:
-    return block(x_tD, *routing).to(x_tD.dtype)
-
-
-def _share_logits(model: Any, args: Any, output: Any) -> None:
-    """Give all ranks of a cp group the same logits: kernels may round differently, and tokens must be equal."""
-    output.logits = output.logits.contiguous()
-    dist.broadcast(output.logits, group=model.ithaka_mesh.cp_group, group_src=0)
