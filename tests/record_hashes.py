@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import sys
 import warnings
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.distributed.tensor import distribute_tensor
 from typer.testing import CliRunner
 
+from decoders import tiny_decoder
 from ithaka.cli import app
+from ithaka.config import AdapterConfig
 from ithaka.dist.mesh import make_mesh
 from ithaka.layout import ActivationPolicy, Layout
-from ithaka.model.build import parallelize_model
+from ithaka.model.build import build_model, parallelize_model
+from ithaka.parallel import parallelize
 from models import FAMILIES, tiny_config, tiny_model
 from parity import random_ids
 from ranks import Ranks
+from test_video import inputs_of, tiny
+from vlms import media_inputs, tiny_vlm
 
 GROUPS = {"cp1": (1, 1), "cp2": (2, 1), "cp4": (4, 1), "cp4 ring2": (4, 2)}
 TIERS = {
@@ -42,8 +49,20 @@ TIERS = {
     "disk": ActivationPolicy("disk"),
 }
 LENGTHS = (23, 1, 24)  # packed documents
+OTHER_DECODERS = ("gemma3_text", "gpt_oss", "glm4_moe", "deepseek_v3", "phi3", "qwen3_5_text", "qwen3_next")
+OTHERS = (*OTHER_DECODERS, "qwen2_5_vl", "qwen3_vl", "wan", "ltx", "nf4 llama", "nf4 gemma3_text")
+SIZES_WITH_NF4 = {"hidden_size": 256, "intermediate_size": 192, "head_dim": 32, "tie_word_embeddings": False}
 
 MODELS = ("llama3-8b", "llama3.1-70b", "qwen3-8b", "qwen2.5-7b", "mistral-7b")
+OTHER_MODELS = (
+    "gemma-3-4b",
+    "gpt-oss-20b",
+    "qwen3-30b-a3b",
+    "olmo-3-7b",
+    "qwen3.5-9b",
+    "qwen3-vl-8b",
+    "wan2.1-14b",
+)
 GPUS = ("1xH100-80GB", "8xH100-80GB", "2x8xH200", "8xA100-80GB", "1xRTX4090")
 PROSE = ("reasons", "assumed", "output")  # keys of a plan that may be reworded
 OPTIONS = (
@@ -73,6 +92,51 @@ def hash_step(family: str, group: str, tier: str, adapter: bool, dtype: str) -> 
     return {name: _hash(value) for name, value in {"loss": loss.detach(), **grads}.items()}
 
 
+def hash_other(name: str, group: str, tier: str, adapter: bool, dtype: str) -> dict[str, str]:
+    """The same for general layers, experts, hybrids, vision, video and a base in four bits."""
+    cp, ring = GROUPS[group]
+    kept = (TIERS[tier],) * 3
+    mesh = make_mesh(cp, ring=ring)
+    layout = Layout(cp, tile_tokens=5, ring=ring, kept=kept, dtype=dtype)
+    if name in ("wan", "ltx"):
+        model = parallelize(tiny(name).float(), mesh=mesh, layout=replace(layout, kept=kept[:2]))
+        inputs = {key: value.float() for key, value in inputs_of(name).items()}
+        loss = (model(**inputs, return_dict=False)[0].double() ** 2).sum()
+    else:
+        if name.startswith("nf4"):
+            model_type = name.removeprefix("nf4 ")
+            build = tiny_model(tiny_config("llama", heads=8, **SIZES_WITH_NF4)) if model_type == "llama" else None
+            config = (build or tiny_decoder(model_type, **SIZES_WITH_NF4)).config.to_dict()
+            kept = (TIERS[tier],) * config["num_hidden_layers"]
+            four_bits = AdapterConfig(rank=3, base="nf4")
+            model = build_model(config, mesh, replace(layout, kept=kept), adapter=four_bits, seed=3)
+            _randomize(param for param in model.parameters() if param.requires_grad)
+            inputs = {"input_ids": random_ids(1, 37)}
+        elif "_vl" in name:
+            model, inputs = tiny_vlm(name, torch.float32), media_inputs(name, images=[(4, 6), (2, 4)])
+            inputs = {key: value.float() if value.is_floating_point() else value for key, value in inputs.items()}
+        else:
+            model, inputs = tiny_decoder(name, torch.float32), {"input_ids": random_ids(1, sum(LENGTHS))}
+            documents = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+            inputs["document_ids"] = documents[None]
+        if not name.startswith("nf4"):
+            if adapter:
+                model = _with_adapter(model)
+            kept = (TIERS[tier],) * model.config.get_text_config().num_hidden_layers
+            model = parallelize_model(model, mesh=mesh, layout=replace(layout, kept=kept))
+        loss = model(**inputs, labels=inputs["input_ids"]).loss
+    loss.backward()
+    grads = {key: param.grad.full_tensor() for key, param in model.named_parameters() if param.grad is not None}
+    return {key: _hash(value) for key, value in {"loss": loss.detach(), **grads}.items()}
+
+
+def _randomize(params: Any) -> None:
+    for i, param in enumerate(params):
+        with torch.no_grad():
+            values = torch.linspace(-0.3, 0.4, param.numel()).roll(7 * i).view(param.shape)
+            param.copy_(distribute_tensor(values, param.device_mesh, param.placements))
+
+
 def _with_adapter(model: Any) -> Any:
     """Add an adapter with random A and B; with PEFT's initial B of zero, A would get no gradient."""
     with warnings.catch_warnings():
@@ -90,11 +154,24 @@ def _hash(value: torch.Tensor) -> str:
 
 
 def hash_group(group: str, cases: list[tuple]) -> list[dict[str, str]]:
-    return [hash_step(*case) for case in cases if case[1] == group]
+    hashes = []
+    for case in (case for case in cases if case[1] == group):
+        try:
+            hashes.append((hash_step if case[0] in FAMILIES else hash_other)(*case))
+        except Exception as error:  # not supported, which must not change either
+            hashes.append({"error": f"{type(error).__name__}: {str(error)[:60]}"})
+    return hashes
 
 
 def record_hashes() -> dict[str, Any]:
     cases = list(product(FAMILIES, GROUPS, TIERS, (False, True), ("float32", "bfloat16")))
+    cases += [
+        (name, group, tier, adapter, dtype)
+        for name, group, (tier, dtype), adapter in product(
+            OTHERS, GROUPS, (("device", "float32"), ("host", "float32"), ("host", "bfloat16")), (False, True)
+        )
+        if not adapter or name in OTHER_DECODERS or "_vl" in name
+    ]
     ranks, recorded = Ranks(4), {}
     for group, (cp, _) in GROUPS.items():
         hashes = ranks.run(cp, hash_group, group, cases, timeout_s=600)
@@ -120,6 +197,7 @@ def record_plan(arguments: tuple[str, ...]) -> Any:
 
 def record_plans() -> dict[str, Any]:
     commands = [(model, "--gpus", gpus, *rest) for model, gpus, rest in product(MODELS, GPUS, OPTIONS)]
+    commands += [(model, "--gpus", gpus, *rest) for model, gpus, rest in product(OTHER_MODELS, GPUS[:3], OPTIONS[:4])]
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
         return {" ".join(words): plan for words, plan in zip(commands, pool.map(record_plan, commands, 1), strict=True)}
 
