@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ithaka.config import parse_count
-from ithaka.plan.units import format_tokens
+from ithaka.config.units import format_tokens
 
 Row = dict[str, Any]
 ATTENTION, PRECISION = ("sdpa", "flash_attention_4"), ("autocast", "fsdp2")

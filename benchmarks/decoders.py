@@ -19,8 +19,8 @@ from steps import StepTimer
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ithaka.dist.mesh import end_process_group, free_memory, start_process_group
-from ithaka.layer import experts
+from ithaka.blocks import experts
+from ithaka.comm.mesh import end_process_group, free_memory, start_process_group
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
 

@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from ithaka.blocks.expert_rows import Rows, add_products, multiply_groups
 from ithaka.cli.options import AsJson, print_rows
-from ithaka.dist.mesh import default_device
-from ithaka.layer.expert_rows import Rows, add_products, multiply_groups
+from ithaka.comm.mesh import default_device
 
 # Experts, chosen per token, and the inputs and outputs of the two weights.
 SHAPES = {

@@ -20,7 +20,7 @@ from steps import SMALL, read_tokens, train_losses
 from transformers import AutoModelForCausalLM
 
 from ithaka.cli.options import AsJson, print_rows
-from ithaka.dist.mesh import default_device, end_process_group, start_process_group
+from ithaka.comm.mesh import default_device, end_process_group, start_process_group
 from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 

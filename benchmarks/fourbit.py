@@ -16,18 +16,18 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ithaka import rehearse
+from ithaka.checks import rehearse
 from ithaka.cli.options import AsJson, print_rows
+from ithaka.comm.mesh import default_device
 from ithaka.config import AdapterConfig, parse_count
-from ithaka.dist.mesh import default_device
-from ithaka.layer import fourbit
 from ithaka.layout import make_layout
+from ithaka.log.console import status
+from ithaka.ops import fourbit
 from ithaka.plan.bytes import build_ledger
 from ithaka.plan.hardware import GIB, Hardware, parse_gpus
 from ithaka.plan.models import find_config, find_shape
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import Work
-from ithaka.train.console import status
 
 LAYERS = 2
 RANK = 16

@@ -19,12 +19,12 @@ from steps import SMALL, read_tokens, train_losses
 from transformers import AutoModelForCausalLM
 
 from ithaka.cli.options import AsJson, print_rows
+from ithaka.comm.mesh import end_process_group, make_mesh, start_process_group
 from ithaka.config import AdapterConfig
-from ithaka.dist.mesh import end_process_group, make_mesh, start_process_group
-from ithaka.layer.fourbit import packed_weights
 from ithaka.layout import Layout
 from ithaka.model.build import build_model
-from ithaka.model.quantized import PACKED_AS, round_weights
+from ithaka.ops.fourbit import packed_weights
+from ithaka.weights.quantized import PACKED_AS, round_weights
 
 
 def write_dequantized(folder: Path, adapter: AdapterConfig, out: Path) -> None:

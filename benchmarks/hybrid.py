@@ -27,15 +27,15 @@ import torch
 from steps import GIB, StepTimer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ithaka.attention import delta_kernels, delta_rule
-from ithaka.attention.delta_kernels import runs_in_kernels
-from ithaka.attention.delta_rule import DeltaInputs, DeltaRule, LocalDocs
+from ithaka.comm.loopback import start_loopback
+from ithaka.comm.mesh import end_process_group, free_memory, make_mesh, start_process_group
 from ithaka.config import parse_count
-from ithaka.dist.loopback import start_loopback
-from ithaka.dist.mesh import end_process_group, free_memory, make_mesh, start_process_group
 from ithaka.layer.mixers import DeltaMixer
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
+from ithaka.ops import delta_kernels, delta_rule
+from ithaka.ops.delta_kernels import runs_in_kernels
+from ithaka.ops.delta_rule import DeltaInputs, DeltaRule, LocalDocs
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.read_config import shape_from_config

@@ -13,13 +13,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ithaka import rehearse
+from ithaka.checks import rehearse
 from ithaka.cli.options import AsJson, parse_tokens, print_rows
 from ithaka.cli.plan import Context, Model
 from ithaka.config import ConfigError
 from ithaka.layout import make_layout
+from ithaka.log.console import status
 from ithaka.plan.models import find_config, find_shape
-from ithaka.train.console import status
 
 
 def measure(config: dict[str, Any], ranks: int, context: int, tile_tokens: int, layers: int) -> list[dict[str, Any]]:

@@ -19,8 +19,8 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from ithaka.comm.mesh import default_device, end_process_group, free_memory, start_process_group
 from ithaka.config import parse_config
-from ithaka.dist.mesh import default_device, end_process_group, free_memory, start_process_group
 from ithaka.parallel import parallelize, shape_from_model
 from ithaka.plan.bytes import RESERVE_BYTES, RESERVE_SHARE
 from ithaka.plan.hardware import GIB, GPUS, Hardware, available_memory, gpu_named

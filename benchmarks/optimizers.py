@@ -21,8 +21,8 @@ from ithaka.checkpoint.files import find_checkpoint
 from ithaka.checkpoint.safe_load import SafeReader
 from ithaka.cli.options import AsJson, print_rows
 from ithaka.config import load_config
-from ithaka.preflight.run import model_shape
-from ithaka.train.console import read_metrics
+from ithaka.log.console import read_metrics
+from ithaka.run.resolve import model_shape
 
 MIB = 2**20
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from ithaka.dist.mesh import default_device, end_process_group, free_memory, start_process_group
+from ithaka.comm.mesh import default_device, end_process_group, free_memory, start_process_group
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
 from ithaka.model.prefixes import pack_prefixes

@@ -24,13 +24,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ithaka import rehearse as rehearsal
+from ithaka.checks import rehearse as rehearsal
 from ithaka.config import ConfigError, parse_count
+from ithaka.log.console import status
 from ithaka.plan.hardware import find_hardware, gpu_named
 from ithaka.plan.models import find_config
 from ithaka.plan.request import PlanRequest, make_request
 from ithaka.plan.search import Plan
-from ithaka.train.console import status
 
 LONGEST = "longest"
 SHORTEST = 512  # tokens of the shortest timed context

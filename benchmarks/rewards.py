@@ -36,16 +36,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 import ithaka
-from ithaka import launch
-from ithaka import rehearse as rehearsal
+from ithaka.checks import rehearse as rehearsal
+from ithaka.comm.mesh import default_device, end_process_group, free_memory
 from ithaka.config import AdapterConfig
-from ithaka.dist.mesh import default_device, end_process_group, free_memory
-from ithaka.hf import long_context
+from ithaka.hf.trainer import long_context
 from ithaka.plan.hardware import GIB, find_gpu, parse_gpus
 from ithaka.plan.models import find_config
 from ithaka.plan.read_config import shape_from_config
 from ithaka.plan.search import Plan, SearchSpace
 from ithaka.plan.shape import Work
+from ithaka.run import launch
 
 LLAMA_3B = {"hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24, "num_key_value_heads": 8}
 TOY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}

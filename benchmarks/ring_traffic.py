@@ -25,7 +25,7 @@ import torch.distributed as dist
 import typer
 from torch.profiler import profile, record_function, supported_activities
 
-from ithaka.dist.mesh import default_device, end_process_group, make_mesh, start_process_group
+from ithaka.comm.mesh import default_device, end_process_group, make_mesh, start_process_group
 from ithaka.layout import Layout, make_layout
 from ithaka.model.build import build_model
 from ithaka.plan.layer_bytes import LayerBytes

@@ -20,8 +20,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ithaka import rehearse
 from ithaka.attention import score_blocks
+from ithaka.checks import rehearse
 from ithaka.config import parse_count
 from ithaka.layout import Layout, make_layout
 from ithaka.plan.hardware import GIB, find_hardware

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, LlamaConfig
 
-from ithaka.dist.mesh import default_device
+from ithaka.comm.mesh import default_device
 
 GIB = 2**30
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}

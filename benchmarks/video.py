@@ -29,11 +29,11 @@ from torch.nn import functional as F
 
 from ithaka.attention.blocks import attention, attention_backward
 from ithaka.attention.choose import resolve_kernel
+from ithaka.comm.loopback import start_loopback
+from ithaka.comm.mesh import make_mesh, start_process_group
 from ithaka.config import parse_count
-from ithaka.dist.loopback import start_loopback
-from ithaka.dist.mesh import make_mesh, start_process_group
 from ithaka.layout import ActivationPolicy, Layout
-from ithaka.model.video import parallelize_transformer
+from ithaka.roots.video import parallelize_transformer
 
 GIB = 2**30
 SHAPES: dict[str, dict[str, Any]] = {  # config.json of the released models

@@ -29,8 +29,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from ithaka.comm.mesh import end_process_group, free_memory, start_process_group
 from ithaka.config import parse_count
-from ithaka.dist.mesh import end_process_group, free_memory, start_process_group
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
 from ithaka.parallel import shape_from_model

@@ -8,7 +8,7 @@ import math
 from html import escape
 from pathlib import Path
 
-from ithaka.plan import units
+from ithaka.config import units
 from ithaka.plan.hardware import find_hardware
 from ithaka.plan.request import make_request
 

@@ -45,11 +45,11 @@ This page is generated from the code by `python docs/make_reference.py`.
 """
 API = {
     "ithaka.parallelize": "ithaka.parallel",
-    "ithaka.hf.long_context": "ithaka.hf",
+    "ithaka.hf.long_context": "ithaka.hf.trainer",
     "ithaka.token_logprobs": "ithaka.model.logprobs",
     "ithaka.label_share": "ithaka.model.logprobs",
     "ithaka.pack_prefixes": "ithaka.model.prefixes",
-    "ithaka.iterate_weights": "ithaka.model.save",
+    "ithaka.iterate_weights": "ithaka.weights.save",
     "ithaka.Layout": "ithaka.layout",
     "ithaka.layer.sharded.sharded_attention": "ithaka.layer.sharded",
 }

@@ -124,7 +124,7 @@ def main() -> None:
         model.add_adapter(LoraConfig(r=options.lora, lora_alpha=options.lora, target_modules=targets))
     rank = 0
     if not options.plain:
-        from ithaka.dist.mesh import start_process_group
+        from ithaka.comm.mesh import start_process_group
 
         start_process_group()
         rank = dist.get_rank()

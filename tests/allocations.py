@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from ithaka import rehearse
+from ithaka.checks import rehearse
+from ithaka.comm.loopback import start_loopback
+from ithaka.comm.mesh import make_mesh
 from ithaka.config import OptimConfig
-from ithaka.dist.loopback import start_loopback
-from ithaka.dist.mesh import make_mesh
 from ithaka.layout import Layout
 from ithaka.model.build import build_model
 from ithaka.profile.live import LiveBytes

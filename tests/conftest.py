@@ -103,7 +103,7 @@ def device():
 @pytest.fixture(autouse=True)
 def destroy_process_group():
     """Destroy the process group that a mesh or a failed run leaves behind."""
-    from ithaka.dist.mesh import end_process_group
+    from ithaka.comm.mesh import end_process_group
 
     yield
     end_process_group()
@@ -154,8 +154,9 @@ def probes_once(pytestconfig):
 
     Do not use it in tests that change the code of a layer, or that test the probe.
     """
-    from ithaka.model import general, probe
-    from ithaka.model.families import find_layers
+    from ithaka.roots import decoder as general
+    from ithaka.roots import probe
+    from ithaka.roots.families import find_layers
 
     def probe_once(model, recorder, device):
         layers = tuple(map(probe.describe_layer, find_layers(model)))

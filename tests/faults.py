@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from ithaka.checkpoint import files, save
 from ithaka.config import Config
+from ithaka.log.console import read_metrics
 from ithaka.phases import Listener, PhasePath, listening
-from ithaka.preflight.preflight import AUTO
-from ithaka.train.console import read_metrics
+from ithaka.run.preflight import AUTO
 from programs import fork_from_here
 from ranks import Ranks
 from runs import run, tiny_run, wait_for

@@ -10,13 +10,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from ithaka.dist.mesh import make_mesh
+from ithaka.checks.verify import InFloat64
+from ithaka.comm.mesh import make_mesh
 from ithaka.layer.loss import GraphHead, LinearHead
 from ithaka.layer.runs import LayerRuns
 from ithaka.layer.store import Store
 from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
-from ithaka.verify import InFloat64
 from models import CONSTRUCTING
 from parity import Errors, plain_sum, random_ids, relative
 from threads import on_threads

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import psutil
 
-from ithaka import launch
 from ithaka.config import ConfigError
 from ithaka.exits import ExitCode
-from ithaka.launch import Outcome, exit_rank
+from ithaka.run import launch
+from ithaka.run.launch import Outcome, exit_rank
 
 
 def write_environment(folder: Path) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ithaka.dist.mesh import Mesh, make_mesh
+from ithaka.comm.mesh import Mesh, make_mesh
 from ithaka.layer.store import Store
 from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model

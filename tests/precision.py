@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ithaka.dist.mesh import make_mesh
-from ithaka.layer import experts
+from ithaka.blocks import experts
+from ithaka.comm.mesh import make_mesh
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
 from models import plain_loss, tiny_config, widen

@@ -31,8 +31,8 @@ from typer.testing import CliRunner
 
 from decoders import tiny_decoder
 from ithaka.cli import app
+from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig
-from ithaka.dist.mesh import make_mesh
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import build_model, parallelize_model
 from ithaka.parallel import parallelize

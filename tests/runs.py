@@ -21,9 +21,9 @@ from torch.distributed.launcher import api
 from ithaka.checkpoint.save import Saver
 from ithaka.cli.runs import train_rank
 from ithaka.config import Config, parse_config
-from ithaka.launch import Outcome, run_child_rank, run_ranks
-from ithaka.preflight.preflight import validate_run
-from ithaka.preflight.run import Run
+from ithaka.run.launch import Outcome, run_child_rank, run_ranks
+from ithaka.run.preflight import validate_run
+from ithaka.run.resolve import Run
 from ithaka.train import heartbeat, loop
 from programs import PLAIN, Program
 

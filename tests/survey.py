@@ -21,13 +21,13 @@ from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, ALLOWED_M
 
 from decoders import random_decoder
 from general import compare, worst
+from ithaka.blocks.expert_rows import Gate
+from ithaka.checks.verify import InFloat64
 from ithaka.config import ConfigError
 from ithaka.layer import schedule
-from ithaka.layer.expert_rows import Gate
 from ithaka.layout import Layout
-from ithaka.model.families import check_supported, has_known_layers, map_layer
-from ithaka.model.general import prepare_decoder
-from ithaka.verify import InFloat64
+from ithaka.roots.decoder import prepare_decoder
+from ithaka.roots.families import check_supported, has_known_layers, map_layer
 from parity import random_ids
 
 TOKENS = 24  # more than any window or chunk below

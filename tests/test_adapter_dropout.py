@@ -13,7 +13,7 @@ from torch import nn
 from decoders import tiny_decoder
 from faults import moved
 from general import add_lora, assert_equal, compare, mean_loss
-from ithaka.layer.dropout import DropoutState, TokenDropout
+from ithaka.blocks.dropout import DropoutState, TokenDropout
 from ithaka.layout import EVERYTHING, Layout
 from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model

@@ -13,19 +13,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from ithaka.blocks.linear import as_linear
 from ithaka.checkpoint import files
+from ithaka.checkpoint.export import export
 from ithaka.checkpoint.safe_load import SafeReader
+from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig, ModelConfig
-from ithaka.dist.mesh import make_mesh
-from ithaka.export import export
-from ithaka.layer.linear import as_linear
 from ithaka.layout import Layout
 from ithaka.model.build import build_model
-from ithaka.model.quantized import round_weights
-from ithaka.preflight import checks
-from ithaka.preflight.run import read_stored_settings
+from ithaka.run import validate as checks
+from ithaka.run.resolve import read_stored_settings
 from ithaka.train.step import learning_rate
 from ithaka.train.trainer import prepare
+from ithaka.weights.quantized import round_weights
 from models import tiny_model
 from parity import plain_sum
 from refusals import assert_refused

@@ -12,7 +12,7 @@ from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from general import add_lora
-from ithaka.dist.mesh import make_mesh
+from ithaka.comm.mesh import make_mesh
 from ithaka.layer.store import Store
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model

@@ -13,11 +13,11 @@ from ithaka.attention.choose import resolve_kernel
 from ithaka.attention.docs import BlockMask, Docs
 from ithaka.attention.kernels import KERNELS
 from ithaka.attention.score_blocks import document_spans, plan_query_blocks
+from ithaka.comm.exchange import SINGLE_RANK
 from ithaka.config import ConfigError
-from ithaka.dist.exchange import SINGLE_RANK
 from ithaka.layer.stages import StagedAttention
-from ithaka.plan import ring as ring_plan
-from ithaka.plan.heads import EMPTY_SLOT, head_table
+from ithaka.sharding import tokens as ring_plan
+from ithaka.sharding.heads import EMPTY_SLOT, head_table
 from reference import attention_mask, attention_reference
 
 SCALE = 0.37

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 import ithaka.attention.blocks as op
 from decoders import tiny_decoder
-from ithaka import bench
 from ithaka.attention import choose, kernels
 from ithaka.attention.choose import agree_on_kernel, available_kernels, kernel_for, resolve_kernel
 from ithaka.attention.kernels import KERNELS, Kernel, Varlen
-from ithaka.bench import AttentionCase, measure_attention
+from ithaka.checks import bench
+from ithaka.checks.bench import AttentionCase, measure_attention
 from ithaka.cli import app
 from ithaka.config import ConfigError
 from ithaka.model.build import parallelize_model

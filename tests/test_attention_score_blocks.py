@@ -22,7 +22,7 @@ from ithaka.attention.score_blocks import (
     plan_query_blocks,
     split_short_documents,
 )
-from ithaka.plan.ring import causal_pairs, shard_tokens
+from ithaka.sharding.tokens import causal_pairs, shard_tokens
 
 
 def visible(docs, causal, window):

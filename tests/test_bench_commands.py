@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ithaka import rehearse as rehearsal
+from ithaka.checks import rehearse as rehearsal
 from ithaka.cli import Commands, app
 from ithaka.config import ConfigError
 from ithaka.exits import ExitCode
@@ -60,7 +60,7 @@ def test_plan_reads_what_bench_device_wrote(tmp_path):
     ],
 )
 def test_bad_attention_sizes_are_refused_before_the_benchmark_is_imported(arguments, named, fix, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ithaka.bench", None)
+    monkeypatch.setitem(sys.modules, "ithaka.checks.bench", None)
     assert_command_refused(["bench", "attention", *arguments.split()], named, fix=fix)
 
 

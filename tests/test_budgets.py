@@ -5,14 +5,14 @@ import dataclasses
 import psutil
 import pytest
 
+from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError
-from ithaka.dist.mesh import make_mesh
 from ithaka.layout import layout_from_config
 from ithaka.plan import hardware as this_machine
 from ithaka.plan.hardware import available_memory, cgroup_rooms, free_disk
-from ithaka.preflight import run as run_module
-from ithaka.preflight.preflight import validate_run
-from ithaka.preflight.run import Run, certain_needs, check_fits, detect_machine, model_shape, store_host_bytes
+from ithaka.run import resolve as run_module
+from ithaka.run.preflight import validate_run
+from ithaka.run.resolve import Run, certain_needs, check_fits, detect_machine, model_shape, store_host_bytes
 from ithaka.train.trainer import Trainer
 from runs import tiny_run, valid
 

@@ -10,9 +10,9 @@ import pytest
 from tokenizers import AddedToken
 
 from ithaka.config import ConfigError, ReadingConfig, ReasoningConfig
-from ithaka.data.chat import TODAY, fix_date
-from ithaka.data.formats import BadRecord
-from ithaka.data.records import parse_record
+from ithaka.data.documents.chat import TODAY, fix_date
+from ithaka.data.documents.formats import BadRecord
+from ithaka.data.documents.records import parse_record
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 from templates import chat_tokenizer
 from test_data_conversations import tokens_of

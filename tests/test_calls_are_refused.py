@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import ithaka
+from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError
-from ithaka.dist.mesh import make_mesh
 from ithaka.layer.sharded import sharded_attention
 from ithaka.layout import Layout, make_layout
 from ithaka.model.build import parallelize_model

@@ -27,13 +27,13 @@ from torch.distributed.checkpoint.metadata import (
 from typer.testing import CliRunner
 
 from ithaka.checkpoint import files, save
+from ithaka.checkpoint.export import export
 from ithaka.checkpoint.safe_load import SafeReader
 from ithaka.cli import app
 from ithaka.config import load_config, to_yaml
-from ithaka.export import export
-from ithaka.preflight.checks import check_run_dir
-from ithaka.preflight.preflight import AUTO, find_resume_point, preflight, resolve
-from ithaka.preflight.run import model_shape
+from ithaka.run.preflight import AUTO, find_resume_point, preflight, resolve
+from ithaka.run.resolve import model_shape
+from ithaka.run.validate import check_run_dir
 from refusals import assert_refused
 from runs import metrics, numbers, run, tiny_run
 

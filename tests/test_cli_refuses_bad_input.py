@@ -14,7 +14,6 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from ithaka import launch
 from ithaka.cli import app
 from ithaka.config import (
     CPU_DEFAULT,
@@ -26,10 +25,11 @@ from ithaka.config import (
     to_dict,
     to_yaml,
 )
-from ithaka.data import files
+from ithaka.data.documents import files
 from ithaka.exits import FINAL_EXIT_CODES, ExitCode
-from ithaka.preflight import checks
 from ithaka.report.page import render_page
+from ithaka.run import launch
+from ithaka.run import validate as checks
 from refusals import assert_command_refused, assert_refused
 
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 50

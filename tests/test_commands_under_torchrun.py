@@ -15,10 +15,12 @@ import pytest
 import torch.distributed as dist
 import typer
 
-from ithaka import cli, evaluate, launch
+from ithaka import cli
 from ithaka.cli import doctor
 from ithaka.config import to_yaml
+from ithaka.evaluate.command import command as evaluate
 from ithaka.exits import ExitCode
+from ithaka.run import launch
 from runs import tiny_run
 
 COMMANDS = {  # -> part of the output

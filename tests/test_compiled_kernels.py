@@ -11,7 +11,7 @@ import pytest
 
 from ithaka.attention import compiled
 from ithaka.plan.hardware import find_hardware
-from ithaka.preflight import preflight
+from ithaka.run import preflight
 
 FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
@@ -118,7 +118,7 @@ def test_caches_are_on_disk_even_if_another_library_imported_the_package(root, m
 
 def test_helpers_start_before_slow_imports_and_checks(tmp_path, monkeypatch):
     """Importing transformers takes seconds, during which the helpers compile."""
-    script = "import sys, ithaka.preflight.preflight; sys.exit('transformers' in sys.modules)"
+    script = "import sys, ithaka.run.preflight; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
     events = []
     monkeypatch.setattr(preflight.launch, "num_gpus", lambda: 1)

@@ -8,12 +8,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from ithaka.checkpoint.export import export
 from ithaka.cli import app
 from ithaka.config import explicit_settings, load_config, parse_config, to_dict, to_yaml
-from ithaka.export import export
 from ithaka.plan.hardware import Hardware, find_gpu
-from ithaka.preflight.preflight import curriculum_to_save
-from ithaka.preflight.run import plan_run
+from ithaka.run.preflight import curriculum_to_save
+from ithaka.run.resolve import plan_run
 from ithaka.train.step import learning_rate
 from refusals import assert_command_refused, assert_refused
 from runs import copy_back_at, metrics, numbers, saves_in_time, tiny_run

@@ -10,12 +10,13 @@ import pytest
 import torch.distributed as dist
 
 from ithaka.config import ConfigError, DataConfig, ReadingConfig
-from ithaka.data import cache, read
+from ithaka.data import cache
 from ithaka.data import stream as data_stream
 from ithaka.data.cache import TokenCache
-from ithaka.data.files import find_files
+from ithaka.data.documents import read
+from ithaka.data.documents.files import find_files
+from ithaka.data.documents.read import make_shards
 from ithaka.data.open import describe_data, open_data
-from ithaka.data.read import make_shards
 from ithaka.data.tokenizer import ByteTokenizer, Tokenizer
 from ithaka.exits import TransientError
 from test_data_sources import TEXTS, write_jsonl

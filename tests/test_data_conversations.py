@@ -14,10 +14,10 @@ import pytest
 import templates
 from ithaka.config import ConfigError, DataConfig, ReadingConfig
 from ithaka.data.cache import TokenCache
-from ithaka.data.files import find_files
+from ithaka.data.documents.files import find_files
+from ithaka.data.documents.read import make_shards
 from ithaka.data.open import check_data, describe_data, open_data
 from ithaka.data.pack import split_samples
-from ithaka.data.read import make_shards
 from ithaka.data.tokenizer import ByteTokenizer, Tokenizer
 from templates import chat_tokenizer
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ithaka.config import DataConfig
-from ithaka.data import read
+from ithaka.data.documents import read
 from ithaka.data.open import check_data
 from refusals import assert_refused
 from test_data_sources import open_with_cache

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from ithaka.config import ConfigError, DataConfig, parse_config
-from ithaka.data import files
 from ithaka.data import stream as data_stream
+from ithaka.data.documents import files
 from ithaka.data.open import check_data, describe_data, epoch_steps
 from runs import MODEL
 from test_data_sources import TEXTS, documents_of, encode_texts, open_with_cache, write_jsonl, write_parquet

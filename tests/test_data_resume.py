@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from ithaka.config import ConfigError, DataConfig
-from ithaka.data import cache, read
+from ithaka.data import cache
 from ithaka.data import stream as data_stream
 from ithaka.data.batch import num_valid
 from ithaka.data.cache import TokenCache
+from ithaka.data.documents import read
 from ithaka.data.tokenizer import ByteTokenizer
 from test_data_sources import TEXTS, open_with_cache, write_jsonl, write_parquet
 

@@ -13,12 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ithaka.config import DataConfig, ReadingConfig
-from ithaka.data import read
 from ithaka.data.cache import TokenCache
-from ithaka.data.files import find_files
+from ithaka.data.documents import read
+from ithaka.data.documents.files import find_files
+from ithaka.data.documents.read import make_shards
 from ithaka.data.open import check_data, open_data
 from ithaka.data.pack import Split
-from ithaka.data.read import make_shards
 from ithaka.data.tokenizer import ByteTokenizer, Tokenizer
 from test_data_tokenizer import word_tokenizer
 

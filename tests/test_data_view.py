@@ -11,13 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 from browser import Browser, find_browser
-from ithaka import launch
 from ithaka.cli import app
-from ithaka.data import pack, read
+from ithaka.data import pack
 from ithaka.data import stream as data_stream
-from ithaka.data.records import SIDES
+from ithaka.data.documents import read
+from ithaka.data.documents.records import SIDES
 from ithaka.exits import ExitCode
-from ithaka.train import console
+from ithaka.log import console
+from ithaka.run import launch
 from refusals import assert_refused
 from runs import MODEL
 

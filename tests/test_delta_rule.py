@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
-from ithaka.attention import delta_rule
-from ithaka.attention.delta_rule import DeltaInputs, DeltaRule, LocalDocs, short_convolution
-from ithaka.verify import InFloat64
+from ithaka.checks.verify import InFloat64
+from ithaka.ops import delta_rule
+from ithaka.ops.delta_rule import DeltaInputs, DeltaRule, LocalDocs, short_convolution
 from parity import relative
 
 TOKENS, KEY_HEADS, HEADS, K, V = 90, 2, 4, 8, 6

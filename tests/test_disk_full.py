@@ -17,10 +17,11 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.filesystem import FileSystem
 from transformers import PreTrainedModel
 
-from ithaka import cli, launch
+from ithaka import cli
+from ithaka.checkpoint.export import export
 from ithaka.exits import ExitCode, TransientError
-from ithaka.export import export
-from ithaka.preflight.preflight import validate_run
+from ithaka.run import launch
+from ithaka.run.preflight import validate_run
 from ithaka.train import loop
 from ithaka.train import trainer as trainer_module
 from ithaka.train.loop import train

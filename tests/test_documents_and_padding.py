@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from ithaka.attention import docs as attention_docs
-from ithaka.dist.mesh import make_mesh
+from ithaka.comm.mesh import make_mesh
+from ithaka.inputs.batch import shard_batch
 from ithaka.layout import Layout
-from ithaka.model.batch import shard_batch
 from models import tiny_config
 from parity import check, compare_with, each_of, parallel, plain_sum, random_ids
 

@@ -16,18 +16,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer
 
+from ithaka.checkpoint.export import export
 from ithaka.config import parse_config
 from ithaka.data import pack
-from ithaka.data.formats import BadRecord
-from ithaka.data.records import detect_format
-from ithaka.export import export
+from ithaka.data.documents.formats import BadRecord
+from ithaka.data.documents.records import detect_format
 from ithaka.layout import make_layout
+from ithaka.log.console import read_metrics
 from ithaka.plan.hardware import find_hardware
 from ithaka.plan.search import Plan, work_from_config
 from ithaka.plan.show import as_text
-from ithaka.preflight.preflight import validate_run
-from ithaka.preflight.run import model_shape
-from ithaka.train.console import read_metrics
+from ithaka.run.preflight import validate_run
+from ithaka.run.resolve import model_shape
 from models import tiny_config, tiny_model
 from refusals import assert_refused
 from runs import copy_back_at, run

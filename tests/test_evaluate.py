@@ -18,14 +18,13 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import templates
-from ithaka import measure as measuring
+from ithaka.checkpoint.export import export
 from ithaka.cli import app
+from ithaka.comm.mesh import make_mesh
 from ithaka.data.tokenizer import ByteTokenizer
-from ithaka.dist.mesh import make_mesh
-from ithaka.evaluate import evaluate_all, find_ticks, prepare_model, render_results
-from ithaka.export import export
-from ithaka.layout import Layout
-from ithaka.measure import (
+from ithaka.evaluate.command import evaluate_all, find_ticks, prepare_model, render_results
+from ithaka.evaluate.command import tasks as measuring
+from ithaka.evaluate.tasks import (
     DEPTHS,
     TASKS,
     EvalText,
@@ -40,9 +39,10 @@ from ithaka.measure import (
     summarize_turns,
     token_losses,
 )
+from ithaka.layout import Layout
+from ithaka.log.console import rename_metrics
 from ithaka.model.build import build_model, parallelize_model
 from ithaka.report.page import read_run
-from ithaka.train.console import rename_metrics
 from models import tiny_config, tiny_model
 from refusals import assert_command_refused, assert_refused
 from runs import metrics, run, tiny_run

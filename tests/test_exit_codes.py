@@ -13,16 +13,16 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from ithaka import launch
 from ithaka.checkpoint import files as checkpoint_files
 from ithaka.cli import app
+from ithaka.comm.agree import SharedTransientError
 from ithaka.config import ConfigError, load_config
-from ithaka.data import files, read
 from ithaka.data.cache import TokenCache
+from ithaka.data.documents import files, read
 from ithaka.data.tokenizer import ByteTokenizer
-from ithaka.dist.agree import SharedTransientError
 from ithaka.exits import FINAL_EXIT_CODES, ExitCode, TransientError, exit_code_for
 from ithaka.layer.store import StoreError
+from ithaka.run import launch
 from ithaka.train import loop
 from ithaka.train import trainer as trainer_module
 from runs import tiny_run, valid

@@ -12,14 +12,14 @@ from torch.nn import functional as F
 
 from decoders import tiny_decoder
 from general import add_lora, assert_equal, compare, mean_loss
-from ithaka.dist.mesh import make_mesh
-from ithaka.layer.expert_rows import Rows
-from ithaka.layer.experts import ExpertBlock, GroupedLinear, LayerExperts, _ExpertsFunction
-from ithaka.layer.tiles import GradSum
+from ithaka.blocks.expert_rows import Rows
+from ithaka.blocks.experts import ExpertBlock, GroupedLinear, LayerExperts, _ExpertsFunction
+from ithaka.blocks.tiles import GradSum
+from ithaka.comm.mesh import make_mesh
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
-from ithaka.model import probe
 from ithaka.model.build import parallelize_model
-from ithaka.model.recorder import Recorder, randomize
+from ithaka.roots import probe
+from ithaka.roots.recorder import Recorder, randomize
 from ithaka.train.step import expert_loads
 from models import tiny_config, tiny_model
 from parity import random_ids, relative

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from ithaka.checkpoint.export import export, write_card
 from ithaka.data.tokenizer import ByteTokenizer
-from ithaka.export import export, write_card
 from ithaka.train.trainer import prepare
 from refusals import assert_refused
 from runs import MODEL, metrics, run, tiny_run, valid

@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 
 from ithaka.checkpoint import files, save
+from ithaka.comm.mesh import start_process_group
 from ithaka.config import ConfigError, parse_config
-from ithaka.dist.mesh import start_process_group
 from ithaka.exits import ExitCode, TransientError
 from ithaka.layer import stages, store
+from ithaka.log.console import Console, read_metrics
 from ithaka.phases import PhaseState
-from ithaka.preflight import checks
+from ithaka.run import validate as checks
 from ithaka.train import heartbeat, loop, step, watch
 from ithaka.train import trainer as trainer_module
-from ithaka.train.console import Console, read_metrics
 from ranks import Ranks
 from runs import copy_back_at, metrics, numbers, run, run_and_record_exit, tiny_run, valid, wait_for
 

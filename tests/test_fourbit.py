@@ -19,16 +19,16 @@ from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
 from decoders import DECODERS, tiny_decoder
 from general import add_lora, wide_runs
+from ithaka.checks.verify import InFloat64, load_truncated_model, write_truncated_model
+from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig
-from ithaka.dist.mesh import make_mesh
-from ithaka.evaluate import evaluate, sample
-from ithaka.layer.fourbit import NF4, ROW, SCALES_AT, block_scales, dequantize, packed_weights, quantize_nf4
+from ithaka.evaluate.command import evaluate, sample
 from ithaka.layer.store import Store
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
-from ithaka.model.adapters import base_tensor_name, load_dequantized
 from ithaka.model.build import build_model, parallelize_model
-from ithaka.model.quantized import PACKED_AS, describe_base, round_weights
-from ithaka.verify import InFloat64, load_truncated_model, write_truncated_model
+from ithaka.ops.fourbit import NF4, ROW, SCALES_AT, block_scales, dequantize, packed_weights, quantize_nf4
+from ithaka.weights.adapters import base_tensor_name, load_dequantized
+from ithaka.weights.quantized import PACKED_AS, describe_base, round_weights
 from models import tiny_config, tiny_model
 from parity import check, plain_sum, random_ids, relative, shard_errors
 from refusals import assert_refused

@@ -8,12 +8,12 @@ from torch import nn
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from ithaka.attention.fused import Positions, apply_rope, silu_mul_backward
-from ithaka.dist.mesh import make_mesh
-from ithaka.layer.linear import Linear
-from ithaka.layer.mlp import as_gated_mlp
-from ithaka.layer.tiles import GradSum
+from ithaka.blocks.linear import Linear
+from ithaka.blocks.mlp import as_gated_mlp
+from ithaka.blocks.tiles import GradSum
+from ithaka.comm.mesh import make_mesh
 from ithaka.model.build import parallelize_model
+from ithaka.ops.fused import Positions, apply_rope, silu_mul_backward
 from models import EXPERTS, FAMILIES, tiny_config, tiny_model
 
 

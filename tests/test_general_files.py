@@ -15,18 +15,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from decoders import DECODERS, HYBRIDS, tiny_decoder
+from ithaka.checkpoint.export import export
+from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig, ConfigError, ModelConfig, RopeConfig, load_config, to_yaml
-from ithaka.dist.mesh import make_mesh
-from ithaka.export import export
+from ithaka.inputs.positions import rope_parameters
 from ithaka.layout import Layout
 from ithaka.model.build import build_model, read_hf_config
-from ithaka.model.positions import rope_parameters
-from ithaka.model.weights import init_weights
 from ithaka.plan.read_config import shape_from_config
-from ithaka.preflight.preflight import validate_run
-from ithaka.preflight.run import model_shape
+from ithaka.run.preflight import validate_run
+from ithaka.run.resolve import model_shape
 from ithaka.train import loop
 from ithaka.train.trainer import prepare
+from ithaka.weights.load import init_weights
 from refusals import assert_refused
 from runs import MODEL, copy_back_at, metrics, saves_in_time, tiny_run
 

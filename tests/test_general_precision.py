@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from decoders import DECODERS, HYBRIDS, SIZES
 from general import mean_loss
 from ithaka.attention.choose import available_kernels
-from ithaka.verify import InFloat64
+from ithaka.checks.verify import InFloat64
 from models import CONSTRUCTING
 from precision import MEANINGFUL, Batch, Gradients, bf16, error_ratios, our_gradients
 

@@ -22,8 +22,8 @@ from decoders import tiny_decoder
 from general import assert_equal, compare, worst
 from ithaka.config import ConfigError
 from ithaka.layout import Layout
-from ithaka.model import probe
 from ithaka.model.build import parallelize_model
+from ithaka.roots import probe
 from refusals import assert_refused
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")

@@ -7,12 +7,12 @@ from transformers import AutoModelForCausalLM
 
 from decoders import tiny_decoder
 from general import assert_equal, compare, gradient_errors, wide_runs
-from ithaka.dist.mesh import make_mesh
+from ithaka.checks.verify import InFloat64
+from ithaka.comm.mesh import make_mesh
 from ithaka.layer.loss import LinearHead
 from ithaka.layout import EVERYTHING, Layout
-from ithaka.model import general
 from ithaka.model.build import parallelize_model
-from ithaka.verify import InFloat64
+from ithaka.roots import decoder as general
 from parity import random_ids, relative
 from refusals import assert_refused
 from threads import on_threads

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from decoders import tiny_decoder
 from general import assert_equal, compare, wide_runs
 from grids import diagonal
+from ithaka.checks.verify import InFloat64
 from ithaka.config import ConfigError
 from ithaka.layer.runs import CapturingMask, _attend
 from ithaka.layout import EVERYTHING, Layout
 from ithaka.model.build import parallelize_model
-from ithaka.verify import InFloat64
 from models import CONSTRUCTING
 from parity import random_ids, relative
 from refusals import assert_refused

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from decoders import tiny_decoder
-from ithaka.dist.mesh import make_mesh
+from ithaka.comm.mesh import make_mesh
 from ithaka.layer import schedule
 from ithaka.layout import Layout, make_layout
 from ithaka.model.build import parallelize_model

@@ -20,7 +20,7 @@ import pytest
 from ithaka.checkpoint.files import PINS_FILE, write_pins
 from ithaka.config import to_yaml
 from ithaka.exits import TransientError
-from ithaka.preflight.preflight import AUTO, resolve
+from ithaka.run.preflight import AUTO, resolve
 from refusals import assert_refused
 
 COMMITS = {"main": "a" * 40, "v2": "b" * 40}  # of org/tiny
@@ -51,7 +51,9 @@ STREAM = """
 import itertools, json
 from pathlib import Path
 from ithaka.config import DataConfig
-from ithaka.data import files, open, read
+from ithaka.data import open
+from ithaka.data.documents import files
+from ithaka.data.documents import read
 from ithaka.data.tokenizer import load_tokenizer
 files.STREAMED_BYTES, read.SHARD_BYTES = 0, 4096
 caches, tokenizer = (Path(f"tokens{i}") for i in itertools.count()), load_tokenizer("bytes", None)

@@ -18,7 +18,7 @@ from transformers.trainer_callback import PrinterCallback
 from trl import SFTTrainer
 
 from decoders import SIZES
-from ithaka.hf import long_context
+from ithaka.hf.trainer import long_context
 from trainers import ShiftRouters, full_weights, trainer_environment
 
 TOLERANCE = 1e-5  # fp32

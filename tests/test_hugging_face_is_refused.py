@@ -18,13 +18,14 @@ from transformers.training_args import OptimizerNames
 from trl import GRPOConfig, GRPOTrainer, RewardTrainer
 
 import ithaka
-from ithaka import hf, parallel
+from ithaka import parallel
 from ithaka.checkpoint.save import trained_weights
+from ithaka.comm.mesh import start_process_group
 from ithaka.config import parse_config
-from ithaka.dist.mesh import start_process_group
+from ithaka.hf.trainer import trainer as hf
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model import build
-from ithaka.preflight.run import detect_machine, plan_run
+from ithaka.run.resolve import detect_machine, plan_run
 from models import tiny_config, tiny_model
 from refusals import assert_refused
 
@@ -178,8 +179,8 @@ def test_a_trainer_may_load_the_model(tmp_path):
 
 @pytest.fixture
 def on_h200(monkeypatch):
-    monkeypatch.setattr("ithaka.launch.detect_gpu", lambda: H200)
-    monkeypatch.setattr("ithaka.preflight.run.available_memory", lambda: 16 * 2**30)
+    monkeypatch.setattr("ithaka.run.launch.detect_gpu", lambda: H200)
+    monkeypatch.setattr("ithaka.run.resolve.available_memory", lambda: 16 * 2**30)
 
 
 @pytest.mark.parametrize("kernel", ["fa4", "cudnn"])

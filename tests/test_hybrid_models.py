@@ -7,13 +7,13 @@ import torch
 
 from decoders import HYBRIDS, tiny_decoder
 from general import add_lora, assert_equal, compare, gradient_errors, worst
-from ithaka.attention import delta_rule
-from ithaka.attention.delta_rule import LocalDocs
+from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError
-from ithaka.dist.mesh import make_mesh
 from ithaka.layer.delta import DeltaLayer
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
+from ithaka.ops import delta_rule
+from ithaka.ops.delta_rule import LocalDocs
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.request import make_request
 from parity import plain_sum, random_ids

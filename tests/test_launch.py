@@ -18,11 +18,11 @@ import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-from ithaka import launch
 from ithaka.checkpoint.files import lock_run_dir
-from ithaka.dist.mesh import _warn_about_shared_store
+from ithaka.comm.mesh import _warn_about_shared_store
 from ithaka.exits import ExitCode, TransientError
-from ithaka.train.console import status
+from ithaka.log.console import status
+from ithaka.run import launch
 from launched import (
     fail,
     fail_everywhere,

@@ -16,25 +16,25 @@ from torch.autograd.graph import get_gradient_edge
 from allocations import rehearsed_peaks
 from ithaka.attention.choose import resolve_kernel
 from ithaka.attention.docs import Docs
-from ithaka.attention.fused import Positions
+from ithaka.comm.loopback import LoopbackGroup
 from ithaka.config import AdapterConfig
-from ithaka.dist.loopback import LoopbackGroup
 from ithaka.layer.store import Store
 from ithaka.layer.streamed import StreamedLayer
 from ithaka.layout import ActivationPolicy, Layout, make_layout
-from ithaka.model.adapters import add_adapter
-from ithaka.model.families import map_layer
+from ithaka.ops.fused import Positions
 from ithaka.phases import Holder
-from ithaka.plan import ring as ring_plan
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import parse_gpus
-from ithaka.plan.heads import head_table
 from ithaka.plan.layer_bytes import LayerBytes, layer_peaks, layer_points
 from ithaka.plan.read_config import shape_from_config
-from ithaka.plan.ring import TokenSharding
 from ithaka.plan.shape import ModelShape, Work
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.memory import MemoryMap
+from ithaka.roots.families import map_layer
+from ithaka.sharding import tokens as ring_plan
+from ithaka.sharding.heads import head_table
+from ithaka.sharding.tokens import TokenSharding
+from ithaka.weights.adapters import add_adapter
 from models import tiny_config, tiny_model
 
 TOKENS = 320  # per rank

@@ -7,8 +7,8 @@ from torch import nn
 
 from decoders import DECODERS, HYBRIDS, tiny_decoder
 from grids import diagonal
+from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig
-from ithaka.dist.mesh import make_mesh
 from ithaka.layout import Layout
 from ithaka.model.build import build_model, parallelize_model
 from models import FAMILIES, tiny_config, tiny_model

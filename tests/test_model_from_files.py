@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError
 from ithaka.data.tokenizer import ByteTokenizer
-from ithaka.dist.mesh import make_mesh
 from ithaka.layout import Layout
 from ithaka.model.build import build_model
-from ithaka.model.weights import local_shard
 from ithaka.train import loop
+from ithaka.weights.load import local_shard
 from models import FAMILIES, tiny_config, tiny_model
 from refusals import assert_command_refused, assert_refused
 from runs import tiny_run, valid

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grids import diagonal
-from ithaka.dist.mesh import make_mesh
+from ithaka.comm.mesh import make_mesh
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model

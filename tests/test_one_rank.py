@@ -3,7 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ithaka.dist.mesh import make_mesh
+from ithaka.comm.mesh import make_mesh
 from ithaka.layout import Layout
 from ithaka.model import build
 from ithaka.model.build import parallelize_model

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from ithaka import launch
 from ithaka.cli import app
 from ithaka.config import load_config
 from ithaka.exits import ExitCode
@@ -23,6 +22,7 @@ from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.models import find_shape
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import Work
+from ithaka.run import launch
 from ithaka.train import loop
 from ithaka.train import trainer as trainer_module
 from ithaka.train.watch import OutOfMemoryTracker, explain_out_of_memory, ran_out_of_memory

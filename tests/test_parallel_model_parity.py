@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ithaka.dist.mesh import make_mesh
+from ithaka.comm.mesh import make_mesh
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
 from models import EXPERTS, FAMILIES, plain_loss, tiny_config, tiny_model

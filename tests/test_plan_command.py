@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 
 from ithaka.cli import app
 from ithaka.config import ConfigError, RopeConfig, format_value, load_config
+from ithaka.config.units import format_bytes
 from ithaka.exits import ExitCode
-from ithaka.model.positions import set_positions
+from ithaka.inputs.positions import set_positions
 from ithaka.plan.hardware import find_gpu, find_hardware, parse_bytes, parse_gpus, read_gpu
 from ithaka.plan.models import MODELS
 from ithaka.plan.request import make_request
 from ithaka.plan.search import NEAR_ENOUGH
-from ithaka.plan.units import format_bytes
-from ithaka.preflight.preflight import resolve
+from ithaka.run.preflight import resolve
 from refusals import assert_command_refused, assert_refused
 
 pytestmark = pytest.mark.usefixtures("plans_once")
@@ -341,7 +341,7 @@ def test_yaml_is_printed_or_written_if_the_plan_fits(tmp_path):
 
 def test_a_planned_file_is_complete(tmp_path, monkeypatch):
     """Uncommenting its lines in place gives a valid configuration. A duplicate section is refused."""
-    monkeypatch.setattr("ithaka.preflight.preflight.fetch_model", lambda path: path)  # it names a model on the hub
+    monkeypatch.setattr("ithaka.run.preflight.fetch_model", lambda path: path)  # it names a model on the hub
     file = tmp_path / "long.yaml"
     printed = run(*ARGS, "--out", str(file))
     assert "uncomment model.rope" in printed and printed.endswith(f": ithaka train {file}\n")

@@ -12,16 +12,15 @@ from typer.testing import CliRunner
 from grids import diagonal
 from ithaka.attention.kernels import KERNELS
 from ithaka.cli import app
+from ithaka.comm.agree import gather_objects, raise_on_all_ranks
 from ithaka.config import ConfigError, explicit_settings, load_config, to_yaml
-from ithaka.dist.agree import gather_objects, raise_on_all_ranks
 from ithaka.layout import Layout, layout_from_config, make_layout
 from ithaka.plan.hardware import KERNEL_NAMES, gpu_named, parse_gpus, peak_flops
 from ithaka.plan.models import find_shape
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import AttentionKind, Work
 from ithaka.plan.show import as_dict, as_text, list_assumptions
-from ithaka.preflight.checks import check_ranks_agree, check_settings
-from ithaka.preflight.run import (
+from ithaka.run.resolve import (
     Run,
     certain_needs,
     check_fits,
@@ -31,6 +30,7 @@ from ithaka.preflight.run import (
     store_host_bytes,
     weakest_machine,
 )
+from ithaka.run.validate import check_ranks_agree, check_settings
 from ithaka.train import watch
 
 pytestmark = pytest.mark.usefixtures("plans_once")

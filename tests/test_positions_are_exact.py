@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ithaka.attention.fused import Positions, apply_rope
 from ithaka.layer import stages
 from ithaka.layout import Layout
+from ithaka.ops.fused import Positions, apply_rope
 from parity import parallel, random_ids
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}

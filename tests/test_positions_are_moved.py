@@ -12,11 +12,11 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from ithaka import verify
+from ithaka.checkpoint.export import export
+from ithaka.checks import verify
 from ithaka.cli import app
+from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig, RopeConfig, parse_config, to_dict
-from ithaka.dist.mesh import make_mesh
-from ithaka.export import export
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import build_model, read_hf_config
 from ithaka.train.trainer import prepare

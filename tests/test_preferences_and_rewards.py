@@ -26,10 +26,10 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer, rloo_trainer
 
 from decoders import tiny_decoder
-from ithaka.hf import long_context
+from ithaka.hf.rewards import GRPOMixin
+from ithaka.hf.trainer import long_context
 from ithaka.model import prefixes
 from ithaka.model.prefixes import PackedPrefixes, pack_prefixes
-from ithaka.rewards import GRPOMixin
 from models import tiny_config, tiny_model
 from trainers import COMMON_ARGUMENTS, ShiftRouters, full_weights, trainer_environment
 

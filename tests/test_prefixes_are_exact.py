@@ -17,15 +17,15 @@ from decoders import tiny_decoder
 from general import add_lora, assert_equal
 from general import compare as compare_decoders
 from ithaka.attention.docs import BlockMask, Docs
+from ithaka.blocks.linear import Linear
+from ithaka.comm.mesh import make_mesh
 from ithaka.data.pack import group_samples
-from ithaka.dist.mesh import make_mesh
-from ithaka.layer.linear import Linear
+from ithaka.inputs.batch import shard_batch
+from ithaka.inputs.forest import build_forest
 from ithaka.layer.loss import LinearHead, linear_cross_entropy, summed_cross_entropy
 from ithaka.layout import Layout
 from ithaka.model import prefixes
-from ithaka.model.batch import shard_batch
 from ithaka.model.build import parallelize_model
-from ithaka.model.forest import build_forest
 from ithaka.model.prefixes import pack_prefixes, shared_logprobs
 from ithaka.plan.shape import Work
 from models import tiny_config, tiny_model

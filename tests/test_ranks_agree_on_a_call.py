@@ -8,12 +8,13 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ithaka.attention import choose
+from ithaka.comm.agree import RankFailed, raise_on_all_ranks
+from ithaka.comm.loopback import start_loopback
 from ithaka.config import ConfigError
-from ithaka.dist.agree import RankFailed, raise_on_all_ranks
-from ithaka.dist.loopback import start_loopback
 from ithaka.exits import exit_code_for
+from ithaka.inputs import calls
 from ithaka.layout import ActivationPolicy, Layout
-from ithaka.model import build, calls
+from ithaka.model import build
 from ithaka.plan.shape import AttentionKind
 from models import tiny_config
 from parity import parallel, random_ids

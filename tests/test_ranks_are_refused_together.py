@@ -9,11 +9,11 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from ithaka.cli import app
+from ithaka.comm.agree import RankError, SharedError, SharedTransientError, raise_first
 from ithaka.config import ConfigError, load_config
-from ithaka.dist.agree import RankError, SharedError, SharedTransientError, raise_first
 from ithaka.exits import ExitCode, TransientError
-from ithaka.preflight import preflight
-from ithaka.preflight import run as run_module
+from ithaka.run import preflight
+from ithaka.run import resolve as run_module
 from ithaka.train import trainer as trainer_module
 from runs import run, tiny_run
 

@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from decoders import SIZES
-from ithaka import rehearse as rehearsal
+from ithaka.checks import rehearse as rehearsal
 from ithaka.cli import app
-from ithaka.dist.loopback import LoopbackGroup
+from ithaka.comm.loopback import LoopbackGroup
 from ithaka.layout import make_layout
 from ithaka.model.truncate import choose_layers, find_representative_layers, read_kinds, truncate_config
 from ithaka.plan.hardware import parse_gpus

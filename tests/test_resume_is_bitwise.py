@@ -13,7 +13,7 @@ import torch
 import faults
 from faults import moved
 from ithaka.config import load_config
-from ithaka.preflight.preflight import resolve
+from ithaka.run.preflight import resolve
 from runs import copy_back_at, metrics, numbers, run, tiny_run, valid
 
 

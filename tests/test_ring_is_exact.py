@@ -12,16 +12,16 @@ from torch.nn import functional as F
 import ithaka
 from grids import diagonal
 from ithaka.attention.docs import Docs
+from ithaka.comm import exchange
+from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError, parse_config
-from ithaka.dist import exchange
-from ithaka.dist.mesh import make_mesh
+from ithaka.inputs.batch import pack_batch
 from ithaka.layer.sharded import sharded_attention
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout, check_fixed, layout_from_config
-from ithaka.model.batch import pack_batch
 from ithaka.model.build import parallelize_model
-from ithaka.plan import ring as ring_plan
-from ithaka.plan.heads import head_table
-from ithaka.plan.ring import contiguous_sharding, shard_tokens
+from ithaka.sharding import tokens as ring_plan
+from ithaka.sharding.heads import head_table
+from ithaka.sharding.tokens import contiguous_sharding, shard_tokens
 from models import EXPERTS, tiny_config, tiny_model
 from parity import check, gradient_errors, plain_sum, random_ids, relative
 from reference import attention_reference

@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-from ithaka import evaluate as evaluating
 from ithaka.checkpoint import files
 from ithaka.cli import app
 from ithaka.cli.runs import validate_rank
 from ithaka.config import load_config
-from ithaka.preflight.checks import check_settings
-from ithaka.preflight.preflight import resolve, validate_run
+from ithaka.evaluate.command import command as evaluating
+from ithaka.log.console import read_metrics
+from ithaka.run.preflight import resolve, validate_run
+from ithaka.run.validate import check_settings
 from ithaka.train import trainer as trainer_module
-from ithaka.train.console import read_metrics
 from refusals import assert_command_refused, assert_refused
 from runs import metrics, run, tiny_run, valid
 from templates import chat_tokenizer
@@ -153,7 +153,7 @@ def test_a_trace_is_answered_up_to_a_stop_token(tmp_path, monkeypatch):
         def eval(self):
             return self
 
-    hf = chat_tokenizer((Path(__file__).parents[1] / "src/ithaka/data/templates/chatml.jinja").read_text())
+    hf = chat_tokenizer((Path(__file__).parents[1] / "src/ithaka/data/documents/templates/chatml.jinja").read_text())
     hf.save_pretrained(tmp_path / "model")
     LlamaConfig().save_pretrained(tmp_path / "model")
     monkeypatch.setattr(evaluating, "prepare_model", lambda source, out: source)

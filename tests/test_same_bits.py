@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from ithaka.dist.mesh import make_mesh
+from ithaka.comm.mesh import make_mesh
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model

@@ -11,8 +11,8 @@ from torch._dynamo.backends.common import aot_autograd
 
 from allocations import bytes_now
 from ithaka.attention import kernels
+from ithaka.comm.mesh import make_mesh
 from ithaka.config import parse_config
-from ithaka.dist.mesh import make_mesh
 from ithaka.layer import ring, stages
 from ithaka.layer import streamed as streamed_layer
 from ithaka.layer.store import Store

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from typer.testing import CliRunner
 
-from ithaka.bench import measure_network, network_figures
+from ithaka.checks.bench import measure_network, network_figures
 from ithaka.cli import app
 from ithaka.config import to_yaml
 from ithaka.plan.hardware import find_hardware

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ithaka.blocks.tiles import tile_slices
 from ithaka.layer import store as store_module
 from ithaka.layer.store import Slab, Store, StoreError
-from ithaka.layer.tiles import tile_slices
 
 TIERS = ("device", "host", "disk")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)

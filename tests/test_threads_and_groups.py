@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ithaka import cli, launch
+from ithaka import cli
 from ithaka.checkpoint import save
+from ithaka.comm import mesh
 from ithaka.config import parse_config, to_dict
-from ithaka.dist import mesh
 from ithaka.layer import store
-from ithaka.preflight.preflight import AUTO
 from ithaka.profile import timeline
+from ithaka.run import launch
+from ithaka.run.preflight import AUTO
 from ithaka.train import heartbeat
 from runs import metrics, run, tiny_run, valid
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ithaka.config import DataConfig
-from ithaka.data import files
+from ithaka.data.documents import files
 from ithaka.data.open import check_data
 from ithaka.layer import stages, streamed
 from ithaka.phases import listening, phase
@@ -147,7 +147,7 @@ def test_data_size_counts_for_every_kind_of_path(tmp_path, monkeypatch, tiny):
     datasets = pytest.importorskip("datasets")
     dataset = datasets.Dataset.from_dict({"text": ["word " * 1000] * 4})
     monkeypatch.setattr(files, "open_dataset", lambda path: {"train": dataset})
-    monkeypatch.setattr("ithaka.data.read.open_dataset", lambda path: {"train": dataset})
+    monkeypatch.setattr("ithaka.data.documents.read.open_dataset", lambda path: {"train": dataset})
     assert check_data(DataConfig(path=Path("hf://someone/texts"), context=64), 300) >= 20_000
     assert tiny.data_bytes == sum(file.stat().st_size for file in tiny.config.data.path.iterdir())
     limits = [Limits.for_run(dataclasses.replace(tiny, data_bytes=size)).start for size in (0, 10**8, 10**12, 10**13)]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import ithaka
 from allocations import allocator_peak
-from ithaka.layer.linear import Linear
+from ithaka.blocks.linear import Linear
 from ithaka.layer.loss import (
     IGNORE_INDEX,
     GraphHead,

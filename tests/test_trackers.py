@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from ithaka.train import console as console_module
+from ithaka.log import console as console_module
+from ithaka.log.console import Console, Trackers
 from ithaka.train import trainer as trainer_module
-from ithaka.train.console import Console, Trackers
 from refusals import assert_refused
 from runs import run, tiny_run, wait_for
 

@@ -17,15 +17,15 @@ import pytest
 import torch
 from rich.console import Console as RichConsole
 
-from ithaka import launch
 from ithaka.checkpoint import files
+from ithaka.config.units import format_count
 from ithaka.exits import ExitCode, TransientError
-from ithaka.model.batch import count_pairs
+from ithaka.inputs.batch import count_pairs
+from ithaka.log import console as console_module
+from ithaka.log.console import Console, Record, describe, open_metrics, read_metrics, rename_metrics, status
 from ithaka.plan.models import find_shape
-from ithaka.plan.units import format_count
-from ithaka.train import console as console_module
+from ithaka.run import launch
 from ithaka.train import loop, watch
-from ithaka.train.console import Console, Record, describe, open_metrics, read_metrics, rename_metrics, status
 from ithaka.train.trainer import Diverged
 from ithaka.train.watch import flops_utilization, step_flops
 from programs import Program

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import runs
 import templates
 from allocations import allocator_peak
+from ithaka.comm.mesh import make_mesh
 from ithaka.config import OptimConfig
 from ithaka.data.batch import Batch
 from ithaka.data.open import open_data
 from ithaka.data.stream import TrainData
 from ithaka.data.tokenizer import Tokenizer
-from ithaka.dist.mesh import make_mesh
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.model.build import parallelize_model
 from ithaka.train.step import clip_gradients, learning_rate, make_optimizer, train_step, validation_loss

@@ -17,7 +17,7 @@ from transformers.trainer_callback import PrinterCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from decoders import tiny_decoder
-from ithaka.hf import long_context
+from ithaka.hf.trainer import long_context
 from test_preferences_and_rewards import RESTARTED, TIMES, answers, pairs, reward, tokenizer
 from trainers import COMMON_ARGUMENTS, ShiftRouters, full_weights, trainer_environment
 

@@ -13,11 +13,11 @@ from transformers import (
 )
 
 import ithaka
+from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError
-from ithaka.dist.mesh import make_mesh
 from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model, read_hf_config
-from ithaka.model.families import check_supported
+from ithaka.roots.families import check_supported
 from models import tiny_config
 from refusals import assert_refused
 

@@ -14,14 +14,16 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from decoders import DELTA, HYBRIDS, tiny_decoder
-from ithaka import cli, verify
+from ithaka import cli
 from ithaka.attention.docs import Docs
+from ithaka.checks import verify
+from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig, parse_config
-from ithaka.dist.mesh import make_mesh
 from ithaka.exits import ExitCode
+from ithaka.inputs import batch, calls
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.layout import ActivationPolicy
-from ithaka.model import batch, build, calls
+from ithaka.model import build
 from models import CONSTRUCTING, tiny_config, tiny_model
 from refusals import assert_command_refused, assert_refused
 from runs import MODEL

@@ -15,21 +15,21 @@ from torch.distributed.tensor import DTensor
 
 import ithaka
 from general import add_lora, assert_equal, gradient_errors, wide_runs
+from ithaka.checks.rehearse import rehearse
+from ithaka.checks.verify import InFloat64
 from ithaka.cli.plan import plan
+from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError
-from ithaka.dist.mesh import make_mesh
 from ithaka.layer.store import Store
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.shape import measure_model
-from ithaka.model.video import VideoTransformer, parallelize_transformer
 from ithaka.parallel import shape_from_model
 from ithaka.plan.hardware import find_hardware
 from ithaka.plan.models import find_config, find_shape
 from ithaka.plan.read_config import count_patches
 from ithaka.plan.request import make_request
 from ithaka.plan.shape import Work
-from ithaka.rehearse import rehearse
-from ithaka.verify import InFloat64
+from ithaka.roots.video import VideoTransformer, parallelize_transformer
 from parity import Errors, relative
 from refusals import assert_refused
 from threads import on_threads

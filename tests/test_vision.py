@@ -21,16 +21,16 @@ from trl import SFTConfig, SFTTrainer
 
 from general import add_lora, assert_equal, gradient_errors, mean_loss, wide_runs
 from grids import diagonal
-from ithaka import verify
+from ithaka.checks import verify
+from ithaka.checks.rehearse import rehearse
+from ithaka.checks.verify import InFloat64
+from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig, ConfigError
-from ithaka.dist.mesh import make_mesh
-from ithaka.hf import long_context
-from ithaka.layer import fourbit
+from ithaka.hf.trainer import long_context
 from ithaka.layer.store import Store
 from ithaka.layout import ActivationPolicy, Layout
-from ithaka.model import quantized, vision
 from ithaka.model.build import parallelize_model
-from ithaka.model.save import iterate_weights
+from ithaka.ops import fourbit
 from ithaka.parallel import shape_from_model
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import Hardware, find_gpu
@@ -39,8 +39,9 @@ from ithaka.plan.search import Plan
 from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import Work
 from ithaka.plan.show import list_assumptions
-from ithaka.rehearse import rehearse
-from ithaka.verify import InFloat64
+from ithaka.roots import vision
+from ithaka.weights import quantized
+from ithaka.weights.save import iterate_weights
 from parity import Errors, plain_sum, relative
 from threads import on_threads
 from trainers import full_weights, trainer_environment

@@ -12,16 +12,16 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText
 from transformers.video_utils import VideoMetadata
 
 from faults import moved
+from ithaka.checkpoint.export import export
 from ithaka.config import ConfigError, parse_config
-from ithaka.data.images import RecordImages
+from ithaka.data.documents.images import RecordImages
+from ithaka.data.documents.pixels import _open_image
 from ithaka.data.open import check_data, describe_data, open_data
-from ithaka.data.pixels import _open_image
 from ithaka.data.tokenizer import load_tokenizer
-from ithaka.evaluate import sample
-from ithaka.export import export
-from ithaka.model.batch import divide_frames
-from ithaka.show_data import describe_sequence
-from ithaka.show_record import describe_record, find_record, split_document
+from ithaka.evaluate.command import sample
+from ithaka.inputs.batch import divide_frames
+from ithaka.views.data import describe_sequence
+from ithaka.views.record import describe_record, find_record, split_document
 from runs import copy_back_at, numbers, run
 from vlms import model_for, picture, tiny_processor
 
@@ -106,7 +106,7 @@ def test_images_and_videos_have_the_tokens_and_pixels_of_the_processor(folder, m
     summary = describe_data(data, 4)
     assert (summary["images"], summary["videos"]) == (str(sum(n % 3 for n in range(10))), str(len(VIDEOS)))
     read = []
-    monkeypatch.setattr("ithaka.data.pixels._open_image", lambda path: read.append(path) or _open_image(path))
+    monkeypatch.setattr("ithaka.data.documents.pixels._open_image", lambda path: read.append(path) or _open_image(path))
     batches = [data.next_batch() for _ in range(3)]
     for batch in batches:
         ends = (batch.document_ids[0].diff() != 0).nonzero()[:, 0].add(1).tolist()
@@ -235,7 +235,7 @@ def test_unreadable_videos_are_refused(folder, monkeypatch):
     ):
         with pytest.raises(ConfigError, match=message):
             check_video(folder, video)
-    monkeypatch.setattr("ithaka.data.pixels.DECODERS", {"no_such_decoder": "pyav"})
+    monkeypatch.setattr("ithaka.data.documents.pixels.DECODERS", {"no_such_decoder": "pyav"})
     with pytest.raises(ConfigError, match="clip.mp4 is a video file, which needs a decoder; pip install no_such_"):
         check_video(folder, "clip.mp4")
 
@@ -251,8 +251,8 @@ def test_a_video_file_is_sampled(folder, monkeypatch):
         return numpy.stack([numpy.asarray(picture(6 * i)) for i in decoded[-1]]), metadata
 
     decoded: list = []
-    monkeypatch.setattr("ithaka.data.pixels.DECODERS", {"json": "json"})
-    monkeypatch.setattr("ithaka.data.pixels.load_video", load)
+    monkeypatch.setattr("ithaka.data.documents.pixels.DECODERS", {"json": "json"})
+    monkeypatch.setattr("ithaka.data.documents.pixels.load_video", load)
     reader = load_tokenizer(None, folder / "model").images
     text, video = reader.measure_video("clip.mp4", 2)
     assert (video.frames, decoded) == ([0, 5, 9, 14, 18, 23], [[23]])  # 6 frames from 3 seconds

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 
 import ithaka
-from ithaka.model.save import iterate_weights
+from ithaka.weights.save import iterate_weights
 from models import tiny_config, tiny_model
 from refusals import assert_refused
 from threads import on_threads

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3VLProcessor,
 )
 
-from ithaka.verify import InFloat64
+from ithaka.checks.verify import InFloat64
 from models import CONSTRUCTING
 
 IMAGE, VIDEO, START, END = 57, 58, 59, 60

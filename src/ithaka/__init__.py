@@ -12,7 +12,7 @@ def __getattr__(name: str):
         "token_logprobs": "ithaka.model.logprobs",
         "label_share": "ithaka.model.logprobs",
         "pack_prefixes": "ithaka.model.prefixes",
-        "iterate_weights": "ithaka.model.save",
+        "iterate_weights": "ithaka.weights.save",
         "Layout": "ithaka.layout",
     }
     if name in homes:

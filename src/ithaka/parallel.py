@@ -9,23 +9,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ithaka import launch
 from ithaka.attention.choose import agree_on_kernel
+from ithaka.comm.agree import gather_objects, raise_on_all_ranks
+from ithaka.comm.mesh import Mesh, default_device, start_process_group
 from ithaka.config import SAVEABLE_MODULES, AdapterConfig, ConfigError, parse_config, parse_count
-from ithaka.dist.agree import gather_objects, raise_on_all_ranks
-from ithaka.dist.mesh import Mesh, default_device, start_process_group
+from ithaka.inputs.calls import check_arguments, compute_dtype
+from ithaka.inputs.positions import check_positions
 from ithaka.layer.store import Store
 from ithaka.layout import Layout, check_dtype, check_size, layout_from_config
 from ithaka.model import build
-from ithaka.model.adapters import find_active_adapter
-from ithaka.model.calls import check_arguments, compute_dtype
-from ithaka.model.positions import check_positions
-from ithaka.model.video import parallelize_transformer
-from ithaka.model.video_blocks import is_diffusers_model
 from ithaka.plan import show
 from ithaka.plan.read_config import quant_method, shape_from_config
 from ithaka.plan.shape import ModelShape
-from ithaka.preflight.run import (
+from ithaka.roots.video import parallelize_transformer
+from ithaka.roots.video_families import is_diffusers_model
+from ithaka.run import launch
+from ithaka.run.resolve import (
     Run,
     check_fits,
     detect_machine,
@@ -34,6 +33,7 @@ from ithaka.preflight.run import (
     uses_planner,
     weakest_machine,
 )
+from ithaka.weights.adapters import find_active_adapter
 
 
 @contextlib.contextmanager
@@ -61,7 +61,7 @@ def parallelize(
     reference: bool = False,
 ) -> Any:
     """Parallelize a model in place, with a plan if `context` is set. See `ithaka.model.build.parallelize_model`; for
-    video transformers from diffusers, `ithaka.model.video.parallelize_transformer`.
+    video transformers from diffusers, `ithaka.roots.video.parallelize_transformer`.
 
     `context`: tokens per sequence, 524288 or "512K". `batch`: sequences per call. The plan is the one that `ithaka
     train` would make. Rank 0 prints it, and `model.ithaka_plan` stores it (None if nothing is planned, as on a CPU).
@@ -130,7 +130,7 @@ def _check_types(
     if layout is not None and not isinstance(layout, Layout):
         raise ConfigError(f"layout={layout!r} is a {type(layout).__name__}; pass ithaka.Layout(...), or leave it out")
     if mesh is not None and not isinstance(mesh, Mesh):
-        fix = "pass ithaka.dist.mesh.make_mesh(cp), or leave it out and set cp"
+        fix = "pass ithaka.comm.mesh.make_mesh(cp), or leave it out and set cp"
         raise ConfigError(f"mesh={mesh!r} is a {type(mesh).__name__}, not a Mesh of ithaka; {fix}")
     on_meta = next((name for name, param in base.named_parameters() if param.is_meta), None)
     if on_meta is not None:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ithaka.attention import delta_rule
-from ithaka.attention.delta_rule import DeltaInputs, DeltaRule, LocalDocs
+from ithaka.ops import delta_rule
+from ithaka.ops.delta_rule import DeltaInputs, DeltaRule, LocalDocs
 from parity import relative
 
 TOKENS = 700

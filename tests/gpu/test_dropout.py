@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ithaka.layer.dropout import DropoutState, TokenDropout
+from ithaka.blocks.dropout import DropoutState, TokenDropout
 
 
 @pytest.mark.gpu

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from decoders import tiny_decoder
-from ithaka.layer.expert_rows import Rows, add_products
-from ithaka.layer.experts import LayerExperts
+from ithaka.blocks.expert_rows import Rows, add_products
+from ithaka.blocks.experts import LayerExperts
 from parity import relative
 
 SHAPES = {

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ithaka.dist.mesh import default_device
-from ithaka.layer.fourbit import NF4, ROW, SCALES_AT, Format, block_scales, dequantize, quantize_nf4
+from ithaka.comm.mesh import default_device
+from ithaka.ops.fourbit import NF4, ROW, SCALES_AT, Format, block_scales, dequantize, quantize_nf4
 
 
 @pytest.mark.parametrize("shape", [(64, 758), (2, 64, 758)], ids=str)

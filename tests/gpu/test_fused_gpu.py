@@ -1,11 +1,11 @@
-"""The functions of attention/fused.py, on a GPU Triton kernels, match PyTorch in fp64 with strides and odd sizes."""
+"""The functions of ops/fused.py, on a GPU Triton kernels, match PyTorch in fp64 with strides and odd sizes."""
 
 from functools import partial
 
 import pytest
 import torch
 
-from ithaka.attention.fused import (
+from ithaka.ops.fused import (
     Positions,
     add_and_round,
     apply_rope,

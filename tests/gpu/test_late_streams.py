@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ithaka.dist import exchange
+from ithaka.comm import exchange
 from ithaka.layer.stages import StagedAttention
 from ithaka.layer.store import DiskFile, Store
 from precision import Size, bf16, initial_model, parallel_copy, random_batch

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ithaka.comm.mesh import default_device, free_memory, make_mesh
 from ithaka.config import to_yaml
-from ithaka.dist.mesh import default_device, free_memory, make_mesh
 from ithaka.layer import stages
 from ithaka.model.build import parallelize_model
-from ithaka.plan import ring as ring_plan
+from ithaka.sharding import tokens as ring_plan
 from ithaka.train import heartbeat
 from ithaka.train import trainer as trainer_module
 from precision import (

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ithaka.attention.choose import resolve_kernel
 from ithaka.attention.docs import BlockMask, Docs, VarlenChunk
-from ithaka.attention.fused import merge_softmax
 from ithaka.attention.kernels import Kernel
 from ithaka.attention.score_blocks import EDGE, FULL, SQUARES, WINDOW, QueryBlock, ScoreBlock
 from ithaka.config import ConfigError
+from ithaka.ops.fused import merge_softmax
 from ithaka.plan.layer_bytes import CALL_TOKENS, WHOLE_TOKENS
 
 Tensors = tuple[Tensor, ...]

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ithaka.attention.fused import merge_softmax
 from ithaka.attention.kernels import KERNELS, Kernel, Varlen
+from ithaka.comm.agree import gather_objects, raise_on_all_ranks
+from ithaka.comm.rank import is_local_rank_0, is_rank_0
 from ithaka.config import ConfigError
-from ithaka.dist.agree import gather_objects, raise_on_all_ranks
-from ithaka.dist.rank import is_local_rank_0, is_rank_0
+from ithaka.ops.fused import merge_softmax
 from ithaka.plan.shape import AttentionKind
 
 Kinds = tuple[AttentionKind, ...]

@@ -24,7 +24,7 @@ from ithaka.attention.score_blocks import (
 )
 from ithaka.config import ConfigError
 from ithaka.plan.layer_bytes import BLOCK_TOKENS
-from ithaka.plan.ring import RingRound, TokenSharding, contiguous_sharding, ring_rounds
+from ithaka.sharding.tokens import RingRound, TokenSharding, contiguous_sharding, ring_rounds
 
 # Documents of unequal length up to this one share calls of the varlen kernel. cuDNN is faster at every length but plans
 # each new shape (0.13 s for both directions), which only longer documents repay (measured at 128 heads x layers).
@@ -69,7 +69,7 @@ class Docs:
         self.starts, self.sharding, self.parents = starts, sharding or contiguous_sharding(starts[-1], 1), parents
         self.member, self.runs = member, self.sharding.members[member]
         self.sent_bytes = 0  # by this member, so far
-        self.local: dict[int, Any] = {}  # by halo: the LocalDocs of this rank (attention/delta_rule.py)
+        self.local: dict[int, Any] = {}  # by halo: the LocalDocs of this rank (ops/delta_rule.py)
         if starts[0] != 0 or any(b < a for a, b in zip(starts, starts[1:], strict=False)):
             raise ConfigError(f"docs must ascend from 0, got {starts[:4]}...{starts[-2:]}")
         self.longest = max(b - a for a, b in zip(starts, starts[1:], strict=False))

@@ -33,9 +33,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ithaka.checkpoint.safe_load import SafeReader
+from ithaka.comm.agree import gather_objects, raise_on_all_ranks
+from ithaka.comm.rank import is_rank_0
 from ithaka.config import ConfigError
-from ithaka.dist.agree import gather_objects, raise_on_all_ranks
-from ithaka.dist.rank import is_rank_0
 from ithaka.exits import TransientError, is_transient
 from ithaka.layout import format_choices
 

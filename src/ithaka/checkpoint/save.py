@@ -26,13 +26,13 @@ from torch.distributed.tensor import DTensor
 
 from ithaka.checkpoint.files import checksum, is_visible, latest_name, prune, publish, read_state, step_name
 from ithaka.checkpoint.safe_load import SafeReader, load_into
-from ithaka.dist.agree import RankError, SharedTransientError, gather_objects, raise_first
-from ithaka.dist.mesh import default_device, use_device
+from ithaka.comm.agree import RankError, SharedTransientError, gather_objects, raise_first
+from ithaka.comm.mesh import default_device, use_device
 from ithaka.exits import causes, exit_code_for, is_out_of_memory
 from ithaka.layer.store import Slab
-from ithaka.model.adapters import find_active_adapter
 from ithaka.phases import phase
 from ithaka.plan.shape import MOMENT_BLOCK, has_moment_blocks
+from ithaka.weights.adapters import find_active_adapter
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from ithaka.cli import doctor, plan, runs
-from ithaka.dist.rank import is_rank_0, leave_launcher
+from ithaka.comm.rank import is_rank_0, leave_launcher
 from ithaka.exits import ExitCode, is_disk_full, is_transient
 
 # Commands that run on all ranks of torchrun. The others run on rank 0 only.
@@ -27,7 +27,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            from ithaka.launch import Outcome, print_outcome
+            from ithaka.run.launch import Outcome, print_outcome
 
             print_outcome(Outcome(code := ExitCode.SIGNALED + signal.SIGINT, "stopped by SIGINT" * is_rank_0()))
             raise typer.Exit(code) from None
@@ -36,7 +36,7 @@ class Commands(TyperGroup):
             is_usage = hasattr(error, "show")  # a wrong argument, which click prints
             if not is_ours and not is_usage:
                 raise
-            from ithaka.launch import outcome_from_error, print_outcome, wait_for_rank_0
+            from ithaka.run.launch import outcome_from_error, print_outcome, wait_for_rank_0
 
             outcome = outcome_from_error(error)
             if not outcome.shared:
@@ -78,7 +78,7 @@ def main() -> None:
     # torch reads this on import; it silences the profiler's log.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun
-        from ithaka.launch import exit_with_parent
+        from ithaka.run.launch import exit_with_parent
 
         exit_with_parent()
     if not runs_on_all_ranks(sys.argv[1:]):
@@ -98,7 +98,7 @@ def main() -> None:
 
 def finish_stdout(code: Any) -> Any:
     """Write what stdout buffers, and return the exit code: `code`, or TRANSIENT if its disk is full."""
-    from ithaka.launch import outcome_from_error, print_outcome, try_print
+    from ithaka.run.launch import outcome_from_error, print_outcome, try_print
 
     error = try_print()
     if code or error is None or not is_disk_full(error):

@@ -15,8 +15,8 @@ import typer
 
 import ithaka
 from ithaka.cli.options import AsJson, loading
+from ithaka.config.units import format_bytes
 from ithaka.plan.hardware import DISK_BYTES_S, available_memory, free_disk, gpu_named, num_cores
-from ithaka.plan.units import format_bytes
 
 # Optional packages, of which one is enough: what needs them, and how to install them.
 FEATURES = {
@@ -77,7 +77,7 @@ def _examine_gpus() -> dict[str, Any]:
 
     from ithaka.attention.choose import try_kernels
     from ithaka.attention.kernels import KERNELS
-    from ithaka.bench import device_and_dtype
+    from ithaka.checks.bench import device_and_dtype
 
     device, dtype = device_and_dtype()
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]

@@ -20,7 +20,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @contextmanager
 def loading(message: str = "loading PyTorch") -> Iterator["Callable[[str], Status]"]:
     """Show `message` during slow imports; yield `status` to show other messages."""
-    from ithaka.train.console import status
+    from ithaka.log.console import status
 
     with status(message):
         yield status

@@ -22,8 +22,8 @@ from ithaka.config import (
     shell_command,
     writing_to,
 )
+from ithaka.config.units import unbroken, wrap
 from ithaka.exits import ExitCode
-from ithaka.plan.units import unbroken, wrap
 
 if TYPE_CHECKING:
     from ithaka.plan.hardware import Hardware
@@ -182,11 +182,11 @@ def rehearse(
     as_json: AsJson = False,
 ) -> None:
     """Run rank 0 of these GPUs on this device, and compare measurements with the plan."""
+    from ithaka.config.units import format_bytes
     from ithaka.plan import show
     from ithaka.plan.hardware import find_hardware
     from ithaka.plan.models import find_config
     from ithaka.plan.request import make_request
-    from ithaka.plan.units import format_bytes
 
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
     context = _context_of_video(model, video) if video else context
@@ -201,7 +201,7 @@ def rehearse(
         raise typer.Exit(ExitCode.OUT_OF_MEMORY)
 
     with loading() as status:
-        from ithaka import rehearse as rehearsal
+        from ithaka.checks import rehearse as rehearsal
 
     kernel = request.config.attention.kernel
     with status("trying attention kernels"):
@@ -246,7 +246,7 @@ def attention(
     sizes = [None if text == "auto" else _parse_blocks(text) for text in blocks.split(",")]
     with loading() as status:
         from ithaka.attention.choose import available_kernels
-        from ithaka.bench import AttentionCase, device_and_dtype, measure_attention
+        from ithaka.checks.bench import AttentionCase, device_and_dtype, measure_attention
 
     device, dtype = device_and_dtype()
     lengths = lengths or ([2**14, 2**16] if device.type == "cuda" else [2**10, 2**12])
@@ -267,7 +267,7 @@ def device(
     """Measure matmul, attention and copies on this device, and write a file for `ithaka plan --gpu-file`."""
     check_output("--out", out, force)
     with loading() as status:
-        from ithaka.bench import device_and_dtype, measure_device
+        from ithaka.checks.bench import device_and_dtype, measure_device
 
     with status("measuring this device"):
         gpu = measure_device(*device_and_dtype(), seconds)
@@ -284,7 +284,7 @@ def network(
     force: Force = False,
 ) -> None:
     """Measure bandwidth between ranks, and write a file for `ithaka plan --gpu-file`. Needs torchrun."""
-    from ithaka.launch import run_ranks, under_torchrun
+    from ithaka.run.launch import run_ranks, under_torchrun
 
     if not under_torchrun():
         raise ConfigError("bench network needs several ranks; use torchrun --nproc-per-node 8 -m ithaka bench network")
@@ -296,7 +296,7 @@ def _network_rank(out: Path, size: int) -> None:
     with loading():
         import torch.distributed as dist
 
-        from ithaka.bench import device_and_dtype, measure_network, network_figures
+        from ithaka.checks.bench import device_and_dtype, measure_network, network_figures
 
     device, _ = device_and_dtype()
     rows = measure_network(device, size)

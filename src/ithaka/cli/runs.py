@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ithaka.cli.options import AsJson, Force, Overrides, format_table, loading, parse_tokens
+from ithaka.comm.rank import is_rank_0
 from ithaka.config import ConfigError, check_output, embedded_model, explicit_settings, load_config, writing_to
-from ithaka.dist.rank import is_rank_0
+from ithaka.config.units import format_json
 from ithaka.exits import ExitCode, TransientError, is_transient
 from ithaka.hub import create_repository, fetch_model, push_folder
-from ithaka.plan.units import format_json
 
 if TYPE_CHECKING:
-    from ithaka.preflight.run import Run
+    from ithaka.run.resolve import Run
 
 ConfigFile = Annotated[
     Path | None, typer.Argument(metavar="CONFIG.yaml", help="By default, a small demonstration model.")
@@ -45,9 +45,9 @@ def train(
     if evaluate_only and resume is None:
         check_settings(config, with_ranks(overrides, ranks))
         with loading():
-            from ithaka.dist.agree import shared_temporary_path
-            from ithaka.dist.mesh import start_process_group
-            from ithaka.launch import under_torchrun
+            from ithaka.comm.agree import shared_temporary_path
+            from ithaka.comm.mesh import start_process_group
+            from ithaka.run.launch import under_torchrun
 
             if under_torchrun():
                 start_process_group()
@@ -59,10 +59,10 @@ def train(
 def train_rank(run: "Run", only_profile: bool = False) -> int:
     """Train on this rank and return the exit code. Rank 0 then writes the report."""
     with loading("starting the ranks"):
-        from ithaka import launch
-        from ithaka.dist.mesh import destroy_subgroups, end_process_group, free_memory, start_process_group
+        from ithaka.comm.mesh import destroy_subgroups, end_process_group, free_memory, start_process_group
+        from ithaka.log.console import note_startup
+        from ithaka.run import launch
         from ithaka.train import loop
-        from ithaka.train.console import note_startup
 
         start_process_group()
 
@@ -86,7 +86,7 @@ def train_rank(run: "Run", only_profile: bool = False) -> int:
 
 def validate_rank(run: "Run") -> None:
     with loading("starting the ranks"):
-        from ithaka.dist.mesh import end_process_group
+        from ithaka.comm.mesh import end_process_group
         from ithaka.train import loop
 
     loop.validate_only(run)
@@ -140,11 +140,11 @@ def start_run(
         changes += [f"{name}={value}" for name, value in fixed.items()]
     check_settings(config if resume in (None, Path("auto")) else None, changes)
     with loading() as status:
-        from ithaka import launch
         from ithaka.checkpoint.files import latest_name
+        from ithaka.log.console import note_startup
         from ithaka.plan import show
-        from ithaka.preflight.preflight import AUTO, preflight
-        from ithaka.train.console import note_startup
+        from ithaka.run import launch
+        from ithaka.run.preflight import AUTO, preflight
 
     note_startup("imports")
     if max_restarts and launch.under_torchrun():
@@ -204,9 +204,9 @@ def data(
     with loading() as status:
         from rich.console import Console
 
-        from ithaka import show_data
-        from ithaka.preflight.preflight import resolve
-        from ithaka.train.console import show_share
+        from ithaka.log.console import show_share
+        from ithaka.run.preflight import resolve
+        from ithaka.views import data as show_data
 
     with status("reading the data") as spinner:
         settings = resolve(config, changes).at(0)
@@ -237,8 +237,8 @@ def export(
 ) -> None:
     """Export a checkpoint as a Hugging Face directory, or an adapter in PEFT's format."""
     folder = parse_path(out_dir, "OUT_DIR")
-    from ithaka.export import check_export, write_card
-    from ithaka.export import export as export_run
+    from ithaka.checkpoint.export import check_export, write_card
+    from ithaka.checkpoint.export import export as export_run
 
     if push is not None:
         check_export(run_dir, folder, merge, step, force)
@@ -284,7 +284,7 @@ def evaluate(
     if page is not None:
         check_output("--html", page, force)
     with loading():
-        from ithaka import evaluate as evaluation
+        from ithaka.evaluate import command as evaluation
 
     models = [fetch_model(each, "MODEL=") for each in models]
     results = evaluation.evaluate_all(models, lengths, data, ranks, documents, samples, tasks, chat_template)
@@ -323,7 +323,7 @@ def sample(
 ) -> None:
     """Generate a short text with plain transformers, on one device."""
     with loading() as status:
-        from ithaka.evaluate import sample
+        from ithaka.evaluate.command import sample
 
     with status("generating"):
         text = sample(fetch_model(model, "MODEL="), prompt, tokens, temperature, raw, system, messages, tools)
@@ -345,7 +345,7 @@ def verify(
     else:
         source = path if path.exists() else find_config(model)
     with loading() as status:
-        from ithaka.verify import verify
+        from ithaka.checks.verify import verify
 
     with status("comparing with plain transformers"):
         result = verify(source, settings, cp)

@@ -1,7 +1,7 @@
 """Every setting, with its type, default, limits and description: one frozen dataclass per section.
 
 Every instance is valid, also one made with `dataclasses.replace`. Checks that need files or the number of ranks are in
-`ithaka.preflight`. docs/make_reference.py turns the comments above the fields into docs/settings.md.
+`ithaka.run`. docs/make_reference.py turns the comments above the fields into docs/settings.md.
 """
 
 import bisect

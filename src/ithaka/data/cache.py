@@ -21,15 +21,15 @@ from uuid import uuid4
 
 import numpy as np
 
+from ithaka.comm.agree import gather_objects
+from ithaka.comm.rank import is_local_rank_0, is_rank_0
 from ithaka.config import ConfigError, input_error
-from ithaka.data.files import is_streamed
-from ithaka.data.images import Medium
+from ithaka.data.documents.files import is_streamed
+from ithaka.data.documents.images import Medium
+from ithaka.data.documents.read import Shard
+from ithaka.data.documents.records import Document
 from ithaka.data.pack import Documents, encode_turn, mark_images
-from ithaka.data.read import Shard
-from ithaka.data.records import Document
 from ithaka.data.tokenizer import Tokenizer
-from ithaka.dist.agree import gather_objects
-from ithaka.dist.rank import is_local_rank_0, is_rank_0
 from ithaka.exits import ExitCode, TransientError, is_transient
 
 CACHE_FORMAT = 8  # increase it if other code gives other tokens

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from ithaka.config import ConfigError, DataConfig
 from ithaka.data.cache import TokenCache, tokenize
-from ithaka.data.chat import TODAY
-from ithaka.data.files import COMMIT, find_files, is_streamed
+from ithaka.data.documents.chat import TODAY
+from ithaka.data.documents.files import COMMIT, find_files, is_streamed
+from ithaka.data.documents.read import Shard, has_one_record, make_shards
 from ithaka.data.pack import LongDocuments, Split, imbalance, permutation
-from ithaka.data.read import Shard, has_one_record, make_shards
 from ithaka.data.stream import SequenceStream, Source, TrainData
 from ithaka.data.tokenizer import Tokenizer, load_tokenizer
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ithaka.config import ConfigError
+from ithaka.inputs.forest import MIN_TOKENS, Forest, Node
 from ithaka.layer.loss import IGNORE_INDEX
-from ithaka.model.forest import MIN_TOKENS, Forest, Node
 
 SHORT_DOCUMENT_FRACTION = 1 / 8  # fraction of the context; sorting shorter documents saves under 0.4 % of padding
 Key = tuple[int, ...]  # seeds a hash

@@ -25,7 +25,8 @@ from ithaka.config import ConfigError
 from ithaka.data import pack
 from ithaka.data.batch import Batch, collate
 from ithaka.data.cache import TokenCache
-from ithaka.data.images import Medium
+from ithaka.data.documents.images import Medium
+from ithaka.data.documents.read import Shard
 from ithaka.data.pack import (
     NODE_DTYPE,
     SEGMENT_DTYPE,
@@ -37,7 +38,6 @@ from ithaka.data.pack import (
     PackedSequence,
     Packing,
 )  # fmt: skip
-from ithaka.data.read import Shard
 
 Cut = Callable[..., CutDocuments]  # pack.cut_documents with `context` and `long` bound
 STATE_FORMAT = 6  # 5 packed pieces of long documents without a trained token

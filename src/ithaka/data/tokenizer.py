@@ -16,10 +16,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ithaka.config import ConfigError, input_error
-from ithaka.data.chat import BUILTIN_TEMPLATES, ChatTemplate, TrainedRanges, fix_date, read_builtin_template
+from ithaka.data.documents.chat import BUILTIN_TEMPLATES, ChatTemplate, TrainedRanges, fix_date, read_builtin_template
 
 if TYPE_CHECKING:
-    from ithaka.data.pixels import ImageReader
+    from ithaka.data.documents.pixels import ImageReader
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -46,7 +46,7 @@ class Tokenizer:
     @functools.cached_property
     def images(self) -> "ImageReader":
         """Reads images for the model. Raises ConfigError if the model takes none."""
-        from ithaka.data.pixels import ImageReader
+        from ithaka.data.documents.pixels import ImageReader
 
         if self.model_path is None:
             raise ConfigError("data.images=read needs a vision-language model; set model.path, or data.images to drop")

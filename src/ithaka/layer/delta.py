@@ -7,7 +7,7 @@ done for the gradient of the outgoing state, with the ranks after it.
 The short convolution before the rule reads a few earlier tokens. Run 1 therefore starts with them (the *halo*): the
 last rows of the tile before, or those of the rank before, to which their gradient is sent back.
 
-Shapes as in layer/schedule.py and attention/delta_rule.py; h tokens of the halo.
+Shapes as in layer/schedule.py and ops/delta_rule.py; h tokens of the halo.
 """
 
 from collections import deque
@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from ithaka.attention.delta_rule import DeltaInputs, DeltaRule, LocalDocs
 from ithaka.attention.docs import Docs
-from ithaka.dist.exchange import all_gather
+from ithaka.blocks.tiles import GradSum
+from ithaka.comm.exchange import all_gather
 from ithaka.layer.general import GeneralActivations, GeneralLayer
 from ithaka.layer.runs import Arguments
 from ithaka.layer.schedule import StageOutput
-from ithaka.layer.tiles import GradSum
+from ithaka.ops.delta_rule import DeltaInputs, DeltaRule, LocalDocs
 from ithaka.phases import phase
 
 

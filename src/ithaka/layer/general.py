@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ithaka.attention.docs import Docs
-from ithaka.layer.routing import Routing
+from ithaka.blocks.routing import Routing
+from ithaka.blocks.tiles import GradSum, sum_dtype, tile_slices
 from ithaka.layer.runs import Arguments, LayerRuns, LayerSpec
 from ithaka.layer.schedule import LayerSchedule, SavedActivations, StageOutput
 from ithaka.layer.stages import StagedAttention
 from ithaka.layer.store import TensorHandle
-from ithaka.layer.tiles import GradSum, sum_dtype, tile_slices
-from ithaka.plan.heads import Heads, Stage, flatten_heads
+from ithaka.sharding.heads import Heads, Stage, flatten_heads
 
 
 @dataclass

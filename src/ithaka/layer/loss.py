@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ithaka.attention.fused import cross_entropy_with_grad, row_logsumexp, scale_in_place, softmax_grad
-from ithaka.layer.linear import Linear
-from ithaka.layer.tiles import (
+from ithaka.blocks.linear import Linear
+from ithaka.blocks.tiles import (
     BACKWARD_RAN_TWICE,
     GradSum,
     apply_norm,
@@ -26,6 +25,7 @@ from ithaka.layer.tiles import (
     sum_dtype,
     tile_slices,
 )
+from ithaka.ops.fused import cross_entropy_with_grad, row_logsumexp, scale_in_place, softmax_grad
 from ithaka.phases import Holder, phase, tag
 
 IGNORE_INDEX = -100

@@ -3,7 +3,7 @@
 transformers has no registry for the rule, as it has for attention. A mixer is therefore a module whose forward calls
 the rule and the short convolution before it by their names; it runs with our functions under these names.
 
-Shapes as in attention/delta_rule.py; t tokens of a tile, with those before it that the convolution reads.
+Shapes as in ops/delta_rule.py; t tokens of a tile, with those before it that the convolution reads.
 """
 
 import inspect
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from ithaka.attention.delta_rule import DeltaInputs, short_convolution
+from ithaka.ops.delta_rule import DeltaInputs, short_convolution
 
 RULES = ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule")
 CONVOLUTION = "causal_conv1d_fn"

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ithaka.attention.blocks import AttentionSpec, attention, attention_backward
 from ithaka.attention.docs import Docs
-from ithaka.dist.exchange import Exchange, add_returned, start_return, start_round
-from ithaka.layer.tiles import sum_dtype
+from ithaka.blocks.tiles import sum_dtype
+from ithaka.comm.exchange import Exchange, add_returned, start_return, start_round
 from ithaka.phases import phase
-from ithaka.plan.ring import RingRound
+from ithaka.sharding.tokens import RingRound
 
 
 def ring_attention(

@@ -22,9 +22,9 @@ from torch.utils import _pytree as pytree
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from ithaka.layer.experts import LayerExperts
+from ithaka.blocks.experts import LayerExperts
+from ithaka.blocks.tiles import sum_dtype
 from ithaka.layer.mixers import DeltaCall, DeltaMixer, DeltaSpec, EndRun
-from ithaka.layer.tiles import sum_dtype
 from ithaka.plan.shape import AttentionKind
 
 ATTENTION = "ithaka"  # the name of the functions below in transformers' registries
@@ -105,7 +105,7 @@ AttentionMaskInterface.register(ATTENTION, _make_mask)
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """How to run a layer: its attention, arguments and outputs, as model/probe.py finds them."""
+    """How to run a layer: its attention, arguments and outputs, as roots/probe.py finds them."""
 
     num_heads: int
     num_kv_heads: int

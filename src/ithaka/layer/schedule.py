@@ -5,7 +5,7 @@ Llama's layer and layers like it, layer/general.py those of any other decoder la
 
 Shapes: s tokens on this rank, S on this ring member (in the sequence, without a ring), t in a tile, D hidden size, c
 Ulysses ranks, n head slots per rank and stage, K head dim, N the width of several heads. Token-sharded tensors are
-[c, s, n, K] ("exchange layout"), head-sharded tensors are [S, n, K], as in dist/exchange.py.
+[c, s, n, K] ("exchange layout"), head-sharded tensors are [S, n, K], as in comm/exchange.py.
 
 Saved for backward: the layer's input, and more according to the `ActivationPolicy`. The rest is recomputed.
 """
@@ -25,21 +25,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ithaka.attention.blocks import AttentionSpec
 from ithaka.attention.docs import Docs
 from ithaka.attention.kernels import KERNELS
-from ithaka.dist.exchange import Exchange, start_heads_to_tokens, start_tokens_to_heads
-from ithaka.layer.dropout import DropoutState
-from ithaka.layer.fourbit import packed_weights, unpacked
-from ithaka.layer.mlp import MlpActivations
-from ithaka.layer.stages import StagedAttention
-from ithaka.layer.store import Store, TensorHandle
-from ithaka.layer.tiles import (
+from ithaka.blocks.dropout import DropoutState
+from ithaka.blocks.mlp import MlpActivations
+from ithaka.blocks.tiles import (
     BACKWARD_RAN_TWICE,
     PARAMETERS_CHANGED,
     GradSum,
     tile_slices,
 )
+from ithaka.comm.exchange import Exchange, start_heads_to_tokens, start_tokens_to_heads
+from ithaka.layer.stages import StagedAttention
+from ithaka.layer.store import Store, TensorHandle
 from ithaka.layout import ActivationPolicy, Layout
+from ithaka.ops.fourbit import packed_weights, unpacked
 from ithaka.phases import Holder, phase, tag
-from ithaka.plan.heads import HeadTable, Stage, concat_heads
+from ithaka.sharding.heads import HeadTable, Stage, concat_heads
 
 
 class StageOutput(NamedTuple):

@@ -13,11 +13,11 @@ from torch import Tensor
 from ithaka.attention.blocks import AttentionSpec
 from ithaka.attention.docs import BlockMask, Docs
 from ithaka.attention.score_blocks import MaskRange
+from ithaka.comm.exchange import SINGLE_RANK
 from ithaka.config import ConfigError
-from ithaka.dist.exchange import SINGLE_RANK
 from ithaka.layer.stages import ExchangedAttention
-from ithaka.plan.heads import EMPTY_SLOT, flatten_heads, head_table
-from ithaka.plan.ring import contiguous_sharding
+from ithaka.sharding.heads import EMPTY_SLOT, flatten_heads, head_table
+from ithaka.sharding.tokens import contiguous_sharding
 
 
 def sharded_attention(

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ithaka.attention.blocks import AttentionSpec
-from ithaka.attention.fused import Positions, apply_rope
-from ithaka.dist.exchange import start_heads_to_tokens, start_tokens_to_heads
-from ithaka.layer.linear import Linear, as_linear
+from ithaka.blocks.linear import Linear, as_linear
+from ithaka.blocks.tiles import BACKWARD_RAN_TWICE, GradSum, apply_norm, graph_backward, run_tile, sum_dtype
+from ithaka.comm.exchange import start_heads_to_tokens, start_tokens_to_heads
 from ithaka.layer.ring import ring_attention, ring_attention_backward
-from ithaka.layer.tiles import BACKWARD_RAN_TWICE, GradSum, apply_norm, graph_backward, run_tile, sum_dtype
+from ithaka.ops.fused import Positions, apply_rope
 from ithaka.phases import Holder, allocating_for
-from ithaka.plan.heads import HeadTable, KvRead, Stage
+from ithaka.sharding.heads import HeadTable, KvRead, Stage
 
 
 @dataclass(frozen=True)

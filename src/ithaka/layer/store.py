@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ithaka.dist.mesh import use_device
+from ithaka.comm.mesh import use_device
 from ithaka.exits import ExitCode
 from ithaka.phases import Holder, phase, tag
 

@@ -14,16 +14,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ithaka.attention.fused import add_and_round
-from ithaka.layer.experts import LayerExperts
-from ithaka.layer.linear import Linear, as_linear
-from ithaka.layer.mlp import GatedMlp, MlpActivations, as_gated_mlp
+from ithaka.blocks.experts import LayerExperts
+from ithaka.blocks.linear import Linear, as_linear
+from ithaka.blocks.mlp import GatedMlp, MlpActivations, as_gated_mlp
+from ithaka.blocks.tiles import GradSum, apply_norm, graph_backward, norm_backward, run_norm, run_tile, tile_slices
 from ithaka.layer.schedule import LayerSchedule, SavedActivations, StageOutput
 from ithaka.layer.stages import HeadSlice, Projection, ProjectionsBackward, join_heads
 from ithaka.layer.store import TensorHandle
-from ithaka.layer.tiles import GradSum, apply_norm, graph_backward, norm_backward, run_norm, run_tile, tile_slices
+from ithaka.ops.fused import add_and_round
 from ithaka.phases import Holder, tag
-from ithaka.plan.heads import Heads, Stage, flatten_heads
+from ithaka.sharding.heads import Heads, Stage, flatten_heads
 
 
 @dataclass(frozen=True)

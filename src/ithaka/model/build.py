@@ -20,29 +20,14 @@ from transformers.utils import ModelOutput
 
 from ithaka.attention.choose import agree_on_kernel, kernel_for
 from ithaka.attention.docs import Docs
-from ithaka.attention.fused import Positions
+from ithaka.blocks.dropout import POSITION_BITS, replace_dropout
+from ithaka.blocks.linear import as_linear
+from ithaka.blocks.tiles import sum_dtype
+from ithaka.comm.agree import raise_on_all_ranks
+from ithaka.comm.mesh import Mesh, default_device, make_mesh, start_process_group
 from ithaka.config import AdapterConfig, ConfigError, RopeConfig
-from ithaka.dist.agree import raise_on_all_ranks
-from ithaka.dist.mesh import Mesh, default_device, make_mesh, start_process_group
-from ithaka.layer.delta import LAYERS
-from ithaka.layer.dropout import POSITION_BITS, replace_dropout
-from ithaka.layer.linear import as_linear
-from ithaka.layer.loss import (
-    IGNORE_INDEX,
-    Head,
-    LinearHead,
-    ScaledHead,
-    TokenResults,
-    linear_cross_entropy,
-    summed_cross_entropy,
-)
-from ithaka.layer.store import Store
-from ithaka.layer.streamed import StreamedLayer
-from ithaka.layer.tiles import sum_dtype
-from ithaka.layout import Layout, check_parallelism
-from ithaka.model.adapters import add_adapter, auto_class, check_adapters
-from ithaka.model.batch import GatherTokens, select_own_tokens
-from ithaka.model.calls import (
+from ithaka.inputs.batch import GatherTokens, select_own_tokens
+from ithaka.inputs.calls import (
     CallChecker,
     CheckedCall,
     check_arguments,
@@ -54,18 +39,33 @@ from ithaka.model.calls import (
     mark_replaced_parameters,
     refuse_wrappers,
 )
-from ithaka.model.families import check_supported, find_decoder, find_layers, has_encoder, has_known_layers, map_layer
-from ithaka.model.general import Decoder, attach_decoder, attention_kinds, make_head, prepare_decoder, run_decoder
+from ithaka.inputs.positions import compute_frequencies, set_positions
+from ithaka.layer.delta import LAYERS
+from ithaka.layer.loss import (
+    IGNORE_INDEX,
+    Head,
+    LinearHead,
+    ScaledHead,
+    TokenResults,
+    linear_cross_entropy,
+    summed_cross_entropy,
+)
+from ithaka.layer.store import Store
+from ithaka.layer.streamed import StreamedLayer
+from ithaka.layout import Layout, check_parallelism
 from ithaka.model.generate import generate
-from ithaka.model.positions import compute_frequencies, set_positions
-from ithaka.model.quantized import choose_packed, convert_bitsandbytes, pack_weights
-from ithaka.model.save import save_pretrained
-from ithaka.model.vision import VisionChecker, attach_encoder, embed_tokens_and_media
-from ithaka.model.weights import init_weights, load_adapter, load_weights, open_tensor_files
+from ithaka.ops.fused import Positions
 from ithaka.phases import Holder, mark_backward, phase, tag
 from ithaka.plan.bytes import logits_tile_tokens
-from ithaka.plan.heads import head_table
 from ithaka.plan.read_config import check_quantization
+from ithaka.roots.decoder import Decoder, attach_decoder, attention_kinds, make_head, prepare_decoder, run_decoder
+from ithaka.roots.families import check_supported, find_decoder, find_layers, has_encoder, has_known_layers, map_layer
+from ithaka.roots.vision import VisionChecker, attach_encoder, embed_tokens_and_media
+from ithaka.sharding.heads import head_table
+from ithaka.weights.adapters import add_adapter, auto_class, check_adapters
+from ithaka.weights.load import init_weights, load_adapter, load_weights, open_tensor_files
+from ithaka.weights.quantized import choose_packed, convert_bitsandbytes, pack_weights
+from ithaka.weights.save import save_pretrained
 
 
 @dataclass
@@ -97,7 +97,7 @@ def parallelize_model(
     holds the activations that layers keep.
 
     The model then takes `(input_ids, *, labels, position_ids, attention_mask, document_ids, parents,
-    num_items_in_batch, per_token)`, the same full batch on all ranks of a cp group (checked in model/calls.py).
+    num_items_in_batch, per_token)`, the same full batch on all ranks of a cp group (checked in inputs/calls.py).
     Gradients are sharded and summed over all ranks. The base model of a PeftModel is parallelized.
     """
     check_arguments(model, cp, ring)

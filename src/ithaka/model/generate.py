@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from ithaka.comm.agree import gather_objects
 from ithaka.config import ConfigError
-from ithaka.dist.agree import gather_objects
-from ithaka.layer.fourbit import unpacked
-from ithaka.model.calls import CallChecker, compute_dtype
-from ithaka.model.families import find_decoder, find_layers
+from ithaka.inputs.calls import CallChecker, compute_dtype
+from ithaka.ops.fourbit import unpacked
 from ithaka.plan.hardware import available_memory
+from ithaka.roots.families import find_decoder, find_layers
 
 MAX_UNCACHED_TOKENS = 512  # without a cache, each token costs a forward over all tokens so far
 

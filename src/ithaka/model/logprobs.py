@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError
-from ithaka.dist.mesh import Mesh
+from ithaka.inputs.batch import INPUTS, GatherTokens, pack_batch, shard_label_values
+from ithaka.inputs.calls import ARGUMENTS, KERNEL_ARGUMENTS
 from ithaka.layer.loss import TokenResults
-from ithaka.model.batch import INPUTS, GatherTokens, pack_batch, shard_label_values
-from ithaka.model.calls import ARGUMENTS, KERNEL_ARGUMENTS
-from ithaka.plan.ring import contiguous_sharding
+from ithaka.sharding.tokens import contiguous_sharding
 
 
 def token_logprobs(

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
+from ithaka.inputs.calls import why_no_parents
+from ithaka.inputs.forest import MIN_TOKENS, build_forest, path_to
 from ithaka.layer.loss import IGNORE_INDEX, TokenResults
 from ithaka.layout import check_size
-from ithaka.model.calls import why_no_parents
-from ithaka.model.forest import MIN_TOKENS, build_forest, path_to
 from ithaka.model.logprobs import token_logprobs_and_aux
 from ithaka.plan.shape import Work, span_pairs
 

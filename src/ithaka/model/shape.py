@@ -21,14 +21,14 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from ithaka.config import ConfigError
 from ithaka.layer.mixers import DeltaCall
 from ithaka.layer.runs import Arguments, AttentionCall, LayerRuns, LayerSpec, PlaceholderMask
-from ithaka.model.adapters import auto_class, is_stacked
-from ithaka.model.families import find_decoder, find_layers, has_encoder, has_known_layers
-from ithaka.model.probe import describe_layer
-from ithaka.model.recorder import LENGTHS, Recorder, read_call, refusal, token_dims
-from ithaka.model.video_blocks import TOKEN_DIMS, Ltx, SelfAttention, Tokens, Wan, find_family, read_spec
-from ithaka.model.vision import FrameAttention
 from ithaka.plan.read_config import VIDEO_SCALES
 from ithaka.plan.shape import FRAME_PATCHES, DeltaShape, Encoder, MeasuredLayer, ModelShape
+from ithaka.roots.families import find_decoder, find_layers, has_encoder, has_known_layers
+from ithaka.roots.probe import describe_layer
+from ithaka.roots.recorder import LENGTHS, Recorder, read_call, refusal, token_dims
+from ithaka.roots.video_families import TOKEN_DIMS, Ltx, SelfAttention, Tokens, Wan, find_family, read_spec
+from ithaka.roots.vision import FrameAttention
+from ithaka.weights.adapters import auto_class, is_stacked
 
 TOKENS = (128, 256)  # the lengths of two runs: their difference is what grows with the tokens
 TEXT_TOKENS = 512  # Wan's text encoder pads prompts to this length

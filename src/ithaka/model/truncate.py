@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig
 
-from ithaka.model.adapters import auto_class, is_stacked
-from ithaka.model.families import find_layers
+from ithaka.roots.families import find_layers
+from ithaka.weights.adapters import auto_class, is_stacked
 
 NUM_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")  # first layers without experts
 LAYER_INDICES = ("mlp_only_layers", "moe_layers")

@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple
 
 from ithaka.config import LAYER_LINEARS
 from ithaka.layout import ActivationPolicy, Layout
-from ithaka.plan.heads import count_slots
-from ithaka.plan.ring import ring_round_tokens
 from ithaka.plan.shape import MeasuredLayer, ModelShape
+from ithaka.sharding.heads import count_slots
+from ithaka.sharding.tokens import ring_round_tokens
 
 # Rows of a query block in attention/blocks.py, forward and backward, at head dim 128; other head dims: as many bytes.
 BLOCK_TOKENS = {"attend": 128 * 1024, "attend backward": 264 * 1024}
@@ -30,7 +30,7 @@ CALL_TOKENS, WHOLE_TOKENS = 512 * 1024, 256 * 1024
 COMPILED_GRAPH_SHARES, COMPILED_SHARE = (0.2, 0.62), 0.3
 BLOCK_BUFFERS = 4  # buffers of a block inside attention, in the sum dtype
 
-# The gated delta rule (attention/delta_rule.py): tokens per chunk and rows (tokens x heads) per segment. Then a
+# The gated delta rule (ops/delta_rule.py): tokens per chunk and rows (tokens x heads) per segment. Then a
 # segment's buffers in the sum dtype, forward and backward: vectors (K + V per row), states (K by K + V per chunk) and
 # chunk matrices. Counted by hand from the kernels for 16 bits, and on a CPU for the plain path.
 CHUNK_TOKENS, SEGMENT_ROWS = 64, 2**18
@@ -72,7 +72,8 @@ class LayerBytes:
 
     def __init__(self, shape: ModelShape, layout: Layout, s: int, policy: ActivationPolicy | None = None) -> None:
         policy = policy or ActivationPolicy()
-        self.shape, self.layout, self.s, self.slots = shape, layout, s, count_slots(shape, layout)
+        self.shape, self.layout, self.s = shape, layout, s
+        self.slots = count_slots(shape.heads, shape.kv_heads, layout.ulysses, layout.heads_per_stage)
         self.num_stages, self.query_slots = len(self.slots), self.slots[0].query
         projected_slots = self.num_stages * self.query_slots + 2 * sum(stage.new_kv for stage in self.slots)
         self.qkv_width = projected_slots * layout.ulysses * shape.head_dim  # with empty and repeated slots
@@ -191,7 +192,7 @@ class LayerBytes:
         return 2 * kv_slots * tokens * self.shape.head_dim * self.layout.element_bytes
 
     def weight_grads(self, phase: str) -> int:
-        """Weight gradients, summed over tiles (GradSum in layer/tiles.py)."""
+        """Weight gradients, summed over tiles (GradSum in blocks/tiles.py)."""
         if not phase.startswith("backward") or phase.startswith("backward again"):
             return 0
         shape, e, wide = self.shape, self.layout.element_bytes, self.layout.sum_bytes
@@ -238,7 +239,7 @@ class LayerBytes:
         if work == "mlp":  # x + attention as summed and as rounded, its norm, two of the MLP's width
             return t * (wide * hidden + e * ((1 + rounded) * hidden + (2 - gate_up // 2) * shape.mlp + rank))
         if work == "mlp backward":
-            # x + attention, its norm, and the three [t, F] of layer/mlp.py. (Compiled, hooked or wrapped MLPs need up
+            # x + attention, its norm, and the three [t, F] of blocks/mlp.py. (Compiled, hooked or wrapped MLPs need up
             # to twice as much; the planner cannot see them.)
             heads = shape.heads * shape.head_dim * (3 if self.fetches_attention else 1)
             width = (2 - bool(self.residual) + self.fetched_tiles) * hidden + heads

@@ -21,13 +21,13 @@ from ithaka.config import (
     parse_count,
     to_dict,
 )
+from ithaka.config.units import format_tokens
 from ithaka.layout import SETTINGS, format_choices
 from ithaka.plan.hardware import H200_ATTENTION, Hardware
 from ithaka.plan.models import find_config, hub_id
 from ithaka.plan.read_config import FAMILIES, Family, shape_from_config, yarn_factor
 from ithaka.plan.search import Plan, SearchSpace, forward_plan, make_search_space, shape_to_train, work_from_config
 from ithaka.plan.shape import Work
-from ithaka.plan.units import format_tokens
 
 # Settings that have an option of `ithaka plan`.
 OPTIONS = {"model.path": "the argument MODEL", "data.context": "--context", "train.batch": "--batch",

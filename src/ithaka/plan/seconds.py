@@ -218,7 +218,7 @@ class LayerSeconds:
         matmul = self.matmul(3 * self.shape.hidden, self.shape.mlp, share)
         if not backward:
             return self.output(share) + matmul + moved
-        recomputed = 0 if self.policy.mlp else 2 / 3  # gate and up (layer/mlp.py)
+        recomputed = 0 if self.policy.mlp else 2 / 3  # gate and up (blocks/mlp.py)
         num_matmuls = 2 - self.is_frozen
         output = (num_matmuls - self.policy.projections) * self.output(share)
         return (num_matmuls + recomputed) * matmul + output + moved + self.sum_grads(self.shape.mlp_parameters)
@@ -241,7 +241,7 @@ class LayerSeconds:
             return self._measured_run(dense, 1, layer.finish_moved) + self._experts(layer) + adapters
         moved = layer.finish_backward_moved - self.policy.mlp * layer.finish_moved
         num_matmuls = 3 - self.policy.mlp - self.is_frozen
-        experts = (1 if self.policy.mlp else 5 / 3) * self._experts(layer)  # recomputes gate and up (layer/experts.py)
+        experts = (1 if self.policy.mlp else 5 / 3) * self._experts(layer)  # recomputes gate and up (blocks/experts.py)
         if not self.is_frozen:
             experts += self._experts(layer, adds=self.num_tiles > 1)
         sums = self.sum_grads(self.shape.mlp_parameters - layer.expert_parameters)

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from ithaka.config import LAYER_LINEARS, AdapterConfig, ConfigError
 
-PACKED_ROW, PACKED_ROW_BYTES = 16384, 8464  # weights of an nf4 row (layer/fourbit.py), and its bytes
+PACKED_ROW, PACKED_ROW_BYTES = 16384, 8464  # weights of an nf4 row (ops/fourbit.py), and its bytes
 MXFP4_ROW_BYTES = 8704
 
 

@@ -8,15 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ithaka.config import format_value
-from ithaka.layout import EVERYTHING, SETTINGS
-from ithaka.plan.bytes import HOST_PROCESS_BYTES, HOST_RESERVE_SHARE, RESERVE_BYTES, RESERVE_SHARE
-from ithaka.plan.hardware import DISK_BYTES_S, FA4_PACKAGE, GIB, KERNEL_NAMES, join_kernels
-from ithaka.plan.layer_bytes import LayerBytes
-from ithaka.plan.read_config import unscaled_positions
-from ithaka.plan.request import PlanRequest
-from ithaka.plan.search import Plan, SearchSpace
-from ithaka.plan.shape import Work, span_pairs
-from ithaka.plan.units import (
+from ithaka.config.units import (
     format_bytes,
     format_count,
     format_duration,
@@ -27,6 +19,14 @@ from ithaka.plan.units import (
     wrap_columns,
     wrap_list,
 )
+from ithaka.layout import EVERYTHING, SETTINGS
+from ithaka.plan.bytes import HOST_PROCESS_BYTES, HOST_RESERVE_SHARE, RESERVE_BYTES, RESERVE_SHARE
+from ithaka.plan.hardware import DISK_BYTES_S, FA4_PACKAGE, GIB, KERNEL_NAMES, join_kernels
+from ithaka.plan.layer_bytes import LayerBytes
+from ithaka.plan.read_config import unscaled_positions
+from ithaka.plan.request import PlanRequest
+from ithaka.plan.search import Plan, SearchSpace
+from ithaka.plan.shape import Work, span_pairs
 
 # Nodes have a few percent less free memory than their nominal size, and `ithaka train` plans with what is free.
 TIGHT_SHARE = 0.95

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ithaka.config.units import format_bytes
 from ithaka.phases import Holder, Listener, PhasePath
 from ithaka.plan.search import Plan
-from ithaka.plan.units import format_bytes
 
 MAP_POINTS = 800  # samples over the step
 NUM_LARGEST = 10  # rows in the list of allocations at the peak

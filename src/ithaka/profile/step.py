@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 import ithaka
+from ithaka.config.units import format_bytes
 from ithaka.phases import PhasePath, listening
 from ithaka.plan.hardware import num_cores
-from ithaka.plan.units import format_bytes
 from ithaka.profile.live import AllocatorHistory, LiveBytes
 from ithaka.profile.memory import PhaseLog, format_peak
 

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ithaka.dist.mesh import use_device
+from ithaka.comm.mesh import use_device
 from ithaka.phases import Listener, PhasePath, listening
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import layer_seconds

@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from ithaka.config import PAGE_MARK, ConfigError, check_writable, input_error, writing_to
-from ithaka.plan.units import format_json
-from ithaka.train.console import read_events, read_metrics
+from ithaka.config.units import format_json
+from ithaka.log.console import read_events, read_metrics
 
 CHART_LIBRARY = "echarts.common.min.js"  # Apache ECharts 6.1.0, as published; see NOTICE.echarts
 PEAKS = ("device_peak_bytes", "host_peak_bytes")  # reset when a run resumes

@@ -24,18 +24,18 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from ithaka.comm.mesh import set_timeouts, use_device
+from ithaka.comm.rank import is_local_rank_0
+from ithaka.config.units import format_bytes
 from ithaka.data.pack import Packing
 from ithaka.data.stream import tokens_per_round
-from ithaka.dist.mesh import set_timeouts, use_device
-from ithaka.dist.rank import is_local_rank_0
 from ithaka.exits import ExitCode
-from ithaka.launch import Outcome, exit_rank
 from ithaka.phases import Listener, PhasePath
 from ithaka.plan.hardware import GPUS, Hardware, available_memory, gpu_named
 from ithaka.plan.seconds import layer_seconds
-from ithaka.plan.units import format_bytes
-from ithaka.preflight.run import Run
 from ithaka.profile.timeline import DeviceTimeline
+from ithaka.run.launch import Outcome, exit_rank
+from ithaka.run.resolve import Run
 
 BEAT_S = 5.0
 MAX_SILENCE_S = 40.0  # a rank without a beat for longer is dead or frozen

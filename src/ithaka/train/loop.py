@@ -13,14 +13,11 @@ from threading import Timer
 import torch
 
 from ithaka.checkpoint import files, save
+from ithaka.comm.agree import SharedError, gather_objects, raise_on_all_ranks
+from ithaka.comm.mesh import default_device, set_timeouts, start_process_group
 from ithaka.config import shell_command
-from ithaka.dist.agree import SharedError, gather_objects, raise_on_all_ranks
-from ithaka.dist.mesh import default_device, set_timeouts, start_process_group
 from ithaka.exits import ExitCode, exit_code_for, is_disk_full
-from ithaka.launch import Outcome, catch_stop_signals, exit_rank, handle_stop_signal
-from ithaka.phases import listening, phase
-from ithaka.preflight.run import Run
-from ithaka.train.console import (
+from ithaka.log.console import (
     Console,
     FinalStatus,
     Record,
@@ -29,6 +26,9 @@ from ithaka.train.console import (
     note_startup,
     startup_seconds,
 )
+from ithaka.phases import listening, phase
+from ithaka.run.launch import Outcome, catch_stop_signals, exit_rank, handle_stop_signal
+from ithaka.run.resolve import Run
 from ithaka.train.heartbeat import Heartbeat, Limits, PhaseTracker, validation_seconds
 from ithaka.train.step import StepResult
 from ithaka.train.trainer import Trainer, prepare

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError, LossConfig
 from ithaka.data.batch import Batch
-from ithaka.dist.mesh import Mesh
-from ithaka.model.batch import pack_batch, shard_label_values
+from ithaka.inputs.batch import pack_batch, shard_label_values
 from ithaka.model.build import GlobalSum
 
 METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen",

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError, OptimConfig
 from ithaka.data.batch import Batch, num_valid
-from ithaka.dist.mesh import Mesh
+from ithaka.inputs.batch import count_pairs, pack_batch, shard_label_values
 from ithaka.layer.loss import IGNORE_INDEX, TokenResults
-from ithaka.model.batch import count_pairs, pack_batch, shard_label_values
-from ithaka.model.families import find_layers
 from ithaka.phases import phase
+from ithaka.roots.families import find_layers
 from ithaka.train.optimizers import MuonAndAdamW, adamw8bit_class
 from ithaka.train.preferences import DPO
 

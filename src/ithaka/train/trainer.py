@@ -20,29 +20,29 @@ import yaml
 
 from ithaka.attention.choose import agree_on_kernel, kernel_for
 from ithaka.checkpoint import files, save
+from ithaka.comm.agree import SharedError, gather_objects, raise_on_all_ranks
+from ithaka.comm.mesh import Mesh, make_mesh, start_process_group
 from ithaka.config import CONFIG_FORMAT, ConfigError, embedded_model, to_dict, with_absolute_paths
+from ithaka.config.units import format_json
 from ithaka.data.batch import Batch
 from ithaka.data.cache import decide_fills
-from ithaka.data.images import PROCESSOR_FILES
+from ithaka.data.documents.images import PROCESSOR_FILES
 from ithaka.data.open import describe_data, epoch_steps, open_data
 from ithaka.data.tokenizer import load_tokenizer
-from ithaka.dist.agree import SharedError, gather_objects, raise_on_all_ranks
-from ithaka.dist.mesh import Mesh, make_mesh, start_process_group
+from ithaka.evaluate.tasks import EvalText, check_prompts, flatten_metrics, measure_all, read_text
 from ithaka.exits import ExitCode, TransientError
-from ithaka.layer.fourbit import packed_weights
+from ithaka.inputs.calls import why_no_parents
 from ithaka.layer.store import Store
-from ithaka.measure import EvalText, check_prompts, flatten_metrics, measure_all, read_text
+from ithaka.log.console import Console, note_startup, status
 from ithaka.model.build import build_model, has_weights
-from ithaka.model.calls import why_no_parents
-from ithaka.model.weights import check_finite
+from ithaka.ops.fourbit import packed_weights
 from ithaka.phases import phase
 from ithaka.plan.hardware import join_kernels
-from ithaka.plan.units import format_json
-from ithaka.preflight.checks import check_same_inputs, fingerprint_weights
-from ithaka.preflight.run import Run, can_save_in_background, store_host_bytes
-from ithaka.train.console import Console, note_startup, status
+from ithaka.run.resolve import Run, can_save_in_background, store_host_bytes
+from ithaka.run.validate import check_same_inputs, fingerprint_weights
 from ithaka.train.preferences import DPO
 from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
+from ithaka.weights.load import check_finite
 
 MIN_NORMS = 20  # steps before a gradient norm can count as a spike
 MAX_SKIPPED = 2  # batches in a row

@@ -15,22 +15,22 @@ import torch
 
 from ithaka.checkpoint.files import step_name, write_atomic
 from ithaka.config import TrainConfig, shell_command
+from ithaka.config.units import format_bytes, format_count, format_json
 from ithaka.data.batch import Batch
 from ithaka.exits import ExitCode, exit_code_for
-from ithaka.layer.fourbit import packed_weights
+from ithaka.inputs.batch import count_pairs
+from ithaka.inputs.positions import rope_parameters
 from ithaka.layer.store import StoreError
-from ithaka.model.batch import count_pairs
-from ithaka.model.positions import rope_parameters
+from ithaka.log.console import read_metrics
+from ithaka.ops.fourbit import packed_weights
 from ithaka.phases import Listener, PhasePath
 from ithaka.plan.hardware import DISK_BYTES_S, gpu_named, join_kernels, peak_flops
-from ithaka.plan.heads import count_slots
 from ithaka.plan.search import Plan
-from ithaka.plan.units import format_bytes, format_count, format_json
-from ithaka.preflight.run import Run, drop_reserve
 from ithaka.profile.memory import sum_planned_by_holder
 from ithaka.profile.step import StepProfile, StepTimes, describe_machine
 from ithaka.profile.timeline import Progress
-from ithaka.train.console import read_metrics
+from ithaka.run.resolve import Run, drop_reserve
+from ithaka.sharding.heads import count_slots
 from ithaka.train.heartbeat import Heartbeat
 from ithaka.train.trainer import Trainer
 
@@ -95,9 +95,10 @@ class Watch:
         """Write machine.json and plan.json for the report."""
         plan, machine = self.plan, describe_machine(self.device, self.trainer.mesh.world_size)
         write_atomic(self.run.run_dir / "machine.json", format_json(machine))
+        heads = plan.shape.heads, plan.shape.kv_heads, plan.layout.ulysses, plan.layout.heads_per_stage
         values = {
             "layout": dataclasses.asdict(plan.layout),
-            "stages": len(count_slots(plan.shape, plan.layout)),
+            "stages": len(count_slots(*heads)),
             "peak_bytes": sum_planned_by_holder(plan),
             "gpus": plan.hardware.name,  # nodes x ranks
         }

@@ -1,0 +1,120 @@
+"""LoRA's dropout with a mask that does not depend on the order of computation.
+
+Whether an element is kept is decided by a hash of the seed, the step, the module, the token and the column. So the mask
+is the same for any tile, stage and number of ranks, and when it is recomputed in backward.
+
+Shapes: s tokens on this rank, t tokens of a tile, D input features.
+"""
+
+import hashlib
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ithaka.config import ConfigError
+from ithaka.ops.fused import runs_in_triton
+
+POSITION_BITS = 36  # low bits of a token's number: its position; the high bits number its sequence in the step
+
+
+class DropoutState:
+    """The dropout state of one model. The trainer sets seed and step, a call in training mode sets the keys of its
+    tokens, and layers set those of the tile that they compute. Without keys, nothing is dropped."""
+
+    def __init__(self) -> None:
+        self.seed = self.step = self.num_calls = 0  # num_calls: in training mode, in this step
+        self.keys_s: Tensor | None = None
+        self.keys_t: Tensor | None = None
+
+    def start_step(self, seed: int, step: int) -> None:
+        self.seed, self.step, self.num_calls = seed, step, 0
+
+    def start_call(self, tokens_s: Tensor | None) -> None:
+        """`tokens_s`: the number of each token in the step; None: the model is not training."""
+        self.keys_s = None
+        if tokens_s is not None:
+            low_s, high_s = tokens_s.to(torch.int32), (tokens_s >> 32).to(torch.int32)
+            self.keys_s = _mix(_mix(low_s + _hash(self.seed, self.step)) + high_s)
+            self.num_calls += 1
+
+
+class TokenDropout(nn.Module):
+    """Replaces nn.Dropout in PEFT's module `name`."""
+
+    def __init__(self, p: float, name: str, state: DropoutState) -> None:
+        super().__init__()
+        self.p, self.name, self.state = p, name, state
+
+    def forward(self, x: Tensor, columns_D: Tensor | None = None) -> Tensor:
+        """`columns_D`: the columns of the module's input that x has; None: all, in order."""
+        keys_t = self.state.keys_t
+        if keys_t is None:
+            return x
+        if x.numel() != len(keys_t) * x.shape[-1]:
+            rule = "does not get one row per token, as dropout requires"
+            raise ConfigError(f"adapter.dropout={self.p}: {self.name} {rule}; leave it out of adapter.targets")
+        columns_D = torch.arange(x.shape[-1], device=x.device) if columns_D is None else columns_D
+        return _Drop.apply(
+            x, _mix(keys_t + _hash(self.name)), _mix(columns_D.to(torch.int32) + _hash("column")), self.p
+        )
+
+
+class _Drop(torch.autograd.Function):
+    """Saves no mask: backward computes it again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keys_t: Tensor, keys_D: Tensor, p: float) -> Tensor:
+        ctx.save_for_backward(keys_t, keys_D)
+        ctx.p = p
+        return _drop(x, keys_t, keys_D, p)
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> Any:
+        keys_t, keys_D = ctx.saved_tensors
+        return _drop(dy[0], keys_t, keys_D, ctx.p), None, None, None
+
+
+def _drop(x: Tensor, keys_t: Tensor, keys_D: Tensor, p: float) -> Tensor:
+    return (_compile_drop() if runs_in_triton(x) else _drop_eagerly)(x, keys_t, keys_D, p)
+
+
+@cache
+def _compile_drop() -> Any:
+    """One kernel, with the same bits."""
+    return torch.compile(_drop_eagerly, dynamic=True)
+
+
+def _drop_eagerly(x: Tensor, keys_t: Tensor, keys_D: Tensor, p: float) -> Tensor:
+    keep_tD = (_mix(keys_t[:, None] + keys_D) & 0x7FFFFFFF) >= int(p * 2**31)
+    return torch.where(keep_tD.view(x.shape), x * (1 / (1 - p)), 0)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of int32 (lowbias32 of Wellons' hash prospector); products wrap around."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _hash(*values: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=4).digest(), "big", signed=True)
+
+
+def replace_dropout(model: nn.Module) -> DropoutState | None:
+    """Replace the dropout of PEFT's modules. Returns its state, or None if there is none."""
+    state = DropoutState()
+    found = [
+        (name, module.lora_dropout, adapter, drop.p)
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_dropout")
+        for adapter, drop in module.lora_dropout.items()
+        if isinstance(drop, nn.Dropout) and drop.p
+    ]
+    for name, drops, adapter, p in found:
+        if ".layers." not in name:
+            rule = f"is not supported on {name}, outside the decoder layers"
+            raise ConfigError(f"PEFT's lora_dropout={p} {rule}; leave it out of the targets, or use lora_dropout=0")
+        drops[adapter] = TokenDropout(p, name, state)
+    return state if found else None

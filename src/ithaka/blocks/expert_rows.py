@@ -1,0 +1,287 @@
+"""Steps of an MoE layer on rows sorted by expert: grouped matmuls, gates and sums.
+
+A row is one (token, expert) pair. Rows of the same expert are consecutive, so that one kernel multiplies all rows with
+their experts' weights; only the device knows where an expert's rows end. On a GPU, each of the other steps makes one
+pass over memory, in fp32.
+
+Shapes: t tokens of a tile, k experts per token, n = t * k rows, E experts, D input features, N output features, F width
+of an expert.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+
+from ithaka.blocks.tiles import add_matmul, sum_dtype
+from ithaka.ops.fused import runs_in_triton
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of PyTorch come without it
+    triton = _sum_choices_kernel = _gate_kernel = _gate_backward_kernel = _add_products_kernel = None
+
+_BLOCK = 1024  # elements of a row that one program reads at once
+_ROWS = 8192  # rows that a gate without a kernel computes at once
+
+
+class Rows(NamedTuple):
+    """The choices of a tile's tokens, sorted by expert."""
+
+    token_n: Tensor
+    expert_n: Tensor
+    row_tk: Tensor  # the row of each choice
+    ends_E: Tensor  # int32, the row after an expert's last
+
+    @classmethod
+    def sort(cls, expert_tk: Tensor, num_experts: int) -> "Rows":
+        expert_n, order_n = expert_tk.flatten().to(torch.int16).sort(stable=True)
+        row_n = torch.empty_like(order_n)
+        row_n[order_n] = torch.arange(len(order_n), device=order_n.device)
+        experts_E = torch.arange(num_experts, dtype=torch.int16, device=expert_n.device)
+        ends_E = torch.searchsorted(expert_n, experts_E, right=True, out_int32=True)
+        return cls(order_n // expert_tk.shape[1], expert_n.int(), row_n.view(expert_tk.shape), ends_E)
+
+    def take(self, values_tk: Tensor) -> Tensor:
+        """Return values of choices in the order of rows."""
+        return values_tk.new_empty(values_tk.numel()).scatter_(0, self.row_tk.flatten(), values_tk.flatten())
+
+
+def multiply_groups(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
+    """Multiply groups of consecutive rows: [n, D] @ [E, D, N] -> [n, N], or, with groups of columns of `a`, [D, n] @
+    [n, N] -> [E, D, N]. Not differentiable."""
+    if can_group(a, b):
+        return F.grouped_mm(a, b, offs=ends_E)
+    if b.dim() == 3:
+        return torch.cat([a[rows] @ b[e] for e, rows in enumerate(_groups(ends_E))])
+    return torch.stack([a[:, rows] @ b[rows] for rows in _groups(ends_E)])
+
+
+def add_products(into_EDN: Tensor, a_nD: Tensor, b_nN: Tensor, ends_E: Tensor) -> None:
+    """Add a^T @ b of each group of rows to `into`, which has `sum_dtype`, without rounding before the addition.
+    PyTorch's grouped matmul would round to bfloat16."""
+    if a_nD.dtype == torch.bfloat16 and _runs_kernels(a_nD):
+        (num_experts, D, N), (a_nD, b_nN) = into_EDN.shape, (a_nD.contiguous(), b_nN.contiguous())
+        # Two programs per multiprocessor: one adds its block while the other multiplies.
+        block_d, block_n = (max(16, min(128, _power_of_two(size))) for size in (D, N))
+        grid = (-(-D // block_d) * -(-N // block_n), num_experts)
+        settings = {"BLOCK_D": block_d, "BLOCK_N": block_n, "BLOCK_R": 64, "num_stages": 3, "num_warps": 4}
+        tensors = (into_EDN, a_nD, b_nN, ends_E)
+        _launch(_add_products_kernel, grid, *tensors, D, N, *into_EDN.stride(), **settings)
+        return
+    for e, rows in enumerate(_groups(ends_E)):
+        add_matmul(into_EDN[e], a_nD[rows].t(), b_nN[rows])
+
+
+def _power_of_two(size: int) -> int:
+    """Return the smallest power of two that is at least `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+def _groups(ends_E: Tensor) -> list[slice]:
+    """Return the rows of each expert. Syncs with the device."""
+    ends = ends_E.tolist()
+    return [slice(first, end) for first, end in zip([0, *ends], ends, strict=False)]
+
+
+def can_group(a: Tensor, b: Tensor) -> bool:
+    """Whether PyTorch has a kernel: bfloat16, with rows of a multiple of 16 bytes."""
+    sizes = b.shape[1:] if b.dim() == 3 else (len(a), b.shape[1])
+    return a.dtype == b.dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes)
+
+
+def sum_choices(rows_nD: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
+    """Sum the rows of each token, [t, D], in fp32 or wider, and round once."""
+    (t, k), D = rows.row_tk.shape, rows_nD.shape[1]
+    if not _runs_kernels(rows_nD):
+        return rows_nD[rows.row_tk].sum(1, dtype=sum_dtype(rows_nD.dtype)).to(dtype)
+    into_tD = rows_nD.new_empty(t, D, dtype=dtype)
+    grid = (t, -(-D // _BLOCK))
+    _launch(_sum_choices_kernel, grid, into_tD, rows_nD, rows.row_tk, D, K=k, BLOCK=_BLOCK, num_warps=4)
+    return into_tD
+
+
+def _runs_kernels(x: Tensor) -> bool:
+    """Whether Triton kernels run. Fake tensors count as a GPU's: the planner measures what a layer allocates there."""
+    return runs_in_triton(x) or isinstance(x, FakeTensor)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
+    if not isinstance(args[0], FakeTensor):
+        kernel[grid](*args, **settings)
+
+
+class Gate:
+    """The step between an experts module's two matmuls, from [n, 2 F] (or [n, F]) to [n, F]."""
+
+    def __init__(self, experts: Any) -> None:
+        self.apply = experts._apply_gate if experts.has_gate else experts.act_fn
+        self.is_interleaved = type(experts).__name__ == "GptOssExperts"
+        is_silu = type(getattr(experts, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+        is_default = type(experts)._apply_gate.__name__ == "_default_apply_gate"
+        self.has_kernel = self.is_interleaved or (experts.has_gate and is_default and is_silu)
+        alpha, limit = (experts.alpha, experts.limit) if self.is_interleaved else (1.0, 0.0)
+        self.options = {"alpha": alpha, "limit": limit, "INTERLEAVED": self.is_interleaved}
+
+    def forward(self, h_nF: Tensor, bias_EF: Tensor | None, weight_n: Tensor, rows: Rows) -> Tensor:
+        """Return the gate of h + bias, times the router's weights, [n, F]."""
+        if self.has_kernel and _runs_kernels(h_nF):
+            n, width = len(h_nF), h_nF.shape[1] // 2
+            a_nF = h_nF.new_empty(n, width)
+            tensors = (a_nF, h_nF, *self._bias(h_nF, bias_EF), weight_n, rows.expert_n)
+            _launch(_gate_kernel, (n, -(-width // _BLOCK)), *tensors, width, **self._settings(bias_EF))
+            return a_nF
+        parts = []
+        for part in range(0, len(h_nF), _ROWS):
+            at = slice(part, part + _ROWS)
+            h = _add_bias(h_nF[at], bias_EF, rows.expert_n[at])
+            parts.append((self.apply(h) * weight_n[at, None]).to(h_nF.dtype))
+        return torch.cat(parts)
+
+    def backward(
+        self, h_nF: Tensor, bias_EF: Tensor | None, weight_n: Tensor, da_nF: Tensor, rows: Rows
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dh [n, 2 F], the output a [n, F] and dweight [n]. Overwrites h and da."""
+        dweight_n = torch.empty_like(weight_n)
+        if self.has_kernel and _runs_kernels(h_nF):
+            n, width = da_nF.shape
+            tensors = (h_nF, da_nF, dweight_n, *self._bias(h_nF, bias_EF), weight_n, rows.expert_n)
+            settings = {"BLOCKS": -(-width // _BLOCK), **self._settings(bias_EF)}
+            _launch(_gate_backward_kernel, (n,), *tensors, width, **settings)
+            return h_nF, da_nF, dweight_n
+        for part in range(0, len(h_nF), _ROWS):
+            at = slice(part, part + _ROWS)
+            with torch.enable_grad():
+                h = _add_bias(h_nF[at], bias_EF, rows.expert_n[at]).detach().requires_grad_()
+                a = self.apply(h)
+            da = da_nF[at].to(a.dtype)
+            dweight_n[at] = (da * a.detach()).sum(-1)
+            h_nF[at] = torch.autograd.grad(a, h, da * weight_n[at, None])[0]
+            da_nF[at] = a.detach() * weight_n[at, None]
+        return h_nF, da_nF, dweight_n
+
+    @staticmethod
+    def _bias(h_nF: Tensor, bias_EF: Tensor | None) -> tuple[Tensor]:
+        return (h_nF if bias_EF is None else bias_EF.contiguous(),)
+
+    def _settings(self, bias_EF: Tensor | None) -> dict[str, Any]:
+        return {**self.options, "HAS_BIAS": bias_EF is not None, "BLOCK": _BLOCK, "num_warps": 4}
+
+
+def _add_bias(h_nF: Tensor, bias_EF: Tensor | None, expert_n: Tensor) -> Tensor:
+    wide = h_nF.to(sum_dtype(h_nF.dtype))
+    return wide if bias_EF is None else wide + bias_EF[expert_n]
+
+
+if triton is not None:
+
+    @triton.jit
+    def _sum_choices_kernel(into, rows, row_of, D, K: tl.constexpr, BLOCK: tl.constexpr):
+        token = tl.program_id(0).to(tl.int64)
+        cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = cols < D
+        total = tl.zeros([BLOCK], tl.float32)
+        for choice in tl.static_range(K):
+            row = tl.load(row_of + token * K + choice).to(tl.int64)
+            total += tl.load(rows + row * D + cols, inside, other=0.0).to(tl.float32)
+        tl.store(into + token * D + cols, total.to(into.dtype.element_ty), inside)
+
+    @triton.jit
+    def _add_products_kernel(
+        into, a, b, ends, D, N, stride_e, stride_d, stride_n,
+        BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    ):  # fmt: skip
+        """Add one block of an expert's product. Blocks of an expert run together, so that its rows stay in cache."""
+        expert, blocks_n = tl.program_id(1), tl.cdiv(N, BLOCK_N)
+        d = tl.program_id(0) // blocks_n * BLOCK_D + tl.arange(0, BLOCK_D)
+        n = tl.program_id(0) % blocks_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        first = tl.load(ends + expert - 1, expert > 0, other=0)
+        end = tl.load(ends + expert)
+        total = tl.zeros([BLOCK_D, BLOCK_N], tl.float32)
+        for row in range(first, end, BLOCK_R):
+            rows = row + tl.arange(0, BLOCK_R)
+            inside, at = (rows < end)[:, None], rows.to(tl.int64)[:, None]
+            left = tl.load(a + at * D + d[None, :], inside & (d < D)[None, :], other=0.0)
+            right = tl.load(b + at * N + n[None, :], inside & (n < N)[None, :], other=0.0)
+            total = tl.dot(tl.trans(left), right, total)
+        if first < end:
+            at = into + expert.to(tl.int64) * stride_e + d[:, None] * stride_d + n[None, :] * stride_n
+            inside = (d < D)[:, None] & (n < N)[None, :]
+            tl.store(at, tl.load(at, inside, other=0.0) + total, inside)
+
+    @triton.jit
+    def _load_pairs(
+        h, bias, row, expert, block, F, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        """Load gate and up of one block of a row, with bias, in fp32."""
+        if INTERLEAVED:
+            cols = block * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+            inside = cols < 2 * F
+            x = tl.load(h + row * 2 * F + cols, inside, other=0.0).to(tl.float32)
+            if HAS_BIAS:
+                x += tl.load(bias + expert * 2 * F + cols, inside, other=0.0).to(tl.float32)
+            gate, up = tl.split(tl.reshape(x, (BLOCK, 2)))
+        else:
+            cols = block * BLOCK + tl.arange(0, BLOCK)
+            inside = cols < F
+            gate = tl.load(h + row * 2 * F + cols, inside, other=0.0).to(tl.float32)
+            up = tl.load(h + row * 2 * F + F + cols, inside, other=0.0).to(tl.float32)
+            if HAS_BIAS:
+                gate += tl.load(bias + expert * 2 * F + cols, inside, other=0.0).to(tl.float32)
+                up += tl.load(bias + expert * 2 * F + F + cols, inside, other=0.0).to(tl.float32)
+        return gate, up
+
+    @triton.jit
+    def _gate_kernel(
+        into, h, bias, weights, experts, F, alpha, limit,
+        INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        expert = tl.load(experts + row).to(tl.int64)
+        gate, up = _load_pairs(h, bias, row, expert, block, F, INTERLEAVED, HAS_BIAS, BLOCK)
+        if INTERLEAVED:
+            gate = tl.minimum(gate, limit)
+            up = tl.minimum(tl.maximum(up, -limit), limit) + 1
+        a = gate * tl.sigmoid(gate * alpha) * up * tl.load(weights + row)
+        cols = block * BLOCK + tl.arange(0, BLOCK)
+        tl.store(into + row * F + cols, a.to(into.dtype.element_ty), cols < F)
+
+    @triton.jit
+    def _gate_backward_kernel(
+        h, da, dweights, bias, weights, experts, F, alpha, limit,
+        INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64)
+        expert = tl.load(experts + row).to(tl.int64)
+        weight = tl.load(weights + row)
+        dweight = tl.zeros([BLOCK], tl.float32)
+        for block in range(BLOCKS):
+            gate, up = _load_pairs(h, bias, row, expert, block, F, INTERLEAVED, HAS_BIAS, BLOCK)
+            cols = block * BLOCK + tl.arange(0, BLOCK)
+            inside = cols < F
+            d = tl.load(da + row * F + cols, inside, other=0.0).to(tl.float32)
+            clamped, factor = gate, up
+            if INTERLEAVED:
+                clamped = tl.minimum(gate, limit)
+                factor = tl.minimum(tl.maximum(up, -limit), limit) + 1
+            s = tl.sigmoid(clamped * alpha)
+            glu = clamped * s
+            a = glu * factor
+            dweight += d * a
+            d *= weight
+            dgate = d * factor * (s + alpha * glu * (1 - s))
+            dup = d * glu
+            tl.store(da + row * F + cols, (a * weight).to(da.dtype.element_ty), inside)
+            if INTERLEAVED:
+                dgate = tl.where(gate <= limit, dgate, 0.0)
+                dup = tl.where((up <= limit) & (up >= -limit), dup, 0.0)
+                pairs = block * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+                dh = tl.reshape(tl.join(dgate, dup), (2 * BLOCK,))
+                tl.store(h + row * 2 * F + pairs, dh.to(h.dtype.element_ty), pairs < 2 * F)
+            else:
+                tl.store(h + row * 2 * F + cols, dgate.to(h.dtype.element_ty), inside)
+                tl.store(h + row * 2 * F + F + cols, dup.to(h.dtype.element_ty), inside)
+        tl.store(dweights + row, tl.sum(dweight))

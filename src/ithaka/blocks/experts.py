@@ -1,0 +1,270 @@
+"""The experts of an MoE layer, with a hand-written backward. Routers and shared experts stay the model's own modules.
+
+transformers' experts modules have one structure: two stacked weights with a gate in between. An ExpertBlock replaces
+their forward. It sorts the choices of a tile by expert, and keeps its input and the output of the first matmul. The
+router's weights are applied before the second matmul, so backward does not need its output. Weight gradients are added
+to the layer's sums, not returned to autograd.
+
+A token must keep its experts when backward recomputes a tile: the layer saves its choices, and `_Replay` makes the
+router's top-k return them.
+
+Shapes as in blocks/expert_rows.py; r rank of an adapter.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ithaka.blocks.expert_rows import Gate, Rows, add_products, multiply_groups, sum_choices
+from ithaka.blocks.tiles import GradSum, sum_dtype
+
+
+@dataclass(frozen=True)
+class GroupedLinear:
+    """One linear map per expert, with an optional LoRA adapter: y = x W + scale (x A) B. The caller adds the bias."""
+
+    weight: Tensor  # [E, N, D], or [E, D, N] if transposed
+    bias_EN: Tensor | None
+    is_transposed: bool
+    a_RD: Tensor | None = None  # PEFT's, R = E * r
+    b_NR: Tensor | None = None  # PEFT's, R = r * E
+    scale: float = 1.0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.weight, self.bias_EN, self.a_RD, self.b_NR) if t is not None]
+
+    @property
+    def weight_EDN(self) -> Tensor:
+        return self.weight if self.is_transposed else self.weight.transpose(1, 2)
+
+    def __call__(self, x_nD: Tensor, rows: Rows) -> Tensor:
+        """Return x W, with the adapter, without the bias."""
+        y_nN = multiply_groups(x_nD, self.weight_EDN, rows.ends_E)
+        if self.a_RD is not None:
+            y_nN += multiply_groups(self._down(x_nD, rows), self._b_ErN, rows.ends_E)
+        return y_nN
+
+    def input_grad(self, dy_nN: Tensor, rows: Rows) -> Tensor:
+        dx_nD = multiply_groups(dy_nN, self.weight_EDN.transpose(1, 2), rows.ends_E)
+        if self.a_RD is not None:
+            dx_nD += multiply_groups(self._down_grad(dy_nN, rows), self._a_ErD, rows.ends_E)
+        return dx_nD
+
+    def add_grads(self, dy_nN: Tensor, x_nD: Tensor, rows: Rows, grads: GradSum, is_only_tile: bool) -> None:
+        """Add one tile's gradients of the trained tensors, except the bias. If it is the only tile, round them."""
+        if self.weight.requires_grad:
+            left, right = (x_nD, dy_nN) if self.is_transposed else (dy_nN, x_nD)
+            if is_only_tile:
+                grads.add(self.weight, multiply_groups(left.t(), right, rows.ends_E))
+            else:
+                add_products(grads.sum_of(self.weight), left, right, rows.ends_E)
+        if self.a_RD is not None and self.a_RD.requires_grad:
+            sum_ErD = grads.sum_of(self.a_RD).unflatten(0, (len(self.weight), -1))
+            add_products(sum_ErD, self._down_grad(dy_nN, rows), x_nD, rows.ends_E)
+        if self.b_NR is not None and self.b_NR.requires_grad:
+            sum_ErN = grads.sum_of(self.b_NR).unflatten(1, (-1, len(self.weight))).permute(2, 1, 0)
+            add_products(sum_ErN, self._down(x_nD, rows), dy_nN, rows.ends_E)
+
+    def _down(self, x_nD: Tensor, rows: Rows) -> Tensor:
+        return multiply_groups(x_nD, self._a_ErD.transpose(1, 2), rows.ends_E).mul_(self.scale)
+
+    def _down_grad(self, dy_nN: Tensor, rows: Rows) -> Tensor:
+        return multiply_groups(dy_nN, self._b_ErN.transpose(1, 2), rows.ends_E).mul_(self.scale)
+
+    @property
+    def _a_ErD(self) -> Tensor:
+        assert self.a_RD is not None
+        return self.a_RD.unflatten(0, (len(self.weight), -1))
+
+    @property
+    def _b_ErN(self) -> Tensor:
+        assert self.b_NR is not None
+        return self.b_NR.unflatten(1, (-1, len(self.weight))).permute(2, 1, 0).contiguous()
+
+
+class ExpertBlock:
+    """Replaces the forward of an experts module: (x [t, D], chosen experts [t, k], weights [t, k]) -> y [t, D]."""
+
+    def __init__(self, module: Any) -> None:
+        """`module`: the experts, or the outermost PEFT wrapper around them. There is one per adapted weight."""
+        self.module, self.adapters = module, {}
+        while hasattr(module, "parameter_name"):
+            self.adapters[module.parameter_name] = module
+            module = module.base_layer
+        self.experts, self.gate, self.num_experts = module, Gate(module), module.num_experts
+        self.grads: GradSum | None = None  # where backward adds weight gradients; None: autograd returns them
+        self.is_only_tile = True  # in the layer's backward
+        self.skips_output = False  # return zeros, because nothing needs the output
+        self.chosen_tk: Tensor | None = None  # in the last call
+        self.ends_E = torch.empty(0)  # where each expert's rows end, in the last call
+
+    def __call__(self, x_tD: Tensor, expert_tk: Tensor, weight_tk: Tensor) -> Tensor:
+        self.chosen_tk = expert_tk
+        with torch.autocast(x_tD.device.type, enabled=False):
+            tensors = [t for linear in self.linears() for t in linear.tensors]
+            return _ExpertsFunction.apply(x_tD, expert_tk, weight_tk, self, *tensors)
+
+    def linears(self) -> tuple[GroupedLinear, GroupedLinear]:
+        """The two linear maps, read again in every pass: FSDP2 replaces parameters, and PEFT switches adapters."""
+        return self._linear("gate_up_proj" if self.experts.has_gate else "up_proj"), self._linear("down_proj")
+
+    def _linear(self, name: str) -> GroupedLinear:
+        experts: Any = self.experts
+        base = GroupedLinear(getattr(experts, name), getattr(experts, f"{name}_bias", None), experts.is_transposed)
+        wrapper: Any = self.adapters.get(name)
+        if wrapper is None or wrapper.disable_adapters or wrapper.merged:
+            return base
+        for active in wrapper.active_adapters:
+            if active in wrapper.lora_A:
+                a_RD, b_NR = wrapper.lora_A[active].weight, wrapper.lora_B[active].weight
+                return replace(base, a_RD=a_RD, b_NR=b_NR, scale=wrapper.scaling[active])
+        return base
+
+
+class _ExpertsFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_tD, expert_tk, weight_tk, block, *tensors):
+        (up, down), wide = block.linears(), sum_dtype(x_tD.dtype)
+        rows, inputs_tD = Rows.sort(expert_tk, block.num_experts), x_tD.to(up.weight.dtype)
+        block.ends_E = rows.ends_E
+        weight_n = rows.take(weight_tk.to(sum_dtype(weight_tk.dtype)))
+        h_nF = up(inputs_tD[rows.token_n], rows)
+        ctx.block, ctx.dtypes, ctx.tensors = block, (x_tD.dtype, weight_tk.dtype), tensors
+        ctx.kept = rows, inputs_tD, weight_n, h_nF
+        ctx.choices = expert_tk, weight_tk.detach()
+        if block.skips_output:
+            return torch.zeros_like(x_tD, dtype=wide)
+        y_tD = sum_choices(down(block.gate.forward(h_nF, up.bias_EN, weight_n, rows), rows), rows, wide)
+        if down.bias_EN is not None:
+            y_tD.addmm_(_spread(expert_tk, weight_tk.to(wide), len(down.bias_EN)), down.bias_EN.to(wide))
+        return y_tD
+
+    @staticmethod
+    def backward(ctx, dy_tD):
+        (up, down), returned = ctx.block.linears(), GradSum()
+        grads, is_only_tile = (returned, True) if ctx.block.grads is None else (ctx.block.grads, ctx.block.is_only_tile)
+        rows, inputs_tD, weight_n, h_nF = ctx.kept
+        ctx.kept = None  # h is overwritten
+        dy_nD = dy_tD.to(inputs_tD.dtype)[rows.token_n]
+        dh_nF, a_nF, dweight_n = ctx.block.gate.backward(h_nF, up.bias_EN, weight_n, down.input_grad(dy_nD, rows), rows)
+        down.add_grads(dy_nD, a_nF, rows, grads, is_only_tile)
+        del dy_nD, a_nF
+        up.add_grads(dh_nF, inputs_tD[rows.token_n], rows, grads, is_only_tile)
+        dx_tD = sum_choices(up.input_grad(dh_nF, rows), rows, ctx.dtypes[0])
+        dweight_tk = dweight_n[rows.row_tk]
+        if up.bias_EN is not None and up.bias_EN.requires_grad:
+            add_products(grads.sum_of(up.bias_EN)[:, None], dh_nF.new_ones(len(dh_nF), 1), dh_nF, rows.ends_E)
+        if down.bias_EN is not None:
+            (expert_tk, weight_tk), wide = ctx.choices, dy_tD.dtype
+            dweight_tk += (dy_tD @ down.bias_EN.to(wide).t()).gather(1, expert_tk)
+            if down.bias_EN.requires_grad:
+                weight_tE = _spread(expert_tk, weight_tk.to(wide), len(down.bias_EN))
+                grads.add(down.bias_EN, weight_tE.t() @ dy_tD)
+        return dx_tD, None, dweight_tk.to(ctx.dtypes[1]), None, *map(returned.take_rounded, ctx.tensors)
+
+
+def _spread(expert_tk: Tensor, weight_tk: Tensor, num_experts: int) -> Tensor:
+    """Return the weight of every expert, [t, E]."""
+    return weight_tk.new_zeros(len(expert_tk), num_experts).scatter_add_(1, expert_tk, weight_tk)
+
+
+class _Replay(TorchFunctionMode):
+    """Makes a router's top-k return recorded choices."""
+
+    def __init__(self, chosen_tk: Tensor, num_experts: int) -> None:
+        super().__init__()
+        self.chosen_tk, self.num_experts, self.num_replays = chosen_tk, num_experts, 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function in (torch.topk, Tensor.topk):
+            scores, k = args[0], kwargs["k"] if "k" in kwargs else args[1]
+            if scores.shape[-1] == self.num_experts and k == self.chosen_tk.shape[1]:
+                self.num_replays += 1
+                chosen = self.chosen_tk.view(*scores.shape[:-1], k)
+                return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+        return function(*args, **kwargs)
+
+
+class LayerExperts:
+    """The experts of a decoder layer in forward, recomputation and backward of a tile. Does nothing for a layer without
+    experts, or with experts that do not have transformers' standard layout: those run as they do in transformers."""
+
+    def __init__(self, layer: nn.Module, replaces: bool = True) -> None:
+        found = [module for module in layer.modules() if is_expert_module(module)] if replaces else []
+        inner = {module.base_layer for module in found if hasattr(module, "parameter_name")}
+        found = [module for module in found if module not in inner]
+        self.block = ExpertBlock(found[0]) if len(found) == 1 else None
+        if self.block is not None:
+            found[0].forward = self.block
+        self.given_sk: Tensor | None = None  # the choices for this rank's tokens, if the user passed them
+        self.counts_E: Tensor | None = None  # rows of each expert, in training, since `take_counts`
+
+    def restore(self) -> None:
+        if self.block is not None:
+            del self.block.module.forward
+
+    @contextmanager
+    def forward_tile(self, rows: slice, chosen: deque[Tensor]) -> Iterator[None]:
+        """Run a tile, and append its choices to `chosen`."""
+        with self._choose(None if self.given_sk is None else self.given_sk[rows]) as replay:
+            yield
+        if replay is not None and not replay.num_replays:
+            k = replay.chosen_tk.shape[1]
+            raise ValueError(f"expert_indices has {k} experts per token; use as many as the router chooses")
+        if self.block is not None and self.block.chosen_tk is not None:
+            chosen.append(self.block.chosen_tk.to(torch.int16))
+            if self.block.experts.training:
+                counts_E = self.block.ends_E.diff(prepend=self.block.ends_E.new_zeros(1)).long()
+                self.counts_E = counts_E if self.counts_E is None else self.counts_E + counts_E
+
+    def take_counts(self) -> Tensor | None:
+        """Return the rows of each expert since the last call, and reset them; None if no tile ran in training."""
+        counts_E, self.counts_E = self.counts_E, None
+        return counts_E
+
+    @contextmanager
+    def repeat_tile(self, chosen: deque[Tensor], skips_output: bool) -> Iterator[None]:
+        """Recompute a tile with the next choices in `chosen`. `skips_output`: the experts return zeros."""
+        if self.block is None:
+            yield
+            return
+        self.block.skips_output = skips_output
+        try:
+            with self._choose(chosen.popleft() if chosen else None):
+                yield
+        finally:
+            self.block.skips_output = False
+
+    @contextmanager
+    def add_grads_to(self, sums: GradSum, is_only_tile: bool = False) -> Iterator[None]:
+        """Run the backward of a tile, which adds weight gradients to `sums`; if it is the only tile, rounded."""
+        if self.block is None:
+            yield
+            return
+        self.block.grads, self.block.is_only_tile = sums, is_only_tile
+        try:
+            yield
+        finally:
+            self.block.grads = None
+
+    def _choose(self, chosen_tk: Tensor | None) -> AbstractContextManager:
+        if self.block is None or chosen_tk is None:
+            return nullcontext()
+        return _Replay(chosen_tk.long(), self.block.num_experts)
+
+
+def is_expert_module(module: Any) -> bool:
+    """Whether an ExpertBlock can replace the module: transformers' experts, or PEFT's LoRA around them."""
+    if f"{type(module).__module__}.{type(module).__name__}" == "peft.tuners.lora.layer.ParamWrapper":
+        return "forward" not in vars(module) and is_expert_module(module.base_layer)
+    if not hasattr(type(module), "_apply_gate") or not hasattr(module, "is_transposed") or "forward" in vars(module):
+        return False
+    return getattr(module.down_proj, "ndim", 0) == 3 and not getattr(module, "has_post_expert_norm", False)

@@ -1,0 +1,154 @@
+"""A linear map with an optional LoRA adapter: y = x W^T + b + scale (drop(x) A^T) B^T.
+
+Gradients of frozen tensors are never computed.
+
+Shapes: t tokens of a tile, D input features, N output features, r rank of the adapter.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ithaka.blocks.dropout import TokenDropout
+from ithaka.blocks.tiles import GradSum, add_matmul, sum_dtype, wide_matmul
+
+
+@dataclass(frozen=True)
+class Linear:
+    weight_ND: Tensor
+    bias_N: Tensor | None = None
+    a_rD: Tensor | None = None  # a_rD and b_Nr are both set or both None
+    b_Nr: Tensor | None = None
+    scale: float = 1.0
+    dropout: TokenDropout | None = None  # applied to the adapter's input
+    columns_D: Tensor | None = None  # the columns of the input after `select_heads`, if there is dropout
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.weight_ND, self.bias_N, self.a_rD, self.b_Nr) if t is not None]
+
+    def __call__(self, x_tD: Tensor) -> Tensor:
+        """Return y [t, N]. Differentiable."""
+        y_tN = F.linear(x_tD, self.weight_ND, self.bias_N)
+        return y_tN if self.b_Nr is None else y_tN.addmm_(self.lora_down(x_tD), self.b_Nr.t())
+
+    def write_to(self, y_tN: Tensor, x_tD: Tensor) -> None:
+        """Write the output to y, which has the dtype of x. Not differentiable."""
+        if self.bias_N is None:
+            torch.mm(x_tD, self.weight_ND.t(), out=y_tN)
+        else:
+            torch.addmm(self.bias_N, x_tD, self.weight_ND.t(), out=y_tN)
+        if self.b_Nr is not None:
+            y_tN.addmm_(self.lora_down(x_tD), self.b_Nr.t())
+
+    def add_to(self, y_tN: Tensor, x_tD: Tensor) -> None:
+        """Add the output to y, which has `sum_dtype`, in place. Not differentiable."""
+        add_matmul(y_tN, x_tD, self.weight_ND.t())
+        self._add_bias_and_adapter(y_tN, x_tD)
+
+    def apply_wide(self, x_tD: Tensor) -> Tensor:
+        """Return the output in `sum_dtype`. Not differentiable."""
+        y_tN = wide_matmul(x_tD, self.weight_ND.t())
+        self._add_bias_and_adapter(y_tN, x_tD)
+        return y_tN
+
+    def _add_bias_and_adapter(self, y_tN: Tensor, x_tD: Tensor) -> None:
+        if self.bias_N is not None:
+            y_tN += self.bias_N
+        if self.b_Nr is not None:
+            add_matmul(y_tN, self.lora_down(x_tD), self.b_Nr.t())
+
+    def lora_down(self, x_tD: Tensor) -> Tensor:
+        """Return the input of B, scale drop(x) A^T [t, r], rounded once."""
+        assert self.a_rD is not None
+        return torch.addmm(x_tD.new_empty(1), self._drop(x_tD), self.a_rD.t(), beta=0, alpha=self.scale)
+
+    def _drop(self, x_tD: Tensor) -> Tensor:
+        return x_tD if self.dropout is None else self.dropout(x_tD, self.columns_D)
+
+    def lora_down_grad(self, dy_tN: Tensor) -> Tensor | None:
+        """Return the gradient at A's output [t, r], for `input_grad` and `add_grads`; None without an adapter."""
+        if self.b_Nr is None:
+            return None
+        return torch.addmm(dy_tN.new_empty(1), dy_tN, self.b_Nr, beta=0, alpha=self.scale)
+
+    def input_grad(
+        self, dy_tN: Tensor, dz_tr: Tensor | None, into_tD: Tensor | None = None, adds: bool = True
+    ) -> Tensor:
+        """Return dx [t, D], added to `into` or, without `adds`, written to it. `dz`: result of `lora_down_grad`."""
+        dx_tD = dy_tN @ self.weight_ND if into_tD is None else into_tD.addmm_(dy_tN, self.weight_ND, beta=int(adds))
+        if dz_tr is None or self.a_rD is None:
+            return dx_tD
+        return dx_tD.addmm_(dz_tr, self.a_rD) if self.dropout is None else self.add_dropped_grad(dx_tD, dz_tr)
+
+    def add_dropped_grad(self, dx_tD: Tensor, dz_tr: Tensor) -> Tensor:
+        """Add the gradient through the adapter and its dropout to dx."""
+        assert self.a_rD is not None
+        return dx_tD.add_(self._drop(dz_tr @ self.a_rD))
+
+    def add_grads(self, dy_tN: Tensor, x_tD: Tensor, dz_tr: Tensor | None, grads: GradSum) -> None:
+        """Add one tile's gradients of the parameters that require them."""
+        if self.weight_ND.requires_grad:
+            grads.add_product(self.weight_ND, dy_tN, x_tD)
+        if self.bias_N is not None and self.bias_N.requires_grad:
+            grads.add(self.bias_N, dy_tN.sum(0, dtype=sum_dtype(dy_tN.dtype)))
+        if self.b_Nr is not None and self.b_Nr.requires_grad:
+            grads.add_product(self.b_Nr, dy_tN, self.lora_down(x_tD))
+        if dz_tr is not None and self.a_rD is not None and self.a_rD.requires_grad:
+            grads.add_product(self.a_rD, dz_tr, self._drop(x_tD))
+
+    def select_heads(self, heads_n: Tensor | None, head_dim: int, dim: int = 0) -> "Linear":
+        """Select heads of the output (dim 0) or the input (dim 1). None selects all and returns self."""
+        if heads_n is None:
+            return self
+        selected: dict[str, Any] = {}
+        for name in ("weight_ND", "bias_N", "b_Nr") if dim == 0 else ("weight_ND", "a_rD"):
+            if (full := getattr(self, name)) is not None:
+                heads = full.unflatten(dim, (-1, head_dim)).index_select(dim, heads_n).flatten(dim, dim + 1)
+                selected[name] = heads.requires_grad_(full.requires_grad)  # `add_grads` reads it, not autograd
+        if self.dropout is not None and dim == 1:
+            selected["columns_D"] = (
+                heads_n[:, None] * head_dim + torch.arange(head_dim, device=heads_n.device)
+            ).flatten()
+        return replace(self, **selected)
+
+    def add_head_grads(
+        self, selected: "Linear", heads_n: Tensor | None, sums: GradSum, grads: GradSum, dim: int = 0
+    ) -> None:
+        """Move the gradients of `selected`, a result of `select_heads`, from `sums` to this map's in `grads`."""
+        for full, heads in zip(self.tensors, selected.tensors, strict=True):
+            grads.add_heads(full, None if heads is full else heads_n, sums.take(heads), dim)
+
+
+def as_linear(module: nn.Module) -> Linear:
+    """Return the map that an nn.Linear, or PEFT's wrapper of one, computes.
+
+    Call it in every pass: FSDP2 replaces parameters, and PEFT switches adapters.
+    """
+    if isinstance(module, nn.Linear):
+        return Linear(module.weight, module.bias)
+    wrapper: Any = module
+    names = [] if wrapper.disable_adapters else wrapper.active_adapters
+    if hasattr(wrapper, "original_module"):
+        return as_linear(wrapper.modules_to_save[names[0]] if names else wrapper.original_module)
+    base = as_linear(wrapper.base_layer)
+    names = [] if wrapper.merged else [name for name in names if name in wrapper.lora_A]
+    if not names:
+        return base
+    (name,) = names
+    drop, (a_rD, b_Nr) = wrapper.lora_dropout[name], (part[name].weight for part in (wrapper.lora_A, wrapper.lora_B))
+    dropout = drop if isinstance(drop, TokenDropout) else None
+    return replace(base, a_rD=a_rD, b_Nr=b_Nr, scale=wrapper.scaling[name], dropout=dropout)
+
+
+def is_linear(module: Any) -> bool:
+    """Whether `as_linear` covers all that the module computes. PEFT's configuration is checked elsewhere."""
+    if type(module) is nn.Linear:
+        return True
+    kind = f"{type(module).__module__}.{type(module).__name__}"
+    if kind == "peft.utils.other.ModulesToSaveWrapper":
+        return all(map(is_linear, (module.original_module, *module.modules_to_save.values())))
+    return kind == "peft.tuners.lora.layer.Linear" and is_linear(module.base_layer)

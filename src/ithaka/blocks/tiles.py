@@ -1,0 +1,175 @@
+"""Token-wise modules in tiles of consecutive tokens, forward and backward.
+
+Modules without a hand-written backward (mixtures of experts, MLPs that blocks/mlp.py does not support, most norms) are
+black boxes, differentiated with autograd one tile at a time. Weight gradients are summed over tiles in fp32 and rounded
+once.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ithaka.ops.fused import rms_norm_backward, runs_in_triton
+from ithaka.phases import Holder, tag
+
+BACKWARD_RAN_TWICE = (
+    "backward has already run and freed its activations; call the model again instead of using retain_graph"
+)
+PARAMETERS_CHANGED = (
+    "parameters of {} were changed in place after forward (by optimizer.step, load_state_dict or copy_), and backward "
+    "would use the new values; call backward first, or call the model again"
+)
+
+
+def tile_slices(num_tokens: int, tile_tokens: int | None) -> list[slice]:
+    """Split `num_tokens` into slices of at most `tile_tokens` (None: one slice)."""
+    step = max(1, min(tile_tokens or num_tokens, num_tokens))
+    return [slice(first, min(first + step, num_tokens)) for first in range(0, num_tokens, step)]
+
+
+class GradSum:
+    """Sums gradients over tiles and stages, in fp32 if there are several, and rounds once at the end.
+
+    Writes only to sums that it made: autograd may return one tensor for two parameters.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[int, Tensor] = {}
+        self._added: dict[int, Tensor] = {}  # the only gradient added so far
+
+    def add(self, param: Tensor, grad: Tensor | None) -> None:
+        """Add to the sum of `param`."""
+        if grad is None:
+            return
+        if id(param) in self._sums or id(param) in self._added:
+            self.sum_of(param).add_(grad)
+        else:
+            self._added[id(param)] = tag(grad, Holder.GRADIENTS)
+
+    def add_product(self, param: Tensor, dout_tN: Tensor, in_tD: Tensor) -> None:
+        """Add one tile's weight gradient, dout^T @ in, directly to the fp32 sum."""
+        if id(param) in self._sums or id(param) in self._added:
+            add_matmul(self.sum_of(param), dout_tN.t(), in_tD)
+        else:
+            self._put(param, wide_matmul(dout_tN.t(), in_tD))
+
+    def add_heads(self, param: Tensor, heads_n: Tensor | None, grad: Tensor | None, dim: int = 0) -> None:
+        """Add the gradient of selected heads (repeats allowed; None: all, in order) to the sum of `param`.
+
+        Heads are along `dim`, which has size H * K in `param` and n * K in `grad`.
+        """
+        if grad is None or heads_n is None:
+            self.add(param, grad)
+            return
+        total = self.sum_of(param)
+        head_dim = grad.shape[dim] // len(heads_n)
+        head_grads = grad.unflatten(dim, (-1, head_dim)).to(total.dtype)
+        total.unflatten(dim, (-1, head_dim)).index_add_(dim, heads_n, head_grads)
+
+    def add_tile(self, full: Tensor, dim: int | None, rows: slice, grad: Tensor | None) -> None:
+        """Add the gradient of the tokens `rows`, along `dim`, of an activation. Without a `dim`, of all of it."""
+        if grad is None or dim is None:
+            self.add(full, grad)
+            return
+        self.sum_of(full).narrow(dim, rows.start, rows.stop - rows.start).add_(grad)
+
+    def sum_of(self, param: Tensor) -> Tensor:
+        """The sum of `param` in `sum_dtype`, zeros at first, to add to in place."""
+        if (total := self._sums.get(id(param))) is not None:
+            return total
+        if (added := self._added.pop(id(param), None)) is not None:
+            return self._put(param, added.to(sum_dtype(added.dtype), copy=True))
+        return self._put(param, torch.zeros(param.shape, dtype=sum_dtype(param.dtype), device=param.device))
+
+    def take(self, param: Tensor) -> Tensor | None:
+        """Remove and return the sum of `param`, in the dtype of the sum."""
+        added = self._added.pop(id(param), None)
+        return self._sums.pop(id(param), None) if added is None else added
+
+    def take_rounded(self, param: Tensor) -> Tensor | None:
+        """Remove and return the sum of `param`, rounded to the dtype of `param`."""
+        grad = self.take(param)
+        return None if grad is None else tag(grad.to(param.dtype), Holder.GRADIENTS)
+
+    def _put(self, param: Tensor, grad: Tensor) -> Tensor:
+        self._sums[id(param)] = tag(grad, Holder.GRADIENTS)
+        return grad
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to sum in: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def wide_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b in `sum_dtype`, never rounded to 16 bits."""
+    if _can_widen(a):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    wide = sum_dtype(a.dtype)
+    return a.to(wide) @ b.to(wide)
+
+
+def add_matmul(into: Tensor, a: Tensor, b: Tensor) -> None:
+    """into += a @ b, with `into` in `sum_dtype`; the product is not rounded before the addition."""
+    if _can_widen(a) and into.dtype != a.dtype:
+        torch.addmm(into, a, b, out_dtype=into.dtype, out=into)
+    else:
+        into.addmm_(a.to(into.dtype), b.to(into.dtype))
+
+
+def _can_widen(a: Tensor) -> bool:
+    """Whether matmul supports an fp32 result for this 16-bit input."""
+    return a.is_cuda and _is_16_bit(a)
+
+
+def _is_16_bit(x: Tensor) -> bool:
+    return x.dtype in (torch.bfloat16, torch.float16)
+
+
+def apply_norm(module: nn.Module, x: Tensor) -> Tensor:
+    """Apply a norm. RMSNorm on a GPU or in 16 bits is PyTorch's: Hugging Face's makes seven passes and rounds twice."""
+    if (x.is_cuda or _is_16_bit(x)) and (eps := _rms_eps(module)) is not None:
+        return nn.functional.rms_norm(x, x.shape[-1:], module.weight, eps)  # type: ignore[arg-type]
+    return module(x)
+
+
+def run_norm(module: nn.Module, x_tD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x and h = norm(x) for `norm_backward`. Detach h before using it under autograd."""
+    fused = _rms_eps(module) is not None and (runs_in_triton(x_tD) or _is_16_bit(x_tD))
+    return (x_tD, apply_norm(module, x_tD)) if fused else run_tile(partial(apply_norm, module), x_tD)
+
+
+def norm_backward(
+    into_tD: Tensor, module: nn.Module, x_tD: Tensor, h_tD: Tensor, dh_tD: Tensor, grads: GradSum
+) -> None:
+    """Add dx to `into` and the norm's parameter gradients to `grads`. x and h: results of `run_norm`."""
+    if h_tD.requires_grad:  # it has a graph
+        into_tD += graph_backward(x_tD, h_tD, module.parameters(), dh_tD, grads)
+        return
+    weight: Any = module.weight
+    dweight_D = rms_norm_backward(into_tD, x_tD, dh_tD, weight, _rms_eps(module))
+    grads.add(weight, dweight_D if weight.requires_grad else None)
+
+
+def run_tile(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x as a leaf and y = f(x) with its graph."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return x, f(x)
+
+
+def graph_backward(x: Tensor, y: Tensor, params: Iterable[nn.Parameter], dy: Tensor, grads: GradSum) -> Tensor:
+    """Return dx for the x and y of `run_tile`; add the gradients of `params` to `grads`."""
+    trained = [p for p in params if p.requires_grad]
+    dx, *dparams = torch.autograd.grad(y, [x, *trained], dy, allow_unused=True)
+    for param, grad in zip(trained, dparams, strict=True):
+        grads.add(param, grad)
+    return dx
+
+
+def _rms_eps(module: nn.Module) -> Any:
+    """The epsilon of a Hugging Face RMSNorm; None for other norms and if its forward is wrapped."""
+    return None if "forward" in vars(module) else getattr(module, "variance_epsilon", None)

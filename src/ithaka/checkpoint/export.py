@@ -1,0 +1,183 @@
+"""Write a run's checkpoint as a Hugging Face directory."""
+
+import json
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoConfig
+from transformers.utils import logging
+
+from ithaka.checkpoint.files import find_checkpoint, find_checkpoint_of_step, find_intact_checkpoint, read_state
+from ithaka.checkpoint.safe_load import SafeReader, load_into
+from ithaka.config import ConfigError, check_output, load_config, writing_to
+from ithaka.hub import HUB_ID, SNAPSHOT
+from ithaka.log.console import read_metrics
+from ithaka.plan.read_config import read_json
+from ithaka.weights.adapters import adapter_tensor_name, auto_class, merge_adapter
+from ithaka.weights.quantized import BASE_QUANTIZATION, describe_base, round_weights
+
+
+def export(
+    run_dir: Path,
+    out_dir: Path,
+    merge: bool = False,
+    step: int | None = None,
+    force: bool = False,
+    four_bit: bool = False,
+) -> Path:
+    """Export the checkpoint of `step`, by default the latest, and return `out_dir`.
+
+    Runs in one process, without a process group; the full model passes through host memory. Weights keep the precision
+    of the master weights (usually float32), so logits equal the trained model's. A run with an adapter exports the
+    adapter in PEFT's format or, with `merge`, the base model with the adapter merged in float32 and rounded to the
+    base's precision. If the base had four bits in training, the merged one has the stored weights or, with `four_bit`,
+    those of training."""
+    logging.disable_progress_bar()
+    checkpoint = check_export(run_dir, out_dir, merge, step, force)
+    out_dir, model_dir = out_dir.absolute(), run_dir / "model"
+    weights = {
+        name.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in SafeReader(checkpoint).read_metadata().state_dict_metadata.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    load_into({"model": weights}, checkpoint, no_dist=True)
+    with tempfile.TemporaryDirectory(prefix="ithaka-export-") as name:
+        model_dir = Path(shutil.copytree(model_dir, Path(name) / "model"))
+        with _unfinished(out_dir) as unfinished:
+            _write(run_dir, checkpoint, model_dir, unfinished, weights, merge, four_bit)
+    return out_dir
+
+
+@contextmanager
+def _unfinished(out_dir: Path) -> Iterator[Path]:
+    """A folder in `out_dir`, whose files move there at the end. After an error, it is removed, and so are the folders
+    created for it."""
+    created = [folder for folder in (out_dir, *out_dir.parents) if not folder.exists()]
+    try:
+        with writing_to("OUT_DIR", out_dir):
+            out_dir.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out_dir) as name:
+                yield Path(name)
+                for file in filter(Path.is_file, Path(name).rglob("*")):
+                    target = out_dir / file.relative_to(name)
+                    target.parent.mkdir(exist_ok=True)
+                    file.replace(target)
+    except BaseException:
+        for folder in created:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def check_export(run_dir: Path, out_dir: Path, merge: bool, step: int | None, force: bool) -> Path:
+    """Return the checkpoint to export. Raise ConfigError if there is none, or `out_dir` cannot be written."""
+    check_output("OUT_DIR", out_dir, force, folder=True)
+    run, out = run_dir.resolve(), out_dir.resolve()
+    if out == run or any(out.is_relative_to(run / name) for name in ("model", "checkpoints")):
+        raise ConfigError(f"OUT_DIR={out_dir} holds the run's own files; give another path")
+    if step is None:
+        checkpoint = find_intact_checkpoint(find_checkpoint(run_dir))
+    else:
+        checkpoint = find_checkpoint_of_step(run_dir, step)
+    is_adapter = (run_dir / "model" / "adapter_config.json").is_file()
+    for name in ("config.json", "adapter_config.json")[: 1 + is_adapter]:
+        read_json(run_dir / "model" / name, "RUN_DIR: ", "copy it from another run of this model")
+    if merge and not is_adapter:
+        raise ConfigError(f"--merge: {run_dir} did not train an adapter; leave it out")
+    return checkpoint
+
+
+def _write(
+    run_dir: Path,
+    checkpoint: Path,
+    model_dir: Path,
+    out_dir: Path,
+    weights: dict[str, Tensor],
+    merge: bool,
+    four_bit: bool,
+) -> None:
+    """`model_dir` is a copy of RUN_DIR/model, whose RoPE settings may be from a later step than the checkpoint."""
+    state, config_file = read_state(checkpoint), model_dir / "config.json"
+    values = json.loads(config_file.read_text())
+    values.get("text_config", values).update(state["positions"])
+    config_file.write_text(json.dumps(values))
+    not_exported = ["config.json"]
+    if not (model_dir / "adapter_config.json").is_file():
+        with torch.device("meta"):
+            hf_config = AutoConfig.from_pretrained(model_dir)
+            model = auto_class(hf_config.model_type).from_config(hf_config)
+        try:
+            model.load_state_dict(weights, assign=True)
+        except RuntimeError as error:
+            reason = str(error).partition("\n\t")[2].partition("\n")[0]
+            config_file = run_dir / "model" / "config.json"
+            raise ConfigError(f"{config_file} does not match the checkpoint ({reason}); restore the file") from None
+        model.tie_weights()
+        model.save_pretrained(out_dir)  # writes the dtype to config.json, and a generation config replaced below
+    else:
+        config = load_config(run_dir / "config.yaml").at(state["step"] - 1)
+        settings, adapter = config.model, config.adapter
+        packed = adapter if adapter is not None and adapter.base != "bf16" else None
+        tensors, base = {adapter_tensor_name(name): tensor for name, tensor in weights.items()}, settings.path
+        if merge:
+            if base is None or not base.is_dir():
+                rule = f"--merge needs the base model, but the run's model.path={base} is not a directory"
+                raise ConfigError(f"{rule}; put it there, or leave out --merge and merge with PEFT")
+            change = partial(round_weights, adapter=packed) if packed and four_bit else None
+            merge_adapter(base, model_dir, tensors, out_dir, change)
+            not_exported = ["config.json", "adapter_config.json"]
+        else:
+            stored = read_json(base / "config.json") if base is not None and base.is_dir() else {}
+            quantization = describe_base(adapter, stored) if adapter is not None else {}
+            metadata = {"format": "pt", **({BASE_QUANTIZATION: json.dumps(quantization)} if quantization else {})}
+            save_file(tensors, out_dir / "adapter_model.safetensors", metadata=metadata)
+            # With model.rope, the adapter's base needs this config.json as well.
+            not_exported = ["generation_config.json", *([] if settings.rope is not None else ["config.json"])]
+    shutil.copytree(model_dir, out_dir, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*not_exported))
+
+
+def write_card(run_dir: Path, out_dir: Path, name: str, step: int | None = None) -> None:
+    """Write README.md to `out_dir`: base, data, context, plan and losses of the run, up to `step`."""
+    config = load_config(run_dir / "config.yaml")
+    metrics = [line for line in read_metrics(run_dir / "metrics.jsonl") if step is None or line["step"] <= step]
+    plan_file = run_dir / "plan.json"
+    is_adapter = (out_dir / "adapter_config.json").is_file()
+    path = config.model.path
+    base = _public_name(path) if path is not None and path.suffix != ".json" else None
+    losses = [line["val_loss"] for line in metrics if line.get("val_loss")]
+    settings = config.at(metrics[-1]["step"] - 1) if metrics else config
+    sources = [_public_name(source.path) or "Python's standard library" for source in config.data.all_sources()]
+    table = {
+        "base model": base or "none: trained from scratch",
+        "data": ", ".join(sources),
+        "context": f"{settings.data.context} tokens",
+        "steps": f"{metrics[-1]['step']}, {metrics[-1]['tokens']} tokens" if metrics else "0",
+        "validation loss": f"{losses[0]:.4f} -> {losses[-1]:.4f}" if losses else "not measured",
+        "trained on": json.loads(plan_file.read_text())["gpus"] if plan_file.is_file() else "one machine",
+        "learning rate": f"{settings.optim.lr:g}, {settings.optim.schedule}",
+        "adapter": f"rank {config.adapter.rank}, alpha {config.adapter.alpha:g}" if config.adapter else "none",
+    }
+    head = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}", "tags: [ithaka]"]
+    head += [f"base_model: {base}"] if base and re.fullmatch(HUB_ID, base) else []
+    rows = [f"| {name} | {value} |" for name, value in table.items()]
+    lines = [*head, "---", "", f"# {name}", "", "Trained with ithaka.", "", "| | |", "|---|---|", *rows, ""]
+    (out_dir / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _public_name(path: Path | None) -> str | None:
+    """A hub name, or the last part of a path: folders of this machine do not belong in a model card."""
+    if path is None or str(path).startswith("hf:"):
+        return None if path is None else str(path)
+    snapshot = SNAPSHOT.fullmatch(str(path))
+    return f"{snapshot[1]}/{snapshot[2]}" if snapshot else path.name

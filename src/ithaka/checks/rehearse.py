@@ -1,0 +1,368 @@
+"""Run rank 0 of N on one device: real shards, buffers, copies, kernels and optimizer; collectives are local copies.
+
+X is the bytes of one residual-stream tensor on one rank: s * D * 2 in bf16.
+"""
+
+import copy
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from statistics import mean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from ithaka.attention.choose import agree_on_kernel, kernel_for
+from ithaka.comm.loopback import start_loopback
+from ithaka.comm.mesh import default_device, make_mesh
+from ithaka.config import AdapterConfig, ConfigError, OptimConfig
+from ithaka.config.units import format_bytes
+from ithaka.evaluate.tasks import token_losses
+from ithaka.layout import Layout, default_dtype
+from ithaka.model.build import build_model, read_hf_config
+from ithaka.model.truncate import (
+    LayerGroup,
+    choose_layers,
+    find_representative_layers,
+    group_layers,
+    truncate_config,
+)
+from ithaka.phases import PhasePath, listening, phase
+from ithaka.plan.hardware import GIB, available_memory, join_kernels
+from ithaka.plan.models import find_config
+from ithaka.plan.search import Plan
+from ithaka.plan.seconds import Seconds, layer_seconds
+from ithaka.plan.shape import AttentionKind
+from ithaka.profile.live import LiveBytes
+from ithaka.profile.timeline import PhaseTimer
+from ithaka.roots.families import find_layers, has_encoder
+from ithaka.roots.video import build_transformer, make_clip
+from ithaka.roots.video_families import is_diffusers_model
+from ithaka.roots.vision import make_frames
+from ithaka.run.resolve import STORE_HOLDERS
+from ithaka.train.loop import OutOfMemoryError
+from ithaka.train.preferences import use_reference
+from ithaka.train.step import make_optimizer
+from ithaka.train.watch import OutOfMemoryTracker, explain_out_of_memory, ran_out_of_memory
+
+DIRECTIONS = ("forward", "backward")
+TINY_TOKENS = 1024  # per rank; activations are negligible compared with weights
+MEMORY_ONLY_DOCUMENT = 128 * 1024  # document length with memory_only, which bounds the cost of attention
+Row = tuple[str, float | None, float, str]  # what, planned, measured, unit
+
+
+@dataclass(frozen=True)
+class RehearsalResult:
+    """Measurements on the truncated model."""
+
+    x_bytes: int
+    layer_bytes: int  # peak of the layers minus their peak at a tiny context (parameters, gradients, gathered weights)
+    peak_bytes: int  # on the device, over the step
+    peak_phase: str
+    host_bytes: int  # offloaded by this rank
+    disk_bytes: int
+    layer_s: list[list[float]]  # [forward, backward] of each layer
+    step_s: float  # truncated model, including the optimizer
+
+    @property
+    def forward_s(self) -> float:
+        """Mean over the layers."""
+        return mean(forward for forward, _ in self.layer_s)
+
+    @property
+    def backward_s(self) -> float:
+        return mean(backward for _, backward in self.layer_s)
+
+
+def rehearse(
+    config: dict[str, Any],
+    layout: Layout,
+    ranks: int,
+    context: int,
+    memory_only: bool = False,
+    adapter: AdapterConfig | None = None,
+    trains: bool = True,
+    steps: int = 2,
+    optimizer_name: Any = "adamw",
+    reference: bool = False,
+    document_tokens: int | None = None,
+    layers: Sequence[int] | None = None,
+) -> RehearsalResult:
+    """Run training steps (trains=False: forward passes) as rank 0 of `ranks`, and measure the last. `config` is the
+    model's config.json, of which `layers` run, by default the first; the layout has a policy for each. Weights are
+    random. `memory_only`: run one step, and limit attention to documents of 128 Ki tokens; allocations do not change.
+    `reference`: run the model without its adapter, or a frozen copy, first, as DPO and GRPO do."""
+    is_video, num_layers = "_class_name" in config, len(layout.kept)
+    if is_video and memory_only:
+        raise ConfigError("--memory-only cuts attention into documents, which a clip does not have; leave it out")
+    if is_video:
+        truncated = {**config, "num_layers": num_layers}
+    else:
+        truncated = truncate_config(_read_config(config), layers or range(num_layers)).to_dict()
+    start_loopback(ranks)
+    with ExitStack() as stack:
+        stack.callback(dist.destroy_process_group)
+        mesh = make_mesh(layout.cp, default_device(), ring=layout.ring, replicas=layout.replicas)
+        with phase("building the model"):
+            build: Any = build_transformer if is_video else partial(build_model, context=context)
+            model = build(truncated, mesh, layout, adapter=adapter, trains=trains).train(trains)
+            other = build(truncated, mesh, layout, trains=False).eval() if reference and not adapter else None
+        optimizer = make_optimizer(model, OptimConfig(name=optimizer_name, lr=0.0)) if trains else None
+        step = partial(_run_step, model, optimizer, (other or model) if reference else None)
+        s = context // mesh.cp_size
+        tiny_s = TINY_TOKENS if s >= 16 * TINY_TOKENS else max(2, s // 64)  # at least two: one token has no label
+        steps = 1 if memory_only else steps
+        document = MEMORY_ONLY_DOCUMENT if memory_only else document_tokens
+        _, tiny_peaks = _measure_step(step, _make_inputs(model, mesh.cp_size * tiny_s), mesh.device, 2)
+        seconds, peaks = _measure_step(step, _make_inputs(model, context, document), mesh.device, steps)
+        peak_path, store = max(peaks, key=lambda path: (peaks[path], len(path))), find_layers(model)[0].forward.store
+        layer_s = [[seconds.get(("step", f"layer {i}", name), 0.0) for name in DIRECTIONS] for i in range(num_layers)]
+        return RehearsalResult(
+            x_bytes=layout.x_bytes(config["num_attention_heads"] * config["attention_head_dim"], s)
+            if is_video
+            else layout.x_bytes(model.config.get_text_config().hidden_size, s),
+            layer_bytes=_layers_peak(peaks) - _layers_peak(tiny_peaks),
+            peak_bytes=peaks[peak_path],
+            peak_phase=" / ".join(peak_path[1:]) or "outside layers and loss",
+            host_bytes=store.pool.peak_bytes,
+            disk_bytes=store.disk.used_bytes,
+            layer_s=layer_s,
+            step_s=seconds[("step",)],
+        )
+
+
+def _read_config(config: dict[str, Any]) -> Any:
+    return read_hf_config(copy.deepcopy(config))  # transformers changes nested values
+
+
+def _measure_step(
+    step: Any, inputs: dict[str, Any], device: torch.device, steps: int
+) -> tuple[dict[PhasePath, float], dict[PhasePath, int]]:
+    """Return seconds and peak bytes by phase of the last step. On a CPU, one more step counts live bytes."""
+    for _ in range(steps):
+        timer = PhaseTimer(device)
+        with listening(timer):
+            step(inputs)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return timer.seconds(), timer.peaks
+    with LiveBytes() as live:
+        model, optimizer, reference = step.args
+        live.tag_states(model, optimizer)
+        if reference not in (None, model):
+            live.tag_states(reference, None)
+        step(inputs)
+    return timer.seconds(), live.phase_peaks()
+
+
+def _make_inputs(model: Any, context: int, document: int | None = None) -> dict[str, Any]:
+    if is_diffusers_model(model):
+        return make_clip(model, context)
+    vocab = model.config.get_text_config().vocab_size
+    ids = torch.randint(vocab, (1, context), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids, "document_ids": torch.arange(context)[None] // document if document else None}
+    return inputs | make_frames(model, ids) if has_encoder(model) else inputs
+
+
+def _run_step(model: Any, optimizer: Optimizer | None, reference: Any, inputs: dict[str, Any]) -> None:
+    """Run a training step; without an optimizer, the forward pass of an evaluation. If the reference is the model, its
+    adapter is disabled."""
+    with phase("step"):
+        if is_diffusers_model(model):
+            with torch.set_grad_enabled(optimizer is not None):
+                loss = model(**inputs).sample.square().mean()
+        elif optimizer is None:
+            others = {name: value for name, value in inputs.items() if name != "input_ids"}
+            loss = token_losses(model, inputs["input_ids"], **others).mean()
+        elif reference is not None:
+            options = {**inputs, "labels": inputs["input_ids"], "per_token": True}
+            with torch.no_grad(), use_reference(model, None if reference is model else reference) as other:
+                before = other(**options).tokens.logprobs
+            loss = -(model(**options).tokens.logprobs - before).exp().mean()
+        else:
+            loss = model(**inputs, labels=inputs["input_ids"]).loss
+        if optimizer is not None:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if not torch.isfinite(loss):
+        raise RuntimeError(f"the rehearsal's loss is {loss.item()}; its timings are meaningless")
+
+
+def _layers_peak(peaks: dict[PhasePath, int]) -> int:
+    return max(peak for path, peak in peaks.items() if len(path) > 1 and path[1].startswith("layer "))
+
+
+def _on_gpu() -> bool:
+    return default_device().type == "cuda"
+
+
+def compute_dtype() -> str:
+    return default_dtype(_on_gpu())
+
+
+# ---- compare measurements with the plan
+
+
+def find_kernel(name: str, kinds: Iterable[AttentionKind]) -> str:
+    """Resolve the attention kernel for this device and the dtype of a rehearsal."""
+    return agree_on_kernel(name, default_device(), getattr(torch, compute_dtype()), kinds)
+
+
+@dataclass(frozen=True)
+class TruncatedPlan(Plan):
+    """The plan of a model with a few of its layers."""
+
+    layers: tuple[int, ...] = ()  # indices in the full model
+    kinds: tuple[Hashable, ...] = ()  # one per layer of the full model; equal for layers of one kind
+
+    @cached_property
+    def groups(self) -> list[LayerGroup]:
+        return group_layers(self.kinds, self.layers, self.shape.windows)
+
+
+def truncate_plan(
+    plan: Plan, num_layers: int, memory_only: bool, kernel: str = "auto", config: dict[str, Any] | None = None
+) -> TruncatedPlan:
+    """Map a plan to one with `num_layers` layers, or one of each kind if that is more, in this device's dtype. A kind's
+    activation policies are taken from evenly spaced layers; every layer gets the adapters of the layer with the most.
+    `config` is the model's config.json; without it, layers of one kind are those with the same window."""
+    shape, kinds, dropped = plan.shape, tuple[Hashable, ...](plan.shape.windows), None
+    layers = choose_layers(kinds, num_layers)
+    if config is not None and "_class_name" not in config:
+        of_config, layers = find_representative_layers(_read_config(config), num_layers)
+        dropped = sum(kind.num_parameters for i, kind in enumerate(of_config) if i not in layers)
+        kinds = tuple(of_config)
+    truncated = shape.keep_layers(layers, dropped)
+    if shape.adapter:
+        targets = (*shape.most_adapted, *(["lm_head"] if shape.has_adapter("lm_head") else []))
+        truncated = truncated.with_adapter(replace(shape.adapter, targets=targets))
+    work = replace(plan.work, document_tokens=MEMORY_ONLY_DOCUMENT) if memory_only else plan.work
+    few = TruncatedPlan(truncated, plan.layout, plan.hardware, work, layers=layers, kinds=kinds)
+    policies = {}
+    for _, rehearsed, all_layers in few.groups:
+        for i, layer in enumerate(rehearsed):
+            policies[layer] = plan.layout.kept[all_layers[(2 * i + 1) * len(all_layers) // (2 * len(rehearsed))]]
+    kept = tuple(policies[i] for i in range(len(layers)))
+    return replace(few, layout=replace(plan.layout, kept=kept, dtype=compute_dtype(), kernel=kernel))
+
+
+def check_cpu_memory(truncated: TruncatedPlan) -> None:
+    """On a CPU, refuse a rehearsal that exceeds free host memory, which then also holds the device's tensors."""
+    ledger = truncated.ledger
+    host_bytes = (ledger.host_needed - ledger.host["reserve"]) // truncated.hardware.gpus_per_node
+    need_bytes, free_bytes = ledger.gpu_peak - ledger.gpu["reserve"] + host_bytes, available_memory()
+    if need_bytes > free_bytes and not _on_gpu():
+        fewer = " or fewer --layers" if len(truncated.layers) > len(truncated.groups) else ""
+        raise ConfigError(
+            f"--context {truncated.work.context} with {truncated.shape.num_layers} layers needs "
+            f"{format_bytes(need_bytes)} without a GPU, {format_bytes(free_bytes)} available; "
+            f"use a shorter --context{fewer}"
+        )
+
+
+def describe_rehearsal(plan: Plan, truncated: TruncatedPlan) -> dict[str, Any]:
+    """Lines to print first. kernel: runs on this device; planned_kernel: its rates are in the plan."""
+    s, hidden = truncated.work.local_tokens(truncated.layout.cp), truncated.shape.hidden
+    kinds = truncated.shape.attention_kinds
+    kernel = find_kernel(truncated.layout.kernel, kinds)
+    x = f"one {truncated.layout.dtype} activation [{s} tokens per rank, {hidden} hidden]"
+    times = f"the CPU: measured times are for this CPU, planned times for {plan.hardware.gpu.name}"
+    return {
+        "device": torch.cuda.get_device_name() if _on_gpu() else times,
+        "gpus": plan.hardware.name,
+        "kernel": join_kernels(kernel_for(kernel, kind) for kind in kinds),
+        "planned_kernel": join_kernels(plan.kernels.values()) or None,
+        "context": plan.work.context,
+        "layers": truncated.shape.num_layers,
+        "layers_of_model": plan.shape.num_layers,
+        "kinds": [
+            {"kind": name, "rehearsed": [truncated.layers[i] for i in rehearsed], "layers_of_model": len(layers)}
+            for name, rehearsed, layers in truncated.groups
+        ],
+        "attention_cut_short": truncated.work != plan.work and plan.work.tokens > MEMORY_ONLY_DOCUMENT,
+        "x": f"{x} = {format_bytes(truncated.layout.x_bytes(hidden, s))}",
+        "settings": plan.settings,
+    }
+
+
+def rehearse_plan(plan: Plan, truncated: TruncatedPlan, model: str) -> tuple[list[dict[str, Any]], str]:
+    """Rehearse a few layers of `model` within the planned GPU's memory. Return table rows and the peak's phase."""
+    config, memory_tracker = find_config(model), OutOfMemoryTracker(default_device())
+    if _on_gpu():
+        total_bytes = torch.cuda.get_device_properties(default_device()).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, plan.hardware.gpu.memory_bytes / total_bytes))
+    try:
+        options = (truncated.work != plan.work, truncated.shape.adapter, plan.work.trains)
+        named: dict[str, Any] = {"optimizer_name": truncated.shape.optimizer, "reference": plan.work.reference}
+        named["layers"] = truncated.layers
+        if plan.work.batch > 1:
+            named["document_tokens"] = plan.work.context
+        with listening(memory_tracker):
+            measured = rehearse(config, truncated.layout, plan.hardware.num_gpus, plan.work.tokens, *options, **named)
+    except Exception as error:
+        if not ran_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(explain_out_of_memory(truncated, error, memory_tracker, model)) from error
+    return compare_with_plan(plan, truncated, measured), measured.peak_phase
+
+
+def _layer_seconds(plan: Plan) -> list[tuple[Seconds, Seconds]]:
+    """Planned seconds of each layer: forward, with that of a reference, and backward if the plan trains."""
+    pairs = list(zip(plan.shape.windows, plan.layout.kept, strict=True))
+    seconds = {}
+    for window, policy in set(pairs):
+        forward, backward = layer_seconds(plan.shape, plan.layout, plan.hardware, plan.work, window, policy)
+        seconds[window, policy] = forward.times(1 + plan.work.reference), backward.times(plan.work.trains)
+    return [seconds[pair] for pair in pairs]
+
+
+def _compare_layers(truncated: TruncatedPlan, measured: RehearsalResult) -> Iterator[Row]:
+    """Yield mean seconds per layer of each kind, without exchanges."""
+    planned = _layer_seconds(truncated)
+    for name, rehearsed, layers in truncated.groups:
+        suffix = f", {name} ({len(layers)} of {len(truncated.kinds)} layers)" if len(truncated.groups) > 1 else ""
+        for index, direction in enumerate(DIRECTIONS[: 1 + truncated.work.trains]):
+            planned_s = mean(planned[i][index].without_exchange for i in rehearsed)
+            yield f"layer {direction}{suffix}", planned_s, mean(measured.layer_s[i][index] for i in rehearsed), "s"
+
+
+def extrapolate_step(plan: Plan, truncated: TruncatedPlan, measured: RehearsalResult) -> float:
+    """Seconds of the full model's step: the measured one with all layers of each kind, and planned exchanges."""
+    few, full = _layer_seconds(truncated), _layer_seconds(plan)
+    step_s = measured.step_s + sum(forward.exchange + backward.exchange for forward, backward in full)
+    for _, rehearsed, layers in truncated.groups:
+        # Scale by planned seconds, not by layer count: layers may have different activation policies.
+        planned_few, planned_full = (
+            sum(part.without_exchange for i in indices for part in seconds[i])
+            for seconds, indices in ((few, rehearsed), (full, layers))
+        )
+        step_s += (planned_full / planned_few - 1) * sum(sum(measured.layer_s[i]) for i in rehearsed)
+    return step_s
+
+
+def compare_with_plan(plan: Plan, truncated: TruncatedPlan, measured: RehearsalResult) -> list[dict[str, Any]]:
+    """Rows for the rehearsed layers, then, on a GPU and with full attention, for the full model's step or forward."""
+    ledger, node_gib = truncated.ledger, GIB * truncated.hardware.gpus_per_node
+    peak_bytes = ledger.gpu_peak - ledger.gpu["reserve"]
+    host_bytes = sum(ledger.host[holder] for holder in STORE_HOLDERS)
+    rows: list[Row] = [
+        ("peak without reserve", peak_bytes / GIB, measured.peak_bytes / GIB, "GiB"),
+        ("layer peak above parameters and gradients", None, measured.layer_bytes / measured.x_bytes, "X"),
+        ("host, including disk staging", host_bytes / node_gib, measured.host_bytes / GIB, "GiB"),
+        ("disk", ledger.disk_peak / node_gib, measured.disk_bytes / GIB, "GiB"),
+        *_compare_layers(truncated, measured),
+    ]
+    if _on_gpu() and truncated.work == plan.work:  # CPU times and truncated attention cannot be extrapolated
+        exchange_s = mean(forward.exchange + backward.exchange for forward, backward in _layer_seconds(plan))
+        step_s, name = extrapolate_step(plan, truncated, measured), "step" if plan.work.trains else "forward"
+        tokens_per_s = plan.work.tokens / plan.layout.cp / step_s
+        rows += [
+            ("exchange per layer (planned only)", exchange_s, exchange_s, "s"),
+            (f"{name} of {plan.shape.num_layers} layers", plan.step_s, step_s, "s"),
+            ("tokens/s per GPU", round(plan.tokens_per_s_per_gpu), round(tokens_per_s), ""),
+        ]
+    return [dict(zip(("what", "planned", "measured", "unit"), row, strict=True)) for row in rows]

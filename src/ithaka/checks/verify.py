@@ -1,0 +1,366 @@
+"""Run one layer of each kind of a model, with its weights, on cp ranks, and compare them with plain transformers.
+
+Both sides run in float64; only norms and RoPE angles round to float32, as in transformers. The reference for loss and
+gradients rounds nothing: transformers' gated delta rule in float32 leaves mostly noise in the gradients of its decays.
+The vocabulary is truncated, and a sliding window is shortened so that short sequences exceed it; the rest of the model
+is unchanged.
+"""
+
+import gc
+import json
+import math
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ithaka.comm.mesh import Mesh, end_process_group, make_mesh
+from ithaka.config import AdapterConfig, Config, ConfigError
+from ithaka.inputs.batch import MEDIA
+from ithaka.layer.loss import IGNORE_INDEX
+from ithaka.layout import ActivationPolicy, Layout, layout_from_config
+from ithaka.model.build import has_weights, parallelize_model, read_hf_config
+from ithaka.model.logprobs import token_logprobs
+from ithaka.model.truncate import LayerKind, find_representative_layers, group_layers, truncate_config
+from ithaka.plan.read_config import read_json, read_shape, shape_from_config
+from ithaka.roots.families import find_layers, has_encoder
+from ithaka.run.launch import check_cpu_ranks, max_cpu_ranks, num_gpus, run_ranks
+from ithaka.run.resolve import read_stored_settings
+from ithaka.run.validate import check_weights
+from ithaka.weights.adapters import add_adapter, auto_class, load_dequantized
+from ithaka.weights.load import describe_nonfinite, end_parameters, is_finite, open_tensor_files
+from ithaka.weights.quantized import round_weights
+
+TOLERANCE = 1e-4  # relative; a wrong index, factor or mask gives at least 1e-2
+MIN_LAYERS = 2
+MAX_VOCAB, MAX_WINDOW, MAX_TILE = 1024, 11, 16
+CHECKS_FILE = "checks.json"
+INVALID_ERROR = 1e9  # for missing gradients and non-finite errors: JSON has no infinity
+Checks = Iterator[dict[str, Any]]
+Errors = dict[str, float]  # relative, by tensor
+
+
+def make_check(part: str, where: str, error: float, allowed: float | None = TOLERANCE) -> dict[str, Any]:
+    """Describe a comparison. `where` names the tensor with the largest relative error. allowed=None: only report it."""
+    return {"part": part, "where": where, "error": error, "allowed": allowed, "ok": allowed is None or error <= allowed}
+
+
+def verify(source: Path | dict, config: Config | None = None, cp: int | None = None) -> dict[str, Any]:
+    """Truncate the model, run the checks on cp ranks and return the results. `config` sets the layout."""
+    logging.disable_progress_bar()
+    shape = read_shape(source) if isinstance(source, Path) else shape_from_config(source)
+    name = "MODEL" if config is None else "model.path"
+    check_weights(source if isinstance(source, Path) else None, name, "compare with plain transformers at")
+    heads, configured_cp = shape.heads, config.parallel.cp if config is not None else 4
+    cp = cp or min(configured_cp if isinstance(configured_cp, int) else 4, heads, max(num_gpus(), max_cpu_ranks()))
+    if cp > heads:
+        raise ConfigError(f"--cp={cp} exceeds the {heads} query heads; use at most {heads}")
+    if cp > num_gpus():
+        check_cpu_ranks(cp, "--cp")
+    device = "cuda" if num_gpus() >= cp else "cpu"
+    adapter = config.adapter if config is not None else AdapterConfig(rank=4) if find_spec("peft") else None
+    adapter = adapter and replace(read_stored_settings(adapter, set()), path=None)
+    threads, fork = torch.get_num_threads(), cp > 1 and device == "cpu" and sys.platform == "linux"
+    if fork:
+        torch.set_num_threads(1)  # OpenMP's threads would not exist in the forks
+        if adapter is not None:
+            import_module("peft")  # takes seconds in each rank otherwise
+    with tempfile.TemporaryDirectory(prefix="ithaka-verify-") as directory:
+        weights, kinds, layers = write_truncated_model(source, Path(directory), config)
+        layout = make_layout(config, cp, heads, len(layers))
+        arguments = Path(directory), layout, adapter, device, max(1, threads // cp)
+        if code := run_ranks(_verify_rank, arguments, cp, fork=fork):
+            raise SystemExit(code)
+        checks = json.loads((Path(directory) / CHECKS_FILE).read_text())
+    groups = group_layers(kinds, layers, [shape.windows[i] for i in layers])
+    setup: dict[str, Any] = {"model_type": shape.family, "weights": weights, "cp": cp, "device": device}
+    setup["layers"], setup["layers_of_model"] = layers, len(kinds)
+    setup["kinds"] = [
+        {"kind": name, "compared": [layers[i] for i in chosen], "layers_of_model": len(all_layers)}
+        for name, chosen, all_layers in groups
+    ]
+    checks = [check | {"where": _with_model_layers(check["where"], layers)} for check in checks]
+    return {"ok": all(check["ok"] for check in checks), **setup, "checks": checks}
+
+
+def _with_model_layers(name: str, layers: Sequence[int]) -> str:
+    """Replace a layer's index in the truncated model by the one in the model."""
+    decoder_layer = r"(?<![\w.])((?:language_model\.)?layers\.)(\d+)"
+    return re.sub(decoder_layer, lambda match: f"{match[1]}{layers[int(match[2])]}", name)
+
+
+def make_layout(config: Config | None, cp: int, heads: int, num_layers: int = MIN_LAYERS) -> Layout:
+    """Adapt the configured layout to a few layers and tokens and float64; by default, enable every technique."""
+    if config is None:
+        policies = (ActivationPolicy("host", "host"), ActivationPolicy()) * num_layers
+        return Layout(cp, cp if cp < heads else None, MAX_TILE, policies[-num_layers:], dtype="float64")
+    layout = layout_from_config(config, num_layers, cp, on_gpu=False)
+    stage = layout.heads_per_stage and max(1, layout.heads_per_stage // config.parallel.cp_of(cp)) * cp
+    stage = stage if stage and stage < heads else None
+    tile, ring = min(layout.tile_tokens or MAX_TILE, MAX_TILE), math.gcd(cp, layout.ring)
+    layout = replace(layout, cp=cp, ring=ring, heads_per_stage=stage, tile_tokens=tile, kernel="auto", blocks=None)
+    return replace(layout, dtype="float64", offload_optimizer=False)
+
+
+def write_truncated_model(
+    source: Path | dict, out: Path, settings: Config | None = None
+) -> tuple[str, list[LayerKind], list[int]]:
+    """Write a Hugging Face directory with two layers, or one of each kind if that is more, and a small vocabulary.
+    Return the origin of its weights, the kind of each layer of the model, and the layers that were kept."""
+    config = read_hf_config(source, settings.model.rope if settings is not None else None)
+    kinds, layers = find_representative_layers(config, MIN_LAYERS)
+    config = truncate_config(config, layers)
+    text = config.get_text_config()
+    text.vocab_size = min(MAX_VOCAB, text.vocab_size)
+    text.bos_token_id = text.eos_token_id = text.pad_token_id = None  # may exceed the truncated vocabulary
+    if getattr(text, "sliding_window", None):
+        text.sliding_window = min(MAX_WINDOW, text.sliding_window)
+    if text is not config:
+        _truncate_encoder(config, text.vocab_size)
+    model_class = auto_class(config.model_type)
+    if not has_weights(source):
+        torch.manual_seed(0)
+        model_class.from_config(config).save_pretrained(out)
+        return "random", kinds, list(layers)
+    with torch.device("meta"):
+        model = model_class.from_config(config)
+    # Older files of vision-language models have other prefixes.
+    known, ends = (set(map(_without_prefix, names)) for names in (model.state_dict(), end_parameters(model)))
+    assert isinstance(source, Path)
+    config.quantization_config = read_json(source / "config.json").get("quantization_config")
+    config.save_pretrained(out)
+    tensors = {}
+    for name, file in open_tensor_files(source).items():
+        layer = re.match(r"(model\.(?:language_model\.)?layers\.)(\d+)", name)
+        if layer is None and text is not config and _without_prefix(name) not in known:
+            continue  # an encoder block that was truncated
+        if layer is None or int(layer[2]) in layers:
+            new_name = f"{layer[1]}{layers.index(int(layer[2]))}{name[layer.end() :]}" if layer else name
+            rows = text.vocab_size if _without_prefix(name) in ends else None
+            tensors[new_name] = file.get_slice(name)[:rows].contiguous()
+            if not is_finite(tensors[new_name]):  # every check would fail, without naming it
+                raise ConfigError(describe_nonfinite(f"MODEL={source}", name, source))
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return "its own", kinds, list(layers)
+
+
+def _without_prefix(name: str) -> str:
+    return re.sub(r"^(model\.|language_model\.)*", "", name)
+
+
+def _truncate_encoder(config: Any, vocab_size: int) -> None:
+    """Keep two blocks of an image encoder, one of them windowed if any is, and DeepStack features for one layer."""
+    vision, kept = config.vision_config, {"deepstack_visual_indexes": [0], "fullatt_block_indexes": [1]}
+    vision.depth = min(2, vision.depth)
+    for name in kept.keys() & vars(vision).keys():
+        setattr(vision, name, kept[name])
+    for i, name in enumerate(("image", "video", "vision_start", "vision_end"), 1):
+        setattr(config, f"{name}_token_id", vocab_size - i)
+
+
+def load_truncated_model(directory: Path, adapter: AdapterConfig | None) -> PreTrainedModel:
+    """Load the truncated model in float64. Adapters are random: with B at its initial zero, A has no gradient."""
+    model = load_dequantized(directory, dtype=torch.float64, experts_implementation="eager")
+    for param in model.parameters():  # quantized ones are bfloat16
+        param.data = param.data.double()
+    if adapter is not None:
+        round_weights(model, adapter)
+        if not isinstance(adapter.targets, str):  # drop layer indices, which may exceed the truncated model
+            adapter = replace(adapter, targets=tuple({name.rpartition(".")[2]: 0 for name in adapter.targets}))
+        add_adapter(model, adapter, None)
+        generator = torch.Generator().manual_seed(1)
+        for param in (param for param in model.parameters() if param.requires_grad):
+            param.data.normal_(0, 0.02, generator=generator)
+    return model.train()
+
+
+def _verify_rank(directory: Path, layout: Layout, adapter: AdapterConfig | None, device: str, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    mesh = make_mesh(layout.cp, device if device == "cpu" else None, ring=layout.ring)
+    checks = list(run_checks(directory, mesh, layout, adapter))
+    if mesh.rank == 0:
+        (directory / CHECKS_FILE).write_text(json.dumps(checks))
+    end_process_group()
+
+
+class ModelPair:
+    """The parallel model and, on rank 0, the plain one. Methods are collective; their results are valid on rank 0."""
+
+    def __init__(self, directory: Path, mesh: Mesh, layout: Layout, adapter: AdapterConfig | None = None) -> None:
+        self.direction_errors: Errors = {}  # per-head gradient direction errors, by name
+        self.plain = load_truncated_model(directory, adapter).to(mesh.device) if mesh.rank == 0 else None
+        model = load_truncated_model(directory, adapter)
+        attention = [layer.self_attn for layer in find_layers(model) if hasattr(layer, "self_attn")]
+        self.head_dim = getattr(attention[0], "head_dim", None) if attention else None
+        self.model = parallelize_model(model, mesh=mesh, layout=layout)
+
+    def compare_losses(self, ids: Tensor, labels: Tensor, loss_sum: Callable | None = None, **inputs: Tensor) -> Errors:
+        """Return relative errors of the loss and each gradient; set `direction_errors`. `loss_sum`: the reference."""
+        num_labels, plain = (labels[:, 1:] != IGNORE_INDEX).sum(), self.plain
+        loss = self.model(input_ids=ids, labels=labels, **inputs).loss
+        loss.backward()
+        errors, expected_grads, self.direction_errors = {}, {}, {}
+        if plain is not None:
+            expected = (loss_sum(plain) if loss_sum else _plain_loss_sum(plain, ids, labels, **inputs)) / num_labels
+            expected.backward()
+            errors["loss"] = _relative_error(loss.detach(), expected.detach())
+            expected_grads = {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
+        # Some gradients are zero up to rounding: q and k, if each token attends only to itself.
+        min_norm = 1e-6 * sum(float(grad.norm()) ** 2 for grad in expected_grads.values()) ** 0.5
+        for name, param in self.model.named_parameters():
+            grad = None if param.grad is None else param.grad.full_tensor()
+            if name in expected_grads:
+                errors[name] = INVALID_ERROR if grad is None else _relative_error(grad, expected_grads[name], min_norm)
+                is_qkv = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+                if grad is not None and is_qkv and self.head_dim is not None:
+                    error = _direction_error(grad, expected_grads[name], self.head_dim, min_norm)
+                    self.direction_errors[f"heads of {name}"] = error
+        self.model.zero_grad()
+        if plain is not None:
+            plain.zero_grad()
+        return errors
+
+    @torch.no_grad()
+    def compare_logits(self, ids: Tensor, plain_inputs: dict[str, Tensor], **inputs: Tensor) -> float:
+        logits = self.model(input_ids=ids, **inputs).logits
+        return 0.0 if self.plain is None else _relative_error(logits, _plain_logits(self.plain, ids, **plain_inputs))
+
+
+def run_checks(directory: Path, mesh: Mesh, layout: Layout, adapter: AdapterConfig | None) -> Checks:
+    pair, cp = ModelPair(directory, mesh, layout), layout.cp
+    text = pair.model.config.get_text_config()
+    vocab, full_length = text.vocab_size - 4 * has_encoder(pair.model), text.max_position_embeddings
+
+    def random_ids(*shape: int) -> Tensor:
+        return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(2))
+
+    ids = random_ids(2, 8 * cp + 3)
+    yield make_check("logits", "all", pair.compare_logits(ids, {}))
+    errors = pair.compare_losses(ids, ids.masked_fill(random_ids(2, 8 * cp + 3) % 4 == 0, IGNORE_INDEX))
+    yield make_check("loss", "loss", errors.pop("loss", 0.0))
+    yield _worst_check("gradients", errors)
+    yield _worst_check("head pairing", pair.direction_errors)  # cosine only: detects swapped heads, not wrong scale
+    if cp > 1:
+        ids, positions = random_ids(1, 4 * cp), torch.arange(4 * cp)
+        labels = ids.masked_fill((positions % 4 != 0) | (positions == 0), IGNORE_INDEX)
+        yield _worst_check("labels at shard boundaries", pair.compare_losses(ids, labels))
+    ids = random_ids(1, cp + 1)  # with cp=4, the ranks get 2, 2, 1 and 0 tokens
+    yield _worst_check("uneven lengths", pair.compare_losses(ids, ids))
+    ids, positions = random_ids(2, 2 * cp + 5), torch.arange(2 * cp + 5)
+    mask = torch.stack([positions < cp + 2, positions >= cp + 2])  # right padding, then left padding
+    if pair.model.config._attn_implementation == "eager":  # gives NaN for tokens that attend to none, as in windows
+        mask[:] = positions < len(positions) - 2
+    labels = ids.masked_fill(~(mask & F.pad(mask[:, :-1], (1, 0))), IGNORE_INDEX)
+    yield _worst_check("padding", pair.compare_losses(ids, labels, attention_mask=mask.long()))
+    yield from _check_documents(pair, random_ids, (5, 1, cp + 4, 7))
+    num_tokens = min(10, getattr(text, "sliding_window", None) or 10)
+    ids, mask = random_ids(1, num_tokens), torch.full((1, 1, num_tokens, num_tokens), -math.inf).double().triu(1)
+    for part, last, allowed in (("rope", 300, TOLERANCE), ("exact positions", full_length, None)):
+        positions = torch.arange(0, last, (last - 1) // (num_tokens - 1))[None, :num_tokens]
+        # document_ids: gaps in the positions must not start documents.
+        inputs = {"position_ids": positions, "document_ids": torch.zeros_like(ids)}
+        error = pair.compare_logits(ids, {"position_ids": positions, "attention_mask": mask}, **inputs)
+        yield make_check(part, f"logits, {num_tokens} tokens over {last} positions", error, allowed)
+    if has_encoder(pair.model):
+        media = _add_media(pair.model, ids := random_ids(1, 2 * cp + 20))
+        yield _worst_check("images and video", pair.compare_losses(ids, ids, None, **media))
+    if adapter is not None:
+        del pair
+        gc.collect()  # FSDP2 has reference cycles, and two truncated 8B models fill a laptop
+        ids = random_ids(1, 8 * cp + 3)
+        yield _worst_check("adapter", ModelPair(directory, mesh, layout, adapter).compare_losses(ids, ids))
+
+
+def _add_media(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
+    """Return arguments for two images and a video, whose tokens replace some of `ids` in place."""
+    config, vision, side = model.config, model.model.visual.config, model.config.vision_config.spatial_merge_size
+    grids = {"image": [[1, 2 * side, 3 * side], [1, side, 2 * side]], "video": [[2, side, side]]}
+    inputs, first, generator = dict[str, Tensor](), 3, torch.Generator().manual_seed(3)
+    for kind, (pixels, name) in MEDIA.items():
+        inputs[name] = torch.tensor(grids[kind])
+        num_patches = int(inputs[name].prod(1).sum())
+        num_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        inputs[pixels] = torch.randn(num_patches, num_values, generator=generator).double()
+        ids[:, first : first + num_patches // side**2] = getattr(config, f"{kind}_token_id")
+        first += num_patches // side**2 + 2
+    return inputs | {"position_ids": torch.arange(ids.shape[1]) * torch.tensor([1, 2, 3])[:, None, None]}
+
+
+def _check_documents(pair: ModelPair, random_ids: Callable[..., Tensor], lengths: tuple[int, ...]) -> Checks:
+    """Packed documents match separate ones; changing every other document leaves the rest bitwise unchanged."""
+    ids = random_ids(1, sum(lengths))
+    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+    labels = ids.index_fill(1, torch.tensor([0, *accumulate(lengths)][:-1]), IGNORE_INDEX)
+
+    def separate_loss_sum(plain: nn.Module) -> Tensor:
+        return torch.stack([_plain_loss_sum(plain, part, part) for part in ids.split(lengths, dim=1)]).sum()
+
+    yield _worst_check("documents", pair.compare_losses(ids, labels, separate_loss_sum, document_ids=documents))
+    errors = []
+    with torch.no_grad():
+        before = token_logprobs(pair.model, ids, labels, document_ids=documents).logprobs.cpu()
+        for changing in (documents % 2 == 0, documents % 2 == 1):
+            changed = torch.where(changing, (ids + 1) % ids.max(), ids)
+            after = token_logprobs(pair.model, changed, labels, document_ids=documents).logprobs.cpu()
+            errors.append(_finite((before - after)[~changing].abs().max()))
+    yield make_check("document isolation, bitwise", "logprobs when neighbors change", max(errors), 0.0)
+
+
+def _plain_logits(model: nn.Module, ids: Tensor, **inputs: Tensor) -> Tensor:
+    device = next(model.parameters()).device
+    inputs = {name: value.to(device) for name, value in inputs.items()}
+    return model(input_ids=ids.to(device), use_cache=False, **inputs).logits
+
+
+def _plain_loss_sum(model: nn.Module, ids: Tensor, labels: Tensor, **inputs: Tensor) -> Tensor:
+    """Sum the token losses in the model's dtype; the loss of transformers rounds to float32."""
+    with InFloat64():
+        logits = _plain_logits(model, ids, **inputs)[:, :-1].flatten(0, 1)
+    labels = labels[:, 1:].flatten().to(logits.device)
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+class InFloat64(TorchFunctionMode):
+    """Turns every conversion to float32 into one to float64."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.float:
+            return args[0].double()
+        args = [torch.float64 if arg is torch.float32 else arg for arg in args]
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return function(*args, **kwargs)
+
+
+def _relative_error(actual: Tensor, expected: Tensor, min_norm: float = 0.0) -> float:
+    return _finite(float((actual - expected).norm()) / (max(float(expected.norm()), min_norm) or 1.0))
+
+
+def _finite(error: float | Tensor) -> float:
+    return float(error) if math.isfinite(error) else INVALID_ERROR
+
+
+def _direction_error(actual: Tensor, expected: Tensor, head_dim: int, min_norm: float) -> float:
+    """Sum 1 - cosine similarity over the heads whose gradient exceeds `min_norm`."""
+    a, b = (grad.view(-1, head_dim * grad.shape[1]) for grad in (actual, expected))
+    return _finite((1 - F.cosine_similarity(a, b))[b.norm(dim=1) > min_norm].clamp_min(0).sum())
+
+
+def _worst_check(part: str, errors: Errors) -> dict[str, Any]:
+    where = max(errors, key=lambda name: errors[name], default="")
+    return make_check(part, where.replace("model.", "", 1), errors.get(where, 0.0))

@@ -1,0 +1,116 @@
+"""Agreement between ranks: gather Python objects, and raise one rank's error on every rank."""
+
+import shutil
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch.distributed as dist
+
+from ithaka.comm.rank import is_local_rank_0
+from ithaka.config import ConfigError
+from ithaka.exits import ExitCode, TransientError, describe_transient, exit_code_for
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class SharedError(ConfigError):
+    """Raised on every rank; rank 0 prints it."""
+
+    shared = True
+
+
+class SharedTransientError(TransientError):
+    """Raised on every rank; rank 0 prints it."""
+
+    shared = True
+
+
+class RankFailed(RuntimeError):
+    """Any other error of a rank, raised on every rank; rank 0 prints it. The failed rank's own error is its cause."""
+
+    shared = True
+    exit_code = ExitCode.FAILED
+
+
+class RankError(NamedTuple):
+    """An error of one rank, in a form that can be sent to the others."""
+
+    type: type[Exception]
+    message: str
+    host: str = ""  # empty: the message names only the rank
+    exit_code: ExitCode = ExitCode.FAILED  # for a type without its own
+
+
+def describe_error(error: Exception, keep: Sequence[type[Exception]] = (), host: str = "") -> RankError:
+    """Describe any error so that every rank can raise it: a ConfigError, a transient error or one of exactly the types
+    to `keep` by its message, any other as RankFailed, with its traceback if it has no exit code of its own. Call it in
+    the except block."""
+    code, name = exit_code_for(error), type(error).__name__
+    if type(error) in keep:
+        return RankError(type(error), str(error), host)
+    if isinstance(error, ConfigError):
+        return RankError(SharedError, str(error), host)
+    if code == ExitCode.TRANSIENT:
+        return RankError(SharedTransientError, describe_transient(error), host)
+    text = traceback.format_exc().rstrip() if code == ExitCode.FAILED else f"{name}: {error}"
+    return RankError(RankFailed, text, host, code)
+
+
+def gather_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the object of every rank, in rank order. A single process does not communicate."""
+    objects = [own] * (dist.get_world_size(group) if dist.is_initialized() else 1)
+    if len(objects) > 1:
+        dist.all_gather_object(objects, own, group=group)
+    return objects
+
+
+def raise_first(errors: Sequence[RankError | None], what: str = "", cause: Exception | None = None) -> None:
+    """Raise the first error in `errors`, which has one entry per rank; a transient error only if there is no other.
+    The message starts with `what` and names the rank unless every rank failed. `cause`: this rank's own error."""
+    failed = {rank: error for rank, error in enumerate(errors) if error is not None}
+    if not failed:
+        return
+    rank = min(failed, key=lambda rank: issubclass(failed[rank].type, TransientError))
+    error = failed[rank]
+    if len(errors) == 1 and error.type is RankFailed and cause is not None:
+        raise cause  # no other rank needs it
+    where = f"rank {rank} on {error.host}" if error.host else f"rank {rank}"
+    parts = what, "" if len(failed) == len(errors) else where, error.message
+    raised: Any = error.type(": ".join(filter(None, parts)))
+    if error.exit_code is not ExitCode.FAILED:
+        raised.exit_code = error.exit_code
+    raise raised from cause
+
+
+def raise_on_all_ranks(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `function` on every rank and return this rank's result. An error on any rank is raised on all, as
+    SharedError, SharedTransientError or RankFailed.
+
+    `function` must not communicate, except by calling this."""
+    failure = cause = None
+    try:
+        result = function(*args, **kwargs)
+    except Exception as error:
+        if getattr(error, "shared", False):  # already raised on every rank
+            raise
+        failure, cause = describe_error(error, host=socket.gethostname()), error
+    raise_first(gather_objects(failure), cause=cause)
+    return result
+
+
+@contextmanager
+def shared_temporary_path(prefix: str) -> Iterator[Path]:
+    """A temporary directory with the same path on all ranks. Nodes that do not share it may create their own."""
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as own:
+        path = Path(gather_objects(own)[0])
+        try:
+            yield path
+        finally:
+            if is_local_rank_0():
+                shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,159 @@
+"""Process groups: data parallel x context parallel, with FSDP2 over the same ranks. No other file creates groups."""
+
+import gc
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ithaka.comm.exchange import SINGLE_RANK
+from ithaka.layout import check_parallelism
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # a user's own
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This process's position in the grid of ranks. cp = ring * ulysses ranks share a sequence. A cp group has
+    consecutive ranks, and so has each Ulysses group in it. Ranks at the same position in their Ulysses groups form a
+    ring."""
+
+    fsdp: DeviceMesh  # parameters are sharded over the last axis and replicated over the first of two
+    rank: int
+    world_size: int
+    cp_group: dist.ProcessGroup
+    cp_rank: int
+    cp_size: int
+    ulysses_group: dist.ProcessGroup  # exchanges tokens for heads
+    ring_group: dist.ProcessGroup  # has the same heads of different tokens
+    dp_rank: int
+    dp_size: int
+    device: torch.device
+
+
+def make_mesh(cp: int = 1, device: torch.device | str | None = None, *, ring: int = 1, replicas: int = 1) -> Mesh:
+    """Create the dp x cp mesh, cp = ring x ulysses, and initialize torch.distributed if necessary.
+    FSDP2 shards each of the `replicas` of the model over consecutive ranks."""
+    device = torch.device(device) if device is not None else default_device()
+    start_process_group(device)
+    world_size = dist.get_world_size()
+    check_parallelism(world_size, cp=cp, ring=ring, replicas=replicas)
+    axes = {"replicas": replicas, "fsdp": world_size // replicas} if replicas > 1 else {"fsdp": world_size}
+    fsdp = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    grid = init_device_mesh(device.type, (world_size // cp, cp), mesh_dim_names=("dp", "cp"))
+    ulysses_group, ring_group = grid.get_group("cp"), SINGLE_RANK
+    if ring > 1:
+        ring_sizes = (world_size // cp, ring, cp // ring)
+        ring_grid = init_device_mesh(device.type, ring_sizes, mesh_dim_names=("dp", "ring", "ulysses"))
+        ulysses_group, ring_group = ring_grid.get_group("ulysses"), ring_grid.get_group("ring")
+    return Mesh(
+        fsdp=fsdp,
+        rank=dist.get_rank(),
+        world_size=world_size,
+        cp_group=grid.get_group("cp"),
+        cp_rank=grid.get_local_rank("cp"),
+        cp_size=cp,
+        ulysses_group=ulysses_group,
+        ring_group=ring_group,
+        dp_rank=grid.get_local_rank("dp"),
+        dp_size=world_size // cp,
+        device=device,
+    )
+
+
+def make_node_groups(device: torch.device) -> dict[str, dist.ProcessGroup]:
+    """Return the group of this node's ranks, and the group with the same local rank on every node."""
+    start_process_group(device)
+    world_size = dist.get_world_size()
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    names = ("between nodes", "inside a node")
+    grid = init_device_mesh(device.type, (world_size // per_node, per_node), mesh_dim_names=names)
+    return {name: grid.get_group(name) for name in reversed(names)}
+
+
+def default_device() -> torch.device:
+    """This rank's GPU, which becomes the current device, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    _use_expandable_segments()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+@cache
+def _use_expandable_segments() -> None:
+    """Let the CUDA allocator grow its segments, unless the user has configured it: segments of fixed size fragment, and
+    a plan that fits may then run out of memory. Not through the environment, which torch may have read already, and
+    child processes inherit."""
+    if any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        return
+    # Newer versions of torch deprecate the second, older ones lack the first.
+    configure = (
+        getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    )
+    configure("expandable_segments:True")
+
+
+def use_device(device: torch.device) -> None:
+    """Set this thread's CUDA device. A new thread starts on GPU 0 and would create a context there."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
+def start_process_group(device: torch.device | None = None) -> None:
+    """Initialize torch.distributed from torchrun's variables, or as a single rank, unless it is initialized."""
+    if dist.is_initialized():
+        return
+    device = device or default_device()
+    # NCCL and gloo: checkpoints and collectives on host data need a CPU backend.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # entries of NCCL's flight recorder
+    if "RANK" in os.environ:
+        _warn_about_shared_store(os.environ)
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _warn_about_shared_store(environment: Mapping[str, str]) -> None:
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    shares_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if environment["RANK"] == "0" and restarts != "0" and shares_store:
+        warnings.warn(
+            f"torchrun --max-restarts={restarts} may hang after a restart: the rendezvous store still has the "
+            "addresses of the previous ranks; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and use --rdzv-backend c10d",
+            stacklevel=3,
+        )
+
+
+def set_timeouts(seconds: float) -> None:
+    """Set the timeout of every group. The defaults are 10 minutes for NCCL and 30 for gloo."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.size() > 1:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def free_memory() -> None:
+    """Collect reference cycles (a model and its optimizer form one) and release the CUDA cache."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def destroy_subgroups() -> None:
+    """Destroy all process groups but the default one, in creation order. Collective: every rank calls it."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def end_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

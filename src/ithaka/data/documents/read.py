@@ -1,0 +1,345 @@
+"""Divide files into shards, and read the documents of a shard.
+
+A shard is read and tokenized as a unit: several small text files or a part of a large one, the JSONL lines that start
+within 2 MiB, a JSON file, a Parquet row group, rows of an Arrow table.
+"""
+
+import codecs
+import dataclasses
+import functools
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+
+from ithaka.config import ConfigError, ReadingConfig, input_error
+from ithaka.data import pack
+from ithaka.data.documents.files import File, count_bytes, is_streamed, open_dataset, open_file
+from ithaka.data.documents.formats import BadRecord
+from ithaka.data.documents.images import RecordImages
+from ithaka.data.documents.records import Document, check_train_on, detect_format, parse_record
+from ithaka.data.pack import Split
+from ithaka.data.tokenizer import Tokenizer
+from ithaka.exits import TransientError
+
+SHARD_BYTES = 1 << 21
+TEXT_CHUNK_BYTES = 1 << 20  # text is read in chunks of this size
+PART_BYTES = 1 << 26  # larger text files are divided into parts
+BATCH_RECORDS = 64
+FOOTER_READERS = 16  # concurrent requests for Parquet footers on the hub
+
+
+class Part(NamedTuple):
+    """Range [start, stop) of a file: in bytes (text, JSONL), records (JSON, Arrow) or row groups (Parquet)."""
+
+    file: File
+    start: int
+    stop: int
+    ends_document: bool = True  # False: a text that continues in the next part
+
+
+@dataclass(frozen=True)
+class Shard:
+    parts: tuple[Part, ...]  # more than one only for text
+    num_bytes: int
+    reading: ReadingConfig
+    columns: tuple[str, ...] = ()  # to read, for Parquet and Arrow
+    split: Split | None = None  # selects records
+    file_index: int = 0
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Identifies the shard, whatever its directory. Checkpoints contain a hash of it."""
+        parts = ((part.file.path.name, *part[1:], part.file.split) for part in self.parts)
+        settings = {name: value for name, value in vars(self.reading).items() if value != getattr(ReadingConfig, name)}
+        field = None if self.parts[0].file.kind == "text" else self.reading.text_field
+        return (*parts, self.num_bytes, field, self.split, *sorted(settings.items() - {("text_field", field)}))
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files, on disk or streamed."""
+        if self.parts[0].file.kind == "arrow":
+            return [Path(each["filename"]) for each in _open_table(self.parts[0].file).cache_files]
+        return [part.file.path for part in self.parts]
+
+    def documents(self, tokenizer: Tokenizer) -> Iterator[Document]:
+        """Yield the documents on this side of the split. A bad record is a ConfigError, or a skipped document."""
+        part = self.parts[0]
+        if part.file.kind == "text":
+            yield from itertools.chain(*map(_read_text, self.parts))
+            return
+        num_before = 0
+        for records in _read_records(part, self.columns):
+            rows = np.arange(num_before, num_before + len(records))
+            if self.split is not None:
+                rows = rows[self.split.keeps(rows, self.file_index, part.start)]
+            selected = [records[row - num_before] for row in rows.tolist()]
+            for i, record in enumerate(selected):
+                parsed = self._parse(record, tokenizer)
+                if isinstance(parsed, BadRecord) and self.reading.bad_records == "refuse":
+                    others = (self._parse(other, tokenizer) for other in selected[i + 1 :])
+                    num_alike = 1 + sum(isinstance(o, BadRecord) and o.reason == parsed.reason for o in others)
+                    count = f" ({num_alike:,} of the {len(selected):,} records read here have this problem)"
+                    message = f"{_format_location(part, int(rows[i]))}: {parsed}{count * (num_alike > 1)}"
+                    raise ConfigError(f"{message}; data.bad_records=skip leaves out such records") from parsed
+                yield from [Document(skip_reason=parsed.reason)] if isinstance(parsed, BadRecord) else parsed
+            num_before += len(records)
+
+    def _parse(self, record: Any, tokenizer: Tokenizer) -> list[Document] | BadRecord:
+        try:
+            read_images = None
+            if self.reading.images == "read":
+                read_images = functools.partial(RecordImages, tokenizer.images, self.parts[0].file.path.parent)
+            return parse_record(_parse_json(record), self.reading, tokenizer.chat, tokenizer.vocab_size, read_images)
+        except BadRecord as error:
+            return error
+
+
+def make_shards(files: Sequence[File], reading: ReadingConfig, split: Split | None = None) -> list[Shard]:
+    """Return the shards of one side of the split (None: of everything), in the order of the files.
+
+    Records are held out by a hash of their position, except the first one, which always is. Several text files are held
+    out by a hash of their index, a single one at its end. A missing column in Parquet or Arrow is a ConfigError.
+    """
+    reading = ReadingConfig(**{each.name: getattr(reading, each.name) for each in dataclasses.fields(ReadingConfig)})
+    texts = [file for file in files if file.kind == "text"]
+    if texts:
+        check_train_on(reading, "text", ["all"])
+        if reading.format not in ("auto", "text"):
+            raise ConfigError(
+                f"{texts[0].path} is plain text, but data.format={reading.format}; use auto, or write records as JSONL"
+            )
+    shards = _make_text_shards(texts, reading, split)
+    if streamed := [file.path for file in files if file.kind == "parquet" and is_streamed(file.path)]:
+        with ThreadPoolExecutor(FOOTER_READERS) as pool:
+            for path in streamed:
+                pool.submit(_read_streamed_footer, path)  # fills the cache; errors are reported below, for each file
+    for index, file in enumerate(files):
+        if file.kind != "text":
+            columns, ranges = _divide_records(file, reading)
+            for start, stop, num_bytes in ranges:
+                shards.append(Shard((Part(file, start, stop),), num_bytes, reading, columns, split, index))
+    return shards
+
+
+def has_one_record(shards: Sequence[Shard]) -> bool:
+    """Whether the shards hold a single record, which is trained on instead of held out. Reads little."""
+    # A text is cut at its end, and larger data is taken to have several records.
+    if any(shard.parts[0].file.kind == "text" for shard in shards) or sum(s.num_bytes for s in shards) > PART_BYTES:
+        return False
+    batches = (batch for shard in shards for batch in _read_records(shard.parts[0], shard.columns))
+    return len(list(itertools.islice(itertools.chain.from_iterable(batches), 2))) == 1
+
+
+def _make_text_shards(files: Sequence[File], reading: ReadingConfig, split: Split | None) -> list[Shard]:
+    """Group small files, and divide files above PART_BYTES. The parts are shuffled like documents."""
+    ranges = [(file, 0, file.path.stat().st_size) for file in files]
+    if split is not None and len(files) == 1:
+        file, _, size = ranges[0]
+        target = size - max(1, round(size * split.fraction))
+        middle = _find_cut(file.path, max(0, target // 2 - 4), target)  # a newline far before is not used
+        ranges = [(file, middle, size) if split.held_out else (file, 0, middle)]
+    elif split is not None:
+        # At least one file on each side.
+        num_held_out = max(1, min(round(split.fraction * len(files)), len(files) - 1))
+        held_out = set(pack.permutation(len(files), (0,))[:num_held_out].tolist())
+        ranges = [each for i, each in enumerate(ranges) if (i in held_out) == split.held_out]
+    groups: list[list[Part]] = []
+    room = 0
+    for file, start, stop in (each for each in ranges if each[2] > each[1]):
+        for low, high in pairwise(_divide_text(file.path, start, stop, PART_BYTES)):
+            if high - low > room:
+                groups.append([])
+                room = SHARD_BYTES
+            groups[-1].append(Part(file, low, high, ends_document=high == stop))
+            room -= high - low
+    return [Shard(tuple(group), sum(part.stop - part.start for part in group), reading) for group in groups]
+
+
+def _read_text(part: Part) -> Iterator[Document]:
+    """Yield one document in chunks."""
+    for low, high in pairwise(_divide_text(part.file.path, part.start, part.stop, TEXT_CHUNK_BYTES)):
+        try:
+            text = _read_bytes(part.file.path, low, high).decode()
+        except UnicodeDecodeError as error:
+            location = f"data file {part.file.path} is not UTF-8 text at byte {low + error.start}"
+            raise ConfigError(f"{location}; convert it, or leave it out") from error
+        is_end = part.ends_document and high == part.stop
+        yield Document(text, add_bos_eos=True, is_start=low == part.start, is_end=is_end)
+
+
+def _divide_text(path: Path, start: int, stop: int, max_bytes: int) -> list[int]:
+    """Return the edges of chunks of at most `max_bytes` (at least 4), from `start` to `stop`."""
+    edges = [start]
+    while stop - edges[-1] > max_bytes:
+        edges.append(_find_cut(path, edges[-1], edges[-1] + max_bytes))
+    return [*edges, stop]
+
+
+def _find_cut(path: Path, low: int, high: int) -> int:
+    """Return where to cut [low, high), which starts with the text or has 4 bytes: after the last newline if one is near
+    the end, else between characters."""
+    raw = _read_bytes(path, max(low, high - TEXT_CHUNK_BYTES), high)
+    decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+    decoder.decode(raw)
+    num_incomplete = len(decoder.getstate()[0])  # bytes of a character that ends after `high`
+    return high - len(raw) + (raw.rfind(b"\n") + 1 or len(raw) - num_incomplete)
+
+
+def _read_bytes(path: Path, low: int, high: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(low)
+        raw = file.read(high - low)
+    if len(raw) < high - low:
+        raise TransientError(f"data file {path} was truncated while it was read; start again")
+    return raw
+
+
+def _parse_json(record: Any) -> Any:
+    """Parse a line of JSONL. Records of other formats are objects already."""
+    if not isinstance(record, bytes):
+        return record
+    if 0 in record:  # json would detect UTF-16 or UTF-32
+        raise BadRecord("with NUL bytes", f"NUL at its byte {record.index(0)}; write UTF-8 without NUL bytes")
+    try:
+        return json.loads(record, object_pairs_hook=_make_object)
+    except BadRecord:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise BadRecord("not JSON", f"not JSON ({error}); write one JSON object per line") from error
+
+
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse duplicate keys, of which json keeps the last."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadRecord("with duplicate keys", f'the key "{twice}" occurs twice in an object; keep one')
+    return values
+
+
+def _drop_nulls(record: dict[str, Any]) -> dict[str, Any]:
+    """Drop nulls inside values: Arrow gives all objects of a column the same fields, and fills gaps with nulls."""
+
+    def drop(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: drop(each) for name, each in value.items() if each is not None}
+        return [*map(drop, value)] if isinstance(value, list) and value and isinstance(value[0], dict) else value
+
+    return {name: drop(value) for name, value in record.items()}
+
+
+def _format_location(part: Part, row: int) -> str:
+    """Return the file and the line or record of the `row`-th record in a part."""
+    location = f"record {part.start + row + 1}"
+    if part.file.kind == "parquet":
+        location = f"row group {part.start} row {row}"
+    elif is_streamed(part.file.path):
+        location = f"line {row + 1} after byte {part.start}"
+    elif part.file.kind == "jsonl":
+        with part.file.path.open("rb") as file:
+            lines = (n for n, line in enumerate(file, 1) if file.tell() - len(line) >= part.start and line.strip())
+            location = f"line {next(itertools.islice(lines, row, None))}"
+    return f"{part.file.path} {location}"
+
+
+def _read_records(part: Part, columns: Sequence[str]) -> Iterator[list[Any]]:
+    """Yield batches of records. JSONL records are unparsed lines."""
+    path = part.file.path
+    if part.file.kind == "jsonl":
+        yield [line for line in _read_lines(part) if line.strip()]
+    elif part.file.kind == "json":
+        try:
+            yield json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_make_object)
+        except BadRecord as error:
+            raise ConfigError(f"{path}: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} is not JSON ({error}); repair it, or write it as JSONL") from error
+    elif part.file.kind == "parquet":
+        with _open_parquet(path) as file:
+            batches = file.iter_batches(BATCH_RECORDS, row_groups=[part.start], columns=columns)
+            yield from ([_drop_nulls(row) for row in rows] for rows in _read_batches(batches, part))
+    else:
+        table = _open_table(part.file).select_columns(columns)
+        for low in range(part.start, part.stop, BATCH_RECORDS):
+            rows = table.select(range(low, min(low + BATCH_RECORDS, part.stop))).to_list()
+            yield [_drop_nulls(row) for row in rows]
+
+
+def _read_batches(batches: Iterator[Any], part: Part) -> Iterator[list[Any]]:
+    """Yield the rows of each batch of a Parquet row group."""
+    try:
+        yield from (batch.to_pylist() for batch in batches)
+    except (pa.ArrowException, OSError) as error:
+        location = f"{part.file.path} row group {part.start}"
+        raise input_error(f"{location} cannot be read ({error}); copy the file again", error) from error
+
+
+def _open_parquet(path: Path) -> Any:
+    if not is_streamed(path):
+        return pa.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
+    # pre_buffer: fetch the columns of a row group in few requests.
+    return pa.parquet.ParquetFile(open_file(path), metadata=_read_streamed_footer(path), pre_buffer=True)
+
+
+@functools.lru_cache(1 << 14)
+def _read_streamed_footer(path: Path) -> Any:
+    return pa.parquet.read_metadata(open_file(path))
+
+
+def _read_lines(part: Part) -> Iterator[bytes]:
+    with open_file(part.file.path) as file:
+        if part.start:
+            # A line that crosses the start belongs to an earlier shard. It may cross the end as well.
+            file.seek(part.start - 1)
+            if not file.readline(part.stop - part.start + 1).endswith(b"\n"):
+                return
+        while file.tell() < part.stop:
+            yield file.readline()
+
+
+def _open_table(file: File) -> Any:
+    return open_dataset(str(file.path))[file.split or "train"]
+
+
+def _divide_records(file: File, reading: ReadingConfig) -> tuple[tuple[str, ...], list[tuple[int, int, int]]]:
+    """Return the columns to read, and (start, stop, bytes) of each shard."""
+    if file.kind == "json":
+        return (), [(0, 1, file.path.stat().st_size)]
+    if file.kind == "jsonl":
+        size, first = count_bytes(file.path), b""
+        if not is_streamed(file.path):
+            with file.path.open("rb") as lines:
+                first = next(filter(bytes.strip, lines), b"")
+        try:
+            if first and reading.bad_records == "refuse":
+                detect_format(_parse_json(first), reading)
+        except BadRecord as error:
+            raise ConfigError(f"{_format_location(Part(file, 0, size), 0)}: {error}") from error
+        return (), [(low, high, high - low) for low, high in pairwise([*range(0, size, SHARD_BYTES), size])]
+    if file.kind == "parquet":
+        try:
+            with _open_parquet(file.path) as parquet:
+                names, metadata = parquet.schema_arrow.names, parquet.metadata
+        except pa.ArrowInvalid as error:
+            raise ConfigError(f"{file.path} is not valid Parquet ({error}); write it again") from error
+        groups = range(metadata.num_row_groups)
+        ranges = [(group, group + 1, metadata.row_group(group).total_byte_size) for group in groups]
+    else:
+        table = _open_table(file)
+        names, row_bytes = table.column_names, table.data.nbytes // max(len(table), 1) + 1
+        edges = [*range(0, len(table), max(1, SHARD_BYTES // row_bytes)), len(table)]
+        ranges = [(low, high, row_bytes * (high - low)) for low, high in pairwise(edges)]
+    try:
+        return tuple(detect_format(dict.fromkeys(names), reading)[1]), ranges
+    except BadRecord as error:
+        raise ConfigError(f"{file.path} {error}") from error

@@ -1,0 +1,241 @@
+"""Turn a record into a document: its text or token ids, and which of them to train on."""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ithaka.config import ConfigError, ReadingConfig
+from ithaka.data.documents import formats
+from ithaka.data.documents.chat import TEMPLATE_REFUSES, ChatTemplate, Sample, TrainedRanges
+from ithaka.data.documents.formats import BadRecord, Message
+from ithaka.data.documents.images import Medium, RecordImages
+from ithaka.inputs.batch import MEDIA
+from ithaka.layer.loss import IGNORE_INDEX
+
+
+class RecordFormat(NamedTuple):
+    required: list[str]
+    optional: list[str]
+    train_on: list[str]  # supported values of data.train_on; the first is the default
+
+
+LISTS = [f"{kind}s" for kind in MEDIA]  # columns that list images and videos outside the messages
+SIDES = "chosen", "rejected"  # the samples of a pair
+FORMATS = {
+    "messages": RecordFormat(["messages"], ["tools", "functions", "system", *LISTS], ["assistant", "all"]),
+    "sharegpt": RecordFormat(["conversations"], ["tools", "system", *LISTS], ["assistant", "all"]),
+    "preference": RecordFormat([*SIDES], ["prompt", "tools", *LISTS], ["completion", "all", "pairs"]),
+    "prompt_completion": RecordFormat(["prompt", "completion"], ["tools", *LISTS], ["completion", "all"]),
+    "alpaca": RecordFormat(["instruction", "output"], ["input", "system", "history", *LISTS], ["assistant", "all"]),
+    "input_ids": RecordFormat(["input_ids"], ["labels"], ["all"]),
+}
+FORMATS["anthropic"] = FORMATS["messages"]  # content blocks are recognized in each message
+
+
+class Document(NamedTuple):
+    """A document to tokenize: `text`, or `ids` (see Documents.tokens). A long text comes in several parts."""
+
+    text: str = ""
+    trained: TrainedRanges = None
+    ids: np.ndarray | None = None
+    add_bos_eos: bool = False
+    is_start: bool = True
+    is_end: bool = True
+    skip_reason: str = ""  # not empty: a bad record, which is only counted
+    turns: Sequence[tuple[int, str]] = ()  # where each message starts, and its role
+    spans: Sequence[tuple[int, str]] = ()  # where each kind of text starts, see chat.SPAN_KINDS
+    is_record: bool = True  # False: another sample of the same record
+    notes: Mapping[str, int] = {}  # counts of what was changed or left out
+    images: Sequence[Medium] = ()
+
+
+def detect_format(record: Any, reading: ReadingConfig) -> tuple[str, list[str]]:
+    """Return the format of a record and the fields to read. Raise BadRecord if a field is missing."""
+    if not isinstance(record, dict):
+        raise BadRecord("not an object", f"a {type(record).__name__}; write each record as a JSON object")
+    name: str = reading.format
+    if name == "auto":
+        matches = (name for name, each in FORMATS.items() if set(each.required) <= set(record))
+        name = "text" if reading.text_field != ReadingConfig.text_field else next(matches, "text")
+    record_format = FORMATS.get(name, RecordFormat([reading.text_field], [], ["all"]))
+    if name in ("messages", "sharegpt") and not set(record_format.required) & set(record):
+        other = {"messages": "sharegpt", "sharegpt": "messages"}[name]  # the same messages under the other name
+        record_format = FORMATS[other] if set(FORMATS[other].required) <= set(record) else record_format
+    if missing := [field for field in record_format.required if field not in record]:
+        label, fix = f"{missing[0]}, required by data.format={name}", "set data.format to match the data, or to auto"
+        if name == "text":
+            label = f"data.text_field={missing[0]}"
+            fix = "set data.text_field to the field that holds the text, or write messages, or prompt and completion"
+        if name == "text" and reading.train_on == "pairs":
+            label, fix = "chosen or no field rejected, and loss.type=dpo needs both", "add it"
+        fields = ", ".join(record) or "none"
+        raise BadRecord("without its field", f"has no field {label}; its fields are {fields}; {fix}")
+    check_train_on(reading, name, record_format.train_on)
+    return name, [*record_format.required, *(field for field in record_format.optional if field in record)]
+
+
+def check_train_on(reading: ReadingConfig, format_name: str, train_on: Sequence[str]) -> None:
+    if reading.train_on not in ("auto", *train_on):
+        if reading.train_on == "pairs":
+            fix = "use such records, or loss.type=cross_entropy"
+            raise ConfigError(f"loss.type=dpo needs chosen and rejected, not data of format {format_name}; {fix}")
+        fix = f"use {' or '.join(train_on)}, or auto"
+        raise ConfigError(f"data.train_on={reading.train_on} does not apply to data of format {format_name}; {fix}")
+
+
+def parse_record(
+    record: Any, reading: ReadingConfig, chat: ChatTemplate, vocab_size: int,
+    read_images: Callable[[Any], RecordImages] | None = None,
+) -> list[Document]:  # fmt: skip
+    """Return the documents of a record: one, or several for a pair or unrolled reasoning. Raise BadRecord if it cannot
+    be trained on. `read_images` gets the images and videos that the record lists outside its messages."""
+    format_name, fields = detect_format(record, reading)
+    if reading.train_on == "pairs":
+        own = dataclasses.replace(reading, train_on="auto")
+        if record["chosen"] == record["rejected"]:
+            raise BadRecord("with equal answers", "chosen equals rejected, so there is no preference; drop the record")
+        records = record, record | {"chosen": record["rejected"], "rejected": record["chosen"]}
+        answers = [parse_record(each, own, chat, vocab_size) for each in records]
+        if unrolled := [side for side, samples in zip(SIDES, answers, strict=True) if len(samples) > 1]:
+            detail = f"{unrolled[0]} has reasoning that needs several samples; set data.reasoning to {{turns: last}}"
+            raise BadRecord("with reasoning in several turns", detail)
+        (chosen,), (rejected,) = answers
+        for side, each, answer in zip(SIDES, records, (chosen, rejected), strict=True):
+            if formats.is_blank(formats.split_preference(record.get("prompt"), *(each[name] for name in SIDES))[1]):
+                raise BadRecord("with an empty answer", f"{side} is empty; write an answer, or drop the record")
+            if answer.trained is not None and not any(a < b for a, b in answer.trained):
+                detail = f"{side} has nothing to train; end it with an assistant's message, or drop the record"
+                raise BadRecord("with nothing to train", detail)
+        return [chosen, rejected._replace(is_record=False, notes={})]
+    values = [record[field] for field in fields]
+    if format_name == "text":
+        text = _check_string(values[0], f"data.text_field={reading.text_field}")
+        return [Document(text, add_bos_eos=True)]
+    if format_name == "input_ids":
+        return [Document(ids=_parse_ids(values[0], values[1] if len(values) > 1 else None, vocab_size))]
+    prompt: Any = []
+    completion = formats.from_alpaca(record) if format_name == "alpaca" else values[0]
+    if format_name == "prompt_completion":
+        prompt, completion = values[0], values[1]
+    elif format_name == "preference":
+        prompt, completion = formats.split_preference(record.get("prompt"), *values[:2])
+    if format_name in ("prompt_completion", "preference") and not (
+        isinstance(prompt, list) and isinstance(completion, list)
+    ):
+        names = fields[:2] if format_name == "prompt_completion" else ["prompt", "chosen"]
+        prompt, completion = (_check_string(text, name) for name, text in zip(names, (prompt, completion), strict=True))
+        text = prompt + completion
+        trained, spans = [(len(prompt), len(text))], [(0, "excluded"), (len(prompt), "assistant")]
+        return [Document(text, None if reading.train_on == "all" else trained, add_bos_eos=True, spans=spans)]
+    if record.get("system"):
+        prompt = [{"role": "system", "content": record["system"]}, *prompt]
+    media = {kind: record.get(name) for kind, name in zip(MEDIA, LISTS, strict=True)}
+    for kind, listed in media.items():
+        if listed and reading.images == "refuse":
+            count = len(listed) if isinstance(listed, list) else 1
+            raise BadRecord(f"with {kind}s", f"has {count} {kind}s; remove them, or set data.images to drop")
+    reader, tools = read_images(media) if read_images else None, record.get("tools") or record.get("functions")
+    return _parse_conversation(prompt, completion, tools, reading, chat, reader)
+
+
+def _parse_conversation(
+    prompt: list[Any], completion: Any, tools: Any, reading: ReadingConfig, chat: ChatTemplate,
+    reader: RecordImages | None,
+) -> list[Document]:  # fmt: skip
+    """Render messages. Those of the `prompt` are not trained on unless data.train_on=all."""
+    if not isinstance(completion, list) or not completion:
+        raise BadRecord("without messages", "messages is not a list, or an empty one; drop the record")
+    messages: list[Message] = []
+    trainable: list[bool] = []
+    notes = Counter[str]()
+    images: formats.Images = "drop" if reading.images == "drop" else "refuse" if reader is None else reader.render
+    for n, raw in enumerate([*prompt, *completion], 1):
+        for message, trains, num_images in formats.to_messages(raw, f"message {n}", images):
+            messages.append(message)
+            trainable.append(trains and (n > len(prompt) or reading.train_on == "all"))
+            notes["dropped images"] += num_images if reader is None else 0
+    notes.update(f"{medium.kind}s" for medium in (reader.found if reader else ()))
+    if reading.train_on != "all" and not any(
+        message["role"] == "assistant" and (trains or n >= len(prompt))
+        for n, (message, trains) in enumerate(zip(messages, trainable, strict=True))
+    ):
+        raise BadRecord("without an assistant's turn", "has no assistant turn to train on; add one, or drop it")
+    schemas = formats.parse_tools(tools)
+    samples = _render_variants(messages, lambda variant: chat.render(variant, schemas, trainable, reading))
+    samples[0] = samples[0]._replace(notes=samples[0].notes + notes)
+    return [
+        Document(
+            _check_unicode(sample.text), sample.trained, turns=sample.turns, spans=sample.spans, notes=sample.notes,
+            is_record=i == 0, images=() if reader is None else reader.select(sample.text),
+        )
+        for i, sample in enumerate(samples)
+    ]  # fmt: skip
+
+
+def _render_variants(messages: list[Message], render: Callable[[list[Message]], list[Sample]]) -> list[Sample]:
+    """Render with null content as an empty string, which is what null means in OpenAI's format. If the template fails,
+    render the messages unchanged, then as DeepSeek's templates need them: null content, and arguments as strings."""
+    nulls = [{"content": None} | message if message["role"] == "assistant" else message for message in messages]
+    empty = [{**message, "content": ""} if message.get("content", 0) is None else message for message in nulls]
+    as_strings = [
+        formats.convert_arguments({**each, "content": each["content"] or None}, json.dumps)
+        if "tool_calls" in each
+        else each
+        for each in nulls
+    ]
+    refused: BadRecord | None = None
+    for variant in (empty, *(each for each in (messages, as_strings) if each != empty)):
+        try:
+            return render(variant)
+        except BadRecord as error:
+            if error.reason != TEMPLATE_REFUSES:
+                raise
+            # Prefer the template's own message to a crash.
+            refused = error if refused is None or error.__cause__ is None else refused
+    assert refused is not None
+    raise refused
+
+
+def _check_unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        detail = (
+            f"has half of a surrogate pair ({error.object[error.start]!r}); write valid Unicode, or drop the record"
+        )
+        raise BadRecord("with invalid Unicode", detail) from error
+    return text
+
+
+def _check_string(value: Any, label: str) -> str:
+    if not isinstance(value, str):
+        kind = "null" if value is None else type(value).__name__
+        raise BadRecord("without text", f"{label} is {kind}, not a string; drop the record, or use a field of text")
+    return _check_unicode(value)
+
+
+def _parse_ids(ids: Any, labels: Any, vocab_size: int) -> np.ndarray:
+    """Return ids as in Documents.tokens: ~id where the label is IGNORE_INDEX."""
+
+    def to_array(name: str, values: Any) -> np.ndarray:
+        try:
+            array = np.asarray(values)
+        except ValueError:  # lists of unequal lengths
+            array = np.asarray(None)
+        if array.ndim != 1 or not (array.dtype.kind in "iu" or not array.size):
+            raise BadRecord("without token ids", f"{name} is not a list of integers; write integers, or drop it")
+        return array.astype(np.int64)
+
+    tokens = to_array("input_ids", ids)
+    if len(tokens) and not (tokens.min() >= 0 and tokens.max() < vocab_size):
+        detail = f"input_ids has ids from {tokens.min()} to {tokens.max()}; the tokenizer's are 0 to {vocab_size - 1}"
+        raise BadRecord("ids outside the vocabulary", f"{detail}; tokenize with the model's own tokenizer")
+    targets = tokens if labels is None else to_array("labels", labels)
+    if len(targets) != len(tokens) or ((targets != tokens) & (targets != IGNORE_INDEX)).any():
+        detail = f"labels must equal input_ids (unshifted), or be {IGNORE_INDEX} where a token is not trained on"
+        raise BadRecord("labels that are not input_ids", detail)
+    return np.where(targets == IGNORE_INDEX, ~tokens, tokens).astype(np.int32)

@@ -1,0 +1,5 @@
+"""Hugging Face's trainers on sharded sequences."""
+
+from ithaka.hf.trainer import long_context
+
+__all__ = ["long_context"]

@@ -1,0 +1,228 @@
+"""TRL's preference and reward trainers with cp groups as processes: DPO, KTO, GRPO and RLOO.
+
+These trainers average a loss over processes and gather rewards, lengths and counts from them. Here their processes are
+cp groups: all ranks of a group have the same prompts, completions and rewards, and count once.
+"""
+
+import contextlib
+import sys
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ithaka.comm.agree import RankError, gather_objects, raise_first
+from ithaka.comm.mesh import Mesh
+from ithaka.config import ConfigError
+from ithaka.model import build
+from ithaka.model.generate import check_uncached
+from ithaka.weights.save import check_merge, iterate_weights
+
+Base: Any = object  # For mypy; `long_context` sets the real base.
+
+
+# ---- accelerate
+
+
+class GroupAccelerator(Base):
+    """Mixin for accelerate's Accelerator that counts the ranks of a cp group as one process."""
+
+    ithaka_mesh: Mesh
+
+    @property
+    def num_processes(self) -> int:
+        return self.ithaka_mesh.dp_size
+
+    @property
+    def process_index(self) -> int:
+        return self.ithaka_mesh.dp_rank
+
+    def gather(self, data: Any) -> Any:
+        """Gather one entry per cp group. `gather_for_metrics` calls this too."""
+        from accelerate.utils import recursively_apply
+
+        sizes = (self.ithaka_mesh.dp_size, self.ithaka_mesh.cp_size, -1)
+        return recursively_apply(lambda every: every.unflatten(0, sizes)[:, 0].flatten(0, 1), super().gather(data))
+
+    def reduce(self, data: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        from accelerate.utils import recursively_apply
+
+        copies = self.ithaka_mesh.cp_size if reduction == "sum" else 1
+        return recursively_apply(lambda total: total / copies, super().reduce(data, reduction, scale))
+
+
+def group_processes(accelerator: Any, mesh: Mesh) -> None:
+    """Turn an Accelerator into a GroupAccelerator, in place: trainers and callbacks already have references to it."""
+    accelerator.__class__ = type("GroupAccelerator", (GroupAccelerator, type(accelerator)), {})
+    accelerator.ithaka_mesh = mesh
+
+
+# ---- preferences
+
+
+class ReferenceMixin(Base):
+    """Trains next to a reference: the model without its adapter, or a frozen copy that is sharded like the model. Comes
+    before LongContext. The loss is a mean over a group's rows."""
+
+    loss_is_mean = True
+    accelerator: Any
+    args: Any
+    ref_model: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.device_placement = False  # the reference stays on the host until it is sharded
+
+    def _share_data(self) -> None:
+        super()._share_data()
+        self.accelerator.device_placement = True
+        if hasattr(self.model, "get_base_model"):  # TRL calls it for the reference, with the adapter disabled
+            self.model.forward = partial(self._call, self.model.get_base_model())
+        if self.ref_model is not None:
+            self.ref_model = partial(self._call, self._shard_reference(self.ref_model))
+
+    def _shard_reference(self, reference: Any) -> Any:
+        base = getattr(self.model, "get_base_model", lambda: self.model)()
+        layout = base.model.layers[0].forward.layout
+        vars(reference).pop("forward", None)  # TRL's and accelerate's patches
+        if layout.dtype is not None:
+            reference.to(getattr(torch, layout.dtype))
+        reference.requires_grad_(False).eval()
+        return build.parallelize_model(reference, mesh=self.ithaka_mesh, layout=layout)
+
+
+class DPOMixin(ReferenceMixin):
+    """For DPOTrainer. TRL runs the reference while the model's activations are in memory; this runs it first."""
+
+    reference_names = "ref_chosen_logps", "ref_rejected_logps"  # TRL's keys for precomputed log-probabilities
+
+    def _compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+        results = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
+        self.precompute_ref_logps = True
+        try:
+            before = dict(zip(self.reference_names, results, strict=True))
+            return super()._compute_loss(model, {**inputs, **before}, *args, **named)
+        finally:
+            self.precompute_ref_logps = False
+
+
+class KTOMixin(DPOMixin):
+    """For KTOTrainer."""
+
+    reference_names = "ref_logps", "ref_KL_logps"
+
+
+# ---- rewards
+
+
+class GRPOMixin(ReferenceMixin):
+    """For GRPOTrainer and RLOOTrainer. A prompt is computed once for all its answers in a
+    batch."""
+
+    shares_prefixes = True
+
+    def _check_arguments(self, arguments: dict[str, Any]) -> None:
+        super()._check_arguments(arguments)
+        args = arguments.get("args")
+        if args is None:
+            return
+        if args.use_vllm and args.vllm_mode != "server":
+            rule = f"vllm_mode={args.vllm_mode} is not supported by long_context, which needs the GPUs' memory"
+            raise ConfigError(f'{rule}; use vllm_mode="server" on other GPUs, or a rollout_func')
+        if not (args.use_vllm or arguments.get("rollout_func")):
+            options = {"max_new_tokens": args.max_completion_length, **(args.generation_kwargs or {})}
+            check_uncached(options.get("use_cache"), options["max_new_tokens"])
+
+    def _share_data(self) -> None:
+        from transformers import set_seed
+
+        super()._share_data()
+        mesh, args = self.ithaka_mesh, self.args
+        args.generation_batch_size //= mesh.cp_size  # GRPOConfig counted ranks
+        batches = {"generation": (args.generation_batch_size, args.num_generations)}
+        if args.eval_strategy != "no":
+            rows = args.per_device_eval_batch_size * mesh.dp_size
+            batches["evaluation"] = rows, args.num_generations_eval or args.num_generations
+        for name, (size, generations) in batches.items():
+            if size % generations:
+                rule = f"the {name} batch of {mesh.dp_size} cp groups has {size} completions, not a multiple of"
+                raise ConfigError(f"{rule} num_generations={generations}; change the batch size per device")
+        rows_of_batch: Callable[[], deque] = partial(deque, maxlen=args.generation_batch_size)
+        for name, logged in self._logs.items():
+            self._logs[name] = defaultdict(rows_of_batch) if isinstance(logged, dict) else rows_of_batch()
+        set_seed(args.seed + mesh.dp_rank)  # TRL adds the rank, but the ranks of a group must shuffle alike
+        if (rollout_func := getattr(self, "rollout_func", None)) is not None:
+            self.rollout_func = partial(self._roll_out, rollout_func)
+        if self.use_vllm:
+            check_merge(self.model)
+            self.vllm_generation._iter_named_params = partial(iterate_weights, self.model)
+
+    def _roll_out(self, rollout_func: Callable, prompts: list, trainer: Any) -> dict[str, Any]:
+        """Call the user's function on the first rank of each cp group, and broadcast its result to the group."""
+        mesh, outcome, failure = self.ithaka_mesh, [None], None
+        if mesh.rank % mesh.cp_size == 0:
+            try:
+                outcome = [rollout_func(prompts, trainer)]
+            except Exception as error:
+                failure = RankError(RuntimeError, f"{type(error).__name__}: {error}")
+        raise_first(gather_objects(failure), "rollout_func")
+        dist.broadcast_object_list(outcome, group=mesh.cp_group, group_src=0)
+        assert outcome[0] is not None
+        return outcome[0]
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        with self._gathers_by_group():
+            return super()._generate_and_score_completions(inputs)
+
+    @contextlib.contextmanager
+    def _gathers_by_group(self) -> Iterator[None]:
+        """Patch accelerate's gather functions in TRL's modules, which bypass the accelerator."""
+        import accelerate.utils
+
+        if self.ithaka_mesh.cp_size == 1:
+            yield
+            return
+        is_first = self.ithaka_mesh.rank % self.ithaka_mesh.cp_size == 0
+        replaced = {
+            "gather": self.accelerator.gather,
+            "gather_object": lambda rows: accelerate.utils.gather_object(rows if is_first else []),
+        }
+        owners = {cls.__module__ for cls in type(self).__mro__ if cls.__module__.startswith("trl.trainer")}
+        names = {*owners, "trl.generation.vllm_generation"} & sys.modules.keys()
+        saved = [(sys.modules[name], key) for name in names for key in replaced if hasattr(sys.modules[name], key)]
+        for module, key in saved:
+            setattr(module, key, replaced[key])
+        try:
+            yield
+        finally:
+            for module, key in saved:
+                setattr(module, key, getattr(accelerate.utils, key))
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **named: Any) -> Any:
+        call = model if isinstance(model, partial) else partial(self._call, model)
+        results = super()._get_per_token_logps_and_entropies(call, *args, **named)
+        if torch.is_grad_enabled():
+            self._policy_logprobs = results[0].detach()
+        return results
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **named)
+        if model.training and "sampling_per_token_logps" in inputs:
+            mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+            self._log_mismatch(inputs["sampling_per_token_logps"], mask.bool())
+        return loss
+
+    def _log_mismatch(self, sampled_BN: Tensor, mask_BN: Tensor) -> None:
+        """Log KL(sampler || model), estimated from the sampled tokens, and the fraction of ratios outside the clip
+        range. Tokens whose log-probability the sampler does not know (NaN) are excluded."""
+        difference = (self._policy_logprobs - sampled_BN)[mask_BN & ~sampled_BN.isnan()]
+        ratio = difference.exp()
+        clipped = (ratio < 1 - self.epsilon_low) | (ratio > 1 + self.epsilon_high)
+        sums = (ratio - 1 - difference).sum(), clipped.sum(), torch.tensor(len(ratio), device=ratio.device)
+        kl, num_clipped, count = self.accelerator.reduce(torch.stack([x.double() for x in sums]), "sum").tolist()
+        self._metrics["train"]["sampling/kl"].append(kl / max(count, 1))
+        self._metrics["train"]["sampling/clipped_fraction"].append(num_clipped / max(count, 1))

@@ -1,0 +1,374 @@
+"""Cut a batch of rows into this rank's share of one packed sequence.
+
+Shapes: B rows of N tokens; S the flat sequence of B * N tokens, padded to a multiple of cp; s = S / cp tokens per rank.
+In a ring, each member gets the chunks of its `TokenSharding`, and its ranks split them in order, s tokens each.
+Rows become documents of the packed sequence, as do the documents inside rows: below this file there is no batch dim.
+With `parents`, documents are nodes of a forest, and a node's last token predicts the first token of each child. The
+label of a child that follows its parent is in the usual place. All others are *branch labels*: they come after the s
+labels of the rank that predicts them, e on every rank.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ithaka.attention.docs import Docs
+from ithaka.comm.exchange import all_gather, to_sequence_order
+from ithaka.comm.mesh import Mesh
+from ithaka.layer.loss import IGNORE_INDEX
+from ithaka.plan.shape import span_pairs
+from ithaka.sharding.tokens import TokenSharding, shard_tokens
+
+INPUTS = ("input_ids", "labels", "position_ids", "attention_mask", "document_ids", "shift_labels", "parents")
+
+# Arguments of vision-language models, for images and for videos: pixels, and patches in time, height and width.
+MEDIA = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
+
+
+@dataclass(frozen=True)
+class Share:
+    """One cp rank's part of a batch, on its device."""
+
+    ids_s: Tensor
+    positions_s: Tensor
+    labels_s: Tensor | None  # already shifted; [s + e] with branch labels
+    branch_rows_e: Tensor | None  # rows that predict the branch labels, ascending; None: not a forest
+    real_s: Tensor  # bool: not padding
+    docs: Docs  # documents of the full sequence, and which ring member has which tokens
+    num_valid: int  # valid labels of all cp ranks
+    num_positions: int  # 1 + the largest position on any cp rank
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """The documents of a batch, and which rank has which tokens."""
+
+    starts: tuple[int, ...]  # cumulative starts of documents, (0, ..., S); padding is a document
+    parents: tuple[int, ...]  # as in `Docs`: empty if they were not passed
+    sharding: TokenSharding
+    num_tokens: int  # without padding to a multiple of cp
+
+    def positions(self) -> Tensor:
+        """Position of each token in its document; in a forest, counted from the root."""
+        firsts, lengths = list(self.starts[:-1]), torch.tensor(self.starts).diff()
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                firsts[node] -= self.starts[parent + 1] - firsts[parent]
+        firsts_S = torch.tensor(firsts).repeat_interleave(lengths)
+        return (torch.arange(len(firsts_S)) - firsts_S)[: self.num_tokens]
+
+    def label_table(self, cp: int) -> tuple[Tensor, Tensor]:
+        """In a forest: the tokens whose labels each rank predicts, [cp, s + e] (S: none), and the rows of each rank
+        that predict its branch labels, [cp, e]."""
+        S, starts = self.starts[-1], torch.tensor(self.starts)
+        s, parents = S // cp, torch.tensor(self.parents)
+        sources_S = torch.arange(S) - 1  # the token that predicts each one; -1: none
+        sources_S[starts[:-1]] = torch.where(parents < 0, -1, starts[parents + 1] - 1)
+        is_usual_S = (sources_S >= 0) & (sources_S == torch.arange(S) - 1)
+        tokens_b = ((sources_S >= 0) & ~is_usual_S).nonzero()[:, 0]
+        tokens_b = tokens_b[sources_S[tokens_b].argsort(stable=True)]
+        ranks_b = sources_S[tokens_b] // s
+        e = int(ranks_b.bincount(minlength=1).max())
+        places_b = torch.arange(len(tokens_b)) - torch.searchsorted(ranks_b, ranks_b)
+        table, rows = torch.full((cp, s + e), S), torch.full((cp, e), s - 1)
+        table[:, :s] = torch.where(is_usual_S, torch.arange(S), S).roll(-1).view(cp, s)
+        table[ranks_b, s + places_b], rows[ranks_b, places_b] = tokens_b, sources_S[tokens_b] % s
+        return table, rows
+
+
+def shard_batch(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share:
+    """Return this rank's tokens of `inputs`: [B, N] tensors on the host, equal on all ranks of the cp group.
+
+    position_ids may be [1, N], shared by all rows. Raises ValueError for inputs that would be ignored or miscomputed.
+    """
+    _check_shapes(inputs)
+    ids_BN, labels_BN, positions_BN, mask_BN, documents_BN, shifted_BN, parents_BN = map(inputs.get, INPUTS)
+    assert ids_BN is not None
+    _check_tokens("input_ids", ids_BN, vocab_size, "use the model's tokenizer, or resize the embeddings first")
+    if positions_BN is not None:
+        positions_BN = positions_BN.expand_as(ids_BN)
+    packing = _pack(ids_BN, positions_BN, mask_BN, documents_BN, parents_BN, mesh)
+    if shifted_BN is not None and packing.parents:
+        raise ValueError("shift_labels has one label per token, but a token may have several children; pass labels")
+    if shifted_BN is None and labels_BN is not None and not packing.parents:
+        shifted_BN = _shift_left(labels_BN, IGNORE_INDEX)
+    if shifted_BN is not None:
+        labels_BN = shifted_BN.roll(1, dims=1)  # undo the shift
+    if labels_BN is not None:
+        valid_BN = labels_BN.masked_fill(labels_BN == IGNORE_INDEX, 0)
+        _check_tokens("labels", valid_BN, vocab_size, f"set labels to ignore to {IGNORE_INDEX}")
+    if mask_BN is not None:
+        _check_mask(mask_BN, labels_BN)
+    if positions_BN is None:
+        flat_S = torch.arange(ids_BN.shape[1]) if documents_BN is None else packing.positions().view_as(ids_BN)
+        positions_BN = flat_S.expand_as(ids_BN)
+    labels_s = rows_e = None
+    if packing.parents and labels_BN is not None:
+        table, rows = packing.label_table(mesh.cp_size)
+        shifted_BN, rows_e = _at_tokens(labels_BN, table, IGNORE_INDEX), rows[mesh.cp_rank].to(mesh.device)
+        labels_s = shifted_BN[mesh.cp_rank].to(mesh.device)
+    elif shifted_BN is not None:
+        labels_s = _select_own(shifted_BN, mesh, packing.sharding, IGNORE_INDEX)
+
+    sharding = packing.sharding
+    return Share(
+        ids_s=_select_own(ids_BN, mesh, sharding, 0),
+        positions_s=_select_own(positions_BN, mesh, sharding, 0),
+        labels_s=labels_s,
+        branch_rows_e=rows_e,
+        real_s=_select_own(
+            torch.ones_like(ids_BN, dtype=torch.bool) if mask_BN is None else mask_BN, mesh, sharding, False
+        ),
+        docs=Docs(packing.starts, sharding, mesh.ring_group.rank(), packing.parents),
+        num_valid=0 if shifted_BN is None else int((shifted_BN != IGNORE_INDEX).sum()),
+        num_positions=1 + int(positions_BN.max()),
+    )
+
+
+def pack_batch(inputs: dict[str, Tensor], rows_BN: Tensor, mesh: Mesh) -> PackedBatch:
+    """Return how `shard_batch` packs the tokens of a call. `rows_BN`: any tensor of the batch's shape."""
+    given = {name: inputs[name] for name in INPUTS if inputs.get(name) is not None}
+    if (ends := inputs.get("cu_seq_lens_q")) is not None:
+        given.setdefault("document_ids", documents_from_lengths(ends, rows_BN))
+    tensors = {name: to_integers(name, value) for name, value in given.items()}
+    positions_BN, mask_BN, documents_BN, _, parents_BN = map(tensors.get, INPUTS[2:])
+    positions_BN, _ = split_positions(positions_BN)
+    if positions_BN is not None:
+        positions_BN = positions_BN.expand(rows_BN.shape)
+    return _pack(rows_BN.cpu(), positions_BN, mask_BN, documents_BN, parents_BN, mesh)
+
+
+def split_positions(positions: Any) -> tuple[Any, Any]:
+    """Split into text positions and 3-D positions, by transformers' convention: [B, N], [3, B, N] (time, height,
+    width), or [4, B, N] with the text positions first. Only text positions start documents."""
+    if not isinstance(positions, Tensor) or positions.dim() != 3:
+        return positions, None
+    return (positions[0], positions[1:]) if len(positions) == 4 else (None, positions)
+
+
+def _pack(
+    rows_BN: Tensor, positions_BN: Tensor | None, mask_BN: Tensor | None, documents_BN: Tensor | None,
+    parents_BN: Tensor | None, mesh: Mesh,
+) -> PackedBatch:  # fmt: skip
+    starts = _document_starts(rows_BN, positions_BN, mask_BN, documents_BN)
+    parents = _read_parents(starts, documents_BN, parents_BN, mask_BN)
+    sharding = shard_tokens((*starts, rows_BN.numel()), mesh.ring_group.size(), mesh.ulysses_group.size())
+    ends = tuple(dict.fromkeys((rows_BN.numel(), sharding.num_tokens)))
+    return PackedBatch((*starts, *ends), parents + (-1,) * (len(ends) - 1) * bool(parents), sharding, rows_BN.numel())
+
+
+def _read_parents(
+    starts: list[int], documents_BN: Tensor | None, parents_BN: Tensor | None, mask_BN: Tensor | None
+) -> tuple[int, ...]:
+    """Return the index of each document's parent, or -1; () if parents were not passed."""
+    if parents_BN is None:
+        return ()
+    if documents_BN is None:
+        raise ValueError(
+            "parents was passed without document_ids; pass both: parents holds the document_ids of parents"
+        )
+    N, parents = documents_BN.shape[1], list[int]()
+    starts_n, flat_S = torch.tensor(starts), parents_BN.reshape(-1)
+    lengths_n = starts_n.diff(append=torch.tensor([len(flat_S)]))
+    varies_S = flat_S != flat_S[starts_n].repeat_interleave(lengths_n)
+    varying = set((torch.searchsorted(starts_n, varies_S.nonzero()[:, 0], right=True) - 1).tolist())
+    is_padding_n = torch.zeros_like(starts_n) if mask_BN is None else ~mask_BN.reshape(-1)[starts_n]
+    known: dict[tuple[int, int], int] = {}
+    columns = (documents_BN.reshape(-1)[starts_n].tolist(), flat_S[starts_n].tolist(), is_padding_n.tolist())
+    for node, (start, document, parent, is_padding) in enumerate(zip(starts, *columns, strict=True)):
+        row, column = divmod(start, N)
+        where = f"row {row}, token {column}"
+        if is_padding or parent == -1:
+            parents.append(-1)
+        elif (row, parent) not in known:
+            raise ValueError(
+                f"parents: {parent} at {where} is not an earlier document_id in its row; put parents before children"
+            )
+        else:
+            parents.append(known[row, parent])
+        if is_padding:
+            continue
+        if node in varying:
+            raise ValueError(f"parents varies in document {document} at {where}; use one value for all of its tokens")
+        if (row, document) in known:
+            raise ValueError(f"document_ids: {document} at {where} is not consecutive; with parents, use ids once")
+        known[row, document] = node
+    return tuple(parents)
+
+
+def shard_label_values(rows_BN: Tensor, mesh: Mesh, packing: PackedBatch, fill: float = 0) -> Tensor:
+    """Return this rank's share, [s] or [s + e] on its device, of [B, N] values that are stored at their labels' tokens.
+
+    `fill` is for tokens that predict no label: the last of a row, and padding.
+    """
+    if not packing.parents:
+        return _select_own(_shift_left(rows_BN, fill), mesh, packing.sharding, fill)
+    table, _ = packing.label_table(mesh.cp_size)
+    return _at_tokens(rows_BN, table[mesh.cp_rank].to(rows_BN.device), fill).to(mesh.device)
+
+
+def _at_tokens(rows_BN: Tensor, tokens: Tensor, fill: float) -> Tensor:
+    """Return the values at `tokens`, and `fill` at S."""
+    S = max(rows_BN.numel(), int(tokens.max()))
+    return F.pad(rows_BN.reshape(-1), (0, 1 + S - rows_BN.numel()), value=fill)[tokens]
+
+
+def _shift_left(rows_BN: Tensor, fill: float) -> Tensor:
+    return F.pad(rows_BN[:, 1:], (0, 1), value=fill)
+
+
+def _select_own(rows_BN: Tensor, mesh: Mesh, sharding: TokenSharding, fill: float) -> Tensor:
+    return select_own_tokens(rows_BN.reshape(-1), mesh, sharding, fill).to(mesh.device, copy=True)
+
+
+def select_own_tokens(flat_S: Tensor, mesh: Mesh, sharding: TokenSharding, fill: float) -> Tensor:
+    """Return this rank's tokens, [s, ...] of [S, ...], padded with `fill`."""
+    chunks = [flat_S[start : start + length] for start, length in sharding.members[mesh.ring_group.rank()]]
+    member = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+    s = sharding.num_tokens // mesh.cp_size
+    own_s = member[mesh.ulysses_group.rank() * s :][:s]
+    return F.pad(own_s, (0, 0) * (own_s.dim() - 1) + (0, s - len(own_s)), value=fill)
+
+
+class GatherTokens(torch.autograd.Function):
+    """All-gather this rank's tokens to [B, N, V] in sequence order; backward takes the rank's own part.
+
+    Padding is cut here, without a view: FSDP2 hooks the output, and an in-place operation on a view drops the hook.
+    """
+
+    @staticmethod
+    def forward(ctx, local_sV, mesh, sharding, shape):
+        ctx.mesh, ctx.sharding, V = mesh, sharding, local_sV.shape[1]
+        full_SV = local_sV.new_empty(mesh.cp_size * len(local_sV), V)
+        all_gather(full_SV, local_sV.contiguous(), group=mesh.cp_group)
+        full_SV = to_sequence_order(full_SV, sharding)
+        return local_sV.new_empty(0).set_(full_SV.untyped_storage(), 0, (*shape, V))
+
+    @staticmethod
+    def backward(ctx, dfull_BNV):
+        return select_own_tokens(dfull_BNV.flatten(0, 1), ctx.mesh, ctx.sharding, 0), None, None, None
+
+
+def documents_from_lengths(ends: Any, rows_BN: Tensor) -> Tensor:
+    """Return document_ids from FlashAttention's cumulative lengths, which cover all rows."""
+    ends = to_integers("cu_seq_lens_q", ends)
+    if ends.dim() != 1 or len(ends) < 2 or int(ends[0]):
+        rule = f"has shape {tuple(ends.shape)}" if ends.dim() != 1 or len(ends) < 2 else f"starts at {int(ends[0])}"
+        raise ValueError(f"cu_seq_lens_q {rule}; pass cumulative lengths from 0 to the {rows_BN.numel()} input_ids")
+    lengths = ends.diff()
+    if int(ends[-1]) != rows_BN.numel():
+        raise ValueError(f"cu_seq_lens_q ends at {int(ends[-1])}; use one that ends at the {rows_BN.numel()} input_ids")
+    if (least := int(lengths.min())) < 0:
+        raise ValueError(f"cu_seq_lens_q decreases by {-least}; use cumulative lengths, which only increase")
+    return torch.arange(len(lengths)).repeat_interleave(lengths).view(rows_BN.shape)
+
+
+def to_integers(name: str, tensor: Tensor) -> Tensor:
+    """Convert a model input to int64 on the host, or to bool if it is a mask."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; pass a tensor of integers")
+    tensor = tensor.cpu()
+    if name == "attention_mask":
+        mask = tensor.bool()
+        if not torch.equal(mask.to(tensor.dtype), tensor):
+            raise ValueError(f"{name} has values other than 0 and 1; mark documents with document_ids")
+        return mask
+    if tensor.is_floating_point() or tensor.dtype == torch.bool:
+        raise TypeError(f"{name} is {tensor.dtype}; pass integers, e.g. torch.long")
+    return tensor.long()
+
+
+def _check_shapes(inputs: dict[str, Tensor]) -> None:
+    shape = inputs["input_ids"].shape
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"input_ids has shape {tuple(shape)}; pass [batch, tokens], not empty")
+    for name, value in inputs.items():
+        if value.shape != shape and (name, *value.shape) != ("position_ids", 1, shape[1]):
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; use the shape of input_ids, {tuple(shape)}")
+
+
+def _check_tokens(name: str, tokens_BN: Tensor, vocab_size: int, fix: str) -> None:
+    lowest, highest = tokens_BN.aminmax()
+    if lowest < 0 or highest >= vocab_size:
+        row, column = ((tokens_BN < 0) | (tokens_BN >= vocab_size)).nonzero()[0].tolist()
+        raise ValueError(
+            f"{name}[{row}, {column}]={int(tokens_BN[row, column])} is outside the vocabulary of {vocab_size} tokens; "
+            f"{fix}"
+        )
+
+
+def _check_mask(mask_BN: Tensor, labels_BN: Tensor | None) -> None:
+    """Require contiguous tokens in each row, and no labels at padding or predicted by it."""
+    runs_B = mask_BN[:, 0] + (mask_BN[:, 1:] & ~mask_BN[:, :-1]).sum(1)
+    if int(runs_B.max()) > 1:
+        row = int(runs_B.argmax())
+        raise ValueError(f"attention_mask row {row} has holes; use it only for padding before or after a row")
+    if labels_BN is not None:
+        wrong_BN = (labels_BN[:, 1:] != IGNORE_INDEX) & ~(mask_BN[:, 1:] & mask_BN[:, :-1])
+        if wrong_BN.any():
+            row, column = wrong_BN.nonzero()[0].tolist()
+            raise ValueError(
+                f"labels[{row}, {column + 1}] is valid, but attention_mask is 0 at its token or at the token that "
+                f"predicts it; set the label to {IGNORE_INDEX}"
+            )
+
+
+def _document_starts(
+    ids_BN: Tensor, positions_BN: Tensor | None, mask_BN: Tensor | None, documents_BN: Tensor | None
+) -> list[int]:
+    """Return the index of each document's first token in the flat sequence. Padding is a separate document.
+
+    With position_ids alone, a position that is not its predecessor plus 1 starts a document: Hugging Face's rule for
+    packed sequences.
+    """
+    starts_BN = torch.zeros_like(ids_BN, dtype=torch.bool)
+    starts_BN[:, 0] = True
+    if documents_BN is not None:
+        starts_BN[:, 1:] |= documents_BN[:, 1:] != documents_BN[:, :-1]
+    elif positions_BN is not None and mask_BN is None:
+        starts_BN[:, 1:] |= positions_BN[:, 1:] != positions_BN[:, :-1] + 1
+    if mask_BN is not None:
+        starts_BN[:, 1:] |= mask_BN[:, 1:] != mask_BN[:, :-1]
+    return starts_BN.reshape(-1).nonzero()[:, 0].tolist()
+
+
+def count_pairs(documents_BS: Tensor, windows: Sequence[int | None], parents_BS: Tensor | None = None) -> int:
+    """Count query-key pairs of causal attention within documents and to their ancestors, summed over layers."""
+    total = 0
+    for row, documents_S in enumerate(documents_BS):
+        ids, lengths = (x.tolist() for x in torch.unique_consecutive(documents_S, return_counts=True))
+        befores = dict.fromkeys(ids, 0)  # tokens of ancestors
+        if parents_BS is not None:
+            firsts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+            sizes = dict(zip(ids, lengths, strict=True))
+            for document, parent in zip(ids, parents_BS[row, firsts].tolist(), strict=True):
+                befores[document] = befores[parent] + sizes[parent] if parent >= 0 else 0
+        spans = Counter(zip((befores[document] for document in ids), lengths, strict=True))
+        for window, layers in Counter(windows).items():
+            total += layers * sum(count * span_pairs(*span, window) for span, count in spans.items())
+    return total
+
+
+def divide_frames(patches_f: Tensor, num_ranks: int) -> Tensor:
+    """Return the first frame that each rank encodes, [num_ranks + 1]. Ranks get about equal numbers of patches."""
+    ends_f, ranks = patches_f.cumsum(0), torch.arange(num_ranks + 1)
+    total = int(patches_f.sum())
+    cuts = torch.searchsorted(2 * ends_f - patches_f, ranks * 2 * total // num_ranks)
+    cuts[-1] = len(patches_f)
+    return cuts
+
+
+class OwnPixels:
+    """The pixels of a call. This rank holds only those that it encodes; `name` identifies the full set."""
+
+    def __init__(self, part_PC: Tensor, num_patches: int, name: str) -> None:
+        self.part_PC, self.shape, self.name = part_PC, (num_patches, part_PC.shape[1]), name
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        assert len(range(self.shape[0])[rows]) == len(self.part_PC), "read for another rank"
+        return self.part_PC

@@ -1,0 +1,462 @@
+"""Check a model before parallelize, and every call of a parallel model before its first layer.
+
+A parallel model uses its modules' weights but bypasses most of their forwards, so hooks and patches on them would be
+silently ignored. And if one rank raises alone, the others hang in a collective. So each rank checks its call, one small
+collective gathers the results, and all ranks raise the same error.
+"""
+
+import hashlib
+import inspect
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_compile_callback
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from transformers import PreTrainedModel
+
+from ithaka.blocks.mlp import HOOK_DICTS
+from ithaka.blocks.tiles import PARAMETERS_CHANGED
+from ithaka.comm.agree import RankError, describe_error, gather_objects, raise_first
+from ithaka.comm.mesh import Mesh
+from ithaka.config import ConfigError
+from ithaka.inputs.batch import INPUTS, Share, documents_from_lengths, select_own_tokens, shard_batch, to_integers
+from ithaka.inputs.positions import check_positions
+from ithaka.layout import Layout, check_dtype, check_parallelism
+from ithaka.roots.families import (
+    GENERAL_HOOKABLE,
+    GENERAL_PATCHABLE,
+    HOOKABLE,
+    PATCHABLE,
+    find_decoder,
+    find_layers,
+    has_encoder,
+    has_known_layers,
+)
+
+# What ranks exchange about a call: error, fingerprint, number of valid labels, of positions and of frames.
+Report = tuple[RankError | None, dict[str, Any], *tuple[int, ...]]
+ARGUMENTS = (*INPUTS, "num_items_in_batch", "per_token", "temperature", "expert_indices")
+# Arguments that collators add for FlashAttention and linear attention. Documents are read from cu_seq_lens_q.
+KERNEL_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_watch_optimizers = cache(register_optimizer_step_pre_hook)
+MODES = ("labels passed", "gradients enabled", "num_items_in_batch")  # must agree, since collectives depend on them
+
+HOOK_KINDS = dict(
+    zip(HOOK_DICTS, ("forward hook", "forward pre-hook", "backward hook", "backward pre-hook"), strict=True)
+)
+COMPILED = (
+    "torch.compile cannot trace a parallel model, which has its own kernels and collectives; call the model without "
+    "it, and compile the MLP with Layout(compile=True) or train.compile"
+)
+# Methods that would break a parallel model -> what to do instead.
+REFUSED_METHODS = {
+    "resize_token_embeddings": "resize first, then parallelize",
+    "gradient_checkpointing_enable": "its layers already recompute; leave it out, or set gradient_checkpointing=False",
+    "activation_checkpointing_enable": "its layers already recompute; leave it out",
+    "compile": "compile the MLP with Layout(compile=True) or train.compile",
+}
+GATHERED_PARAMETER = "a parameter that FSDP2 has gathered, in the compute dtype"
+# Functions from these modules are not the user's: ours, FSDP2's, and inert hooks that transformers leaves behind.
+TRUSTED_MODULES = ("ithaka.", "torch.distributed.", "transformers.utils.output_capturing")
+
+
+@dataclass(frozen=True)
+class CheckedCall:
+    """A call that passed all checks on every rank, and this rank's share of its inputs."""
+
+    mesh: Mesh
+    share: Share
+    shape: torch.Size  # of input_ids
+    num_tokens: int  # valid labels of the global batch
+    num_positions: int  # 1 + its largest position
+    divisor: float  # the summed loss is divided by it
+    per_token: bool  # return TokenResults for this rank's labels
+    temperature: float = 1.0  # divides the logits, if per_token
+    chosen_sLk: Tensor | None = None  # the experts of this rank's tokens in each layer, if the user gave them
+    media: Any = None  # this rank's images, for vision-language models
+
+
+class CallChecker:
+    """A forward pre-hook that runs before FSDP2's and turns the user's arguments into a `CheckedCall`.
+
+    Not part of forward: FSDP2 would move the full batch to the device, and does not recover from an error in forward.
+    """
+
+    def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
+        self.mesh, self.snapshot, self.is_enabled = mesh, _snapshot(model), True  # not enabled: while it generates
+        params = inspect.signature(type(model).forward).parameters.values()  # transformers' signature
+        self.names = [param.name for param in params if param.kind is param.POSITIONAL_OR_KEYWORD][1:]
+        model.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
+        model.register_load_state_dict_pre_hook(_refuse_plain_state)
+
+    def __call__(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[Any], dict] | None:
+        if not self.is_enabled:
+            return None
+        if torch.compiler.is_compiling():  # Dynamo then falls back to eager, and the checks raise on all ranks
+            raise ConfigError(COMPILED)
+        mesh, error, cause, fingerprint = self.mesh, None, None, dict[str, Any]()
+        counts: tuple[int, ...] = (0, 0, 0)
+        num_threads = torch.get_num_threads()
+        try:
+            check_torch_modes(mesh.device)
+            torch.set_num_threads(1)  # the GPU is idle meanwhile, and waking other threads can take 60 ms
+            _check_last_backward(model)
+            _read_gradient_dtypes(model)
+            self._check_unchanged(model)
+            check_modules(model)
+            named = self._bind_arguments(args, kwargs)
+            inputs, counts, fingerprint = self._read_call(model, named)
+            # Video transformers have no limit, and evaluation may show what a model does beyond its own.
+            if isinstance(model, PreTrainedModel) and torch.is_grad_enabled():
+                reach = f"a call with {counts[1]} positions (0 to {counts[1] - 1})"
+                check_positions(model.config.get_text_config(), reach, counts[1])
+        except Exception as caught:
+            error, cause = describe_error(caught, keep=(TypeError, ValueError, ConfigError)), caught
+        finally:
+            torch.set_num_threads(num_threads)
+        totals = self._agree((error, fingerprint, *counts), cause)
+        return (self._make_call(named, inputs, *totals),), {}
+
+    def _read_call(self, model: Any, named: dict[str, Any]) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
+        """Return this rank's inputs, the numbers of valid labels, positions and frames, and the call's fingerprint."""
+        tensors, items = _parse_arguments(**named)
+        fingerprint = _fingerprint_call(tensors, items, named) if self.mesh.world_size > 1 else {}
+        if "parents" in tensors and (reason := why_no_parents(model)):
+            raise ValueError(f"parents is not supported {reason}; leave it out, and pass each branch as a row")
+        share = shard_batch(tensors, find_decoder(model).embed_tokens.num_embeddings, self.mesh)
+        is_number = isinstance(items, int | float) and not isinstance(items, bool) and math.isfinite(items)
+        if items is not None and not (is_number and items >= min(share.num_valid, 1)):
+            rule = f"divides the loss of {share.num_valid} valid labels, so it must be a number above 0"
+            fix = "pass the valid labels of all data-parallel ranks and micro-steps, or leave it out"
+            raise ValueError(f"num_items_in_batch={items!r} {rule}; {fix}")
+        shape, chosen_sLk = tensors["input_ids"].shape, None
+        if (indices := named.get("expert_indices")) is not None:
+            chosen_sLk = _shard_expert_indices(model, indices, shape, share, self.mesh)
+        return (share, shape, items, chosen_sLk), (share.num_valid, share.num_positions, 0), fingerprint
+
+    def _make_call(self, named: dict[str, Any], inputs: Any, num_tokens: int, num_positions: int, _: int) -> Any:
+        share, shape, items, chosen_sLk = inputs
+        divisor = max(num_tokens, 1) if items is None else items or 1
+        options = bool(named.get("per_token")), named.get("temperature") or 1.0
+        return CheckedCall(self.mesh, share, shape, num_tokens, num_positions, divisor, *options, chosen_sLk)
+
+    def _bind_arguments(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return all arguments by name. Positional ones have the order of transformers' forward."""
+        named = dict(zip(self.names, args, strict=False))
+        twice = sorted(named.keys() & kwargs.keys())
+        if twice or len(args) > len(named):
+            problem = f"{twice[0]} was passed twice" if twice else f"{len(args)} positional arguments are too many"
+            raise TypeError(f"{problem}; pass arguments by name, or in the order {', '.join(self.names)}")
+        return named | kwargs
+
+    def _check_unchanged(self, model: PreTrainedModel) -> None:
+        before, now = self.snapshot, _snapshot(model)
+        for name in {**before, **now}:
+            if name not in before or now.get(name) not in (before[name], GATHERED_PARAMETER):
+                raise ConfigError(
+                    f"{name} was added, removed, replaced, tied or converted after parallelize, which has no effect; "
+                    "change the model first, then parallelize; to compute in another dtype, set Layout(dtype=...)"
+                )
+
+    def _agree(self, report: Report, cause: Exception | None) -> tuple[int, int, int]:
+        """Return the numbers of valid labels, positions and frames in the global batch. Raises on all ranks or on none.
+        Does not synchronize with the device."""
+        reports, cp = gather_objects(report), self.mesh.cp_size
+        raise_first([error for error, *_ in reports], cause=cause)
+        _raise_if_ranks_differ([fingerprint for _, fingerprint, *_ in reports], cp)
+        num_valid, num_positions, num_frames = zip(*(report[2:] for report in reports[::cp]), strict=True)
+        return sum(num_valid), max(num_positions), sum(num_frames)
+
+
+# ---- arguments of a call
+
+
+def _parse_arguments(input_ids: Any = None, **named: Any) -> tuple[dict[str, Tensor], float | None]:
+    """Return the tensors among the arguments, on the host, where documents are read, and num_items_in_batch."""
+    for name in named.keys() - {*ARGUMENTS, *KERNEL_ARGUMENTS}:
+        value, no_effect = named[name], name == "return_dict"  # use_cache=False and return_dict=True change nothing
+        if value is not None and (isinstance(value, Tensor) or value != no_effect):
+            raise TypeError(
+                f"{name} is not supported by a parallel model; use {', '.join(ARGUMENTS)}. For hidden states, hook the "
+                "decoder layers. For a cache, use model.generate"
+            )
+    inputs = {name: named[name] for name in INPUTS if named.get(name) is not None} | {"input_ids": input_ids}
+    if (ends := named.get("cu_seq_lens_q")) is not None and isinstance(input_ids, Tensor):
+        inputs.setdefault("document_ids", documents_from_lengths(ends, input_ids))
+    if named.get("per_token") and not inputs.keys() & {"labels", "shift_labels"}:
+        raise TypeError("per_token=True returns log-probabilities of labels; pass labels")
+    temperature = named.get("temperature")
+    if temperature is not None and not (isinstance(temperature, int | float) and 0 < temperature < math.inf):
+        raise ValueError(
+            f"temperature={temperature!r} is not a number above 0; pass one for all tokens, or leave it out"
+        )
+    if temperature is not None and not named.get("per_token"):
+        raise ValueError(f"temperature={temperature} needs per_token=True; use ithaka.token_logprobs, or leave it out")
+    items = named.get("num_items_in_batch")
+    items = items.item() if isinstance(items, Tensor) and items.numel() == 1 else items
+    return {name: to_integers(name, value) for name, value in inputs.items()}, items
+
+
+def why_no_parents(model: Any) -> str:
+    """Why a call may not have `parents`; empty if it may. A layer says so in its `no_parents`, for example one with a
+    recurrent state."""
+    if (ring := model.ithaka_mesh.ring_group.size()) > 1:
+        return (
+            f"with ring={ring}: a ring sends a rank the keys of its own documents, not those of their parents; use "
+            "ring=1, with at most as many ranks per sequence as query heads"
+        )
+    return next(filter(None, (layer.forward.no_parents for layer in find_layers(model))), "")
+
+
+def _shard_expert_indices(model: Any, indices: Tensor, shape: torch.Size, share: Share, mesh: Mesh) -> Tensor:
+    """Return the experts that this rank's tokens must choose in each layer, [s, L, k], from [B, N, L, k]."""
+    if not isinstance(indices, Tensor):
+        raise TypeError(f"expert_indices is {type(indices).__name__}; pass a tensor")
+    blocks = [layer.forward.experts.block for layer in find_layers(model)]
+    num_experts = min((block.num_experts for block in blocks if block is not None), default=0)
+    if not num_experts:
+        raise TypeError("expert_indices was passed, but no layer has experts that can replay them; leave it out")
+    wanted = (*shape, len(blocks))
+    if indices.shape[:-1] != wanted or indices.is_floating_point():
+        rule = f"pass integers of shape {(*wanted, 'experts per token')}, with an entry for every layer"
+        raise ValueError(f"expert_indices has shape {tuple(indices.shape)} and dtype {indices.dtype}; {rule}")
+    if indices.min() < 0 or indices.max() >= num_experts:
+        found = f"{int(indices.min())} to {int(indices.max())}"
+        raise ValueError(f"expert_indices has values from {found}; use 0 to {num_experts - 1}")
+    return select_own_tokens(indices.flatten(0, 1).to("cpu", torch.int16), mesh, share.docs.sharding, 0).to(mesh.device)
+
+
+def _fingerprint_call(tensors: dict[str, Tensor], items: float | None, named: dict[str, Any]) -> dict[str, Any]:
+    """Return the shape and hash of each tensor argument, or its value: equal on two ranks only if the arguments are."""
+    fingerprint: dict[str, Any] = dict.fromkeys((*INPUTS, "expert_indices"), "not passed")
+    if isinstance(experts := named.get("expert_indices"), Tensor):
+        tensors = tensors | {"expert_indices": experts.cpu()}
+    for name, tensor in tensors.items():
+        values: Any = tensor.contiguous().numpy()
+        digest = hashlib.sha1(values, usedforsecurity=False).hexdigest()[:16]
+        fingerprint[name] = f"shape {tuple(tensor.shape)} with hash {digest}"
+    fingerprint |= {"temperature": named.get("temperature") or 1.0, "per_token": bool(named.get("per_token"))}
+    labelled = bool(tensors.keys() & {"labels", "shift_labels"})
+    return fingerprint | dict(zip(MODES, (labelled, torch.is_grad_enabled(), items), strict=True))
+
+
+# ---- differences between ranks
+
+
+def _raise_if_ranks_differ(calls: list[dict[str, Any]], cp: int) -> None:
+    """Raise ConfigError unless the ranks of each cp group have the same batch, and all ranks the same MODES."""
+    same_batch = (
+        "ranks {} and {} share a sequence but have different batches: {}. Pass the same batch on all ranks of a cp "
+        "group: shard data by the data-parallel rank, not the global one, e.g. DistributedSampler(dataset, "
+        f"num_replicas={len(calls) // cp}, rank=torch.distributed.get_rank() // {cp})"
+    )
+    same_modes = (
+        "ranks {} and {} make different calls: {}. Pass labels on every rank or on none, use torch.no_grad() on every "
+        "rank or on none, and set num_items_in_batch to the valid labels of all data-parallel ranks"
+    )
+    for b, call in enumerate(calls[1:], 1):
+        inputs = [name for name in call if name not in MODES]
+        for a, names, message in ((b - b % cp, inputs, same_batch), (0, MODES, same_modes)):
+            values = [(name, calls[a][name], call[name]) for name in names]
+            differences = [f"{name}: {x} on rank {a}, {y} on rank {b}" for name, x, y in values if x != y]
+            if differences:
+                raise ConfigError(message.format(a, b, "; ".join(differences)))
+
+
+# ---- the model
+
+
+def check_modules(model: nn.Module) -> None:
+    """Refuse hooks and patches that a parallel model would ignore."""
+    known = not isinstance(model, PreTrainedModel) or has_known_layers(model)
+    hookable, patchable = (HOOKABLE, PATCHABLE) if known else (GENERAL_HOOKABLE, GENERAL_PATCHABLE)
+    for name, module in model.named_modules():
+        where = name or "the model"
+        for hooks, kind in HOOK_KINDS.items():
+            if all(map(_is_trusted, getattr(module, hooks).values())):
+                continue
+            if not hookable.fullmatch(name) or (name, kind) == ("", "forward pre-hook"):
+                raise ConfigError(
+                    f"{where} has a {kind}, which a parallel model would ignore or call with other values; remove the "
+                    "hook, or put it on the decoder layer, its mlp or embed_tokens"
+                )
+        if "forward" in vars(module) and not patchable.fullmatch(name) and not _is_trusted(module.forward):
+            raise ConfigError(
+                f"{where} has a replaced forward, which a parallel model would ignore; parallelize the model as "
+                "Hugging Face loads it, without patches and without a device_map over several devices"
+            )
+    for name, param in model.named_parameters():
+        if param._backward_hooks:
+            raise ConfigError(
+                f"{name} has a gradient hook, which FSDP2 does not call; change param.grad after backward, or use "
+                "register_post_accumulate_grad_hook after parallelize"
+            )
+
+
+def _is_trusted(function: Any) -> bool:
+    return str(getattr(inspect.unwrap(function), "__module__", "")).startswith(TRUSTED_MODULES)
+
+
+def _snapshot(model: nn.Module) -> dict[str, Any]:
+    """Name -> module, and name -> dtype for parameters; a tied parameter has one name."""
+    dtypes = {name: p.dtype if isinstance(p, DTensor) else GATHERED_PARAMETER for name, p in model.named_parameters()}
+    return {**dict(model.named_modules()), **dtypes}
+
+
+def mark_replaced_parameters(model: nn.Module) -> None:
+    """Mark the parameters that FSDP2 will replace, so that optimizers made with them are refused."""
+    _watch_optimizers(_check_optimizer)
+    for param in model.parameters():
+        param.replaced_by_shards = True  # type: ignore[attr-defined]
+
+
+def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    if any(hasattr(param, "replaced_by_shards") for group in optimizer.param_groups for param in group["params"]):
+        raise ConfigError(
+            f"the {type(optimizer).__name__} was made before parallelize, with parameters that the model no longer uses"
+            "; make it from model.parameters() after parallelize"
+        )
+    # Fused and foreach steps do not increment the version of sharded parameters.
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    torch.autograd.graph.increment_version([param for param in params if isinstance(param, DTensor)])
+
+
+# ---- arguments of parallelize, and wrappers around its result
+
+
+def check_arguments(model: Any, cp: int | None, ring: int | None) -> None:
+    """Refuse anything but a language model, or a PeftModel of one, and numbers of ranks below 1."""
+    kind = type(model).__name__
+    for name in ("module", "_orig_mod"):  # set by DistributedDataParallel and torch.compile
+        if name in getattr(model, "_modules", ()):
+            raise ConfigError(
+                f"parallelize got a model wrapped in a {kind}; pass model.{name}: ithaka shards it, and "
+                "Layout(compile=True) compiles the MLP"
+            )
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(base, PreTrainedModel) or getattr(base, "lm_head", None) is None:
+        raise ConfigError(
+            f"parallelize got a {kind}, which is not a transformers language model; use "
+            "AutoModelForCausalLM.from_pretrained or from_config"
+        )
+    check_parallelism(cp=cp, ring=ring)
+
+
+def compute_dtype(model: Any, layout: Layout) -> torch.dtype:
+    """Return the layout's dtype, or else the model's. Raises ConfigError if gradients would underflow in it, or in
+    the dtype of a trained parameter, which they have after backward."""
+    dtype = getattr(torch, layout.dtype) if layout.dtype else model.dtype
+    check_dtype("the model's dtype", str(dtype).removeprefix("torch."))
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            check_dtype(f"{name}.dtype", str(param.dtype).removeprefix("torch."))
+    return dtype
+
+
+class _RefuseDDP:
+    """DistributedDataParallel first iterates over a module's names of parameters to ignore."""
+
+    def __iter__(self) -> NoReturn:
+        raise ConfigError(
+            "DistributedDataParallel cannot wrap a parallel model: its parameters are sharded, and backward already "
+            "sums gradients over all ranks; use the model that parallelize returns"
+        )
+
+
+def refuse_wrappers(model: nn.Module) -> None:
+    """Make DDP and REFUSED_METHODS raise. torch.compile(model) raises at the first call."""
+    model._ddp_params_and_buffers_to_ignore = _RefuseDDP()  # type: ignore[assignment]
+    for name, fix in REFUSED_METHODS.items():
+        setattr(model, name, partial(_refuse, f"{name}() does not work on a parallel model; {fix}"))
+
+
+def _refuse(message: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ConfigError(message)
+
+
+def _refuse_plain_state(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Refuse plain tensors in `load_state_dict`, where they would have to be sharded."""
+    for name, param in model.named_parameters():
+        value = state.get(prefix + name)
+        if isinstance(param, DTensor) and value is not None and not isinstance(value, DTensor):
+            raise ConfigError(
+                f"load_state_dict got a plain tensor for {name}, which is sharded; load it before parallelize, or use "
+                "set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True)) from "
+                "torch.distributed.checkpoint.state_dict"
+            )
+
+
+# ---- parameters that change between forward and backward
+
+
+def count_changes(*modules: nn.Module) -> int:
+    """In-place changes so far to the FSDP2 parameters of `modules`: to their shards, and to gathered ones, which the
+    root keeps until backward.
+
+    Autograd does not detect them, because backward gathers the shards again.
+    """
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in modules if isinstance(module, FSDPModule)]
+    params: list[Any] = [param for group in groups if group is not None for param in group.fsdp_params]
+    shards = [param.sharded_param for param in params]
+    gathered = [param._unsharded_param for param in params if hasattr(param, "_unsharded_param")]
+    return sum(tensor._version for tensor in (*shards, *(shard._local_tensor for shard in shards), *gathered))
+
+
+def guard_backward(model: Any, outputs: Iterable[Tensor]) -> None:
+    """Make backward from `outputs` raise if its parameters changed since forward. It raises before FSDP2 starts, so
+    the model stays usable. Untied embeddings may change: backward does not read them."""
+    forwards: list[Any] = [layer.forward for layer in find_layers(model)]
+    units = {forward.name: forward.num_changes for forward in forwards}
+    units["the head"] = partial(count_changes, model, *([head] if (head := getattr(model, "lm_head", None)) else []))
+    if isinstance(model, PreTrainedModel) and has_encoder(model):
+        units["the encoder"] = partial(count_changes, model.model.visual)
+    before = [count() for count in units.values()]
+
+    def check(grad: Tensor) -> None:
+        for (name, count), earlier in zip(units.items(), before, strict=True):
+            if count() != earlier:
+                raise RuntimeError(PARAMETERS_CHANGED.format(name))
+
+    for output in outputs:
+        if output.requires_grad:
+            output.register_hook(check)
+
+
+# ---- state around a call
+
+
+def _check_last_backward(model: PreTrainedModel) -> None:
+    """Refuse a model whose last backward raised: FSDP2 would silently skip gradients from then on."""
+    if model._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
+        raise ConfigError(
+            "an earlier backward of this model did not finish, so FSDP2 would skip gradients; load and parallelize the "
+            "model again, or resume from the latest checkpoint"
+        )
+
+
+def _read_gradient_dtypes(model: PreTrainedModel) -> None:
+    """FSDP2 reads the dtypes of gradients in its first call, from the parameters that are trainable then. If adapters
+    were disabled in that call, there were none, and gradients would be reduced in the compute dtype: read again."""
+    for state in model._get_fsdp_state()._state_ctx.all_states:
+        if (group := state._fsdp_param_group) is not None and group._orig_dtype is None:
+            group._init_mp_dtypes()
+
+
+def check_torch_modes(device: torch.device) -> None:
+    """Refuse autocast, inference mode and torch.compile around a call."""
+    cast, dtype = torch.is_autocast_enabled(device.type), str(torch.get_autocast_dtype(device.type))[len("torch.") :]
+    if torch.compiler.is_compiling() or callable(get_compile_callback()):
+        raise ConfigError(COMPILED)
+    for is_on, mode, instead in (
+        (cast, f"torch.autocast({device.type!r}, {dtype})", f"Layout(dtype={dtype!r}) or model.dtype"),
+        (torch.is_inference_mode_enabled(), "torch.inference_mode()", "torch.no_grad()"),
+    ):
+        if is_on:
+            raise ConfigError(f"{mode} has no effect on a parallel model; use {instead} instead")

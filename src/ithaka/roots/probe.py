@@ -1,0 +1,451 @@
+"""Check that the general layer computes what a model does, and reject what would differ.
+
+Nothing here knows a model family. With recorded arguments (roots/recorder.py), one layer of each kind runs on a few
+tokens, as the general layer runs it and as transformers does. Then two layers run with everything around them. All
+outputs and gradients must agree. Experts and MLPs are small copies where their structure allows.
+"""
+
+import copy
+import warnings
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+
+from ithaka.attention.docs import Docs
+from ithaka.blocks.experts import is_expert_module
+from ithaka.comm.loopback import LoopbackGroup
+from ithaka.comm.rank import is_rank_0
+from ithaka.config import ConfigError
+from ithaka.exits import is_out_of_memory
+from ithaka.layer.delta import LAYERS
+from ithaka.layer.mixers import DeltaMixer
+from ithaka.layer.runs import ATTENTION, Arguments, LayerRuns, LayerSpec, PlaceholderMask, ReplayingMask
+from ithaka.layer.store import Store
+from ithaka.layout import ActivationPolicy, Layout
+from ithaka.ops.delta_rule import DeltaInputs, run_delta_rule
+from ithaka.roots.families import find_decoder
+from ithaka.roots.recorder import (
+    LENGTHS,
+    Recorder,
+    attends_to,
+    config_lengths,
+    randomize,
+    read_call,
+    refusal,
+    shrink,
+    token_dims,
+)
+from ithaka.roots.rotary import ExactRotary, rotary_modules
+from ithaka.sharding.heads import head_table
+
+PROBE_CUT = 9  # the probe's tokens are cut here, into two unequal parts
+# The largest difference between the two runs of a probe, relative to the largest value: both are fp32.
+TOLERANCE = 1e-3
+
+
+def describe_layer(layer: nn.Module) -> Any:
+    """Equal for layers that compute the same function, apart from the values of their parameters."""
+    description = []
+    for name, module in layer.named_modules():
+        scalars = {
+            k: v for k, v in vars(module).items() if isinstance(v, int | float | str | None) and k != "layer_idx"
+        }
+        shapes = {k: (tuple(v.shape), v.requires_grad) for k, v in module._parameters.items() if v is not None}
+        description.append((name, type(module), repr(scalars), repr(sorted(shapes.items()))))
+    return tuple(description)
+
+
+def _describe_arguments(calls: list[Any], index: int) -> Any:
+    """Equal for layers that get the same tensors and masks, and other arguments with equal values."""
+    numbers: dict[int, int] = {}
+    for call in calls:
+        for leaf in pytree.tree_leaves(call[1:]):
+            numbers.setdefault(id(leaf), len(numbers))
+    leaves, tree_spec = pytree.tree_flatten(calls[index][1:])
+    return str(tree_spec), tuple(
+        numbers[id(leaf)] if isinstance(leaf, Tensor | PlaceholderMask) else repr(leaf) for leaf in leaves
+    )
+
+
+# ---- the probe
+
+
+class _Probe:
+    """Runs a copy of one layer, with random weights, as the general layer does and as transformers does."""
+
+    spec: LayerSpec
+    output: Any  # what transformers computes at position 0
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layer: nn.Module,
+        index: int,
+        dims: tuple[int | None, ...],
+        recorder: Recorder,
+        device: torch.device,
+        is_small: bool = True,
+    ) -> None:
+        self.model, self.index, self.dims, self.recorder = model, index, dims, recorder
+        self.device, self.name = device, f"model.layers.{index}"
+        leaves = pytree.tree_leaves(recorder.call(LENGTHS[0])[index][1:])
+        self.float_leaves = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
+        self.layer, self.is_small = _copy_layer(model, layer, recorder, device, is_small)
+        self.mixer = DeltaMixer.find(self.layer)
+        self.slower: list[str] = []
+
+    def run(self) -> None:
+        """Find the layer's spec; raise ConfigError if the two runs differ."""
+        try:
+            self.spec = self._find_skippable(self._read_call())
+            self.output, again = (self._run_forward(0)[0].detach() for _ in range(2))
+            if not torch.equal(self.output, again):
+                raise refusal(self.model, f"draws random numbers in {self.name} (dropout or noise)")
+            try:
+                self._run_general(0)
+            except Exception as error:  # some code does not accept the stride of a skipped result
+                self._note("computes q, k and v a second time after its attention", error)
+                self.spec = replace(self.spec, skippable=())
+            for first in (0, 1 + max(config_lengths(find_decoder(self.model).config), default=0)):
+                self._compare(first)
+            if any(map(is_expert_module, self.layer.modules())):
+                self._find_experts()
+            for slower in self.slower if is_rank_0() else ():
+                warnings.warn(f"{self.name} {slower}", stacklevel=2)
+        except ConfigError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            problem = f"has a layer {self.name} that does not run ({type(error).__name__}: {error})"
+            raise refusal(self.model, problem) from error
+
+    def _find_experts(self) -> None:
+        """Find out whether an ExpertBlock computes the same, and whether gradients need its output."""
+        for name, effect in (
+            ("has_expert_block", "runs its experts as transformers does, without ithaka's grouped matmuls"),
+            ("skips_experts", "computes its experts' outputs again in backward"),
+        ):
+            changes: dict[str, Any] = {name: True}
+            spec, self.spec = self.spec, replace(self.spec, **changes)
+            try:
+                self._compare(0)
+            except Exception as error:
+                self.spec = spec
+                if name == "has_expert_block" or not isinstance(error, ConfigError):
+                    self._note(effect, error)
+                return
+
+    def _note(self, effect: str, error: Exception) -> None:
+        """Note why the layer runs slower than others. Raises the error if it says nothing about the layer."""
+        if is_out_of_memory(error):
+            raise error
+        self.slower.append(f"{effect} ({type(error).__name__}: {error})")
+
+    def matches(self, index: int) -> bool:
+        """Whether the layer computes the same at another index."""
+        own = self.index
+        try:
+            self._set_index(index)
+            same = self._read_call() == replace(
+                self.spec, num_outputs=None, skippable=(), has_expert_block=False, skips_experts=False
+            )
+            other = self._run_forward(0)[0]
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return False  # its own probe names the problem
+        finally:
+            self._set_index(own)
+        return same and torch.equal(self.output, other)
+
+    def _set_index(self, index: int) -> None:
+        self.index = index
+        for module in self.layer.modules():
+            if "layer_idx" in vars(module):
+                vars(module)["layer_idx"] = index
+
+    def _arguments(self, first: int, length: int, end: int, attention: str = ATTENTION) -> Arguments:
+        _, args, kwargs = self.recorder.call(length, first, attention, end)[self.index]
+        dims = self.dims if attention == ATTENTION else [None] * len(pytree.tree_leaves((args, kwargs)))
+        arguments = Arguments(args, kwargs, dims, length)
+        leaves = [leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in arguments.leaves]
+        for i in self.float_leaves:
+            leaves[i] = leaves[i].detach().requires_grad_()
+        return arguments.replace_leaves(leaves, length)
+
+    def _input(self) -> Tensor:
+        D = self.recorder.calls[self.index][0].shape[-1]
+        generator = torch.Generator().manual_seed(2)
+        return torch.randn(LENGTHS[0], D, generator=generator, dtype=torch.float32).to(self.device).requires_grad_()
+
+    def _read_call(self) -> LayerSpec:
+        arguments = self._arguments(0, LENGTHS[0], LENGTHS[0])
+        if len({id(leaf) for leaf in arguments.leaves if isinstance(leaf, PlaceholderMask)}) > 1:
+            raise refusal(self.model, f"passes several masks to {self.name}")
+        call = LayerRuns(self.name, self.layer, LayerSpec(1, 1, 1, 1, 1.0)).find_call(self._input(), arguments)
+        if call is None:
+            raise refusal(self.model, f"has a layer {self.name} that makes no attention call")
+        return replace(read_call(self.model, self.name, call, arguments.mask), token_dims=self.dims)
+
+    def _find_skippable(self, spec: LayerSpec) -> LayerSpec:
+        """Find the linear maps that the layer's output does not depend on, given the attention output."""
+        results: dict[str, Tensor] = {}
+        linears = {path: module for path, module in self.layer.named_modules() if type(module) is nn.Linear}
+
+        def keep(path: str) -> Callable[..., Tensor]:
+            def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+                results[path] = out if out.requires_grad else out.requires_grad_()
+                return results[path]
+
+            return hook
+
+        hooks = [module.register_forward_hook(keep(path)) for path, module in linears.items()]
+        arguments = self._arguments(0, LENGTHS[0], LENGTHS[0])
+        shape = LENGTHS[0], spec.num_heads, spec.v_head_dim
+        mask = ReplayingMask(torch.randn(shape, dtype=torch.float32, device=self.device))
+        with torch.enable_grad(), self.mixer.replaying(mask.out_tHV) if self.mixer else nullcontext():
+            args, kwargs = arguments.with_mask(mask)
+            y = type(self.layer).forward(self.layer, self._input()[None], *args, **kwargs)
+        for hook in hooks:
+            hook.remove()
+        num_calls = mask.num_calls + (self.mixer.num_calls if self.mixer else 0)
+        if num_calls != 1:
+            raise refusal(self.model, f"makes {num_calls} attention calls in {self.name}")
+        num_outputs = len(y) if isinstance(y, tuple) else None
+        y = y[0] if isinstance(y, tuple) else y
+        grads = torch.autograd.grad(y.sum(), list(results.values()), allow_unused=True)
+        unused = [path for path, grad in zip(results, grads, strict=True) if grad is None]
+        return replace(spec, num_outputs=num_outputs, skippable=tuple(unused))
+
+    def _compare(self, first: int) -> None:
+        buffers = {name: buffer.clone() for name, buffer in self.layer.named_buffers()}
+        ours, theirs = self._run_general(first), self._run_transformers(first)
+        for name, buffer in self.layer.named_buffers():
+            if name not in buffers or not torch.equal(buffer, buffers[name]):
+                raise refusal(self.model, f"changes the buffer {name} of {self.name} in its forward")
+        if self.spec.skips_experts:
+            del theirs["output"]
+        _compare_results(self.model, ours, theirs, f"of {self.name} at position {first}")
+
+    def _run_general(self, first: int) -> dict[str, Tensor | None]:
+        num_tokens, spec, x = LENGTHS[0], self.spec, self._input()
+        runs = LayerRuns(self.name, self.layer, spec)
+        parts = [slice(0, PROBE_CUT), slice(PROBE_CUT, num_tokens)]
+        end = first + num_tokens
+        arguments = [self._arguments(first + rows.start, rows.stop - rows.start, end) for rows in parts]
+        halo = spec.delta.halo if spec.delta else 0
+        with torch.enable_grad():
+            captured = [
+                runs.capture(x[max(0, rows.start - halo) : rows.stop], args)
+                for rows, args in zip(parts, arguments, strict=True)
+            ]
+            q, k, v, *others = (torch.cat(tensors) for tensors in zip(*captured, strict=True))
+            if spec.delta:
+                out = run_delta_rule(DeltaInputs(q, k, v, *others), spec.delta.normalizes)
+            else:
+                out = plain_attention(q, k, v, captured[0][3] if spec.has_sinks else None, spec)
+            with runs.experts.repeat_tile(deque(), spec.skips_experts):
+                ys = [runs.finish(x[rows], out[rows], args) for rows, args in zip(parts, arguments, strict=True)]
+        results = self._gradients(torch.cat(ys), x, arguments)
+        runs.experts.restore()
+        return results
+
+    def _run_transformers(self, first: int) -> dict[str, Tensor | None]:
+        y, x, arguments = self._run_forward(first)
+        return self._gradients(y, x, [arguments])
+
+    def _run_forward(self, first: int) -> tuple[Tensor, Tensor, Arguments]:
+        """Run the layer as transformers does; return its output, input and arguments."""
+        x, num_tokens = self._input(), LENGTHS[0]
+        arguments = self._arguments(first, num_tokens, first + num_tokens, attention="eager")
+        self.recorder.config._attn_implementation = "eager"
+        args, kwargs = pytree.tree_unflatten(arguments.leaves, arguments.tree_spec)
+        with torch.enable_grad(), self.mixer.in_plain_torch() if self.mixer else nullcontext():
+            y = type(self.layer).forward(self.layer, x[None], *args, **kwargs)
+        before = pytree.tree_unflatten(arguments.leaves, arguments.tree_spec)
+        for where, value, old in (*zip(range(len(args)), args, before[0], strict=True), *_join(kwargs, before[1])):
+            (leaves, tree_spec), (old_leaves, old_spec) = pytree.tree_flatten(value), pytree.tree_flatten(old)
+            if tree_spec != old_spec or any(a is not b for a, b in zip(leaves, old_leaves, strict=True)):
+                raise refusal(self.model, f"has a layer {self.name} that changes its argument {where}")
+        return (y[0] if isinstance(y, tuple) else y).squeeze(0), x, arguments
+
+    def _gradients(self, y: Tensor, x: Tensor, arguments: list[Arguments]) -> dict[str, Tensor | None]:
+        """Return the output and all gradients, by name. Those of arguments are joined along their tokens."""
+        params = {name: param for name, param in self.layer.named_parameters() if param.requires_grad}
+        leaves = {i: [args.leaves[i] for args in arguments] for i in self.float_leaves}
+        generator = torch.Generator().manual_seed(3)
+        dy = torch.randn(y.shape, generator=generator, dtype=torch.float32).to(self.device)
+        inputs = [x, *params.values(), *(leaf for parts in leaves.values() for leaf in parts)]
+        dx, *grads = torch.autograd.grad(y, inputs, dy, allow_unused=True)
+        result: dict[str, Tensor | None] = {"output": y.detach(), "gradient of the input": dx}
+        result |= {f"gradient of {name}": grad for name, grad in zip(params, grads, strict=False)}
+        rest = iter(grads[len(params) :])
+        for i, parts in leaves.items():
+            found = [next(rest) for _ in parts]
+            joined = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(parts, found, strict=True)]
+            dim = self.dims[i]
+            result[f"gradient of argument {i}"] = torch.stack(joined).sum(0) if dim is None else torch.cat(joined, dim)
+        return result
+
+
+def _join(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    return [(key, a.get(key), b.get(key)) for key in a | b]
+
+
+def plain_attention(q_SHK: Tensor, k_SGK: Tensor, v_SGK: Tensor, sinks_H: Tensor | None, spec: LayerSpec) -> Tensor:
+    """Return differentiable attention of a few tokens, [S, H, K]."""
+    repeat = spec.num_heads // spec.num_kv_heads
+    k_SHK, v_SHK = (t.repeat_interleave(repeat, dim=1) for t in (k_SGK, v_SGK))
+    scores_HSS = torch.einsum("ihk,jhk->hij", q_SHK, k_SHK) * spec.scale
+    if spec.softcap is not None:
+        scores_HSS = spec.softcap * torch.tanh(scores_HSS / spec.softcap)
+    index = torch.arange(len(q_SHK), device=q_SHK.device)
+    visible = attends_to(index[:, None], index, spec.window, spec.chunk)
+    scores_HSS = scores_HSS.masked_fill(~visible, float("-inf"))
+    if sinks_H is not None:
+        scores_HSS = torch.cat([scores_HSS, sinks_H[:, None, None].expand(-1, len(index), 1)], dim=-1)
+    weights_HSS = scores_HSS.softmax(-1)[..., : len(index)]
+    return torch.einsum("hij,jhk->ihk", weights_HSS, v_SHK)
+
+
+def _copy_layer(
+    model: PreTrainedModel, layer: nn.Module, recorder: Recorder, device: torch.device, is_small: bool = True
+) -> tuple[nn.Module, bool]:
+    """Return a copy of a layer with random weights, and whether its experts or MLPs are smaller."""
+    layer = copy.deepcopy(layer, dict(recorder.memo)).train()  # so that random numbers show
+    layer.gradient_checkpointing = False  # type: ignore[assignment]
+    is_small = is_small and shrink(layer)
+    randomize(layer, device, seed=1)
+    for module in rotary_modules(layer):
+        model._init_weights(module)
+        module.forward = ExactRotary(module, recorder.batch)
+    return layer, is_small
+
+
+def _compare_results(
+    model: PreTrainedModel, ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None], where: str
+) -> None:
+    for name, expected in theirs.items():
+        got = ours.get(name)
+        if expected is None and got is None:
+            continue
+        if got is None or expected is None or got.shape != expected.shape:
+            raise refusal(model, f"gives no {name} {where} in one of the two runs")
+        error = float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-20))
+        if not error < TOLERANCE:
+            raise refusal(model, f"gives another {name} {where} when its tokens are split (by {error:.1e})")
+
+
+def probe_layers(model: PreTrainedModel, recorder: Recorder, device: torch.device) -> list[LayerSpec]:
+    """Probe one layer of each kind, one after the other, then two layers together; return the specs of all layers."""
+    calls, shorter = (recorder.call(length) for length in LENGTHS)
+    kinds: dict[Any, list[int]] = {}
+    for index, layer in enumerate(find_decoder(model).layers):
+        dims = token_dims(model, f"model.layers.{index}", calls[index], shorter[index])
+        kinds.setdefault((describe_layer(layer), _describe_arguments(calls, index), dims), []).append(index)
+    specs: dict[int, LayerSpec] = {}
+    for (*_, dims), indices in kinds.items():
+        while indices:  # layers of a kind may still differ by their index
+            specs |= _probe_kind(model, indices, dims, recorder, device)
+            indices = [index for index in indices if index not in specs]
+    ordered = [specs[index] for index in range(len(specs))]
+    for layer, spec in zip(recorder.base.layers, ordered, strict=True):
+        layer.num_outputs = spec.num_outputs
+    _probe_without_layers(model, recorder)
+    _probe_together(model, ordered, recorder, device)
+    return ordered
+
+
+def _probe_kind(
+    model: PreTrainedModel, indices: list[int], dims: tuple[int | None, ...], recorder: Recorder, device: torch.device
+) -> dict[int, LayerSpec]:
+    """Probe the first of some layers; return its spec for all of them that compute the same."""
+    first, *others = indices
+    inputs = model, find_decoder(model).layers[first], first, dims, recorder, device
+    probe = _Probe(*inputs)
+    try:
+        probe.run()
+    except ConfigError as error:
+        if not probe.is_small or error.__cause__ is None:  # it runs, so its size is not the reason
+            raise
+        probe = _Probe(*inputs, is_small=False)
+        probe.run()
+    return {first: probe.spec} | {index: probe.spec for index in others if probe.matches(index)}
+
+
+def _probe_without_layers(model: PreTrainedModel, recorder: Recorder) -> None:
+    """Check that nothing around the layers mixes tokens."""
+    outputs = []
+    for first, length in ((0, LENGTHS[0]), (0, PROBE_CUT), (PROBE_CUT, LENGTHS[0] - PROBE_CUT)):
+        recorder.call(length, first, end=LENGTHS[0])
+        outputs.append(recorder.output)
+    _compare_results(model, {"output": torch.cat(outputs[1:], dim=1)}, {"output": outputs[0]}, "without its layers")
+
+
+def _probe_together(model: PreTrainedModel, specs: list[LayerSpec], recorder: Recorder, device: torch.device) -> None:
+    """Compare two consecutive layers, of two kinds if there are, together with what is around them."""
+    first = next((i for i in range(len(specs) - 1) if specs[i] != specs[i + 1]), 0)
+    pair = range(first, min(first + 2, len(specs)))
+    where = f"in a run of {' and '.join(f'model.layers.{i}' for i in pair)}"
+    for is_small in (True, False):
+        copies = [_copy_layer(model, find_decoder(model).layers[i], recorder, device, is_small) for i in pair]
+        layers = {i: layer for i, (layer, _) in zip(pair, copies, strict=True)}
+        try:
+            theirs = _run_layers(recorder, layers, device, "eager")
+            for i, layer in layers.items():
+                layer.forward = _make_layer(layer, specs[i], recorder)
+            _compare_results(model, _run_layers(recorder, layers, device, ATTENTION), theirs, where)
+            return
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, ConfigError):
+                raise
+            if is_small and any(shrunk for _, shrunk in copies):
+                continue
+            raise refusal(model, f"does not run {where} ({type(error).__name__}: {error})") from error
+
+
+def _make_layer(layer: nn.Module, spec: LayerSpec, recorder: Recorder) -> Any:
+    """The general layer on one rank, in two tiles."""
+    groups, table = (LoopbackGroup(0, 1), LoopbackGroup(0, 1)), head_table(spec.num_heads, spec.num_kv_heads, 1, None)
+    layout = Layout(tile_tokens=PROBE_CUT, kernel="reference")
+    inputs = *groups, table, Store(), layout, ActivationPolicy()
+    return LAYERS[spec.mixer]("probe", layer, spec, *inputs, batch=recorder.batch)
+
+
+def _run_layers(
+    recorder: Recorder, layers: dict[int, nn.Module], device: torch.device, attention: str
+) -> dict[str, Tensor | None]:
+    """Run the recorder's model with some layers; return its output and the gradients of all trained parameters and of
+    the embeddings, by name."""
+    base, batch, recorded, num_tokens = recorder.base, recorder.batch, recorder.base.layers, LENGTHS[0]
+    embeddings = [module for module in base.modules() if isinstance(module, nn.Embedding)]
+    recorder.config._attn_implementation = attention
+    batch.num_positions, batch.docs = num_tokens, Docs((0, num_tokens))
+    base.layers = nn.ModuleList(layers.get(i, layer) for i, layer in enumerate(recorded))
+    try:
+        base.to(device)
+        for module in embeddings:
+            module.weight.requires_grad_()
+        params = {name: param for name, param in base.named_parameters() if param.requires_grad}
+        inputs = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in recorder.inputs(num_tokens).items()}
+        with torch.enable_grad(), ExitStack() as stack:
+            for mixer in filter(None, map(DeltaMixer.find, layers.values() if attention == "eager" else ())):
+                stack.enter_context(mixer.in_plain_torch())
+            y = base(**inputs).last_hidden_state
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float32).to(device)
+        grads = torch.autograd.grad(y, list(params.values()), dy, allow_unused=True)
+        named = {f"gradient of {name}": grad for name, grad in zip(params, grads, strict=True)}
+        return {"output": y.detach(), **named}
+    finally:
+        base.layers, batch.docs = recorded, None
+        for module in embeddings:
+            module.weight.requires_grad_(False)
+        base.to("cpu")

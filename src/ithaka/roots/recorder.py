@@ -1,0 +1,329 @@
+"""Record the arguments that a model passes to each of its layers, from a copy of the model without its layers; read the
+attention call of a layer; shrink a layer."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+
+from ithaka.blocks.experts import is_expert_module
+from ithaka.config import ConfigError
+from ithaka.layer.general import BatchState
+from ithaka.layer.mixers import DeltaCall, DeltaSpec
+from ithaka.layer.runs import ATTENTION, AttentionCall, LayerSpec, PlaceholderMask
+from ithaka.roots.families import find_decoder, has_encoder
+from ithaka.roots.rotary import ExactRotary, rotary_modules
+
+LENGTHS = (24, 17)  # tokens of the two recorded calls
+SMALL_VOCABULARY = 16  # token ids in the recorded calls; the copy keeps their embeddings only
+FEW_EXPERTS, SMALL_WIDTH = 32, 32  # in a small copy of a layer; the width is that of an expert or MLP
+FAR_POSITION = 10_000_000
+# Options of an attention call that change nothing, or that every model passes along.
+IGNORED_OPTIONS = ("position_ids", "cache_position", "use_cache", "output_router_logits")
+COMPUTED_OPTIONS = ("scaling", "sliding_window", "s_aux", "softcap", "use_qk_l2norm_in_kernel", "chunk_size")
+
+
+def refusal(model: PreTrainedModel, problem: str) -> ConfigError:
+    return ConfigError(
+        f"model_type={model.config.model_type} {problem}, so its layers cannot be split over tokens exactly; use a "
+        "decoder whose layers mix tokens only through transformers' attention interface or the gated delta rule"
+    )
+
+
+def copy_config(config: Any) -> Any:
+    """Copy a configuration and select our attention. Router logits are off: the layers record them (layer/runs.py)."""
+    own = copy.deepcopy(config)
+    own._attn_implementation = ATTENTION
+    if hasattr(own, "output_router_logits"):
+        own.output_router_logits = False
+    return own
+
+
+class _RecordedLayer(nn.Module):
+    """Takes the place of a layer, records its arguments and returns its input."""
+
+    num_outputs: int | None = None  # length of the tuple that the layer returns; None: a tensor
+
+    def __init__(self, layer: nn.Module, calls: list[Any]) -> None:
+        super().__init__()
+        self.__dict__["_recorded"] = (layer, calls)  # not a submodule
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_modules", "_parameters", "_buffers"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["_recorded"][0], name)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__["_recorded"][1].append((x, args, kwargs))
+        return x if self.num_outputs is None else (x, *[None] * (self.num_outputs - 1))
+
+
+class Recorder:
+    """A copy of the model without its layers, on the CPU, with random parameters and a small vocabulary."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.config, self.batch = model, copy_config(find_decoder(model).config), BatchState()
+        self.calls: list[Any] = []
+        base = find_decoder(model)
+        layers = base.layers
+        self.memo = {id(param): param for param in model.parameters()} | {id(base.config): self.config}
+        base.layers = nn.ModuleList(_RecordedLayer(layer, self.calls) for layer in layers)
+        try:
+            self.base = copy.deepcopy(base, self.memo | {id(m): m for m in base.layers})
+        finally:
+            base.layers = layers
+        for module in self.base.modules():
+            if isinstance(module, nn.Embedding):
+                module.weight = nn.Parameter(module.weight[:SMALL_VOCABULARY], requires_grad=False)
+                module.padding_idx = None
+        randomize(self.base, torch.device("cpu"))
+        for module in rotary_modules(self.base):
+            base._init_weights(module)
+            module.forward = ExactRotary(module, self.batch)
+
+    def call(self, length: int, first: int = 0, attention: str = ATTENTION, end: int = 0) -> list[Any]:
+        """Return the input and arguments of each layer, for `length` tokens from position `first` on."""
+        self.calls.clear()
+        self.config._attn_implementation = attention
+        self.batch.num_positions = end or first + length
+        num_layers = len(find_decoder(self.model).layers)
+        try:
+            with torch.no_grad():
+                self.output = self.base(**self.inputs(length, first)).last_hidden_state
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise refusal(self.model, f"does not run without its layers ({type(error).__name__}: {error})") from error
+        if len(self.calls) != num_layers:
+            raise refusal(self.model, f"calls {len(self.calls)} layers, but has {num_layers}")
+        return list(self.calls)
+
+    def inputs(self, length: int, first: int = 0) -> dict[str, Any]:
+        """The arguments of a call of `base`."""
+        ids = (torch.arange(first, first + length) % SMALL_VOCABULARY)[None]
+        positions = torch.arange(first, first + length)[None]
+        if has_encoder(self.model):
+            positions = positions.expand(3, 1, -1)
+        return {"input_ids": ids, "position_ids": positions, "use_cache": False}
+
+    def find_norm(self, base: nn.Module) -> nn.Module | None:
+        """Return the child of `base` that maps the last layer's output to that of `base`, such as the final norm. None
+        if there is no such module, or if it is called for anything else."""
+        results: list[tuple[str, Any, Any]] = []
+        hooks = [
+            child.register_forward_hook(lambda m, args, out, name=name: results.append((name, args, out)))
+            for name, child in self.base.named_children()
+        ]
+        last = self.call(LENGTHS[0])[-1][0]
+        for hook in hooks:
+            hook.remove()
+        names = [name for name, *_ in results]
+        for name, args, out in results[-1:]:
+            if out is self.output and len(args) == 1 and args[0] is last and names.count(name) == 1:
+                return base.get_submodule(name)
+        return None
+
+
+def randomize(module: nn.Module, device: torch.device, seed: int = 0) -> None:
+    """Replace all parameters, and buffers on the meta device, by random fp32 values on `device`."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(t: Tensor) -> Tensor:
+        values = torch.empty(t.shape, dtype=torch.float32, device=device).uniform_(-1, 1, generator=generator)
+        return 1 + 0.2 * values if t.dim() < 2 else values.mul_((3 / t.shape[-1]) ** 0.5)
+
+    drawn: dict[int, nn.Parameter] = {}
+    for submodule in module.modules():
+        for name, param in submodule._parameters.items():
+            if param is not None and id(param) not in drawn:
+                drawn[id(param)] = nn.Parameter(draw(param), param.requires_grad)
+            submodule._parameters[name] = None if param is None else drawn[id(param)]
+        for name, buffer in submodule._buffers.items():
+            if buffer is None:
+                continue
+            random = draw(buffer) if buffer.is_floating_point() else torch.zeros_like(buffer, device=device)
+            submodule._buffers[name] = random if buffer.is_meta else buffer.to(device)
+
+
+def token_dims(model: PreTrainedModel, name: str, long: Any, short: Any) -> tuple[int | None, ...]:
+    """For each leaf of a layer's arguments, return the dim of its tokens; None if it has none. `long` and `short` are
+    recorded calls of LENGTHS tokens."""
+    (leaves, tree_spec), (others, other_spec) = (pytree.tree_flatten(call[1:]) for call in (long, short))
+    if tree_spec != other_spec:
+        raise refusal(model, f"passes different arguments to {name} for different lengths")
+    return tuple(_token_dim(model, name, *both) for both in zip(leaves, others, strict=True))
+
+
+def _token_dim(model: PreTrainedModel, name: str, long: Any, short: Any) -> int | None:
+    if not isinstance(long, Tensor):
+        return None
+    dims = [dim for dim, sizes in enumerate(zip(long.shape, short.shape, strict=True)) if sizes[0] != sizes[1]]
+    if len(dims) > 1 or any((long.shape[dim], short.shape[dim]) != LENGTHS for dim in dims):
+        raise refusal(model, f"passes {name} a tensor of shape {tuple(long.shape)} for {LENGTHS[0]} tokens")
+    return dims[0] if dims else None
+
+
+# ---- the attention call and its mask
+
+
+def read_call(model: PreTrainedModel, name: str, call: AttentionCall | DeltaCall, mask: PlaceholderMask) -> LayerSpec:
+    """Return the spec of a layer's attention or delta rule. Raises ConfigError for options that we do not compute."""
+    options = call.options
+    for option, value in options.items():
+        known = option in (*IGNORED_OPTIONS, *COMPUTED_OPTIONS) or value is None or value is False
+        if not known and not (option == "dropout" and not value) and (option, value) != ("is_causal", True):
+            shown = "a tensor" if isinstance(value, Tensor) else value
+            raise refusal(model, f"passes {option}={shown} to the attention of {name}, which is not supported")
+    if isinstance(call, DeltaCall):
+        (_, J, K), (_, H, V) = call.inputs.k_sJK.shape, call.inputs.v_sHV.shape
+        delta = DeltaSpec(J, K, bool(options.get("use_qk_l2norm_in_kernel")), call.halo)
+        return LayerSpec(H, H, V, V, K**-0.5, delta=delta)
+    (num_heads, _, head_dim), (num_kv_heads, _, v_head_dim) = call.q_HtK.shape, call.v_GtV.shape
+    if v_head_dim > head_dim:
+        raise refusal(model, f"has heads of {head_dim} for q and {v_head_dim} for v in {name}")
+    scale, softcap = options.get("scaling"), options.get("softcap")
+    window, chunk = _read_mask(model, name, call, mask)
+    return LayerSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        scale=head_dim**-0.5 if scale is None else float(scale),
+        window=window,
+        chunk=chunk,
+        softcap=softcap,
+        has_sinks=options.get("s_aux") is not None,
+    )
+
+
+def _read_mask(
+    model: PreTrainedModel, name: str, call: AttentionCall, mask: PlaceholderMask
+) -> tuple[int | None, int | None]:
+    """Return (window, chunk): the candidate that equals the mask around every length in the configuration."""
+    window = call.options.get("sliding_window")
+    sizes = [size for size in (window, mask.local_size) if size is not None]
+    lengths = sorted({*sizes, *config_lengths(find_decoder(model).config)})
+    rows, keys = _boundary_pairs(lengths)
+    zeros = torch.zeros_like(rows)
+    try:
+        visible = mask.function(zeros, zeros, rows, keys)
+    except Exception as error:
+        problem = f"has a mask in {name} that depends on more than positions ({type(error).__name__}: {error})"
+        raise refusal(model, problem) from error
+    for window, chunk in ((None, None), *((size, None) for size in sizes), *((None, size) for size in sizes)):
+        if torch.equal(visible.expand(rows.shape), attends_to(rows, keys, window, chunk)):
+            if call.options.get("sliding_window") not in (None, window):
+                break
+            return window, chunk
+    raise refusal(
+        model,
+        f"has a mask in {name} that is neither causal nor a causal window or chunk of {sizes or 'any size'} tokens",
+    )
+
+
+def attends_to(rows: Tensor, keys: Tensor, window: int | None, chunk: int | None) -> Tensor:
+    visible = keys <= rows
+    if window is not None:
+        visible = visible & (keys > rows - window)
+    return visible if chunk is None else visible & (rows // chunk == keys // chunk)
+
+
+def config_lengths(config: Any) -> set[int]:
+    """Return every number in the configuration that may be a number of tokens."""
+    values = pytree.tree_leaves(config.to_dict())
+    return {int(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool) and 1 < v <= FAR_POSITION}
+
+
+def _boundary_pairs(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return rows and keys of query-key pairs around 0, every length and its multiples, and FAR_POSITION."""
+    edges = {0, FAR_POSITION, *(m * length for length in lengths for m in (1, 2, 3))}
+    rows = sorted({edge + d for edge in edges for d in (-1, 0, 1) if edge + d >= 0})
+    pairs = set()
+    for row in rows:
+        near = {row + d for d in (-2, -1, 0, 1)} | {row - length + d for length in lengths for d in (-1, 0, 1)}
+        chunks = {row // length * length + d for length in lengths for d in (-1, 0, 1)}
+        pairs |= {(row, key) for key in near | chunks | {0, 1} if key >= 0}
+    rows_p, keys_p = zip(*sorted(pairs), strict=True)
+    return torch.tensor(rows_p), torch.tensor(keys_p)
+
+
+# ---- small copies of layers
+
+
+def shrink(layer: nn.Module) -> bool:
+    """Replace experts and MLPs whose structure is known by few and narrow ones, without values; `randomize` draws them.
+    Return whether anything changed."""
+    sizes = [param.shape for param in layer.parameters()]
+    for module in list(layer.modules()):
+        for child in module.children():
+            if is_expert_module(child) and not is_expert_module(module):  # not inside one of PEFT's wrappers
+                _shrink_experts(module, child)
+        if type(getattr(module, "down_proj", None)) is nn.Linear:
+            _shrink_mlp(module)
+    return sizes != [param.shape for param in layer.parameters()]
+
+
+def _shrink_experts(block: nn.Module, experts: Any) -> None:
+    """`block`: the module that has the router, too."""
+    adapters: dict[str, Any] = {}
+    while hasattr(experts, "parameter_name"):
+        adapters[experts.parameter_name], experts = experts, experts.base_layer
+    num_experts, few = experts.num_experts, min(experts.num_experts, FEW_EXPERTS)
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+    dims = {up: 2, "down_proj": 1} if experts.is_transposed else {up: 1, "down_proj": 2}
+    width = experts.down_proj.shape[dims["down_proj"]]
+    lora: set[nn.Module] = set()
+    for name, dim in dims.items():
+        old = getattr(experts, name).shape[dim]
+        new = old // width * min(width, SMALL_WIDTH)
+        _resize(experts, name, {dim: new})
+        if name == up and getattr(experts, f"{up}_bias", None) is not None:
+            _resize(experts, f"{up}_bias", {1: new})
+        for a, b in zip(*_adapters_of(adapters.get(name)), strict=True):
+            lora |= {a, b}
+            num_rows = a.weight.shape[0] // num_experts * few
+            _resize(a, "weight", {0: num_rows} | ({1: new} if name == "down_proj" else {}))
+            _resize(b, "weight", {1: num_rows} | ({0: new} if name == up else {}))
+    for module in block.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and module not in lora:
+                sizes = tensor.shape[:1] if module is experts else tensor.shape  # their widths may be equal
+                _resize(module, name, {dim: few for dim, size in enumerate(sizes) if size == num_experts})
+        vars(module).update({key: few for key, value in vars(module).items() if _is_count(value, num_experts)})
+
+
+def _adapters_of(wrapper: Any) -> tuple[list[Any], list[Any]]:
+    return ([], []) if wrapper is None else ([*wrapper.lora_A.values()], [*wrapper.lora_B.values()])
+
+
+def _is_count(value: Any, count: int) -> bool:
+    return type(value) is int and value == count
+
+
+def _shrink_mlp(mlp: Any) -> None:
+    others = [getattr(mlp, name) for name in ("gate_proj", "up_proj", "gate_up_proj") if hasattr(mlp, name)]
+    width, new = mlp.down_proj.in_features, min(mlp.down_proj.in_features, SMALL_WIDTH)
+    if not all(type(linear) is nn.Linear and linear.out_features % width == 0 for linear in others):
+        return
+    _resize(mlp.down_proj, "weight", {1: new})
+    mlp.down_proj.in_features = new
+    for linear in others:
+        linear.out_features = linear.out_features // width * new
+        for name in ("weight", *(["bias"] if linear.bias is not None else [])):
+            _resize(linear, name, {0: linear.out_features})
+
+
+def _resize(module: nn.Module, name: str, sizes: dict[int, int]) -> None:
+    """Give a parameter other sizes in some dims, and no values; of a buffer, keep the first entries."""
+    if (param := module._parameters.get(name)) is not None:
+        shape = [sizes.get(dim, size) for dim, size in enumerate(param.shape)]
+        empty = torch.empty(shape, dtype=param.dtype, device="meta")
+        module._parameters[name] = nn.Parameter(empty, param.requires_grad)
+        return
+    for dim, size in sizes.items():
+        buffer = module._buffers[name]
+        module._buffers[name] = None if buffer is None else buffer.narrow(dim, 0, size)

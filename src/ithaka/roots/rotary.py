@@ -1,0 +1,80 @@
+"""Rotary embeddings of any model, exact at every position, and the same on all ranks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ithaka.blocks.tiles import sum_dtype
+from ithaka.layer.general import BatchState
+
+
+def rotary_modules(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if any(name.endswith("inv_freq") for name in m._buffers)]
+
+
+class _FloatIsDouble(TorchFunctionMode):
+    """Turns conversions of tensors to fp32 into conversions to fp64."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (torch.Tensor.float, torch.Tensor.to):
+            function = torch.Tensor.double if function is torch.Tensor.float else function
+            args, kwargs = pytree.tree_map_only(torch.dtype, _widen_float32, (args, kwargs))
+        return function(*args, **(kwargs or {}))
+
+
+def _widen_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float32 else dtype
+
+
+class ExactRotary:
+    """Replaces the forward of a rotary embedding: its angles are computed in fp64, so they are exact at any position.
+
+    Frequencies that depend on the longest position (longrope, dynamic) are those of the longest in the global batch:
+    it is passed as one more token, whose result is dropped.
+    """
+
+    def __init__(self, module: nn.Module, batch: BatchState) -> None:
+        self.module, self.batch = module, batch
+        types = getattr(module, "rope_type", "default")
+        types = set(types.values()) if isinstance(types, dict) else {types}
+        self.depends_on_length = bool(types & {"longrope", "dynamic"})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, tree_spec = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
+        positions = next((t for t in tensors if not t.is_floating_point()), None)
+        extra = int(self.depends_on_length and positions is not None)
+        if extra:
+            self._update_frequencies(leaves, tree_spec)
+        args, kwargs = pytree.tree_unflatten([self._convert(leaf, extra) for leaf in leaves], tree_spec)
+        with _FloatIsDouble():
+            result = type(self.module).forward(self.module, *args, **kwargs)
+
+        def convert(t: Tensor) -> Tensor:
+            t = t.narrow(min(positions.dim() - 1, 1), 0, positions.shape[-1]) if extra and positions is not None else t
+            wide = sum_dtype(dtype)
+            return t.to(wide.to_complex() if t.is_complex() else wide)
+
+        return pytree.tree_map_only(Tensor, convert, result)
+
+    def _update_frequencies(self, leaves: list[Any], tree_spec: Any) -> None:
+        """Let the module compute and store the frequencies for the longest position, in its own precision."""
+        integers = [isinstance(leaf, Tensor) and not leaf.is_floating_point() for leaf in leaves]
+        longest = [
+            leaf.new_full((*leaf.shape[:-1], 1), self.batch.num_positions - 1) if is_integer else leaf
+            for leaf, is_integer in zip(leaves, integers, strict=True)
+        ]
+        args, kwargs = pytree.tree_unflatten(longest, tree_spec)
+        type(self.module).forward(self.module, *args, **kwargs)
+
+    def _convert(self, leaf: Any, extra: int) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.is_floating_point():  # only its dtype and device matter
+            return torch.empty((), dtype=torch.float64, device=leaf.device).expand(leaf.shape)
+        longest = leaf.new_full((*leaf.shape[:-1], extra), self.batch.num_positions - 1)
+        return torch.cat([leaf, longest], dim=-1)

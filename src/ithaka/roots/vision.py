@@ -1,0 +1,472 @@
+"""Images and videos of vision-language models, up to the input of the language model.
+
+An image is one frame. The encoder attends within frames, so the ranks of a cp group divide frames among themselves.
+Each rank encodes its frames in tiles, and one all-to-all sends the features to the ranks that have their tokens. Each
+rank embeds only its own tokens: no rank has the embeddings of the full sequence.
+
+Shapes: P patches; N features of all frames, M of them sent by this rank, n at this rank's tokens; f frames; others as
+in inputs/batch.py.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from ithaka.blocks.tiles import GradSum
+from ithaka.comm.exchange import start_uneven_all_to_all
+from ithaka.comm.mesh import Mesh
+from ithaka.inputs.batch import MEDIA, OwnPixels, Share, divide_frames, select_own_tokens, split_positions, to_integers
+from ithaka.inputs.calls import CallChecker, CheckedCall
+from ithaka.ops.fourbit import packed_weights, unpacked
+from ithaka.phases import mark_backward, phase
+from ithaka.plan.shape import FRAME_PATCHES, PATCHES_PER_TILE
+from ithaka.roots.families import find_decoder
+from ithaka.sharding.tokens import TokenSharding
+
+ARGUMENTS = (*(name for names in MEDIA.values() for name in names), "mm_token_type_ids", "second_per_grid_ts")
+
+
+class Media:
+    """This rank's part of a call's images and videos."""
+
+    is_used = False  # whether any rank has images in this call, so that all must run the encoder
+
+    def __init__(self, pixels_PC: Tensor, grids_f3: Tensor, route: "Route") -> None:
+        self.pixels_PC, self.grids_f3, self.route = pixels_PC, grids_f3, route
+
+    def take_pixels(self) -> Tensor:
+        """Return the pixels and drop the reference to them, because the encoder makes a cast copy."""
+        pixels_PC, self.pixels_PC = self.pixels_PC, self.pixels_PC[:0]
+        return pixels_PC
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which features a rank sends to which ranks, and the tokens that get the features it receives."""
+
+    sent_M: Tensor | None  # indices of this rank's features, grouped by receiver; None: all, in order
+    num_sent: list[int]  # by receiver
+    num_received: list[int]  # by sender
+    order_n: Tensor | None  # permutes received features to the order of tokens; None: already in order
+    rows_n: Tensor  # this rank's image tokens
+
+
+# ---- a call
+
+
+class VisionChecker(CallChecker):
+    """Turns the user's arguments, with images, videos and 3-D positions, into a `CheckedCall`."""
+
+    def _read_call(self, model: Any, named: dict[str, Any]) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
+        given = {name: named[name] for name in ARGUMENTS if name in self.names and named.get(name) is not None}
+        named = {name: value for name, value in named.items() if name not in given}
+        text_positions, axes_3BN = split_positions(named.pop("position_ids", None))
+        if text_positions is not None:
+            named["position_ids"] = text_positions
+        (share, shape, *others), counts, fingerprint = super()._read_call(model, named)
+        if self.mesh.world_size > 1:
+            fingerprint |= dict.fromkeys(ARGUMENTS, "not passed") | {k: _describe(v) for k, v in given.items()}
+            fingerprint["position_ids"] += "" if axes_3BN is None else _describe(axes_3BN)
+        ids_S = to_integers("input_ids", named["input_ids"]).reshape(-1)
+        frames = _Frames(model, given, ids_S)
+        axes_3S = None if axes_3BN is None else to_integers("position_ids", axes_3BN)
+        if axes_3S is not None:
+            if axes_3S.shape != (3, *shape):
+                rule = f"pass [3, {shape[0]}, {shape[1]}], or [4, {shape[0]}, {shape[1]}] with the text positions first"
+                raise ValueError(f"position_ids has 3-D positions of shape {tuple(axes_3S.shape)}; {rule}")
+            axes_3S = axes_3S.flatten(1)
+        elif frames.num_frames and text_positions is None:
+            if share.docs.parents:
+                raise ValueError("position_ids is missing; with parents and images, pass [4, batch, tokens]")
+            axes_3S = _compute_positions(model, frames, ids_S, share.docs.starts)
+        if axes_3S is None:
+            positions_3s = share.positions_s.expand(3, -1)
+        else:
+            positions_3s = select_own_tokens(axes_3S.t(), self.mesh, share.docs.sharding, 0).t().to(self.mesh.device)
+            counts = counts[0], 1 + int(axes_3S.max()), *counts[2:]
+        media = frames.shard(share, self.mesh)
+        share = replace(share, positions_s=positions_3s)
+        return (share, shape, *others, media), (*counts[:2], frames.num_frames), fingerprint
+
+    def _make_call(self, named: dict[str, Any], inputs: Any, *totals: int) -> Any:
+        *inputs, media = inputs
+        media.is_used = totals[2] > 0
+        return replace(super()._make_call(named, inputs, *totals), media=media)
+
+
+def _describe(tensor: Any) -> str:
+    """Return the shape and a hash of a tensor. Of a large tensor, only evenly spaced values are hashed."""
+    if isinstance(tensor, OwnPixels):
+        return f"shape {tensor.shape} of {tensor.name}"
+    flat = torch.as_tensor(tensor).detach().reshape(-1)
+    values: Any = flat[:: 1 + len(flat) // 2**16].cpu().double().numpy()
+    return f"shape {tuple(torch.as_tensor(tensor).shape)} with hash {hashlib.sha1(values).hexdigest()[:16]}"
+
+
+class _Frames:
+    """The frames of a call's images, then of its videos, equal on all ranks of a cp group."""
+
+    def __init__(self, model: Any, given: dict[str, Any], ids_S: Tensor) -> None:
+        config = model.config
+        self.merged = config.vision_config.spatial_merge_size**2  # patches per feature
+        self.given, self.grids, self.pixels = given, dict[str, Tensor](), list[Any]()
+        self.features_S = torch.full_like(ids_S, -1)  # the feature at each token
+        self.types_S = torch.zeros_like(ids_S)
+        grids: list[Tensor] = []
+        for index, (kind, names) in enumerate(MEDIA.items(), 1):
+            at_S = ids_S == getattr(config, f"{kind}_token_id")
+            grid, pixels = self._read(kind, names, int(at_S.sum()), model)
+            first = self.num_features(grids)
+            self.features_S[at_S] = first + torch.arange(int(at_S.sum()))
+            self.types_S[at_S] = index
+            if grid is not None and pixels is not None:
+                self.grids[kind] = grid
+                self.pixels.append(pixels)
+                grids += [F.pad(grid[:, 1:].repeat_interleave(grid[:, 0], dim=0), (1, 0), value=1)]
+        self.grids_f3 = torch.cat(grids) if grids else torch.zeros(0, 3, dtype=torch.long)
+        self.num_frames = len(self.grids_f3)
+        types = given.get("mm_token_type_ids")
+        if types is not None and not torch.equal(to_integers("mm_token_type_ids", types).reshape(-1), self.types_S):
+            rule = "use 1 at image tokens, 2 at video tokens and 0 elsewhere, or leave it out"
+            raise ValueError(f"mm_token_type_ids differs from the kinds of tokens in input_ids; {rule}")
+
+    def num_features(self, grids: Sequence[Tensor]) -> int:
+        return sum(int(grid.prod(1).sum()) for grid in grids) // self.merged
+
+    def _read(self, kind: str, names: tuple[str, str], num_tokens: int, model: Any) -> tuple[Any, Any]:
+        pixels, grid = map(self.given.get, names)
+        if (pixels is None) != (grid is None):
+            raise TypeError(f"{names[pixels is not None]} is missing; pass {names[0]} and {names[1]} together")
+        if pixels is None or grid is None:
+            if num_tokens:
+                raise ValueError(f"input_ids has {num_tokens} {kind} tokens; pass {names[0]} and {names[1]}")
+            return None, None
+        grid, size = to_integers(names[1], grid), model.model.visual.config
+        num_values = size.in_channels * size.temporal_patch_size * size.patch_size**2
+        if grid.dim() != 2 or grid.shape[1] != 3 or (grid < 1).any() or (grid[:, 1:] % size.spatial_merge_size).any():
+            rule = f"pass rows of time, height and width in patches, multiples of {size.spatial_merge_size}"
+            raise ValueError(f"{names[1]} has shape {tuple(grid.shape)} or bad values; {rule}")
+        if not isinstance(pixels, Tensor | OwnPixels) or pixels.shape != (
+            wanted := (int(grid.prod(1).sum()), num_values)
+        ):
+            shape = tuple(pixels.shape) if hasattr(pixels, "shape") else type(pixels).__name__
+            raise ValueError(f"{names[0]} has shape {shape}; {names[1]} needs {wanted}")
+        if num_tokens != self.num_features([grid]):
+            rule = f"{names[1]} has {self.num_features([grid])} features, but input_ids {num_tokens} {kind} tokens"
+            raise ValueError(f"{rule}; use the processor of the model, without truncation")
+        return grid, pixels
+
+    def shard(self, share: Share, mesh: Mesh) -> Media:
+        """Return this rank's frames, with about as many patches as on other ranks, and the routes of all features."""
+        patches_f = self.grids_f3.prod(1)
+        cuts = divide_frames(patches_f, mesh.cp_size)
+        bounds = F.pad(patches_f.cumsum(0), (1, 0))[cuts]  # in patches, by rank
+        first, last = bounds[mesh.cp_rank : mesh.cp_rank + 2].tolist()
+        parts = []
+        for pixels in self.pixels:
+            parts.append(pixels[max(first, 0) : max(last, 0)].to(mesh.device))
+            first, last = first - pixels.shape[0], last - pixels.shape[0]
+        pixels_PC = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else torch.zeros(0, 1, device=mesh.device)
+        grids_f3 = self.grids_f3[cuts[mesh.cp_rank] : cuts[mesh.cp_rank + 1]]
+        features_cs = _by_rank(self.features_S, share.docs.sharding, mesh.cp_size)
+        return Media(pixels_PC, grids_f3, make_route(features_cs, bounds // self.merged, mesh))
+
+
+def _by_rank(flat_S: Tensor, sharding: TokenSharding, num_ranks: int) -> Tensor:
+    """Return the values at the tokens of each rank, [cp, s]; -1 at padding."""
+    padded = F.pad(flat_S, (0, sharding.num_tokens - len(flat_S)), value=-1)
+    chunks = [padded[start : start + length] for runs in sharding.members for start, length in runs]
+    return torch.cat(chunks).view(num_ranks, -1)
+
+
+def make_route(features_cs: Tensor, bounds: Tensor, mesh: Mesh) -> Route:
+    """Make this rank's route. `features_cs`: the feature at each token of each rank, or -1. Rank r encodes features
+    [bounds[r], bounds[r + 1])."""
+    rank, device = mesh.cp_rank, mesh.device
+    wanted = [features_s[features_s >= 0] for features_s in features_cs]
+    senders = [torch.searchsorted(bounds, features_n, right=True) - 1 for features_n in wanted]
+    sent = [f[s == rank] - bounds[rank] for f, s in zip(wanted, senders, strict=True)]
+    # Features arrive ordered by sender, then by token.
+    order_n = senders[rank].argsort(stable=True).argsort()
+    num_received = senders[rank].bincount(minlength=len(wanted)).tolist()
+    rows_n = (features_cs[rank] >= 0).nonzero()[:, 0]
+    indices = [
+        None if torch.equal(t, torch.arange(size)) else t.to(device)
+        for t, size in ((torch.cat(sent), int(bounds[rank + 1] - bounds[rank])), (order_n, len(order_n)))
+    ]
+    return Route(indices[0], [len(s) for s in sent], num_received, indices[1], rows_n.to(device))
+
+
+def _compute_positions(model: Any, frames: _Frames, ids_S: Tensor, starts: Sequence[int]) -> Tensor:
+    """Compute the model's 3-D positions, [3, S], document by document."""
+    positions, used, seconds = [], dict.fromkeys(frames.grids, 0), frames.given.get("second_per_grid_ts")
+    ends = {kind: (grid.prod(1) // frames.merged).cumsum(0) for kind, grid in frames.grids.items()}
+    counts = {kind: 0 for kind in frames.grids}
+    for start, stop in zip(starts, starts[1:], strict=False):
+        if start >= len(ids_S):
+            break  # padding
+        types, inputs = frames.types_S[start:stop], {}
+        for index, kind in enumerate(MEDIA, 1):
+            num_tokens = int((types == index).sum())
+            if not num_tokens:
+                continue
+            first, counts[kind] = used[kind], counts[kind] + num_tokens
+            used[kind] = int(torch.searchsorted(ends[kind], counts[kind])) + 1
+            if ends[kind][used[kind] - 1] != counts[kind]:
+                raise ValueError(f"a document ends within the tokens of {kind} {used[kind] - 1}; move document_ids")
+            inputs[MEDIA[kind][1]] = frames.grids[kind][first : used[kind]]
+            if kind == "video" and seconds is not None:
+                inputs["second_per_grid_ts"] = seconds[first : used[kind]]
+        if inputs:
+            found, _ = model.model.get_rope_index(ids_S[None, start:stop], mm_token_type_ids=types[None], **inputs)
+            positions.append(found[:, 0])
+        else:
+            positions.append(torch.arange(len(types)).expand(3, -1))
+    return torch.cat(positions, dim=1)
+
+
+def make_frames(model: Any, ids_1S: Tensor) -> dict[str, Any]:
+    """Return arguments for a row of images, as plans assume, with this rank's pixels. Overwrites `ids_1S` with image
+    tokens."""
+    vision, num_tokens = model.model.visual.config, ids_1S.shape[1]
+    merge, mesh = vision.spatial_merge_size, model.ithaka_mesh
+    side = math.isqrt(FRAME_PATCHES) // merge * merge
+    per_frame = side**2 // merge**2
+    grids = torch.tensor([[1, side, side]]).expand(num_tokens // per_frame, 3)
+    config, used = model.config, len(grids) * per_frame
+    ids_1S[ids_1S >= min(config.image_token_id, config.video_token_id)] = 0
+    ids_1S[:, :used] = config.image_token_id
+    cuts = divide_frames(grids.prod(1), mesh.cp_size)
+    num_own = int(cuts[mesh.cp_rank + 1] - cuts[mesh.cp_rank]) * side**2
+    part_PC = torch.randn(num_own, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
+    pixels = {"pixel_values": OwnPixels(part_PC, len(grids) * side**2, "random"), "image_grid_thw": grids}
+    return {"position_ids": torch.arange(num_tokens).expand(3, 1, -1), **(pixels if used else {})}
+
+
+# ---- the encoder
+
+
+def attach_encoder(model: PreTrainedModel) -> None:
+    """Make the encoder run in tiles, and the language model add features to this rank's rows."""
+    visual: Any = model.model.visual
+    for module in visual.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = False  # a tile recomputes all blocks
+    visual.patch_embed.forward = MethodType(_embed_patches, visual.patch_embed)
+    visual.forward = encoder = TiledEncoder(visual)
+    for block in visual.blocks:
+        block.attn.forward = FrameAttention(block.attn, encoder.find_lengths)
+    decoder: Any = find_decoder(model)
+    if hasattr(decoder, "_deepstack_process"):
+        decoder._deepstack_process = _AddToRows.apply
+
+
+def _embed_patches(module: Any, pixels_PC: Tensor) -> Tensor:
+    """Embed patches with a matmul, which equals the convolution. cuDNN may be slow in 16 bits."""
+    weight = module.proj.weight.flatten(1)
+    return F.linear(pixels_PC.to(weight.dtype), weight, module.proj.bias)
+
+
+@dataclass(eq=False, repr=False)
+class FrameAttention:
+    """Replaces the forward of an encoder's attention, which calls a kernel per frame and syncs to read their lengths.
+    Here, frames of the same size share one call."""
+
+    attention: Any
+    find_lengths: Callable[[Any], list[int]]  # cumulative lengths -> lengths of frames or windows
+
+    def __call__(self, hidden_states: Tensor, cu_seqlens: Any, position_embeddings: Any = None, **_: Any) -> Tensor:
+        qkv_P3HK = self.attention.qkv(hidden_states).unflatten(-1, (3, self.attention.num_heads, -1))
+        qk_P2HK, v_P1HK = qkv_P3HK.split((2, 1), dim=1)
+        heads = *_Rotate.apply(qk_P2HK, *position_embeddings).unbind(1), v_P1HK[:, 0]
+        outs, start = [], 0
+        for length, group in groupby(self.find_lengths(cu_seqlens)):
+            start, first = start + length * len(list(group)), start
+            frames = (t[first:start].unflatten(0, (-1, length)).transpose(1, 2) for t in heads)
+            outs.append(F.scaled_dot_product_attention(*frames).transpose(1, 2).flatten(0, 1))
+        out_PHK = torch.cat(outs) if len(outs) > 1 else outs[0]
+        return self.attention.proj(out_PHK.flatten(1))
+
+
+class _Rotate(torch.autograd.Function):
+    """Apply rotary embeddings to q and k in fp32, and round once. Keeps only cos and sin for backward."""
+
+    @staticmethod
+    def forward(ctx, x_P2HK, cos_PK, sin_PK):
+        half = cos_PK.shape[-1] // 2
+        ctx.angles = [t[:, None, None, :half].float() for t in (cos_PK, sin_PK)]
+        return _rotate(x_P2HK, *ctx.angles)
+
+    @staticmethod
+    def backward(ctx, dout_P2HK):
+        cos, sin = ctx.angles
+        return _rotate(dout_P2HK, cos, -sin), None, None
+
+
+def _rotate(x_P2HK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    (a, b), out = x_P2HK.chunk(2, -1), torch.empty_like(x_P2HK)
+    half = a.shape[-1]
+    out[..., :half] = (a * cos).addcmul_(b, sin, value=-1)
+    out[..., half:] = (b * cos).addcmul_(a, sin)
+    return out
+
+
+class _AddToRows(torch.autograd.Function):
+    """Add features to some rows. Tensor.index_add would keep the features for backward."""
+
+    @staticmethod
+    def forward(ctx, x_1sD, rows_n, features_nD):
+        ctx.rows_n, ctx.dtype = rows_n, features_nD.dtype
+        return x_1sD.index_add(1, rows_n, features_nD[None].to(x_1sD.dtype))
+
+    @staticmethod
+    def backward(ctx, dout_1sD):
+        return dout_1sD, None, dout_1sD[0].index_select(0, ctx.rows_n).to(ctx.dtype)
+
+
+@dataclass(eq=False, repr=False)
+class TiledEncoder:
+    """Replaces the forward of an encoder: media -> features [M, D] for the embeddings and for each DeepStack layer.
+    Keeps only pixels for backward, which recomputes each tile."""
+
+    visual: Any
+
+    def __post_init__(self) -> None:
+        self.packed = list(packed_weights(self.visual).values())
+
+    def __call__(self, media: Media) -> tuple[Tensor, ...]:
+        params, grids_f3 = self.params(), media.grids_f3
+        pixels_PC = media.take_pixels().to(self.visual.patch_embed.proj.weight.dtype)
+        if params and torch.is_grad_enabled():
+            return _EncodeTiles.apply(self, pixels_PC, grids_f3, *params)
+        return self.encode(pixels_PC, grids_f3)
+
+    def params(self) -> list[nn.Parameter]:
+        return [param for param in self.visual.parameters() if param.requires_grad]
+
+    def tiles(self, grids_f3: Tensor) -> list[tuple[slice, slice, slice]]:
+        """Return the slices of frames, patches and features of each tile."""
+        config, ends = self.visual.config, [0, *grids_f3.prod(1).cumsum(0).tolist()]
+        tiles, first = [], 0
+        for last in range(1, len(ends)):
+            if last + 1 == len(ends) or ends[last + 1] - ends[first] > PATCHES_PER_TILE:
+                patches = slice(ends[first], ends[last])
+                unit = config.spatial_merge_size**2
+                features = slice(patches.start // unit, patches.stop // unit)
+                tiles.append((slice(first, last), patches, features))
+                first = last
+        return tiles
+
+    def encode(self, pixels_PC: Tensor, grids_f3: Tensor) -> tuple[Tensor, ...]:
+        config, weight = self.visual.config, next(self.visual.parameters())
+        num_outputs = 1 + len(getattr(config, "deepstack_visual_indexes", ()))
+        dim = getattr(config, "out_hidden_size", None) or config.hidden_size  # Qwen2-VL's name
+        num_features = int(grids_f3.prod(1).sum()) // config.spatial_merge_size**2
+        outs = tuple(weight.new_empty(num_features, dim) for _ in range(num_outputs))
+        with torch.no_grad(), unpacked(self.packed):
+            for frames, patches, features in self.tiles(grids_f3):
+                for out_MD, found in zip(outs, self.run(pixels_PC[patches], grids_f3[frames]), strict=True):
+                    out_MD[features] = found
+        return outs
+
+    def run(self, pixels_PC: Tensor, grids_f3: Tensor) -> list[Tensor]:
+        """Run the encoder's original forward on some frames."""
+        sizes, counts = torch.unique_consecutive(grids_f3[:, 1:], dim=0, return_counts=True)
+        videos = torch.cat([counts[:, None], sizes], dim=1)  # equal frames are one video: positions are computed once
+        self.lengths = {len(grids_f3) + 1: grids_f3.prod(1).tolist()}
+        out = type(self.visual).forward(self.visual, pixels_PC, grid_thw=videos.to(pixels_PC.device))
+        return [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
+
+    def find_lengths(self, starts: Tensor) -> list[int]:
+        """Return the lengths of frames, known on the host, or of windows, read from the device once per tile."""
+        if len(starts) not in self.lengths:
+            self.lengths[len(starts)] = starts.diff().tolist()
+        return self.lengths[len(starts)]
+
+
+class _EncodeTiles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, encoder, pixels_PC, grids_f3, *params):
+        ctx.encoder, ctx.inputs = encoder, (pixels_PC, grids_f3)
+        return encoder.encode(pixels_PC, grids_f3)
+
+    @staticmethod
+    def backward(ctx, *douts):
+        encoder, (pixels_PC, grids_f3), grads = ctx.encoder, ctx.inputs, GradSum()
+        params = encoder.params()
+        with phase("encoder backward"), unpacked(encoder.packed):
+            for frames, patches, features in encoder.tiles(grids_f3):
+                with torch.enable_grad():
+                    outs = encoder.run(pixels_PC[patches], grids_f3[frames])
+                tile_douts = [dout[features].to(out.dtype) for out, dout in zip(outs, douts, strict=True)]
+                found = torch.autograd.grad(outs, params, tile_douts, allow_unused=True)
+                for param, grad in zip(params, found, strict=True):
+                    grads.add(param, grad)
+        # A rank without frames returns zeros, because FSDP2 reduces every gradient on all ranks.
+        sums = [grads.take_rounded(param) for param in params]
+        filled = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(params, sums, strict=True)]
+        return None, None, None, *filled
+
+
+class _SendFeatures(torch.autograd.Function):
+    """Send each feature to the rank that has its token; backward sends the gradients back."""
+
+    @staticmethod
+    def forward(ctx, route, group, *features):
+        ctx.route, ctx.group = route, group
+        return tuple(_select(_send(_select(t, route.sent_M), route, group), route.order_n) for t in features)
+
+    @staticmethod
+    def backward(ctx, *dfeatures):
+        route, back = ctx.route, replace(ctx.route, num_sent=ctx.route.num_received, num_received=ctx.route.num_sent)
+        by_sender = [_scatter(d_nD.contiguous(), route.order_n) for d_nD in dfeatures]
+        return None, None, *(_scatter(_send(d, back, ctx.group), route.sent_M) for d in by_sender)
+
+
+def _send(t: Tensor, route: Route, group: dist.ProcessGroup) -> Tensor:
+    return start_uneven_all_to_all(t, route.num_sent, route.num_received, group).wait()
+
+
+def _select(t_nD: Tensor, indices_n: Tensor | None) -> Tensor:
+    return t_nD if indices_n is None else t_nD[indices_n]
+
+
+def _scatter(t_nD: Tensor, indices_n: Tensor | None) -> Tensor:
+    """The inverse of `_select`."""
+    return t_nD if indices_n is None else torch.empty_like(t_nD).index_copy_(0, indices_n, t_nD)
+
+
+class _TakenOnce(list):
+    """A list that drops an item when it is read, so that a layer's features are freed after the layer."""
+
+    def __getitem__(self, index: Any) -> Any:
+        item, self[index] = super().__getitem__(index), None
+        return item
+
+
+# ---- the language model's inputs
+
+
+def embed_tokens_and_media(model: PreTrainedModel, call: CheckedCall) -> dict[str, Any]:
+    """Return the arguments of the language model for this rank's tokens."""
+    media, share, inputs = call.media, call.share, {}
+    with phase("embedding"):
+        x_1sD = model.get_input_embeddings()(share.ids_s)[None]
+        if media.is_used:
+            features = model.model.visual(media)
+            features = _SendFeatures.apply(media.route, call.mesh.cp_group, *features)
+            x_1sD = _AddToRows.apply(x_1sD.index_fill(1, media.route.rows_n, 0), media.route.rows_n, features[0])
+            if len(features) > 1:
+                inputs = {"visual_pos_masks": media.route.rows_n, "deepstack_visual_embeds": _TakenOnce(features[1:])}
+        x_1sD = mark_backward(x_1sD, "embedding backward")
+    return inputs | {"inputs_embeds": x_1sD, "position_ids": share.positions_s[:, None]}

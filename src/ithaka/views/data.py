@@ -1,0 +1,241 @@
+"""`ithaka data`: statistics of the training data, sample sequences with trained tokens marked, and records.
+
+Reads the first round as a run would (all of a small dataset), with its cache in a temporary directory.
+"""
+
+import html
+import itertools
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ithaka.config import Config
+from ithaka.data.documents.records import SIDES
+from ithaka.data.open import check_data, describe_data, epoch_steps, measure_balance, open_data
+from ithaka.data.stream import TrainData
+from ithaka.data.tokenizer import load_tokenizer
+from ithaka.layer.loss import IGNORE_INDEX
+from ithaka.report.page import Markup, render_page, render_table
+from ithaka.run import launch
+from ithaka.run.resolve import model_shape
+from ithaka.views.record import Described, TextPiece, choose_records, describe_record, find_record, split_document
+
+TERMINAL_LIMITS, PAGE_LIMITS = (2, 4, 240), (4, 8, 800)  # sequences, documents per sequence, tokens per document
+
+
+class DataView(NamedTuple):
+    figures: dict[str, Any]  # the --json output
+    summary: dict[str, str]  # text by topic
+    sequences: Sequence[Described] = ()  # document by document
+    records: Sequence[Described] = ()  # turn by turn
+
+
+def build_data_view(
+    config: Config, limits: tuple[int, int, int], with_records: bool, report: Callable[[float], None]
+) -> DataView:
+    """Read, pack and summarize the data. `report` gets the fraction read. Raises ConfigError as a run would."""
+    check_data(config.data, model_shape(config).vocab, config.model.path)
+    train, ranks = config.train, config.parallel.ranks
+    num_ranks = launch.decide_ranks(ranks, launch.num_gpus()) if ranks == "auto" else ranks  # only to divide the batch
+    dp_size = max(1, num_ranks // config.parallel.cp_of(num_ranks))
+    tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.chat_template)
+    with tempfile.TemporaryDirectory(prefix="ithaka-") as cache_dir:
+        data = open_data(
+            config.data, tokenizer=tokenizer, seed=train.seed, dp_size=dp_size, batch=train.batch,
+            accumulate=train.micro_steps(dp_size), steps=train.steps if train.epochs is None else None,
+            cache_dir=Path(cache_dir),
+        )  # fmt: skip
+        data.stream.report = report
+        try:
+            global_batch = train.micro_steps(dp_size) * train.batch * dp_size
+            steps = train.steps if train.epochs is None else epoch_steps(data, train.epochs, global_batch)
+            summary = describe_data(data, steps * global_batch)
+            figures = compute_figures(data)
+            indices = np.linspace(0, figures["sequences"] - 1, limits[0]).round().astype(int)
+            sequences = [describe_sequence(data, i, *limits[1:]) for i in np.unique(indices).tolist()]
+        finally:
+            data.close()
+    share = f"{figures['tokens'] / max(figures['estimated_tokens'], 1):.1%} of the data"
+    read = "all of the data" if figures["complete"] else f"the first {figures['sequences']:,} sequences, about {share}"
+    _, _, stop = summary.pop("trained", "").partition(";")
+    summary["trained"] = f"{figures['trained_share']:.1%} of these tokens" + f";{stop}" * bool(stop)
+    del summary["first tokens"]
+    lengths = "documents of {shortest:,} to {longest:,} tokens, median {median:,.0f}".format(**figures["lengths"])
+    found = choose_records(config, tokenizer) if with_records else []
+    records = [each for record in found for each in describe_record(record, config, tokenizer)[0]]
+    return DataView(figures, {"read": read, **summary, "lengths": lengths}, sequences, records)
+
+
+def build_record_view(config: Config, number: int) -> DataView:
+    """Show the `number`-th record of each source: why each token is trained or not, and what is cut."""
+    tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.chat_template)
+    records: list[Described] = []
+    reasons = Counter[str]()
+    for record in find_record(config, tokenizer, number):
+        described, counts = describe_record(record, config, tokenizer)
+        records += described
+        reasons += counts
+    figures = {"tokens": reasons.total(), "reasons": reasons, "samples": [title for title, _ in records]}
+    return DataView(figures, {why: f"{count:,} tokens" for why, count in reasons.items()}, records=records)
+
+
+def compute_figures(data: TrainData) -> dict[str, Any]:
+    """Statistics of the first round. Skipped documents and the estimated total come from the shards it read."""
+    stream = data.stream
+    packed, documents = stream.current_round(), stream.documents
+    dropped = stream.num_long if stream.long.mode == "drop" else 0
+    packable = documents[documents["length"] <= stream.context] if dropped else documents
+    trained = np.zeros(len(stream.sources), np.int64)
+    for sequence in map(stream.get_sequence, range(len(packed))):
+        trained += np.bincount(sequence.source_ids()[sequence.labels() != IGNORE_INDEX], minlength=len(trained))
+    sources: list[dict[str, Any]] = []
+    complete = True
+    for i, source in enumerate(stream.sources):
+        lengths = packable["length"][packable["source"] == i]
+        _, estimated_tokens, is_complete = source.estimate_size(stream.cut)
+        figures = {
+            "files": len({part.file for shard in source.shards for part in shard.parts}),
+            "documents": len(lengths),
+            "tokens": stream.source_tokens[i],  # for long documents, the tokens of their pieces
+            "trained_tokens": int(trained[i]),
+            "estimated_tokens": estimated_tokens,
+        }
+        sources.append(
+            {"name": source.name, **figures, "skipped": source.count("skipped"), "notes": source.count("notes")}
+        )
+        complete &= is_complete and figures["tokens"] >= estimated_tokens
+    sums = {key: sum(source[key] for source in sources) for key in figures}
+    lengths = documents["length"]
+    powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
+    return {
+        "complete": complete,
+        **sums,
+        "trained_share": sums["trained_tokens"] / sums["tokens"],
+        "context": stream.context,
+        "sequences": len(packed),
+        "sequences_left_out": stream.num_left_out,  # no trained tokens
+        "pieces_left_out": stream.pieces_left_out,
+        "tokens_cut": stream.removed_tokens,
+        "packing_efficiency": packed.num_tokens / (len(packed) * stream.context),
+        "skipped": sum((source["skipped"] for source in sources), Counter[str]()),
+        "notes": sum((source["notes"] for source in sources), Counter[str]()),
+        "split": stream.num_long - dropped,
+        "dropped": dropped,
+        "lengths": {"shortest": int(lengths.min()), "median": float(np.median(lengths)), "longest": int(lengths.max())},
+        # Key 2^k counts documents with more than 2^(k-1) and at most 2^k tokens.
+        "histogram": {2**power: int((powers == power).sum()) for power in range(powers.min(), powers.max() + 1)},
+        "balance": measure_balance(data),
+        "sources": sources,
+    }
+
+
+def describe_sequence(data: TrainData, index: int, num_documents: int, num_tokens: int) -> tuple[str, list[Any]]:
+    sequence = data.stream.get_sequence(index)
+    ids, trained = sequence.ids, sequence.labels() != IGNORE_INDEX
+    edges = [*sequence.starts.tolist(), sequence.length]
+    labels = [""] * len(sequence.starts)
+    if data.stream.long.pairs and sequence.samples is not None and sequence.parents is not None:
+        labels = [f", {SIDES[sample % 2]}" for sample in sequence.samples.tolist()]
+        for parent in {*sequence.parents.tolist()} - {-1}:
+            labels[parent] = ", prompt of both answers"
+
+    def describe(what: str, low: int, high: int) -> str:
+        return f"{what}: {high - low:,} tokens, {trained[low:high].sum():,} trained"
+
+    documents: list[tuple[str, list[TextPiece]]] = []
+    for n, (low, high) in enumerate(itertools.islice(itertools.pairwise(edges), num_documents), 1):
+        source = f" of {data.source_names[sequence.sources[n - 1]]}" if len(data.source_names) > 1 else ""
+        own = ids[low:high].tolist(), trained[low:high]
+        pieces = split_document(data.cache.tokenizer, *own, num_tokens, has_images=bool(sequence.images))
+        documents.append((describe(f"document {n}{source}{labels[n - 1]}", low, high), pieces))
+    if num_more := len(edges) - 1 - len(documents):
+        documents.append((describe(f"{num_more:,} more documents", edges[len(documents)], edges[-1]), []))
+    total = len(edges) - 1
+    title = f"sequence {index + 1:,} of {len(data.stream.current_round()):,}, {total:,} document{'s' * (total > 1)}"
+    return f"{describe(title, 0, edges[-1])}, {len(ids) - edges[-1]:,} padding", documents
+
+
+def print_data(view: DataView, console: Console) -> None:
+    """Print the view. Without colors, brackets mark trained tokens and tool calls."""
+    uncolored = console.no_color or console.color_system is None
+    summary, lengths = Table.grid(padding=(0, 2)), Table.grid(padding=(0, 2))
+    for topic, text in view.summary.items():
+        summary.add_row(Text(topic), Text(text, overflow="fold"))
+    bins = {size: number for size, number in view.figures.get("histogram", {}).items() if number}
+    for up_to, number in bins.items():
+        bar = "█" * round(number / max(bins.values()) * min(24, console.width - 24)) or "▏"
+        cells = (Text(cell, justify="right") for cell in (f"up to {up_to:,}", f"{number:,}"))
+        lengths.add_row(*cells, Text(bar, "cyan"))
+    console.print(summary, Text(), *([lengths, Text()] if bins else []))
+    legend = [TextPiece("trained", [0], 0, True), TextPiece(", context only, ", [0], 0, False)]
+    legend += [TextPiece("cut", [0], 0, False, cut=True), TextPiece(", ", [0], 0, False)] if view.records else []
+    console.print(_style_pieces([*legend, TextPiece("tools", [0], 0, False, True)], uncolored))
+    for title, documents in (*view.records, *view.sequences):
+        console.print(Text(f"\n{title}", "bold"))
+        for document_title, pieces in documents:
+            console.print(Text(f"── {document_title}", "cyan"))
+            if pieces:
+                console.print(_style_pieces(pieces, uncolored))
+
+
+def _style_pieces(pieces: list[TextPiece], uncolored: bool) -> Text:
+    text = Text()
+    for (trained, cut), run in itertools.groupby(pieces, lambda piece: (piece.trained, piece.cut)):
+        opening, closing = ("«", "»") if trained else ("✂", "✂") if cut else ("", "")
+        text.append(opening * uncolored)
+        for (tool, has_tokens), group in itertools.groupby(run, lambda piece: (piece.tool, bool(piece.ids))):
+            content = "".join(piece.text for piece in group)
+            style = "bold green" if trained else "red strike" if cut else "dim" if has_tokens else "italic cyan"
+            content = content if has_tokens else "\n" * (not text.plain.endswith("\n")) + f"{content}\n"
+            text.append(f"⟦{content}⟧" if uncolored and tool else content, style + " underline" * tool)
+        text.append(closing * uncolored)
+    text.rstrip()
+    return text
+
+
+def render_data_page(view: DataView, heading: str) -> str:
+    """Render the view as a self-contained HTML page."""
+    bins = {size: number for size, number in view.figures.get("histogram", {}).items() if number}
+    parts = [render_table(list(view.summary.items()), css_class="facts")]
+    if bins:
+        bars = []
+        for up_to, number in bins.items():
+            style = f"width:{number / max(bins.values()):.1%};min-width:1px"
+            bars.append((up_to, number, Markup(f'<div style="{style}"></div>')))
+        parts += ["<h2>Lengths</h2>", render_table(bars, ("tokens, up to", "documents", ""), "bars")]
+    legend = "<p class=tokens><mark>trained</mark>, <span>context only</span>, {}<span class=tool>tools</span>"
+    hover = "; hover over a token for its id and position</p>"
+    if view.records:
+        parts.append(f"<h2>Records</h2>{legend.format('<s>cut</s>, ')}, <small>reason</small>{hover}")
+    for n, (title, turns) in enumerate(view.records):
+        body = "".join(itertools.starmap(_render_document, turns))
+        parts.append(f"<details{' open' * (n == 0)}><summary>{html.escape(title)}</summary>{body}</details>")
+    if view.sequences:
+        parts.append(f"<h2>Packed sequences</h2>{legend.format('')}{hover}")
+    for title, documents in view.sequences:
+        parts += [f"<h3>{html.escape(title)}</h3>", *itertools.starmap(_render_document, documents)]
+    return render_page(heading, "".join(parts))
+
+
+def _render_document(title: str, pieces: list[TextPiece]) -> str:
+    """Render the text, with a label where the reason changes."""
+    text = ""
+    for why, run in itertools.groupby(pieces, lambda piece: piece.why):
+        label, _, _ = why.rpartition(", ") if not why.startswith("cut") else (why, "", "")
+        text += f"<small>{html.escape(label)}</small>" * bool(why) + "".join(map(_render_piece, run))
+    return f"<p class=border>{html.escape(title)}</p>" + f"<pre class=tokens>{text}</pre>" * bool(pieces)
+
+
+def _render_piece(piece: TextPiece) -> str:
+    if not piece.ids:
+        return f"<em class=gap>{html.escape(piece.text)}</em>"
+    tag, kind = "mark" if piece.trained else "s" if piece.cut else "span", " class=tool" * piece.tool
+    title = f"id {' '.join(map(str, piece.ids))}, position {piece.position}" + f": {piece.why}" * bool(piece.why)
+    return f'<{tag}{kind} title="{html.escape(title)}">{html.escape(piece.text)}</{tag}>'

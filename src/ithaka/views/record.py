@@ -1,0 +1,259 @@
+"""Show records turn by turn: why each token is trained or not, and what is cut."""
+
+import collections
+import itertools
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ithaka.config import Config, ConfigError
+from ithaka.data.cache import TokenizedPart, tokenize
+from ithaka.data.documents.chat import SPAN_KINDS
+from ithaka.data.documents.files import find_files
+from ithaka.data.documents.read import make_shards
+from ithaka.data.documents.records import SIDES
+from ithaka.data.pack import Documents, LongDocuments, cut_documents, encode_turn
+from ithaka.data.tokenizer import Tokenizer
+
+# Tags that chat templates put around tool calls and results, and the start of a JSON call.
+TOOL_PATTERN = re.compile(
+    r'<[^<>\s]*tool[^<>\s]*>|\[/?\w*TOOL\w*\]|<\|(python_tag|call)\|>|{"name": "[^"]*", "(argu|para)me\w+":'
+)
+NUM_RECORDS, NUM_TURNS, NUM_TOKENS = 8, 24, 240  # shown: records, turns of each, tokens of each turn
+PROBED_RECORDS = 1000  # records per source to choose from
+NO_PIECE, UNTRAINED_PIECE = -1, -2
+CUT_REASONS = {
+    "end": "cut: before the last turns that fit",
+    "shorten_tools": "cut: the middle of a long tool output",
+    "drop": "cut: the conversation is longer than data.context",
+}
+
+
+class TextPiece(NamedTuple):
+    """Consecutive tokens that decode to complete characters, or belong to one image, starting at `position`."""
+
+    text: str
+    ids: list[int]  # an image's id once; empty for a note
+    position: int
+    trained: bool
+    tool: bool = False
+    why: str = ""  # why these tokens are trained or not
+    cut: bool = False  # whether no sequence has them
+
+
+Described = tuple[str, list[tuple[str, list[TextPiece]]]]  # a title, and the title and text of each part
+
+
+class Record(NamedTuple):
+    title: str
+    samples: list[TokenizedPart]  # several if reasoning is unrolled; two for a pair
+
+
+def find_record(config: Config, tokenizer: Tokenizer, number: int) -> list[Record]:
+    """Return record `number`, counted from 1, of each source that has that many."""
+    found, counts = [], []
+    for path, records in _read_sources(config, tokenizer, batch_chars=1):
+        numbered: Iterator[tuple[int, list[TokenizedPart]]] = enumerate(
+            itertools.islice(records, min(number, sys.maxsize)), 1
+        )
+        count, samples = collections.deque(itertools.chain([(0, [])], numbered), maxlen=1).pop()
+        counts.append(f"{count:,} in {path}")
+        found += [Record(f"record {number:,} of {path}", samples)] if count == number else []
+    if not found:
+        raise ConfigError(f"--record={number} is beyond the last record ({', '.join(counts)}); give a smaller number")
+    return found
+
+
+def choose_records(config: Config, tokenizer: Tokenizer) -> list[Record]:
+    """Choose among the first records of each source: the longest, one of each kind (unrolled, skipped), then others."""
+    chosen = []
+    sources = list(_read_sources(config, tokenizer))
+    for path, records in sources:
+        probed = list(itertools.islice(records, PROBED_RECORDS))
+        lengths = [sum(len(each.tokens) for each in samples) for samples in probed]
+        kinds = [samples[0].skip_reason or "unrolled" * (len(samples) > 1) for samples in probed]
+        first = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+        order = dict.fromkeys([0, int(np.argmax(lengths)), *first, *range(len(probed))] if probed else [])
+        indices = sorted(list(order)[: max(2, NUM_RECORDS // len(sources))])
+        chosen += [Record(f"record {i + 1:,} of {path}", probed[i]) for i in indices]
+    return chosen
+
+
+def _read_sources(
+    config: Config, tokenizer: Tokenizer, batch_chars: int | None = None
+) -> Iterator[tuple[Path | None, Iterator[list[TokenizedPart]]]]:
+    for source in config.data.all_sources():
+        shards = make_shards(find_files(source.path).files, source)
+        parts = itertools.chain.from_iterable(tokenize(shard, tokenizer, batch_chars, True) for shard in shards)
+        yield source.path, _group_samples(parts)
+
+
+def _group_samples(parts: Iterator[TokenizedPart]) -> Iterator[list[TokenizedPart]]:
+    """Yield the samples of each record. The parts of a long text are joined."""
+    samples: list[TokenizedPart] = []
+    for part in parts:
+        if part.is_record and samples:
+            yield samples
+            samples = []
+        if part.is_start:
+            samples.append(part)
+        else:
+            samples[-1] = samples[-1]._replace(tokens=np.concatenate([samples[-1].tokens, part.tokens]))
+    if samples:
+        yield samples
+
+
+def describe_record(record: Record, config: Config, tokenizer: Tokenizer) -> tuple[list[Described], Counter[str]]:
+    """Describe each sample of a record, turn by turn, and count its tokens by reason."""
+    described: list[Described] = []
+    reasons = Counter[str]()
+    for n, sample in enumerate(record.samples, 1):
+        label = SIDES[n - 1] if config.data.train_on == "pairs" else f"sample {n} of {len(record.samples)}"
+        title = record.title + f", {label}" * (len(record.samples) > 1)
+        if sample.skip_reason:
+            described.append((f"{title}: skipped, {sample.skip_reason}", []))
+            continue
+        pieces, num_pieces = find_pieces(sample, config, tokenizer)
+        whys = explain_tokens(sample, pieces, config)
+        is_cut, is_trained = pieces < 0, sample.tokens >= 0
+        title += f": {len(whys):,} tokens, {(is_trained & ~is_cut).sum():,} trained"
+        if num_pieces != 1 or is_cut.any():
+            title += f", {num_pieces:,} pieces of at most {config.data.context:,}, {is_cut.sum():,} tokens cut"
+        notes = "".join(f"; {name}: {count}" for name, count in sample.notes.items())
+        described.append((title + notes, list(_describe_turns(sample, pieces, num_pieces, whys, tokenizer))))
+        reasons.update(whys)
+    return described, reasons
+
+
+def find_pieces(sample: TokenizedPart, config: Config, tokenizer: Tokenizer) -> tuple[np.ndarray, int]:
+    """Return for each token the first piece that has it (NO_PIECE: none; UNTRAINED_PIECE: one without a trained token,
+    which is left out), and the number of pieces.
+
+    Cuts a document whose ids are its positions, so that each piece shows where its tokens come from.
+    """
+    num, data = len(sample.tokens), config.data
+    positions = np.arange(num, dtype=np.int32)
+    turns = np.asarray([encode_turn(*turn) for turn in sample.turns], np.int64)
+    document = Documents(np.where(sample.tokens < 0, ~positions, positions), np.asarray([num]), turns=turns)
+    marker = tuple(range(num, num + len(tokenizer.encode_batch([data.tool_marker])[0])))
+    cut = cut_documents(document, data.context, LongDocuments(data.long_documents, data.tool_tokens, marker))
+    first_piece = np.full(num + len(marker), NO_PIECE)
+    if data.long_documents != "drop" or num <= data.context:
+        stored = cut.shards[-1].tokens
+        first_piece[stored ^ (stored >> 31)] = UNTRAINED_PIECE
+    for i, (shard, _, low, length) in reversed(list(enumerate(cut.segments.tolist()))):
+        piece = cut.shards[shard].tokens[low : low + length]
+        first_piece[piece ^ (piece >> 31)] = i
+    return first_piece[:num], len(cut.segments)
+
+
+def explain_tokens(sample: TokenizedPart, pieces: np.ndarray, config: Config) -> list[str]:
+    """Return why each token is trained, context only or cut."""
+    starts = [start for start, _ in sample.spans]
+    kinds = [SPAN_KINDS[kind] for _, kind in sample.spans]
+    spans = np.searchsorted(starts, np.arange(len(pieces)), side="right") - 1
+    default = "labels" if sample.turns or (sample.tokens < 0).any() else "text"
+    whys = []
+    for span, piece, trained in zip(spans.tolist(), pieces.tolist(), (sample.tokens >= 0).tolist(), strict=True):
+        why = kinds[span] if kinds and span >= 0 else default
+        if piece < 0:
+            why = "cut: no trained token in this piece"
+            why = why if piece == UNTRAINED_PIECE else CUT_REASONS[config.data.long_documents]
+        elif why == SPAN_KINDS["reasoning"] and not trained:
+            why += ", and data.reasoning.loss is false"
+        whys.append(why if piece < 0 else f"{why}, {'trained' if trained else 'context only'}")
+    return whys
+
+
+def _describe_turns(
+    sample: TokenizedPart, pieces: np.ndarray, num_pieces: int, whys: list[str], tokenizer: Tokenizer
+) -> Iterator[tuple[str, list[TextPiece]]]:
+    """Yield the title and the text of each turn, at most NUM_TURNS of them."""
+    ids, trained = sample.tokens ^ (sample.tokens >> 31), (sample.tokens >= 0) & (pieces >= 0)
+    edges = [0, *(start for start, _ in sample.turns), len(ids)]
+    roles = ["before the first turn" if sample.turns else "text", *(role for _, role in sample.turns)]
+    names = [f"turn {n}, {role}" if n else role for n, role in enumerate(roles)]
+    turns = [turn for turn in zip(names, edges[:-1], edges[1:], strict=True) if turn[1] < turn[2]]
+    hidden = range(NUM_TURNS // 2, len(turns) - NUM_TURNS // 2)
+    for n, (name, low, high) in enumerate(turns):
+        if n in hidden:
+            if n == hidden[-1]:
+                low = turns[hidden[0]][1]
+                yield f"{len(hidden):,} more turns: {_count_reasons(whys[low:high])}", []
+            continue
+        own = slice(low, high)
+        text = split_document(tokenizer, ids[own].tolist(), trained[own], NUM_TOKENS, whys[own], bool(sample.images))
+        text = [
+            each._replace(position=low + each.position, cut=bool(each.ids) and bool(pieces[low + each.position] < 0))
+            for each in text
+        ]
+        yield f"{name}: {_count_reasons(whys[low:high])}", list(_mark_pieces(text, pieces, num_pieces))
+
+
+def _count_reasons(whys: list[str]) -> str:
+    counts = Counter(whys)
+    parts = "; ".join(f"{count:,} {why}" if len(counts) > 1 else why for why, count in counts.items())
+    return f"{len(whys):,} tokens ({parts})"
+
+
+def _mark_pieces(text: list[TextPiece], pieces: np.ndarray, num_pieces: int) -> Iterator[TextPiece]:
+    """Insert a note where a piece of the document starts."""
+    kept = np.flatnonzero(pieces >= 0)
+    starts = kept[np.diff(pieces[kept], prepend=-1) != 0] if num_pieces > 1 else kept[:0]
+    starts = starts[starts >= text[0].position]
+    for each in text:
+        passed, starts = starts[starts <= each.position], starts[starts > each.position]
+        if len(passed):
+            yield TextPiece(f"piece {pieces[passed[-1]] + 1:,} of {num_pieces:,}", [], each.position, False)
+        yield each
+
+
+def split_document(
+    tokenizer: Tokenizer, ids: list[int], trained: np.ndarray, limit: int, whys: Sequence[str] = (),
+    has_images: bool = False,
+) -> list[TextPiece]:  # fmt: skip
+    """Decode a document into pieces with one reason each. Beyond `limit` tokens, omit the middle. The tokens of an
+    image, or of a time step of a video, count as one."""
+    media = {i: kind for kind, i in tokenizer.images.ids.items()} if has_images else {}
+    starts = [n for n, i in enumerate(ids) if i not in media or not n or ids[n - 1] != i]
+    low = starts[limit // 3] if len(starts) > limit else len(ids)
+    high = starts[len(starts) - 2 * limit // 3] if len(starts) > limit else len(ids)
+    kinds = whys or [str(each) for each in trained.tolist()]
+    parts = (_decode(tokenizer, ids, kinds, *part, media) for part in ((0, low), (high, len(ids))))
+    pieces = [
+        each._replace(trained=bool(trained[each.position]), why=whys[each.position] if whys else "")
+        for each in itertools.chain(*parts)
+    ]
+    ends = np.cumsum([len(piece.text) for piece in pieces])
+    for match in TOOL_PATTERN.finditer("".join(piece.text for piece in pieces)):
+        first, last = np.searchsorted(ends, [match.start() + 1, match.end()])
+        pieces[first : last + 1] = [piece._replace(tool=True) for piece in pieces[first : last + 1]]
+    if low < high:
+        note = f"... {high - low:,} tokens omitted, {trained[low:high].sum():,} trained ..."
+        pieces.insert(sum(piece.position < low for piece in pieces), TextPiece(note, [], low, False))
+    return pieces
+
+
+def _decode(
+    tokenizer: Tokenizer, ids: list[int], kinds: Sequence[str], low: int, high: int, media: Mapping[int, str]
+) -> Iterator[TextPiece]:
+    """Decode ids[low:high] in context: a token's text depends on the one before, and a character may span tokens."""
+    before = max(low - 1, 0)
+    for end in range(low + 1, high + 1):
+        is_last = end == high or kinds[end] != kinds[low]
+        if ids[low] in media:
+            if is_last or ids[end] != ids[low]:
+                yield TextPiece(f"<{media[ids[low]]}: {end - low:,} tokens>", ids[low : low + 1], low, False)
+                before, low = end - 1, end
+            continue
+        text = tokenizer.decode(ids[before:end])
+        if not text.endswith("\ufffd") or is_last:
+            text = text[len(tokenizer.decode(ids[before:low])) :]
+            text = "".join(c if c.isprintable() else "↵\n" if c == "\n" else repr(c)[1:-1] for c in text)
+            yield TextPiece(text, ids[low:end], low, False)
+            before, low = low, end

@@ -1,0 +1,360 @@
+"""Load weights from safetensors straight into shards, or draw them from a seed; no rank ever holds the full model."""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from ithaka.comm.agree import SharedError, gather_objects
+from ithaka.config import ConfigError, input_error
+from ithaka.ops.fourbit import packed_weights
+from ithaka.plan.read_config import read_json
+from ithaka.weights.adapters import adapter_tensor_name, base_tensor_name
+from ithaka.weights.quantized import STATE_TENSOR, read_packed
+
+
+@dataclass
+class _Conversion:
+    """Stored tensors that transformers converts to tensors of the model, such as experts stored one by one."""
+
+    converter: WeightConverter
+    first: str  # name of the first converted tensor in the model
+    stored: dict[str, list[str]] = field(default_factory=dict)  # source pattern -> names, in order
+
+    @property
+    def targets(self) -> list[str]:
+        first, *others = self.converter.target_patterns
+        return [self.first, *(self.first.replace(first, other) for other in others)]
+
+    @property
+    def merges_rows(self) -> bool:
+        """Whether each stored tensor is part of one row of the converted tensor."""
+        merge, *others = self.converter.operations
+        is_merge = isinstance(merge, MergeModulelist) and merge.dim == 0
+        return is_merge and all(isinstance(op, Concatenate) and op.dim > 0 for op in others)
+
+    def read(self, files: dict[str, Any], model: PreTrainedModel, rows: slice) -> dict[str, Tensor]:
+        """Return the converted tensors by name; only their `rows` if `merges_rows`."""
+        converter = deepcopy(self.converter)
+        for pattern, names in self.stored.items():
+            for name in names[rows] if self.merges_rows else names:
+                converter.add_tensor(self.first, name, pattern, files[name].get_tensor(name))
+        converted = converter.convert(self.first, model=model, config=model.config)
+        return {name: t[0] if isinstance(t, list) else t for name, t in converted.items()}
+
+
+@torch.no_grad()
+def load_weights(
+    model: PreTrainedModel, directory: Path, vocab_size: int, transforms: Sequence[WeightTransform]
+) -> None:
+    """Read this rank's rows of every base parameter, and persistent buffers. Converts one parameter at a time.
+
+    `vocab_size`: the stored vocabulary; the model's may be larger. `transforms`: the conversions of transformers from
+    stored names and tensors to the model's.
+    """
+    fix, source, files = "fix config.json", f"model.path={directory}", open_tensor_files(directory)
+    tensors = {base_tensor_name(name): t for name, t in named_tensors(model).items() if ".lora_" not in name}
+    packed = {base_tensor_name(name): weight for name, weight in packed_weights(model).items()}
+    mxfp4 = _find_mxfp4(files, tensors)
+    stored = [name for name in files if not STATE_TENSOR.fullmatch(name)]
+    names = [name for name in stored if name.removesuffix("_blocks").removesuffix("_scales") not in mxfp4]
+    direct, conversions = _match_names(model, names, tensors, transforms)
+    model._weight_conversions = [transform for transform in transforms if transform.was_used()]
+    converted = {name: tensors[name] for conversion in conversions for name in conversion.targets if name in tensors}
+    empty = {name: torch.empty(packed.get(name, t).shape, device="meta") for name, t in converted.items()}
+    expected = revert_weight_conversion(model, empty) if empty else {}
+    found = [name for conversion in conversions for names in conversion.stored.values() for name in names]
+    # Some conversions accept names that they do not write, so equal counts suffice. Experts are merged in the order
+    # of their names, so these must match.
+    merged = {name for c in conversions if c.merges_rows for names in c.stored.values() for name in names}
+    is_exact = len(found) == len(expected) and merged <= expected.keys()
+    missing = [] if is_exact else [name for name in expected if name not in files]
+    missing += [name for name in tensors if name not in direct and name not in converted and name not in mxfp4]
+    extra = [name for target, name in direct.items() if target not in tensors]
+    extra += [] if is_exact else [name for name in found if name not in expected]
+    ignored = "|".join(model._keys_to_ignore_on_load_unexpected or ()) or r"(?!)"
+    _check_names(source, fix, missing, [name for name in extra if not re.search(ignored, name)])
+    for name in found:
+        if name in expected:
+            _check_shape(f"{source}: {name}", files[name].get_slice(name), expected[name].shape, fix)
+    ends = {id(param) for param in end_parameters(model).values()}
+    for name, t in tensors.items():
+        if name in direct:
+            stored = files[direct[name]].get_slice(direct[name])
+            if name in packed and f"{direct[name]}.absmax" in files:
+                read_packed(files, direct[name], packed[name], *local_shard(t))
+                continue
+            if name in packed:
+                _check_shape(f"{source}: {direct[name]}", stored, packed[name].shape, fix)
+                packed[name].quantize(stored, *local_shard(t))
+                continue
+            _copy_rows(stored, t, f"{source}: {direct[name]}", fix, vocab_size if id(t) in ends else None)
+    for name in mxfp4:
+        local, rows = local_shard(tensors[name])
+        if len(local):
+            parts = [files[part].get_slice(part) for part in (f"{name}_blocks", f"{name}_scales")]
+            weight = packed.get(name)
+            num_experts, inputs, outputs = tensors[name].shape if weight is None else weight.shape
+            if weight is not None and weight.layout.codes == "mxfp4":
+                _check_shape(f"{source}: {name}_blocks", parts[0], (num_experts, inputs, outputs // 32, 16), fix)
+                weight.read_mxfp4(parts[0][rows], parts[1][rows], local)
+                continue
+            _check_shape(f"{source}: {name}_blocks", parts[0], (num_experts, outputs, inputs // 32, 16), fix)
+            own = convert_moe_packed_tensors(*(part[rows] for part in parts))
+            packed[name].quantize(own, local, slice(0, len(own))) if name in packed else local.copy_(own)
+    for conversion in conversions:
+        if conversion.first not in tensors:
+            continue  # ignored
+        rows = local_shard(tensors[conversion.first])[1]
+        if conversion.merges_rows and rows.start == rows.stop:
+            continue
+        for name, full in conversion.read(files, model, rows).items():
+            local, rows = local_shard(tensors[name])
+            rows = slice(0, len(full)) if conversion.merges_rows else rows
+            packed[name].quantize(full, local, rows) if name in packed else local.copy_(full[rows])
+
+
+def _find_mxfp4(files: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]:
+    """Find the model's tensors that are stored in MXFP4: packed blocks of 32 values, and their scales."""
+    return [name for name in tensors if f"{name}_blocks" in files and f"{name}_scales" in files]
+
+
+def _match_names(
+    model: PreTrainedModel, names: list[str], tensors: dict[str, Tensor], transforms: Sequence[WeightTransform]
+) -> tuple[dict[str, str], list[_Conversion]]:
+    """Match names as transformers does. Return model name -> stored name of unconverted tensors, and conversions."""
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    direct: dict[str, str] = {}
+    conversions: dict[str, _Conversion] = {}
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, tensors)
+        if target not in tensors and name in tensors:
+            target, pattern = name, None
+        if pattern is None:
+            direct[target] = name
+        else:
+            conversion = conversions.setdefault(target, _Conversion(by_pattern[pattern], target))
+            conversion.stored.setdefault(pattern, []).append(name)
+    return direct, list(conversions.values())
+
+
+@torch.no_grad()
+def load_adapter(model: PreTrainedModel, directory: Path) -> None:
+    """Read this rank's rows of PEFT's tensors: the adapters and modules_to_save."""
+    files = _open(directory / "adapter_model.safetensors", "adapter.path")
+    named = {adapter_tensor_name(name): param for name, param in model.named_parameters()}
+    params = {name: param for name, param in named.items() if param.requires_grad or name in files}
+    source, fix = f"adapter.path={directory}", "fix adapter_config.json"
+    missing, extra = [name for name in params if name not in files], [name for name in files if name not in params]
+    _check_names(source, fix, missing, extra)
+    for name, param in params.items():
+        _copy_rows(files[name].get_slice(name), param, f"{source}: {name}", fix)
+
+
+def _check_names(source: str, fix: str, missing: list[str], extra: list[str]) -> None:
+    if missing:
+        count = f"{len(missing)} missing in total"
+        raise ConfigError(f"{source} has no tensor {missing[0]} ({count}); copy the files again, {fix}")
+    extra = [name for name in extra if not name.endswith(("inv_freq", "lm_head.weight"))]  # a tied head may be stored
+    if extra:
+        raise ConfigError(f"{source} has a tensor {extra[0]}, which is not in the model; {fix}")
+
+
+def _check_shape(name: str, stored: Any, expected: Sequence[int], fix: str) -> None:
+    if (shape := tuple(stored.get_shape())) != (expected := tuple(expected)):
+        raise ConfigError(f"{name} has shape {shape}, but the configuration has {expected}; {fix}")
+
+
+def _copy_rows(stored: Any, tensor: Tensor, name: str, fix: str, num_rows: int | None = None) -> None:
+    """Copy this rank's rows of a stored tensor. If the tensor has only `num_rows` rows, fewer than the model's, set
+    the model's other rows to the mean of the stored ones."""
+    num_rows = tensor.shape[0] if num_rows is None and tensor.dim() else num_rows
+    expected = (num_rows, *tensor.shape[1:]) if num_rows is not None else ()
+    _check_shape(name, stored, expected, fix)
+    local, rows = local_shard(tensor)
+    if num_rows is None:
+        local.copy_(stored[...])
+        return
+    num_stored = max(0, min(rows.stop, num_rows) - rows.start)
+    if num_stored:
+        local[:num_stored].copy_(stored[rows.start : rows.start + num_stored])
+    if num_stored < len(local):
+        local[num_stored:] = _mean_row(stored, num_rows)
+
+
+class _Generator(TorchFunctionMode):
+    """Makes random functions draw from `generator`."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if "generator" in kwargs or function in (Tensor.normal_, Tensor.uniform_):
+            kwargs["generator"] = self.generator
+        return function(*args, **kwargs)
+
+
+@torch.no_grad()
+def init_weights(model: PreTrainedModel, seed: int, device: torch.device, has_files: bool = False) -> None:
+    """Compute buffers, and draw parameters from the initial distributions of Hugging Face and PEFT; with files, only
+    adapters. Each module has its own generator, so the values do not depend on the number of ranks. Values are drawn
+    on `device`, even for parameters that are kept on the host."""
+    for param in model.parameters():
+        param._is_hf_initialized = True  # transformers leaves shards alone
+    for module_name, module in model.named_modules():
+        is_adapter = ".lora_" in module_name
+        packed = {weight.name: weight for weight in module.__dict__.get("packed_weights", ())}
+        params = {name: param for name, param in module._parameters.items() if param is not None}
+        shards: dict[str, Any] = {name.removeprefix("packed_"): param for name, param in params.items()}
+        shards = {} if has_files and not is_adapter else shards
+        buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+        if not shards and not buffers:
+            continue
+        first = next(iter({**shards, **buffers}))
+        digest = hashlib.sha256(f"{seed}/{base_tensor_name(f'{module_name}.{first}')}".encode()).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
+        shapes = {name: packed.get(name, param).shape for name, param in shards.items()}
+        full = {name: torch.empty(shapes[name], dtype=shards[name].dtype, device=device) for name in shards}
+        drawn = {f"{module_name}.{name}": t for name, t in {**full, **buffers}.items() if t.is_floating_point()}
+        for t in drawn.values():
+            t.fill_(torch.nan)
+        for name in packed:
+            del module.__dict__[name]
+        module._parameters |= {name: nn.Parameter(t, requires_grad=False) for name, t in full.items()}
+        try:
+            with _Generator(generator):
+                _init_adapter(module, module_name) if is_adapter else _init_module(model, module_name)
+        finally:
+            for name, weight in packed.items():
+                module._parameters.pop(name, None)
+                weight.install()
+            module._parameters |= params
+        if undefined := next((name for name, t in drawn.items() if t.isnan().any()), None):
+            what = f"model_type={model.config.model_type} does not define an initial value of {undefined}"
+            raise ConfigError(f"{what}; use ithaka.parallelize(from_pretrained(...))")
+        for name, param in shards.items():
+            local, rows = local_shard(param)
+            t = full[name]
+            packed[name].quantize(t, local, rows) if name in packed else local.copy_(t[rows])
+
+
+def _init_module(model: PreTrainedModel, name: str) -> None:
+    """Initialize a module as transformers does: first itself, then the modules around it, which may overwrite its
+    values; each with the function of the PreTrainedModel that it belongs to."""
+    owner, calls = model, list[tuple[PreTrainedModel, nn.Module]]()
+    parts = name.split(".") if name else []
+    for depth in range(len(parts) + 1):
+        module = model.get_submodule(".".join(parts[:depth]))
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        calls.append((owner, module))
+    for owner, module in reversed(calls):
+        owner._init_weights(module)
+
+
+def _init_adapter(module: nn.Module, name: str) -> None:
+    """Initialize an adapter as PEFT does: B is zero."""
+    for param in module.parameters(recurse=False):
+        bound = param.shape[1] ** -0.5
+        param.zero_() if ".lora_B." in name else param.uniform_(-bound, bound)
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name. A tied parameter is listed once, as the embedding."""
+    stored = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
+    return dict(model.named_parameters()) | buffers
+
+
+def end_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the parameters with one row per token of the vocabulary, by name."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    own = {id(param) for end in ends for param in end.parameters()}
+    return {name: param for name, param in model.named_parameters(remove_duplicate=False) if id(param) in own}
+
+
+def _mean_row(stored: Any, num_rows: int) -> Tensor:
+    """Average the rows, in blocks and in the same order on every rank."""
+    starts = range(0, num_rows, 4096)
+    return sum((stored[at : min(at + 4096, num_rows)].double().sum(0) for at in starts), torch.zeros(())) / num_rows
+
+
+def is_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point():
+        return True
+    tensor = tensor.float() if tensor.itemsize == 1 else tensor  # float8 has no isfinite
+    return bool(tensor.isfinite().all())
+
+
+@torch.no_grad()
+def check_finite(model: nn.Module, source: str, directory: Path | None = None) -> None:
+    """SharedError if a tensor of the model has a NaN or an infinity. Collective, and slow for a large model: call it
+    once a loss or logit is not finite. `source` names the model, `directory` has its files."""
+    own = (name for name, tensor in named_tensors(model).items() if not is_finite(local_shard(tensor)[0]))
+    for name in filter(None, gather_objects(next(own, None))):
+        raise SharedError(describe_nonfinite(source, base_tensor_name(name), directory))
+
+
+def describe_nonfinite(source: str, name: str, directory: Path | None) -> str:
+    """`name`: in the files, unless transformers converts the tensor."""
+    paths = _tensor_paths(directory) if directory is not None else []
+    file = next((f" in {path.name}" for path in paths if name in _open(path, source)), "")
+    return f"{source}: {name}{file} has NaN or infinite values; copy the files again, or use other weights"
+
+
+def open_tensor_files(directory: Path) -> dict[str, Any]:
+    """Map tensor names to open files."""
+    return {name: file for path in _tensor_paths(directory) for name, file in _open(path, "model.path").items()}
+
+
+def _tensor_paths(directory: Path) -> list[Path]:
+    """A model's files, by Hugging Face's rule: the single file, else the index's files, else all."""
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    paths = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    if index.is_file() and not single.is_file():
+        paths = [directory / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
+    return paths
+
+
+def _open(path: Path, source: str) -> dict[str, Any]:
+    """Map the tensor names of one file to the open file. `source`: the setting, for errors."""
+    try:
+        path.open("rb").close()  # safetensors reports any failure to open a file as a missing file
+        file = safe_open(path, framework="pt")
+    except Exception as error:
+        message = f"{source}: {path} is not a complete safetensors file ({error}); copy it again"
+        raise input_error(message, error) from error
+    return dict.fromkeys(file.keys(), file)
+
+
+def local_shard(tensor: Any) -> tuple[Tensor, slice]:
+    """Return this rank's shard of a parameter, and the rows of dim 0 that it covers. Buffers are not sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor, slice(0, tensor.shape[0] if tensor.dim() else 1)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), slice(offset[0], offset[0] + shape[0])

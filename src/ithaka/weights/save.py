@@ -1,0 +1,170 @@
+"""`save_pretrained` and `iterate_weights` for parallel models. Every rank calls them; rank 0 writes."""
+
+import copy
+import json
+import re
+from collections import deque
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from ithaka.comm.agree import RankError, gather_objects, raise_first
+from ithaka.config import ConfigError
+from ithaka.weights.adapters import ADAPTER_PREFIX, adapter_tensor_name, can_merge, find_active_adapter, merge_tensors
+from ithaka.weights.load import named_tensors
+
+# Arguments of save_pretrained in transformers and PEFT -> the only value supported here.
+DEFAULT_ARGUMENTS = {"is_main_process": True, "state_dict": None, "push_to_hub": False, "safe_serialization": True}
+
+# Parameters that are gathered together: of a layer, of a block of an encoder, or of the rest of an encoder.
+UNIT = re.compile(r"model\.(language_model\.)?layers\.\d+\.|model\.visual\.(blocks\.\d+\.)?|.*")
+
+
+def save_pretrained(model: Any, save_directory: str | Path, max_shard_size: int | str = "5GB", **others: Any) -> None:
+    """Write a Hugging Face directory, or PEFT's if the model has an adapter; for a model of diffusers, its directory or
+    a LoRA file that its pipelines load.
+
+    Every rank calls it. Tensors are gathered one by one, and rank 0 keeps those of one file in host memory. Weights are
+    saved in the dtype they are trained in. An error on rank 0 is raised on all ranks.
+    """
+    if not str(save_directory):
+        raise ConfigError("save_pretrained('') names no directory; use '.' for the current directory")
+    for name, value in others.items():
+        if value is not None and value != DEFAULT_ARGUMENTS.get(name):
+            raise ConfigError(f"save_pretrained({name}=...) is not supported by a parallel model; leave it out")
+    base = getattr(model, "get_base_model", lambda: model)()
+    base.reshard()  # after a forward without backward, the root's parameters are still gathered
+    adapter, params = find_active_adapter(base), named_tensors(base)
+    if adapter is None and any(".packed_" in name for name in params):
+        raise ConfigError("save_pretrained cannot write a base in 4 bits; train an adapter, or load it in bfloat16")
+    if adapter is None:
+        pattern = f"{_file_stem(base)}{{suffix}}.safetensors"
+        empty = {name: torch.empty(param.shape, dtype=param.dtype, device="meta") for name, param in params.items()}
+        split = split_torch_state_dict_into_shards(empty, filename_pattern=pattern, max_shard_size=max_shard_size)
+        files = split.filename_to_tensors
+    else:
+        own = [name for name, param in base.named_parameters() if param.requires_grad or f".{adapter}." in name]
+        files = {"adapter_model.safetensors" if _is_transformers(base) else "pytorch_lora_weights.safetensors": own}
+    gathered, failure = _gather_files(base, files), None
+    if base.ithaka_mesh.rank == 0:
+        try:
+            _write_files(base, Path(save_directory), adapter, gathered)
+        except Exception as error:
+            failure = RankError(OSError, f"{type(error).__name__}: {error}")
+    deque(gathered, maxlen=0)  # the other ranks gather too, and rank 0 with them even after an error
+    raise_first(gather_objects(failure), f"save_pretrained({save_directory})")
+
+
+def _gather_files(base: Any, files: dict[str, list[str]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Each file with its full tensors, which only rank 0 keeps."""
+    mesh, params = base.ithaka_mesh, named_tensors(base)
+    for file, names in files.items():
+        tensors = {}
+        for name in names:
+            shard: Any = params[name].detach().to(mesh.device)
+            full = shard.full_tensor() if isinstance(shard, DTensor) else shard
+            if mesh.rank == 0:
+                tensors[name] = full.cpu()
+        yield file, tensors
+
+
+def check_merge(model: Any) -> None:
+    if not can_merge(getattr(model, "get_base_model", lambda: model)()):
+        raise ConfigError(
+            "adapters of experts, or on a base in 4 bits, cannot be merged into the weights that are sent to a vLLM "
+            "server or another engine; use iterate_weights(merge=False), and let the engine load the adapter"
+        )
+
+
+@torch.no_grad()
+def iterate_weights(model: Any, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yield the full tensors of a parallel model under their names on the hub, for an inference engine.
+
+    Every rank iterates; on each, the tensors of one decoder layer at a time are gathered on its device. An adapter is
+    merged in float32; with `merge=False`, only its tensors are yielded, under PEFT's names.
+    """
+    base = getattr(model, "get_base_model", lambda: model)()
+    if not hasattr(base, "ithaka_mesh"):
+        fix = "call ithaka.parallelize first, or use model.state_dict()"
+        raise ConfigError(f"iterate_weights got a {type(model).__name__} that is not parallel; {fix}")
+    base.reshard()
+    adapter, params = find_active_adapter(base), named_tensors(base)
+    if adapter and not merge:
+        params = {name: param for name, param in params.items() if param.requires_grad or f".{adapter}." in name}
+    else:
+        check_merge(base)
+    for _, names in groupby(params, lambda name: UNIT.match(name)[0]):  # type: ignore[index]
+        tensors = {}
+        for name in names:
+            shard: Any = params[name].detach().to(base.ithaka_mesh.device)
+            tensors[name] = shard.full_tensor() if isinstance(shard, DTensor) else shard
+        if adapter and not merge:
+            yield from ((adapter_tensor_name(name, adapter), tensor) for name, tensor in tensors.items())
+        else:
+            yield from revert_weight_conversion(base, merge_tensors(base, tensors)).items()
+
+
+def _write_files(
+    base: Any, directory: Path, adapter: str | None, gathered: Iterator[tuple[str, dict[str, Tensor]]]
+) -> None:
+    """Write the configuration, the tensors and, for more than one file, their index."""
+    directory.mkdir(parents=True, exist_ok=True)
+    index_file, metadata = directory / f"{_file_stem(base)}.safetensors.index.json", {"format": "pt"}
+    if adapter is None:
+        for stale in [*directory.glob(f"{_file_stem(base)}-*-of-*.safetensors"), index_file]:  # left by an earlier save
+            stale.unlink(missing_ok=True)
+        _write_config(base, directory)
+    elif _is_transformers(base):
+        config = copy.copy(base.peft_config[adapter])
+        config.inference_mode = True  # as PEFT writes it
+        config.save_pretrained(directory)
+    else:
+        settings = {f"transformer.{name}": value for name, value in base.peft_config[adapter].to_dict().items()}
+        settings = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
+        metadata["lora_adapter_metadata"] = json.dumps(settings, indent=2, sort_keys=True)
+    weight_map: dict[str, str] = {}
+    num_bytes = 0
+    for file, tensors in gathered:
+        if adapter is not None:
+            prefix = ADAPTER_PREFIX if _is_transformers(base) else "transformer."
+            tensors = {adapter_tensor_name(name, adapter, prefix): tensor for name, tensor in tensors.items()}
+        elif _is_transformers(base):
+            tensors = revert_weight_conversion(base, tensors)
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(tensors, directory / file, metadata=metadata)
+        weight_map |= dict.fromkeys(tensors, file)
+        num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        del tensors  # before the next file is gathered
+    if len(set(weight_map.values())) > 1:
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        index_file.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _is_transformers(base: Any) -> bool:
+    return isinstance(base, PreTrainedModel)
+
+
+def _file_stem(base: Any) -> str:
+    return "model" if _is_transformers(base) else "diffusion_pytorch_model"
+
+
+def _write_config(base: Any, directory: Path) -> None:
+    name = type(base).__name__.removeprefix("FSDP")
+    if _is_transformers(base):
+        base.config.dtype = str(base.dtype).removeprefix("torch.")
+        base.config.architectures = [name]
+        base.config.save_pretrained(directory)
+        base.generation_config.save_pretrained(directory)
+        return
+    values = json.loads(base.to_json_string()) | {"_class_name": name}
+    base.register_to_config(_class_name=name)  # to_json_string wrote FSDP2's name
+    (directory / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
