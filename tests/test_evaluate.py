@@ -22,8 +22,8 @@ from ithaka.checkpoint.export import export
 from ithaka.cli import app
 from ithaka.comm.mesh import make_mesh
 from ithaka.data.tokenizer import ByteTokenizer
+from ithaka.evaluate import tasks as measuring
 from ithaka.evaluate.command import evaluate_all, find_ticks, prepare_model, render_results
-from ithaka.evaluate.command import tasks as measuring
 from ithaka.evaluate.tasks import (
     DEPTHS,
     TASKS,

@@ -22,7 +22,7 @@ from ithaka import parallel
 from ithaka.checkpoint.save import trained_weights
 from ithaka.comm.mesh import start_process_group
 from ithaka.config import parse_config
-from ithaka.hf.trainer import trainer as hf
+from ithaka.hf import trainer as hf
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model import build
 from ithaka.run.resolve import detect_machine, plan_run
