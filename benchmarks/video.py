@@ -33,7 +33,7 @@ from ithaka.comm.loopback import start_loopback
 from ithaka.comm.mesh import make_mesh, start_process_group
 from ithaka.config import parse_count
 from ithaka.layout import ActivationPolicy, Layout
-from ithaka.roots.video import parallelize_transformer
+from ithaka.model.build import parallelize_model
 
 GIB = 2**30
 SHAPES: dict[str, dict[str, Any]] = {  # config.json of the released models
@@ -125,7 +125,7 @@ def run_ithaka(case: dict[str, Any], kernel: str) -> Any:
         kernel=kernel,
         compile=case["side"].endswith("compiled"),
     )
-    model = parallelize_transformer(model, mesh=make_mesh(ranks, device()), layout=layout)
+    model = parallelize_model(model, mesh=make_mesh(ranks, device()), layout=layout)
     return model, lambda inputs: model(**inputs).sample
 
 

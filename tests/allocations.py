@@ -52,7 +52,7 @@ def rehearsed_peaks(config: dict[str, Any], layout: Layout, tokens: int) -> Call
     try:
         model = build_model(config, make_mesh(layout.cp, device), layout, context=tokens)
         step = partial(rehearse._run_step, model, make_optimizer(model, OptimConfig(lr=0.0)), None)
-        inputs = rehearse._make_inputs(model, tokens, rehearse.MEMORY_ONLY_DOCUMENT)
+        inputs = model.ithaka_root.example_inputs(tokens, rehearse.MEMORY_ONLY_DOCUMENT)
         _, peaks = rehearse._measure_step(step, inputs, device, 1)
     finally:
         dist.destroy_process_group()

@@ -474,14 +474,14 @@ MUTATIONS = (
     ),
     Mutation(
         "the load-balancing loss of data-parallel groups adds up",
-        "model/build.py",
+        "roots/decoder.py",
         "call.num_tokens / call.divisor / call.mesh.dp_size * own_aux",
         "call.num_tokens / call.divisor * own_aux",
         "test_general_routing.py -k 'equals_that_of_plain and gpt_oss'",
     ),
     Mutation(
         "dropout masks differ between the ranks of a cp group",
-        "model/build.py",
+        "roots/decoder.py",
         "* mesh.dp_size + mesh.dp_rank",
         "* mesh.dp_size + mesh.rank",
         "test_adapter_dropout.py -k gradients_equal",

@@ -26,8 +26,8 @@ from ithaka.checks.verify import InFloat64
 from ithaka.config import ConfigError
 from ithaka.layer import schedule
 from ithaka.layout import Layout
-from ithaka.roots.decoder import prepare_decoder
-from ithaka.roots.families import check_supported, has_known_layers, map_layer
+from ithaka.roots.fast import map_layer
+from ithaka.roots.find import find_root
 from parity import random_ids
 
 TOKENS = 24  # more than any window or chunk below
@@ -328,7 +328,7 @@ def examine(model_type: str) -> Finding:
 
 def examine_variant(variant: Small) -> Finding:
     model_type, model = variant.model_type, variant.build()
-    path = "fast" if has_known_layers(model) else "general"
+    path = "fast" if find_root(model).uses_fast_path else "general"
     try:
         layers = read_layers(model)
         error, name = worst(compare_wide(variant.build(torch.float64)))
@@ -349,7 +349,7 @@ def examine_structure(model_type: str, error: Exception) -> Finding:
             if hasattr(config, name):
                 setattr(config, name, 0)
         with torch.device("meta"):
-            check_supported(AutoModelForCausalLM.from_config(config))
+            find_root(AutoModelForCausalLM.from_config(config)).check_model()
     except ConfigError as refused:
         return Finding(model_type, "refused", shorten(str(refused)))
     except Exception:
@@ -370,14 +370,14 @@ def count_experts(config: PretrainedConfig) -> int:
 
 def read_layers(model: PreTrainedModel) -> list[dict[str, Any]]:
     """Return the attention of each layer. Raises ConfigError if the model is refused."""
-    check_supported(model)
-    num_layers = len(model.model.layers)
-    if has_known_layers(model):
-        parts = [map_layer(model, i) for i in range(num_layers)]
+    root = find_root(model)
+    root.check_model()
+    if root.uses_fast_path:
+        parts = [map_layer(model, i) for i in range(len(root.layers))]
         return [{"head_dim": p.head_dim, "v_head_dim": p.head_dim, "window": p.window} for p in parts]
     names = ["head_dim", "v_head_dim", "window", "chunk", "softcap", "has_sinks", "delta"]
-    decoder = prepare_decoder(model, torch.device("cpu"))
-    return [{name: getattr(spec, name) for name in names} for spec in decoder.specs]
+    root.find_specs(torch.device("cpu"))
+    return [{name: getattr(spec, name) for name in names} for spec in root.specs]
 
 
 def compare_wide(model: PreTrainedModel) -> list[dict[str, float]]:

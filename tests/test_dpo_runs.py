@@ -163,7 +163,7 @@ def test_losses_metrics_and_weights_are_trls(ranks, folder, adapter, num_ranks):
 
 def run_without_sharing(config):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ithaka.train.trainer.why_no_parents", lambda model: "for a test")
+        patch.setattr("ithaka.roots.decoder.Decoder.why_no_parents", lambda root: "for a test")
         return run(config)
 
 

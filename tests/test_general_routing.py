@@ -12,7 +12,6 @@ from ithaka.comm.mesh import make_mesh
 from ithaka.layer.loss import LinearHead
 from ithaka.layout import EVERYTHING, Layout
 from ithaka.model.build import parallelize_model
-from ithaka.roots import decoder as general
 from parity import random_ids, relative
 from refusals import assert_refused
 from threads import on_threads
@@ -88,7 +87,7 @@ def test_the_load_balancing_loss_has_the_coefficient_of_the_model():
     """TRL changes the coefficient in the configuration, which the model does not read again."""
     model = tiny_decoder("mixtral", **BALANCED)
     model.config.router_aux_loss_coef = 0.1
-    assert parallelize_model(model).ithaka_decoder.batch.routing.coefficient == COEFFICIENT
+    assert parallelize_model(model).ithaka_root.routing.coefficient == COEFFICIENT
 
 
 def test_another_load_balancing_loss_is_refused(monkeypatch):
@@ -127,7 +126,7 @@ def test_a_saved_model_loads_into_plain_transformers(family, tmp_path):
 def test_scaled_logits_are_computed_by_the_models_head(family, is_linear):
     """Granite divides its logits. Most models do not, and share the streamed path's head."""
     model = parallelize_model(tiny_decoder(family, num_hidden_layers=1))
-    assert isinstance(general.make_head(model, model.ithaka_decoder), LinearHead) == is_linear
+    assert isinstance(model.ithaka_root.make_head(), LinearHead) == is_linear
 
 
 def test_each_backward_uses_the_routing_of_its_own_call():

@@ -30,7 +30,7 @@ from ithaka.plan.read_config import shape_from_config
 from ithaka.plan.shape import ModelShape, Work
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.memory import MemoryMap
-from ithaka.roots.families import map_layer
+from ithaka.roots.fast import map_layer
 from ithaka.sharding import tokens as ring_plan
 from ithaka.sharding.heads import head_table
 from ithaka.sharding.tokens import TokenSharding

@@ -51,7 +51,7 @@ def test_shape_agrees_with_transformers(case, tmp_path):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ithaka.roots.families import map_layer
+    from ithaka.roots.fast import map_layer
 
     (tmp_path / "config.json").write_text(json.dumps(SMALL | case))
     shape = read_shape(tmp_path)
@@ -88,7 +88,7 @@ def test_a_layer_has_the_window_of_its_attention(case, window):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ithaka.roots.families import map_layer
+    from ithaka.roots.fast import map_layer
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(SMALL | case)))

@@ -17,7 +17,7 @@ from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError
 from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model, read_hf_config
-from ithaka.roots.families import check_supported
+from ithaka.roots.find import find_root
 from models import tiny_config
 from refusals import assert_refused
 
@@ -29,7 +29,7 @@ def on_meta(config, kind=AutoModelForCausalLM):
 
 def refusal(model) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_supported(model)
+        find_root(model).check_model()
     return str(caught.value)
 
 
@@ -61,7 +61,7 @@ def test_rope_that_changes_with_the_length_is_refused():
 def test_rope_with_fixed_frequencies_is_accepted(rope_type):
     rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
     rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope_type == "llama3" else {}
-    check_supported(on_meta(tiny_config("llama", rope_parameters=rope)))
+    find_root(on_meta(tiny_config("llama", rope_parameters=rope))).check_model()
 
 
 def test_rope_on_part_of_each_head_is_refused(tmp_path):
@@ -150,6 +150,6 @@ def test_impossible_layouts_are_refused(ranks):
 def test_frequencies_rounded_to_16_bits_are_refused(dtype):
     """`model.to(dtype)` rounds them too: at position 1000, the fastest angle would be off by more than a radian."""
     model = AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=dtype)
-    check_supported(model)
+    find_root(model).check_model()
     message = refusal(model.to(torch.float32).to(dtype))
     assert_refused(message, "inv_freq", str(dtype), fix=f"dtype={dtype}")

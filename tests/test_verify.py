@@ -23,7 +23,7 @@ from ithaka.exits import ExitCode
 from ithaka.inputs import batch, calls
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.layout import ActivationPolicy
-from ithaka.model import build
+from ithaka.roots import decoder, fast
 from models import CONSTRUCTING, tiny_config, tiny_model
 from refusals import assert_command_refused, assert_refused
 from runs import MODEL
@@ -158,15 +158,15 @@ def pair_wrong_heads(patch):
         )
         return replace(made, loads=swapped)
 
-    head_table = build.head_table
-    patch.setattr(build, "head_table", table)
+    head_table = fast.head_table
+    patch.setattr(fast, "head_table", table)
 
 
 def change_share(patch, change):
     def shard_batch(inputs, vocab_size, mesh):
         return change(batch.shard_batch(inputs, vocab_size, mesh), inputs, mesh)
 
-    patch.setattr(calls, "shard_batch", shard_batch)
+    patch.setattr(decoder, "shard_batch", shard_batch)
 
 
 def shift_after_sharding(patch):
@@ -188,7 +188,7 @@ def leak_document(patch):
 
 
 def halve_gradient(patch):
-    patch.setattr(build.GlobalSum, "backward", staticmethod(lambda ctx, dtotal: (dtotal / 2, None)))
+    patch.setattr(decoder.GlobalSum, "backward", staticmethod(lambda ctx, dtotal: (dtotal / 2, None)))
 
 
 def skip_norm(patch):
@@ -196,8 +196,8 @@ def skip_norm(patch):
         made = map_layer(model, index)
         return replace(made, norm1=nn.Identity()) if index == 1 else made
 
-    map_layer = build.map_layer
-    patch.setattr(build, "map_layer", parts)
+    map_layer = fast.map_layer
+    patch.setattr(fast, "map_layer", parts)
 
 
 INJECTED = [

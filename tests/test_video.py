@@ -22,6 +22,7 @@ from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError
 from ithaka.layer.store import Store
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
+from ithaka.model.build import parallelize_model
 from ithaka.model.shape import measure_model
 from ithaka.parallel import shape_from_model
 from ithaka.plan.hardware import find_hardware
@@ -29,7 +30,7 @@ from ithaka.plan.models import find_config, find_shape
 from ithaka.plan.read_config import count_patches
 from ithaka.plan.request import make_request
 from ithaka.plan.shape import Work
-from ithaka.roots.video import VideoTransformer, parallelize_transformer
+from ithaka.roots.video import VideoTransformer
 from parity import Errors, relative
 from refusals import assert_refused
 from threads import on_threads
@@ -137,7 +138,7 @@ def compare(
 
     def work() -> Errors:
         mesh = make_mesh(layout.cp, ring=layout.ring)
-        model = parallelize_transformer(models[mesh.rank], mesh=mesh, layout=layout, store=Store(mesh.device))
+        model = parallelize_model(models[mesh.rank], mesh=mesh, layout=layout, store=Store(mesh.device))
         results = loss_and_gradients(model, inputs, trained, **others)
         return {name: relative(results[name], expected[name]) for name in expected} | gradient_errors(model, plain)
 

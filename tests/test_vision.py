@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,7 +145,7 @@ def test_adapters_equal_peft(targets, base, monkeypatch):
             plain(*args)
 
     monkeypatch.setattr(fourbit, "dequantize", dequantize)
-    monkeypatch.setattr(quantized, "find_layers", lambda model: model.model)
+    monkeypatch.setattr(quantized, "find_decoder", lambda model: SimpleNamespace(layers=model.model))
     model = tiny_vlm("qwen3_vl")
     quantized.round_weights(model, AdapterConfig(rank=3, base=base))
     packed = {name.split(".")[1] for name, module in model.named_modules() if quantized.PACKED_AS in vars(module)}

@@ -12,17 +12,15 @@ import torch.distributed as dist
 from ithaka.attention.choose import agree_on_kernel
 from ithaka.comm.agree import gather_objects, raise_on_all_ranks
 from ithaka.comm.mesh import Mesh, default_device, start_process_group
-from ithaka.config import SAVEABLE_MODULES, AdapterConfig, ConfigError, parse_config, parse_count
-from ithaka.inputs.calls import check_arguments, compute_dtype
-from ithaka.inputs.positions import check_positions
+from ithaka.config import AdapterConfig, ConfigError, parse_config, parse_count
+from ithaka.inputs.calls import compute_dtype
 from ithaka.layer.store import Store
 from ithaka.layout import Layout, check_dtype, check_size, layout_from_config
 from ithaka.model import build
 from ithaka.plan import show
 from ithaka.plan.read_config import quant_method, shape_from_config
 from ithaka.plan.shape import ModelShape
-from ithaka.roots.video import parallelize_transformer
-from ithaka.roots.video_families import is_diffusers_model
+from ithaka.roots.find import check_arguments, find_root
 from ithaka.run import launch
 from ithaka.run.resolve import (
     Run,
@@ -60,8 +58,7 @@ def parallelize(
     store: Store | None = None,
     reference: bool = False,
 ) -> Any:
-    """Parallelize a model in place, with a plan if `context` is set. See `ithaka.model.build.parallelize_model`; for
-    video transformers from diffusers, `ithaka.roots.video.parallelize_transformer`.
+    """Parallelize a model in place, with a plan if `context` is set. See `ithaka.model.build.parallelize_model`.
 
     `context`: tokens per sequence, 524288 or "512K". `batch`: sequences per call. The plan is the one that `ithaka
     train` would make. Rank 0 prints it, and `model.ithaka_plan` stores it (None if nothing is planned, as on a CPU).
@@ -85,9 +82,8 @@ def parallelize(
     if cp is not None and cp > 1 and mesh is None and not (dist.is_initialized() or launch.under_torchrun()):
         start = f"start the script with `torchrun --nproc-per-node {cp}`"
         raise ConfigError(f"cp={cp} ranks share a sequence, but there is only this process; {start}, or use cp=1")
-    base = base_model(model)
-    if not is_diffusers_model(base):
-        check_arguments(model, cp, ring)
+    root = check_arguments(model, cp, ring)
+    base = root.model
     _check_types(base, batch, mesh, layout, store, reference)
     if dtype is not None:
         dtype = check_dtype("dtype", dtype)
@@ -100,8 +96,7 @@ def parallelize(
         num_tokens = parse_count(context) if isinstance(context, str) else context
         if not isinstance(num_tokens, int) or num_tokens < 2:
             raise ConfigError(f"context={context!r} is not a number of tokens, at least 2; use 524288 or '512K'")
-        if not is_diffusers_model(base):
-            check_positions(base.config.get_text_config(), f"context={context}", num_tokens)
+        root.check_positions(f"context={context}", num_tokens)
         planned_dtype = str(compute_dtype(base, layout or Layout(dtype=dtype))).removeprefix("torch.")
         start_process_group()
         run = plan_model_run(model, cp, ring, planned_dtype, layout, num_tokens, batch, reference)
@@ -111,8 +106,7 @@ def parallelize(
             print(show.as_text(plan, _model_name(base)), flush=True)
     elif dtype is not None and layout is None:
         layout = Layout(cp=cp or 1, ring=ring or 1, dtype=dtype)
-    parallelize_any = parallelize_transformer if is_diffusers_model(base) else build.parallelize_model
-    model = parallelize_any(model, cp, ring=ring, mesh=mesh, layout=layout, store=store)
+    model = build.parallelize_model(model, cp, ring=ring, mesh=mesh, layout=layout, store=store)
     base.ithaka_plan = plan
     return model
 
@@ -171,26 +165,21 @@ def plan_model_run(
 
 def shape_from_model(model: Any) -> ModelShape:
     """Return the planner's description of a model and its PEFT adapter."""
-    base, is_video = base_model(model), is_diffusers_model(base_model(model))
-    config = {"_class_name": type(base).__name__, **base.config} if is_video else base.config.to_dict()
+    root = find_root(model)
+    base, config = root.model, root.config_values()
     shape = shape_from_config(config, _model_name(base))
-    if shape.encoder:
-        trains = any(param.requires_grad for param in base.model.visual.parameters())
+    if root.encoder is not None:
+        trains = any(param.requires_grad for param in root.encoder.parameters())
         shape = dataclasses.replace(shape, freezes_encoder=not trains)
     adapter = find_active_adapter(base)
     if adapter is None:
         return shape
     modules = {name: module for name, module in base.named_modules() if adapter in getattr(module, "lora_A", ())}
     rank = max(module.r[adapter] for module in modules.values())
-    layers = r"^((transformer_)?blocks|model\.language_model\.layers)\."  # the planner names all of them model.layers
-    targets = tuple(re.sub(layers, "model.layers.", _target_name(name, module)) for name, module in modules.items())
-    if is_video or shape.encoder:
-        targets = tuple(target for target in targets if target.startswith("model.layers."))
-    if is_video:
-        return shape.with_adapter(AdapterConfig(rank=rank, targets=targets))
-    ends = dict(zip(SAVEABLE_MODULES, (base.get_input_embeddings(), base.get_output_embeddings()), strict=True))
-    saved = (name for name, module in ends.items() if hasattr(module, "modules_to_save"))
-    others: Any = {"base": "nf4"} if quant_method(base.config.to_dict()) == "bitsandbytes" else {}
+    names = [_target_name(name, module) for name, module in modules.items()]
+    targets = tuple(filter(None, map(root.planned_target, names)))
+    saved = (name for name, module in root.trained_ends().items() if hasattr(module, "modules_to_save"))
+    others: Any = {"base": "nf4"} if quant_method(config) == "bitsandbytes" else {}
     others["dropout"] = max(getattr(module.lora_dropout[adapter], "p", 0.0) for module in modules.values())
     return shape.with_adapter(AdapterConfig(rank, targets=targets, modules_to_save=tuple(saved), **others))
 

@@ -38,10 +38,6 @@ from ithaka.plan.seconds import Seconds, layer_seconds
 from ithaka.plan.shape import AttentionKind
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.timeline import PhaseTimer
-from ithaka.roots.families import find_layers, has_encoder
-from ithaka.roots.video import build_transformer, make_clip
-from ithaka.roots.video_families import is_diffusers_model
-from ithaka.roots.vision import make_frames
 from ithaka.run.resolve import STORE_HOLDERS
 from ithaka.train.loop import OutOfMemoryError
 from ithaka.train.preferences import use_reference
@@ -95,10 +91,10 @@ def rehearse(
     model's config.json, of which `layers` run, by default the first; the layout has a policy for each. Weights are
     random. `memory_only`: run one step, and limit attention to documents of 128 Ki tokens; allocations do not change.
     `reference`: run the model without its adapter, or a frozen copy, first, as DPO and GRPO do."""
-    is_video, num_layers = "_class_name" in config, len(layout.kept)
-    if is_video and memory_only:
-        raise ConfigError("--memory-only cuts attention into documents, which a clip does not have; leave it out")
-    if is_video:
+    num_layers = len(layout.kept)
+    if "_class_name" in config:
+        if memory_only:
+            raise ConfigError("--memory-only cuts attention into documents, which a clip does not have; leave it out")
         truncated = {**config, "num_layers": num_layers}
     else:
         truncated = truncate_config(_read_config(config), layers or range(num_layers)).to_dict()
@@ -107,23 +103,21 @@ def rehearse(
         stack.callback(dist.destroy_process_group)
         mesh = make_mesh(layout.cp, default_device(), ring=layout.ring, replicas=layout.replicas)
         with phase("building the model"):
-            build: Any = build_transformer if is_video else partial(build_model, context=context)
-            model = build(truncated, mesh, layout, adapter=adapter, trains=trains).train(trains)
-            other = build(truncated, mesh, layout, trains=False).eval() if reference and not adapter else None
+            build = partial(build_model, truncated, mesh, layout, context=context)
+            model = build(adapter=adapter, trains=trains)
+            other = build(trains=False) if reference and not adapter else None
         optimizer = make_optimizer(model, OptimConfig(name=optimizer_name, lr=0.0)) if trains else None
-        step = partial(_run_step, model, optimizer, (other or model) if reference else None)
+        root, step = model.ithaka_root, partial(_run_step, model, optimizer, (other or model) if reference else None)
         s = context // mesh.cp_size
         tiny_s = TINY_TOKENS if s >= 16 * TINY_TOKENS else max(2, s // 64)  # at least two: one token has no label
         steps = 1 if memory_only else steps
         document = MEMORY_ONLY_DOCUMENT if memory_only else document_tokens
-        _, tiny_peaks = _measure_step(step, _make_inputs(model, mesh.cp_size * tiny_s), mesh.device, 2)
-        seconds, peaks = _measure_step(step, _make_inputs(model, context, document), mesh.device, steps)
-        peak_path, store = max(peaks, key=lambda path: (peaks[path], len(path))), find_layers(model)[0].forward.store
+        _, tiny_peaks = _measure_step(step, root.example_inputs(mesh.cp_size * tiny_s), mesh.device, 2)
+        seconds, peaks = _measure_step(step, root.example_inputs(context, document), mesh.device, steps)
+        peak_path, store = max(peaks, key=lambda path: (peaks[path], len(path))), root.layers[0].forward.store
         layer_s = [[seconds.get(("step", f"layer {i}", name), 0.0) for name in DIRECTIONS] for i in range(num_layers)]
         return RehearsalResult(
-            x_bytes=layout.x_bytes(config["num_attention_heads"] * config["attention_head_dim"], s)
-            if is_video
-            else layout.x_bytes(model.config.get_text_config().hidden_size, s),
+            x_bytes=layout.x_bytes(root.hidden_size, s),
             layer_bytes=_layers_peak(peaks) - _layers_peak(tiny_peaks),
             peak_bytes=peaks[peak_path],
             peak_phase=" / ".join(peak_path[1:]) or "outside layers and loss",
@@ -158,20 +152,11 @@ def _measure_step(
     return timer.seconds(), live.phase_peaks()
 
 
-def _make_inputs(model: Any, context: int, document: int | None = None) -> dict[str, Any]:
-    if is_diffusers_model(model):
-        return make_clip(model, context)
-    vocab = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocab, (1, context), generator=torch.Generator().manual_seed(1))
-    inputs = {"input_ids": ids, "document_ids": torch.arange(context)[None] // document if document else None}
-    return inputs | make_frames(model, ids) if has_encoder(model) else inputs
-
-
 def _run_step(model: Any, optimizer: Optimizer | None, reference: Any, inputs: dict[str, Any]) -> None:
     """Run a training step; without an optimizer, the forward pass of an evaluation. If the reference is the model, its
     adapter is disabled."""
     with phase("step"):
-        if is_diffusers_model(model):
+        if not model.ithaka_root.predicts_tokens:
             with torch.set_grad_enabled(optimizer is not None):
                 loss = model(**inputs).sample.square().mean()
         elif optimizer is None:

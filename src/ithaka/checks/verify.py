@@ -37,7 +37,8 @@ from ithaka.model.build import has_weights, parallelize_model, read_hf_config
 from ithaka.model.logprobs import token_logprobs
 from ithaka.model.truncate import LayerKind, find_representative_layers, group_layers, truncate_config
 from ithaka.plan.read_config import read_json, read_shape, shape_from_config
-from ithaka.roots.families import find_layers, has_encoder
+from ithaka.roots.find import find_root
+from ithaka.roots.vision import count_values
 from ithaka.run.launch import check_cpu_ranks, max_cpu_ranks, num_gpus, run_ranks
 from ithaka.run.resolve import read_stored_settings
 from ithaka.run.validate import check_weights
@@ -206,7 +207,7 @@ class ModelPair:
         self.direction_errors: Errors = {}  # per-head gradient direction errors, by name
         self.plain = load_truncated_model(directory, adapter).to(mesh.device) if mesh.rank == 0 else None
         model = load_truncated_model(directory, adapter)
-        attention = [layer.self_attn for layer in find_layers(model) if hasattr(layer, "self_attn")]
+        attention = [layer.self_attn for layer in find_root(model).layers if hasattr(layer, "self_attn")]
         self.head_dim = getattr(attention[0], "head_dim", None) if attention else None
         self.model = parallelize_model(model, mesh=mesh, layout=layout)
 
@@ -245,7 +246,8 @@ class ModelPair:
 def run_checks(directory: Path, mesh: Mesh, layout: Layout, adapter: AdapterConfig | None) -> Checks:
     pair, cp = ModelPair(directory, mesh, layout), layout.cp
     text = pair.model.config.get_text_config()
-    vocab, full_length = text.vocab_size - 4 * has_encoder(pair.model), text.max_position_embeddings
+    has_encoder = pair.model.ithaka_root.encoder is not None
+    vocab, full_length = text.vocab_size - 4 * has_encoder, text.max_position_embeddings
 
     def random_ids(*shape: int) -> Tensor:
         return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(2))
@@ -277,7 +279,7 @@ def run_checks(directory: Path, mesh: Mesh, layout: Layout, adapter: AdapterConf
         inputs = {"position_ids": positions, "document_ids": torch.zeros_like(ids)}
         error = pair.compare_logits(ids, {"position_ids": positions, "attention_mask": mask}, **inputs)
         yield make_check(part, f"logits, {num_tokens} tokens over {last} positions", error, allowed)
-    if has_encoder(pair.model):
+    if has_encoder:
         media = _add_media(pair.model, ids := random_ids(1, 2 * cp + 20))
         yield _worst_check("images and video", pair.compare_losses(ids, ids, None, **media))
     if adapter is not None:
@@ -295,8 +297,7 @@ def _add_media(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
     for kind, (pixels, name) in MEDIA.items():
         inputs[name] = torch.tensor(grids[kind])
         num_patches = int(inputs[name].prod(1).sum())
-        num_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        inputs[pixels] = torch.randn(num_patches, num_values, generator=generator).double()
+        inputs[pixels] = torch.randn(num_patches, count_values(vision), generator=generator).double()
         ids[:, first : first + num_patches // side**2] = getattr(config, f"{kind}_token_id")
         first += num_patches // side**2 + 2
     return inputs | {"position_ids": torch.arange(ids.shape[1]) * torch.tensor([1, 2, 3])[:, None, None]}

@@ -31,11 +31,11 @@ from ithaka.config import ConfigError, parse_count
 from ithaka.hf.rewards import DPOMixin, GRPOMixin, KTOMixin, group_processes
 from ithaka.inputs.calls import KERNEL_ARGUMENTS
 from ithaka.layer.loss import IGNORE_INDEX
-from ithaka.model import build
 from ithaka.model.logprobs import token_logprobs_and_aux
 from ithaka.model.prefixes import shared_logprobs
 from ithaka.parallel import base_model, parallelize
-from ithaka.roots.families import has_encoder
+from ithaka.roots.decoder import ParallelOutput
+from ithaka.roots.find import find_root
 from ithaka.train.optimizers import adamw8bit_class
 from ithaka.train.step import clip_gradients
 
@@ -144,7 +144,7 @@ class LongContext(Trainer):
         _refuse_arguments(self.args)
         _check_context(settings, self.args)
         self._refuse_launcher()
-        if self.loss_is_mean and has_encoder(base_model(self.model)):
+        if self.loss_is_mean and find_root(self.model).encoder is not None:
             model_type = base_model(self.model).config.model_type
             raise ConfigError(f"model_type={model_type} is supported by long_context(SFTTrainer) only; use that")
         self.args = copy.copy(self.args)
@@ -289,7 +289,7 @@ class LongContext(Trainer):
             tokens, aux = (shared_logprobs if self.shares_prefixes else token_logprobs_and_aux)(model, **inputs)
         valid = labels[:, 1:] != IGNORE_INDEX
         if not fused_lm_head:  # evaluation: the mean over this group's rows only
-            return build.ParallelOutput(loss=-tokens.logprobs.sum() / valid.sum().clamp(min=1))
+            return ParallelOutput(loss=-tokens.logprobs.sum() / valid.sum().clamp(min=1))
         # The output of TRL's fused head, from which it computes its loss.
         logprobs, entropy, correct, means = (each[:, 1:] for each in tokens)
         if aux is not None and model.training and not self.loss_is_mean:

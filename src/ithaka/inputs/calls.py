@@ -8,7 +8,8 @@ collective gathers the results, and all ranks raise the same error.
 import hashlib
 import inspect
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NoReturn
@@ -19,26 +20,14 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_compile_c
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from transformers import PreTrainedModel
 
 from ithaka.blocks.mlp import HOOK_DICTS
 from ithaka.blocks.tiles import PARAMETERS_CHANGED
 from ithaka.comm.agree import RankError, describe_error, gather_objects, raise_first
 from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError
-from ithaka.inputs.batch import INPUTS, Share, documents_from_lengths, select_own_tokens, shard_batch, to_integers
-from ithaka.inputs.positions import check_positions
-from ithaka.layout import Layout, check_dtype, check_parallelism
-from ithaka.roots.families import (
-    GENERAL_HOOKABLE,
-    GENERAL_PATCHABLE,
-    HOOKABLE,
-    PATCHABLE,
-    find_decoder,
-    find_layers,
-    has_encoder,
-    has_known_layers,
-)
+from ithaka.inputs.batch import INPUTS, Share, documents_from_lengths, select_own_tokens, to_integers
+from ithaka.layout import Layout, check_dtype
 
 # What ranks exchange about a call: error, fingerprint, number of valid labels, of positions and of frames.
 Report = tuple[RankError | None, dict[str, Any], *tuple[int, ...]]
@@ -69,7 +58,7 @@ TRUSTED_MODULES = ("ithaka.", "torch.distributed.", "transformers.utils.output_c
 
 @dataclass(frozen=True)
 class CheckedCall:
-    """A call that passed all checks on every rank, and this rank's share of its inputs."""
+    """A decoder's call that passed all checks on every rank, and this rank's share of its inputs."""
 
     mesh: Mesh
     share: Share
@@ -84,15 +73,14 @@ class CheckedCall:
 
 
 class CallChecker:
-    """A forward pre-hook that runs before FSDP2's and turns the user's arguments into a `CheckedCall`.
+    """A forward pre-hook that runs before FSDP2's and turns the user's arguments into a call that `root` has checked.
 
     Not part of forward: FSDP2 would move the full batch to the device, and does not recover from an error in forward.
     """
 
-    def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
-        self.mesh, self.snapshot, self.is_enabled = mesh, _snapshot(model), True  # not enabled: while it generates
-        params = inspect.signature(type(model).forward).parameters.values()  # transformers' signature
-        self.names = [param.name for param in params if param.kind is param.POSITIONAL_OR_KEYWORD][1:]
+    def __init__(self, root: Any) -> None:  # roots/root.py
+        model = root.model
+        self.root, self.snapshot, self.is_enabled = root, _snapshot(model), True  # not enabled: while it generates
         model.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
         model.register_load_state_dict_pre_hook(_refuse_plain_state)
 
@@ -101,62 +89,38 @@ class CallChecker:
             return None
         if torch.compiler.is_compiling():  # Dynamo then falls back to eager, and the checks raise on all ranks
             raise ConfigError(COMPILED)
-        mesh, error, cause, fingerprint = self.mesh, None, None, dict[str, Any]()
+        root, error, cause, fingerprint = self.root, None, None, dict[str, Any]()
         counts: tuple[int, ...] = (0, 0, 0)
         num_threads = torch.get_num_threads()
         try:
-            check_torch_modes(mesh.device)
+            check_torch_modes(root.mesh.device)
             torch.set_num_threads(1)  # the GPU is idle meanwhile, and waking other threads can take 60 ms
             _check_last_backward(model)
             _read_gradient_dtypes(model)
             self._check_unchanged(model)
-            check_modules(model)
+            check_modules(model, root.hookable, root.patchable)
             named = self._bind_arguments(args, kwargs)
-            inputs, counts, fingerprint = self._read_call(model, named)
-            # Video transformers have no limit, and evaluation may show what a model does beyond its own.
-            if isinstance(model, PreTrainedModel) and torch.is_grad_enabled():
-                reach = f"a call with {counts[1]} positions (0 to {counts[1] - 1})"
-                check_positions(model.config.get_text_config(), reach, counts[1])
+            inputs, counts, fingerprint = root.read_call(named)
+            if torch.is_grad_enabled():  # evaluation may show what a model does beyond its positions
+                root.check_positions(f"a call with {counts[1]} positions (0 to {counts[1] - 1})", counts[1])
         except Exception as caught:
             error, cause = describe_error(caught, keep=(TypeError, ValueError, ConfigError)), caught
         finally:
             torch.set_num_threads(num_threads)
         totals = self._agree((error, fingerprint, *counts), cause)
-        return (self._make_call(named, inputs, *totals),), {}
-
-    def _read_call(self, model: Any, named: dict[str, Any]) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
-        """Return this rank's inputs, the numbers of valid labels, positions and frames, and the call's fingerprint."""
-        tensors, items = _parse_arguments(**named)
-        fingerprint = _fingerprint_call(tensors, items, named) if self.mesh.world_size > 1 else {}
-        if "parents" in tensors and (reason := why_no_parents(model)):
-            raise ValueError(f"parents is not supported {reason}; leave it out, and pass each branch as a row")
-        share = shard_batch(tensors, find_decoder(model).embed_tokens.num_embeddings, self.mesh)
-        is_number = isinstance(items, int | float) and not isinstance(items, bool) and math.isfinite(items)
-        if items is not None and not (is_number and items >= min(share.num_valid, 1)):
-            rule = f"divides the loss of {share.num_valid} valid labels, so it must be a number above 0"
-            fix = "pass the valid labels of all data-parallel ranks and micro-steps, or leave it out"
-            raise ValueError(f"num_items_in_batch={items!r} {rule}; {fix}")
-        shape, chosen_sLk = tensors["input_ids"].shape, None
-        if (indices := named.get("expert_indices")) is not None:
-            chosen_sLk = _shard_expert_indices(model, indices, shape, share, self.mesh)
-        return (share, shape, items, chosen_sLk), (share.num_valid, share.num_positions, 0), fingerprint
-
-    def _make_call(self, named: dict[str, Any], inputs: Any, num_tokens: int, num_positions: int, _: int) -> Any:
-        share, shape, items, chosen_sLk = inputs
-        divisor = max(num_tokens, 1) if items is None else items or 1
-        options = bool(named.get("per_token")), named.get("temperature") or 1.0
-        return CheckedCall(self.mesh, share, shape, num_tokens, num_positions, divisor, *options, chosen_sLk)
+        return (root.make_call(named, inputs, *totals),), {}
 
     def _bind_arguments(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return all arguments by name. Positional ones have the order of transformers' forward."""
-        named = dict(zip(self.names, args, strict=False))
+        names = self.root.argument_names
+        named = dict(zip(names, args, strict=False))
         twice = sorted(named.keys() & kwargs.keys())
         if twice or len(args) > len(named):
             problem = f"{twice[0]} was passed twice" if twice else f"{len(args)} positional arguments are too many"
-            raise TypeError(f"{problem}; pass arguments by name, or in the order {', '.join(self.names)}")
+            raise TypeError(f"{problem}; pass arguments by name, or in the order {', '.join(names)}")
         return named | kwargs
 
-    def _check_unchanged(self, model: PreTrainedModel) -> None:
+    def _check_unchanged(self, model: nn.Module) -> None:
         before, now = self.snapshot, _snapshot(model)
         for name in {**before, **now}:
             if name not in before or now.get(name) not in (before[name], GATHERED_PARAMETER):
@@ -168,7 +132,7 @@ class CallChecker:
     def _agree(self, report: Report, cause: Exception | None) -> tuple[int, int, int]:
         """Return the numbers of valid labels, positions and frames in the global batch. Raises on all ranks or on none.
         Does not synchronize with the device."""
-        reports, cp = gather_objects(report), self.mesh.cp_size
+        reports, cp = gather_objects(report), self.root.mesh.cp_size
         raise_first([error for error, *_ in reports], cause=cause)
         _raise_if_ranks_differ([fingerprint for _, fingerprint, *_ in reports], cp)
         num_valid, num_positions, num_frames = zip(*(report[2:] for report in reports[::cp]), strict=True)
@@ -178,7 +142,7 @@ class CallChecker:
 # ---- arguments of a call
 
 
-def _parse_arguments(input_ids: Any = None, **named: Any) -> tuple[dict[str, Tensor], float | None]:
+def parse_arguments(input_ids: Any = None, **named: Any) -> tuple[dict[str, Tensor], float | None]:
     """Return the tensors among the arguments, on the host, where documents are read, and num_items_in_batch."""
     for name in named.keys() - {*ARGUMENTS, *KERNEL_ARGUMENTS}:
         value, no_effect = named[name], name == "return_dict"  # use_cache=False and return_dict=True change nothing
@@ -204,22 +168,11 @@ def _parse_arguments(input_ids: Any = None, **named: Any) -> tuple[dict[str, Ten
     return {name: to_integers(name, value) for name, value in inputs.items()}, items
 
 
-def why_no_parents(model: Any) -> str:
-    """Why a call may not have `parents`; empty if it may. A layer says so in its `no_parents`, for example one with a
-    recurrent state."""
-    if (ring := model.ithaka_mesh.ring_group.size()) > 1:
-        return (
-            f"with ring={ring}: a ring sends a rank the keys of its own documents, not those of their parents; use "
-            "ring=1, with at most as many ranks per sequence as query heads"
-        )
-    return next(filter(None, (layer.forward.no_parents for layer in find_layers(model))), "")
-
-
-def _shard_expert_indices(model: Any, indices: Tensor, shape: torch.Size, share: Share, mesh: Mesh) -> Tensor:
+def shard_expert_indices(layers: Any, indices: Tensor, shape: torch.Size, share: Share, mesh: Mesh) -> Tensor:
     """Return the experts that this rank's tokens must choose in each layer, [s, L, k], from [B, N, L, k]."""
     if not isinstance(indices, Tensor):
         raise TypeError(f"expert_indices is {type(indices).__name__}; pass a tensor")
-    blocks = [layer.forward.experts.block for layer in find_layers(model)]
+    blocks = [layer.forward.experts.block for layer in layers]
     num_experts = min((block.num_experts for block in blocks if block is not None), default=0)
     if not num_experts:
         raise TypeError("expert_indices was passed, but no layer has experts that can replay them; leave it out")
@@ -233,7 +186,7 @@ def _shard_expert_indices(model: Any, indices: Tensor, shape: torch.Size, share:
     return select_own_tokens(indices.flatten(0, 1).to("cpu", torch.int16), mesh, share.docs.sharding, 0).to(mesh.device)
 
 
-def _fingerprint_call(tensors: dict[str, Tensor], items: float | None, named: dict[str, Any]) -> dict[str, Any]:
+def fingerprint_call(tensors: dict[str, Tensor], items: float | None, named: dict[str, Any]) -> dict[str, Any]:
     """Return the shape and hash of each tensor argument, or its value: equal on two ranks only if the arguments are."""
     fingerprint: dict[str, Any] = dict.fromkeys((*INPUTS, "expert_indices"), "not passed")
     if isinstance(experts := named.get("expert_indices"), Tensor):
@@ -273,10 +226,8 @@ def _raise_if_ranks_differ(calls: list[dict[str, Any]], cp: int) -> None:
 # ---- the model
 
 
-def check_modules(model: nn.Module) -> None:
+def check_modules(model: nn.Module, hookable: re.Pattern, patchable: re.Pattern) -> None:
     """Refuse hooks and patches that a parallel model would ignore."""
-    known = not isinstance(model, PreTrainedModel) or has_known_layers(model)
-    hookable, patchable = (HOOKABLE, PATCHABLE) if known else (GENERAL_HOOKABLE, GENERAL_PATCHABLE)
     for name, module in model.named_modules():
         where = name or "the model"
         for hooks, kind in HOOK_KINDS.items():
@@ -328,25 +279,7 @@ def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     torch.autograd.graph.increment_version([param for param in params if isinstance(param, DTensor)])
 
 
-# ---- arguments of parallelize, and wrappers around its result
-
-
-def check_arguments(model: Any, cp: int | None, ring: int | None) -> None:
-    """Refuse anything but a language model, or a PeftModel of one, and numbers of ranks below 1."""
-    kind = type(model).__name__
-    for name in ("module", "_orig_mod"):  # set by DistributedDataParallel and torch.compile
-        if name in getattr(model, "_modules", ()):
-            raise ConfigError(
-                f"parallelize got a model wrapped in a {kind}; pass model.{name}: ithaka shards it, and "
-                "Layout(compile=True) compiles the MLP"
-            )
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(base, PreTrainedModel) or getattr(base, "lm_head", None) is None:
-        raise ConfigError(
-            f"parallelize got a {kind}, which is not a transformers language model; use "
-            "AutoModelForCausalLM.from_pretrained or from_config"
-        )
-    check_parallelism(cp=cp, ring=ring)
+# ---- the dtype of parallelize, and wrappers around its result
 
 
 def compute_dtype(model: Any, layout: Layout) -> torch.dtype:
@@ -409,14 +342,9 @@ def count_changes(*modules: nn.Module) -> int:
     return sum(tensor._version for tensor in (*shards, *(shard._local_tensor for shard in shards), *gathered))
 
 
-def guard_backward(model: Any, outputs: Iterable[Tensor]) -> None:
-    """Make backward from `outputs` raise if its parameters changed since forward. It raises before FSDP2 starts, so
-    the model stays usable. Untied embeddings may change: backward does not read them."""
-    forwards: list[Any] = [layer.forward for layer in find_layers(model)]
-    units = {forward.name: forward.num_changes for forward in forwards}
-    units["the head"] = partial(count_changes, model, *([head] if (head := getattr(model, "lm_head", None)) else []))
-    if isinstance(model, PreTrainedModel) and has_encoder(model):
-        units["the encoder"] = partial(count_changes, model.model.visual)
+def guard_backward(units: Mapping[str, Callable[[], int]], outputs: Iterable[Tensor]) -> None:
+    """Make backward from `outputs` raise if the changes that `units` count are not those of now. It raises before FSDP2
+    starts, so the model stays usable. Untied embeddings may change: backward does not read them."""
     before = [count() for count in units.values()]
 
     def check(grad: Tensor) -> None:
@@ -432,7 +360,7 @@ def guard_backward(model: Any, outputs: Iterable[Tensor]) -> None:
 # ---- state around a call
 
 
-def _check_last_backward(model: PreTrainedModel) -> None:
+def _check_last_backward(model: Any) -> None:
     """Refuse a model whose last backward raised: FSDP2 would silently skip gradients from then on."""
     if model._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
         raise ConfigError(
@@ -441,7 +369,7 @@ def _check_last_backward(model: PreTrainedModel) -> None:
         )
 
 
-def _read_gradient_dtypes(model: PreTrainedModel) -> None:
+def _read_gradient_dtypes(model: Any) -> None:
     """FSDP2 reads the dtypes of gradients in its first call, from the parameters that are trainable then. If adapters
     were disabled in that call, there were none, and gradients would be reduced in the compute dtype: read again."""
     for state in model._get_fsdp_state()._state_ctx.all_states:

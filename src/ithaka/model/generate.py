@@ -15,7 +15,6 @@ from ithaka.config import ConfigError
 from ithaka.inputs.calls import CallChecker, compute_dtype
 from ithaka.ops.fourbit import unpacked
 from ithaka.plan.hardware import available_memory
-from ithaka.roots.families import find_decoder, find_layers
 
 MAX_UNCACHED_TOKENS = 512  # without a cache, each token costs a forward over all tokens so far
 
@@ -60,11 +59,11 @@ def check_uncached(use_cache: bool | None, num_tokens: int | None) -> bool:
 @contextmanager
 def _plain_forwards(model: Any) -> Iterator[None]:
     """Let every module run its class's forward, on gathered parameters. They stay gathered if memory allows."""
-    mesh, checker, text_config = model.ithaka_mesh, _find_checker(model), find_decoder(model).config
+    mesh, checker, text_config = model.ithaka_mesh, _find_checker(model), model.ithaka_root.base.config
     units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
     stays_gathered, attention = _fits_gathered(model), text_config._attn_implementation
     forwards = {module: module.forward for module in model.modules() if _is_replaced(module)}
-    layers = [forwards[layer] for layer in find_layers(model)]
+    layers = [forwards[layer] for layer in model.ithaka_root.layers]
     for module in forwards:
         del module.forward
     for layer in layers:
@@ -102,7 +101,7 @@ def _is_replaced(module: Any) -> bool:
 
 def _fits_gathered(model: Any) -> bool:
     """Whether all parameters together take at most half of the free memory of every rank."""
-    mesh, layout = model.ithaka_mesh, find_layers(model)[0].forward.layout
+    mesh, layout = model.ithaka_mesh, model.ithaka_root.layout
     num_bytes = sum(param.numel() for param in model.parameters()) * compute_dtype(model, layout).itemsize
     if mesh.device.type == "cuda":
         unused = torch.cuda.memory_reserved(mesh.device) - torch.cuda.memory_allocated(mesh.device)

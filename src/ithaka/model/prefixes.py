@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ithaka.config import ConfigError
-from ithaka.inputs.calls import why_no_parents
 from ithaka.inputs.forest import MIN_TOKENS, build_forest, path_to
 from ithaka.layer.loss import IGNORE_INDEX, TokenResults
 from ithaka.layout import check_size
@@ -96,14 +94,14 @@ def pack_prefixes(
 
 
 def shared_logprobs(
-    model: PreTrainedModel, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None, **inputs: Any
+    model: Any, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None, **inputs: Any
 ) -> tuple[TokenResults, Tensor | None]:
     """`token_logprobs_and_aux` of a padded batch that computes common prefixes of its rows once. Labels are the tokens
     themselves, or -100. Nothing is shared if the model does not support `parents`, with position_ids, or with
     a load-balancing loss, which counts tokens."""
     mask_BN = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    routing = model.ithaka_decoder and model.ithaka_decoder.batch.routing
-    if why_no_parents(model) or routing is not None or inputs.keys() - {"temperature"}:
+    root = model.ithaka_root
+    if root.why_no_parents() or root.routing is not None or inputs.keys() - {"temperature"}:
         return token_logprobs_and_aux(model, input_ids, labels, attention_mask=mask_BN, **inputs)
     ids_BN, is_real_BN = input_ids.cpu(), mask_BN.cpu().bool()
     packed = pack_prefixes([row[real] for row, real in zip(ids_BN, is_real_BN, strict=True)])

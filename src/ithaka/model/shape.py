@@ -16,17 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from ithaka.config import ConfigError
 from ithaka.layer.mixers import DeltaCall
 from ithaka.layer.runs import Arguments, AttentionCall, LayerRuns, LayerSpec, PlaceholderMask
 from ithaka.plan.read_config import VIDEO_SCALES
 from ithaka.plan.shape import FRAME_PATCHES, DeltaShape, Encoder, MeasuredLayer, ModelShape
-from ithaka.roots.families import find_decoder, find_layers, has_encoder, has_known_layers
+from ithaka.roots.find import find_root
 from ithaka.roots.probe import describe_layer
 from ithaka.roots.recorder import LENGTHS, Recorder, read_call, refusal, token_dims
-from ithaka.roots.video_families import TOKEN_DIMS, Ltx, SelfAttention, Tokens, Wan, find_family, read_spec
+from ithaka.roots.video import TOKEN_DIMS, SelfAttention, Tokens
 from ithaka.roots.vision import FrameAttention
 from ithaka.weights.adapters import auto_class, is_stacked
 
@@ -57,28 +57,29 @@ def measure_model(values: Mapping[str, Any], source: str) -> ModelShape:
         if "Unrecognized configuration class" in str(error):
             reason, fix = "it is not a decoder", "use one that AutoModelForCausalLM builds, such as gemma3_text"
         raise ConfigError(f"model_type={name} of {source} cannot be built by transformers ({reason}); {fix}") from error
-    if not has_encoder(model) and not isinstance(getattr(getattr(model, "model", None), "layers", None), nn.ModuleList):
+    root: Any = find_root(model)
+    if not root.has_layers:
         raise ConfigError(
             f"model_type={name} of {source} has no list of decoder layers at model.layers; use a decoder such as "
             "llama, qwen3 or gemma3_text (docs/models.md)"
         )
-    return measure_layers(model)
+    return measure_layers(root)
 
 
-def measure_layers(model: PreTrainedModel) -> ModelShape:
-    config, recorder = find_decoder(model).config, Recorder(model)
+def measure_layers(root: Any) -> ModelShape:
+    model, config, recorder = root.model, root.base.config, Recorder(root.model)
     calls, shorter = (recorder.call(length) for length in LENGTHS)
     measured: dict[Any, tuple[LayerSpec, MeasuredLayer]] = {}
     layers = []
     arguments_by_id: dict[int, int] = {}  # bytes of arguments with a dimension of tokens
-    for index, layer in enumerate(find_layers(model)):
+    for index, layer in enumerate(root.layers):
         dims = token_dims(model, f"model.layers.{index}", calls[index], shorter[index])
         leaves = zip(pytree.tree_leaves(calls[index][1:]), dims, strict=True)
         arguments_by_id |= {id(leaf): leaf.nbytes for leaf, dim in leaves if dim is not None}
         mask = next((id(leaf) for leaf in pytree.tree_leaves(calls[index][1:]) if hasattr(leaf, "local_size")), None)
         kind = describe_layer(layer), mask, dims
         if kind not in measured:
-            measured[kind] = _Measurement(model, recorder, index, dims).run()
+            measured[kind] = _Measurement(root, recorder, index, dims).run()
         layers.append(measured[kind])
     specs, parts = zip(*layers, strict=True)
     attention = [spec for spec in specs if not spec.delta] or specs
@@ -101,14 +102,14 @@ def measure_layers(model: PreTrainedModel) -> ModelShape:
         windows=tuple(0 if spec.delta else spec.window or spec.chunk for spec in specs),
         measured=combine_layers(parts, others, arguments),
         delta=next((_delta_shape(spec) for spec in specs if spec.delta), None),
-        encoder=measure_encoder(model) if has_encoder(model) else None,
+        encoder=root.encoder and measure_encoder(root.encoder),
     )
     return shape if shape.attention_kinds == kinds else replace(shape, kinds=kinds)
 
 
-def measure_encoder(model: Any) -> Encoder:
+def measure_encoder(visual: Any) -> Encoder:
     """Run one block of the encoder on fake tensors, and count the rest."""
-    visual, mode = model.model.visual, FakeTensorMode()
+    mode = FakeTensorMode()
     config, block, merged = visual.config, visual.blocks[0], visual.config.spatial_merge_size**2
     dim, runs, block = block.norm1.weight.shape[0], [], copy.deepcopy(block)
     with mode:
@@ -173,10 +174,10 @@ def combine_layers(layers: tuple[MeasuredLayer, ...], total_parameters: int, arg
 class _Measurement:
     """A copy of one layer on fake tensors."""
 
-    def __init__(self, model: PreTrainedModel, recorder: Recorder, index: int, dims: tuple[int | None, ...]) -> None:
-        self.model, self.recorder, self.index, self.dims = model, recorder, index, dims
+    def __init__(self, root: Any, recorder: Recorder, index: int, dims: tuple[int | None, ...]) -> None:
+        self.root, self.model, self.recorder, self.index, self.dims = root, root.model, recorder, index, dims
         self.name, self.mode = f"model.layers.{index}", FakeTensorMode()
-        self.layer = copy.deepcopy(find_layers(model)[index], dict(recorder.memo)).train()
+        self.layer = copy.deepcopy(root.layers[index], dict(recorder.memo)).train()
         self.spec = LayerSpec(1, 1, 1, 1, 1.0)
         self._make_fake(self.layer)
 
@@ -226,7 +227,7 @@ class _Measurement:
         stacked = {name: p for name, p in self.layer.named_parameters() if is_stacked(p)}
         linears += tuple((name, len(p) * p.shape[1], len(p) * p.shape[2], True) for name, p in stacked.items())
         parameters = sum(param.numel() for param in self.layer.parameters())
-        is_streamed = has_known_layers(self.model)
+        is_streamed = self.root.uses_fast_path
         products = {"projections": projected, "others": dense + experts - projected, "experts": experts}
         sizes = tuple((name, param.numel()) for name, param in stacked.items())
         return self.spec, MeasuredLayer(
@@ -238,7 +239,7 @@ class _Measurement:
 
     def _products(self, module: nn.Module) -> tuple[int, int]:
         """Multiply-adds per token with the module's own weights: dense ones, and those of the experts it is sent to."""
-        config, sizes = find_decoder(self.model).config, [p.shape for p in module.parameters(recurse=False)]
+        config, sizes = self.root.base.config, [p.shape for p in module.parameters(recurse=False)]
         top_k = next((k for k in (getattr(config, name, None) for name in TOP_K) if isinstance(k, int)), 1)
         flat = sum(size.numel() for size in sizes if len(size) == 2 and not self._is_expert_bias(size, sizes))
         return flat, sum(p.numel() // len(p) * top_k for p in module.parameters(recurse=False) if is_stacked(p))
@@ -294,12 +295,14 @@ def measure_video(values: Mapping[str, Any], source: str) -> ModelShape:
         model = getattr(diffusers, kind).from_config({**values, "num_layers": 1})
     for param in model.parameters():
         param.data = param.data.to(torch.bfloat16)
-    family, blocks = find_family(model), find_layers(model)
-    spec, layer = _BlockMeasurement(model, family, blocks[0]).run()
+    root = find_root(model)
+    root.check_model()
+    blocks = root.layers
+    spec, layer = _BlockMeasurement(root).run()
     hidden, vocab = spec.num_heads * spec.head_dim, model.proj_out.out_features
-    root, num_layers = sum(param.numel() for param in model.parameters()) - layer.parameters, values["num_layers"]
-    total = root + num_layers * layer.parameters - 2 * vocab * hidden
-    sizes = {"total_parameters": total, "root": root, "arguments": COORDINATE_BYTES}
+    outer, num_layers = sum(param.numel() for param in model.parameters()) - layer.parameters, values["num_layers"]
+    total = outer + num_layers * layer.parameters - 2 * vocab * hidden
+    sizes = {"total_parameters": total, "root": outer, "arguments": COORDINATE_BYTES}
     return ModelShape(
         family=kind,
         num_layers=num_layers,
@@ -319,15 +322,16 @@ def measure_video(values: Mapping[str, Any], source: str) -> ModelShape:
 class _BlockMeasurement(_Measurement):
     """A block of a video transformer. Keys and values of cross-attention do not grow with the tokens."""
 
-    def __init__(self, model: Any, family: Wan | Ltx, block: nn.Module) -> None:
-        self.model, self.family, self.name, self.mode = model, family, "blocks.0", FakeTensorMode()
-        self.layer, self.spec = block, read_spec(family)
-        cast(Any, block).attn1.processor = SelfAttention()
+    def __init__(self, root: Any) -> None:
+        self.root, self.model, self.name, self.mode = root, root.model, "blocks.0", FakeTensorMode()
+        self.layer, self.spec = root.layers[0], root.spec
+        block: Any = self.layer
+        block.attn1.processor = SelfAttention()
         self._make_fake(block)
         for module in block.modules():
             if isinstance(module, nn.RMSNorm):
                 module.forward = _FusedNorm.apply  # type: ignore[method-assign]
-        self._make_fake(model.rope)
+        self._make_fake(root.model.rope)
 
     def _read_spec(self, call: AttentionCall | DeltaCall, arguments: Arguments) -> LayerSpec:
         return self.spec
@@ -346,8 +350,8 @@ class _BlockMeasurement(_Measurement):
         num_text = 520 if getattr(self.layer.attn2, "add_k_proj", None) is not None else 8
         x = torch.empty(num_tokens, hidden, dtype=torch.bfloat16)
         text, modulations = (torch.empty(1, *shape) for shape in ((num_text, hidden), (6 * hidden,)))
-        coords = torch.zeros(num_tokens, 3, dtype=torch.long if isinstance(self.family, Wan) else torch.float32)
-        arguments = (text, None, modulations, Tokens(self.family.rotary, coords, None), PlaceholderMask())
+        coords = self.root.positions(**self.root.example_sizes((1, 1, num_tokens)))
+        arguments = (text, None, modulations, Tokens(self.root.rotary, coords, None), PlaceholderMask())
         return x, Arguments(arguments, {}, TOKEN_DIMS, num_tokens)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig
 
-from ithaka.roots.families import find_layers
+from ithaka.roots.find import find_root
 from ithaka.weights.adapters import auto_class, is_stacked
 
 NUM_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")  # first layers without experts
@@ -33,7 +33,7 @@ class LayerKind:
 def read_kinds(config: Any) -> list[LayerKind]:
     """The kind of each layer of the model that a Hugging Face configuration describes."""
     with torch.device("meta"):
-        layers = find_layers(auto_class(config.model_type).from_config(config))
+        layers = find_root(auto_class(config.model_type).from_config(config)).layers
     lists = _layer_lists(config.get_text_config().to_dict()).values()
     return [
         LayerKind(

@@ -1,210 +1,295 @@
-"""Run any decoder of transformers on general layers: its own forward before, between and after them."""
+"""The root of a language model: tokens in, their loss or logits out. How its layers run is in roots/fast.py and
+roots/general.py."""
 
+import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.utils.output_capturing import OutputRecorder
+from transformers.utils import ModelOutput
 
-from ithaka.blocks.linear import as_linear, is_linear
+from ithaka.attention.docs import Docs
+from ithaka.blocks.dropout import POSITION_BITS, replace_dropout
 from ithaka.blocks.routing import Routing
 from ithaka.blocks.tiles import sum_dtype
-from ithaka.config import ConfigError
-from ithaka.inputs.calls import CheckedCall
-from ithaka.layer.general import BatchState
-from ithaka.layer.loss import GraphHead, Head, LinearHead
-from ithaka.layer.runs import LayerSpec, compute_like_autocast
-from ithaka.plan.shape import AttentionKind
-from ithaka.roots.families import find_decoder, map_layer
-from ithaka.roots.probe import probe_layers
-from ithaka.roots.recorder import Recorder, copy_config, refusal
-from ithaka.roots.rotary import ExactRotary, rotary_modules
+from ithaka.comm.mesh import Mesh
+from ithaka.config import SAVEABLE_MODULES, ConfigError
+from ithaka.inputs.batch import GatherTokens, select_own_tokens, shard_batch
+from ithaka.inputs.calls import CheckedCall, fingerprint_call, parse_arguments, shard_expert_indices
+from ithaka.inputs.positions import check_positions
+from ithaka.layer.loss import (
+    IGNORE_INDEX,
+    Head,
+    ScaledHead,
+    TokenResults,
+    linear_cross_entropy,
+    summed_cross_entropy,
+)
+from ithaka.layer.store import Store
+from ithaka.layout import Layout
+from ithaka.plan.bytes import logits_tile_tokens
+from ithaka.plan.read_config import VISION_FAMILIES
+from ithaka.roots.root import Root
 
 
 @dataclass
-class Decoder:
-    """How the general layers run a model."""
+class ParallelOutput(ModelOutput):
+    """`loss` is the mean over the valid labels of the global batch, equal on all ranks."""
 
-    specs: list[LayerSpec]  # per layer
-    batch: BatchState
-    norm: nn.Module | None  # the last module of the base model, which the head runs tile by tile
-    has_linear_head: bool  # the logits are what lm_head returns for the base model's output, and it is linear
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    num_tokens: int | None = None
+    tokens: TokenResults | None = None  # this rank's share
+    docs: Docs | None = None  # documents of the sequence, and what was exchanged for them
+    own_loss: Tensor | None = None  # this rank's term of the loss
+    aux_loss: Tensor | None = None  # the load-balancing loss of this cp group, without its coefficient
+
+
+class Decoder(Root):
+    """A causal language model of transformers."""
+
+    call_type = CheckedCall
 
     @property
-    def attention(self) -> list[LayerSpec]:
-        """The layers with attention, whose heads Ulysses splits; without any, all layers."""
-        return [spec for spec in self.specs if spec.delta is None] or self.specs
+    def base(self) -> Any:
+        """The base model that has the embeddings, the decoder layers and the last norm."""
+        return self.model.get_submodule(self.layers_name.rpartition(".")[0])
 
     @property
-    def num_heads(self) -> int:
-        return min(spec.num_heads for spec in self.attention)
+    def has_layers(self) -> bool:
+        return isinstance(getattr(getattr(self.model, "model", None), "layers", None), nn.ModuleList)
 
-    def check_ring(self, model: PreTrainedModel, ring: int) -> None:
-        if ring > 1 and any(spec.delta for spec in self.specs):
+    @property
+    def hidden_size(self) -> int:
+        return self.model.config.get_text_config().hidden_size
+
+    @property
+    def routing(self) -> Routing | None:
+        """The load-balancing loss, if the model has one."""
+        return self.batch.routing
+
+    def config_values(self) -> dict[str, Any]:
+        return self.model.config.to_dict()
+
+    def planned_target(self, name: str) -> str:
+        return name
+
+    def trained_ends(self) -> dict[str, nn.Module]:
+        ends = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        return dict(zip(SAVEABLE_MODULES, ends, strict=True))
+
+    def check(self, layout: Layout, device: torch.device) -> None:
+        self.dropout = replace_dropout(self.model)
+        super().check(layout, device)
+        if self.dropout is not None and layout.compile:
+            raise ConfigError("train.compile=true cannot be used with adapter.dropout; set one of them to false or 0")
+
+    def check_model(self) -> None:
+        config = self.model.config
+        if not self.has_layers:
             raise ConfigError(
-                f"parallel.ring={ring} is not supported for model_type={model.config.model_type}: a ring gives each "
-                "rank several parts of the sequence, but the gated delta rule passes its states from part to part in "
-                f"order; use parallel.ring=1, with parallel.cp of at most {self.num_heads}, the query heads"
+                f"model_type={config.model_type} has no list of decoder layers at model.layers; use a decoder like "
+                f"llama or gemma3_text, or with images one of {', '.join(VISION_FAMILIES)} (docs/models.md)"
             )
+        for name in ("attention_dropout", "router_jitter_noise"):
+            if value := getattr(config.get_text_config(), name, None):
+                raise ConfigError(f"{name}={value} is not supported; set it to 0 or false in config.json")
+        for name, buffer in self.model.named_buffers():
+            if name.endswith("inv_freq") and (dtype := buffer.dtype).itemsize < 4:
+                raise ConfigError(
+                    f"{name} is {dtype}, too coarse for long positions; load the model with dtype={dtype} instead of "
+                    "converting it, or set Layout(dtype=...)"
+                )
+        super().check_model()
+        for index, layer in enumerate(self.layers):
+            if layer._compiled_call_impl is not None:
+                rule = "is compiled, which is not supported; use Layout(compile=True) or train.compile"
+                raise ConfigError(f"{self.layers_name}.{index} {rule}")
+
+    def check_positions(self, reach: str, num_positions: int) -> None:
+        check_positions(self.model.config.get_text_config(), reach, num_positions)
+
+    @property
+    def units(self) -> list[nn.Module]:
+        ends = self.base.embed_tokens, self.model.lm_head
+        is_tied = set.intersection(*(set(end.parameters()) for end in ends))  # tied weights belong to the root unit
+        return [*self.layers, *(() if is_tied else ends)]
+
+    def outer_units(self) -> dict[str, tuple[nn.Module, ...]]:
+        return {"the head": (self.model, self.model.lm_head)}
+
+    def attach(self, mesh: Mesh, layout: Layout, dtype: torch.dtype, store: Store) -> None:
+        super().attach(mesh, layout, dtype, store)
+        self.model.lm_head.forward = self._run_head  # makes FSDP2 gather its weight
+        self.model.ithaka_dropout, self.model.ithaka_loss = self.dropout, None  # the trainer sets a custom loss
+
+    # ---- a call
+
+    def read_call(self, named: dict[str, Any]) -> tuple[Any, tuple[int, int, int], dict[str, Any]]:
+        tensors, items = parse_arguments(**named)
+        fingerprint = fingerprint_call(tensors, items, named) if self.mesh.world_size > 1 else {}
+        if "parents" in tensors and (reason := self.why_no_parents()):
+            raise ValueError(f"parents is not supported {reason}; leave it out, and pass each branch as a row")
+        share = shard_batch(tensors, self.base.embed_tokens.num_embeddings, self.mesh)
+        is_number = isinstance(items, int | float) and not isinstance(items, bool) and math.isfinite(items)
+        if items is not None and not (is_number and items >= min(share.num_valid, 1)):
+            rule = f"divides the loss of {share.num_valid} valid labels, so it must be a number above 0"
+            fix = "pass the valid labels of all data-parallel ranks and micro-steps, or leave it out"
+            raise ValueError(f"num_items_in_batch={items!r} {rule}; {fix}")
+        shape, chosen_sLk = tensors["input_ids"].shape, None
+        if (indices := named.get("expert_indices")) is not None:
+            chosen_sLk = shard_expert_indices(self.layers, indices, shape, share, self.mesh)
+        return (share, shape, items, chosen_sLk), (share.num_valid, share.num_positions, 0), fingerprint
+
+    def make_call(self, named: dict[str, Any], inputs: Any, *totals: int) -> CheckedCall:
+        (share, shape, items, chosen_sLk), (num_tokens, num_positions, _) = inputs, totals
+        divisor = max(num_tokens, 1) if items is None else items or 1
+        options = bool(named.get("per_token")), named.get("temperature") or 1.0
+        return CheckedCall(self.mesh, share, shape, num_tokens, num_positions, divisor, *options, chosen_sLk)
+
+    def why_no_parents(self) -> str:
+        """Why a call may not have `parents`; empty if it may. A layer says so in its `no_parents`, for example one with
+        a recurrent state."""
+        if (ring := self.mesh.ring_group.size()) > 1:
+            return (
+                f"with ring={ring}: a ring sends a rank the keys of its own documents, not those of their parents; use "
+                "ring=1, with at most as many ranks per sequence as query heads"
+            )
+        return next(filter(None, (layer.forward.no_parents for layer in self.layers)), "")
+
+    def forward(
+        self,
+        input_ids: Tensor | CheckedCall,
+        *,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        parents: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: int | None = None,
+        per_token: bool = False,
+        temperature: float = 1.0,
+        expert_indices: Tensor | None = None,
+        **others: Any,
+    ) -> ParallelOutput:
+        """Has the user's signature, but CallChecker has already replaced the arguments with a CheckedCall."""
+        self.start_call(input_ids)
+        return self._run(input_ids)  # type: ignore[arg-type]
+
+    def _run(self, call: CheckedCall) -> ParallelOutput:
+        model, share = self.model, call.share
+        if share.labels_s is not None and not call.num_tokens and torch.is_grad_enabled():
+            return self._make_zero_output(call)
+        if (dropout := self.dropout) is not None:
+            dropout.start_call(_number_tokens(call, dropout.num_calls) if model.training else None)
+        for index, layer in enumerate(self.layers):
+            layer.forward.experts.given_sk = None if call.chosen_sLk is None else call.chosen_sLk[:, index]
+        x = self.run_layers(call)
+        head = model.lm_head(x, call)
+        if share.labels_s is None:
+            self.guard_backward([head])
+            return ParallelOutput(logits=head)
+        tokens = head if isinstance(head, TokenResults) else None
+        own = head if tokens is None else self._token_losses(tokens, share.labels_s).sum() / call.divisor
+        routing, aux_loss = self.routing, None
+        if routing is not None:
+            own_aux = routing.loss(x, call.mesh.cp_group)
+            # Averaged over data-parallel groups and, by their tokens, over micro-batches.
+            own = own + routing.coefficient * call.num_tokens / call.divisor / call.mesh.dp_size * own_aux
+            aux_loss = own_aux + (call.mesh.cp_size - 1) * own_aux.detach()  # its backward covers this rank's tokens
+        loss = GlobalSum.apply(own)
+        self.guard_backward([loss, *(tokens or ()), *([] if aux_loss is None else [aux_loss])])
+        return ParallelOutput(
+            loss=loss,
+            num_tokens=call.num_tokens,
+            tokens=tokens if call.per_token else None,
+            docs=share.docs,
+            own_loss=own.detach(),
+            aux_loss=aux_loss,
+        )
+
+    @abstractmethod
+    def run_layers(self, call: CheckedCall) -> Tensor:
+        """Embed this rank's tokens and run the layers on them, without the last norm. Returns [s, D] or [1, s, D]."""
+
+    @abstractmethod
+    def make_head(self) -> Head:
+        """The model's own forward after its layers: last norm, output projection, scaling and softcap of the logits."""
+
+    def _run_head(self, x: Tensor, call: CheckedCall) -> TokenResults | Tensor:
+        """Return this rank's loss, or TokenResults if call.per_token, or logits if there are no labels. x: [s, D] or
+        [1, s, D]."""
+        model, labels_s, head = self.model, call.share.labels_s, self.make_head()
+        x = x.to(model.get_output_embeddings().weight.dtype).contiguous()  # a user's hook may have replaced it
+        if call.temperature != 1:
+            head = ScaledHead(head, 1 / call.temperature)
+        if labels_s is None:
+            logits_sV = head.logits(x.view(x.shape[-2:]))
+            return GatherTokens.apply(logits_sV, call.mesh, call.share.docs.sharding, call.shape)
+        num_logits = model.get_output_embeddings().weight.shape[0]
+        tile = logits_tile_tokens(self.layout.tile_tokens, x.shape[-2], num_logits * x.element_size())
+        inputs = x, labels_s, head, tile
+        rows_e = call.share.branch_rows_e
+        if call.per_token or (model.ithaka_loss and model.training):
+            return linear_cross_entropy(*inputs, rows_e)
+        return summed_cross_entropy(*inputs, call.divisor, rows_e)
+
+    def _token_losses(self, tokens: TokenResults, labels_s: Tensor) -> Tensor:
+        """Compute the cross-entropy or, in training, the custom loss per label; 0 where there is no label."""
+        model = self.model
+        if model.ithaka_loss is None or not model.training:
+            return -tokens.logprobs
+        losses_s = model.ithaka_loss(tokens, labels_s)
+        if not isinstance(losses_s, Tensor) or losses_s.shape != labels_s.shape:
+            result = tuple(losses_s.shape) if isinstance(losses_s, Tensor) else type(losses_s).__name__
+            shape = tuple(labels_s.shape)
+            raise ConfigError(f"loss.type returned {result}; return one loss per label, of shape {shape}")
+        return torch.where(labels_s != IGNORE_INDEX, losses_s, 0)
+
+    def _make_zero_output(self, call: CheckedCall) -> ParallelOutput:
+        """Return zeros that do not depend on the parameters, for a call in which no rank has a label.
+
+        Gradients stay None, so the optimizer skips the parameters. With zero gradients, AdamW would still move them.
+        """
+        share, labels_s = call.share, call.share.labels_s
+        assert labels_s is not None
+        zero = torch.zeros((), dtype=sum_dtype(self.model.dtype), device=share.ids_s.device)
+        loss, logprobs_s, entropies_s = (
+            zero.new_zeros(shape).requires_grad_() for shape in ((), labels_s.shape, labels_s.shape)
+        )
+        correct_s, means_s = torch.zeros_like(labels_s, dtype=torch.bool), zero.new_zeros(labels_s.shape)
+        tokens = TokenResults(logprobs_s, entropies_s, correct_s, means_s)
+        tokens_or_none, aux = tokens if call.per_token else None, None if self.routing is None else zero
+        return ParallelOutput(loss, num_tokens=0, tokens=tokens_or_none, docs=share.docs, own_loss=zero, aux_loss=aux)
+
+    def example_inputs(self, num_tokens: int, document_tokens: int | None = None) -> dict[str, Any]:
+        vocab, generator = self.model.config.get_text_config().vocab_size, torch.Generator().manual_seed(1)
+        documents = torch.arange(num_tokens)[None] // document_tokens if document_tokens else None
+        return {"input_ids": torch.randint(vocab, (1, num_tokens), generator=generator), "document_ids": documents}
 
 
-def prepare_decoder(model: PreTrainedModel, device: torch.device) -> Decoder:
-    """Find out how to run each layer. Raises ConfigError if the model cannot run; does not change it."""
-    base, batch = find_decoder(model), BatchState()
-    if any(hasattr(module, "A_log") and hasattr(module, "D") for module in model.modules()):
-        raise refusal(model, "mixes tokens with Mamba's recurrence, whose states are not passed between ranks")
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        recorder = Recorder(model)
-        specs = probe_layers(model, recorder, device)
-        norm, has_linear_head = recorder.find_norm(base), _has_linear_head(model)
-        batch.routing = _find_routing(model, len(base.layers))
-    return Decoder(specs, batch, norm, has_linear_head)
+def _number_tokens(call: CheckedCall, num_calls: int) -> Tensor:
+    """Number this rank's tokens by their sequence in the step and their position in it. Micro-batch `num_calls` has
+    its sequences in the order of data/stream.py."""
+    mesh, (num_rows, length) = call.mesh, call.shape
+    sequences_B = (num_calls * num_rows + torch.arange(num_rows)) * mesh.dp_size + mesh.dp_rank
+    tokens_BN = (sequences_B[:, None] << POSITION_BITS) + torch.arange(length)
+    return select_own_tokens(tokens_BN.flatten(), mesh, call.share.docs.sharding, 0).to(mesh.device)
 
 
-def attention_kinds(model: PreTrainedModel, decoder: Decoder | None) -> list[AttentionKind]:
-    """Return the attention of each layer. `decoder`: None if the layers map to LayerParts."""
-    if decoder is not None:
-        return [spec.kind for spec in decoder.attention]
-    group = model.config.num_attention_heads // model.config.num_key_value_heads
-    layers = (map_layer(model, index) for index in range(len(model.model.layers)))
-    return [AttentionKind(layer.head_dim, group, layer.window) for layer in layers]
+class GlobalSum(torch.autograd.Function):
+    """All-reduce; backward is the identity, because FSDP2 sums the gradients of all ranks."""
 
+    @staticmethod
+    def forward(ctx, value, group=None):
+        total = value.clone()
+        dist.all_reduce(total, group=group)
+        return total
 
-def attach_decoder(model: PreTrainedModel, decoder: Decoder) -> None:
-    """Make the modules around the layers work with them."""
-    base = find_decoder(model)
-    config, own_config = base.config, copy_config(base.config)  # other models made from it keep their attention
-    for module in base.modules():
-        if getattr(module, "config", None) is config:
-            module.config = own_config
-    for module in rotary_modules(base):
-        module.forward = ExactRotary(module, decoder.batch)
-    if decoder.norm is not None:
-        decoder.norm.forward = _pass_through  # `make_head` runs it
-
-
-def run_decoder(
-    model: PreTrainedModel, decoder: Decoder, call: CheckedCall, inputs: dict[str, Any] | None = None
-) -> Tensor:
-    """Run the model's own forward on this rank's tokens, or on `inputs` for them, up to its last norm; return x_1sD."""
-    share, batch = call.share, decoder.batch
-    batch.docs, batch.num_positions = share.docs, call.num_positions
-    if batch.routing is not None:
-        batch.routing = batch.routing.start_call(share.real_s)
-    inputs = inputs or {"input_ids": share.ids_s[None], "position_ids": share.positions_s[None]}
-    try:
-        return find_decoder(model)(**inputs, use_cache=False).last_hidden_state
-    finally:
-        batch.docs = None
-
-
-def make_head(model: PreTrainedModel, decoder: Decoder) -> Head:
-    """The model's own forward after its layers: last norm, output projection, scaling and softcap of the logits."""
-    lm_head = model.lm_head
-    norm = nn.Identity() if decoder.norm is None else _BareModule(decoder.norm)
-    if decoder.has_linear_head:
-        return LinearHead(norm, as_linear(lm_head))
-
-    def run(x_tD: Tensor) -> Tensor:
-        with compute_like_autocast(x_tD):
-            h_1tD = norm(x_tD[None].to(sum_dtype(x_tD.dtype)))
-            return _run_after_layers(model, h_1tD, _BareModule(lm_head)).logits.squeeze(0)
-
-    return GraphHead(run, [*lm_head.parameters(), *norm.parameters()])
-
-
-def _run_after_layers(
-    model: PreTrainedModel, hidden: Tensor, lm_head: nn.Module, router_logits: Any = None, **inputs: Any
-) -> Any:
-    """Run the model's forward with another head, and with a base model that returns `hidden`."""
-    base, own_head = model.model, model.lm_head
-    result = _BaseModelOutput(last_hidden_state=hidden, router_logits=router_logits)
-    base.forward = lambda *args, **kwargs: result
-    if hasattr(find_decoder(model).config, "output_router_logits"):
-        inputs.setdefault("output_router_logits", False)
-    model._modules["lm_head"] = lm_head
-    ids = torch.empty(hidden.shape[:2], dtype=torch.long, device="meta")  # a forward may read its shape, not its values
-    try:
-        return type(model).forward(model, input_ids=ids, use_cache=False, **inputs)
-    finally:
-        model._modules["lm_head"] = own_head
-        del base.forward
-
-
-def _has_linear_head(model: PreTrainedModel) -> bool:
-    hidden, logits = torch.randn(1, 2, 4, dtype=torch.float32), torch.randn(1, 2, 3, dtype=torch.float32)
-    head = _Constant(logits)
-    try:
-        with torch.enable_grad():
-            found = _run_after_layers(model, hidden, head).logits
-    except Exception as error:
-        problem = f"computes its logits from more than lm_head ({type(error).__name__}: {error})"
-        raise refusal(model, problem) from error
-    if found.requires_grad or head.input.requires_grad:
-        raise refusal(model, "has trained parameters after its layers other than its last norm and lm_head")
-    return torch.equal(head.input, hidden) and torch.equal(found, logits) and is_linear(model.lm_head)
-
-
-def _find_routing(model: PreTrainedModel, num_layers: int) -> Routing | None:
-    """The load-balancing loss, if the configuration has it. Refuses one that is not transformers' usual one."""
-    base = find_decoder(model)
-    config = base.config
-    if not getattr(config, "output_router_logits", False):
-        return None
-    recorder = (base._can_record_outputs or {}).get("router_logits")
-    top_k = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None)
-    if not isinstance(recorder, OutputRecorder) or top_k is None:
-        raise refusal(model, "has output_router_logits=True, but does not record its routers as usual")
-    logits = [torch.randn(5, model.num_experts, dtype=torch.float32) for _ in range(num_layers)]
-    hidden, labels = torch.randn(1, 5, 4, dtype=torch.float32), torch.zeros(1, 5, dtype=torch.long)
-    head = _Constant(torch.zeros(1, 5, config.vocab_size, dtype=torch.float32))
-    outputs = [
-        _run_after_layers(model, hidden, head, labels=labels, output_router_logits=on, router_logits=tuple(logits))
-        for on in (False, True)
-    ]
-    # TRL may have changed the configuration's coefficient, which the model does not read again.
-    coefficient = getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0.0))
-    routing = Routing(top_k, coefficient, recorder, torch.ones(5, dtype=torch.bool))
-    for layer_logits in logits:
-        routing.add(layer_logits, slice(0, 5))
-    added = outputs[1].loss - outputs[0].loss
-    if not torch.allclose(added, coefficient * routing.mean_loss(), rtol=1e-3, atol=1e-5):
-        raise refusal(model, "has output_router_logits=True, but another load-balancing loss than the usual one")
-    return routing
-
-
-class _BaseModelOutput(dict):
-    """The output of a base model that did nothing: the given hidden states, and None for everything else."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self.get(name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self["last_hidden_state"] if key == 0 else super().__getitem__(key)
-
-
-class _BareModule(nn.Module):
-    """Runs the forward of another module's class, without its hooks."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return type(self.module).forward(self.module, x)
-
-
-class _Constant(nn.Module):
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self.value, self.input = value, value.new_empty(0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.input = x
-        return self.value
-
-
-def _pass_through(x: Tensor) -> Tensor:
-    return x
+    @staticmethod
+    def backward(ctx, dtotal):
+        return dtotal, None

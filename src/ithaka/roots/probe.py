@@ -30,7 +30,6 @@ from ithaka.layer.runs import ATTENTION, Arguments, LayerRuns, LayerSpec, Placeh
 from ithaka.layer.store import Store
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.ops.delta_rule import DeltaInputs, run_delta_rule
-from ithaka.roots.families import find_decoder
 from ithaka.roots.recorder import (
     LENGTHS,
     Recorder,
@@ -44,6 +43,7 @@ from ithaka.roots.recorder import (
 )
 from ithaka.roots.rotary import ExactRotary, rotary_modules
 from ithaka.sharding.heads import head_table
+from ithaka.weights.adapters import find_decoder
 
 PROBE_CUT = 9  # the probe's tokens are cut here, into two unequal parts
 # The largest difference between the two runs of a probe, relative to the largest value: both are fp32.

@@ -15,8 +15,8 @@ from ithaka.config import ConfigError
 from ithaka.layer.general import BatchState
 from ithaka.layer.mixers import DeltaCall, DeltaSpec
 from ithaka.layer.runs import ATTENTION, AttentionCall, LayerSpec, PlaceholderMask
-from ithaka.roots.families import find_decoder, has_encoder
 from ithaka.roots.rotary import ExactRotary, rotary_modules
+from ithaka.weights.adapters import find_decoder
 
 LENGTHS = (24, 17)  # tokens of the two recorded calls
 SMALL_VOCABULARY = 16  # token ids in the recorded calls; the copy keeps their embeddings only
@@ -106,7 +106,7 @@ class Recorder:
         """The arguments of a call of `base`."""
         ids = (torch.arange(first, first + length) % SMALL_VOCABULARY)[None]
         positions = torch.arange(first, first + length)[None]
-        if has_encoder(self.model):
+        if find_decoder(self.model) is not self.model.model:  # a vision-language model
             positions = positions.expand(3, 1, -1)
         return {"input_ids": ids, "position_ids": positions, "use_cache": False}
 

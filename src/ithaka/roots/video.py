@@ -1,171 +1,221 @@
-"""Run video transformers of diffusers on clips whose patches are sharded over ranks; shapes as in video_blocks.py.
+"""Run video transformers of diffusers on clips whose patches are sharded over ranks. roots/video_families.py has what
+differs between Wan and LTX-Video.
 
-Inputs shared by all tokens (text, timestep modulation) get gradients that are summed over tiles in fp32, and over ranks
-by FSDP2 or, for the user's own tensors, by `_SumGradients`. Modules around the blocks compute in fp32.
+A block is token-wise work around one self-attention over all patches of a clip, without a causal mask. Its
+cross-attention reads keys that every rank has (text, image), so it is token-wise, too: it runs with the rest of the
+block, tile by tile. Inputs shared by all tokens (text, timestep modulation) get gradients that are summed over tiles in
+fp32, and over ranks by FSDP2 or, for the user's own tensors, by `_SumGradients`. Modules around the blocks compute in
+fp32.
+
+Shapes: S patches of a clip, s on this rank, t in a tile, C values per patch, D hidden size, H heads, K head dim, L text
+tokens, U distinct timesteps, M = 6 * D modulations.
 """
 
-from dataclasses import dataclass, replace
-from functools import partial
-from types import MethodType
-from typing import Any
+import copy
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ithaka.attention.choose import agree_on_kernel
 from ithaka.attention.docs import Docs
 from ithaka.blocks.tiles import sum_dtype
-from ithaka.comm.agree import raise_on_all_ranks
-from ithaka.comm.mesh import Mesh, default_device, make_mesh, start_process_group
-from ithaka.config import AdapterConfig, ConfigError
+from ithaka.comm.mesh import Mesh
+from ithaka.config import ConfigError
 from ithaka.inputs.batch import GatherTokens, select_own_tokens
-from ithaka.inputs.calls import (
-    MODES,
-    CallChecker,
-    check_torch_modes,
-    compute_dtype,
-    count_changes,
-    guard_backward,
-    refuse_wrappers,
-)
-from ithaka.layer.general import BatchState, GeneralLayer
-from ithaka.layer.runs import PlaceholderMask
+from ithaka.inputs.calls import MODES
+from ithaka.layer.runs import Arguments, AttentionCall, LayerRuns, LayerSpec, PlaceholderMask, ReplayingMask
 from ithaka.layer.store import Store
-from ithaka.layout import Layout, check_parallelism
-from ithaka.model.build import apply_fsdp, resolve_layout
+from ithaka.layout import ActivationPolicy, Layout
 from ithaka.phases import mark_backward, phase
-from ithaka.roots.families import find_layers
-from ithaka.roots.video_families import FAMILIES, Ltx, SelfAttention, Tokens, Wan, find_family, probe_block, read_spec
-from ithaka.sharding.heads import head_table
+from ithaka.roots.probe import TOLERANCE
+from ithaka.roots.recorder import randomize
+from ithaka.roots.root import Root
 from ithaka.sharding.tokens import contiguous_sharding
-from ithaka.weights.adapters import check_adapters, lora_options
-from ithaka.weights.save import save_pretrained
+
+PROBE_TOKENS, PROBE_CUT, PROBE_TEXT = 24, 9, 5
+# Token dim of each layer argument: text, attention bias, modulations, tokens, mask.
+TOKEN_DIMS = (None, None, None, 0, None)
 
 
-def parallelize_transformer(
-    model: Any,
-    cp: int | None = None,
-    *,
-    ring: int | None = None,
-    mesh: Mesh | None = None,
-    layout: Layout | None = None,
-    store: Store | None = None,
-) -> Any:
-    """Replace the forwards of a video transformer's blocks and apply FSDP2, in place. Parameter names do not change.
+class Tokens:
+    """What a block needs to know about each of its tokens: coordinates in the clip, and which timestep applies."""
 
-    The model is then called as before, with the same full clips on all ranks of a cp group, and returns full samples.
-    All ranks of a cp group must compute the same loss from them. Backward sums gradients over all ranks: losses of
-    data-parallel groups add up, so divide each by the number of groups. The clips of a batch run one after another.
-    """
-    if hasattr(model, "get_base_model"):
-        check_adapters(model, lora_dropout=0)
-        base = parallelize_transformer(model.get_base_model(), cp, ring=ring, mesh=mesh, layout=layout, store=store)
-        model.forward, model.save_pretrained = base.__call__, base.save_pretrained
-        refuse_wrappers(model)
-        return model
-    family, layout = find_family(model), resolve_layout(cp, ring, mesh, layout)
-    dtype = compute_dtype(model, layout)
-    spec, blocks = read_spec(family), list(find_layers(model))
-    device = mesh.device if mesh else default_device()
-    start_process_group(device)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        raise_on_all_ranks(probe_block, family, spec, device)
-    sizes = {name: getattr(layout, name) for name in ("cp", "ring", "replicas", "heads_per_stage")}
-    check_parallelism(num_heads=spec.num_heads, **sizes)
-    mesh = mesh or make_mesh(layout.cp, ring=layout.ring, replicas=layout.replicas)
-    layout = replace(layout, kernel=agree_on_kernel(layout.kernel, mesh.device, dtype, [spec.kind]))
-    apply_fsdp(model, blocks, mesh, layout, dtype, root_dtype=sum_dtype(dtype))
-    transformer = VideoTransformer(family, mesh, layout, dtype, BatchState())
-    table = head_table(spec.num_heads, spec.num_heads, layout.ulysses, layout.heads_per_stage)
-    store = store or Store(mesh.device)
-    for index, (block, keeps) in enumerate(zip(blocks, layout.layer_policies(len(blocks)), strict=True)):
-        others = mesh.ulysses_group, mesh.ring_group, table, store, layout, keeps, partial(count_changes, block)
-        block.attn1.processor = SelfAttention()
-        block.forward = GeneralLayer(f"layer {index}", block, spec, *others, batch=transformer.batch)
-    model.forward = MethodType(transformer.forward, model)
-    _ClipChecker(model, mesh, transformer)
-    model.gradient_checkpointing = False
-    model.ithaka_mesh, model.save_pretrained = mesh, MethodType(save_pretrained, model)
-    refuse_wrappers(model)
-    return model
+    def __init__(self, rotary: Callable[[Tensor], tuple[Tensor, Tensor]], coords_s3: Tensor, steps_s: Tensor | None):
+        self.rotary, self.coords_s3 = rotary, coords_s3
+        self.steps_s = steps_s  # index of each token's timestep; None: all tokens have the same
+
+    def narrow(self, dim: int, start: int, length: int) -> "Tokens":
+        steps_s = None if self.steps_s is None else self.steps_s[start : start + length]
+        return Tokens(self.rotary, self.coords_s3[start : start + length], steps_s)
+
+    def select(self, values_U: Tensor) -> Tensor:
+        """[t, ...]: the value of each token's timestep; [1, ...] if all have the same."""
+        return values_U if self.steps_s is None else values_U[self.steps_s]
 
 
-def build_transformer(
-    config: dict[str, Any], mesh: Mesh, layout: Layout, *, adapter: AdapterConfig | None = None, trains: bool = True
-) -> Any:
-    """Build a parallel video transformer from a config.json, with random weights."""
-    import diffusers
+class SelfAttention:
+    """A processor of diffusers for self-attention. A block's rotary embedding carries the tokens and a
+    `PlaceholderMask`, which ends the run or returns the output of attention (layer/runs.py)."""
 
-    with torch.device(mesh.device):
-        model = getattr(diffusers, config["_class_name"]).from_config(config)
-    dtype = getattr(torch, layout.dtype or "float32")
-    model.requires_grad_(trains and adapter is None)
-    for param in model.parameters():
-        param.data = param.data.to(sum_dtype(dtype) if param.requires_grad else dtype)
-    if adapter is not None:
-        from peft import LoraConfig
+    def __call__(
+        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Any, attention_mask: Any, rotary_emb: Any
+    ) -> Tensor:
+        tokens, mask = rotary_emb
+        call: Any = None if isinstance(mask, ReplayingMask) else self._project(attn, hidden_states, tokens)
+        out_tHK = mask.attend(call)
+        return attn.to_out[1](attn.to_out[0](out_tHK.flatten(1)[None]))
 
-        targets = "all-linear" if adapter.targets == "all-linear" else list(adapter.targets)
-        model.add_adapter(LoraConfig(**lora_options(adapter), target_modules=targets))
-    return parallelize_transformer(model, mesh=mesh, layout=layout)
-
-
-def make_clip(model: Any, num_patches: int) -> dict[str, Any]:
-    """Random arguments of a call with this many patches."""
-    grid, family = [1, 1, num_patches], FAMILIES[type(model).__name__.removeprefix("FSDP")](model)
-    most = getattr(model.rope, "max_seq_len", num_patches)
-    for i in (1, 0):
-        side = next(n for n in range(min(most, grid[i + 1]), 0, -1) if grid[i + 1] % n == 0)
-        grid[i], grid[i + 1] = grid[i + 1] // side, side
-    if max(grid) > most:
-        raise ConfigError(f"{num_patches} patches have no frames x height x width up to {most} each; use a power of 2")
-    config, generator = model.config, torch.Generator().manual_seed(1)
-    sizes = family.example_sizes(tuple(grid))
-    shape = (1, num_patches, config.in_channels)
-    if "hidden_states" in sizes:
-        shape = (1, config.in_channels, *sizes["hidden_states"].shape[2:])
-    text_dim = getattr(config, "text_dim", None) or config.caption_channels
-    given = sizes | {"hidden_states": torch.randn(shape, generator=generator), "timestep": torch.tensor([500.0])}
-    return given | {"encoder_hidden_states": torch.randn(1, 512, text_dim, generator=generator)}
+    @staticmethod
+    def _project(attn: Any, h_1tD: Tensor, tokens: Tokens) -> AttentionCall:
+        cos, sin = tokens.rotary(tokens.coords_s3)
+        q, k, v = attn.norm_q(attn.to_q(h_1tD)), attn.norm_k(attn.to_k(h_1tD)), attn.to_v(h_1tD)
+        q, k, v = (t.unflatten(-1, (attn.heads, -1)) for t in (q, k, v))
+        q_HtK, k_HtK, v_HtK = (t.squeeze(0).transpose(0, 1) for t in (_rotate(q, cos, sin), _rotate(k, cos, sin), v))
+        return AttentionCall(attn, q_HtK, k_HtK, v_HtK, {})
 
 
-class _Clips:
+def _rotate(x_1tHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs of neighboring values; cos and sin are [1, t, 1 or H, K / 2]."""
+    a, b = x_1tHK.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """The inputs of the blocks and of the head that all tokens share."""
+
+    text_1LD: Tensor
+    bias: Tensor | None  # added to the scores of cross-attention
+    modulations_UM: Tensor
+    embedded_UD: Tensor
+
+
+@dataclass(frozen=True)
+class Clips:
     """The arguments of a checked call."""
 
-    def __init__(self, clips: list[dict[str, Any]], return_dict: bool) -> None:
-        self.clips, self.return_dict = clips, return_dict
+    clips: list[dict[str, Any]]
+    return_dict: bool
 
 
-class _ClipChecker(CallChecker):
-    """Turns the user's arguments into `_Clips`."""
+class VideoTransformer(Root):
+    """A transformer of diffusers over the patches of a clip. Calls get and return full clips; those of a batch run one
+    after another."""
 
-    def __init__(self, model: Any, mesh: Mesh, transformer: "VideoTransformer") -> None:
-        super().__init__(model, mesh)
-        self.transformer = transformer
+    library = "diffusers"
+    lora_options: ClassVar = {"lora_dropout": 0}
+    call_type = Clips
+    predicts_tokens = False
 
-    def _read_call(self, model: Any, named: dict[str, Any]) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
+    @property
+    def hidden_size(self) -> int:
+        return self.spec.num_heads * self.spec.head_dim
+
+    @cached_property
+    def spec(self) -> LayerSpec:
+        """Of every block."""
+        config = self.model.config
+        heads, head_dim = config.num_attention_heads, config.attention_head_dim
+        sizes = heads, heads, head_dim, head_dim, head_dim**-0.5
+        return LayerSpec(*sizes, causal=False, token_dims=TOKEN_DIMS, forward=self.run_block)
+
+    def config_values(self) -> dict[str, Any]:
+        return {"_class_name": type(self.model).__name__, **self.model.config}
+
+    def check_model(self) -> None:
+        super().check_model()
+        for name, module in self.model.named_modules():
+            if getattr(module, "fused_projections", False):
+                fix = "call unfuse_qkv_projections()"
+                raise ConfigError(f"{name} has fused projections, which are not supported; {fix}")
+
+    def find_specs(self, device: torch.device) -> None:
+        self.specs = [self.spec] * len(self.layers)
+        self._probe_block(device)
+
+    def outer_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return sum_dtype(dtype)
+
+    def attach(self, mesh: Mesh, layout: Layout, dtype: torch.dtype, store: Store) -> None:
+        super().attach(mesh, layout, dtype, store)
+        self.model.gradient_checkpointing = False
+
+    def make_layer(self, index: int, store: Store, keeps: ActivationPolicy) -> Any:
+        self.layers[index].attn1.processor = SelfAttention()
+        return super().make_layer(index, store, keeps)
+
+    # ---- what differs between families
+
+    @abstractmethod
+    def check_clip(self, hidden_states: Tensor, **others: Any) -> None:
+        """Refuse arguments of a call that have wrong sizes."""
+
+    @abstractmethod
+    def count_patches(self, hidden_states: Tensor, **others: Any) -> int: ...
+
+    @abstractmethod
+    def example_sizes(self, grid: tuple[int, ...]) -> dict[str, Any]:
+        """Arguments of a call with this grid of patches."""
+
+    @abstractmethod
+    def cut(self, hidden_states: Tensor, **others: Any) -> Tensor:
+        """Cut the argument of a call into patches [S, C]."""
+
+    @abstractmethod
+    def join(self, out_1SC: Tensor, **others: Any) -> Tensor:
+        """The inverse of `cut`."""
+
+    @abstractmethod
+    def embed(self, patches_sC: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def condition(self, steps_U: Tensor, encoder_hidden_states: Tensor, **others: Any) -> Condition: ...
+
+    @abstractmethod
+    def positions(self, **inputs: Any) -> Tensor:
+        """The coordinates of each patch, [S, 3]."""
+
+    @abstractmethod
+    def rotary(self, coords_t3: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin for `_rotate`."""
+
+    @staticmethod
+    @abstractmethod
+    def run_block(
+        block: nn.Module, x_1tD: Tensor, text: Tensor, bias: Any, mods_UM: Tensor, tokens: Tokens, mask: Any
+    ) -> Tensor:
+        """Run a block's own forward. `mask`: a PlaceholderMask, or diffusers' rotary embedding."""
+
+    # ---- a call
+
+    def read_call(self, named: dict[str, Any]) -> tuple[Any, tuple[int, int, int], dict[str, Any]]:
         given = {name: value for name, value in named.items() if value is not None and name != "return_dict"}
-        if unknown := sorted(given.keys() - set(self.names)) or given.get("attention_kwargs"):
+        if unknown := sorted(given.keys() - set(self.argument_names)) or given.get("attention_kwargs"):
             raise TypeError(f"{unknown} is not supported by a parallel model; leave it out")
         given.pop("attention_kwargs", None)
         for name in ("hidden_states", "timestep", "encoder_hidden_states"):
             if not isinstance(given.get(name), Tensor):
                 raise TypeError(f"{name} is {type(given.get(name)).__name__}; pass a tensor")
-        self.transformer.family.check(**given)
+        self.check_clip(**given)
         num_clips = len(given["hidden_states"])
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         rows = {name: t for name, t in tensors.items() if name != "rope_interpolation_scale"}
         for name, tensor in rows.items():
             if tensor.dim() == 0 or len(tensor) != num_clips:
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}; use the {num_clips} clips of hidden_states")
-        num_steps, num_patches = tensors["timestep"][0].numel(), self.transformer.family.count_patches(**given)
+        num_steps, num_patches = tensors["timestep"][0].numel(), self.count_patches(**given)
         if num_steps not in (1, num_patches):
             rule = f"has {num_steps} values for {num_patches} patches; pass one, or one for each"
             raise ValueError(f"timestep {rule}")
         clips = [given | {name: t[i : i + 1] for name, t in rows.items()} for i in range(num_clips)]
-        fingerprint: dict[str, Any] = {name: "not passed" for name in self.names} | dict.fromkeys(MODES, None)
+        fingerprint: dict[str, Any] = {name: "not passed" for name in self.argument_names} | dict.fromkeys(MODES, None)
         if self.mesh.world_size > 1:
             sums = {name: float(t.detach().sum(dtype=torch.float64)) for name, t in tensors.items()}
             fingerprint |= {name: f"shape {tuple(tensors[name].shape)} with sum {sums[name]}" for name in sums}
@@ -173,55 +223,43 @@ class _ClipChecker(CallChecker):
             fingerprint[MODES[1]] = torch.is_grad_enabled()
         return clips, (num_clips, num_clips, 0), fingerprint
 
-    def _make_call(self, named: dict[str, Any], inputs: Any, num_clips: int, most: int, _: int) -> _Clips:
+    def make_call(self, named: dict[str, Any], inputs: Any, *totals: int) -> Clips:
+        num_clips, most, _ = totals
         if num_clips != most * self.mesh.dp_size:
             raise ConfigError(f"data-parallel ranks have different numbers of clips, up to {most}; pass as many on all")
-        return _Clips(inputs, named.get("return_dict", True) is not False)
+        return Clips(inputs, named.get("return_dict", True) is not False)
 
-
-@dataclass(frozen=True)
-class VideoTransformer:
-    """Runs a parallel video transformer."""
-
-    family: Wan | Ltx
-    mesh: Mesh
-    layout: Layout
-    dtype: torch.dtype
-    batch: BatchState
-
-    def forward(self, model: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(call, _Clips):
-            raise TypeError("model.forward(...) bypasses the checks and FSDP2; call model(...)")
-        check_torch_modes(self.mesh.device)
+    def forward(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+        self.start_call(call)
         sample = torch.cat([self._run_clip(clip) for clip in call.clips])
-        guard_backward(model, [sample])
+        self.guard_backward([sample])
         from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
         return Transformer2DModelOutput(sample=sample) if call.return_dict else (sample,)
 
     def _run_clip(self, clip: dict[str, Any]) -> Tensor:
-        mesh, family = self.mesh, self.family
+        mesh = self.mesh
         clip = {name: self._share_input(value) for name, value in clip.items()}
-        patches_SC, steps = family.cut(**clip), clip["timestep"].flatten()
+        patches_SC, steps = self.cut(**clip), clip["timestep"].flatten()
         num_patches, c = len(patches_SC), mesh.cp_size
         sharding = contiguous_sharding(-(-num_patches // c) * c, mesh.ring_group.size())
         select_own = partial(select_own_tokens, mesh=mesh, sharding=sharding, fill=0)
         steps_U, steps_s = _find_distinct(steps if len(steps) == 1 else select_own(steps))
-        tokens = Tokens(family.rotary, select_own(family.positions(**clip)).to(mesh.device), steps_s)
+        tokens = Tokens(self.rotary, select_own(self.positions(**clip)).to(mesh.device), steps_s)
         starts = (0, *dict.fromkeys((num_patches, sharding.num_tokens)))  # padding is a document
         self.batch.docs = Docs(starts, sharding, mesh.ring_group.rank())
         with phase("embedding"):
-            condition = family.condition(steps_U, **{k: v for k, v in clip.items() if k != "timestep"})
-            x_sD = mark_backward(family.embed(select_own(patches_SC)).to(self.dtype), "embedding backward")
+            condition = self.condition(steps_U, **{k: v for k, v in clip.items() if k != "timestep"})
+            x_sD = mark_backward(self.embed(select_own(patches_SC)).to(self.dtype), "embedding backward")
         x_1sD, shared = x_sD[None], (condition.text_1LD, condition.bias, condition.modulations_UM)
         try:
-            for block in find_layers(family.model):
+            for block in self.layers:
                 x_1sD = block(x_1sD, *shared, tokens, PlaceholderMask())
         finally:
             self.batch.docs = None
         with phase("loss"):
             out_sC = self._run_head(x_1sD, condition.embedded_UD, tokens)
-            return family.join(GatherTokens.apply(out_sC, mesh, sharding, (1, num_patches)), **clip)
+            return self.join(GatherTokens.apply(out_sC, mesh, sharding, (1, num_patches)), **clip)
 
     def _share_input(self, value: Any) -> Any:
         """An argument on this rank's device. Floats are as wide as the modules around the blocks."""
@@ -241,9 +279,71 @@ class VideoTransformer:
         return torch.cat(outs)
 
     def _run_head_tile(self, x_1tD: Tensor, embedded_UD: Tensor, tokens: Tokens) -> Tensor:
-        model, x_tD = self.family.model, x_1tD.squeeze(0)
+        model, x_tD = self.model, x_1tD.squeeze(0)
         shift, scale = tokens.select(model.scale_shift_table.view(2, -1) + embedded_UD[:, None]).unbind(1)
         return model.proj_out(model.norm_out(x_tD.to(embedded_UD.dtype)) * (1 + scale) + shift)
+
+    def example_inputs(self, num_tokens: int, document_tokens: int | None = None) -> dict[str, Any]:
+        grid, most = [1, 1, num_tokens], getattr(self.model.rope, "max_seq_len", num_tokens)
+        for i in (1, 0):
+            side = next(n for n in range(min(most, grid[i + 1]), 0, -1) if grid[i + 1] % n == 0)
+            grid[i], grid[i + 1] = grid[i + 1] // side, side
+        if max(grid) > most:
+            raise ConfigError(
+                f"{num_tokens} patches have no frames x height x width up to {most} each; use a power of 2"
+            )
+        config, generator = self.model.config, torch.Generator().manual_seed(1)
+        sizes = self.example_sizes(tuple(grid))
+        shape = (1, num_tokens, config.in_channels)
+        if "hidden_states" in sizes:
+            shape = (1, config.in_channels, *sizes["hidden_states"].shape[2:])
+        text_dim = getattr(config, "text_dim", None) or config.caption_channels
+        given = sizes | {"hidden_states": torch.randn(shape, generator=generator), "timestep": torch.tensor([500.0])}
+        return given | {"encoder_hidden_states": torch.randn(1, 512, text_dim, generator=generator)}
+
+    # ---- check
+
+    def _probe_block(self, device: torch.device) -> None:
+        """Compare a block with random weights, run as the layers run it, on tokens cut in two, with diffusers' own."""
+        model, spec = self.model, self.spec
+        block = copy.deepcopy(self.layers[0], {id(param): param for param in model.parameters()})
+        randomize(block, device, seed=1)
+        generator = torch.Generator().manual_seed(2)
+        grid, num_text = (2, 3, 4), PROBE_TEXT + 512 * (getattr(block.attn2, "add_k_proj", None) is not None)
+        D, sizes = spec.num_heads * spec.head_dim, self.example_sizes(grid)
+        rotary = tuple(t.to(device) for t in model.rope(**{"hidden_states": torch.empty(1, 1), **sizes}))
+        coords = self.positions(**sizes).to(device)
+        for steps in (None, torch.arange(PROBE_TOKENS, device=device) % 2):
+            shapes = (PROBE_TOKENS, D), (1, num_text, D), (1 if steps is None else 2, 6 * D), (PROBE_TOKENS, D)
+            x, text, mods, dy = (torch.randn(n, generator=generator).to(device) for n in shapes)
+            inputs = {"the input": x, "the text": text, "the modulations": mods, **dict(block.named_parameters())}
+            inputs = {name: t.requires_grad_() for name, t in inputs.items()}
+            tokens = Tokens(self.rotary, coords, steps)
+            with torch.enable_grad():
+                theirs = self.run_block(block, x[None], text, None, mods, tokens, rotary)[0]
+                arguments = Arguments((text, None, mods, tokens, PlaceholderMask()), {}, TOKEN_DIMS, len(x))
+                ours = _run_in_parts(block, spec, x, arguments)
+                results = [(y, *torch.autograd.grad(y, list(inputs.values()), dy)) for y in (theirs, ours)]
+            for name, expected, got in zip(("the output", *inputs), *results, strict=True):
+                error = float((got - expected).detach().abs().max() / expected.detach().abs().max().clamp(min=1e-20))
+                if not error < TOLERANCE:
+                    what = name if name == "the output" else f"the gradient of {name}"
+                    raise ConfigError(
+                        f"a block of {type(model).__name__} does not match ithaka's layer ({what} differs by "
+                        f"{error:.1e}); use diffusers 0.42, with which it was tested"
+                    )
+
+
+def _run_in_parts(block: Any, spec: LayerSpec, x: Tensor, arguments: Arguments) -> Tensor:
+    own, block.attn1.processor = block.attn1.processor, SelfAttention()
+    runs, sizes = LayerRuns("block", block, spec), (PROBE_CUT, len(x) - PROBE_CUT)
+    tiles = [arguments.tile(rows) for rows in (slice(0, PROBE_CUT), slice(PROBE_CUT, len(x)))]
+    captured = [runs.capture(*tile) for tile in zip(x.split(sizes), tiles, strict=True)]
+    q, k, v = (torch.cat(tensors).transpose(0, 1) for tensors in zip(*captured, strict=True))
+    outs = F.scaled_dot_product_attention(q, k, v).transpose(0, 1).split(sizes)
+    ys = [runs.finish(*tile) for tile in zip(x.split(sizes), outs, tiles, strict=True)]
+    block.attn1.processor = own
+    return torch.cat(ys)
 
 
 def _find_distinct(steps_s: Tensor) -> tuple[Tensor, Tensor | None]:

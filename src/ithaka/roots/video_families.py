@@ -1,108 +1,31 @@
-"""The blocks of diffusers' video transformers, Wan and LTX-Video, as general layers: what each family computes, and a
-check that it does.
+"""What differs between diffusers' video transformers; shapes as in roots/video.py."""
 
-A block is token-wise work around one self-attention over all patches of a clip, without a causal mask. Its
-cross-attention reads keys that every rank has (text, image), so it is token-wise, too: it runs with the rest of the
-block, tile by tile.
-
-Shapes: S patches of a clip, s on this rank, t in a tile, C values per patch, D hidden size, H heads, K head dim, L text
-tokens, U distinct timesteps, M = 6 * D modulations.
-"""
-
-import copy
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
-from ithaka.config import ConfigError
-from ithaka.inputs.calls import (
-    check_modules,
-)
-from ithaka.layer.runs import Arguments, AttentionCall, LayerRuns, LayerSpec, PlaceholderMask, ReplayingMask
-from ithaka.roots.families import find_layers
-from ithaka.roots.probe import TOLERANCE
-from ithaka.roots.recorder import randomize
-from ithaka.weights.adapters import check_adapters
+from ithaka.layer.runs import PlaceholderMask
+from ithaka.roots.video import Condition, Tokens, VideoTransformer
 
-PROBE_TOKENS, PROBE_CUT, PROBE_TEXT = 24, 9, 5
-# Token dim of each layer argument: text, attention bias, modulations, tokens, mask.
-TOKEN_DIMS = (None, None, None, 0, None)
 JOINT_ATTENTION = ("HunyuanVideo", "CogVideoX", "ConsisID", "Mochi", "EasyAnimate")  # beginnings of class names
 
 
-class Tokens:
-    """What a block needs to know about each of its tokens: coordinates in the clip, and which timestep applies."""
-
-    def __init__(self, rotary: Callable[[Tensor], tuple[Tensor, Tensor]], coords_s3: Tensor, steps_s: Tensor | None):
-        self.rotary, self.coords_s3 = rotary, coords_s3
-        self.steps_s = steps_s  # index of each token's timestep; None: all tokens have the same
-
-    def narrow(self, dim: int, start: int, length: int) -> "Tokens":
-        steps_s = None if self.steps_s is None else self.steps_s[start : start + length]
-        return Tokens(self.rotary, self.coords_s3[start : start + length], steps_s)
-
-    def select(self, values_U: Tensor) -> Tensor:
-        """[t, ...]: the value of each token's timestep; [1, ...] if all have the same."""
-        return values_U if self.steps_s is None else values_U[self.steps_s]
-
-
-class SelfAttention:
-    """A processor of diffusers for self-attention. A block's rotary embedding carries the tokens and a
-    `PlaceholderMask`, which ends the run or returns the output of attention (layer/runs.py)."""
-
-    def __call__(
-        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Any, attention_mask: Any, rotary_emb: Any
-    ) -> Tensor:
-        tokens, mask = rotary_emb
-        call: Any = None if isinstance(mask, ReplayingMask) else self._project(attn, hidden_states, tokens)
-        out_tHK = mask.attend(call)
-        return attn.to_out[1](attn.to_out[0](out_tHK.flatten(1)[None]))
-
-    @staticmethod
-    def _project(attn: Any, h_1tD: Tensor, tokens: Tokens) -> AttentionCall:
-        cos, sin = tokens.rotary(tokens.coords_s3)
-        q, k, v = attn.norm_q(attn.to_q(h_1tD)), attn.norm_k(attn.to_k(h_1tD)), attn.to_v(h_1tD)
-        q, k, v = (t.unflatten(-1, (attn.heads, -1)) for t in (q, k, v))
-        q_HtK, k_HtK, v_HtK = (t.squeeze(0).transpose(0, 1) for t in (_rotate(q, cos, sin), _rotate(k, cos, sin), v))
-        return AttentionCall(attn, q_HtK, k_HtK, v_HtK, {})
-
-
-def _rotate(x_1tHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of neighboring values; cos and sin are [1, t, 1 or H, K / 2]."""
-    a, b = x_1tHK.unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
-
-
-@dataclass(frozen=True)
-class Condition:
-    """The inputs of the blocks and of the head that all tokens share."""
-
-    text_1LD: Tensor
-    bias: Tensor | None  # added to the scores of cross-attention
-    modulations_UM: Tensor
-    embedded_UD: Tensor
-
-
-class Wan:
+class Wan(VideoTransformer):
     """WanTransformer3DModel: text to video and image to video of Wan 2.1 and 2.2."""
 
-    def __init__(self, model: Any) -> None:
-        self.model, self.rope = model, model.rope
+    layers_name = "blocks"
 
-    def check(self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, **others: Any) -> None:
+    def check_clip(self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, **others: Any) -> None:
         sizes, patch = hidden_states.shape, self.model.config.patch_size
         if hidden_states.dim() != 5 or any(size % p for size, p in zip(sizes[2:], patch, strict=True)):
             raise ValueError(
                 f"hidden_states has shape {tuple(sizes)}; pass [clips, channels, frames, height, width], with frames, "
                 f"height and width in multiples of the patch size {tuple(patch)}"
             )
-        most, grid = self.rope.max_seq_len, self.grid(hidden_states=hidden_states)
+        most, grid = self.model.rope.max_seq_len, self.grid(hidden_states=hidden_states)
         if max(grid) > most:
             raise ValueError(f"the clip has {grid} patches, more than rope_max_seq_len={most}; pass a smaller clip")
         has_image = others.get("encoder_hidden_states_image") is not None
@@ -149,8 +72,10 @@ class Wan:
         return torch.cartesian_prod(*map(torch.arange, self.grid(**inputs)))
 
     def rotary(self, coords_t3: Tensor) -> tuple[Tensor, Tensor]:
-        sizes = [size // 2 for size in (self.rope.t_dim, self.rope.h_dim, self.rope.w_dim)]
-        tables = (t.to(coords_t3.device) for t in (self.rope.freqs_cos[:, 0::2], self.rope.freqs_sin[:, 1::2]))
+        sizes = [size // 2 for size in (self.model.rope.t_dim, self.model.rope.h_dim, self.model.rope.w_dim)]
+        tables = (
+            t.to(coords_t3.device) for t in (self.model.rope.freqs_cos[:, 0::2], self.model.rope.freqs_sin[:, 1::2])
+        )
         cos, sin = (
             torch.cat([part[i] for part, i in zip(table.split(sizes, dim=1), coords_t3.unbind(1), strict=True)], dim=1)
             for table in tables
@@ -166,13 +91,12 @@ class Wan:
         return type(block).forward(block, x_1tD, text, temb if tokens.steps_s is None else temb[None], rotary)
 
 
-class Ltx:
+class Ltx(VideoTransformer):
     """LTXVideoTransformer3DModel."""
 
-    def __init__(self, model: Any) -> None:
-        self.model, self.rope = model, model.rope
+    layers_name = "transformer_blocks"
 
-    def check(self, hidden_states: Tensor, **others: Any) -> None:
+    def check_clip(self, hidden_states: Tensor, **others: Any) -> None:
         sizes = hidden_states.shape
         if hidden_states.dim() != 3:
             raise ValueError(f"hidden_states has shape {tuple(sizes)}; pass [clips, patches, channels]")
@@ -210,7 +134,10 @@ class Ltx:
 
     def positions(self, video_coords: Any = None, rope_interpolation_scale: Any = None, **others: Any) -> Tensor:
         """The coordinates of each patch, [S, 3], relative to the size of clip that the frequencies are made for."""
-        rope, bases = self.rope, (self.rope.base_num_frames, self.rope.base_height, self.rope.base_width)
+        rope, bases = (
+            self.model.rope,
+            (self.model.rope.base_num_frames, self.model.rope.base_height, self.model.rope.base_width),
+        )
         if video_coords is not None:
             return torch.stack([column / base for column, base in zip(video_coords[0], bases, strict=True)], dim=1)
         coords = torch.cartesian_prod(*map(torch.arange, self.grid(**others))).to(torch.float32)
@@ -221,7 +148,7 @@ class Ltx:
         return torch.stack([column * scale * p / base for column, scale, p, base in scales], dim=1)
 
     def rotary(self, coords_t3: Tensor) -> tuple[Tensor, Tensor]:
-        rope = self.rope
+        rope = self.model.rope
         steps = torch.linspace(0.0, 1.0, rope.dim // 6, device=coords_t3.device, dtype=torch.float32)
         freqs = rope.theta**steps * math.pi / 2.0
         angles = (freqs * (coords_t3[..., None] * 2 - 1)).transpose(1, 2).flatten(1)
@@ -244,85 +171,4 @@ class Ltx:
         )
 
 
-FAMILIES: dict[str, type[Wan] | type[Ltx]] = {"WanTransformer3DModel": Wan, "LTXVideoTransformer3DModel": Ltx}
-
-
-def is_diffusers_model(model: Any) -> bool:
-    """Whether it is a model of diffusers, which need not be installed."""
-    return any(cls.__module__.startswith("diffusers.") for cls in type(model).__mro__)
-
-
-# ---- check
-
-
-def find_family(model: Any) -> Wan | Ltx:
-    """Raises ConfigError for models that the layers would not compute."""
-    kind = next((cls.__name__ for cls in type(model).__mro__ if cls.__name__ in FAMILIES), None)
-    if kind is None:
-        name = type(model).__name__
-        reason = "is not supported"
-        if name.startswith(JOINT_ATTENTION):
-            reason = "attends jointly to text and video, so text tokens would have to be sharded with the patches"
-        raise ConfigError(
-            f"parallelize got a {name}, which {reason}; of diffusers' models, use {' or '.join(FAMILIES)}"
-        )
-    if isinstance(model, FSDPModule):
-        raise ConfigError("the model is already sharded; call parallelize once, on the model as diffusers loads it")
-    check_modules(model)
-    check_adapters(model, lora_dropout=0)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and module.p:
-            raise ConfigError(f"{name} is dropout with p={module.p}, which is not supported; set it to 0")
-        if getattr(module, "fused_projections", False):
-            raise ConfigError(f"{name} has fused projections, which are not supported; call unfuse_qkv_projections()")
-    return FAMILIES[kind](model)
-
-
-def read_spec(family: Wan | Ltx) -> LayerSpec:
-    config = family.model.config
-    heads, head_dim = config.num_attention_heads, config.attention_head_dim
-    sizes = heads, heads, head_dim, head_dim, head_dim**-0.5
-    return LayerSpec(*sizes, causal=False, token_dims=TOKEN_DIMS, forward=family.run_block)
-
-
-def probe_block(family: Wan | Ltx, spec: LayerSpec, device: torch.device) -> None:
-    """Compare a block with random weights, run as the layers run it, on tokens cut in two, with diffusers' own."""
-    model = family.model
-    block = copy.deepcopy(find_layers(model)[0], {id(param): param for param in model.parameters()})
-    randomize(block, device, seed=1)
-    generator = torch.Generator().manual_seed(2)
-    grid, num_text = (2, 3, 4), PROBE_TEXT + 512 * (getattr(block.attn2, "add_k_proj", None) is not None)
-    D, sizes = spec.num_heads * spec.head_dim, family.example_sizes(grid)
-    rotary = tuple(t.to(device) for t in model.rope(**{"hidden_states": torch.empty(1, 1), **sizes}))
-    coords = family.positions(**sizes).to(device)
-    for steps in (None, torch.arange(PROBE_TOKENS, device=device) % 2):
-        shapes = (PROBE_TOKENS, D), (1, num_text, D), (1 if steps is None else 2, 6 * D), (PROBE_TOKENS, D)
-        x, text, mods, dy = (torch.randn(n, generator=generator).to(device) for n in shapes)
-        inputs = {"the input": x, "the text": text, "the modulations": mods, **dict(block.named_parameters())}
-        inputs = {name: t.requires_grad_() for name, t in inputs.items()}
-        tokens = Tokens(family.rotary, coords, steps)
-        with torch.enable_grad():
-            theirs = family.run_block(block, x[None], text, None, mods, tokens, rotary)[0]
-            arguments = Arguments((text, None, mods, tokens, PlaceholderMask()), {}, TOKEN_DIMS, len(x))
-            ours = _run_in_parts(block, spec, x, arguments)
-            results = [(y, *torch.autograd.grad(y, list(inputs.values()), dy)) for y in (theirs, ours)]
-        for name, expected, got in zip(("the output", *inputs), *results, strict=True):
-            error = float((got - expected).detach().abs().max() / expected.detach().abs().max().clamp(min=1e-20))
-            if not error < TOLERANCE:
-                what = name if name == "the output" else f"the gradient of {name}"
-                raise ConfigError(
-                    f"a block of {type(model).__name__} does not match ithaka's layer ({what} differs by "
-                    f"{error:.1e}); use diffusers 0.42, with which it was tested"
-                )
-
-
-def _run_in_parts(block: Any, spec: LayerSpec, x: Tensor, arguments: Arguments) -> Tensor:
-    own, block.attn1.processor = block.attn1.processor, SelfAttention()
-    runs, sizes = LayerRuns("block", block, spec), (PROBE_CUT, len(x) - PROBE_CUT)
-    tiles = [arguments.tile(rows) for rows in (slice(0, PROBE_CUT), slice(PROBE_CUT, len(x)))]
-    captured = [runs.capture(*tile) for tile in zip(x.split(sizes), tiles, strict=True)]
-    q, k, v = (torch.cat(tensors).transpose(0, 1) for tensors in zip(*captured, strict=True))
-    outs = F.scaled_dot_product_attention(q, k, v).transpose(0, 1).split(sizes)
-    ys = [runs.finish(*tile) for tile in zip(x.split(sizes), outs, tiles, strict=True)]
-    block.attn1.processor = own
-    return torch.cat(ys)
+FAMILIES: dict[str, type[VideoTransformer]] = {"WanTransformer3DModel": Wan, "LTXVideoTransformer3DModel": Ltx}

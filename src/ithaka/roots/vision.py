@@ -20,17 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from ithaka.blocks.tiles import GradSum
 from ithaka.comm.exchange import start_uneven_all_to_all
 from ithaka.comm.mesh import Mesh
 from ithaka.inputs.batch import MEDIA, OwnPixels, Share, divide_frames, select_own_tokens, split_positions, to_integers
-from ithaka.inputs.calls import CallChecker, CheckedCall
+from ithaka.inputs.calls import CheckedCall
+from ithaka.layer.store import Store
+from ithaka.layout import Layout
 from ithaka.ops.fourbit import packed_weights, unpacked
 from ithaka.phases import mark_backward, phase
 from ithaka.plan.shape import FRAME_PATCHES, PATCHES_PER_TILE
-from ithaka.roots.families import find_decoder
+from ithaka.roots.general import GeneralDecoder
+from ithaka.roots.root import Root
 from ithaka.sharding.tokens import TokenSharding
 
 ARGUMENTS = (*(name for names in MEDIA.values() for name in names), "mm_token_type_ids", "second_per_grid_ts")
@@ -64,44 +66,9 @@ class Route:
 # ---- a call
 
 
-class VisionChecker(CallChecker):
-    """Turns the user's arguments, with images, videos and 3-D positions, into a `CheckedCall`."""
-
-    def _read_call(self, model: Any, named: dict[str, Any]) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
-        given = {name: named[name] for name in ARGUMENTS if name in self.names and named.get(name) is not None}
-        named = {name: value for name, value in named.items() if name not in given}
-        text_positions, axes_3BN = split_positions(named.pop("position_ids", None))
-        if text_positions is not None:
-            named["position_ids"] = text_positions
-        (share, shape, *others), counts, fingerprint = super()._read_call(model, named)
-        if self.mesh.world_size > 1:
-            fingerprint |= dict.fromkeys(ARGUMENTS, "not passed") | {k: _describe(v) for k, v in given.items()}
-            fingerprint["position_ids"] += "" if axes_3BN is None else _describe(axes_3BN)
-        ids_S = to_integers("input_ids", named["input_ids"]).reshape(-1)
-        frames = _Frames(model, given, ids_S)
-        axes_3S = None if axes_3BN is None else to_integers("position_ids", axes_3BN)
-        if axes_3S is not None:
-            if axes_3S.shape != (3, *shape):
-                rule = f"pass [3, {shape[0]}, {shape[1]}], or [4, {shape[0]}, {shape[1]}] with the text positions first"
-                raise ValueError(f"position_ids has 3-D positions of shape {tuple(axes_3S.shape)}; {rule}")
-            axes_3S = axes_3S.flatten(1)
-        elif frames.num_frames and text_positions is None:
-            if share.docs.parents:
-                raise ValueError("position_ids is missing; with parents and images, pass [4, batch, tokens]")
-            axes_3S = _compute_positions(model, frames, ids_S, share.docs.starts)
-        if axes_3S is None:
-            positions_3s = share.positions_s.expand(3, -1)
-        else:
-            positions_3s = select_own_tokens(axes_3S.t(), self.mesh, share.docs.sharding, 0).t().to(self.mesh.device)
-            counts = counts[0], 1 + int(axes_3S.max()), *counts[2:]
-        media = frames.shard(share, self.mesh)
-        share = replace(share, positions_s=positions_3s)
-        return (share, shape, *others, media), (*counts[:2], frames.num_frames), fingerprint
-
-    def _make_call(self, named: dict[str, Any], inputs: Any, *totals: int) -> Any:
-        *inputs, media = inputs
-        media.is_used = totals[2] > 0
-        return replace(super()._make_call(named, inputs, *totals), media=media)
+def count_values(vision: Any) -> int:
+    """The values of a patch, by an encoder's configuration."""
+    return vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
 
 
 def _describe(tensor: Any) -> str:
@@ -152,7 +119,7 @@ class _Frames:
                 raise ValueError(f"input_ids has {num_tokens} {kind} tokens; pass {names[0]} and {names[1]}")
             return None, None
         grid, size = to_integers(names[1], grid), model.model.visual.config
-        num_values = size.in_channels * size.temporal_patch_size * size.patch_size**2
+        num_values = count_values(size)
         if grid.dim() != 2 or grid.shape[1] != 3 or (grid < 1).any() or (grid[:, 1:] % size.spatial_merge_size).any():
             rule = f"pass rows of time, height and width in patches, multiples of {size.spatial_merge_size}"
             raise ValueError(f"{names[1]} has shape {tuple(grid.shape)} or bad values; {rule}")
@@ -235,40 +202,7 @@ def _compute_positions(model: Any, frames: _Frames, ids_S: Tensor, starts: Seque
     return torch.cat(positions, dim=1)
 
 
-def make_frames(model: Any, ids_1S: Tensor) -> dict[str, Any]:
-    """Return arguments for a row of images, as plans assume, with this rank's pixels. Overwrites `ids_1S` with image
-    tokens."""
-    vision, num_tokens = model.model.visual.config, ids_1S.shape[1]
-    merge, mesh = vision.spatial_merge_size, model.ithaka_mesh
-    side = math.isqrt(FRAME_PATCHES) // merge * merge
-    per_frame = side**2 // merge**2
-    grids = torch.tensor([[1, side, side]]).expand(num_tokens // per_frame, 3)
-    config, used = model.config, len(grids) * per_frame
-    ids_1S[ids_1S >= min(config.image_token_id, config.video_token_id)] = 0
-    ids_1S[:, :used] = config.image_token_id
-    cuts = divide_frames(grids.prod(1), mesh.cp_size)
-    num_own = int(cuts[mesh.cp_rank + 1] - cuts[mesh.cp_rank]) * side**2
-    part_PC = torch.randn(num_own, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
-    pixels = {"pixel_values": OwnPixels(part_PC, len(grids) * side**2, "random"), "image_grid_thw": grids}
-    return {"position_ids": torch.arange(num_tokens).expand(3, 1, -1), **(pixels if used else {})}
-
-
 # ---- the encoder
-
-
-def attach_encoder(model: PreTrainedModel) -> None:
-    """Make the encoder run in tiles, and the language model add features to this rank's rows."""
-    visual: Any = model.model.visual
-    for module in visual.modules():
-        if hasattr(module, "gradient_checkpointing"):
-            module.gradient_checkpointing = False  # a tile recomputes all blocks
-    visual.patch_embed.forward = MethodType(_embed_patches, visual.patch_embed)
-    visual.forward = encoder = TiledEncoder(visual)
-    for block in visual.blocks:
-        block.attn.forward = FrameAttention(block.attn, encoder.find_lengths)
-    decoder: Any = find_decoder(model)
-    if hasattr(decoder, "_deepstack_process"):
-        decoder._deepstack_process = _AddToRows.apply
 
 
 def _embed_patches(module: Any, pixels_PC: Tensor) -> Tensor:
@@ -454,19 +388,105 @@ class _TakenOnce(list):
         return item
 
 
-# ---- the language model's inputs
+# ---- the root
 
 
-def embed_tokens_and_media(model: PreTrainedModel, call: CheckedCall) -> dict[str, Any]:
-    """Return the arguments of the language model for this rank's tokens."""
-    media, share, inputs = call.media, call.share, {}
-    with phase("embedding"):
-        x_1sD = model.get_input_embeddings()(share.ids_s)[None]
-        if media.is_used:
-            features = model.model.visual(media)
-            features = _SendFeatures.apply(media.route, call.mesh.cp_group, *features)
-            x_1sD = _AddToRows.apply(x_1sD.index_fill(1, media.route.rows_n, 0), media.route.rows_n, features[0])
-            if len(features) > 1:
-                inputs = {"visual_pos_masks": media.route.rows_n, "deepstack_visual_embeds": _TakenOnce(features[1:])}
-        x_1sD = mark_backward(x_1sD, "embedding backward")
-    return inputs | {"inputs_embeds": x_1sD, "position_ids": share.positions_s[:, None]}
+class VisionDecoder(GeneralDecoder):
+    """A decoder with an encoder of images and videos, whose features replace the embeddings of some tokens."""
+
+    layers_name = "model.language_model.layers"
+    has_layers = True
+
+    @property
+    def encoder(self) -> Any:
+        return self.model.model.visual
+
+    planned_target = Root.planned_target  # of its layers only
+
+    @property
+    def units(self) -> list[nn.Module]:
+        return [self.encoder, *super().units]
+
+    def outer_units(self) -> dict[str, tuple[nn.Module, ...]]:
+        return super().outer_units() | {"the encoder": (self.encoder,)}
+
+    def attach(self, mesh: Mesh, layout: Layout, dtype: torch.dtype, store: Store) -> None:
+        """Make the encoder run in tiles, and the language model add features to this rank's rows."""
+        super().attach(mesh, layout, dtype, store)
+        visual = self.encoder
+        for module in visual.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = False  # a tile recomputes all blocks
+        visual.patch_embed.forward = MethodType(_embed_patches, visual.patch_embed)
+        visual.forward = encoder = TiledEncoder(visual)
+        for block in visual.blocks:
+            block.attn.forward = FrameAttention(block.attn, encoder.find_lengths)
+        if hasattr(self.base, "_deepstack_process"):
+            self.base._deepstack_process = _AddToRows.apply
+
+    def read_call(self, named: dict[str, Any]) -> tuple[Any, tuple[int, int, int], dict[str, Any]]:
+        """Read images, videos and 3-D positions, too."""
+        names, mesh = [name for name in ARGUMENTS if name in self.argument_names], self.mesh
+        given = {name: named[name] for name in names if named.get(name) is not None}
+        named = {name: value for name, value in named.items() if name not in given}
+        text_positions, axes_3BN = split_positions(named.pop("position_ids", None))
+        if text_positions is not None:
+            named["position_ids"] = text_positions
+        (share, shape, *others), counts, fingerprint = super().read_call(named)
+        if mesh.world_size > 1:
+            fingerprint |= dict.fromkeys(ARGUMENTS, "not passed") | {k: _describe(v) for k, v in given.items()}
+            fingerprint["position_ids"] += "" if axes_3BN is None else _describe(axes_3BN)
+        ids_S = to_integers("input_ids", named["input_ids"]).reshape(-1)
+        frames = _Frames(self.model, given, ids_S)
+        axes_3S = None if axes_3BN is None else to_integers("position_ids", axes_3BN)
+        if axes_3S is not None:
+            if axes_3S.shape != (3, *shape):
+                rule = f"pass [3, {shape[0]}, {shape[1]}], or [4, {shape[0]}, {shape[1]}] with the text positions first"
+                raise ValueError(f"position_ids has 3-D positions of shape {tuple(axes_3S.shape)}; {rule}")
+            axes_3S = axes_3S.flatten(1)
+        elif frames.num_frames and text_positions is None:
+            if share.docs.parents:
+                raise ValueError("position_ids is missing; with parents and images, pass [4, batch, tokens]")
+            axes_3S = _compute_positions(self.model, frames, ids_S, share.docs.starts)
+        num_positions, positions_3s = counts[1], share.positions_s.expand(3, -1)
+        if axes_3S is not None:
+            positions_3s = select_own_tokens(axes_3S.t(), mesh, share.docs.sharding, 0).t().to(mesh.device)
+            num_positions = 1 + int(axes_3S.max())
+        media, share = frames.shard(share, mesh), replace(share, positions_s=positions_3s)
+        return (share, shape, *others, media), (counts[0], num_positions, frames.num_frames), fingerprint
+
+    def make_call(self, named: dict[str, Any], inputs: Any, *totals: int) -> CheckedCall:
+        *inputs, media = inputs
+        media.is_used = totals[2] > 0
+        return replace(super().make_call(named, inputs, *totals), media=media)
+
+    def embed(self, call: CheckedCall) -> dict[str, Any]:
+        media, share, inputs = call.media, call.share, {}
+        with phase("embedding"):
+            x_1sD = self.model.get_input_embeddings()(share.ids_s)[None]
+            if media.is_used:
+                features = self.encoder(media)
+                features = _SendFeatures.apply(media.route, call.mesh.cp_group, *features)
+                rows_n = media.route.rows_n
+                x_1sD = _AddToRows.apply(x_1sD.index_fill(1, rows_n, 0), rows_n, features[0])
+                if len(features) > 1:
+                    inputs = {"visual_pos_masks": rows_n, "deepstack_visual_embeds": _TakenOnce(features[1:])}
+            x_1sD = mark_backward(x_1sD, "embedding backward")
+        return inputs | {"inputs_embeds": x_1sD, "position_ids": share.positions_s[:, None]}
+
+    def example_inputs(self, num_tokens: int, document_tokens: int | None = None) -> dict[str, Any]:
+        """A row of images, as plans assume, with this rank's pixels."""
+        inputs, config = super().example_inputs(num_tokens, document_tokens), self.model.config
+        vision = self.encoder.config
+        merge, mesh, ids_1S = vision.spatial_merge_size, self.mesh, inputs["input_ids"]
+        side = math.isqrt(FRAME_PATCHES) // merge * merge
+        per_frame = side**2 // merge**2
+        grids = torch.tensor([[1, side, side]]).expand(num_tokens // per_frame, 3)
+        used = len(grids) * per_frame
+        ids_1S[ids_1S >= min(config.image_token_id, config.video_token_id)] = 0
+        ids_1S[:, :used] = config.image_token_id
+        cuts = divide_frames(grids.prod(1), mesh.cp_size)
+        num_own = int(cuts[mesh.cp_rank + 1] - cuts[mesh.cp_rank]) * side**2
+        part_PC = torch.randn(num_own, count_values(vision))
+        pixels = {"pixel_values": OwnPixels(part_PC, len(grids) * side**2, "random"), "image_grid_thw": grids}
+        return inputs | {"position_ids": torch.arange(num_tokens).expand(3, 1, -1), **(pixels if used else {})}

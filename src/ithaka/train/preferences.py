@@ -16,7 +16,7 @@ from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError, LossConfig
 from ithaka.data.batch import Batch
 from ithaka.inputs.batch import pack_batch, shard_label_values
-from ithaka.model.build import GlobalSum
+from ithaka.roots.decoder import GlobalSum
 
 METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen",
            "logps/rejected")  # fmt: skip
@@ -30,8 +30,7 @@ class DPO:
         self.beta, self.smoothing = settings.beta, settings.label_smoothing
         self.model, self.mesh, self.reference = model, mesh, reference
         self._sums = torch.zeros(2 + len(METRICS), dtype=torch.float64, device=mesh.device)  # loss, METRICS, pairs
-        decoder = model.ithaka_decoder
-        if decoder is not None and decoder.batch.routing is not None:
+        if model.ithaka_root.routing is not None:
             rule = "loss.type=dpo cannot be combined with the model's load-balancing loss"
             raise ConfigError(f"{rule}; set output_router_logits to false in its config.json")
 

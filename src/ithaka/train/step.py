@@ -23,7 +23,6 @@ from ithaka.data.batch import Batch, num_valid
 from ithaka.inputs.batch import count_pairs, pack_batch, shard_label_values
 from ithaka.layer.loss import IGNORE_INDEX, TokenResults
 from ithaka.phases import phase
-from ithaka.roots.families import find_layers
 from ithaka.train.optimizers import MuonAndAdamW, adamw8bit_class
 from ithaka.train.preferences import DPO
 
@@ -230,7 +229,7 @@ def train_step(
 def expert_loads(model: nn.Module) -> dict[str, float]:
     """Return, over all ranks since the last call, the share of each layer's busiest expert (1 / E if the load is
     balanced) and the entropy of the load (1 if it is)."""
-    counts = {str(i): layer.forward.experts.take_counts() for i, layer in enumerate(find_layers(model))}
+    counts = {str(i): layer.forward.experts.take_counts() for i, layer in enumerate(model.ithaka_root.layers)}
     counts = {name: counts_E for name, counts_E in counts.items() if counts_E is not None}
     if not counts:
         return {}

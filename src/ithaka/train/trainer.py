@@ -31,7 +31,6 @@ from ithaka.data.open import describe_data, epoch_steps, open_data
 from ithaka.data.tokenizer import load_tokenizer
 from ithaka.evaluate.tasks import EvalText, check_prompts, flatten_metrics, measure_all, read_text
 from ithaka.exits import ExitCode, TransientError
-from ithaka.inputs.calls import why_no_parents
 from ithaka.layer.store import Store
 from ithaka.log.console import Console, note_startup, status
 from ithaka.model.build import build_model, has_weights
@@ -123,7 +122,7 @@ class Trainer:
                 validate_sequences=config.train.validate_sequences,
                 cache_dir=run.run_dir / "tokens",
                 fills_cache=fills_cache,
-                shares_prefixes=not why_no_parents(self.model),
+                shares_prefixes=not self.model.ithaka_root.why_no_parents(),
             )
         if run.checkpoint is not None:
             state = files.read_state(run.checkpoint)

@@ -140,6 +140,11 @@ def check_adapters(model: nn.Module, **required: Any) -> None:
         raise ConfigError(f"the adapters {', '.join(sorted(active))} are active; activate one with set_adapter()")
 
 
+def find_decoder(model: Any) -> Any:
+    """The base model that has the embeddings, the decoder layers and the last norm."""
+    return getattr(model.model, "language_model", model.model)
+
+
 def find_active_adapter(base: Any) -> str | None:
     """Return the active adapter of a base model. `check_adapters` rejects more than one."""
     names = (name for module in base.modules() if hasattr(module, "base_layer") for name in module.active_adapters)

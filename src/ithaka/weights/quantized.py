@@ -21,8 +21,7 @@ from ithaka.ops.fourbit import (
     pack_rows,
     quantize_nf4,
 )
-from ithaka.roots.families import find_layers
-from ithaka.weights.adapters import base_tensor_name
+from ithaka.weights.adapters import base_tensor_name, find_decoder
 
 BASE_QUANTIZATION = "base_quantization"  # key of an adapter file's metadata
 PACKED_AS = "packed_as"  # attribute of a module: parameter name -> arguments of PackedWeight
@@ -44,7 +43,7 @@ def choose_packed(model: Any, adapter: AdapterConfig | None, files: Mapping[str,
     if adapter.base == "mxfp4":
         _choose_mxfp4(model, files)
         return
-    for path, module in find_layers(model).named_modules():
+    for path, module in find_decoder(model).layers.named_modules():
         if f".{path}".removesuffix(".base_layer").endswith(tuple(f".{name}" for name in adapter.unquantized)):
             continue
         num_dims = 2 if isinstance(module, nn.Linear) else 3  # experts

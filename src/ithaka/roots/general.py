@@ -1,0 +1,177 @@
+"""Run any decoder of transformers on general layers: its own forward before, between and after them."""
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
+
+from ithaka.blocks.linear import as_linear, is_linear
+from ithaka.blocks.routing import Routing
+from ithaka.blocks.tiles import sum_dtype
+from ithaka.comm.mesh import Mesh
+from ithaka.inputs.calls import CheckedCall
+from ithaka.layer.loss import GraphHead, Head, LinearHead
+from ithaka.layer.runs import compute_like_autocast
+from ithaka.layer.store import Store
+from ithaka.layout import Layout
+from ithaka.roots.decoder import Decoder
+from ithaka.roots.probe import probe_layers
+from ithaka.roots.recorder import Recorder, copy_config, refusal
+from ithaka.roots.rotary import ExactRotary, rotary_modules
+from ithaka.weights.adapters import find_decoder
+
+
+class GeneralDecoder(Decoder):
+    """Any decoder of transformers whose layers mix tokens through attention or the gated delta rule."""
+
+    # The layers run every module of theirs, once per tile.
+    hookable = re.compile(r"model\.(language_model\.)?(embed_tokens|layers\.\d+)|")
+    patchable = re.compile(r"model\.(language_model\.)?(embed_tokens|layers\.\d+\..*)|.*rotary.*")
+    norm: nn.Module | None  # the last module of the base model, which the head runs tile by tile
+    has_linear_head: bool  # the logits are what lm_head returns for the base model's output, and it is linear
+
+    def find_specs(self, device: torch.device) -> None:
+        model = self.model
+        if any(hasattr(module, "A_log") and hasattr(module, "D") for module in model.modules()):
+            raise refusal(model, "mixes tokens with Mamba's recurrence, whose states are not passed between ranks")
+        recorder = Recorder(model)
+        self.specs = probe_layers(model, recorder, device)
+        self.norm, self.has_linear_head = recorder.find_norm(self.base), _has_linear_head(model)
+        self.batch.routing = _find_routing(model, len(self.layers))
+
+    def attach(self, mesh: Mesh, layout: Layout, dtype: torch.dtype, store: Store) -> None:
+        super().attach(mesh, layout, dtype, store)
+        config, own_config = self.base.config, copy_config(self.base.config)  # other models of it keep their attention
+        for module in self.base.modules():
+            if getattr(module, "config", None) is config:
+                module.config = own_config
+        for module in rotary_modules(self.base):
+            module.forward = ExactRotary(module, self.batch)
+        if self.norm is not None:
+            self.norm.forward = _pass_through  # `make_head` runs it
+
+    def embed(self, call: CheckedCall) -> dict[str, Any]:
+        """Return the arguments of the base model for this rank's tokens."""
+        return {"input_ids": call.share.ids_s[None], "position_ids": call.share.positions_s[None]}
+
+    def run_layers(self, call: CheckedCall) -> Tensor:
+        """Run the base model's own forward on this rank's tokens, up to its last norm; return x_1sD."""
+        share, batch, inputs = call.share, self.batch, self.embed(call)
+        batch.docs, batch.num_positions = share.docs, call.num_positions
+        if batch.routing is not None:
+            batch.routing = batch.routing.start_call(share.real_s)
+        try:
+            return self.base(**inputs, use_cache=False).last_hidden_state
+        finally:
+            batch.docs = None
+
+    def make_head(self) -> Head:
+        model, lm_head = self.model, self.model.lm_head
+        norm = nn.Identity() if self.norm is None else _BareModule(self.norm)
+        if self.has_linear_head:
+            return LinearHead(norm, as_linear(lm_head))
+
+        def run(x_tD: Tensor) -> Tensor:
+            with compute_like_autocast(x_tD):
+                h_1tD = norm(x_tD[None].to(sum_dtype(x_tD.dtype)))
+                return _run_after_layers(model, h_1tD, _BareModule(lm_head)).logits.squeeze(0)
+
+        return GraphHead(run, [*lm_head.parameters(), *norm.parameters()])
+
+
+def _run_after_layers(
+    model: PreTrainedModel, hidden: Tensor, lm_head: nn.Module, router_logits: Any = None, **inputs: Any
+) -> Any:
+    """Run the model's forward with another head, and with a base model that returns `hidden`."""
+    base, own_head = model.model, model.lm_head
+    result = _BaseModelOutput(last_hidden_state=hidden, router_logits=router_logits)
+    base.forward = lambda *args, **kwargs: result
+    if hasattr(find_decoder(model).config, "output_router_logits"):
+        inputs.setdefault("output_router_logits", False)
+    model._modules["lm_head"] = lm_head
+    ids = torch.empty(hidden.shape[:2], dtype=torch.long, device="meta")  # a forward may read its shape, not its values
+    try:
+        return type(model).forward(model, input_ids=ids, use_cache=False, **inputs)
+    finally:
+        model._modules["lm_head"] = own_head
+        del base.forward
+
+
+def _has_linear_head(model: PreTrainedModel) -> bool:
+    hidden, logits = torch.randn(1, 2, 4, dtype=torch.float32), torch.randn(1, 2, 3, dtype=torch.float32)
+    head = _Constant(logits)
+    try:
+        with torch.enable_grad():
+            found = _run_after_layers(model, hidden, head).logits
+    except Exception as error:
+        problem = f"computes its logits from more than lm_head ({type(error).__name__}: {error})"
+        raise refusal(model, problem) from error
+    if found.requires_grad or head.input.requires_grad:
+        raise refusal(model, "has trained parameters after its layers other than its last norm and lm_head")
+    return torch.equal(head.input, hidden) and torch.equal(found, logits) and is_linear(model.lm_head)
+
+
+def _find_routing(model: PreTrainedModel, num_layers: int) -> Routing | None:
+    """The load-balancing loss, if the configuration has it. Refuses one that is not transformers' usual one."""
+    base = find_decoder(model)
+    config = base.config
+    if not getattr(config, "output_router_logits", False):
+        return None
+    recorder = (base._can_record_outputs or {}).get("router_logits")
+    top_k = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None)
+    if not isinstance(recorder, OutputRecorder) or top_k is None:
+        raise refusal(model, "has output_router_logits=True, but does not record its routers as usual")
+    logits = [torch.randn(5, model.num_experts, dtype=torch.float32) for _ in range(num_layers)]
+    hidden, labels = torch.randn(1, 5, 4, dtype=torch.float32), torch.zeros(1, 5, dtype=torch.long)
+    head = _Constant(torch.zeros(1, 5, config.vocab_size, dtype=torch.float32))
+    outputs = [
+        _run_after_layers(model, hidden, head, labels=labels, output_router_logits=on, router_logits=tuple(logits))
+        for on in (False, True)
+    ]
+    # TRL may have changed the configuration's coefficient, which the model does not read again.
+    coefficient = getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0.0))
+    routing = Routing(top_k, coefficient, recorder, torch.ones(5, dtype=torch.bool))
+    for layer_logits in logits:
+        routing.add(layer_logits, slice(0, 5))
+    added = outputs[1].loss - outputs[0].loss
+    if not torch.allclose(added, coefficient * routing.mean_loss(), rtol=1e-3, atol=1e-5):
+        raise refusal(model, "has output_router_logits=True, but another load-balancing loss than the usual one")
+    return routing
+
+
+class _BaseModelOutput(dict):
+    """The output of a base model that did nothing: the given hidden states, and None for everything else."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self["last_hidden_state"] if key == 0 else super().__getitem__(key)
+
+
+class _BareModule(nn.Module):
+    """Runs the forward of another module's class, without its hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return type(self.module).forward(self.module, x)
+
+
+class _Constant(nn.Module):
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value, self.input = value, value.new_empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.input = x
+        return self.value
+
+
+def _pass_through(x: Tensor) -> Tensor:
+    return x

@@ -1,0 +1,198 @@
+"""`Root`: what surrounds the layers of a model, and what the rest of ithaka needs to know about it."""
+
+import inspect
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ithaka.attention.choose import kernel_for
+from ithaka.blocks.dropout import DropoutState
+from ithaka.comm.mesh import Mesh
+from ithaka.config import ConfigError
+from ithaka.inputs.calls import check_modules, check_torch_modes, count_changes, guard_backward
+from ithaka.layer.delta import LAYERS
+from ithaka.layer.general import BatchState
+from ithaka.layer.runs import LayerSpec
+from ithaka.layer.store import Store
+from ithaka.layout import ActivationPolicy, Layout
+from ithaka.plan.shape import AttentionKind
+from ithaka.sharding.heads import head_table
+from ithaka.weights.adapters import check_adapters
+
+
+class Root(ABC):
+    """What surrounds the layers of a model. There is one per model; a parallel model keeps it as `model.ithaka_root`.
+
+    `parallelize_model` checks the model (`check`), shards it (`units`, `outer_dtype`) and replaces its forwards
+    (`attach`). In each call, `CallChecker` turns the user's arguments into a call with `read_call` on every rank and,
+    once all ranks agree, `make_call`; `forward` embeds this rank's tokens, runs the layers and computes the output.
+    """
+
+    library = "Hugging Face"  # that loads the model
+    lora_options: ClassVar[dict[str, Any]] = {}  # options of PEFT's LoRA that must have these values
+    layers_name = "model.layers"
+    # Modules whose own forward still runs once, so hooks work. "" is the model (no forward pre-hooks).
+    hookable: re.Pattern = re.compile(r"model\.embed_tokens|model\.layers\.\d+(\.mlp(\..*)?)?|")
+    # Modules whose own forward still runs, so a replaced one takes effect.
+    patchable: re.Pattern = re.compile(r"model\.embed_tokens|.*(norm|rotary|mlp).*")
+    call_type: type  # what `make_call` returns
+    uses_fast_path = False  # whether its layers map to LayerParts; others run their own forward
+    encoder: nn.Module | None = None  # of images and videos, if it takes them with its tokens
+    predicts_tokens = True  # whether it has labels and a loss of its own
+
+    dropout: DropoutState | None = None
+    specs: Sequence[LayerSpec] = ()  # per layer, unless it uses the fast path
+    mesh: Mesh  # set by `attach`, as are layout and dtype
+    layout: Layout
+    dtype: torch.dtype  # of the layers' computations
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.batch = model, BatchState()
+
+    # ---- the model
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.model.get_submodule(self.layers_name)
+
+    @property
+    @abstractmethod
+    def hidden_size(self) -> int: ...
+
+    @abstractmethod
+    def config_values(self) -> dict[str, Any]:
+        """The values of config.json."""
+
+    def trained_ends(self) -> dict[str, nn.Module]:
+        """The modules around the layers that an adapter may save in full, by their names in its settings."""
+        return {}
+
+    def planned_target(self, name: str) -> str:
+        """The planner's name of an adapted module; empty if plans leave it out. All layers are model.layers there."""
+        prefix = f"{self.layers_name}."
+        return f"model.layers.{name.removeprefix(prefix)}" if name.startswith(prefix) else ""
+
+    def check(self, layout: Layout, device: torch.device) -> None:
+        """Check the model, and find out how to run its layers. Raises ConfigError if it cannot run."""
+        self.check_model()
+        check_modules(self.model, self.hookable, self.patchable)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            self.find_specs(device)
+
+    def check_model(self) -> None:
+        """Refuse a model with anything that the layers would not compute."""
+        if isinstance(self.model, FSDPModule):
+            fix = f"call parallelize once, on the model as {self.library} loads it"
+            raise ConfigError(f"the model is already sharded; {fix}")
+        check_adapters(self.model, **self.lora_options)
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.Dropout) and module.p:
+                raise ConfigError(f"{name} is dropout with p={module.p}, which is not supported; set it to 0")
+
+    @abstractmethod
+    def find_specs(self, device: torch.device) -> None:
+        """Set `specs`, and compare layers run by them with the model's own on `device`."""
+
+    def check_positions(self, reach: str, num_positions: int) -> None:  # noqa: B027 - some have no limit
+        """Raise ConfigError if `reach`, which has this many positions, exceeds the model's."""
+
+    @property
+    def attention_specs(self) -> Sequence[LayerSpec]:
+        """The layers with attention, whose heads Ulysses splits; without any, all layers."""
+        return [spec for spec in self.specs if spec.delta is None] or self.specs
+
+    @property
+    def attention_kinds(self) -> list[AttentionKind]:
+        return [spec.kind for spec in self.attention_specs]
+
+    @property
+    def num_heads(self) -> int:
+        return min(spec.num_heads for spec in self.attention_specs)
+
+    def check_ring(self, ring: int) -> None:
+        if ring > 1 and any(spec.delta for spec in self.specs):
+            raise ConfigError(
+                f"parallel.ring={ring} is not supported for model_type={self.model.config.model_type}: a ring gives "
+                "each rank several parts of the sequence, but the gated delta rule passes its states from part to part "
+                f"in order; use parallel.ring=1, with parallel.cp of at most {self.num_heads}, the query heads"
+            )
+
+    # ---- apply parallelism
+
+    @property
+    def units(self) -> list[nn.Module]:
+        """The modules that FSDP2 shards and gathers separately; all other parameters belong to the root unit."""
+        return list(self.layers)
+
+    def outer_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the root unit, if the layers compute in `dtype`."""
+        return dtype
+
+    def attach(self, mesh: Mesh, layout: Layout, dtype: torch.dtype, store: Store) -> None:
+        """Replace the forwards of the model, its layers and the modules around them."""
+        self.mesh, self.layout, self.dtype = mesh, layout, dtype
+        for index, (layer, keeps) in enumerate(zip(self.layers, layout.layer_policies(len(self.layers)), strict=True)):
+            layer.forward = self.make_layer(index, store, keeps)
+            layer.forward.dropout = self.dropout
+            layer.gradient_checkpointing = False
+            adapted = next((n for n, module in layer.named_modules() if hasattr(module, "parameter_name")), None)
+            if adapted is not None and layer.forward.experts.block is None:
+                rule, name = "train.compile=true" if layout.compile else "experts of this structure", f"layer {index}"
+                raise ConfigError(f"{name}: adapters on {adapted} are not supported with {rule}; leave out its targets")
+        self.model.forward = self.forward
+
+    def make_layer(self, index: int, store: Store, keeps: ActivationPolicy) -> Any:
+        """The forward of a layer, which runs the layer's own in tiles."""
+        layer, spec, mesh, layout = self.layers[index], self.specs[index], self.mesh, self.layout
+        split = (1, None) if spec.delta is not None else (layout.ulysses, layout.heads_per_stage)
+        table = head_table(spec.num_heads, spec.num_kv_heads, *split)
+        settings = replace(layout, kernel=kernel_for(layout.kernel, spec.kind))
+        others = mesh.ulysses_group, mesh.ring_group, table, store, settings, keeps, partial(count_changes, layer)
+        return LAYERS[spec.mixer](f"layer {index}", layer, spec, *others, batch=self.batch)
+
+    # ---- a call
+
+    @cached_property
+    def argument_names(self) -> list[str]:
+        """The arguments of the model's own forward, in order."""
+        params = inspect.signature(type(self.model).forward).parameters.values()
+        return [param.name for param in params if param.kind is param.POSITIONAL_OR_KEYWORD][1:]
+
+    @abstractmethod
+    def read_call(self, named: dict[str, Any]) -> tuple[Any, tuple[int, int, int], dict[str, Any]]:
+        """Check a call's arguments on this rank. Return inputs for `make_call`, the numbers of valid labels, positions
+        and frames, and a fingerprint: values that the ranks of a cp group, or for MODES all ranks, must agree on."""
+
+    @abstractmethod
+    def make_call(self, named: dict[str, Any], inputs: Any, *totals: int) -> Any:
+        """Return the argument of `forward`. `totals`: valid labels, positions and frames of the global batch."""
+
+    @abstractmethod
+    def forward(self, call: Any) -> Any:
+        """Run a call of the parallel model on this rank's tokens, and return its output."""
+
+    def start_call(self, call: Any) -> None:
+        if not isinstance(call, self.call_type):
+            raise TypeError("model.forward(...) bypasses the checks and FSDP2; call model(...)")
+        check_torch_modes(self.mesh.device)  # again, because some libraries wrap forward in autocast
+
+    def outer_units(self) -> dict[str, tuple[nn.Module, ...]]:
+        """The FSDP2 units other than layers whose parameters backward reads, by name."""
+        return {"the head": (self.model,)}
+
+    def guard_backward(self, outputs: Iterable[Tensor]) -> None:
+        """Make backward from `outputs` raise if its parameters changed since forward."""
+        forwards: list[Any] = [layer.forward for layer in self.layers]
+        outer = {name: partial(count_changes, *modules) for name, modules in self.outer_units().items()}
+        guard_backward({forward.name: forward.num_changes for forward in forwards} | outer, outputs)
+
+    @abstractmethod
+    def example_inputs(self, num_tokens: int, document_tokens: int | None = None) -> dict[str, Any]:
+        """Random arguments of a call with this many tokens, in documents of `document_tokens`."""
