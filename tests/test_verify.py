@@ -20,7 +20,7 @@ from ithaka.checks import verify
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig, parse_config
 from ithaka.exits import ExitCode
-from ithaka.inputs import batch, calls
+from ithaka.inputs import batch
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.layout import ActivationPolicy
 from ithaka.roots import decoder, fast

@@ -57,17 +57,17 @@ def measure_model(values: Mapping[str, Any], source: str) -> ModelShape:
         if "Unrecognized configuration class" in str(error):
             reason, fix = "it is not a decoder", "use one that AutoModelForCausalLM builds, such as gemma3_text"
         raise ConfigError(f"model_type={name} of {source} cannot be built by transformers ({reason}); {fix}") from error
-    root: Any = find_root(model)
-    if not root.has_layers:
+    if not find_root(model).has_layers:
         raise ConfigError(
             f"model_type={name} of {source} has no list of decoder layers at model.layers; use a decoder such as "
             "llama, qwen3 or gemma3_text (docs/models.md)"
         )
-    return measure_layers(root)
+    return measure_layers(model)
 
 
-def measure_layers(root: Any) -> ModelShape:
-    model, config, recorder = root.model, root.base.config, Recorder(root.model)
+def measure_layers(model: Any) -> ModelShape:
+    root: Any = find_root(model)
+    config, recorder = root.base.config, Recorder(model)
     calls, shorter = (recorder.call(length) for length in LENGTHS)
     measured: dict[Any, tuple[LayerSpec, MeasuredLayer]] = {}
     layers = []

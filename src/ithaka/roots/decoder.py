@@ -59,10 +59,6 @@ class Decoder(Root):
         return self.model.get_submodule(self.layers_name.rpartition(".")[0])
 
     @property
-    def has_layers(self) -> bool:
-        return isinstance(getattr(getattr(self.model, "model", None), "layers", None), nn.ModuleList)
-
-    @property
     def hidden_size(self) -> int:
         return self.model.config.get_text_config().hidden_size
 
@@ -160,9 +156,10 @@ class Decoder(Root):
             )
         return next(filter(None, (layer.forward.no_parents for layer in self.layers)), "")
 
-    def forward(
-        self,
-        input_ids: Tensor | CheckedCall,
+    @staticmethod
+    def forward(  # type: ignore[override]
+        model: Any,
+        input_ids: Any,
         *,
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
@@ -177,10 +174,9 @@ class Decoder(Root):
         **others: Any,
     ) -> ParallelOutput:
         """Has the user's signature, but CallChecker has already replaced the arguments with a CheckedCall."""
-        self.start_call(input_ids)
-        return self._run(input_ids)  # type: ignore[arg-type]
+        return model.ithaka_root.check_and_run(input_ids)
 
-    def _run(self, call: CheckedCall) -> ParallelOutput:
+    def run(self, call: CheckedCall) -> ParallelOutput:
         model, share = self.model, call.share
         if share.labels_s is not None and not call.num_tokens and torch.is_grad_enabled():
             return self._make_zero_output(call)

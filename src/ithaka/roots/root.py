@@ -4,8 +4,10 @@ import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
+from types import MethodType
 from typing import Any, ClassVar
 
 import torch
@@ -32,7 +34,7 @@ class Root(ABC):
 
     `parallelize_model` checks the model (`check`), shards it (`units`, `outer_dtype`) and replaces its forwards
     (`attach`). In each call, `CallChecker` turns the user's arguments into a call with `read_call` on every rank and,
-    once all ranks agree, `make_call`; `forward` embeds this rank's tokens, runs the layers and computes the output.
+    once all ranks agree, `make_call`; `run` embeds this rank's tokens, runs the layers and computes the output.
     """
 
     library = "Hugging Face"  # that loads the model
@@ -44,7 +46,6 @@ class Root(ABC):
     patchable: re.Pattern = re.compile(r"model\.embed_tokens|.*(norm|rotary|mlp).*")
     call_type: type  # what `make_call` returns
     uses_fast_path = False  # whether its layers map to LayerParts; others run their own forward
-    encoder: nn.Module | None = None  # of images and videos, if it takes them with its tokens
     predicts_tokens = True  # whether it has labels and a loss of its own
 
     dropout: DropoutState | None = None
@@ -59,8 +60,21 @@ class Root(ABC):
     # ---- the model
 
     @property
-    def layers(self) -> nn.ModuleList:
+    def layers(self) -> Any:
+        """The layers, as a ModuleList."""
         return self.model.get_submodule(self.layers_name)
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether the model has its layers where `layers` looks for them."""
+        with suppress(AttributeError):
+            return isinstance(self.layers, nn.ModuleList)
+        return False
+
+    @property
+    def encoder(self) -> Any:
+        """The encoder of images and videos, if the model takes them with its tokens."""
+        return None
 
     @property
     @abstractmethod
@@ -146,7 +160,7 @@ class Root(ABC):
             if adapted is not None and layer.forward.experts.block is None:
                 rule, name = "train.compile=true" if layout.compile else "experts of this structure", f"layer {index}"
                 raise ConfigError(f"{name}: adapters on {adapted} are not supported with {rule}; leave out its targets")
-        self.model.forward = self.forward
+        self.model.forward = MethodType(self.forward, self.model)
 
     def make_layer(self, index: int, store: Store, keeps: ActivationPolicy) -> Any:
         """The forward of a layer, which runs the layer's own in tiles."""
@@ -172,16 +186,22 @@ class Root(ABC):
 
     @abstractmethod
     def make_call(self, named: dict[str, Any], inputs: Any, *totals: int) -> Any:
-        """Return the argument of `forward`. `totals`: valid labels, positions and frames of the global batch."""
+        """Return the argument of `run`. `totals`: valid labels, positions and frames of the global batch."""
 
-    @abstractmethod
-    def forward(self, call: Any) -> Any:
-        """Run a call of the parallel model on this rank's tokens, and return its output."""
+    @staticmethod
+    def forward(model: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a parallel model, whose arguments CallChecker has replaced with a call."""
+        return model.ithaka_root.check_and_run(call)
 
-    def start_call(self, call: Any) -> None:
+    def check_and_run(self, call: Any) -> Any:
         if not isinstance(call, self.call_type):
             raise TypeError("model.forward(...) bypasses the checks and FSDP2; call model(...)")
         check_torch_modes(self.mesh.device)  # again, because some libraries wrap forward in autocast
+        return self.run(call)
+
+    @abstractmethod
+    def run(self, call: Any) -> Any:
+        """Embed this rank's tokens, run the layers and return the output of a call."""
 
     def outer_units(self) -> dict[str, tuple[nn.Module, ...]]:
         """The FSDP2 units other than layers whose parameters backward reads, by name."""

@@ -12,7 +12,6 @@ tokens, U distinct timesteps, M = 6 * D modulations.
 """
 
 import copy
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -114,6 +113,19 @@ class VideoTransformer(Root):
     call_type = Clips
     predicts_tokens = False
 
+    # What differs between families. Arguments are those of a call with one clip, by name.
+    check_clip: Callable[..., None]  # refuse wrong sizes
+    count_patches: Callable[..., int]
+    example_sizes: Callable[[tuple[int, ...]], dict[str, Any]]  # arguments of a call with this grid of patches
+    cut: Callable[..., Tensor]  # into patches [S, C]
+    join: Callable[..., Tensor]  # (out_1SC, **arguments): the inverse of `cut`
+    embed: Callable[[Tensor], Tensor]  # patches [s, C] -> [s, D]
+    condition: Callable[..., Condition]  # (steps_U, **arguments)
+    positions: Callable[..., Tensor]  # the coordinates of each patch, [S, 3]
+    rotary: Callable[[Tensor], tuple[Tensor, Tensor]]  # coordinates [t, 3] -> cos and sin for `_rotate`
+    # (block, x, text, bias, modulations, tokens, mask) -> y, with a PlaceholderMask or diffusers' rotary embedding
+    run_block: Callable[..., Tensor]
+
     @property
     def hidden_size(self) -> int:
         return self.spec.num_heads * self.spec.head_dim
@@ -151,48 +163,6 @@ class VideoTransformer(Root):
         self.layers[index].attn1.processor = SelfAttention()
         return super().make_layer(index, store, keeps)
 
-    # ---- what differs between families
-
-    @abstractmethod
-    def check_clip(self, hidden_states: Tensor, **others: Any) -> None:
-        """Refuse arguments of a call that have wrong sizes."""
-
-    @abstractmethod
-    def count_patches(self, hidden_states: Tensor, **others: Any) -> int: ...
-
-    @abstractmethod
-    def example_sizes(self, grid: tuple[int, ...]) -> dict[str, Any]:
-        """Arguments of a call with this grid of patches."""
-
-    @abstractmethod
-    def cut(self, hidden_states: Tensor, **others: Any) -> Tensor:
-        """Cut the argument of a call into patches [S, C]."""
-
-    @abstractmethod
-    def join(self, out_1SC: Tensor, **others: Any) -> Tensor:
-        """The inverse of `cut`."""
-
-    @abstractmethod
-    def embed(self, patches_sC: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def condition(self, steps_U: Tensor, encoder_hidden_states: Tensor, **others: Any) -> Condition: ...
-
-    @abstractmethod
-    def positions(self, **inputs: Any) -> Tensor:
-        """The coordinates of each patch, [S, 3]."""
-
-    @abstractmethod
-    def rotary(self, coords_t3: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin for `_rotate`."""
-
-    @staticmethod
-    @abstractmethod
-    def run_block(
-        block: nn.Module, x_1tD: Tensor, text: Tensor, bias: Any, mods_UM: Tensor, tokens: Tokens, mask: Any
-    ) -> Tensor:
-        """Run a block's own forward. `mask`: a PlaceholderMask, or diffusers' rotary embedding."""
-
     # ---- a call
 
     def read_call(self, named: dict[str, Any]) -> tuple[Any, tuple[int, int, int], dict[str, Any]]:
@@ -229,8 +199,7 @@ class VideoTransformer(Root):
             raise ConfigError(f"data-parallel ranks have different numbers of clips, up to {most}; pass as many on all")
         return Clips(inputs, named.get("return_dict", True) is not False)
 
-    def forward(self, call: Any, *args: Any, **kwargs: Any) -> Any:
-        self.start_call(call)
+    def run(self, call: Clips) -> Any:
         sample = torch.cat([self._run_clip(clip) for clip in call.clips])
         self.guard_backward([sample])
         from diffusers.models.modeling_outputs import Transformer2DModelOutput

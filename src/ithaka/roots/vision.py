@@ -395,7 +395,6 @@ class VisionDecoder(GeneralDecoder):
     """A decoder with an encoder of images and videos, whose features replace the embeddings of some tokens."""
 
     layers_name = "model.language_model.layers"
-    has_layers = True
 
     @property
     def encoder(self) -> Any:
