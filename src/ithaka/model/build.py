@@ -20,7 +20,7 @@ from transformers.utils import ModelOutput
 
 from ithaka.attention.choose import agree_on_kernel, kernel_for
 from ithaka.attention.docs import Docs
-from ithaka.blocks.dropout import POSITION_BITS, replace_dropout
+from ithaka.blocks.dropout import POSITION_BITS, DropoutState, replace_dropout
 from ithaka.blocks.linear import as_linear
 from ithaka.blocks.tiles import sum_dtype
 from ithaka.comm.agree import raise_on_all_ranks
@@ -40,7 +40,8 @@ from ithaka.inputs.calls import (
     refuse_wrappers,
 )
 from ithaka.inputs.positions import compute_frequencies, set_positions
-from ithaka.layer.delta import LAYERS
+from ithaka.layer.general import GeneralLayer
+from ithaka.layer.inputs import CallState, LayerInputs
 from ithaka.layer.loss import (
     IGNORE_INDEX,
     Head,
@@ -53,6 +54,7 @@ from ithaka.layer.loss import (
 from ithaka.layer.store import Store
 from ithaka.layer.streamed import StreamedLayer
 from ithaka.layout import Layout, check_parallelism
+from ithaka.mixers.softmax import spec_of_parts
 from ithaka.model.generate import generate
 from ithaka.ops.fused import Positions
 from ithaka.phases import Holder, mark_backward, phase, tag
@@ -61,7 +63,6 @@ from ithaka.plan.read_config import check_quantization
 from ithaka.roots.decoder import Decoder, attach_decoder, attention_kinds, make_head, prepare_decoder, run_decoder
 from ithaka.roots.families import check_supported, find_decoder, find_layers, has_encoder, has_known_layers, map_layer
 from ithaka.roots.vision import VisionChecker, attach_encoder, embed_tokens_and_media
-from ithaka.sharding.heads import head_table
 from ithaka.weights.adapters import add_adapter, auto_class, check_adapters
 from ithaka.weights.load import init_weights, load_adapter, load_weights, open_tensor_files
 from ithaka.weights.quantized import choose_packed, convert_bitsandbytes, pack_weights
@@ -133,10 +134,8 @@ def parallelize_model(
     is_tied = set.intersection(*(set(end.parameters()) for end in ends))  # tied weights belong to the root unit
     encoder = [model.model.visual] if has_encoder(model) else []
     apply_fsdp(model, [*encoder, *find_layers(model), *(() if is_tied else ends)], mesh, layout, dtype)
-    _swap_forwards(model, mesh, layout, store or Store(mesh.device), decoder)
+    _swap_forwards(model, mesh, layout, store or Store(mesh.device), decoder, dropout)
     model.ithaka_dropout, model.ithaka_loss = dropout, None  # the trainer sets a custom loss
-    for layer in find_layers(model):
-        layer.forward.dropout = dropout
     if encoder:
         attach_encoder(model)
     (VisionChecker if encoder else CallChecker)(model, mesh)
@@ -318,25 +317,28 @@ def _cast_in_one_pass(model: nn.Module) -> None:
                 param.__class__ = _OneRankParam
 
 
-def _swap_forwards(model: PreTrainedModel, mesh: Mesh, layout: Layout, store: Store, decoder: Decoder | None) -> None:
-    config, groups = model.config, (mesh.ulysses_group, mesh.ring_group)
-    layers = find_layers(model)
+def _swap_forwards(
+    model: PreTrainedModel,
+    mesh: Mesh,
+    layout: Layout,
+    store: Store,
+    decoder: Decoder | None,
+    dropout: DropoutState | None,
+) -> None:
+    config, layers = model.config, find_layers(model)
     for index, (layer, keeps) in enumerate(zip(layers, layout.layer_policies(len(layers)), strict=True)):
+        name, options = f"layer {index}", dict[str, Any](index=index, dropout=dropout)
+        others, count = (mesh.ulysses_group, mesh.ring_group, store), partial(count_changes, layer)
         if decoder is None:
-            heads = config.num_attention_heads, config.num_key_value_heads
-        else:
-            heads = decoder.specs[index].num_heads, decoder.specs[index].num_kv_heads
-        has_states = decoder is not None and decoder.specs[index].delta is not None
-        split = (1, None) if has_states else (layout.ulysses, layout.heads_per_stage)
-        name, table = f"layer {index}", head_table(*heads, *split)
-        kernel = layout.kernel if decoder is None else kernel_for(layout.kernel, decoder.specs[index].kind)
-        settings = replace(layout, kernel=kernel)
-        others = (*groups, table, store, settings, keeps, partial(count_changes, layer))
-        if decoder is None:
-            layer.forward = StreamedLayer(name, layer, map_layer(model, index), *others)
+            parts = map_layer(model, index)
+            spec = spec_of_parts(parts, config.num_attention_heads, config.num_key_value_heads)
+            layer.forward = StreamedLayer(name, layer, spec, *others, layout, keeps, count, parts=parts, **options)
         else:
             spec = decoder.specs[index]
-            layer.forward = LAYERS[spec.mixer](name, layer, spec, *others, batch=decoder.batch)
+            kernel = next((kernel_for(layout.kernel, mixer.kind) for mixer in spec.mixers), layout.kernel)
+            options |= {"current": decoder.current, "balancing": decoder.balancing}
+            settings = replace(layout, kernel=kernel)
+            layer.forward = GeneralLayer(name, layer, spec, *others, settings, keeps, count, **options)
         layer.gradient_checkpointing = False
         adapted = next((n for n, module in layer.named_modules() if hasattr(module, "parameter_name")), None)
         if adapted is not None and layer.forward.experts.block is None:
@@ -404,27 +406,23 @@ def _forward(
     share = call.share
     if share.labels_s is not None and not call.num_tokens and torch.is_grad_enabled():
         return _make_zero_output(model, call)
-    if model.ithaka_dropout is not None:
-        dropout = model.ithaka_dropout
-        dropout.start_call(_number_tokens(call, dropout.num_calls) if model.training else None)
-    for index, layer in enumerate(find_layers(model)):
-        layer.forward.experts.given_sk = None if call.chosen_sLk is None else call.chosen_sLk[:, index]
+    state = _make_state(model, call)
     if model.ithaka_decoder is None:
-        x = _run_streamed_layers(model, call)
+        x = _run_streamed_layers(model, call, state)
     else:
         inputs = None if call.media is None else embed_tokens_and_media(model, call)
-        x = run_decoder(model, model.ithaka_decoder, call, inputs)
+        x = run_decoder(model, model.ithaka_decoder, call, state, inputs)
     head = model.lm_head(x, call)
     if share.labels_s is None:
         guard_backward(model, [head])
         return ParallelOutput(logits=head)
     tokens = head if isinstance(head, TokenResults) else None
     own = head if tokens is None else _token_losses(model, tokens, share.labels_s).sum() / call.divisor
-    routing, aux_loss = model.ithaka_decoder and model.ithaka_decoder.batch.routing, None
-    if routing is not None:
-        own_aux = routing.loss(x, call.mesh.cp_group)
+    balancing, aux_loss = state.balancing, None
+    if balancing is not None:
+        own_aux = balancing.loss(x, call.mesh.cp_group)
         # Averaged over data-parallel groups and, by their tokens, over micro-batches.
-        own = own + routing.coefficient * call.num_tokens / call.divisor / call.mesh.dp_size * own_aux
+        own = own + balancing.coefficient * call.num_tokens / call.divisor / call.mesh.dp_size * own_aux
         aux_loss = own_aux + (call.mesh.cp_size - 1) * own_aux.detach()  # its backward covers this rank's tokens
     loss = GlobalSum.apply(own)
     guard_backward(model, [loss, *(tokens or ()), *([] if aux_loss is None else [aux_loss])])
@@ -449,6 +447,16 @@ def _token_losses(model: PreTrainedModel, tokens: TokenResults, labels_s: Tensor
     return torch.where(labels_s != IGNORE_INDEX, losses_s, 0)
 
 
+def _make_state(model: PreTrainedModel, call: CheckedCall) -> CallState:
+    """What the layers need to know about a call in addition to their arguments."""
+    dropout, decoder, share = model.ithaka_dropout, model.ithaka_decoder, call.share
+    balancing = decoder and decoder.balancing and decoder.balancing.start_call(share.real_s)
+    keys_s = None
+    if dropout is not None and model.training:
+        keys_s = dropout.start_call(_number_tokens(call, dropout.num_calls))
+    return CallState(share.docs, call.num_positions, balancing, call.chosen_sLk, keys_s)
+
+
 def _number_tokens(call: CheckedCall, num_calls: int) -> Tensor:
     """Number this rank's tokens by their sequence in the step and their position in it. Micro-batch `num_calls` has
     its sequences in the order of data/stream.py."""
@@ -458,14 +466,15 @@ def _number_tokens(call: CheckedCall, num_calls: int) -> Tensor:
     return select_own_tokens(tokens_BN.flatten(), mesh, call.share.docs.sharding, 0).to(mesh.device)
 
 
-def _run_streamed_layers(model: PreTrainedModel, call: CheckedCall) -> Tensor:
+def _run_streamed_layers(model: PreTrainedModel, call: CheckedCall, state: CallState) -> Tensor:
     share = call.share
     with phase("embedding"):
         x_sD = mark_backward(model.model.embed_tokens(share.ids_s), "embedding backward")
     rotary = model.model.rotary_emb
     positions = Positions(share.positions_s, compute_frequencies(rotary, call.num_positions), rotary.attention_scaling)
+    inputs = LayerInputs.pack((positions,), {}, (0,), len(positions))
     for layer in model.model.layers:
-        x_sD = layer(x_sD, positions, share.docs)
+        x_sD = layer(x_sD, inputs, state)
     return x_sD
 
 
@@ -482,8 +491,9 @@ def _make_zero_output(model: PreTrainedModel, call: CheckedCall) -> ParallelOutp
     )
     correct_s, means_s = torch.zeros_like(labels_s, dtype=torch.bool), zero.new_zeros(labels_s.shape)
     tokens = TokenResults(logprobs_s, entropies_s, correct_s, means_s)
-    routing = model.ithaka_decoder and model.ithaka_decoder.batch.routing
-    tokens_or_none, aux = tokens if call.per_token else None, None if routing is None else zero
+    decoder = model.ithaka_decoder
+    aux = zero if decoder is not None and decoder.balancing is not None else None
+    tokens_or_none = tokens if call.per_token else None
     return ParallelOutput(loss, num_tokens=0, tokens=tokens_or_none, docs=share.docs, own_loss=zero, aux_loss=aux)
 
 

@@ -102,8 +102,8 @@ def shared_logprobs(
     themselves, or -100. Nothing is shared if the model does not support `parents`, with position_ids, or with
     a load-balancing loss, which counts tokens."""
     mask_BN = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    routing = model.ithaka_decoder and model.ithaka_decoder.batch.routing
-    if why_no_parents(model) or routing is not None or inputs.keys() - {"temperature"}:
+    balancing = model.ithaka_decoder and model.ithaka_decoder.balancing
+    if why_no_parents(model) or balancing is not None or inputs.keys() - {"temperature"}:
         return token_logprobs_and_aux(model, input_ids, labels, attention_mask=mask_BN, **inputs)
     ids_BN, is_real_BN = input_ids.cpu(), mask_BN.cpu().bool()
     packed = pack_prefixes([row[real] for row, real in zip(ids_BN, is_real_BN, strict=True)])

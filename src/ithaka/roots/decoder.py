@@ -9,13 +9,14 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from ithaka.blocks.linear import as_linear, is_linear
-from ithaka.blocks.routing import Routing
+from ithaka.blocks.routing import LoadBalancingLoss
 from ithaka.blocks.tiles import sum_dtype
 from ithaka.config import ConfigError
 from ithaka.inputs.calls import CheckedCall
-from ithaka.layer.general import BatchState
+from ithaka.layer.inputs import CallState, CurrentCall
 from ithaka.layer.loss import GraphHead, Head, LinearHead
-from ithaka.layer.runs import LayerSpec, compute_like_autocast
+from ithaka.layer.mixer import LayerSpec, MixerSpec
+from ithaka.layer.passes import compute_like_autocast
 from ithaka.plan.shape import AttentionKind
 from ithaka.roots.families import find_decoder, map_layer
 from ithaka.roots.probe import probe_layers
@@ -28,45 +29,50 @@ class Decoder:
     """How the general layers run a model."""
 
     specs: list[LayerSpec]  # per layer
-    batch: BatchState
+    current: CurrentCall
+    balancing: LoadBalancingLoss | None  # if the configuration has it
     norm: nn.Module | None  # the last module of the base model, which the head runs tile by tile
     has_linear_head: bool  # the logits are what lm_head returns for the base model's output, and it is linear
 
     @property
-    def attention(self) -> list[LayerSpec]:
-        """The layers with attention, whose heads Ulysses splits; without any, all layers."""
-        return [spec for spec in self.specs if spec.delta is None] or self.specs
+    def mixers(self) -> list[MixerSpec]:
+        return [mixer for spec in self.specs for mixer in spec.mixers]
+
+    @property
+    def split_mixers(self) -> list[MixerSpec]:
+        """The mixers whose heads Ulysses splits; without any, all mixers."""
+        return [mixer for mixer in self.mixers if mixer.exchanges_heads] or self.mixers
 
     @property
     def num_heads(self) -> int:
-        return min(spec.num_heads for spec in self.attention)
+        return min(mixer.num_heads for mixer in self.split_mixers)
 
     def check_ring(self, model: PreTrainedModel, ring: int) -> None:
-        if ring > 1 and any(spec.delta for spec in self.specs):
+        reason = next(filter(None, (mixer.why_not("ring") for mixer in self.mixers)), None)
+        if ring > 1 and reason is not None:
             raise ConfigError(
-                f"parallel.ring={ring} is not supported for model_type={model.config.model_type}: a ring gives each "
-                "rank several parts of the sequence, but the gated delta rule passes its states from part to part in "
-                f"order; use parallel.ring=1, with parallel.cp of at most {self.num_heads}, the query heads"
+                f"parallel.ring={ring} is not supported for model_type={model.config.model_type}: {reason}; use "
+                f"parallel.ring=1, with parallel.cp of at most {self.num_heads}, the query heads"
             )
 
 
 def prepare_decoder(model: PreTrainedModel, device: torch.device) -> Decoder:
     """Find out how to run each layer. Raises ConfigError if the model cannot run; does not change it."""
-    base, batch = find_decoder(model), BatchState()
+    base = find_decoder(model)
     if any(hasattr(module, "A_log") and hasattr(module, "D") for module in model.modules()):
         raise refusal(model, "mixes tokens with Mamba's recurrence, whose states are not passed between ranks")
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         recorder = Recorder(model)
         specs = probe_layers(model, recorder, device)
         norm, has_linear_head = recorder.find_norm(base), _has_linear_head(model)
-        batch.routing = _find_routing(model, len(base.layers))
-    return Decoder(specs, batch, norm, has_linear_head)
+        balancing = _find_balancing_loss(model, len(base.layers))
+    return Decoder(specs, CurrentCall(), balancing, norm, has_linear_head)
 
 
 def attention_kinds(model: PreTrainedModel, decoder: Decoder | None) -> list[AttentionKind]:
     """Return the attention of each layer. `decoder`: None if the layers map to LayerParts."""
     if decoder is not None:
-        return [spec.kind for spec in decoder.attention]
+        return [mixer.kind for mixer in decoder.split_mixers]
     group = model.config.num_attention_heads // model.config.num_key_value_heads
     layers = (map_layer(model, index) for index in range(len(model.model.layers)))
     return [AttentionKind(layer.head_dim, group, layer.window) for layer in layers]
@@ -80,24 +86,22 @@ def attach_decoder(model: PreTrainedModel, decoder: Decoder) -> None:
         if getattr(module, "config", None) is config:
             module.config = own_config
     for module in rotary_modules(base):
-        module.forward = ExactRotary(module, decoder.batch)
+        module.forward = ExactRotary(module, decoder.current)
     if decoder.norm is not None:
         decoder.norm.forward = _pass_through  # `make_head` runs it
 
 
 def run_decoder(
-    model: PreTrainedModel, decoder: Decoder, call: CheckedCall, inputs: dict[str, Any] | None = None
+    model: PreTrainedModel,
+    decoder: Decoder,
+    call: CheckedCall,
+    state: CallState,
+    inputs: dict[str, Any] | None = None,
 ) -> Tensor:
     """Run the model's own forward on this rank's tokens, or on `inputs` for them, up to its last norm; return x_1sD."""
-    share, batch = call.share, decoder.batch
-    batch.docs, batch.num_positions = share.docs, call.num_positions
-    if batch.routing is not None:
-        batch.routing = batch.routing.start_call(share.real_s)
-    inputs = inputs or {"input_ids": share.ids_s[None], "position_ids": share.positions_s[None]}
-    try:
+    inputs = inputs or {"input_ids": call.share.ids_s[None], "position_ids": call.share.positions_s[None]}
+    with decoder.current.running(state):
         return find_decoder(model)(**inputs, use_cache=False).last_hidden_state
-    finally:
-        batch.docs = None
 
 
 def make_head(model: PreTrainedModel, decoder: Decoder) -> Head:
@@ -147,7 +151,7 @@ def _has_linear_head(model: PreTrainedModel) -> bool:
     return torch.equal(head.input, hidden) and torch.equal(found, logits) and is_linear(model.lm_head)
 
 
-def _find_routing(model: PreTrainedModel, num_layers: int) -> Routing | None:
+def _find_balancing_loss(model: PreTrainedModel, num_layers: int) -> LoadBalancingLoss | None:
     """The load-balancing loss, if the configuration has it. Refuses one that is not transformers' usual one."""
     base = find_decoder(model)
     config = base.config
@@ -166,13 +170,13 @@ def _find_routing(model: PreTrainedModel, num_layers: int) -> Routing | None:
     ]
     # TRL may have changed the configuration's coefficient, which the model does not read again.
     coefficient = getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0.0))
-    routing = Routing(top_k, coefficient, recorder, torch.ones(5, dtype=torch.bool))
+    balancing = LoadBalancingLoss(top_k, coefficient, recorder, torch.ones(5, dtype=torch.bool))
     for layer_logits in logits:
-        routing.add(layer_logits, slice(0, 5))
+        balancing.add(layer_logits, slice(0, 5))
     added = outputs[1].loss - outputs[0].loss
-    if not torch.allclose(added, coefficient * routing.mean_loss(), rtol=1e-3, atol=1e-5):
+    if not torch.allclose(added, coefficient * balancing.mean_loss(), rtol=1e-3, atol=1e-5):
         raise refusal(model, "has output_router_logits=True, but another load-balancing loss than the usual one")
-    return routing
+    return balancing
 
 
 class _BaseModelOutput(dict):

@@ -30,15 +30,15 @@ from ithaka.inputs.calls import (
     guard_backward,
     refuse_wrappers,
 )
-from ithaka.layer.general import BatchState, GeneralLayer
-from ithaka.layer.runs import PlaceholderMask
+from ithaka.layer.general import GeneralLayer
+from ithaka.layer.inputs import CallState, CurrentCall
 from ithaka.layer.store import Store
 from ithaka.layout import Layout, check_parallelism
+from ithaka.mixers.attention_call import PlaceholderMask
 from ithaka.model.build import apply_fsdp, resolve_layout
 from ithaka.phases import mark_backward, phase
 from ithaka.roots.families import find_layers
 from ithaka.roots.video_families import FAMILIES, Ltx, SelfAttention, Tokens, Wan, find_family, probe_block, read_spec
-from ithaka.sharding.heads import head_table
 from ithaka.sharding.tokens import contiguous_sharding
 from ithaka.weights.adapters import check_adapters, lora_options
 from ithaka.weights.save import save_pretrained
@@ -73,17 +73,17 @@ def parallelize_transformer(
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         raise_on_all_ranks(probe_block, family, spec, device)
     sizes = {name: getattr(layout, name) for name in ("cp", "ring", "replicas", "heads_per_stage")}
-    check_parallelism(num_heads=spec.num_heads, **sizes)
+    (attention,) = spec.mixers
+    check_parallelism(num_heads=attention.num_heads, **sizes)
     mesh = mesh or make_mesh(layout.cp, ring=layout.ring, replicas=layout.replicas)
-    layout = replace(layout, kernel=agree_on_kernel(layout.kernel, mesh.device, dtype, [spec.kind]))
+    layout = replace(layout, kernel=agree_on_kernel(layout.kernel, mesh.device, dtype, [attention.kind]))
     apply_fsdp(model, blocks, mesh, layout, dtype, root_dtype=sum_dtype(dtype))
-    transformer = VideoTransformer(family, mesh, layout, dtype, BatchState())
-    table = head_table(spec.num_heads, spec.num_heads, layout.ulysses, layout.heads_per_stage)
+    transformer = VideoTransformer(family, mesh, layout, dtype, CurrentCall())
     store = store or Store(mesh.device)
     for index, (block, keeps) in enumerate(zip(blocks, layout.layer_policies(len(blocks)), strict=True)):
-        others = mesh.ulysses_group, mesh.ring_group, table, store, layout, keeps, partial(count_changes, block)
+        others = mesh.ulysses_group, mesh.ring_group, store, layout, keeps, partial(count_changes, block)
         block.attn1.processor = SelfAttention()
-        block.forward = GeneralLayer(f"layer {index}", block, spec, *others, batch=transformer.batch)
+        block.forward = GeneralLayer(f"layer {index}", block, spec, *others, current=transformer.current)
     model.forward = MethodType(transformer.forward, model)
     _ClipChecker(model, mesh, transformer)
     model.gradient_checkpointing = False
@@ -187,7 +187,7 @@ class VideoTransformer:
     mesh: Mesh
     layout: Layout
     dtype: torch.dtype
-    batch: BatchState
+    current: CurrentCall
 
     def forward(self, model: Any, call: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(call, _Clips):
@@ -209,16 +209,14 @@ class VideoTransformer:
         steps_U, steps_s = _find_distinct(steps if len(steps) == 1 else select_own(steps))
         tokens = Tokens(family.rotary, select_own(family.positions(**clip)).to(mesh.device), steps_s)
         starts = (0, *dict.fromkeys((num_patches, sharding.num_tokens)))  # padding is a document
-        self.batch.docs = Docs(starts, sharding, mesh.ring_group.rank())
+        state = CallState(Docs(starts, sharding, mesh.ring_group.rank()))
         with phase("embedding"):
             condition = family.condition(steps_U, **{k: v for k, v in clip.items() if k != "timestep"})
             x_sD = mark_backward(family.embed(select_own(patches_SC)).to(self.dtype), "embedding backward")
         x_1sD, shared = x_sD[None], (condition.text_1LD, condition.bias, condition.modulations_UM)
-        try:
+        with self.current.running(state):
             for block in find_layers(family.model):
                 x_1sD = block(x_1sD, *shared, tokens, PlaceholderMask())
-        finally:
-            self.batch.docs = None
         with phase("loss"):
             out_sC = self._run_head(x_1sD, condition.embedded_UD, tokens)
             return family.join(GatherTokens.apply(out_sC, mesh, sharding, (1, num_patches)), **clip)

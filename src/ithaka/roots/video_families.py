@@ -24,7 +24,11 @@ from ithaka.config import ConfigError
 from ithaka.inputs.calls import (
     check_modules,
 )
-from ithaka.layer.runs import Arguments, AttentionCall, LayerRuns, LayerSpec, PlaceholderMask, ReplayingMask
+from ithaka.layer.inputs import LayerInputs
+from ithaka.layer.mixer import LayerSpec
+from ithaka.layer.passes import LayerPasses
+from ithaka.mixers.attention_call import AttentionCall, PlaceholderMask, ReplayingMask
+from ithaka.mixers.softmax import SoftmaxSpec
 from ithaka.roots.families import find_layers
 from ithaka.roots.probe import TOLERANCE
 from ithaka.roots.recorder import randomize
@@ -54,7 +58,7 @@ class Tokens:
 
 class SelfAttention:
     """A processor of diffusers for self-attention. A block's rotary embedding carries the tokens and a
-    `PlaceholderMask`, which ends the run or returns the output of attention (layer/runs.py)."""
+    `PlaceholderMask`, which ends the pass or returns the output of attention (layer/passes.py)."""
 
     def __call__(
         self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Any, attention_mask: Any, rotary_emb: Any
@@ -282,7 +286,7 @@ def read_spec(family: Wan | Ltx) -> LayerSpec:
     config = family.model.config
     heads, head_dim = config.num_attention_heads, config.attention_head_dim
     sizes = heads, heads, head_dim, head_dim, head_dim**-0.5
-    return LayerSpec(*sizes, causal=False, token_dims=TOKEN_DIMS, forward=family.run_block)
+    return LayerSpec((SoftmaxSpec(*sizes, causal=False),), token_dims=TOKEN_DIMS, forward=family.run_block)
 
 
 def probe_block(family: Wan | Ltx, spec: LayerSpec, device: torch.device) -> None:
@@ -292,7 +296,7 @@ def probe_block(family: Wan | Ltx, spec: LayerSpec, device: torch.device) -> Non
     randomize(block, device, seed=1)
     generator = torch.Generator().manual_seed(2)
     grid, num_text = (2, 3, 4), PROBE_TEXT + 512 * (getattr(block.attn2, "add_k_proj", None) is not None)
-    D, sizes = spec.num_heads * spec.head_dim, family.example_sizes(grid)
+    D, sizes = spec.mixers[0].num_heads * spec.mixers[0].head_dim, family.example_sizes(grid)
     rotary = tuple(t.to(device) for t in model.rope(**{"hidden_states": torch.empty(1, 1), **sizes}))
     coords = family.positions(**sizes).to(device)
     for steps in (None, torch.arange(PROBE_TOKENS, device=device) % 2):
@@ -303,7 +307,7 @@ def probe_block(family: Wan | Ltx, spec: LayerSpec, device: torch.device) -> Non
         tokens = Tokens(family.rotary, coords, steps)
         with torch.enable_grad():
             theirs = family.run_block(block, x[None], text, None, mods, tokens, rotary)[0]
-            arguments = Arguments((text, None, mods, tokens, PlaceholderMask()), {}, TOKEN_DIMS, len(x))
+            arguments = LayerInputs.pack((text, None, mods, tokens, PlaceholderMask()), {}, TOKEN_DIMS, len(x))
             ours = _run_in_parts(block, spec, x, arguments)
             results = [(y, *torch.autograd.grad(y, list(inputs.values()), dy)) for y in (theirs, ours)]
         for name, expected, got in zip(("the output", *inputs), *results, strict=True):
@@ -316,13 +320,12 @@ def probe_block(family: Wan | Ltx, spec: LayerSpec, device: torch.device) -> Non
                 )
 
 
-def _run_in_parts(block: Any, spec: LayerSpec, x: Tensor, arguments: Arguments) -> Tensor:
+def _run_in_parts(block: Any, spec: LayerSpec, x: Tensor, arguments: LayerInputs) -> Tensor:
     own, block.attn1.processor = block.attn1.processor, SelfAttention()
-    runs, sizes = LayerRuns("block", block, spec), (PROBE_CUT, len(x) - PROBE_CUT)
+    passes, sizes = LayerPasses("block", block, spec), (PROBE_CUT, len(x) - PROBE_CUT)
     tiles = [arguments.tile(rows) for rows in (slice(0, PROBE_CUT), slice(PROBE_CUT, len(x)))]
-    captured = [runs.capture(*tile) for tile in zip(x.split(sizes), tiles, strict=True)]
-    q, k, v = (torch.cat(tensors).transpose(0, 1) for tensors in zip(*captured, strict=True))
-    outs = F.scaled_dot_product_attention(q, k, v).transpose(0, 1).split(sizes)
-    ys = [runs.finish(*tile) for tile in zip(x.split(sizes), outs, tiles, strict=True)]
+    captured = [passes.capture(*tile) for tile in zip(x.split(sizes), tiles, strict=True)]
+    outs = spec.mixers[0].run_reference(captured).split(sizes)
+    ys = [passes.resume(x_tD, [out], inputs) for x_tD, out, inputs in zip(x.split(sizes), outs, tiles, strict=True)]
     block.attn1.processor = own
     return torch.cat(ys)

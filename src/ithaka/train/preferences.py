@@ -31,7 +31,7 @@ class DPO:
         self.model, self.mesh, self.reference = model, mesh, reference
         self._sums = torch.zeros(2 + len(METRICS), dtype=torch.float64, device=mesh.device)  # loss, METRICS, pairs
         decoder = model.ithaka_decoder
-        if decoder is not None and decoder.batch.routing is not None:
+        if decoder is not None and decoder.balancing is not None:
             rule = "loss.type=dpo cannot be combined with the model's load-balancing loss"
             raise ConfigError(f"{rule}; set output_router_logits to false in its config.json")
 
