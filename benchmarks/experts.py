@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ithaka.blocks.expert_rows import Rows, add_products, multiply_groups
+from ithaka.blocks.expert_rows import SortedAssignments, add_products, multiply_groups
 from ithaka.cli.options import AsJson, print_rows
 from ithaka.comm.mesh import default_device
 
@@ -44,7 +44,9 @@ def time_call(call: Callable[[], Any], device: torch.device) -> float:
 def measure(name: str, num_experts: int, k: int, sizes: tuple[tuple[int, int], ...], tokens: int) -> dict[str, Any]:
     device = default_device()
     generator = torch.Generator(device).manual_seed(0)
-    rows = Rows.sort(torch.rand(tokens, num_experts, generator=generator, device=device).topk(k).indices, num_experts)
+    rows = SortedAssignments.sort(
+        torch.rand(tokens, num_experts, generator=generator, device=device).topk(k).indices, num_experts
+    )
     row: dict[str, Any] = {"model": name, "tokens": tokens, "rows per expert": tokens * k // num_experts}
     row |= {"forward ms": 0.0, "grouped ms": 0.0, "and sum ms": 0.0, "added ms": 0.0}
     for D, N in sizes:

@@ -30,8 +30,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ithaka.comm.loopback import start_loopback
 from ithaka.comm.mesh import end_process_group, free_memory, make_mesh, start_process_group
 from ithaka.config import parse_count
-from ithaka.layer.mixers import DeltaMixer
 from ithaka.layout import ActivationPolicy, Layout
+from ithaka.mixers.delta_call import DeltaTap
 from ithaka.model.build import parallelize_model
 from ithaka.ops import delta_kernels, delta_rule
 from ithaka.ops.delta_kernels import runs_in_kernels
@@ -76,7 +76,7 @@ def make_model(case: dict[str, Any]) -> Any:
 def run_hf(case: dict[str, Any]) -> Any:
     model = make_model(case)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    mixers = [mixer for layer in model.model.layers if (mixer := DeltaMixer.find(layer))]
+    mixers = [mixer for layer in model.model.layers if (mixer := DeltaTap.find(layer))]
 
     def forward(ids: torch.Tensor) -> Any:
         with torch.autocast(device().type, torch.bfloat16, enabled=device().type == "cuda"):
@@ -86,7 +86,7 @@ def run_hf(case: dict[str, Any]) -> Any:
     def plain():  # also while checkpointing recomputes
         with ExitStack() as stack:
             for mixer in mixers:
-                stack.enter_context(mixer.in_plain_torch())
+                stack.enter_context(mixer.run_plainly())
             yield
 
     return model, forward, nullcontext if case["side"] == "hf fla" else plain

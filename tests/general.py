@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ithaka.checks.verify import InFloat64
 from ithaka.comm.mesh import make_mesh
 from ithaka.layer.loss import GraphHead, LinearHead
-from ithaka.layer.runs import LayerRuns
+from ithaka.layer.passes import LayerPasses
 from ithaka.layer.store import Store
 from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
@@ -26,7 +26,7 @@ from threads import on_threads
 def wide_runs() -> Iterator[None]:
     """Run the tiles of fp64 layers under `InFloat64`, also in backward: autograd does not enter the caller's modes."""
     with pytest.MonkeyPatch.context() as patch:
-        runs = (LayerRuns, "capture"), (LayerRuns, "finish"), (GraphHead, "run"), (LinearHead, "run")
+        runs = (LayerPasses, "capture"), (LayerPasses, "resume"), (GraphHead, "run"), (LinearHead, "run")
         for owner, name in runs:
             patch.setattr(owner, name, _widen(getattr(owner, name)))
         yield

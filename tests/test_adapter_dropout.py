@@ -110,8 +110,7 @@ def test_the_mask_changes_with_every_argument_and_drops_the_right_share():
     def mask(seed=0, step=1, name="q", sequence=0):
         state = DropoutState()
         state.start_step(seed, step)
-        state.start_call((sequence << 36) + torch.arange(400))
-        state.keys_t = state.keys_s
+        state.keys_t = state.start_call((sequence << 36) + torch.arange(400))
         return TokenDropout(P, name, state)(torch.ones(400, 256)) > 0
 
     masks = [mask(), mask(seed=1), mask(step=2), mask(name="k"), mask(sequence=1)]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from decoders import tiny_decoder
 from general import add_lora, assert_equal, compare, mean_loss
-from ithaka.blocks.expert_rows import Rows
+from ithaka.blocks.expert_rows import SortedAssignments
 from ithaka.blocks.experts import ExpertBlock, GroupedLinear, LayerExperts, _ExpertsFunction
 from ithaka.blocks.tiles import GradSum
 from ithaka.comm.mesh import make_mesh
@@ -146,7 +146,7 @@ def test_weight_gradients_are_summed_over_tiles_unrounded(is_transposed):
     sums, expected = GradSum(), GradSum()
     for _ in range(4):
         x, dy = draw(T * K, 16), draw(T * K, 24)
-        rows = Rows.sort(DISTRIBUTIONS["mixed"], E)
+        rows = SortedAssignments.sort(DISTRIBUTIONS["mixed"], E)
         linear.add_grads(dy, x, rows, sums, is_only_tile=False)
         wide.add_grads(dy.double(), x.double(), rows, expected, is_only_tile=False)
     pairs = zip(linear.tensors, wide.tensors, strict=True)

@@ -15,7 +15,7 @@ from decoders import DECODERS, tiny_decoder
 from general import add_lora, assert_equal, compare, gradient_errors, mean_loss, wide_runs
 from ithaka.checks.verify import InFloat64
 from ithaka.comm.mesh import make_mesh
-from ithaka.layer.runs import LayerRuns
+from ithaka.layer.passes import LayerPasses
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
 from parity import plain_sum, random_ids, relative
@@ -325,7 +325,7 @@ def test_layers_in_bf16_share_exact_angles(monkeypatch):
     sizes = {"num_hidden_layers": 8, "layer_types": kinds, "max_position_embeddings": 2**20}
     plain = tiny_decoder("gemma3_text", torch.float32, **sizes)
     model, tables = parallelize_model(plain, layout=Layout(dtype="bfloat16")), []
-    find_call = LayerRuns.find_call
+    find_call = LayerPasses.find_call
 
     def record_angles(runs, x, arguments):
         tables.extend(t for t in arguments.leaves if isinstance(t, torch.Tensor) and t.is_floating_point())
@@ -333,7 +333,7 @@ def test_layers_in_bf16_share_exact_angles(monkeypatch):
         assert {t.dtype for t in (x, call.q_HtK, call.k_GtK, call.v_GtV)} == {torch.bfloat16}
         return call
 
-    monkeypatch.setattr(LayerRuns, "find_call", record_angles)
+    monkeypatch.setattr(LayerPasses, "find_call", record_angles)
     positions = torch.arange(first, first + 20)[None]
     model(input_ids=random_ids(1, 20), labels=random_ids(1, 20), position_ids=positions)
     assert len(tables) == 2 * 8

@@ -87,7 +87,7 @@ def test_the_load_balancing_loss_has_the_coefficient_of_the_model():
     """TRL changes the coefficient in the configuration, which the model does not read again."""
     model = tiny_decoder("mixtral", **BALANCED)
     model.config.router_aux_loss_coef = 0.1
-    assert parallelize_model(model).ithaka_root.routing.coefficient == COEFFICIENT
+    assert parallelize_model(model).ithaka_root.balancing.coefficient == COEFFICIENT
 
 
 def test_another_load_balancing_loss_is_refused(monkeypatch):

@@ -16,8 +16,8 @@ from general import assert_equal, compare, wide_runs
 from grids import diagonal
 from ithaka.checks.verify import InFloat64
 from ithaka.config import ConfigError
-from ithaka.layer.runs import CapturingMask, _attend
 from ithaka.layout import EVERYTHING, Layout
+from ithaka.mixers.attention_call import CapturingMask, _attend
 from ithaka.model.build import parallelize_model
 from models import CONSTRUCTING
 from parity import random_ids, relative

@@ -9,8 +9,8 @@ from decoders import HYBRIDS, tiny_decoder
 from general import add_lora, assert_equal, compare, gradient_errors, worst
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError
-from ithaka.layer.delta import DeltaLayer
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
+from ithaka.mixers.delta import DeltaMixer
 from ithaka.model.build import parallelize_model
 from ithaka.ops import delta_rule
 from ithaka.ops.delta_rule import LocalDocs
@@ -120,7 +120,7 @@ def _convolve_across_documents(monkeypatch):
 
 
 def _lose_halo_gradient(monkeypatch):
-    monkeypatch.setattr(DeltaLayer, "_return_halo_grad", lambda self, *tensors: None)
+    monkeypatch.setattr(DeltaMixer, "_return_halo_grad", lambda self, *tensors: None)
 
 
 @pytest.mark.parametrize(

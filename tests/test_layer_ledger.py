@@ -18,9 +18,11 @@ from ithaka.attention.choose import resolve_kernel
 from ithaka.attention.docs import Docs
 from ithaka.comm.loopback import LoopbackGroup
 from ithaka.config import AdapterConfig
+from ithaka.layer.inputs import CallState, LayerInputs
 from ithaka.layer.store import Store
 from ithaka.layer.streamed import StreamedLayer
 from ithaka.layout import ActivationPolicy, Layout, make_layout
+from ithaka.mixers.softmax import spec_of_parts
 from ithaka.ops.fused import Positions
 from ithaka.phases import Holder
 from ithaka.plan.bytes import gpu_phases
@@ -160,18 +162,19 @@ def run_layer(case: Case, rank: int) -> MemoryMap:
         add_adapter(model, case.adapter, None)
     ulysses, tokens = case.layout.ulysses, (0, case.cp * TOKENS)
     groups = LoopbackGroup(rank, ulysses), LoopbackGroup(0, case.ring)
-    table = head_table(case.heads, case.kv_heads, ulysses, case.heads_per_stage)
     block, rotary = model.model.layers[0], model.model.rotary_emb
     parts = map_layer(model, 0)
-    layer = StreamedLayer("layer", block, parts, *groups, table, Store(), case.layout, case.keeps)
+    spec = spec_of_parts(parts, case.heads, case.kv_heads)
+    layer = StreamedLayer("layer", block, spec, *groups, Store(), case.layout, case.keeps, parts=parts)
     params = [p for p in block.parameters() if p.requires_grad]
     positions = Positions(torch.arange(TOKENS), rotary.inv_freq, rotary.attention_scaling)
+    inputs = LayerInputs.pack((positions,), {}, (0,), TOKENS)
     leaf_sD = torch.randn(TOKENS, model.config.hidden_size, dtype=case.dtype, requires_grad=True)
     resolve_kernel("auto", torch.device("cpu"), case.dtype, parts.head_dim)  # runs its self-test outside LiveBytes
     with LiveBytes() as live:
         x_sD = leaf_sD * 1.0
         of_x = get_gradient_edge(x_sD)
-        y_sD = layer(x_sD, positions, Docs(tokens, deal_tokens(tokens[1], case.ring)))
+        y_sD = layer(x_sD, inputs, CallState(Docs(tokens, deal_tokens(tokens[1], case.ring))))
         del x_sD
         loss = RandomGradient.apply(y_sD)
         del y_sD

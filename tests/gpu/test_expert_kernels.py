@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from decoders import tiny_decoder
-from ithaka.blocks.expert_rows import Rows, add_products
+from ithaka.blocks.expert_rows import SortedAssignments, add_products
 from ithaka.blocks.experts import LayerExperts
 from parity import relative
 
@@ -46,7 +46,7 @@ def test_products_are_added_without_rounding(D, N):
     """The sum is not contiguous, the last expert has no rows, and no group is a multiple of a block."""
     generator = torch.Generator("cuda").manual_seed(2)
     chosen = torch.rand(700, 7, generator=generator, device="cuda").topk(3).indices
-    rows = Rows.sort(chosen, 8)
+    rows = SortedAssignments.sort(chosen, 8)
     a, b = (torch.randn(2100, size, generator=generator, device="cuda").bfloat16() for size in (D, N))
     total = torch.randn(N, D, 8, generator=generator, device="cuda").permute(2, 1, 0)
     expected = total.double()

@@ -20,24 +20,21 @@ POSITION_BITS = 36  # low bits of a token's number: its position; the high bits 
 
 
 class DropoutState:
-    """The dropout state of one model. The trainer sets seed and step, a call in training mode sets the keys of its
-    tokens, and layers set those of the tile that they compute. Without keys, nothing is dropped."""
+    """The dropout state of one model. The trainer sets seed and step; a call in training mode gets keys for its tokens
+    (`CallState.keys_s`), of which layers set those of the tile that they compute. Without them, nothing is dropped."""
 
     def __init__(self) -> None:
         self.seed = self.step = self.num_calls = 0  # num_calls: in training mode, in this step
-        self.keys_s: Tensor | None = None
         self.keys_t: Tensor | None = None
 
     def start_step(self, seed: int, step: int) -> None:
         self.seed, self.step, self.num_calls = seed, step, 0
 
-    def start_call(self, tokens_s: Tensor | None) -> None:
-        """`tokens_s`: the number of each token in the step; None: the model is not training."""
-        self.keys_s = None
-        if tokens_s is not None:
-            low_s, high_s = tokens_s.to(torch.int32), (tokens_s >> 32).to(torch.int32)
-            self.keys_s = _mix(_mix(low_s + _hash(self.seed, self.step)) + high_s)
-            self.num_calls += 1
+    def start_call(self, tokens_s: Tensor) -> Tensor:
+        """Return the keys of a call's tokens in training mode. `tokens_s`: the number of each token in the step."""
+        low_s, high_s = tokens_s.to(torch.int32), (tokens_s >> 32).to(torch.int32)
+        self.num_calls += 1
+        return _mix(_mix(low_s + _hash(self.seed, self.step)) + high_s)
 
 
 class TokenDropout(nn.Module):

@@ -28,7 +28,7 @@ _BLOCK = 1024  # elements of a row that one program reads at once
 _ROWS = 8192  # rows that a gate without a kernel computes at once
 
 
-class Rows(NamedTuple):
+class SortedAssignments(NamedTuple):
     """The choices of a tile's tokens, sorted by expert."""
 
     token_n: Tensor
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     ends_E: Tensor  # int32, the row after an expert's last
 
     @classmethod
-    def sort(cls, expert_tk: Tensor, num_experts: int) -> "Rows":
+    def sort(cls, expert_tk: Tensor, num_experts: int) -> "SortedAssignments":
         expert_n, order_n = expert_tk.flatten().to(torch.int16).sort(stable=True)
         row_n = torch.empty_like(order_n)
         row_n[order_n] = torch.arange(len(order_n), device=order_n.device)
@@ -93,7 +93,7 @@ def can_group(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes)
 
 
-def sum_choices(rows_nD: Tensor, rows: Rows, dtype: torch.dtype) -> Tensor:
+def sum_choices(rows_nD: Tensor, rows: SortedAssignments, dtype: torch.dtype) -> Tensor:
     """Sum the rows of each token, [t, D], in fp32 or wider, and round once."""
     (t, k), D = rows.row_tk.shape, rows_nD.shape[1]
     if not _runs_kernels(rows_nD):
@@ -126,7 +126,7 @@ class Gate:
         alpha, limit = (experts.alpha, experts.limit) if self.is_interleaved else (1.0, 0.0)
         self.options = {"alpha": alpha, "limit": limit, "INTERLEAVED": self.is_interleaved}
 
-    def forward(self, h_nF: Tensor, bias_EF: Tensor | None, weight_n: Tensor, rows: Rows) -> Tensor:
+    def forward(self, h_nF: Tensor, bias_EF: Tensor | None, weight_n: Tensor, rows: SortedAssignments) -> Tensor:
         """Return the gate of h + bias, times the router's weights, [n, F]."""
         if self.has_kernel and _runs_kernels(h_nF):
             n, width = len(h_nF), h_nF.shape[1] // 2
@@ -142,7 +142,7 @@ class Gate:
         return torch.cat(parts)
 
     def backward(
-        self, h_nF: Tensor, bias_EF: Tensor | None, weight_n: Tensor, da_nF: Tensor, rows: Rows
+        self, h_nF: Tensor, bias_EF: Tensor | None, weight_n: Tensor, da_nF: Tensor, rows: SortedAssignments
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dh [n, 2 F], the output a [n, F] and dweight [n]. Overwrites h and da."""
         dweight_n = torch.empty_like(weight_n)

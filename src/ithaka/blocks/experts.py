@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ithaka.blocks.expert_rows import Gate, Rows, add_products, multiply_groups, sum_choices
+from ithaka.blocks.expert_rows import Gate, SortedAssignments, add_products, multiply_groups, sum_choices
 from ithaka.blocks.tiles import GradSum, sum_dtype
 
 
@@ -44,20 +44,22 @@ class GroupedLinear:
     def weight_EDN(self) -> Tensor:
         return self.weight if self.is_transposed else self.weight.transpose(1, 2)
 
-    def __call__(self, x_nD: Tensor, rows: Rows) -> Tensor:
+    def __call__(self, x_nD: Tensor, rows: SortedAssignments) -> Tensor:
         """Return x W, with the adapter, without the bias."""
         y_nN = multiply_groups(x_nD, self.weight_EDN, rows.ends_E)
         if self.a_RD is not None:
             y_nN += multiply_groups(self._down(x_nD, rows), self._b_ErN, rows.ends_E)
         return y_nN
 
-    def input_grad(self, dy_nN: Tensor, rows: Rows) -> Tensor:
+    def input_grad(self, dy_nN: Tensor, rows: SortedAssignments) -> Tensor:
         dx_nD = multiply_groups(dy_nN, self.weight_EDN.transpose(1, 2), rows.ends_E)
         if self.a_RD is not None:
             dx_nD += multiply_groups(self._down_grad(dy_nN, rows), self._a_ErD, rows.ends_E)
         return dx_nD
 
-    def add_grads(self, dy_nN: Tensor, x_nD: Tensor, rows: Rows, grads: GradSum, is_only_tile: bool) -> None:
+    def add_grads(
+        self, dy_nN: Tensor, x_nD: Tensor, rows: SortedAssignments, grads: GradSum, is_only_tile: bool
+    ) -> None:
         """Add one tile's gradients of the trained tensors, except the bias. If it is the only tile, round them."""
         if self.weight.requires_grad:
             left, right = (x_nD, dy_nN) if self.is_transposed else (dy_nN, x_nD)
@@ -72,10 +74,10 @@ class GroupedLinear:
             sum_ErN = grads.sum_of(self.b_NR).unflatten(1, (-1, len(self.weight))).permute(2, 1, 0)
             add_products(sum_ErN, self._down(x_nD, rows), dy_nN, rows.ends_E)
 
-    def _down(self, x_nD: Tensor, rows: Rows) -> Tensor:
+    def _down(self, x_nD: Tensor, rows: SortedAssignments) -> Tensor:
         return multiply_groups(x_nD, self._a_ErD.transpose(1, 2), rows.ends_E).mul_(self.scale)
 
-    def _down_grad(self, dy_nN: Tensor, rows: Rows) -> Tensor:
+    def _down_grad(self, dy_nN: Tensor, rows: SortedAssignments) -> Tensor:
         return multiply_groups(dy_nN, self._b_ErN.transpose(1, 2), rows.ends_E).mul_(self.scale)
 
     @property
@@ -89,6 +91,15 @@ class GroupedLinear:
         return self.b_NR.unflatten(1, (-1, len(self.weight))).permute(2, 1, 0).contiguous()
 
 
+class TileState(NamedTuple):
+    """How a block runs the current tile. LayerExperts sets it around each pass: the layer's own forward and autograd
+    are in between, so it cannot be an argument."""
+
+    grads: GradSum | None = None  # where backward adds weight gradients; None: autograd returns them
+    is_only_tile: bool = True  # in the layer's backward
+    skips_output: bool = False  # return zeros, because nothing needs the output
+
+
 class ExpertBlock:
     """Replaces the forward of an experts module: (x [t, D], chosen experts [t, k], weights [t, k]) -> y [t, D]."""
 
@@ -99,9 +110,7 @@ class ExpertBlock:
             self.adapters[module.parameter_name] = module
             module = module.base_layer
         self.experts, self.gate, self.num_experts = module, Gate(module), module.num_experts
-        self.grads: GradSum | None = None  # where backward adds weight gradients; None: autograd returns them
-        self.is_only_tile = True  # in the layer's backward
-        self.skips_output = False  # return zeros, because nothing needs the output
+        self.tile = TileState()
         self.chosen_tk: Tensor | None = None  # in the last call
         self.ends_E = torch.empty(0)  # where each expert's rows end, in the last call
 
@@ -132,14 +141,14 @@ class _ExpertsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_tD, expert_tk, weight_tk, block, *tensors):
         (up, down), wide = block.linears(), sum_dtype(x_tD.dtype)
-        rows, inputs_tD = Rows.sort(expert_tk, block.num_experts), x_tD.to(up.weight.dtype)
+        rows, inputs_tD = SortedAssignments.sort(expert_tk, block.num_experts), x_tD.to(up.weight.dtype)
         block.ends_E = rows.ends_E
         weight_n = rows.take(weight_tk.to(sum_dtype(weight_tk.dtype)))
         h_nF = up(inputs_tD[rows.token_n], rows)
         ctx.block, ctx.dtypes, ctx.tensors = block, (x_tD.dtype, weight_tk.dtype), tensors
         ctx.kept = rows, inputs_tD, weight_n, h_nF
         ctx.choices = expert_tk, weight_tk.detach()
-        if block.skips_output:
+        if block.tile.skips_output:
             return torch.zeros_like(x_tD, dtype=wide)
         y_tD = sum_choices(down(block.gate.forward(h_nF, up.bias_EN, weight_n, rows), rows), rows, wide)
         if down.bias_EN is not None:
@@ -148,8 +157,8 @@ class _ExpertsFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy_tD):
-        (up, down), returned = ctx.block.linears(), GradSum()
-        grads, is_only_tile = (returned, True) if ctx.block.grads is None else (ctx.block.grads, ctx.block.is_only_tile)
+        (up, down), returned, tile = ctx.block.linears(), GradSum(), ctx.block.tile
+        grads, is_only_tile = (returned, True) if tile.grads is None else (tile.grads, tile.is_only_tile)
         rows, inputs_tD, weight_n, h_nF = ctx.kept
         ctx.kept = None  # h is overwritten
         dy_nD = dy_tD.to(inputs_tD.dtype)[rows.token_n]
@@ -204,7 +213,6 @@ class LayerExperts:
         self.block = ExpertBlock(found[0]) if len(found) == 1 else None
         if self.block is not None:
             found[0].forward = self.block
-        self.given_sk: Tensor | None = None  # the choices for this rank's tokens, if the user passed them
         self.counts_E: Tensor | None = None  # rows of each expert, in training, since `take_counts`
 
     def restore(self) -> None:
@@ -212,9 +220,9 @@ class LayerExperts:
             del self.block.module.forward
 
     @contextmanager
-    def forward_tile(self, rows: slice, chosen: deque[Tensor]) -> Iterator[None]:
-        """Run a tile, and append its choices to `chosen`."""
-        with self._choose(None if self.given_sk is None else self.given_sk[rows]) as replay:
+    def forward_tile(self, chosen: deque[Tensor], wanted_tk: Tensor | None) -> Iterator[None]:
+        """Run a tile, and append its choices to `chosen`. `wanted_tk`: the user's choices, if they were passed."""
+        with self._choose(wanted_tk) as replay:
             yield
         if replay is not None and not replay.num_replays:
             k = replay.chosen_tk.shape[1]
@@ -233,27 +241,24 @@ class LayerExperts:
     @contextmanager
     def repeat_tile(self, chosen: deque[Tensor], skips_output: bool) -> Iterator[None]:
         """Recompute a tile with the next choices in `chosen`. `skips_output`: the experts return zeros."""
-        if self.block is None:
+        chosen_tk = chosen.popleft() if chosen and self.block is not None else None
+        with self._set_tile(TileState(skips_output=skips_output)), self._choose(chosen_tk):
             yield
-            return
-        self.block.skips_output = skips_output
-        try:
-            with self._choose(chosen.popleft() if chosen else None):
-                yield
-        finally:
-            self.block.skips_output = False
+
+    def add_grads_to(self, sums: GradSum, is_only_tile: bool = False) -> AbstractContextManager:
+        """Run the backward of a tile, which adds weight gradients to `sums`; if it is the only tile, rounded."""
+        return self._set_tile(TileState(sums, is_only_tile))
 
     @contextmanager
-    def add_grads_to(self, sums: GradSum, is_only_tile: bool = False) -> Iterator[None]:
-        """Run the backward of a tile, which adds weight gradients to `sums`; if it is the only tile, rounded."""
+    def _set_tile(self, tile: TileState) -> Iterator[None]:
         if self.block is None:
             yield
             return
-        self.block.grads, self.block.is_only_tile = sums, is_only_tile
+        self.block.tile = tile
         try:
             yield
         finally:
-            self.block.grads = None
+            self.block.tile = TileState()
 
     def _choose(self, chosen_tk: Tensor | None) -> AbstractContextManager:
         if self.block is None or chosen_tk is None:

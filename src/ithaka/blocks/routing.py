@@ -18,7 +18,7 @@ from ithaka.blocks.tiles import sum_dtype
 
 
 @dataclass
-class Routing:
+class LoadBalancingLoss:
     """The routers' sums of the current call."""
 
     top_k: int
@@ -29,7 +29,7 @@ class Routing:
     num_rows: Tensor | None = None
     grad_E: Tensor | None = None  # gradient of every token's probabilities; None until the loss's backward
 
-    def start_call(self, real_s: Tensor) -> "Routing":
+    def start_call(self, real_s: Tensor) -> "LoadBalancingLoss":
         """Return empty sums for a new call. Earlier ones are kept, because their backward may still need them."""
         return replace(self, real_s=real_s, sums_2E=None, num_rows=None, grad_E=None)
 
@@ -69,17 +69,17 @@ class Routing:
 
 class _BalancingLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_sD, routing, group):
-        assert routing.sums_2E is not None
-        E = routing.sums_2E.shape[1]
-        sums = torch.cat([routing.sums_2E.flatten(), routing.num_rows[None]])
+    def forward(ctx, x_sD, balancing, group):
+        assert balancing.sums_2E is not None
+        E = balancing.sums_2E.shape[1]
+        sums = torch.cat([balancing.sums_2E.flatten(), balancing.num_rows[None]])
         dist.all_reduce(sums, group=group)
         counts_E, probs_E, num_rows = sums[:E], sums[E : 2 * E], sums[-1]
         factor = E / num_rows**2
-        ctx.routing, ctx.grad_E = routing, factor * counts_E
+        ctx.balancing, ctx.grad_E = balancing, factor * counts_E
         return factor * (counts_E * probs_E).sum() / group.size()
 
     @staticmethod
     def backward(ctx, dloss):
-        ctx.routing.grad_E = dloss * ctx.grad_E
+        ctx.balancing.grad_E = dloss * ctx.grad_E
         return None, None, None

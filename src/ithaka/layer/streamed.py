@@ -8,8 +8,8 @@ rounded once.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,11 @@ from ithaka.blocks.experts import LayerExperts
 from ithaka.blocks.linear import Linear, as_linear
 from ithaka.blocks.mlp import GatedMlp, MlpActivations, as_gated_mlp
 from ithaka.blocks.tiles import GradSum, apply_norm, graph_backward, norm_backward, run_norm, run_tile, tile_slices
-from ithaka.layer.schedule import LayerSchedule, SavedActivations, StageOutput
+from ithaka.layer.mixer import Mixer, StageOutput
+from ithaka.layer.schedule import LayerSchedule, SavedActivations
 from ithaka.layer.stages import HeadSlice, Projection, ProjectionsBackward, join_heads
 from ithaka.layer.store import TensorHandle
-from ithaka.ops.fused import add_and_round
+from ithaka.ops.fused import Positions, add_and_round
 from ithaka.phases import Holder, tag
 from ithaka.sharding.heads import Heads, Stage, flatten_heads
 
@@ -48,31 +49,41 @@ class LayerParts:
 class StreamedLayer(LayerSchedule):
     """A layer of known parts, with hand-written backwards."""
 
-    parts: LayerParts
+    parts: LayerParts = field(kw_only=True)
 
     reads_grads_by_tile: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        softmax: Any = self.mixer
+        self.table, self.query_heads, self.kv_heads = softmax.table, softmax.query_heads, softmax.kv_heads
+        self.head_dim = softmax.spec.head_dim
         self.mlp = torch.compile(self.parts.mlp) if self.layout.compile else self.parts.mlp
         self.experts = LayerExperts(self.layer, replaces=not self.layout.compile)
-        self.q = Projection(self.parts.q_proj, self.parts.q_norm, True, self.parts.head_dim)
-        self.k = Projection(self.parts.k_proj, self.parts.k_norm, True, self.parts.head_dim)
-        self.v = Projection(self.parts.v_proj, None, False, self.parts.head_dim)
+        self.q = Projection(self.parts.q_proj, self.parts.q_norm, True, self.head_dim)
+        self.k = Projection(self.parts.k_proj, self.parts.k_norm, True, self.head_dim)
+        self.v = Projection(self.parts.v_proj, None, False, self.head_dim)
         self._indices: dict[tuple[Heads, int], Tensor | None] = {}
+
+    def _make_mixer(self) -> Mixer:
+        (softmax,) = self.spec.mixers
+        return softmax.make(self, heads=self)  # type: ignore[call-arg]
 
     # ---- forward
 
-    def _project(self, saved: SavedActivations, stage: Stage) -> deque[Tensor]:
+    def project(self, saved: SavedActivations, stage: Stage) -> deque[Tensor]:
         kv_heads = None if stage.load is None else self.table.loads[stage.load].kv_heads
-        slices, c, K = self._head_slices(stage.query_heads, kv_heads), self.group.size(), self.parts.head_dim
-        shapes = [(c, len(saved.positions), part.width // (c * K), K) for part in slices]
+        slices, c, K = self._head_slices(stage.query_heads, kv_heads), self.group.size(), self.head_dim
+        shapes = [(c, len(saved.inputs), part.width // (c * K), K) for part in slices]
         projected = deque(part.linear.weight_ND.new_empty(shape) for part, shape in zip(slices, shapes, strict=True))
-        for rows, x_tD in self._input_tiles(saved):
-            h_tD, positions = apply_norm(self.parts.norm1, x_tD), saved.positions[rows]
+        for rows, x_tD in self.input_tiles(saved):
+            h_tD, positions = apply_norm(self.parts.norm1, x_tD), self._positions(saved, rows)
             for part, into_csnK in zip(slices, projected, strict=True):
                 part.project(h_tD, positions, into_csnK[:, rows])
         return projected
+
+    def _positions(self, saved: SavedActivations, rows: slice) -> Positions:
+        return saved.inputs.tile(rows).leaves[0]
 
     def _head_slices(self, query_heads: Heads, kv_heads: Heads | None) -> list[HeadSlice]:
         """Select heads of q and, unless `kv_heads` is None, of k and v."""
@@ -84,7 +95,7 @@ class StreamedLayer(LayerSchedule):
 
     def _finish(self, saved: SavedActivations, outputs: Sequence[StageOutput], y_sD: Tensor) -> None:
         gated_mlp, o_proj = self._as_gated_mlp(), self._output_projection(self.query_heads)
-        for rows, x_tD, outs_ctnK in self._tiles_with_attention(saved, outputs):
+        for rows, x_tD, outs_ctnK in self._tiles_with_outputs(saved, outputs):
             sum_tD = o_proj.apply_wide(join_heads(outs_ctnK))
             residual_tD = add_and_round(sum_tD, x_tD)
             if saved.policy.projections:
@@ -95,7 +106,7 @@ class StreamedLayer(LayerSchedule):
             y_sD[rows] = sum_tD
 
     def _output_projection(self, heads: Heads) -> Linear:
-        return as_linear(self.parts.o_proj).select_heads(self._head_index(heads, self.q), self.parts.head_dim, dim=1)
+        return as_linear(self.parts.o_proj).select_heads(self._head_index(heads, self.q), self.head_dim, dim=1)
 
     def _norm_and_mlp(self, residual_tD: Tensor) -> Tensor:
         return self.mlp(apply_norm(self.parts.norm2, residual_tD)[None]).squeeze(0)
@@ -111,7 +122,9 @@ class StreamedLayer(LayerSchedule):
         keep = saved.policy.mlp
         if gated_mlp is not None:
             return gated_mlp.add_to(sum_tD, apply_norm(self.parts.norm2, residual_tD), keep)
-        with self.experts.forward_tile(rows, saved.chosen):
+        chosen_sLk = saved.call.chosen_sLk
+        wanted_tk = None if chosen_sLk is None else chosen_sLk[rows, self.index]
+        with self.experts.forward_tile(saved.chosen, wanted_tk):
             kept = run_tile(self._norm_and_mlp, residual_tD) if keep else None
             sum_tD += self._norm_and_mlp(residual_tD) if kept is None else kept[1].detach()
         return kept
@@ -123,7 +136,7 @@ class StreamedLayer(LayerSchedule):
     ) -> None:
         """Turn dy into the gradient at x + attention; add weight gradients of the MLP and output projection."""
         gated_mlp, sums, o_proj = self._as_gated_mlp(), GradSum(), self._output_projection(self.query_heads)
-        for rows, x_tD, outs_ctnK in self._tiles_with_attention(saved, outputs):
+        for rows, x_tD, outs_ctnK in self._tiles_with_outputs(saved, outputs):
             dy_tD, out_tN = dy_sD[rows], join_heads(outs_ctnK)
             if saved.residuals:
                 residual_tD = saved.residuals.popleft()
@@ -147,28 +160,28 @@ class StreamedLayer(LayerSchedule):
             else:
                 with self.experts.repeat_tile(saved.chosen, skips_output=True):
                     x_y = run_tile(self._norm_and_mlp, residual_tD)
-            with self.experts.add_grads_to(grads, is_only_tile=len(dy_tD) == len(saved.positions)):
+            with self.experts.add_grads_to(grads, is_only_tile=len(dy_tD) == len(saved.inputs)):
                 dy_tD += graph_backward(*x_y, params, dy_tD, grads)
             return
         residual_tD, h_tD = run_norm(norm2, residual_tD)
         dh_tD = gated_mlp.backward(h_tD.detach(), dy_tD, grads, saved.mlp)
         norm_backward(dy_tD, norm2, residual_tD, h_tD, dh_tD, grads)
 
-    def _output_grad(self, stage: Stage, saved: SavedActivations, dy_sD: Tensor) -> Tensor:
+    def output_grad(self, stage: Stage, saved: SavedActivations, dy_sD: Tensor) -> Tensor:
         """Return dout [c, s, n, K] of a stage, from the gradient of the output projection's result."""
         o_proj, c = self._output_projection(stage.query_heads), self.group.size()
-        dout_csnK = dy_sD.new_empty(c, len(dy_sD), stage.num_slots, self.parts.head_dim)
+        dout_csnK = dy_sD.new_empty(c, len(dy_sD), stage.num_slots, self.head_dim)
         for rows in tile_slices(len(dy_sD), self.layout.tile_tokens):
-            self._start_tile(saved, rows)
+            self.start_tile(saved, rows)
             dy_dz = dy_sD[rows], o_proj.lora_down_grad(dy_sD[rows])
             if c == 1:
                 o_proj.input_grad(*dy_dz, dout_csnK[0, rows].flatten(1), adds=False)
             else:
                 dout_tN = o_proj.input_grad(*dy_dz)
-                dout_csnK[:, rows] = dout_tN.unflatten(1, (c, -1, self.parts.head_dim)).transpose(0, 1)
+                dout_csnK[:, rows] = dout_tN.unflatten(1, (c, -1, self.head_dim)).transpose(0, 1)
         return dout_csnK
 
-    def _projections_backward(
+    def project_backward(
         self, saved: SavedActivations, head_grads: Sequence[list[TensorHandle]], dy_sD: Tensor, grads: GradSum
     ) -> None:
         """Add the gradient of all heads, through the projections and norm1, to dy."""
@@ -176,9 +189,9 @@ class StreamedLayer(LayerSchedule):
         projections = ProjectionsBackward(self._head_slices(self.query_heads, self.kv_heads))
         slices = tile_slices(len(dy_sD), self.layout.tile_tokens)
         tiles = [zip(*(handle.tiles(slices, dim=1) for handle in handles), strict=True) for handles in head_grads]
-        for (rows, x_tD), *grads_ctnK in zip(self._input_tiles(saved), *tiles, strict=True):
+        for (rows, x_tD), *grads_ctnK in zip(self.input_tiles(saved), *tiles, strict=True):
             x_tD, h_tD = run_norm(norm1, x_tD)
-            dh_tD = projections.run_tile(grads_ctnK, h_tD.detach(), saved.positions[rows], grads)
+            dh_tD = projections.run_tile(grads_ctnK, h_tD.detach(), self._positions(saved, rows), grads)
             norm_backward(dy_sD[rows], norm1, x_tD, h_tD, dh_tD, grads)
         projections.finish(grads)
 

@@ -71,8 +71,6 @@ def _plain_forwards(model: Any) -> Iterator[None]:
             layer.layer.forward = partial(_run_unpacked, layer)
         if (block := layer.experts.block) is not None and (block.adapters or layer.packed):
             block.module.forward = partial(_run_experts, block)  # PEFT cannot adapt packed weights
-    if model.ithaka_dropout is not None:
-        model.ithaka_dropout.keys_t = None
     text_config._attn_implementation = model.config.get_text_config()._attn_implementation
     for unit in units if stays_gathered else ():
         unit.set_reshard_after_forward(False, recurse=False)

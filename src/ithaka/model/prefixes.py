@@ -101,7 +101,7 @@ def shared_logprobs(
     a load-balancing loss, which counts tokens."""
     mask_BN = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     root = model.ithaka_root
-    if root.why_no_parents() or root.routing is not None or inputs.keys() - {"temperature"}:
+    if root.why_no_parents() or root.balancing is not None or inputs.keys() - {"temperature"}:
         return token_logprobs_and_aux(model, input_ids, labels, attention_mask=mask_BN, **inputs)
     ids_BN, is_real_BN = input_ids.cpu(), mask_BN.cpu().bool()
     packed = pack_prefixes([row[real] for row, real in zip(ids_BN, is_real_BN, strict=True)])

@@ -1,6 +1,6 @@
 """Measure models that the planner has no formula for: sizes, multiply-adds and bytes per token of their layers.
 
-One layer of each kind runs on fake tensors (shapes without storage), as layer/runs.py runs it on a tile.
+One layer of each kind runs on fake tensors (shapes without storage), as layer/passes.py runs it on a tile.
 """
 
 import copy
@@ -19,8 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from ithaka.config import ConfigError
-from ithaka.layer.mixers import DeltaCall
-from ithaka.layer.runs import Arguments, AttentionCall, LayerRuns, LayerSpec, PlaceholderMask
+from ithaka.layer.inputs import LayerInputs
+from ithaka.layer.mixer import LayerSpec
+from ithaka.layer.passes import LayerPasses
+from ithaka.mixers.attention_call import PlaceholderMask
+from ithaka.mixers.delta import DeltaSpec
+from ithaka.mixers.kinds import find_taps
 from ithaka.plan.read_config import VIDEO_SCALES
 from ithaka.plan.shape import FRAME_PATCHES, DeltaShape, Encoder, MeasuredLayer, ModelShape
 from ithaka.roots.find import find_root
@@ -82,13 +86,14 @@ def measure_layers(model: Any) -> ModelShape:
             measured[kind] = _Measurement(root, recorder, index, dims).run()
         layers.append(measured[kind])
     specs, parts = zip(*layers, strict=True)
-    attention = [spec for spec in specs if not spec.delta] or specs
-    widest = max(attention, key=lambda spec: (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
+    mixers = [mixer for spec in specs for mixer in spec.mixers]
+    attention = [mixer for mixer in mixers if mixer.exchanges_heads] or mixers
+    widest = max(attention, key=lambda mixer: (mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim)
     arguments = sum(arguments_by_id.values()) // LENGTHS[0]
     ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
     others = sum(param.numel() for param in model.parameters() if id(param) not in ends)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    kinds = tuple(dict.fromkeys(spec.kind for spec in attention))
+    kinds = tuple(dict.fromkeys(mixer.kind for mixer in attention))
     shape = ModelShape(
         family=model.config.model_type,
         num_layers=len(layers),
@@ -99,9 +104,9 @@ def measure_layers(model: Any) -> ModelShape:
         mlp=getattr(config, "intermediate_size", 0) or 0,
         vocab=config.vocab_size,
         tied=tied,
-        windows=tuple(0 if spec.delta else spec.window or spec.chunk for spec in specs),
+        windows=tuple(mixer.kind.window if mixer.exchanges_heads else 0 for mixer in mixers),
         measured=combine_layers(parts, others, arguments),
-        delta=next((_delta_shape(spec) for spec in specs if spec.delta), None),
+        delta=next((_delta_shape(mixer) for mixer in mixers if isinstance(mixer, DeltaSpec)), None),
         encoder=root.encoder and measure_encoder(root.encoder),
     )
     return shape if shape.attention_kinds == kinds else replace(shape, kinds=kinds)
@@ -148,9 +153,8 @@ def measure_encoder(visual: Any) -> Encoder:
     )
 
 
-def _delta_shape(spec: LayerSpec) -> DeltaShape:
-    assert spec.delta
-    return DeltaShape(spec.num_heads, spec.delta.num_key_heads, spec.delta.key_dim, spec.v_head_dim)
+def _delta_shape(spec: DeltaSpec) -> DeltaShape:
+    return DeltaShape(spec.num_heads, spec.num_key_heads, spec.key_dim, spec.v_head_dim)
 
 
 def combine_layers(layers: tuple[MeasuredLayer, ...], total_parameters: int, arguments: int) -> MeasuredLayer:
@@ -178,7 +182,7 @@ class _Measurement:
         self.root, self.model, self.recorder, self.index, self.dims = root, root.model, recorder, index, dims
         self.name, self.mode = f"model.layers.{index}", FakeTensorMode()
         self.layer = copy.deepcopy(root.layers[index], dict(recorder.memo)).train()
-        self.spec = LayerSpec(1, 1, 1, 1, 1.0)
+        self.spec = LayerSpec()
         self._make_fake(self.layer)
 
     def _make_fake(self, layer: nn.Module) -> None:
@@ -207,7 +211,7 @@ class _Measurement:
         hooks = [m.register_forward_hook(lambda m, *_: used.add(m)) for m in self.layer.modules()]
         with self.mode:
             x, arguments = self._inputs(TOKENS[0])
-            call = LayerRuns(self.name, self.layer, self.spec).find_call(x, arguments)
+            call = LayerPasses(self.name, self.layer, self.spec, taps=find_taps(self.layer)).find_call(x, arguments)
         for hook in hooks:
             hook.remove()
         if call is None:
@@ -234,8 +238,8 @@ class _Measurement:
             parameters, parameters, linears, is_streamed, stacked=sizes, **per_token, **products
         )
 
-    def _read_spec(self, call: AttentionCall | DeltaCall, arguments: Arguments) -> LayerSpec:
-        return read_call(self.model, self.name, call, arguments.mask)
+    def _read_spec(self, call: Any, arguments: LayerInputs) -> LayerSpec:
+        return read_call(self.model, self.name, call, arguments)
 
     def _products(self, module: nn.Module) -> tuple[int, int]:
         """Multiply-adds per token with the module's own weights: dense ones, and those of the experts it is sent to."""
@@ -248,25 +252,25 @@ class _Measurement:
     def _is_expert_bias(size: torch.Size, sizes: list[torch.Size]) -> bool:
         return any(len(other) == 3 and other[0] == size[0] for other in sizes)
 
-    def _inputs(self, num_tokens: int) -> tuple[Tensor, Arguments]:
+    def _inputs(self, num_tokens: int) -> tuple[Tensor, LayerInputs]:
         with torch.utils._python_dispatch._disable_current_modes():
             x, args, kwargs = self.recorder.call(num_tokens)[self.index]
-        arguments = Arguments(args, kwargs, self.dims, num_tokens)
+        arguments = LayerInputs.pack(args, kwargs, self.dims, num_tokens)
         leaves = [self.mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf for leaf in arguments.leaves]
-        return torch.empty(x.shape[1:], dtype=torch.bfloat16), arguments.replace_leaves(leaves, num_tokens)
+        return torch.empty(x.shape[1:], dtype=torch.bfloat16), replace(arguments, leaves=leaves)
 
     def _measure_bytes(self, num_tokens: int) -> dict[str, int]:
         spec = replace(self.spec, has_expert_block=True)  # where the layer has experts of a known structure
-        runs = LayerRuns(self.name, self.layer, spec)
+        passes, (mixer,) = LayerPasses(self.name, self.layer, spec), spec.mixers
         with self.mode:
             x, arguments = self._inputs(num_tokens)
-            out = torch.empty(num_tokens, spec.num_heads, spec.head_dim, dtype=x.dtype)
+            out = torch.empty(num_tokens, mixer.num_heads, mixer.head_dim, dtype=x.dtype)
             found: dict[str, int] = {}
-            two_runs: dict[str, tuple[Any, list[Tensor]]] = {
-                "project": (runs.capture, [x]),
-                "finish": (runs.finish, [x, out]),
+            both: dict[str, tuple[Any, list[Tensor]]] = {
+                "project": (passes.capture, [x]),
+                "finish": (lambda x, out, arguments: passes.resume(x, [out], arguments), [x, out]),
             }
-            for name, (run, inputs) in two_runs.items():
+            for name, (run, inputs) in both.items():
                 with torch.no_grad(), _LiveBytes() as live:
                     run(*inputs, arguments)
                 found |= {f"{name}_bytes": live.peak, f"{name}_moved": live.moved}
@@ -274,7 +278,7 @@ class _Measurement:
                 with _LiveBytes() as live:
                     outputs = run(*leaves, arguments)
                     outputs = outputs if isinstance(outputs, list) else [outputs]
-                    outputs = [t for t in outputs if t.requires_grad][: 5 if spec.delta else 3]
+                    outputs = [t for t in outputs if t.requires_grad][: mixer.num_token_inputs]
                     douts = [torch.empty_like(t) for t in outputs]
                     edges = [get_gradient_edge(t) for t in outputs]
                     del outputs
@@ -299,7 +303,8 @@ def measure_video(values: Mapping[str, Any], source: str) -> ModelShape:
     root.check_model()
     blocks = root.layers
     spec, layer = _BlockMeasurement(root).run()
-    hidden, vocab = spec.num_heads * spec.head_dim, model.proj_out.out_features
+    (attention,) = spec.mixers
+    hidden, vocab = attention.num_heads * attention.head_dim, model.proj_out.out_features
     outer, num_layers = sum(param.numel() for param in model.parameters()) - layer.parameters, values["num_layers"]
     total = outer + num_layers * layer.parameters - 2 * vocab * hidden
     sizes = {"total_parameters": total, "root": outer, "arguments": COORDINATE_BYTES}
@@ -307,9 +312,9 @@ def measure_video(values: Mapping[str, Any], source: str) -> ModelShape:
         family=kind,
         num_layers=num_layers,
         hidden=hidden,
-        heads=spec.num_heads,
-        kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
+        heads=attention.num_heads,
+        kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
         mlp=next(module.out_features for name, module in blocks[0].named_modules() if name.endswith("net.0.proj")),
         vocab=vocab,
         tied=False,
@@ -333,26 +338,26 @@ class _BlockMeasurement(_Measurement):
                 module.forward = _FusedNorm.apply  # type: ignore[method-assign]
         self._make_fake(root.model.rope)
 
-    def _read_spec(self, call: AttentionCall | DeltaCall, arguments: Arguments) -> LayerSpec:
+    def _read_spec(self, call: Any, arguments: LayerInputs) -> LayerSpec:
         return self.spec
 
     def _products(self, module: nn.Module) -> tuple[int, int]:
         cross: Any = self.layer.attn2
         if module is cross:
-            return 2 * TEXT_TOKENS * self.spec.num_heads * self.spec.head_dim, 0
+            return 2 * TEXT_TOKENS * self.spec.mixers[0].num_heads * self.spec.mixers[0].head_dim, 0
         if module in (cross.to_k, cross.to_v, getattr(cross, "add_k_proj", None), getattr(cross, "add_v_proj", None)):
             return 0, 0
         return sum(param.numel() for param in module.parameters(recurse=False) if param.dim() == 2), 0
 
-    def _inputs(self, num_tokens: int) -> tuple[Tensor, Arguments]:
-        hidden = self.spec.num_heads * self.spec.head_dim
+    def _inputs(self, num_tokens: int) -> tuple[Tensor, LayerInputs]:
+        hidden = self.spec.mixers[0].num_heads * self.spec.mixers[0].head_dim
         # Few, so that both runs peak at the same point: the text's bytes do not grow with the tokens.
         num_text = 520 if getattr(self.layer.attn2, "add_k_proj", None) is not None else 8
         x = torch.empty(num_tokens, hidden, dtype=torch.bfloat16)
         text, modulations = (torch.empty(1, *shape) for shape in ((num_text, hidden), (6 * hidden,)))
         coords = self.root.positions(**self.root.example_sizes((1, 1, num_tokens)))
         arguments = (text, None, modulations, Tokens(self.root.rotary, coords, None), PlaceholderMask())
-        return x, Arguments(arguments, {}, TOKEN_DIMS, num_tokens)
+        return x, LayerInputs.pack(arguments, {}, TOKEN_DIMS, num_tokens)
 
 
 class _FusedNorm(torch.autograd.Function):

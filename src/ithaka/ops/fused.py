@@ -46,8 +46,8 @@ class Positions:
     def __len__(self) -> int:
         return len(self.positions_t)
 
-    def __getitem__(self, rows: slice) -> "Positions":
-        return Positions(self.positions_t[rows], self.inv_freq_k, self.scaling, self.sign)
+    def narrow(self, dim: int, start: int, length: int) -> "Positions":
+        return Positions(self.positions_t.narrow(dim, start, length), self.inv_freq_k, self.scaling, self.sign)
 
     @property
     def inverse(self) -> "Positions":

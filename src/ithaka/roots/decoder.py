@@ -13,13 +13,13 @@ from transformers.utils import ModelOutput
 
 from ithaka.attention.docs import Docs
 from ithaka.blocks.dropout import POSITION_BITS, replace_dropout
-from ithaka.blocks.routing import Routing
 from ithaka.blocks.tiles import sum_dtype
 from ithaka.comm.mesh import Mesh
 from ithaka.config import SAVEABLE_MODULES, ConfigError
 from ithaka.inputs.batch import GatherTokens, select_own_tokens, shard_batch
 from ithaka.inputs.calls import CheckedCall, fingerprint_call, parse_arguments, shard_expert_indices
 from ithaka.inputs.positions import check_positions
+from ithaka.layer.inputs import CallState
 from ithaka.layer.loss import (
     IGNORE_INDEX,
     Head,
@@ -61,11 +61,6 @@ class Decoder(Root):
     @property
     def hidden_size(self) -> int:
         return self.model.config.get_text_config().hidden_size
-
-    @property
-    def routing(self) -> Routing | None:
-        """The load-balancing loss, if the model has one."""
-        return self.batch.routing
 
     def config_values(self) -> dict[str, Any]:
         return self.model.config.to_dict()
@@ -147,14 +142,13 @@ class Decoder(Root):
         return CheckedCall(self.mesh, share, shape, num_tokens, num_positions, divisor, *options, chosen_sLk)
 
     def why_no_parents(self) -> str:
-        """Why a call may not have `parents`; empty if it may. A layer says so in its `no_parents`, for example one with
-        a recurrent state."""
+        """Why a call may not have `parents`; empty if it may."""
         if (ring := self.mesh.ring_group.size()) > 1:
             return (
                 f"with ring={ring}: a ring sends a rank the keys of its own documents, not those of their parents; use "
                 "ring=1, with at most as many ranks per sequence as query heads"
             )
-        return next(filter(None, (layer.forward.no_parents for layer in self.layers)), "")
+        return self.why_not("parents")
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -180,22 +174,19 @@ class Decoder(Root):
         model, share = self.model, call.share
         if share.labels_s is not None and not call.num_tokens and torch.is_grad_enabled():
             return self._make_zero_output(call)
-        if (dropout := self.dropout) is not None:
-            dropout.start_call(_number_tokens(call, dropout.num_calls) if model.training else None)
-        for index, layer in enumerate(self.layers):
-            layer.forward.experts.given_sk = None if call.chosen_sLk is None else call.chosen_sLk[:, index]
-        x = self.run_layers(call)
+        state = self._make_state(call)
+        x = self.run_layers(call, state)
         head = model.lm_head(x, call)
         if share.labels_s is None:
             self.guard_backward([head])
             return ParallelOutput(logits=head)
         tokens = head if isinstance(head, TokenResults) else None
         own = head if tokens is None else self._token_losses(tokens, share.labels_s).sum() / call.divisor
-        routing, aux_loss = self.routing, None
-        if routing is not None:
-            own_aux = routing.loss(x, call.mesh.cp_group)
+        balancing, aux_loss = state.balancing, None
+        if balancing is not None:
+            own_aux = balancing.loss(x, call.mesh.cp_group)
             # Averaged over data-parallel groups and, by their tokens, over micro-batches.
-            own = own + routing.coefficient * call.num_tokens / call.divisor / call.mesh.dp_size * own_aux
+            own = own + balancing.coefficient * call.num_tokens / call.divisor / call.mesh.dp_size * own_aux
             aux_loss = own_aux + (call.mesh.cp_size - 1) * own_aux.detach()  # its backward covers this rank's tokens
         loss = GlobalSum.apply(own)
         self.guard_backward([loss, *(tokens or ()), *([] if aux_loss is None else [aux_loss])])
@@ -208,8 +199,15 @@ class Decoder(Root):
             aux_loss=aux_loss,
         )
 
+    def _make_state(self, call: CheckedCall) -> CallState:
+        dropout, share, keys_s = self.dropout, call.share, None
+        balancing = self.balancing and self.balancing.start_call(share.real_s)
+        if dropout is not None and self.model.training:
+            keys_s = dropout.start_call(_number_tokens(call, dropout.num_calls))
+        return CallState(share.docs, call.num_positions, balancing, call.chosen_sLk, keys_s)
+
     @abstractmethod
-    def run_layers(self, call: CheckedCall) -> Tensor:
+    def run_layers(self, call: CheckedCall, state: CallState) -> Tensor:
         """Embed this rank's tokens and run the layers on them, without the last norm. Returns [s, D] or [1, s, D]."""
 
     @abstractmethod
@@ -259,7 +257,7 @@ class Decoder(Root):
         )
         correct_s, means_s = torch.zeros_like(labels_s, dtype=torch.bool), zero.new_zeros(labels_s.shape)
         tokens = TokenResults(logprobs_s, entropies_s, correct_s, means_s)
-        tokens_or_none, aux = tokens if call.per_token else None, None if self.routing is None else zero
+        tokens_or_none, aux = tokens if call.per_token else None, None if self.balancing is None else zero
         return ParallelOutput(loss, num_tokens=0, tokens=tokens_or_none, docs=share.docs, own_loss=zero, aux_loss=aux)
 
     def example_inputs(self, num_tokens: int, document_tokens: int | None = None) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Decoders like Llama, whose layers map to LayerParts: the fast path."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,18 +8,18 @@ from transformers import PreTrainedModel
 
 from ithaka.blocks.linear import as_linear, is_linear
 from ithaka.config import ConfigError
-from ithaka.inputs.calls import CheckedCall, count_changes
+from ithaka.inputs.calls import CheckedCall
 from ithaka.inputs.positions import check_rope, compute_frequencies
+from ithaka.layer.inputs import CallState, LayerInputs
 from ithaka.layer.loss import Head, LinearHead
 from ithaka.layer.store import Store
 from ithaka.layer.streamed import LayerParts, StreamedLayer
 from ithaka.layout import ActivationPolicy
+from ithaka.mixers.softmax import spec_of_parts
 from ithaka.ops.fused import Positions
 from ithaka.phases import mark_backward, phase
 from ithaka.plan.read_config import FAMILIES
-from ithaka.plan.shape import AttentionKind
 from ithaka.roots.decoder import Decoder
-from ithaka.sharding.heads import head_table
 
 # Modules whose weights are used directly, so nothing may wrap them but LoRA.
 FUSED_LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "lm_head")
@@ -47,33 +46,23 @@ class FastDecoder(Decoder):
             raise ConfigError("lm_head has a bias, which is not supported; remove it")
 
     def find_specs(self, device: torch.device) -> None:
-        pass  # the layers are known
-
-    @property
-    def num_heads(self) -> int:
-        return self.model.config.num_attention_heads
-
-    @property
-    def attention_kinds(self) -> list[AttentionKind]:
-        group = self.num_heads // self.model.config.num_key_value_heads
+        heads = self.model.config.num_attention_heads, self.model.config.num_key_value_heads
         parts = (map_layer(self.model, index) for index in range(len(self.layers)))
-        return [AttentionKind(layer.head_dim, group, layer.window) for layer in parts]
+        self.specs = [spec_of_parts(layer, *heads) for layer in parts]
 
     def make_layer(self, index: int, store: Store, keeps: ActivationPolicy) -> StreamedLayer:
-        layer, mesh, layout = self.layers[index], self.mesh, self.layout
-        heads = self.num_heads, self.model.config.num_key_value_heads
-        table = head_table(*heads, layout.ulysses, layout.heads_per_stage)
-        others = mesh.ulysses_group, mesh.ring_group, table, store, layout, keeps, partial(count_changes, layer)
-        return StreamedLayer(f"layer {index}", layer, map_layer(self.model, index), *others)
+        parts = map_layer(self.model, index)
+        return self.start_layer(StreamedLayer, index, store, keeps, self.layout, parts=parts)
 
-    def run_layers(self, call: CheckedCall) -> Tensor:
+    def run_layers(self, call: CheckedCall, state: CallState) -> Tensor:
         share, rotary = call.share, self.base.rotary_emb
         with phase("embedding"):
             x_sD = mark_backward(self.base.embed_tokens(share.ids_s), "embedding backward")
         frequencies = compute_frequencies(rotary, call.num_positions)
         positions = Positions(share.positions_s, frequencies, rotary.attention_scaling)
+        inputs = LayerInputs.pack((positions,), {}, (0,), len(positions))
         for layer in self.layers:
-            x_sD = layer(x_sD, positions, share.docs)
+            x_sD = layer(x_sD, inputs, state)
         return x_sD
 
     def make_head(self) -> Head:

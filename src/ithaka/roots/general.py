@@ -9,12 +9,13 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from ithaka.blocks.linear import as_linear, is_linear
-from ithaka.blocks.routing import Routing
+from ithaka.blocks.routing import LoadBalancingLoss
 from ithaka.blocks.tiles import sum_dtype
 from ithaka.comm.mesh import Mesh
 from ithaka.inputs.calls import CheckedCall
+from ithaka.layer.inputs import CallState
 from ithaka.layer.loss import GraphHead, Head, LinearHead
-from ithaka.layer.runs import compute_like_autocast
+from ithaka.layer.passes import compute_like_autocast
 from ithaka.layer.store import Store
 from ithaka.layout import Layout
 from ithaka.roots.decoder import Decoder
@@ -40,7 +41,7 @@ class GeneralDecoder(Decoder):
         recorder = Recorder(model)
         self.specs = probe_layers(model, recorder, device)
         self.norm, self.has_linear_head = recorder.find_norm(self.base), _has_linear_head(model)
-        self.batch.routing = _find_routing(model, len(self.layers))
+        self.balancing = _find_balancing_loss(model, len(self.layers))
 
     def attach(self, mesh: Mesh, layout: Layout, dtype: torch.dtype, store: Store) -> None:
         super().attach(mesh, layout, dtype, store)
@@ -49,7 +50,7 @@ class GeneralDecoder(Decoder):
             if getattr(module, "config", None) is config:
                 module.config = own_config
         for module in rotary_modules(self.base):
-            module.forward = ExactRotary(module, self.batch)
+            module.forward = ExactRotary(module, self.current)
         if self.norm is not None:
             self.norm.forward = _pass_through  # `make_head` runs it
 
@@ -57,16 +58,11 @@ class GeneralDecoder(Decoder):
         """Return the arguments of the base model for this rank's tokens."""
         return {"input_ids": call.share.ids_s[None], "position_ids": call.share.positions_s[None]}
 
-    def run_layers(self, call: CheckedCall) -> Tensor:
+    def run_layers(self, call: CheckedCall, state: CallState) -> Tensor:
         """Run the base model's own forward on this rank's tokens, up to its last norm; return x_1sD."""
-        share, batch, inputs = call.share, self.batch, self.embed(call)
-        batch.docs, batch.num_positions = share.docs, call.num_positions
-        if batch.routing is not None:
-            batch.routing = batch.routing.start_call(share.real_s)
-        try:
+        inputs = self.embed(call)
+        with self.current.running(state):
             return self.base(**inputs, use_cache=False).last_hidden_state
-        finally:
-            batch.docs = None
 
     def make_head(self) -> Head:
         model, lm_head = self.model, self.model.lm_head
@@ -114,7 +110,7 @@ def _has_linear_head(model: PreTrainedModel) -> bool:
     return torch.equal(head.input, hidden) and torch.equal(found, logits) and is_linear(model.lm_head)
 
 
-def _find_routing(model: PreTrainedModel, num_layers: int) -> Routing | None:
+def _find_balancing_loss(model: PreTrainedModel, num_layers: int) -> LoadBalancingLoss | None:
     """The load-balancing loss, if the configuration has it. Refuses one that is not transformers' usual one."""
     base = find_decoder(model)
     config = base.config
@@ -133,13 +129,13 @@ def _find_routing(model: PreTrainedModel, num_layers: int) -> Routing | None:
     ]
     # TRL may have changed the configuration's coefficient, which the model does not read again.
     coefficient = getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0.0))
-    routing = Routing(top_k, coefficient, recorder, torch.ones(5, dtype=torch.bool))
+    balancing = LoadBalancingLoss(top_k, coefficient, recorder, torch.ones(5, dtype=torch.bool))
     for layer_logits in logits:
-        routing.add(layer_logits, slice(0, 5))
+        balancing.add(layer_logits, slice(0, 5))
     added = outputs[1].loss - outputs[0].loss
-    if not torch.allclose(added, coefficient * routing.mean_loss(), rtol=1e-3, atol=1e-5):
+    if not torch.allclose(added, coefficient * balancing.mean_loss(), rtol=1e-3, atol=1e-5):
         raise refusal(model, "has output_router_logits=True, but another load-balancing loss than the usual one")
-    return routing
+    return balancing
 
 
 class _BaseModelOutput(dict):

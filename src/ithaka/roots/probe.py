@@ -9,7 +9,7 @@ import copy
 import warnings
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -18,22 +18,22 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
-from ithaka.attention.docs import Docs
 from ithaka.blocks.experts import is_expert_module
 from ithaka.comm.loopback import LoopbackGroup
 from ithaka.comm.rank import is_rank_0
 from ithaka.config import ConfigError
 from ithaka.exits import is_out_of_memory
-from ithaka.layer.delta import LAYERS
-from ithaka.layer.mixers import DeltaMixer
-from ithaka.layer.runs import ATTENTION, Arguments, LayerRuns, LayerSpec, PlaceholderMask, ReplayingMask
+from ithaka.layer.general import GeneralLayer
+from ithaka.layer.inputs import LayerInputs
+from ithaka.layer.mixer import LayerSpec
+from ithaka.layer.passes import LayerPasses
 from ithaka.layer.store import Store
 from ithaka.layout import ActivationPolicy, Layout
-from ithaka.ops.delta_rule import DeltaInputs, run_delta_rule
+from ithaka.mixers.attention_call import ATTENTION, PlaceholderMask, find_masks
+from ithaka.mixers.kinds import find_taps
 from ithaka.roots.recorder import (
     LENGTHS,
     Recorder,
-    attends_to,
     config_lengths,
     randomize,
     read_call,
@@ -42,7 +42,6 @@ from ithaka.roots.recorder import (
     token_dims,
 )
 from ithaka.roots.rotary import ExactRotary, rotary_modules
-from ithaka.sharding.heads import head_table
 from ithaka.weights.adapters import find_decoder
 
 PROBE_CUT = 9  # the probe's tokens are cut here, into two unequal parts
@@ -98,11 +97,11 @@ class _Probe:
         leaves = pytree.tree_leaves(recorder.call(LENGTHS[0])[index][1:])
         self.float_leaves = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
         self.layer, self.is_small = _copy_layer(model, layer, recorder, device, is_small)
-        self.mixer = DeltaMixer.find(self.layer)
+        self.taps = find_taps(self.layer)
         self.slower: list[str] = []
 
     def run(self) -> None:
-        """Find the layer's spec; raise ConfigError if the two runs differ."""
+        """Find the layer's spec; raise ConfigError if the general layer differs from transformers."""
         try:
             self.spec = self._find_skippable(self._read_call())
             self.output, again = (self._run_forward(0)[0].detach() for _ in range(2))
@@ -172,14 +171,14 @@ class _Probe:
             if "layer_idx" in vars(module):
                 vars(module)["layer_idx"] = index
 
-    def _arguments(self, first: int, length: int, end: int, attention: str = ATTENTION) -> Arguments:
+    def _arguments(self, first: int, length: int, end: int, attention: str = ATTENTION) -> LayerInputs:
         _, args, kwargs = self.recorder.call(length, first, attention, end)[self.index]
         dims = self.dims if attention == ATTENTION else [None] * len(pytree.tree_leaves((args, kwargs)))
-        arguments = Arguments(args, kwargs, dims, length)
-        leaves = [leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in arguments.leaves]
+        inputs = LayerInputs.pack(args, kwargs, dims, length)
+        leaves = [leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in inputs.leaves]
         for i in self.float_leaves:
             leaves[i] = leaves[i].detach().requires_grad_()
-        return arguments.replace_leaves(leaves, length)
+        return replace(inputs, leaves=leaves)
 
     def _input(self) -> Tensor:
         D = self.recorder.calls[self.index][0].shape[-1]
@@ -188,15 +187,15 @@ class _Probe:
 
     def _read_call(self) -> LayerSpec:
         arguments = self._arguments(0, LENGTHS[0], LENGTHS[0])
-        if len({id(leaf) for leaf in arguments.leaves if isinstance(leaf, PlaceholderMask)}) > 1:
+        if len(find_masks(arguments)) > 1:
             raise refusal(self.model, f"passes several masks to {self.name}")
-        call = LayerRuns(self.name, self.layer, LayerSpec(1, 1, 1, 1, 1.0)).find_call(self._input(), arguments)
+        call = LayerPasses(self.name, self.layer, LayerSpec(), taps=self.taps).find_call(self._input(), arguments)
         if call is None:
             raise refusal(self.model, f"has a layer {self.name} that makes no attention call")
-        return replace(read_call(self.model, self.name, call, arguments.mask), token_dims=self.dims)
+        return replace(read_call(self.model, self.name, call, arguments), token_dims=self.dims)
 
     def _find_skippable(self, spec: LayerSpec) -> LayerSpec:
-        """Find the linear maps that the layer's output does not depend on, given the attention output."""
+        """Find the linear maps that the layer's output does not depend on, given the mixer's output."""
         results: dict[str, Tensor] = {}
         linears = {path: module for path, module in self.layer.named_modules() if type(module) is nn.Linear}
 
@@ -208,15 +207,16 @@ class _Probe:
             return hook
 
         hooks = [module.register_forward_hook(keep(path)) for path, module in linears.items()]
-        arguments = self._arguments(0, LENGTHS[0], LENGTHS[0])
-        shape = LENGTHS[0], spec.num_heads, spec.v_head_dim
-        mask = ReplayingMask(torch.randn(shape, dtype=torch.float32, device=self.device))
-        with torch.enable_grad(), self.mixer.replaying(mask.out_tHV) if self.mixer else nullcontext():
-            args, kwargs = arguments.with_mask(mask)
+        arguments, mixer = self._arguments(0, LENGTHS[0], LENGTHS[0]), spec.mixers[0]
+        out = torch.randn(LENGTHS[0], mixer.num_heads, mixer.v_head_dim, dtype=torch.float32, device=self.device)
+        with torch.enable_grad(), ExitStack() as stack:
+            for tap in self.taps:
+                arguments = stack.enter_context(tap.resume(arguments, out))
+            args, kwargs = arguments.unpack()
             y = type(self.layer).forward(self.layer, self._input()[None], *args, **kwargs)
         for hook in hooks:
             hook.remove()
-        num_calls = mask.num_calls + (self.mixer.num_calls if self.mixer else 0)
+        num_calls = sum(tap.num_calls for tap in self.taps)
         if num_calls != 1:
             raise refusal(self.model, f"makes {num_calls} attention calls in {self.name}")
         num_outputs = len(y) if isinstance(y, tuple) else None
@@ -237,47 +237,42 @@ class _Probe:
 
     def _run_general(self, first: int) -> dict[str, Tensor | None]:
         num_tokens, spec, x = LENGTHS[0], self.spec, self._input()
-        runs = LayerRuns(self.name, self.layer, spec)
+        passes, (mixer,) = LayerPasses(self.name, self.layer, spec), spec.mixers
         parts = [slice(0, PROBE_CUT), slice(PROBE_CUT, num_tokens)]
         end = first + num_tokens
         arguments = [self._arguments(first + rows.start, rows.stop - rows.start, end) for rows in parts]
-        halo = spec.delta.halo if spec.delta else 0
         with torch.enable_grad():
             captured = [
-                runs.capture(x[max(0, rows.start - halo) : rows.stop], args)
+                passes.capture(x[max(0, rows.start - mixer.halo) : rows.stop], args)
                 for rows, args in zip(parts, arguments, strict=True)
             ]
-            q, k, v, *others = (torch.cat(tensors) for tensors in zip(*captured, strict=True))
-            if spec.delta:
-                out = run_delta_rule(DeltaInputs(q, k, v, *others), spec.delta.normalizes)
-            else:
-                out = plain_attention(q, k, v, captured[0][3] if spec.has_sinks else None, spec)
-            with runs.experts.repeat_tile(deque(), spec.skips_experts):
-                ys = [runs.finish(x[rows], out[rows], args) for rows, args in zip(parts, arguments, strict=True)]
+            out = mixer.run_reference(captured)
+            with passes.experts.repeat_tile(deque(), spec.skips_experts):
+                ys = [passes.resume(x[rows], [out[rows]], args) for rows, args in zip(parts, arguments, strict=True)]
         results = self._gradients(torch.cat(ys), x, arguments)
-        runs.experts.restore()
+        passes.experts.restore()
         return results
 
     def _run_transformers(self, first: int) -> dict[str, Tensor | None]:
         y, x, arguments = self._run_forward(first)
         return self._gradients(y, x, [arguments])
 
-    def _run_forward(self, first: int) -> tuple[Tensor, Tensor, Arguments]:
+    def _run_forward(self, first: int) -> tuple[Tensor, Tensor, LayerInputs]:
         """Run the layer as transformers does; return its output, input and arguments."""
         x, num_tokens = self._input(), LENGTHS[0]
         arguments = self._arguments(first, num_tokens, first + num_tokens, attention="eager")
         self.recorder.config._attn_implementation = "eager"
-        args, kwargs = pytree.tree_unflatten(arguments.leaves, arguments.tree_spec)
-        with torch.enable_grad(), self.mixer.in_plain_torch() if self.mixer else nullcontext():
+        args, kwargs = arguments.unpack()
+        with torch.enable_grad(), _running_plainly(self.layer):
             y = type(self.layer).forward(self.layer, x[None], *args, **kwargs)
-        before = pytree.tree_unflatten(arguments.leaves, arguments.tree_spec)
+        before = arguments.unpack()
         for where, value, old in (*zip(range(len(args)), args, before[0], strict=True), *_join(kwargs, before[1])):
             (leaves, tree_spec), (old_leaves, old_spec) = pytree.tree_flatten(value), pytree.tree_flatten(old)
             if tree_spec != old_spec or any(a is not b for a, b in zip(leaves, old_leaves, strict=True)):
                 raise refusal(self.model, f"has a layer {self.name} that changes its argument {where}")
         return (y[0] if isinstance(y, tuple) else y).squeeze(0), x, arguments
 
-    def _gradients(self, y: Tensor, x: Tensor, arguments: list[Arguments]) -> dict[str, Tensor | None]:
+    def _gradients(self, y: Tensor, x: Tensor, arguments: list[LayerInputs]) -> dict[str, Tensor | None]:
         """Return the output and all gradients, by name. Those of arguments are joined along their tokens."""
         params = {name: param for name, param in self.layer.named_parameters() if param.requires_grad}
         leaves = {i: [args.leaves[i] for args in arguments] for i in self.float_leaves}
@@ -300,20 +295,12 @@ def _join(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     return [(key, a.get(key), b.get(key)) for key in a | b]
 
 
-def plain_attention(q_SHK: Tensor, k_SGK: Tensor, v_SGK: Tensor, sinks_H: Tensor | None, spec: LayerSpec) -> Tensor:
-    """Return differentiable attention of a few tokens, [S, H, K]."""
-    repeat = spec.num_heads // spec.num_kv_heads
-    k_SHK, v_SHK = (t.repeat_interleave(repeat, dim=1) for t in (k_SGK, v_SGK))
-    scores_HSS = torch.einsum("ihk,jhk->hij", q_SHK, k_SHK) * spec.scale
-    if spec.softcap is not None:
-        scores_HSS = spec.softcap * torch.tanh(scores_HSS / spec.softcap)
-    index = torch.arange(len(q_SHK), device=q_SHK.device)
-    visible = attends_to(index[:, None], index, spec.window, spec.chunk)
-    scores_HSS = scores_HSS.masked_fill(~visible, float("-inf"))
-    if sinks_H is not None:
-        scores_HSS = torch.cat([scores_HSS, sinks_H[:, None, None].expand(-1, len(index), 1)], dim=-1)
-    weights_HSS = scores_HSS.softmax(-1)[..., : len(index)]
-    return torch.einsum("hij,jhk->ihk", weights_HSS, v_SHK)
+def _running_plainly(layer: nn.Module) -> ExitStack:
+    """A context in which the layer's mixers run as in transformers."""
+    stack = ExitStack()
+    for tap in find_taps(layer):
+        stack.enter_context(tap.run_plainly())
+    return stack
 
 
 def _copy_layer(
@@ -326,7 +313,7 @@ def _copy_layer(
     randomize(layer, device, seed=1)
     for module in rotary_modules(layer):
         model._init_weights(module)
-        module.forward = ExactRotary(module, recorder.batch)
+        module.forward = ExactRotary(module, recorder.current)
     return layer, is_small
 
 
@@ -414,10 +401,8 @@ def _probe_together(model: PreTrainedModel, specs: list[LayerSpec], recorder: Re
 
 def _make_layer(layer: nn.Module, spec: LayerSpec, recorder: Recorder) -> Any:
     """The general layer on one rank, in two tiles."""
-    groups, table = (LoopbackGroup(0, 1), LoopbackGroup(0, 1)), head_table(spec.num_heads, spec.num_kv_heads, 1, None)
-    layout = Layout(tile_tokens=PROBE_CUT, kernel="reference")
-    inputs = *groups, table, Store(), layout, ActivationPolicy()
-    return LAYERS[spec.mixer]("probe", layer, spec, *inputs, batch=recorder.batch)
+    groups, layout = (LoopbackGroup(0, 1), LoopbackGroup(0, 1)), Layout(tile_tokens=PROBE_CUT, kernel="reference")
+    return GeneralLayer("probe", layer, spec, *groups, Store(), layout, ActivationPolicy(), current=recorder.current)
 
 
 def _run_layers(
@@ -425,10 +410,10 @@ def _run_layers(
 ) -> dict[str, Tensor | None]:
     """Run the recorder's model with some layers; return its output and the gradients of all trained parameters and of
     the embeddings, by name."""
-    base, batch, recorded, num_tokens = recorder.base, recorder.batch, recorder.base.layers, LENGTHS[0]
+    base, recorded, num_tokens = recorder.base, recorder.base.layers, LENGTHS[0]
     embeddings = [module for module in base.modules() if isinstance(module, nn.Embedding)]
     recorder.config._attn_implementation = attention
-    batch.num_positions, batch.docs = num_tokens, Docs((0, num_tokens))
+    recorder.start(num_tokens)
     base.layers = nn.ModuleList(layers.get(i, layer) for i, layer in enumerate(recorded))
     try:
         base.to(device)
@@ -437,15 +422,15 @@ def _run_layers(
         params = {name: param for name, param in base.named_parameters() if param.requires_grad}
         inputs = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in recorder.inputs(num_tokens).items()}
         with torch.enable_grad(), ExitStack() as stack:
-            for mixer in filter(None, map(DeltaMixer.find, layers.values() if attention == "eager" else ())):
-                stack.enter_context(mixer.in_plain_torch())
+            for layer in layers.values() if attention == "eager" else ():
+                stack.enter_context(_running_plainly(layer))
             y = base(**inputs).last_hidden_state
         dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float32).to(device)
         grads = torch.autograd.grad(y, list(params.values()), dy, allow_unused=True)
         named = {f"gradient of {name}": grad for name, grad in zip(params, grads, strict=True)}
         return {"output": y.detach(), **named}
     finally:
-        base.layers, batch.docs = recorded, None
+        base.layers = recorded
         for module in embeddings:
             module.weight.requires_grad_(False)
         base.to("cpu")

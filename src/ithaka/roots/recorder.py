@@ -1,8 +1,8 @@
 """Record the arguments that a model passes to each of its layers, from a copy of the model without its layers; read the
-attention call of a layer; shrink a layer."""
+call of its mixer; shrink a layer."""
 
 import copy
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,18 +10,20 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
+from ithaka.attention.docs import Docs
 from ithaka.blocks.experts import is_expert_module
 from ithaka.config import ConfigError
-from ithaka.layer.general import BatchState
-from ithaka.layer.mixers import DeltaCall, DeltaSpec
-from ithaka.layer.runs import ATTENTION, AttentionCall, LayerSpec, PlaceholderMask
+from ithaka.layer.inputs import CallState, CurrentCall, LayerInputs
+from ithaka.layer.mixer import LayerSpec
+from ithaka.mixers.attention_call import ATTENTION
+from ithaka.mixers.attention_mask import FAR_POSITION
+from ithaka.mixers.kinds import MIXERS
 from ithaka.roots.rotary import ExactRotary, rotary_modules
 from ithaka.weights.adapters import find_decoder
 
 LENGTHS = (24, 17)  # tokens of the two recorded calls
 SMALL_VOCABULARY = 16  # token ids in the recorded calls; the copy keeps their embeddings only
 FEW_EXPERTS, SMALL_WIDTH = 32, 32  # in a small copy of a layer; the width is that of an expert or MLP
-FAR_POSITION = 10_000_000
 # Options of an attention call that change nothing, or that every model passes along.
 IGNORED_OPTIONS = ("position_ids", "cache_position", "use_cache", "output_router_logits")
 COMPUTED_OPTIONS = ("scaling", "sliding_window", "s_aux", "softcap", "use_qk_l2norm_in_kernel", "chunk_size")
@@ -35,7 +37,7 @@ def refusal(model: PreTrainedModel, problem: str) -> ConfigError:
 
 
 def copy_config(config: Any) -> Any:
-    """Copy a configuration and select our attention. Router logits are off: the layers record them (layer/runs.py)."""
+    """Copy a configuration and select our attention. Router logits are off: layers record them (layer/passes.py)."""
     own = copy.deepcopy(config)
     own._attn_implementation = ATTENTION
     if hasattr(own, "output_router_logits"):
@@ -66,7 +68,7 @@ class Recorder:
     """A copy of the model without its layers, on the CPU, with random parameters and a small vocabulary."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.config, self.batch = model, copy_config(find_decoder(model).config), BatchState()
+        self.model, self.config, self.current = model, copy_config(find_decoder(model).config), CurrentCall()
         self.calls: list[Any] = []
         base = find_decoder(model)
         layers = base.layers
@@ -83,13 +85,13 @@ class Recorder:
         randomize(self.base, torch.device("cpu"))
         for module in rotary_modules(self.base):
             base._init_weights(module)
-            module.forward = ExactRotary(module, self.batch)
+            module.forward = ExactRotary(module, self.current)
 
     def call(self, length: int, first: int = 0, attention: str = ATTENTION, end: int = 0) -> list[Any]:
         """Return the input and arguments of each layer, for `length` tokens from position `first` on."""
         self.calls.clear()
         self.config._attn_implementation = attention
-        self.batch.num_positions = end or first + length
+        self.start(end or first + length)
         num_layers = len(find_decoder(self.model).layers)
         try:
             with torch.no_grad():
@@ -101,6 +103,10 @@ class Recorder:
         if len(self.calls) != num_layers:
             raise refusal(self.model, f"calls {len(self.calls)} layers, but has {num_layers}")
         return list(self.calls)
+
+    def start(self, num_positions: int) -> None:
+        """Begin a call with one document. It stays current, for layers that run after it."""
+        self.current.state = CallState(Docs((0, num_positions)), num_positions)
 
     def inputs(self, length: int, first: int = 0) -> dict[str, Any]:
         """The arguments of a call of `base`."""
@@ -167,88 +173,24 @@ def _token_dim(model: PreTrainedModel, name: str, long: Any, short: Any) -> int 
     return dims[0] if dims else None
 
 
-# ---- the attention call and its mask
+# ---- the mixer's call
 
 
-def read_call(model: PreTrainedModel, name: str, call: AttentionCall | DeltaCall, mask: PlaceholderMask) -> LayerSpec:
-    """Return the spec of a layer's attention or delta rule. Raises ConfigError for options that we do not compute."""
-    options = call.options
-    for option, value in options.items():
+def read_call(model: PreTrainedModel, name: str, call: Any, inputs: LayerInputs) -> LayerSpec:
+    """Return the spec of a layer, given its mixer's call. Raises ConfigError for options that we do not compute."""
+    for option, value in call.options.items():
         known = option in (*IGNORED_OPTIONS, *COMPUTED_OPTIONS) or value is None or value is False
         if not known and not (option == "dropout" and not value) and (option, value) != ("is_causal", True):
             shown = "a tensor" if isinstance(value, Tensor) else value
             raise refusal(model, f"passes {option}={shown} to the attention of {name}, which is not supported")
-    if isinstance(call, DeltaCall):
-        (_, J, K), (_, H, V) = call.inputs.k_sJK.shape, call.inputs.v_sHV.shape
-        delta = DeltaSpec(J, K, bool(options.get("use_qk_l2norm_in_kernel")), call.halo)
-        return LayerSpec(H, H, V, V, K**-0.5, delta=delta)
-    (num_heads, _, head_dim), (num_kv_heads, _, v_head_dim) = call.q_HtK.shape, call.v_GtV.shape
-    if v_head_dim > head_dim:
-        raise refusal(model, f"has heads of {head_dim} for q and {v_head_dim} for v in {name}")
-    scale, softcap = options.get("scaling"), options.get("softcap")
-    window, chunk = _read_mask(model, name, call, mask)
-    return LayerSpec(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        scale=head_dim**-0.5 if scale is None else float(scale),
-        window=window,
-        chunk=chunk,
-        softcap=softcap,
-        has_sinks=options.get("s_aux") is not None,
-    )
-
-
-def _read_mask(
-    model: PreTrainedModel, name: str, call: AttentionCall, mask: PlaceholderMask
-) -> tuple[int | None, int | None]:
-    """Return (window, chunk): the candidate that equals the mask around every length in the configuration."""
-    window = call.options.get("sliding_window")
-    sizes = [size for size in (window, mask.local_size) if size is not None]
-    lengths = sorted({*sizes, *config_lengths(find_decoder(model).config)})
-    rows, keys = _boundary_pairs(lengths)
-    zeros = torch.zeros_like(rows)
-    try:
-        visible = mask.function(zeros, zeros, rows, keys)
-    except Exception as error:
-        problem = f"has a mask in {name} that depends on more than positions ({type(error).__name__}: {error})"
-        raise refusal(model, problem) from error
-    for window, chunk in ((None, None), *((size, None) for size in sizes), *((None, size) for size in sizes)):
-        if torch.equal(visible.expand(rows.shape), attends_to(rows, keys, window, chunk)):
-            if call.options.get("sliding_window") not in (None, window):
-                break
-            return window, chunk
-    raise refusal(
-        model,
-        f"has a mask in {name} that is neither causal nor a causal window or chunk of {sizes or 'any size'} tokens",
-    )
-
-
-def attends_to(rows: Tensor, keys: Tensor, window: int | None, chunk: int | None) -> Tensor:
-    visible = keys <= rows
-    if window is not None:
-        visible = visible & (keys > rows - window)
-    return visible if chunk is None else visible & (rows // chunk == keys // chunk)
+    lengths = config_lengths(find_decoder(model).config)
+    return LayerSpec((MIXERS[type(call)].read(call, inputs, name, lengths, partial(refusal, model)),))
 
 
 def config_lengths(config: Any) -> set[int]:
     """Return every number in the configuration that may be a number of tokens."""
     values = pytree.tree_leaves(config.to_dict())
     return {int(v) for v in values if isinstance(v, int | float) and not isinstance(v, bool) and 1 < v <= FAR_POSITION}
-
-
-def _boundary_pairs(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return rows and keys of query-key pairs around 0, every length and its multiples, and FAR_POSITION."""
-    edges = {0, FAR_POSITION, *(m * length for length in lengths for m in (1, 2, 3))}
-    rows = sorted({edge + d for edge in edges for d in (-1, 0, 1) if edge + d >= 0})
-    pairs = set()
-    for row in rows:
-        near = {row + d for d in (-2, -1, 0, 1)} | {row - length + d for length in lengths for d in (-1, 0, 1)}
-        chunks = {row // length * length + d for length in lengths for d in (-1, 0, 1)}
-        pairs |= {(row, key) for key in near | chunks | {0, 1} if key >= 0}
-    rows_p, keys_p = zip(*sorted(pairs), strict=True)
-    return torch.tensor(rows_p), torch.tensor(keys_p)
 
 
 # ---- small copies of layers

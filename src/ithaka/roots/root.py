@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from types import MethodType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,16 @@ from torch.distributed.fsdp import FSDPModule
 
 from ithaka.attention.choose import kernel_for
 from ithaka.blocks.dropout import DropoutState
+from ithaka.blocks.routing import LoadBalancingLoss
 from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError
 from ithaka.inputs.calls import check_modules, check_torch_modes, count_changes, guard_backward
-from ithaka.layer.delta import LAYERS
-from ithaka.layer.general import BatchState
-from ithaka.layer.runs import LayerSpec
+from ithaka.layer.general import GeneralLayer
+from ithaka.layer.inputs import CurrentCall
+from ithaka.layer.mixer import LayerSpec, MixerSpec
 from ithaka.layer.store import Store
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.shape import AttentionKind
-from ithaka.sharding.heads import head_table
 from ithaka.weights.adapters import check_adapters
 
 
@@ -49,13 +49,14 @@ class Root(ABC):
     predicts_tokens = True  # whether it has labels and a loss of its own
 
     dropout: DropoutState | None = None
-    specs: Sequence[LayerSpec] = ()  # per layer, unless it uses the fast path
+    balancing: LoadBalancingLoss | None = None  # if the model's configuration has it
+    specs: Sequence[LayerSpec] = ()  # per layer
     mesh: Mesh  # set by `attach`, as are layout and dtype
     layout: Layout
     dtype: torch.dtype  # of the layers' computations
 
     def __init__(self, model: Any) -> None:
-        self.model, self.batch = model, BatchState()
+        self.model, self.current = model, CurrentCall()
 
     # ---- the model
 
@@ -118,24 +119,31 @@ class Root(ABC):
         """Raise ConfigError if `reach`, which has this many positions, exceeds the model's."""
 
     @property
-    def attention_specs(self) -> Sequence[LayerSpec]:
-        """The layers with attention, whose heads Ulysses splits; without any, all layers."""
-        return [spec for spec in self.specs if spec.delta is None] or self.specs
+    def mixers(self) -> list[MixerSpec]:
+        return [mixer for spec in self.specs for mixer in spec.mixers]
+
+    @property
+    def split_mixers(self) -> list[MixerSpec]:
+        """The mixers whose heads Ulysses splits; without any, all mixers."""
+        return [mixer for mixer in self.mixers if mixer.exchanges_heads] or self.mixers
 
     @property
     def attention_kinds(self) -> list[AttentionKind]:
-        return [spec.kind for spec in self.attention_specs]
+        return [mixer.kind for mixer in self.split_mixers]
 
     @property
     def num_heads(self) -> int:
-        return min(spec.num_heads for spec in self.attention_specs)
+        return min(mixer.num_heads for mixer in self.split_mixers)
+
+    def why_not(self, feature: Literal["ring", "parents"]) -> str:
+        """Why a layout may not have a ring, or a call parents, as part of an error; empty if it may."""
+        return next(filter(None, (mixer.why_not(feature) for mixer in self.mixers)), "")
 
     def check_ring(self, ring: int) -> None:
-        if ring > 1 and any(spec.delta for spec in self.specs):
+        if ring > 1 and (reason := self.why_not("ring")):
             raise ConfigError(
-                f"parallel.ring={ring} is not supported for model_type={self.model.config.model_type}: a ring gives "
-                "each rank several parts of the sequence, but the gated delta rule passes its states from part to part "
-                f"in order; use parallel.ring=1, with parallel.cp of at most {self.num_heads}, the query heads"
+                f"parallel.ring={ring} is not supported for model_type={self.model.config.model_type}: {reason}; use "
+                f"parallel.ring=1, with parallel.cp of at most {self.num_heads}, the query heads"
             )
 
     # ---- apply parallelism
@@ -154,7 +162,6 @@ class Root(ABC):
         self.mesh, self.layout, self.dtype = mesh, layout, dtype
         for index, (layer, keeps) in enumerate(zip(self.layers, layout.layer_policies(len(self.layers)), strict=True)):
             layer.forward = self.make_layer(index, store, keeps)
-            layer.forward.dropout = self.dropout
             layer.gradient_checkpointing = False
             adapted = next((n for n, module in layer.named_modules() if hasattr(module, "parameter_name")), None)
             if adapted is not None and layer.forward.experts.block is None:
@@ -164,12 +171,19 @@ class Root(ABC):
 
     def make_layer(self, index: int, store: Store, keeps: ActivationPolicy) -> Any:
         """The forward of a layer, which runs the layer's own in tiles."""
-        layer, spec, mesh, layout = self.layers[index], self.specs[index], self.mesh, self.layout
-        split = (1, None) if spec.delta is not None else (layout.ulysses, layout.heads_per_stage)
-        table = head_table(spec.num_heads, spec.num_kv_heads, *split)
-        settings = replace(layout, kernel=kernel_for(layout.kernel, spec.kind))
-        others = mesh.ulysses_group, mesh.ring_group, table, store, settings, keeps, partial(count_changes, layer)
-        return LAYERS[spec.mixer](f"layer {index}", layer, spec, *others, batch=self.batch)
+        kernels = [kernel_for(self.layout.kernel, mixer.kind) for mixer in self.specs[index].mixers]
+        layout = replace(self.layout, kernel=kernels[0]) if kernels else self.layout
+        options = {"current": self.current, "balancing": self.balancing}
+        return self.start_layer(GeneralLayer, index, store, keeps, layout, **options)
+
+    def start_layer(
+        self, kind: Any, index: int, store: Store, keeps: ActivationPolicy, layout: Layout, **options: Any
+    ) -> Any:
+        """A layer of class `kind`, in place of the model's."""
+        layer, groups = self.layers[index], (self.mesh.ulysses_group, self.mesh.ring_group)
+        others = *groups, store, layout, keeps, partial(count_changes, layer)
+        name, spec = f"layer {index}", self.specs[index]
+        return kind(name, layer, spec, *others, index=index, dropout=self.dropout, **options)
 
     # ---- a call
 

@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ithaka.blocks.tiles import sum_dtype
-from ithaka.layer.general import BatchState
+from ithaka.layer.inputs import CurrentCall
 
 
 def rotary_modules(model: nn.Module) -> list[nn.Module]:
@@ -36,8 +36,8 @@ class ExactRotary:
     it is passed as one more token, whose result is dropped.
     """
 
-    def __init__(self, module: nn.Module, batch: BatchState) -> None:
-        self.module, self.batch = module, batch
+    def __init__(self, module: nn.Module, current: CurrentCall) -> None:
+        self.module, self.current = module, current
         types = getattr(module, "rope_type", "default")
         types = set(types.values()) if isinstance(types, dict) else {types}
         self.depends_on_length = bool(types & {"longrope", "dynamic"})
@@ -65,16 +65,21 @@ class ExactRotary:
         """Let the module compute and store the frequencies for the longest position, in its own precision."""
         integers = [isinstance(leaf, Tensor) and not leaf.is_floating_point() for leaf in leaves]
         longest = [
-            leaf.new_full((*leaf.shape[:-1], 1), self.batch.num_positions - 1) if is_integer else leaf
+            leaf.new_full((*leaf.shape[:-1], 1), self._longest) if is_integer else leaf
             for leaf, is_integer in zip(leaves, integers, strict=True)
         ]
         args, kwargs = pytree.tree_unflatten(longest, tree_spec)
         type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def _longest(self) -> int:
+        assert self.current.state is not None
+        return self.current.state.num_positions - 1
 
     def _convert(self, leaf: Any, extra: int) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if leaf.is_floating_point():  # only its dtype and device matter
             return torch.empty((), dtype=torch.float64, device=leaf.device).expand(leaf.shape)
-        longest = leaf.new_full((*leaf.shape[:-1], extra), self.batch.num_positions - 1)
+        longest = leaf.new_full((*leaf.shape[:-1], extra), self._longest)
         return torch.cat([leaf, longest], dim=-1)

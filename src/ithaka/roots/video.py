@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ithaka.attention.docs import Docs
@@ -29,9 +28,13 @@ from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError
 from ithaka.inputs.batch import GatherTokens, select_own_tokens
 from ithaka.inputs.calls import MODES
-from ithaka.layer.runs import Arguments, AttentionCall, LayerRuns, LayerSpec, PlaceholderMask, ReplayingMask
+from ithaka.layer.inputs import CallState, LayerInputs
+from ithaka.layer.mixer import LayerSpec
+from ithaka.layer.passes import LayerPasses
 from ithaka.layer.store import Store
 from ithaka.layout import ActivationPolicy, Layout
+from ithaka.mixers.attention_call import AttentionCall, PlaceholderMask, ReplayingMask
+from ithaka.mixers.softmax import SoftmaxSpec
 from ithaka.phases import mark_backward, phase
 from ithaka.roots.probe import TOLERANCE
 from ithaka.roots.recorder import randomize
@@ -61,7 +64,7 @@ class Tokens:
 
 class SelfAttention:
     """A processor of diffusers for self-attention. A block's rotary embedding carries the tokens and a
-    `PlaceholderMask`, which ends the run or returns the output of attention (layer/runs.py)."""
+    `PlaceholderMask`, which ends the pass or returns the output of attention (layer/passes.py)."""
 
     def __call__(
         self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Any, attention_mask: Any, rotary_emb: Any
@@ -128,7 +131,7 @@ class VideoTransformer(Root):
 
     @property
     def hidden_size(self) -> int:
-        return self.spec.num_heads * self.spec.head_dim
+        return self.model.config.num_attention_heads * self.model.config.attention_head_dim
 
     @cached_property
     def spec(self) -> LayerSpec:
@@ -136,7 +139,7 @@ class VideoTransformer(Root):
         config = self.model.config
         heads, head_dim = config.num_attention_heads, config.attention_head_dim
         sizes = heads, heads, head_dim, head_dim, head_dim**-0.5
-        return LayerSpec(*sizes, causal=False, token_dims=TOKEN_DIMS, forward=self.run_block)
+        return LayerSpec((SoftmaxSpec(*sizes, causal=False),), token_dims=TOKEN_DIMS, forward=self.run_block)
 
     def config_values(self) -> dict[str, Any]:
         return {"_class_name": type(self.model).__name__, **self.model.config}
@@ -216,16 +219,14 @@ class VideoTransformer(Root):
         steps_U, steps_s = _find_distinct(steps if len(steps) == 1 else select_own(steps))
         tokens = Tokens(self.rotary, select_own(self.positions(**clip)).to(mesh.device), steps_s)
         starts = (0, *dict.fromkeys((num_patches, sharding.num_tokens)))  # padding is a document
-        self.batch.docs = Docs(starts, sharding, mesh.ring_group.rank())
+        state = CallState(Docs(starts, sharding, mesh.ring_group.rank()))
         with phase("embedding"):
             condition = self.condition(steps_U, **{k: v for k, v in clip.items() if k != "timestep"})
             x_sD = mark_backward(self.embed(select_own(patches_SC)).to(self.dtype), "embedding backward")
         x_1sD, shared = x_sD[None], (condition.text_1LD, condition.bias, condition.modulations_UM)
-        try:
+        with self.current.running(state):
             for block in self.layers:
                 x_1sD = block(x_1sD, *shared, tokens, PlaceholderMask())
-        finally:
-            self.batch.docs = None
         with phase("loss"):
             out_sC = self._run_head(x_1sD, condition.embedded_UD, tokens)
             return self.join(GatherTokens.apply(out_sC, mesh, sharding, (1, num_patches)), **clip)
@@ -279,7 +280,7 @@ class VideoTransformer(Root):
         randomize(block, device, seed=1)
         generator = torch.Generator().manual_seed(2)
         grid, num_text = (2, 3, 4), PROBE_TEXT + 512 * (getattr(block.attn2, "add_k_proj", None) is not None)
-        D, sizes = spec.num_heads * spec.head_dim, self.example_sizes(grid)
+        D, sizes = self.hidden_size, self.example_sizes(grid)
         rotary = tuple(t.to(device) for t in model.rope(**{"hidden_states": torch.empty(1, 1), **sizes}))
         coords = self.positions(**sizes).to(device)
         for steps in (None, torch.arange(PROBE_TOKENS, device=device) % 2):
@@ -290,7 +291,7 @@ class VideoTransformer(Root):
             tokens = Tokens(self.rotary, coords, steps)
             with torch.enable_grad():
                 theirs = self.run_block(block, x[None], text, None, mods, tokens, rotary)[0]
-                arguments = Arguments((text, None, mods, tokens, PlaceholderMask()), {}, TOKEN_DIMS, len(x))
+                arguments = LayerInputs.pack((text, None, mods, tokens, PlaceholderMask()), {}, TOKEN_DIMS, len(x))
                 ours = _run_in_parts(block, spec, x, arguments)
                 results = [(y, *torch.autograd.grad(y, list(inputs.values()), dy)) for y in (theirs, ours)]
             for name, expected, got in zip(("the output", *inputs), *results, strict=True):
@@ -303,14 +304,13 @@ class VideoTransformer(Root):
                     )
 
 
-def _run_in_parts(block: Any, spec: LayerSpec, x: Tensor, arguments: Arguments) -> Tensor:
+def _run_in_parts(block: Any, spec: LayerSpec, x: Tensor, arguments: LayerInputs) -> Tensor:
     own, block.attn1.processor = block.attn1.processor, SelfAttention()
-    runs, sizes = LayerRuns("block", block, spec), (PROBE_CUT, len(x) - PROBE_CUT)
+    passes, sizes = LayerPasses("block", block, spec), (PROBE_CUT, len(x) - PROBE_CUT)
     tiles = [arguments.tile(rows) for rows in (slice(0, PROBE_CUT), slice(PROBE_CUT, len(x)))]
-    captured = [runs.capture(*tile) for tile in zip(x.split(sizes), tiles, strict=True)]
-    q, k, v = (torch.cat(tensors).transpose(0, 1) for tensors in zip(*captured, strict=True))
-    outs = F.scaled_dot_product_attention(q, k, v).transpose(0, 1).split(sizes)
-    ys = [runs.finish(*tile) for tile in zip(x.split(sizes), outs, tiles, strict=True)]
+    captured = [passes.capture(*tile) for tile in zip(x.split(sizes), tiles, strict=True)]
+    outs = spec.mixers[0].run_reference(captured).split(sizes)
+    ys = [passes.resume(x_tD, [out], inputs) for x_tD, out, inputs in zip(x.split(sizes), outs, tiles, strict=True)]
     block.attn1.processor = own
     return torch.cat(ys)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ithaka.layer.runs import PlaceholderMask
+from ithaka.mixers.attention_call import PlaceholderMask
 from ithaka.roots.video import Condition, Tokens, VideoTransformer
 
 JOINT_ATTENTION = ("HunyuanVideo", "CogVideoX", "ConsisID", "Mochi", "EasyAnimate")  # beginnings of class names

@@ -30,7 +30,7 @@ class DPO:
         self.beta, self.smoothing = settings.beta, settings.label_smoothing
         self.model, self.mesh, self.reference = model, mesh, reference
         self._sums = torch.zeros(2 + len(METRICS), dtype=torch.float64, device=mesh.device)  # loss, METRICS, pairs
-        if model.ithaka_root.routing is not None:
+        if model.ithaka_root.balancing is not None:
             rule = "loss.type=dpo cannot be combined with the model's load-balancing loss"
             raise ConfigError(f"{rule}; set output_router_logits to false in its config.json")
 

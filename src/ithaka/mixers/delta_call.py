@@ -1,7 +1,7 @@
-"""Modules that mix tokens with the gated delta rule: capture the call of the rule, or replay its output.
+"""The call of the gated delta rule in a layer's own forward: capture its inputs, or return its output.
 
-transformers has no registry for the rule, as it has for attention. A mixer is therefore a module whose forward calls
-the rule and the short convolution before it by their names; it runs with our functions under these names.
+transformers has no registry for the rule, as it has for attention. The tap therefore finds the module whose forward
+calls the rule and the short convolution before it by their names; it runs with our functions under these names.
 
 Shapes as in ops/delta_rule.py; t tokens of a tile, with those before it that the convolution reads.
 """
@@ -9,7 +9,6 @@ Shapes as in ops/delta_rule.py; t tokens of a tile, with those before it that th
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -17,24 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from ithaka.layer.inputs import LayerInputs
+from ithaka.layer.mixer import EndPass
 from ithaka.ops.delta_rule import DeltaInputs, short_convolution
 
 RULES = ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule")
 CONVOLUTION = "causal_conv1d_fn"
-
-
-class EndRun(BaseException):
-    """Ends a layer's forward at its attention call or rule. Not an Exception, so that no model catches it."""
-
-
-@dataclass(frozen=True)
-class DeltaSpec:
-    """A layer's gated delta rule, read from its call."""
-
-    num_key_heads: int
-    key_dim: int
-    normalizes: bool  # q and k to length 1
-    halo: int = 0  # earlier tokens that the convolutions read
 
 
 class DeltaCall(NamedTuple):
@@ -46,8 +33,8 @@ class DeltaCall(NamedTuple):
     halo: int
 
 
-class DeltaMixer:
-    """Runs one mixer with our convolution and rule."""
+class DeltaTap:
+    """The tap of the gated delta rule: it runs the module that calls the rule with our convolution and rule."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -61,30 +48,26 @@ class DeltaMixer:
         self._forward = self._with_functions(functions)
 
     @classmethod
-    def find(cls, layer: nn.Module) -> "DeltaMixer | None":
-        """The layer's mixer, if it has one."""
+    def find(cls, layer: nn.Module) -> "DeltaTap | None":
+        """The tap of the module in `layer` that calls the rule, if there is one."""
         return next((cls(module) for module in layer.modules() if _calls_rule(module)), None)
 
     @contextmanager
-    def capturing(self, dtype: torch.dtype, ids_t: Tensor | None, traced: bool) -> Iterator[None]:
-        """Store the inputs of the rule in `call`, then end the run. A traced run continues with zeros instead.
-
-        `ids_t`: a number per document, for the convolution; None: all tokens are in one.
-        """
-        self.dtype, self.ids_t, self.traced, self.replayed_tHV, self.halo = dtype, ids_t, traced, None, 0
+    def capture(self, inputs: LayerInputs, dtype: torch.dtype, traced: bool) -> Iterator[LayerInputs]:
+        self.dtype, self.ids_t, self.traced, self.replayed_tHV, self.halo = dtype, inputs.ids_t, traced, None, 0
         with self._replace_forward(self._forward):
-            yield
+            yield inputs
 
     @contextmanager
-    def replaying(self, out_tHV: Tensor) -> Iterator[None]:
-        """Return `out_tHV` as the output of the rule. The convolution returns zeros, which nothing reads."""
+    def resume(self, inputs: LayerInputs, out_tHV: Tensor) -> Iterator[LayerInputs]:
+        """The convolution returns zeros, which nothing reads."""
         self.replayed_tHV, self.num_calls = out_tHV, 0
         with self._replace_forward(self._forward):
-            yield
+            yield inputs
         self.replayed_tHV = None
 
     @contextmanager
-    def in_plain_torch(self) -> Iterator[None]:
+    def run_plainly(self) -> Iterator[None]:
         """Run transformers' own functions in plain PyTorch, also where a package replaces them."""
         names = inspect.unwrap(type(self.module).forward).__globals__
         with self._replace_forward(
@@ -130,7 +113,7 @@ class DeltaMixer:
         inputs = DeltaInputs(*(t.to(self.dtype) for t in (q, k, v)), *(t.to(wide) for t in (g, beta)))
         self.call = DeltaCall(self.module, inputs, options, self.halo)
         if not self.traced:
-            raise EndRun
+            raise EndPass
         return torch.zeros_like(v)[None], None
 
     def take_call(self) -> DeltaCall | None:

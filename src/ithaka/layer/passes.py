@@ -1,0 +1,124 @@
+"""The two passes of any decoder layer on a tile: its own forward, up to its mixer and from there to its end.
+
+The capture pass ends at the mixer's call and returns its inputs. The resume pass gets the mixer's output from that
+call, and continues to the layer's end. Linear maps that only feed the mixer are skipped in the resume pass. A layer
+without a mixer has a resume pass only.
+
+In 16 bits a tile computes like autocast: the residual, norms and rotations in fp32, matrix products in 16 bits; the
+layer's output is rounded once.
+
+Shapes: t tokens of a tile, D hidden size, H query heads, K head dim.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ithaka.blocks.experts import LayerExperts
+from ithaka.blocks.tiles import sum_dtype
+from ithaka.layer.inputs import LayerInputs
+from ithaka.layer.mixer import EndPass, LayerSpec, MixerTap
+
+
+def run_layer(
+    layer: nn.Module, x_tD: Tensor, args: tuple, kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
+) -> Tensor:
+    """Run the forward of the layer's class, without hooks, on a residual stream in fp32 or wider."""
+    y = (forward or type(layer).forward)(layer, x_tD[None].to(sum_dtype(x_tD.dtype)), *args, **kwargs)
+    return (y[0] if isinstance(y, tuple) else y).squeeze(0).to(x_tD.dtype)
+
+
+def _run_without_result(*inputs: Any) -> None:
+    """Discard the output, so that the compiler eliminates everything after the mixer's call as dead code."""
+    run_layer(*inputs)
+
+
+class LayerPasses:
+    """Runs a layer's forward on some tokens: up to its mixer, or from there to its end."""
+
+    def __init__(
+        self,
+        name: str,
+        layer: nn.Module,
+        spec: LayerSpec,
+        compiles: bool = False,
+        taps: Sequence[MixerTap | None] | None = None,
+    ) -> None:
+        """`taps`: by default, those of the spec's mixers."""
+        self.name, self.layer, self.spec, self.compiles = name, layer, spec, compiles
+        taps = [mixer.find_tap(layer) for mixer in spec.mixers] if taps is None else taps
+        self.taps = [tap for tap in taps if tap is not None]
+        self._capture: Callable[..., None] = _run_without_result
+        self._resume: Callable[..., Tensor] = run_layer
+        if compiles:
+            # Each kind of layer has two passes, with and without gradients, and maybe a shorter last tile.
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+            self._capture = torch.compile(self._capture, dynamic=False)
+            self._resume = torch.compile(self._resume, dynamic=False)
+        self.experts = LayerExperts(layer, replaces=spec.has_expert_block and not compiles)
+        self.routers: list[nn.Module] = []
+        self.router_index = 0  # where the logits are in a router's output
+        self.router_logits: list[Tensor] = []
+        # Not if compiled: the compiler removes them as dead code.
+        self.skipped = [_SkippedLinear(layer.get_submodule(path)) for path in spec.skippable if not compiles]
+
+    def find_call(self, x_tD: Tensor, inputs: LayerInputs) -> Any:
+        """Run the capture pass; return the mixer's call, or None if the layer makes none."""
+        with compute_like_autocast(x_tD), ExitStack() as stack:
+            for tap in self.taps:
+                inputs = stack.enter_context(tap.capture(inputs, x_tD.dtype, self.compiles))
+            with suppress(EndPass):
+                self._capture(self.layer, x_tD, *inputs.unpack(), self.spec.forward)
+        return next((call for tap in self.taps if (call := tap.take_call()) is not None), None)
+
+    def capture(self, x_tD: Tensor, inputs: LayerInputs) -> list[Tensor]:
+        """Run the capture pass; return the inputs of the mixer. x may begin with tokens before those of `inputs`."""
+        call = self.find_call(x_tD, inputs)
+        assert call is not None
+        (mixer,) = self.spec.mixers
+        return mixer.inputs_of(call, len(inputs))
+
+    def resume(self, x_tD: Tensor, outs_tHK: Sequence[Tensor], inputs: LayerInputs) -> Tensor:
+        """Run the resume pass: return the layer's output, given that of each mixer."""
+        with ExitStack() as stack:
+            stack.enter_context(compute_like_autocast(x_tD))
+            for linear in self.skipped:
+                stack.enter_context(linear)
+            self.router_logits = []
+            for router in self.routers:
+                stack.enter_context(router.register_forward_hook(self._record_router))
+            for tap, mixer, out_tHK in zip(self.taps, self.spec.mixers, outs_tHK, strict=True):
+                out_tHV = out_tHK[..., : mixer.v_head_dim].contiguous()  # as transformers returns it
+                inputs = stack.enter_context(tap.resume(inputs, out_tHV))
+            return self._resume(self.layer, x_tD, *inputs.unpack(), self.spec.forward)
+
+    def take_router_logits(self) -> list[Tensor]:
+        """Return the router logits of the last resume pass, and drop them."""
+        logits, self.router_logits = self.router_logits, []
+        return logits
+
+    def _record_router(self, router: nn.Module, args: Any, output: Any) -> None:
+        self.router_logits.append(output[self.router_index] if isinstance(output, tuple) else output)
+
+
+def compute_like_autocast(x: Tensor) -> Any:
+    """Autocast to the dtype of x if it has 16 bits; otherwise, no autocast."""
+    is_16_bit = x.dtype.itemsize == 2
+    return torch.autocast(x.device.type, x.dtype if is_16_bit else torch.bfloat16, is_16_bit, cache_enabled=False)
+
+
+class _SkippedLinear:
+    """A context in which a linear map returns zeros without storage, because nothing reads its result."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        self.linear = linear
+
+    def __enter__(self) -> None:
+        num_outputs = self.linear.out_features
+        self.linear.forward = lambda x: x.new_zeros(()).expand(*x.shape[:-1], num_outputs)
+
+    def __exit__(self, *error: Any) -> None:
+        del self.linear.forward

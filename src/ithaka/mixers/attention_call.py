@@ -1,0 +1,130 @@
+"""The call of softmax attention in a layer's own forward, through transformers' attention interface: capture q, k and
+v, or return the output.
+
+transformers calls attention and makes masks through registered functions. Ours makes a `PlaceholderMask`, which the
+layer passes on to its attention call; there, what replaces it decides.
+
+Shapes: t tokens of a tile, H query heads, G kv heads, K head dim, V the head dim of v.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from ithaka.layer.inputs import LayerInputs
+from ithaka.layer.mixer import EndPass
+
+ATTENTION = "ithaka"  # the name of the functions below in transformers' registries
+
+
+class AttentionCall(NamedTuple):
+    """One call of transformers' attention interface: q [H, t, K], k [G, t, K], v [G, t, V]."""
+
+    module: nn.Module
+    q_HtK: Tensor
+    k_GtK: Tensor
+    v_GtV: Tensor
+    options: dict[str, Any]
+
+
+class PlaceholderMask:
+    """Replaces an attention mask. A layer passes it to its attention call, which calls `attend` instead of a kernel."""
+
+    def __init__(self, function: Any = None, local_size: int | None = None) -> None:
+        self.function = function  # made by masking_utils: (batch, head, row, key) -> visible
+        self.local_size = local_size  # window or chunk
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError("it uses its attention mask as a tensor")
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Return the output of attention, [t, H, V]."""
+        raise RuntimeError(f"{type(call.module).__name__} of a parallel model was called directly; call the model")
+
+
+class CapturingMask(PlaceholderMask):
+    """Stores the attention call, with q, k and v in a given dtype, then ends the pass. A traced one continues with
+    zeros instead, which nothing reads."""
+
+    def __init__(self, dtype: torch.dtype, traced: bool = False) -> None:
+        super().__init__()
+        self.dtype, self.traced = dtype, traced
+        self.call: AttentionCall | None = None
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        q_HtK, k_GtK, v_GtV = [t.to(self.dtype) for t in (call.q_HtK, call.k_GtK, call.v_GtV)]
+        self.call = AttentionCall(call.module, q_HtK, k_GtK, v_GtV, call.options)
+        if not self.traced:
+            raise EndPass
+        return call.v_GtV.new_zeros(call.q_HtK.shape[1], len(call.q_HtK), call.v_GtV.shape[-1])
+
+
+class ReplayingMask(PlaceholderMask):
+    """Returns `out_tHV` as the output of attention."""
+
+    def __init__(self, out_tHV: Tensor) -> None:
+        super().__init__()
+        self.out_tHV = out_tHV
+        self.num_calls = 0
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        self.num_calls += 1
+        return self.out_tHV
+
+
+def _attend(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None, **options: Any
+) -> tuple[Tensor, None]:
+    if not isinstance(attention_mask, PlaceholderMask):
+        raise RuntimeError(
+            f"{type(module).__name__} gets a mask that transformers.masking_utils did not make: {type(attention_mask)}"
+        )
+    return attention_mask.attend(AttentionCall(module, q.squeeze(0), k.squeeze(0), v.squeeze(0), options))[None], None
+
+
+def _make_mask(mask_function: Any = None, local_size: int | None = None, **others: Any) -> PlaceholderMask:
+    return PlaceholderMask(mask_function, local_size)
+
+
+AttentionInterface.register(ATTENTION, _attend)
+AttentionMaskInterface.register(ATTENTION, _make_mask)
+
+
+def find_masks(inputs: LayerInputs) -> list[PlaceholderMask]:
+    return list({id(leaf): leaf for leaf in inputs.leaves if isinstance(leaf, PlaceholderMask)}.values())
+
+
+def _replace_masks(inputs: LayerInputs, mask: PlaceholderMask) -> LayerInputs:
+    leaves = [mask if isinstance(leaf, PlaceholderMask) else leaf for leaf in inputs.leaves]
+    return replace(inputs, leaves=leaves)
+
+
+class AttentionTap:
+    """The tap of softmax attention: it replaces the layer's mask."""
+
+    num_calls = 0
+    _mask: CapturingMask | None = None
+
+    @contextmanager
+    def capture(self, inputs: LayerInputs, dtype: torch.dtype, traced: bool) -> Iterator[LayerInputs]:
+        self._mask = CapturingMask(dtype, traced)
+        yield _replace_masks(inputs, self._mask)
+
+    def take_call(self) -> AttentionCall | None:
+        mask, self._mask = self._mask, None
+        return None if mask is None else mask.call
+
+    @contextmanager
+    def resume(self, inputs: LayerInputs, out_tHV: Tensor) -> Iterator[LayerInputs]:
+        mask = ReplayingMask(out_tHV)
+        yield _replace_masks(inputs, mask)
+        self.num_calls = mask.num_calls
+
+    def run_plainly(self) -> AbstractContextManager[None]:
+        return nullcontext()

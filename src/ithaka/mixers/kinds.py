@@ -1,0 +1,16 @@
+"""All kinds of mixers, by the call that they are found by."""
+
+from torch import nn
+
+from ithaka.layer.mixer import MixerSpec, MixerTap
+from ithaka.mixers.attention_call import AttentionCall
+from ithaka.mixers.delta import DeltaSpec
+from ithaka.mixers.delta_call import DeltaCall
+from ithaka.mixers.softmax import SoftmaxSpec
+
+MIXERS: dict[type, type[MixerSpec]] = {AttentionCall: SoftmaxSpec, DeltaCall: DeltaSpec}
+
+
+def find_taps(layer: nn.Module) -> list[MixerTap]:
+    """A tap for each kind of mixer that the layer may have."""
+    return [tap for kind in MIXERS.values() if (tap := kind.find_tap(layer)) is not None]

@@ -1,0 +1,435 @@
+"""Softmax attention over the tokens of all ranks, in stages of heads: exchange tokens for heads, attend, exchange back.
+
+The exchange of the next stage overlaps the attention of this one. `HeadSource` gives q, k and v of a stage: the fast
+path projects them stage by stage (layer/streamed.py); any other layer projects all heads at once (`CapturedHeads`).
+
+Shapes as in layer/schedule.py; H query heads, G kv heads.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ithaka.attention.blocks import AttentionSpec
+from ithaka.attention.docs import Docs
+from ithaka.attention.kernels import KERNELS
+from ithaka.blocks.tiles import GradSum, sum_dtype, tile_slices
+from ithaka.comm.exchange import Exchange, start_heads_to_tokens, start_tokens_to_heads
+from ithaka.config import ConfigError
+from ithaka.layer.inputs import LayerInputs
+from ithaka.layer.mixer import LayerSpec, MixerSpec, StageOutput
+from ithaka.layer.schedule import LayerSchedule, SavedActivations
+from ithaka.layer.stages import StagedAttention
+from ithaka.layer.store import Store, TensorHandle
+from ithaka.layer.streamed import LayerParts
+from ithaka.mixers.attention_call import AttentionCall, AttentionTap
+from ithaka.mixers.attention_mask import attends_to, read_mask
+from ithaka.phases import phase
+from ithaka.plan.shape import AttentionKind
+from ithaka.sharding.heads import Heads, Stage, concat_heads, flatten_heads, head_table
+
+
+@dataclass(frozen=True)
+class SoftmaxSpec(MixerSpec):
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False  # one more logit per head, without a value
+    causal: bool = True
+
+    exchanges_heads: ClassVar[bool] = True
+    num_token_inputs: ClassVar[int] = 3  # q, k and v
+
+    @property
+    def kind(self) -> AttentionKind:
+        return AttentionKind(
+            self.head_dim, self.num_heads // self.num_kv_heads, self.window or self.chunk, self.softcap
+        )
+
+    @classmethod
+    def find_tap(cls, layer: nn.Module) -> AttentionTap:
+        return AttentionTap()
+
+    @classmethod
+    def read(
+        cls,
+        call: AttentionCall,
+        inputs: LayerInputs,
+        name: str,
+        lengths: set[int],
+        refuse: Callable[[str], ConfigError],
+    ) -> "SoftmaxSpec":
+        (num_heads, _, head_dim), (num_kv_heads, _, v_head_dim) = call.q_HtK.shape, call.v_GtV.shape
+        if v_head_dim > head_dim:
+            raise refuse(f"has heads of {head_dim} for q and {v_head_dim} for v in {name}")
+        scale, softcap = call.options.get("scaling"), call.options.get("softcap")
+        window, chunk = read_mask(call, inputs, name, lengths, refuse)
+        return cls(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            v_head_dim,
+            scale=head_dim**-0.5 if scale is None else float(scale),
+            window=window,
+            chunk=chunk,
+            softcap=softcap,
+            has_sinks=call.options.get("s_aux") is not None,
+        )
+
+    def inputs_of(self, call: AttentionCall, num_tokens: int) -> list[Tensor]:
+        """Return q [t, H, K], k and v [t, G, K], and the sinks [H] if there are any. v is padded to K."""
+        v_GtK = F.pad(call.v_GtV, (0, self.head_dim - self.v_head_dim))
+        qkv = [t.transpose(0, 1) for t in (call.q_HtK, call.k_GtK, v_GtK)]
+        return [*qkv, call.options["s_aux"]] if self.has_sinks else qkv
+
+    def run_reference(self, tiles: Sequence[list[Tensor]]) -> Tensor:
+        q_SHK, *kv = (torch.cat(tensors) for tensors in zip(*(tile[:3] for tile in tiles), strict=True))
+        k_SHK, v_SHK = (t.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1) for t in kv)
+        scores_HSS = torch.einsum("ihk,jhk->hij", q_SHK, k_SHK) * self.scale
+        if self.softcap is not None:
+            scores_HSS = self.softcap * torch.tanh(scores_HSS / self.softcap)
+        index = torch.arange(len(q_SHK), device=q_SHK.device)
+        if self.causal:
+            visible = attends_to(index[:, None], index, self.window, self.chunk)
+            scores_HSS = scores_HSS.masked_fill(~visible, float("-inf"))
+        if self.has_sinks:
+            scores_HSS = torch.cat([scores_HSS, tiles[0][3][:, None, None].expand(-1, len(index), 1)], dim=-1)
+        weights_HSS = scores_HSS.softmax(-1)[..., : len(index)]
+        return torch.einsum("hij,jhk->ihk", weights_HSS, v_SHK)
+
+    def why_not(self, feature: Literal["ring", "parents"]) -> str:
+        return ""
+
+    def make(self, layer: Any, heads: "HeadSource | None" = None) -> "SoftmaxMixer":
+        return SoftmaxMixer(self, layer, heads)
+
+
+def spec_of_parts(parts: LayerParts, num_heads: int, num_kv_heads: int) -> LayerSpec:
+    """The spec of a layer on the fast path."""
+    dims = parts.head_dim, parts.head_dim, parts.scale
+    return LayerSpec((SoftmaxSpec(num_heads, num_kv_heads, *dims, window=parts.window),))
+
+
+InFlight = deque[Callable[[], Tensor]]  # a stage's tensors in flight; each call waits for one
+
+
+def wait_all(in_flight: InFlight) -> list[Tensor]:
+    """Wait for all tensors, in order. Empties `in_flight`, so that it holds no references."""
+    return [in_flight.popleft()() for _ in range(len(in_flight))]
+
+
+class HeadGradExchange:
+    """Sends the head gradients of one projection, by stage or load, back to the ranks of the tokens."""
+
+    def __init__(self, group: dist.ProcessGroup, overlap: bool, store: Store) -> None:
+        self.group, self.overlap, self.store = group, overlap, store
+        self._exchanges: dict[int, Exchange] = {}
+        self._handles: dict[int, TensorHandle] = {}
+
+    @phase("exchange")
+    def add(self, key: int, d_SnK: Tensor, tier: str | None = None) -> None:
+        """Send the gradients of a stage or load. `tier`: where to keep the result until `take`; None: on the device."""
+        self._exchanges[key] = start_heads_to_tokens(d_SnK, self.group)
+        if not self.overlap:
+            self.wait(tier)
+
+    def wait(self, tier: str | None = None) -> None:
+        """Wait for everything sent, and release it."""
+        for key in tuple(self._exchanges):
+            self._handles[key] = self.store.keep(self._exchanges.pop(key).wait(), tier)
+            self._handles[key].release_source()
+
+    def take(self) -> list[TensorHandle]:
+        """Return all gradients, [c, s, n, K] each, ordered by key."""
+        self.wait()
+        return [self._handles.pop(key) for key in sorted(self._handles)]
+
+
+class HeadSource(Protocol):
+    """Projects the layer's input to heads, stage by stage."""
+
+    reads_grads_by_tile: ClassVar[bool]  # `project_backward` needs one tile of head_grads at a time
+
+    def project(self, saved: Any, stage: Stage) -> deque[Tensor]:
+        """Return q of a stage, and k and v of its new load, in exchange layout [c, s, n, K]."""
+
+    def output_grad(self, stage: Stage, saved: Any, dy_sD: Tensor) -> Tensor:
+        """Return the gradient of a stage's attention output, [c, s, n, K]."""
+
+    def project_backward(
+        self, saved: Any, head_grads: Sequence[list[TensorHandle]], dy_sD: Tensor, grads: GradSum
+    ) -> None:
+        """Backward of `project`: add the gradient through q, k and v to dy.
+
+        `head_grads`: for each of q, k and v, the gradients [c, s, n, K] of each stage or load.
+        """
+
+
+@dataclass
+class Mixing:
+    """One call's state."""
+
+    docs: Docs
+    projected: list[Tensor] | None = None  # q [s, H, K], k and v [s, G, K], until every stage has sent its heads
+    sinks_H: Tensor | None = None
+    dsinks_H: Tensor | None = None
+
+
+class SoftmaxMixer:
+    """Attention of one layer, stage by stage."""
+
+    def __init__(self, spec: SoftmaxSpec, layer: LayerSchedule, heads: HeadSource | None = None) -> None:
+        self.spec, self.layer = spec, layer
+        self.group, self.store, self.layout, self.rank = layer.group, layer.store, layer.layout, layer.group.rank()
+        self.table = head_table(spec.num_heads, spec.num_kv_heads, self.layout.ulysses, self.layout.heads_per_stage)
+        self.num_in_flight = 2 if self.layout.overlap else 1  # stages
+        self.query_heads = concat_heads([stage.query_heads for stage in self.table.stages])
+        self.kv_heads = concat_heads([load.kv_heads for load in self.table.loads])
+        self.heads: HeadSource = heads or CapturedHeads(self)
+        # Without overlap, memory is scarce. Attention outputs that backward has used free room on the host.
+        self.stores_dq = self.heads.reads_grads_by_tile and not self.layout.overlap
+        self._indices = dict[tuple[int, ...], Tensor]()
+
+    def start(self, x_sD: Tensor, saved: SavedActivations) -> Mixing:
+        docs, chunk = saved.call.docs, self.spec.chunk
+        return Mixing(docs if chunk is None else docs.split(chunk))
+
+    # ---- forward
+
+    def mix(self, saved: SavedActivations) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield out_csnK, back on the ranks of the tokens, and lse_nS for each stage."""
+        stages, attention = self.table.stages, self._staged_attention(saved)
+        sent = deque(self._project_and_send(saved, stage) for stage in stages[: self.num_in_flight])
+        for i in range(len(stages)):
+            yield self._attend_stage(i, sent.popleft(), attention, saved)
+            if i + self.num_in_flight < len(stages):
+                sent.append(self._project_and_send(saved, stages[i + self.num_in_flight]))
+
+    def _attend_stage(
+        self, i: int, sent: InFlight, attention: StagedAttention, saved: SavedActivations
+    ) -> tuple[Tensor, Tensor]:
+        out_SnK, lse_nS = self._attend_heads(i, attention, self._keep_qkv(wait_all(sent), saved), saved.mixing)
+        for load in self.table.loads_ending(i):
+            attention.drop(load)
+        with phase("exchange"):
+            return start_heads_to_tokens(out_SnK, self.group).wait(), lse_nS
+
+    def _keep_qkv(self, qkv: list[Tensor], saved: SavedActivations) -> list[Tensor]:
+        if saved.policy.projections:
+            saved.mixer_inputs.append([self.store.keep(t, "device") for t in qkv])
+        return qkv
+
+    def _project_and_send(self, saved: SavedActivations, stage: Stage) -> InFlight:
+        with phase("projections"):
+            projected = self.heads.project(saved, stage)
+            return self._send([projected.popleft] * len(projected))
+
+    def _send(self, makers: Sequence[Callable[[], Tensor]]) -> InFlight:
+        """Send the tensor that each of `makers` returns to the ranks that own its heads.
+
+        Without overlap, one at a time, so that only one tensor exists twice.
+        """
+        sent: InFlight = deque()
+        for make in makers:
+            exchange = start_tokens_to_heads(make(), self.group)
+            if not self.layout.overlap:
+                exchange.wait()
+            sent.append(exchange.wait)
+        return sent
+
+    def _attend_heads(
+        self, i: int, attention: StagedAttention, qkv: list[Tensor], mixing: Mixing
+    ) -> tuple[Tensor, Tensor]:
+        with phase("attention"), phase(f"stage {i}"):
+            out_SnK, lse_nS = attention.attend(self.table.stages[i], *qkv)
+        if mixing.sinks_H is None:
+            return out_SnK, lse_nS
+        # Applied to the merged softmax, sinks need no kernel.
+        with_sinks_nS = torch.logaddexp(lse_nS, self._own_sinks(mixing.sinks_H, i).to(lse_nS.dtype))
+        out_SnK.mul_((lse_nS - with_sinks_nS).exp().t()[..., None])
+        return out_SnK, with_sinks_nS
+
+    # ---- backward
+
+    def mix_backward(self, saved: SavedActivations, outputs: deque[StageOutput], dy_sD: Tensor, grads: GradSum) -> None:
+        stages, attention = self.table.stages, self._staged_attention(saved)
+        dq, dk, dv = (HeadGradExchange(self.group, self.layout.overlap, self.store) for _ in range(3))
+        first = stages[: self.num_in_flight]
+        sent = deque(self._send_backward(saved, stage, outputs.popleft(), dy_sD) for stage in first)
+        for i in range(len(stages)):
+            if self.layout.overlap and outputs:
+                outputs[0].out.prefetch()
+            is_stored = self.stores_dq and saved.policy.attention in ("host", "disk") and i + 1 < len(stages)
+            dq_SnK = self._attend_heads_backward(i, attention, wait_all(sent.popleft()), saved.mixing)
+            dq.add(i, dq_SnK, "host" if is_stored else None)
+            del dq_SnK
+            for load in self.table.loads_ending(i):
+                dkv = attention.take_grads(load)
+                dk.add(load, next(dkv))
+                dv.add(load, next(dkv))
+            if outputs:
+                sent.append(self._send_backward(saved, stages[i + self.num_in_flight], outputs.popleft(), dy_sD))
+            for exchange in (dq, dk, dv):
+                exchange.wait()
+        with phase("projections"):
+            self.heads.project_backward(saved, [dq.take(), dk.take(), dv.take()], dy_sD, grads)
+
+    def _send_backward(self, saved: SavedActivations, stage: Stage, output: StageOutput, dy_sD: Tensor) -> InFlight:
+        """Send q, the attention output and its gradient, and k and v of a new load. lse, and q, k and v that were saved
+        after their exchange, are already on the right rank."""
+        with phase("projections"):
+            makers: list[Callable[[], Tensor]] = [
+                output.out.fetch,
+                partial(self.heads.output_grad, stage, saved, dy_sD),
+            ]
+            if saved.mixer_inputs:
+                q, *kv = saved.mixer_inputs.popleft()
+                return deque([q.fetch, *self._send(makers), *(t.fetch for t in kv), output.state.fetch])
+            projected = self.heads.project(saved, stage)
+            sent = self._send([projected.popleft, *makers, *[projected.popleft] * (len(projected) - 1)])
+            sent.append(output.state.fetch)
+            return sent
+
+    def _attend_heads_backward(
+        self, i: int, attention: StagedAttention, inputs: list[Tensor], mixing: Mixing
+    ) -> Tensor:
+        if mixing.sinks_H is not None:
+            self._sinks_backward(i, inputs[1], inputs[2], inputs[-1], mixing)
+        with phase("attention"), phase(f"stage {i}"):
+            return attention.attend_backward(self.table.stages[i], *inputs)
+
+    def _sinks_backward(self, i: int, out_SnK: Tensor, dout_SnK: Tensor, lse_nS: Tensor, mixing: Mixing) -> None:
+        assert mixing.sinks_H is not None
+        wide = lse_nS.dtype
+        sums_n, sinks_n1 = lse_nS.new_zeros(len(lse_nS)), self._own_sinks(mixing.sinks_H, i).to(wide)
+        for rows in tile_slices(len(out_SnK), self.layout.tile_tokens):
+            d_tn = (out_SnK[rows].to(wide) * dout_SnK[rows]).sum(-1)
+            sums_n -= ((sinks_n1 - lse_nS[:, rows]).exp() * d_tn.t()).sum(1)
+        if mixing.dsinks_H is None:
+            mixing.dsinks_H = torch.zeros_like(mixing.sinks_H, dtype=wide)
+        heads = {slot: head for slot, head in enumerate(self.table.stages[i].query_heads[self.rank]) if head >= 0}
+        own_n = sums_n[self._index(heads, sums_n)]
+        mixing.dsinks_H.index_add_(0, self._index(heads.values(), sums_n), own_n)
+
+    def _own_sinks(self, sinks_H: Tensor, i: int) -> Tensor:
+        """Return the sinks of this rank's heads in a stage, [n, 1]; empty slots have arbitrary values."""
+        heads = flatten_heads((self.table.stages[i].query_heads[self.rank],))
+        return sinks_H[self._index(heads, sinks_H), None]
+
+    def _staged_attention(self, saved: SavedActivations) -> StagedAttention:
+        spec, layout = self.spec, self.layout
+        kernel = KERNELS.get(layout.kernel, layout.kernel)  # tested when the model was built, unless it is auto
+        settings = AttentionSpec(
+            scale=spec.scale,
+            window=spec.window,
+            docs=saved.mixing.docs,
+            kernel=kernel,
+            blocks=layout.blocks,
+            causal=spec.causal,
+        )
+        if spec.softcap is not None:
+            settings["softcap"] = spec.softcap
+        return StagedAttention(self.table, self.rank, self.layer.ring, settings)
+
+    # ---- heads: [s, H, K] in the model's order, and the slots of ranks and stages
+
+    def _index(self, heads: Iterable[int], like: Tensor) -> Tensor:
+        """Return heads or slots as an index on the device of `like`. Kept, because a copy from the host would wait for
+        the GPU."""
+        if (key := tuple(heads)) not in self._indices:
+            with torch.inference_mode(False):  # training may follow an evaluation
+                self._indices[key] = torch.tensor(key, dtype=torch.long, device=like.device)  # also if empty
+        return self._indices[key]
+
+    def select_heads(self, t_sHK: Tensor, heads: Heads) -> Tensor:
+        """Return some heads in exchange layout [c, s, n, K]. May alias its input."""
+        order = flatten_heads(heads)
+        if order != list(range(t_sHK.shape[1])):
+            t_sHK = t_sHK.index_select(1, self._index(order, t_sHK))
+        return t_sHK.unflatten(1, (len(heads), -1)).transpose(0, 1).contiguous()
+
+    def join(self, outs: Sequence[Tensor]) -> Tensor:
+        """Return the heads of all ranks and stages, [t, H, K], from [c, t, n, K] of each stage."""
+        joined_tNK = _concat_slots(outs)
+        slots = self._query_slots
+        return joined_tNK if slots is None else joined_tNK.index_select(1, self._index(slots, joined_tNK))
+
+    @cached_property
+    def _query_slots(self) -> list[int] | None:
+        """For each query head, its slot among those of all ranks and stages; None if they are the same."""
+        order = [head for rank_heads in self.query_heads for head in rank_heads]
+        slots = [order.index(head) for head in range(self.spec.num_heads)]
+        return None if slots == list(range(len(order))) else slots
+
+    def sum_heads(self, ds_ctnK: Sequence[Tensor], heads: Heads, num_heads: int) -> Tensor:
+        """Sum the gradients of slots by head, [t, H, K]. A kv head may have several slots; empty slots have zeros."""
+        d_tNK, order = _concat_slots(ds_ctnK), flatten_heads(heads)
+        if order == list(range(num_heads)):
+            return d_tNK
+        sums_tHK = d_tNK.new_zeros(len(d_tNK), num_heads, d_tNK.shape[-1], dtype=sum_dtype(d_tNK.dtype))
+        sums_tHK.index_add_(1, self._index(order, d_tNK), d_tNK.to(sums_tHK.dtype))
+        return sums_tHK
+
+
+def _concat_slots(ts_ctnK: Sequence[Tensor]) -> Tensor:
+    ts_tcnK = [t.transpose(0, 1) for t in ts_ctnK]
+    return (ts_tcnK[0] if len(ts_tcnK) == 1 else torch.cat(ts_tcnK, dim=2)).flatten(1, 2)
+
+
+class CapturedHeads:
+    """The heads of a GeneralLayer, whose capture pass projects all of them at once."""
+
+    reads_grads_by_tile: ClassVar[bool] = False
+
+    def __init__(self, mixer: SoftmaxMixer) -> None:
+        self.mixer = mixer
+        self.layer: Any = mixer.layer
+
+    def project(self, saved: Any, stage: Stage) -> deque[Tensor]:
+        mixing, table = saved.mixing, self.mixer.table
+        if mixing.projected is None:
+            mixing.projected, others = self.layer.project(saved, self._tiles(saved))
+            mixing.sinks_H = others[0] if others else None
+        q_sHK, *kv = mixing.projected
+        selected = [self.mixer.select_heads(q_sHK, stage.query_heads)]
+        if stage.load is not None:
+            selected += [self.mixer.select_heads(t, table.loads[stage.load].kv_heads) for t in kv]
+        if stage is table.stages[-1]:
+            mixing.projected = None
+        return deque(selected)
+
+    def output_grad(self, stage: Stage, saved: Any, dy_sD: Tensor) -> Tensor:
+        dout_csnK = self.mixer.select_heads(saved.dout_sHK, stage.query_heads)
+        if stage is self.mixer.table.stages[-1]:
+            saved.dout_sHK = None
+        return dout_csnK
+
+    def project_backward(
+        self, saved: Any, head_grads: Sequence[list[TensorHandle]], dy_sD: Tensor, grads: GradSum
+    ) -> None:
+        mixer, spec, mixing = self.mixer, self.mixer.spec, saved.mixing
+        all_heads = mixer.query_heads, mixer.kv_heads, mixer.kv_heads
+        counts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+
+        def grads_of(rows: slice) -> list[Tensor]:
+            douts = [
+                mixer.sum_heads([d.fetch()[:, rows] for d in ds], heads, count).to(dy_sD.dtype)
+                for ds, heads, count in zip(head_grads, all_heads, counts, strict=True)
+            ]
+            if mixing.dsinks_H is not None and rows.start == 0:
+                douts.append(mixing.dsinks_H.to(mixing.sinks_H.dtype))
+            return douts
+
+        for rows, dx_tD in self.layer.project_backward(saved, self._tiles(saved), grads_of, grads):
+            dy_sD[rows] += dx_tD
+
+    def _tiles(self, saved: Any) -> Iterator[tuple[slice, Tensor, LayerInputs]]:
+        for rows, x_tD in self.layer.input_tiles(saved):
+            yield rows, x_tD, saved.inputs.tile(rows)
