@@ -21,6 +21,7 @@ from parity import random_ids
 from refusals import assert_refused
 from runs import copy_back_at, numbers, run, tiny_run
 
+pytestmark = pytest.mark.usefixtures("probes_once")
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 P = 0.3
 

@@ -701,7 +701,7 @@ def test_extra_files_of_a_download_do_not_change_the_model(tmp_path):
 
 
 def test_the_global_batch_is_kept_by_another_number_of_ranks(ranks, reference_run, tmp_path):
-    config = with_run_dir(reference_run, tmp_path / "two", global_batch=4, accumulate=1, save_every=2)
+    config = with_run_dir(reference_run, tmp_path / "two", steps=3, global_batch=4, accumulate=1, save_every=2)
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cp=1))
     ranks.run(2, run, config)
     resumed = with_run_dir(config, copy_back_at(config.train.run_dir, tmp_path / "one", 2))

@@ -30,7 +30,7 @@ from ithaka.train.trainer import prepare
 from refusals import assert_refused
 from runs import MODEL, copy_back_at, metrics, saves_in_time, tiny_run
 
-pytestmark = pytest.mark.usefixtures("quiet_transformers")
+pytestmark = pytest.mark.usefixtures("quiet_transformers", "probes_once")
 IDS = torch.arange(40).reshape(2, 20) * 13 % 61
 
 

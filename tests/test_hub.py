@@ -53,6 +53,8 @@ from pathlib import Path
 from ithaka.config import DataConfig
 from ithaka.data import files, open, read
 from ithaka.data.tokenizer import load_tokenizer
+import datasets
+datasets.config.STREAMING_READ_RETRY_INTERVAL = 0.1  # seconds
 files.STREAMED_BYTES, read.SHARD_BYTES = 0, 4096
 caches, tokenizer = (Path(f"tokens{i}") for i in itertools.count()), load_tokenizer("bytes", None)
 
