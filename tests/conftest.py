@@ -139,13 +139,16 @@ def ranks():
     group.close()
 
 
+SEARCHES = ("choose", "longest_context", "smallest_machine", "smallest_capacity", "adapter_that_fits")
+
+
 @pytest.fixture(scope="module")
 def plans_once(pytestconfig):
     """Cache plans within a module: tests request the same ones repeatedly, and planning is deterministic."""
     from ithaka.plan.search import SearchSpace
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in () if pytestconfig.getoption("--plain") else ("choose", "longest_context"):
+        for name in () if pytestconfig.getoption("--plain") else SEARCHES:
             patch.setattr(SearchSpace, name, _call_once(name, getattr(SearchSpace, name)))
         yield
 
@@ -161,10 +164,10 @@ _results = {}
 
 
 def _call_once(name, method):
-    def call(space, argument):
-        key = name, space.shape, space.hardware, repr(sorted(space.fixed.items())), argument
+    def call(space, *arguments):
+        key = name, space.shape, space.hardware, repr(sorted(space.fixed.items())), arguments
         if key not in _results:
-            _results[key] = method(space, argument)
+            _results[key] = method(space, *arguments)
         return _results[key]
 
     return call

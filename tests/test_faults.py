@@ -305,23 +305,30 @@ def frozen(patch):
     asleep(patch, lambda: os.kill(os.getpid(), signal.SIGSTOP), step_s=None)
 
 
-@pytest.mark.parametrize(
-    "fault, message",
-    [
-        (asleep, "did not arrive: no rank made progress for 2 s"),
-        (frozen, "has sent no heartbeat for 2 s: it died or is frozen"),
-    ],
-)
-def test_a_rank_that_hangs_is_named_and_ends_the_run(reference_run, tmp_path, fault, message):
-    config, victims = with_run_dir(reference_run, tmp_path / "run"), Ranks(2)
-    victims.start(2, tmp_path, run_and_record_exit, fault, config, tmp_path)
-    wait_for(lambda: any(path.read_text() for path in tmp_path.glob("words-*")))
-    output = next(path.read_text() for path in tmp_path.glob("words-*") if path.read_text())
-    victims.close()
-    assert output.startswith(f"{ExitCode.HANG} rank 1 on ") and message in output.splitlines()[0]
-    assert fault is frozen or "\n  rank 1 last reported step 3, layer 1 / forward / attention / stage 0\n" in output
-    assert "\n  rank 0 last reported step 3, layer 1 / forward / exchange\n" in output
-    assert any("attend" in path.read_text() for path in (tmp_path / "run/hang").glob("stacks-*"))
+HANGS = {
+    asleep: "did not arrive: no rank made progress for 2 s",
+    frozen: "has sent no heartbeat for 2 s: it died or is frozen",
+}
+
+
+def test_a_rank_that_hangs_is_named_and_ends_the_run(reference_run, tmp_path):
+    """Both runs start before the test waits for the first: each takes seconds to end."""
+    folders, victims = {fault: tmp_path / fault.__name__ for fault in HANGS}, {fault: Ranks(2) for fault in HANGS}
+    for fault, folder in folders.items():
+        folder.mkdir()
+        config = with_run_dir(reference_run, folder / "run")
+        victims[fault].start(2, folder, run_and_record_exit, fault, config, folder)
+    outputs = {}
+    for fault, folder in folders.items():
+        wait_for(lambda folder=folder: any(path.read_text() for path in folder.glob("words-*")))
+        outputs[fault] = next(path.read_text() for path in folder.glob("words-*") if path.read_text())
+        victims[fault].close()
+    for fault, output in outputs.items():
+        assert output.startswith(f"{ExitCode.HANG} rank 1 on ") and HANGS[fault] in output.splitlines()[0]
+        assert "\n  rank 0 last reported step 3, layer 1 / forward / exchange\n" in output
+        assert any("attend" in path.read_text() for path in (folders[fault] / "run/hang").glob("stacks-*"))
+    position = "\n  rank 1 last reported step 3, layer 1 / forward / attention / stage 0\n"
+    assert position in outputs[asleep]
 
 
 def out_of_memory(patch):
@@ -533,7 +540,7 @@ def test_host_memory_exhaustion_is_reported_once(monkeypatch, capfd):
 
 def slow_disk(patch, planned_bytes_s=1e9):
     pwrite = os.pwrite
-    patch.setattr(store.os, "pwrite", lambda *args: time.sleep(0.25) or pwrite(*args))
+    patch.setattr(store.os, "pwrite", lambda *args: time.sleep(0.1) or pwrite(*args))
     patch.setattr(watch, "SLOW_DISK_S", 0.02)
     patch.setattr(watch, "DISK_BYTES_S", planned_bytes_s)
 

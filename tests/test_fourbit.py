@@ -197,7 +197,7 @@ def unpacked_values(model):
 
 @pytest.mark.parametrize(
     "stored, cp",
-    [("bf16", 1), ("bf16", 4), ("double", 2), ("single", 2), pytest.param("bf16", 2, marks=pytest.mark.slow)],
+    [("bf16", 1), ("double", 2), ("single", 2), *(pytest.param("bf16", cp, marks=pytest.mark.slow) for cp in (2, 4))],
 )
 def test_weights_from_files_equal_those_of_bitsandbytes(saved, stored, cp):
     adapter, ids = AdapterConfig(rank=3, base="nf4"), random_ids(1, 24)

@@ -109,7 +109,7 @@ def test_compiled_layers_equal_plain_transformers(family, monkeypatch):
     assert_equal(compare(tiny_decoder(family, num_hidden_layers=2), Layout(tile_tokens=5, compile=True)))
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize("family", [pytest.param("gemma3_text", marks=pytest.mark.slow), "deepseek_v3"])
 def test_a_saved_model_loads_into_plain_transformers(family, tmp_path):
     """Gemma has tied embeddings and two rope bases, DeepSeek experts and a persistent buffer."""
     plain = tiny_decoder(family, torch.float32, num_hidden_layers=2)

@@ -64,6 +64,7 @@ def record(calls, module, *values):
     calls.append([tensor.detach().clone() for tensor in tensors if isinstance(tensor, torch.Tensor)])
 
 
+@pytest.mark.usefixtures("probes_once")
 @pytest.mark.parametrize(
     "kind,layout",
     [
@@ -289,6 +290,7 @@ def test_frequencies_depend_on_the_longest_position_of_all_ranks(rope, cp):
         assert_equal(compare(plain, Layout(cp, tile_tokens=5), tokens=tokens))
 
 
+@pytest.mark.usefixtures("probes_once")
 @pytest.mark.parametrize("rope", ROPES)
 def test_frequencies_are_chosen_for_each_call(rope):
     """A long sequence changes a later short one only as far as in plain transformers."""
@@ -301,6 +303,7 @@ def test_frequencies_are_chosen_for_each_call(rope):
             assert relative(model(input_ids=ids).logits, plain(input_ids=ids).logits) < 1e-10
 
 
+@pytest.mark.usefixtures("probes_once")
 @pytest.mark.parametrize("family", ["olmo2", "gpt_oss", "gemma3_text", "glm4", "deepseek_v3", "phi3"])
 def test_angles_are_exact_at_ten_million_positions(family):
     model = make(family, dtype=torch.float32)
@@ -322,6 +325,7 @@ def test_angles_are_exact_at_ten_million_positions(family):
             assert torch.allclose(ours[0].double(), columns, atol=1e-6, rtol=0)
 
 
+@pytest.mark.usefixtures("probes_once")
 def test_the_loss_does_not_depend_on_where_positions_start():
     """Rotations are relative. With angles in fp32, they would be wrong ten million positions from the start."""
     model = parallelize_model(make(dtype=torch.float32))

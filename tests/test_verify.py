@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,6 +127,9 @@ def test_a_layer_of_each_kind_is_compared_and_named(tmp_path, monkeypatch, runs)
         source = f"model.layers.{[0, 2, 3][int(index)]}.{rest}" if index.isdecimal() else name
         assert torch.equal(weight, weights[source].double()), name
     layout = verify.make_layout(None, 1, model.config.num_attention_heads, 3)
+    if not runs:  # test_measured_shapes.py measures models, which takes seconds here
+        shape = SimpleNamespace(heads=8, windows=(5, 5, 5, 0, 5, 5), family="afmoe")
+        monkeypatch.setattr(verify, "read_shape", lambda path: shape)
     checks = list(verify.run_checks(tmp_path / "cut", make_mesh(1), layout, None)) if runs else []
     assert not [check for check in checks if not check["ok"]]
     parameters = ("layers.1.self_attn.q_proj.weight", "heads of layers.2.self_attn.k_proj.weight", "norm.weight")
