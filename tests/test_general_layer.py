@@ -129,6 +129,7 @@ CASES = {  # family, changes to its configuration, layout, inputs
 
 SLOW = (
     "biases, tied embeddings",
+    "chunks, complex rotations",  # test_prefixes_are_exact.py has them
     "data parallel",
     "experts, padding on two ranks",
     "two rope bases, documents in positions",

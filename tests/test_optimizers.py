@@ -131,7 +131,7 @@ def sharded_steps():
 
 def test_muon_on_shards_equals_muon_on_full_matrices(ranks):
     """Compares in fp64. PyTorch orthogonalizes in bfloat16, where sums in another order differ by percents."""
-    for errors in ranks.run(4, wide_sharded_steps):
+    for errors in ranks.run(2, wide_sharded_steps):
         assert max(errors) < 1e-10
 
 

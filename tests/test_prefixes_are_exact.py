@@ -144,7 +144,7 @@ def config_of(family):
     "cp,family,layout,forests",
     [
         (1, "llama", Layout(), FORESTS),
-        (2, "window", Layout(tile_tokens=5), ("answers", "late")),
+        (2, "window", Layout(tile_tokens=5), ("late",)),
         (4, "qwen3", Layout(heads_per_stage=4), ("depths",)),
     ],
     ids=str,

@@ -170,7 +170,7 @@ CASES = {  # model, changes, inputs, layout, inputs with gradients, other argume
 }
 
 
-SLOW = ("Wan on one rank", "Wan in stages and tiles")
+SLOW = ("Wan on one rank", "Wan in stages and tiles", "Wan on four ranks, with padding", "LTX on one rank")
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
