@@ -30,7 +30,7 @@ from ithaka.preflight.run import model_shape
 from ithaka.train.console import read_metrics
 from models import tiny_config, tiny_model
 from refusals import assert_refused
-from runs import copy_back_at, run
+from runs import copy_run_at_step, run
 from test_preferences_and_rewards import tokenizer
 from trainers import trainer_environment
 
@@ -145,7 +145,7 @@ def test_losses_metrics_and_weights_are_trls(ranks, folder, adapter, num_ranks):
     saved = load_file(work_dir / "exported" / ("adapter_model.safetensors" if adapter else "model.safetensors"))
     for name, tensor in saved.items():
         assert torch.allclose(tensor.double(), weights[name], rtol=1e-5, atol=1e-7), name
-    copied = copy_back_at(config.train.run_dir, work_dir / "again", 1)
+    copied = copy_run_at_step(config.train.run_dir, work_dir / "again", 1)
     again = replace(config, train=replace(config.train, run_dir=copied))
     ranks.run(num_ranks, run_sharing, 16, again, copied)
     for line, other in zip(steps(copied), steps(config.train.run_dir), strict=True):

@@ -29,7 +29,7 @@ from ithaka.train import heartbeat, loop, step, watch
 from ithaka.train import trainer as trainer_module
 from ithaka.train.console import Console, read_metrics
 from ranks import Ranks
-from runs import copy_back_at, metrics, numbers, run, run_and_record_exit, tiny_run, valid, wait_for
+from runs import bitwise_metrics, copy_run_at_step, metrics, run, run_and_record_exit, tiny_run, validate, wait_for
 
 
 def with_run_dir(config, run_dir, **train):
@@ -95,7 +95,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(ranks, referen
     assert error is None
     assert f"step-00000002 cannot be written: {message}" in output and "The run continues" in output
     assert [path.name for path in (tmp_path / "run/checkpoints").glob("*")] == ["step-00000004"]
-    assert numbers(config.train.run_dir) == numbers(reference_run.train.run_dir)
+    assert bitwise_metrics(config.train.run_dir) == bitwise_metrics(reference_run.train.run_dir)
 
 
 def test_errors_after_the_last_save_do_not_fail_the_run(tmp_path, monkeypatch, capfd):
@@ -180,7 +180,7 @@ def stop_while_saving(config):
         with_fast_watchdog(patch, STEP_S)
         patch.setattr(heartbeat, "exit_rank", exits.append)
         patch.setattr(save.dcp.FileSystemWriter, "write_data", slow)
-        checked = valid(config)
+        checked = validate(config)
         limits, code = heartbeat.Limits.for_run(checked), loop.train(checked)
     return code, output.getvalue(), exits, [limits.for_phase(path) == limits.save > 100 * SAVE_S for path in paths]
 
@@ -208,7 +208,7 @@ def test_a_slow_save_is_not_a_hang_and_the_next_save_is_skipped(reference_run, t
 def train_with_slow_saves(config):
     with pytest.MonkeyPatch.context() as patch:
         slow_to_write(patch)
-        loop.train(valid(config))
+        loop.train(validate(config))
 
 
 def test_the_best_weights_are_saved_even_while_another_save_is_in_progress(ranks, reference_run, tmp_path):
@@ -711,12 +711,12 @@ def test_the_global_batch_is_kept_by_another_number_of_ranks(ranks, reference_ru
     config = with_run_dir(reference_run, tmp_path / "two", steps=3, global_batch=4, accumulate=1, save_every=2)
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cp=1))
     ranks.run(2, run, config)
-    resumed = with_run_dir(config, copy_back_at(config.train.run_dir, tmp_path / "one", 2))
+    resumed = with_run_dir(config, copy_run_at_step(config.train.run_dir, tmp_path / "one", 2))
     ranks.run(1, run, resumed, resumed.train.run_dir)
     losses, resumed_losses = ([r["loss"] for r in metrics(c.train.run_dir)[3:]] for c in (config, resumed))
     assert resumed_losses == pytest.approx(losses, rel=1e-5)
     changed = with_run_dir(
-        resumed, copy_back_at(config.train.run_dir, tmp_path / "lost", 2), global_batch=None, accumulate=2
+        resumed, copy_run_at_step(config.train.run_dir, tmp_path / "lost", 2), global_batch=None, accumulate=2
     )
     [(output, _)] = ranks.run(1, run_with_fault, slow_validation, changed, True)
     assert "2 sequences per step (was 4); train.global_batch=4 keeps them" in output

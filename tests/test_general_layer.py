@@ -12,14 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ithaka
 from decoders import DECODERS, tiny_decoder
-from general import add_lora, assert_equal, compare, gradient_errors, mean_loss, wide_runs
+from general import add_lora, assert_equal, compare, fp64_tiles, gradient_errors, mean_loss
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.runs import LayerRuns
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
 from ithaka.verify import InFloat64
 from parity import plain_sum, random_ids, relative
-from threads import on_threads
+from threads import run_on_threads
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers", "probes_once")
 
@@ -236,8 +236,8 @@ def on_two_ranks(family, function, **changes):
             got = function(model)
         return {"result": relative(got.detach(), expected.detach())} | gradient_errors(model, plain)
 
-    with wide_runs():
-        return on_threads(2, work)
+    with fp64_tiles():
+        return run_on_threads(2, work)
 
 
 def test_token_logprobs_are_differentiable():
@@ -298,7 +298,7 @@ def test_a_layer_makes_its_indices_once():
             counts.append(counter.num_calls)
         return counts
 
-    for first, second in on_threads(2, work):
+    for first, second in run_on_threads(2, work):
         assert first > 0 and second == 0
 
 

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from decoders import tiny_decoder
-from general import assert_equal, compare, gradient_errors, wide_runs
+from general import assert_equal, compare, fp64_tiles, gradient_errors
 from ithaka.dist.mesh import make_mesh
 from ithaka.layer.loss import LinearHead
 from ithaka.layout import EVERYTHING, Layout
@@ -15,7 +15,7 @@ from ithaka.model.build import parallelize_model
 from ithaka.verify import InFloat64
 from parity import random_ids, relative
 from refusals import assert_refused
-from threads import on_threads
+from threads import run_on_threads
 
 pytestmark = pytest.mark.usefixtures("probes_once")
 
@@ -48,7 +48,7 @@ def errors_of_rank(family: str, layout: Layout):
     expected.backward()
     model = parallelize_model(tiny_decoder(family, **BALANCED), mesh=mesh, layout=layout)
     rows = torch.arange(len(IDS)).chunk(mesh.dp_size)[mesh.dp_rank]
-    with wide_runs(), InFloat64():
+    with fp64_tiles(), InFloat64():
         out = model(input_ids=IDS[rows], labels=LABELS[rows], attention_mask=MASK[rows])
         (3 * out.loss).backward()
     for param in plain.parameters():
@@ -66,7 +66,7 @@ def errors_of_rank(family: str, layout: Layout):
     ],
 )
 def test_the_load_balancing_loss_equals_that_of_plain_transformers(family, num_ranks, layout):
-    assert_equal(on_threads(num_ranks, lambda: errors_of_rank(family, layout)))
+    assert_equal(run_on_threads(num_ranks, lambda: errors_of_rank(family, layout)))
 
 
 def test_micro_batches_share_the_load_balancing_loss():

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from decoders import tiny_decoder
-from general import assert_equal, compare, wide_runs
+from general import assert_equal, compare, fp64_tiles
 from grids import diagonal
 from ithaka.config import ConfigError
 from ithaka.layer.runs import CapturingMask, _attend
@@ -79,7 +79,7 @@ def test_a_hook_on_a_layer_is_called_once_with_the_values_of_plain_transformers(
     model = parallelize_model(copy.deepcopy(plain), layout=LAYOUTS[layout])
     for name, hooked in (("plain", plain), ("parallel", model)):
         getattr(hooked.model.layers[1], REGISTER[kind])(partial(record, calls[name]))
-    with InFloat64(), wide_runs():
+    with InFloat64(), fp64_tiles():
         for hooked in (plain, model):
             out = hooked(input_ids=IDS, use_cache=False).logits
             out.square().sum().backward()
@@ -221,7 +221,7 @@ def _remake(model, config):
 def test_two_parallel_models_do_not_disturb_each_other():
     plains = [make("gemma2"), make("gpt_oss")]
     models = [parallelize_model(copy.deepcopy(plain), layout=Layout(tile_tokens=7)) for plain in plains]
-    with InFloat64(), wide_runs():
+    with InFloat64(), fp64_tiles():
         losses = [model(input_ids=IDS, labels=IDS).loss for model in models]
         for loss in losses:
             loss.backward()
@@ -299,7 +299,7 @@ def test_frequencies_are_chosen_for_each_call(rope):
     model = parallelize_model(copy.deepcopy(plain), layout=Layout(tile_tokens=5))
     for tokens in (12, 40, 12, 24):
         ids = random_ids(1, tokens)
-        with InFloat64(), wide_runs(), torch.no_grad():
+        with InFloat64(), fp64_tiles(), torch.no_grad():
             assert relative(model(input_ids=ids).logits, plain(input_ids=ids).logits) < 1e-10
 
 

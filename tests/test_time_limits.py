@@ -22,7 +22,7 @@ from ithaka.train import trainer as trainer_module
 from ithaka.train.heartbeat import Limits, PhaseTracker
 from ithaka.train.watch import SlowRanks
 from ranks import Ranks
-from runs import metrics, run, run_and_record_exit, tiny_run, valid, wait_for
+from runs import metrics, run, run_and_record_exit, tiny_run, validate, wait_for
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_pause_in_attention_is_measured_for_documents_as_long_as_the_context(s
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    return valid(tiny_run(tmp_path_factory.mktemp("tiny")))
+    return validate(tiny_run(tmp_path_factory.mktemp("tiny")))
 
 
 LAYER, UPDATE, VALIDATION = ("layer 0", "backward"), ("optimizer",), ("validation", "layer 1", "forward")

@@ -26,7 +26,7 @@ from ithaka.model import batch, build, calls
 from models import CONSTRUCTING, tiny_config, tiny_model
 from refusals import assert_command_refused, assert_refused
 from runs import MODEL
-from threads import on_threads
+from threads import run_on_threads
 
 LORA = AdapterConfig(rank=2, targets=("31.self_attn.q_proj", "down_proj"))
 
@@ -76,7 +76,7 @@ def cut_llama(llama, tmp_path_factory):
 
 def checks_of(folder: Path, cp: int, adapter: AdapterConfig | None = None) -> dict[str, dict]:
     layout = verify.make_layout(None, cp, verify.read_hf_config(folder).num_attention_heads)
-    ranks = on_threads(cp, lambda: list(verify.run_checks(folder, make_mesh(cp), layout, adapter)))
+    ranks = run_on_threads(cp, lambda: list(verify.run_checks(folder, make_mesh(cp), layout, adapter)))
     return {check["part"]: check for check in ranks[0]}
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from general import add_lora, assert_equal, gradient_errors, mean_loss, wide_runs
+from general import add_lora, assert_equal, fp64_tiles, gradient_errors, mean_loss
 from grids import diagonal
 from ithaka import verify
 from ithaka.config import AdapterConfig, ConfigError
@@ -42,7 +42,7 @@ from ithaka.plan.show import list_assumptions
 from ithaka.rehearse import rehearse
 from ithaka.verify import InFloat64
 from parity import Errors, plain_sum, relative
-from threads import on_threads
+from threads import run_on_threads
 from trainers import full_weights, trainer_environment
 from vlms import media_inputs, model_for, picture, tiny_processor, tiny_vlm, vlm_config
 
@@ -58,7 +58,7 @@ def wide_encoder() -> Iterator[None]:
         with InFloat64():
             return plain(self, *inputs)
 
-    with wide_runs(), pytest.MonkeyPatch.context() as patch:
+    with fp64_tiles(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(vision.TiledEncoder, "run", run)
         patch.setattr(vision, "PATCHES_PER_TILE", 20)
         yield
@@ -92,7 +92,7 @@ def compare(
         return {"loss": relative(local_loss.detach(), loss.detach()), **gradient_errors(model, plain)}
 
     with wide_encoder():
-        return on_threads(len(models), work)
+        return run_on_threads(len(models), work)
 
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl"]
@@ -158,7 +158,7 @@ def test_adapters_equal_peft(targets, base, monkeypatch):
 def test_adapters_are_merged_for_an_engine():
     plain = add_lora(tiny_vlm("qwen3_vl"), target_modules=["v_proj", "qkv", "linear_fc1"])
     models = [copy.deepcopy(plain)]
-    (merged,) = on_threads(1, lambda: dict(iterate_weights(parallelize_model(models[0]))))
+    (merged,) = run_on_threads(1, lambda: dict(iterate_weights(parallelize_model(models[0]))))
     expected = plain.merge_and_unload().state_dict()
     assert merged.keys() == expected.keys()
     assert all(torch.allclose(merged[name], expected[name]) for name in expected)
@@ -188,7 +188,7 @@ def test_bfloat16_is_as_precise_as_autocast(family):
         model = parallelize_model(models[0], layout=Layout(dtype="bfloat16", tile_tokens=9))
         return loss_and_gradients(model, narrow, contextlib.nullcontext())
 
-    (ours,) = on_threads(1, work)
+    (ours,) = run_on_threads(1, work)
     assert relative(ours, expected) < 1.2 * relative(theirs, expected)  # a tiny model; up to 1.16, depending on the CPU
 
 
@@ -287,7 +287,7 @@ def test_calls_are_refused():
             model.generate(**inputs)
         assert torch.equal(model.generate(**text), expected)
 
-    on_threads(1, work)
+    run_on_threads(1, work)
 
 
 # ---- TRL
@@ -393,4 +393,4 @@ def test_verify_compares_images(family, tmp_path, monkeypatch):
         layout = verify.make_layout(None, 2, 4)
         return {each["part"]: each["ok"] for each in verify.run_checks(tmp_path, make_mesh(2), layout, None)}
 
-    assert all(on_threads(2, check)[0].values())
+    assert all(run_on_threads(2, check)[0].values())
