@@ -260,7 +260,7 @@ def test_an_adapter_records_how_its_base_is_stored(saved):
     assert describe_base(adapter, {}) == {}
 
 
-@pytest.mark.parametrize("stored", ["double", "mxfp4"])
+@pytest.mark.parametrize("stored", ["double", pytest.param("mxfp4", marks=pytest.mark.slow)])
 def test_commands_read_four_bit_files(saved, tmp_path, stored):
     """verify compares the values of the files; evaluate and sample merge an adapter into them."""
     if stored == "mxfp4":

@@ -86,7 +86,7 @@ def load_and_save(folder, out):
         return model(input_ids=IDS).logits, tensors
 
 
-ALWAYS = ("glm4_moe", "mixtral", "gemma2", "qwen3_5_text")
+ALWAYS = ("glm4_moe", "mixtral", "gemma2")
 
 
 # GLM has buffers in its files, Mixtral renamed experts, and Gemma 2 an embedding scale that no file contains.

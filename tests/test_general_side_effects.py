@@ -5,6 +5,7 @@ import copy
 import gc
 import weakref
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -280,8 +281,10 @@ ROPES = {
 
 
 @pytest.mark.usefixtures("probes_once")
-@pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("cp", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    "rope, cp",
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case != ("longrope", 2))) for case in product(ROPES, (1, 2))],
+)
 def test_frequencies_depend_on_the_longest_position_of_all_ranks(rope, cp):
     """The first of two ranks, and the first tile, have only short positions."""
     family, changes = ROPES[rope]
