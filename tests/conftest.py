@@ -2,7 +2,6 @@
 
 import gc
 import os
-import threading
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DISABLE_MLFLOW_INTEGRATION", "TRUE")  # TRL would import it, which takes a second
@@ -11,6 +10,8 @@ import pytest
 
 import replacements
 from programs import PLAIN, PRELOAD, fork_from_here
+
+gc.disable()  # until collection ends: imports make millions of objects and no garbage
 
 
 def pytest_addoption(parser):
@@ -74,6 +75,7 @@ def pytest_collection_finish():
     """Exempt imported modules from garbage collection: each pass would traverse all of torch and transformers."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -137,49 +139,35 @@ def ranks():
     group.close()
 
 
+SEARCHES = ("choose", "longest_context", "smallest_machine", "smallest_capacity", "adapter_that_fits")
+
+
 @pytest.fixture(scope="module")
 def plans_once(pytestconfig):
     """Cache plans within a module: tests request the same ones repeatedly, and planning is deterministic."""
     from ithaka.plan.search import SearchSpace
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in () if pytestconfig.getoption("--plain") else ("choose", "longest_context"):
+        for name in () if pytestconfig.getoption("--plain") else SEARCHES:
             patch.setattr(SearchSpace, name, _call_once(name, getattr(SearchSpace, name)))
         yield
 
 
 @pytest.fixture
-def probes_once(pytestconfig):
-    """Cache the probe's findings per layer configuration: every rank of every case needs them.
-
-    Do not use it in tests that change the code of a layer, or that test the probe.
-    """
-    from ithaka.roots import general, probe
-    from ithaka.weights.adapters import find_decoder
-
-    def probe_once(model, recorder, device):
-        layers = tuple(map(probe.describe_layer, find_decoder(model).layers))
-        key = type(model), model.config.to_json_string(), layers, device
-        with _probing:
-            if key not in _results:
-                _results[key] = probe.probe_layers(model, recorder, device)
-            return _results[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        if not pytestconfig.getoption("--plain"):
-            patch.setattr(general, "probe_layers", probe_once)
+def probes_once():
+    """Cache the probe's findings in this process, see replacements.py."""
+    with replacements.cached_probes():
         yield
 
 
 _results = {}
-_probing = threading.Lock()
 
 
 def _call_once(name, method):
-    def call(space, argument):
-        key = name, space.shape, space.hardware, repr(sorted(space.fixed.items())), argument
+    def call(space, *arguments):
+        key = name, space.shape, space.hardware, repr(sorted(space.fixed.items())), arguments
         if key not in _results:
-            _results[key] = method(space, argument)
+            _results[key] = method(space, *arguments)
         return _results[key]
 
     return call

@@ -19,11 +19,11 @@ from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 from models import CONSTRUCTING
 from parity import Errors, plain_sum, random_ids, relative
-from threads import on_threads
+from threads import run_on_threads
 
 
 @contextmanager
-def wide_runs() -> Iterator[None]:
+def fp64_tiles() -> Iterator[None]:
     """Run the tiles of fp64 layers under `InFloat64`, also in backward: autograd does not enter the caller's modes."""
     with pytest.MonkeyPatch.context() as patch:
         runs = (LayerPasses, "capture"), (LayerPasses, "resume"), (GraphHead, "run"), (LinearHead, "run")
@@ -130,11 +130,11 @@ def compare(
         errors["loss"] = relative(own_loss.detach(), loss.detach())
         return {**errors, **gradient_errors(model, plain)}
 
-    with wide_runs() if wide else nullcontext():
-        return on_threads(layout.cp * dp, work)
+    with fp64_tiles() if wide else nullcontext():
+        return run_on_threads(layout.cp * dp, work)
 
 
-def worst(errors_of_ranks: list[Errors]) -> tuple[float, str]:
+def worst_error(errors_of_ranks: list[Errors]) -> tuple[float, str]:
     return max((error, name) for errors in errors_of_ranks for name, error in errors.items())
 
 

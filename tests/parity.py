@@ -81,7 +81,7 @@ def check(errors_of_ranks: list[Errors] | list[list[Errors]]) -> None:
 _compared: dict[tuple, tuple[nn.Module, nn.Module, Mesh]] = {}  # the latest models
 
 
-def each_of(compare: Callable[..., Errors], cases: list[tuple]) -> list[Errors]:
+def for_each_case(compare: Callable[..., Errors], cases: list[tuple]) -> list[Errors]:
     """Return one rank's errors of several cases, which share their models."""
     return [compare(*case) for case in cases]
 

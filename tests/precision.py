@@ -25,7 +25,7 @@ from ithaka.comm.mesh import make_mesh
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
 from models import plain_loss, tiny_config, widen
-from threads import on_threads
+from threads import run_on_threads
 
 Gradients = dict[str, Tensor]
 Choices = dict[str, Tensor]  # per router: the experts of every token, [S, k]
@@ -158,7 +158,7 @@ def with_choices(model, batch, cp: int, layout: Layout) -> tuple[Gradients, dict
         loss.backward()
         return {name: param.grad.full_tensor() for name, param in ours.named_parameters()}, chosen
 
-    (grads, _), *_ = ranks = on_threads(cp, work)
+    (grads, _), *_ = ranks = run_on_threads(cp, work)
     choices = {
         when: {name: torch.cat([t for _, chosen in ranks for t in chosen[when][name]]) for name in ranks[0][1][when]}
         for when in ("forward", "backward")
@@ -197,7 +197,7 @@ def our_gradients(model: PreTrainedModel, batch: Batch, cp: int, layout: Layout)
         ours(input_ids=batch.ids, labels=batch.ids, **batch.for_ours()).loss.backward()
         return {name: grad.full_tensor() for name, grad in _gradients(ours).items()}
 
-    first, *others = on_threads(cp, work)
+    first, *others = run_on_threads(cp, work)
     for other in others:
         assert all(torch.equal(grad, other[name]) for name, grad in first.items())
     return first
@@ -277,7 +277,9 @@ def print_routers(family: str, device: torch.device) -> None:
     size = LARGE if device.type == "cuda" else SMALL
     for name, is_expert_module in {"expert block": experts.is_expert_module, "black box": lambda module: False}.items():
         with patch.object(experts, "is_expert_module", is_expert_module):
-            errors = error_ratios(*gradients_with_choices(family, size, device, 1, bf16(tile_tokens=size.tokens // 3)))
+            errors = error_ratios(
+                *gradients_with_choices(family, size, device, 1, bf16_layout(tile_tokens=size.tokens // 3))
+            )
         ratios = [a / b for a, b in errors[ROUTERS]]
         print(f"{family}, {name}: {ratio_of_all(errors[ROUTERS]):.3f} over {len(ratios)} routers", end="; ")
         print(f"each from {min(ratios):.3f} to {max(ratios):.3f}")
@@ -334,7 +336,7 @@ def packed_documents(num_tokens: int) -> tuple[int, ...]:
     return (*lengths, num_tokens - sum(lengths))
 
 
-def bf16(
+def bf16_layout(
     heads_per_stage=None, keep_input="device", keep_attention=None, projections=False, checkpoint=True, **fields
 ) -> Layout:
     """Return the layout of one layer on one rank; `parallel_copy` extends it to a model."""
@@ -349,7 +351,7 @@ def print_table(family: str, cps: list[int], stages: list[int], device: torch.de
     layouts = [(cp, num) for cp in cps for num in stages if size.heads % num == 0 and size.heads // num % cp == 0]
     by_layout = {}
     for cp, num in layouts:
-        layout = bf16(size.heads // num, tile_tokens=size.tokens // 4)
+        layout = bf16_layout(size.heads // num, tile_tokens=size.tokens // 4)
         ours = yardsticks.ours(cp, layout)
         by_layout[f"cp {cp}, {num} stages"] = error_ratios(ours, yardsticks.autocast, yardsticks.exact)
     print(f"{family}{', packed documents' if packed else ''}, {size}")

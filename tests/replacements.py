@@ -5,10 +5,13 @@ shapes over yet another mesh and measuring the same model again, which is not wh
 returns what the original would, computed once, or leaves out what no test can observe. `pytest --plain` runs without
 them, and `make test-all` runs a selection that way, which exposes a replacement that hides an error.
 
+`cached_probes` is for the processes of `ranks.Ranks` and, as the fixture `probes_once`, for tests.
+
 `--plain` also turns off `programs.forks` (processes are forks of one that has imported everything), `runs.may_fork`
 (torchrun's ranks are too), and the fixtures `plans_once` and `probes_once`.
 """
 
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -17,7 +20,11 @@ import json
 import os
 import pickle
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+
+from programs import PLAIN
 
 
 def install(folder: Path) -> None:
@@ -83,3 +90,32 @@ def _share_measurements(folder: Path) -> None:
             return shape
 
     module.measure_model = measure_once
+
+
+_findings: dict = {}
+_probing = threading.Lock()
+
+
+@contextlib.contextmanager
+def cached_probes() -> Iterator[None]:
+    """Cache the probe's findings per layer configuration in this process: every model of every case needs them.
+
+    Not for code that changes a layer, or that tests the probe.
+    """
+    from unittest import mock
+
+    from ithaka.roots.families import find_layers
+
+    from ithaka.roots import decoder as general
+    from ithaka.roots import probe
+
+    def probe_once(model, recorder, device):
+        layers = tuple(map(probe.describe_layer, find_layers(model)))
+        key = type(model), model.config.to_json_string(), layers, device
+        with _probing:
+            if key not in _findings:
+                _findings[key] = probe.probe_layers(model, recorder, device)
+            return _findings[key]
+
+    with contextlib.nullcontext() if PLAIN in os.environ else mock.patch.object(general, "probe_layers", probe_once):
+        yield

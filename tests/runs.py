@@ -68,7 +68,7 @@ def tiny_run(folder: Path, *, model: dict[str, Any] | None = None, **sections: d
     return parse_config({name: {**tree.get(name, {}), **sections.get(name, {})} for name in {**tree, **sections}})
 
 
-def valid(config: Config, resume: Path | None = None) -> Run:
+def validate(config: Config, resume: Path | None = None) -> Run:
     """Return the validated run for the current number of ranks, as preflight does."""
     return validate_run(config, dist.get_world_size() if dist.is_initialized() else 1, resume)
 
@@ -76,7 +76,7 @@ def valid(config: Config, resume: Path | None = None) -> Run:
 def run(config: Config, resume: Path | None = None, only_profile: bool = False) -> int:
     """Run training on this rank and return its exit code."""
     with saves_in_time():
-        return loop.train(valid(config, resume), only_profile)
+        return loop.train(validate(config, resume), only_profile)
 
 
 def saves_in_time() -> contextlib.AbstractContextManager[Any]:
@@ -141,7 +141,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [line for line in lines if "startup_s" not in line]
 
 
-def copy_back_at(run_dir: Path, folder: Path, step: int) -> Path:
+def copy_run_at_step(run_dir: Path, folder: Path, step: int) -> Path:
     """Copy the run as it was after saving step `step`.
 
     Losses of later steps in metrics.jsonl are replaced by wrong ones, to catch a run that does not recompute them.
@@ -154,7 +154,7 @@ def copy_back_at(run_dir: Path, folder: Path, step: int) -> Path:
     return folder
 
 
-def numbers(run_dir: Path) -> list[tuple]:
+def bitwise_metrics(run_dir: Path) -> list[tuple]:
     """Return the metrics that must be bitwise equal in two equal runs."""
     keys = ("step", "loss", "val_loss", "lr", "grad_norm", "tokens", "label_tokens")
     return [tuple(record[key] for key in keys) for record in metrics(run_dir)]

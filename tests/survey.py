@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
 
 from decoders import random_decoder
-from general import compare, worst
+from general import compare, worst_error
 from ithaka.blocks.expert_rows import Gate
 from ithaka.checks.verify import InFloat64
 from ithaka.config import ConfigError
@@ -146,7 +146,7 @@ class Finding:
     layer_types: list[str] = field(default_factory=list)
     experts: int = 0
     error: float | None = None
-    worst: str = ""  # the loss or parameter with this error
+    worst_error: str = ""  # the loss or parameter with this error
 
     @property
     def is_exact(self) -> bool:
@@ -331,7 +331,7 @@ def examine_variant(variant: Small) -> Finding:
     path = "fast" if find_root(model).uses_fast_path else "general"
     try:
         layers = read_layers(model)
-        error, name = worst(compare_wide(variant.build(torch.float64)))
+        error, name = worst_error(compare_wide(variant.build(torch.float64)))
     except ConfigError as refused:
         return Finding(model_type, "refused", shorten(str(refused)))
     except Exception as failed:

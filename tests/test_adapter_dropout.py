@@ -19,8 +19,9 @@ from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model
 from parity import random_ids
 from refusals import assert_refused
-from runs import copy_back_at, numbers, run, tiny_run
+from runs import bitwise_metrics, copy_run_at_step, run, tiny_run
 
+pytestmark = pytest.mark.usefixtures("probes_once")
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 P = 0.3
 
@@ -153,9 +154,9 @@ def test_a_run_resumes_bitwise_with_the_masks_of_its_steps(tmp_path):
     plain = tiny_run(tmp_path / "plain", adapter={"rank": 4}, train={"accumulate": 2, "validate_every": 0})
     for each in (config, plain):
         run(each)
-    uninterrupted = numbers(config.train.run_dir)
-    again = moved(config, copy_back_at(config.train.run_dir, tmp_path / "again", 2))
+    uninterrupted = bitwise_metrics(config.train.run_dir)
+    again = moved(config, copy_run_at_step(config.train.run_dir, tmp_path / "again", 2))
     run(again, again.train.run_dir)
-    assert numbers(again.train.run_dir) == uninterrupted
-    assert [step[1] for step in uninterrupted][1:] != [step[1] for step in numbers(plain.train.run_dir)][1:]
+    assert bitwise_metrics(again.train.run_dir) == uninterrupted
+    assert [step[1] for step in uninterrupted][1:] != [step[1] for step in bitwise_metrics(plain.train.run_dir)][1:]
     assert json.loads((config.train.run_dir / "model" / "adapter_config.json").read_text())["lora_dropout"] == P

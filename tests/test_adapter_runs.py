@@ -29,7 +29,7 @@ from ithaka.weights.quantized import round_weights
 from models import tiny_model
 from parity import plain_sum
 from refusals import assert_refused
-from runs import MODEL, numbers, run, tiny_run, valid
+from runs import MODEL, bitwise_metrics, run, tiny_run, validate
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASES = {
@@ -75,7 +75,7 @@ def configured(folder, base, adapter, **sections):
 
 def train_and_record(config):
     """Train and return the micro-batches and the loss of each step."""
-    trainer, steps, losses = prepare(run := valid(config)), [], []
+    trainer, steps, losses = prepare(run := validate(config)), [], []
     added = sum(param.numel() for name, param in trainer.model.named_parameters() if "lora_" in name)
     assert added and trainer.num_params == run.shape.num_parameters + added
     while trainer.step < config.train.steps:
@@ -182,28 +182,28 @@ def test_checkpoints_have_only_trained_weights_and_resume_bitwise(ranks, tmp_pat
     ranks.run(2, run, config)
     run_dir = config.train.run_dir
     uninterrupted, names = (
-        numbers(run_dir),
+        bitwise_metrics(run_dir),
         SafeReader(files.find_checkpoint(run_dir)).read_metadata().state_dict_metadata,
     )
     weights = {name for name in names if name.startswith("model.")}
     assert weights and all("lora_" in name for name in weights)
     (run_dir / "latest").write_text("step-00000002\n")
     ranks.run(2, run, config, run_dir)
-    assert numbers(run_dir) == uninterrupted
+    assert bitwise_metrics(run_dir) == uninterrupted
     other = dataclasses.replace(config, adapter=dataclasses.replace(adapter, rank=3))
     other = dataclasses.replace(other, train=dataclasses.replace(config.train, steps=9))
-    assert_refused(lambda: valid(other, run_dir), "adapter.rank=3", "2", fix="leave it out")
+    assert_refused(lambda: validate(other, run_dir), "adapter.rank=3", "2", fix="leave it out")
 
     longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=9))
     moved = shutil.copytree(base, tmp_path / "moved")
     elsewhere = dataclasses.replace(longer, model=dataclasses.replace(config.model, path=moved))
-    assert "model.path" in valid(elsewhere, run_dir).changed
+    assert "model.path" in validate(elsewhere, run_dir).changed
     weights = load_file(moved / "model.safetensors")
     save_file({name: -weight for name, weight in weights.items()}, moved / "model.safetensors", {"format": "pt"})
-    assert_refused(lambda: valid(elsewhere, run_dir), f"model.path={moved}", str(run_dir), fix=f"model.path={base}")
-    resumed = valid(longer, run_dir)
+    assert_refused(lambda: validate(elsewhere, run_dir), f"model.path={moved}", str(run_dir), fix=f"model.path={base}")
+    resumed = validate(longer, run_dir)
     shutil.copy(moved / "model.safetensors", base)
-    assert_refused(lambda: valid(longer, run_dir), f"model.path={base}", "base model", fix="start a new run")
+    assert_refused(lambda: validate(longer, run_dir), f"model.path={base}", "base model", fix="start a new run")
     (run_dir / files.PINS_FILE).unlink()  # as in runs of earlier versions
     full = dataclasses.replace(resumed, config=dataclasses.replace(longer, adapter=None))
     with mock.patch.object(
@@ -211,7 +211,7 @@ def test_checkpoints_have_only_trained_weights_and_resume_bitwise(ranks, tmp_pat
     ):
         checks.check_base(full)
     shutil.rmtree(base)
-    valid(elsewhere, run_dir)
+    validate(elsewhere, run_dir)
 
 
 def build_parameters(base, adapter):

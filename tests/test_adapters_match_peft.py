@@ -19,7 +19,7 @@ from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model
 from parity import check, gradient_errors, plain_sum, random_ids, relative
 from refusals import assert_refused
-from threads import on_threads
+from threads import run_on_threads
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ALL = [*LINEARS, "lm_head"]
@@ -49,7 +49,7 @@ def compare(cp, config, layout, documents=None, **lora):
         loss.backward()
         return {"loss": relative(loss.detach(), expected.detach()), **gradient_errors(model, plain)}
 
-    errors = on_threads(cp, work)
+    errors = run_on_threads(cp, work)
     trained = sum(param.requires_grad for param in plain.parameters())
     assert all(len(rank_errors) == 1 + trained for rank_errors in errors)
     return errors
@@ -199,7 +199,7 @@ def test_adapters_of_a_bfloat16_model_train_in_float32():
         model(input_ids=ids, labels=ids).loss.backward()
         return {name: (p.dtype, p.grad is None, p.requires_grad) for name, p in model.named_parameters()}
 
-    for params in on_threads(2, work):
+    for params in run_on_threads(2, work):
         for name, (dtype, no_grad, trained) in params.items():
             assert (dtype, no_grad) == ((torch.float32, False) if trained else (torch.bfloat16, True)), name
 

@@ -29,7 +29,7 @@ from ithaka.train.trainer import prepare
 from models import tiny_config, tiny_model
 from parity import random_ids
 from reference import attention_reference
-from runs import tiny_run, valid
+from runs import tiny_run, validate
 
 CPU = torch.device("cpu")
 CPU_KERNEL = KERNELS["cpu"]
@@ -295,7 +295,7 @@ def report_kernels(config, broken_on):
             patch.setitem(KERNELS, "cpu", replace(CPU_KERNEL, forward=raising(ValueError("no"))))
             patch.setenv("LOCAL_RANK", "1")
         model = parallelize_model(tiny_model(tiny_config("llama")), 2)
-        trainer = prepare(valid(config), trains=False)
+        trainer = prepare(validate(config), trains=False)
         trainer.data.close(remove=True)
     messages = [message for warning in caught if "attention.kernel" in (message := str(warning.message))]
     return model.model.layers[0].forward.layout.kernel, trainer.kernel, trainer.run.layout.kernel, messages

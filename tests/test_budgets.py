@@ -14,7 +14,7 @@ from ithaka.run import resolve as run_module
 from ithaka.run.preflight import validate_run
 from ithaka.run.resolve import Run, certain_needs, check_fits, detect_machine, model_shape, store_host_bytes
 from ithaka.train.trainer import Trainer
-from runs import tiny_run, valid
+from runs import tiny_run, validate
 
 MIB = 2**20
 
@@ -143,7 +143,7 @@ def test_the_tightest_control_group_counts(tmp_path, monkeypatch):
 
 def measure_pool(config):
     """Take a step; return the budget and the peak of this rank's host pool."""
-    trainer = Trainer(valid(config), make_mesh(2))
+    trainer = Trainer(validate(config), make_mesh(2))
     store = trainer.model.model.layers[0].forward.store
     trainer.advance([trainer.data.next_batch()])
     return store.pool.budget_bytes, store.pool.peak_bytes

@@ -35,7 +35,7 @@ from ithaka.run.preflight import AUTO, find_resume_point, preflight, resolve
 from ithaka.run.resolve import model_shape
 from ithaka.run.validate import check_run_dir
 from refusals import assert_refused
-from runs import metrics, numbers, run, tiny_run
+from runs import bitwise_metrics, metrics, run, tiny_run
 
 
 def run_and_record_syncs(config, resume):
@@ -284,7 +284,7 @@ def resume_and_capture(config):
 
 def test_resume_skips_a_checkpoint_with_a_flipped_bit(trained, run_dir, ranks):
     damage(run_dir, "flipped")
-    uninterrupted = numbers(run_dir)
+    uninterrupted = bitwise_metrics(run_dir)
     lines = [{**line, "loss": -1.0} if line["step"] > 4 else line for line in metrics(run_dir)]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = dataclasses.replace(trained, train=dataclasses.replace(trained.train, run_dir=run_dir, steps=7))

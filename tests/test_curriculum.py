@@ -16,7 +16,7 @@ from ithaka.run.preflight import curriculum_to_save
 from ithaka.run.resolve import plan_run
 from ithaka.train.step import learning_rate
 from refusals import assert_command_refused, assert_refused
-from runs import copy_back_at, metrics, numbers, saves_in_time, tiny_run
+from runs import bitwise_metrics, copy_run_at_step, metrics, saves_in_time, tiny_run
 
 ENTRIES = [
     {"context": 61, "steps": 3},
@@ -87,9 +87,9 @@ def read_theta(folder):
 
 @pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.slow), 7])
 def test_resume_from_any_entry_repeats_every_number(finished, tmp_path, step):
-    again = copy_back_at(finished[0], tmp_path / "again", step)
+    again = copy_run_at_step(finished[0], tmp_path / "again", step)
     train("--resume", again)
-    assert numbers(again) == numbers(finished[0])
+    assert bitwise_metrics(again) == bitwise_metrics(finished[0])
 
 
 def test_a_finished_curriculum_offers_resume_auto(finished):

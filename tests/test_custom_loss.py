@@ -17,8 +17,8 @@ from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model
 from parity import check, gradient_errors, random_ids, relative
 from refusals import assert_refused
-from runs import copy_back_at, numbers, run, tiny_run
-from threads import on_threads
+from runs import bitwise_metrics, copy_run_at_step, run, tiny_run
+from threads import run_on_threads
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -57,7 +57,7 @@ def test_gradients_of_a_custom_loss_equal_those_of_the_plain_model():
             cross_entropy = model.eval()(input_ids=ids, labels=labels).loss
         return errors | {"validation": relative(cross_entropy, -label_logprobs.detach()[valid].mean())}
 
-    check(on_threads(2, work))
+    check(run_on_threads(2, work))
 
 
 def test_the_example_runs_and_wrong_names_and_shapes_are_refused(tmp_path):
@@ -66,12 +66,12 @@ def test_the_example_runs_and_wrong_names_and_shapes_are_refused(tmp_path):
     for each in (config, plain):
         run(each)
     lines = [json.loads(line) for line in (config.train.run_dir / "losses.jsonl").read_text().splitlines()]
-    losses, plain_losses = ([step[1] for step in numbers(each.train.run_dir)] for each in (config, plain))
+    losses, plain_losses = ([step[1] for step in bitwise_metrics(each.train.run_dir)] for each in (config, plain))
     assert [line["loss"] for line in lines if "loss" in line] == losses and any("checkpoint" in line for line in lines)
     assert losses[1] < 0.5 * plain_losses[1], "each loss is multiplied by a probability"
-    again = moved(config, copy_back_at(config.train.run_dir, tmp_path / "again", step=2))
+    again = moved(config, copy_run_at_step(config.train.run_dir, tmp_path / "again", step=2))
     run(again, again.train.run_dir)
-    assert numbers(again.train.run_dir) == numbers(config.train.run_dir)
+    assert bitwise_metrics(again.train.run_dir) == bitwise_metrics(config.train.run_dir)
     for name in ("hooks:nothing", "nowhere:loss"):
         assert_refused(LossConfig(name).import_function, f"loss.type={name}", fix="package.module:function")
     model, ids = parallelize_model(tiny_model(tiny_config("llama"))), random_ids(1, 9)

@@ -92,7 +92,7 @@ def documents_in(sequence):
     return [tokens[a:b] for a, b in itertools.pairwise([*sequence.starts.tolist(), sequence.length])]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(shards=corpora(), context=st.integers(2, 16), seed=st.none() | st.integers(0, 5))
 def test_an_epoch_has_every_document_once_and_uncut_where_it_fits(shards, context, seed):
     if not has_labels(shards):
@@ -107,7 +107,7 @@ def test_an_epoch_has_every_document_once_and_uncut_where_it_fits(shards, contex
     assert all(len(piece) == 1 for piece in missing), "only sequences without a label are left out"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(shards=corpora(), context=st.integers(2, 16))
 def test_labels_and_document_ids_keep_documents_apart(shards, context):
     owner = {token: i for i, piece in enumerate(pieces_of(documents_of(shards), context)) for token in piece}

@@ -22,12 +22,13 @@ from test_data_sources import TEXTS, open_with_cache, write_jsonl, write_parquet
 
 BYTES = ByteTokenizer()
 KINDS = ["text", "directory", "jsonl", "parquet", "mixture"]
+SLOW_KINDS = ("directory", "jsonl")  # the mixture has both
 few_kinds = pytest.mark.parametrize(  # for tests that depend little on the kind of file
     "data", ["mixture", pytest.param("jsonl", marks=pytest.mark.slow)], indirect=True
 )
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW_KINDS)) for kind in KINDS])
 def data(request, tmp_path, monkeypatch):
     """A config for each kind of source. A round spans many shards, an epoch several rounds."""
     monkeypatch.setattr(read, "TEXT_CHUNK_BYTES", 50)

@@ -25,7 +25,7 @@ from ithaka.run.preflight import validate_run
 from ithaka.train import loop
 from ithaka.train import trainer as trainer_module
 from ithaka.train.loop import train
-from runs import copy_back_at, metrics, numbers, run, start_program, tiny_run
+from runs import bitwise_metrics, copy_run_at_step, metrics, run, start_program, tiny_run
 
 
 def train_on_a_small_disk(run):
@@ -50,7 +50,7 @@ def test_a_full_disk_in_a_step_is_explained_once_and_the_run_resumes(ranks, tmp_
     plan = {"steps": 4, "save_every": 2, "validate_every": 0, "validate_sequences": 0}
     reference = tiny_run(tmp_path / "reference", parallel={"cp": 2}, train=plan, optim={"schedule": "constant"})
     ranks.run(2, run, reference)
-    interrupted_dir = copy_back_at(reference.train.run_dir, tmp_path / "interrupted", step=2)
+    interrupted_dir = copy_run_at_step(reference.train.run_dir, tmp_path / "interrupted", step=2)
     interrupted = dataclasses.replace(reference, train=dataclasses.replace(reference.train, run_dir=interrupted_dir))
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -69,7 +69,7 @@ def test_a_full_disk_in_a_step_is_explained_once_and_the_run_resumes(ranks, tmp_
         assert fragment in program.stderr
     assert list(disk.iterdir()) == [] and last.is_dir()
     ranks.run(2, run, with_memory(interrupted, offload="host"), Path(interrupted.train.run_dir))
-    assert numbers(interrupted.train.run_dir) == numbers(reference.train.run_dir)
+    assert bitwise_metrics(interrupted.train.run_dir) == bitwise_metrics(reference.train.run_dir)
 
 
 def cut_off(trace, path):

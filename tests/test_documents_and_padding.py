@@ -8,7 +8,7 @@ from ithaka.comm.mesh import make_mesh
 from ithaka.inputs.batch import shard_batch
 from ithaka.layout import Layout
 from models import tiny_config
-from parity import check, compare_with, each_of, parallel, plain_sum, random_ids
+from parity import check, compare_with, for_each_case, parallel, plain_sum, random_ids
 
 LENGTHS = (7, 1, 9, 4)  # documents; on 2 and 4 ranks they end in the middle of shards
 
@@ -49,7 +49,7 @@ def with_documents(family, cp, rows, how):
     [("llama", 1, 1), ("mistral", 2, 2), ("qwen2", 4, 1), pytest.param("qwen3", 2, 1, marks=pytest.mark.slow)],
 )
 def test_packed_documents_equal_each_document_alone(ranks, family, cp, rows):
-    check(ranks.run(cp, each_of, with_documents, [(family, cp, rows, how) for how in ("documents", "positions")]))
+    check(ranks.run(cp, for_each_case, with_documents, [(family, cp, rows, how) for how in ("documents", "positions")]))
 
 
 def with_positions(family, cp, offset, labels_cross):
@@ -119,7 +119,7 @@ def with_padding(family, cp, side, passes_positions):
 @pytest.mark.parametrize("family,cp", [("llama", 1), pytest.param("mistral", 2, marks=pytest.mark.slow), ("qwen3", 4)])
 def test_padding_is_honoured(ranks, family, cp):
     cases = [(family, cp, side, passes_positions) for side in ("left", "right") for passes_positions in (False, True)]
-    check(ranks.run(cp, each_of, with_padding, cases))
+    check(ranks.run(cp, for_each_case, with_padding, cases))
 
 
 def refusals():

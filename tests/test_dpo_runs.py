@@ -30,12 +30,12 @@ from ithaka.run.preflight import validate_run
 from ithaka.run.resolve import model_shape
 from models import tiny_config, tiny_model
 from refusals import assert_refused
-from runs import copy_back_at, run
+from runs import copy_run_at_step, run
 from test_preferences_and_rewards import tokenizer
 from trainers import trainer_environment
 
 CLOSE = {"rel": 1e-6, "abs": 2e-6}  # TRL's fused head computes in fp32; margins are differences of sums
-BETA, SMOOTHING, LR, STEPS = 0.3, 0.1, 2e-4, 3
+BETA, SMOOTHING, LR, STEPS = 0.3, 0.1, 2e-4, 2
 # Renders reasoning after the last user message only, as Qwen3's template does.
 DROPS_REASONING = """{%- set last = namespace(user=0) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}\
 {%- set last.user = loop.index0 -%}{%- endif -%}{%- endfor -%}{%- for m in messages -%}<|{{ m.role }}|>\
@@ -69,7 +69,7 @@ def configure(folder, adapter, **train):
         "loss": {"type": "dpo", "beta": BETA, "label_smoothing": SMOOTHING},
         "parallel": {"cp": 2},
         "optim": {"lr": LR, "schedule": "constant", "weight_decay": 0.0, "clip_norm": None, "betas": [0.9, 0.95]},
-        "train": {"run_dir": str(folder / "run"), "steps": STEPS, "global_batch": 4, "save_every": 2, "keep_last": 3,
+        "train": {"run_dir": str(folder / "run"), "steps": STEPS, "global_batch": 4, "save_every": 1, "keep_last": 3,
                   "validate_every": 2, "validate_sequences": 1, **train},
     })  # fmt: skip
 
@@ -145,7 +145,7 @@ def test_losses_metrics_and_weights_are_trls(ranks, folder, adapter, num_ranks):
     saved = load_file(work_dir / "exported" / ("adapter_model.safetensors" if adapter else "model.safetensors"))
     for name, tensor in saved.items():
         assert torch.allclose(tensor.double(), weights[name], rtol=1e-5, atol=1e-7), name
-    copied = copy_back_at(config.train.run_dir, work_dir / "again", 2)
+    copied = copy_run_at_step(config.train.run_dir, work_dir / "again", 1)
     again = replace(config, train=replace(config.train, run_dir=copied))
     ranks.run(num_ranks, run_sharing, 16, again, copied)
     for line, other in zip(steps(copied), steps(config.train.run_dir), strict=True):
@@ -188,7 +188,7 @@ def test_turns_of_an_unrolled_conversation_share_their_history(ranks, folder):
     }  # fmt: skip
     records, packed = {}, {}
     for how, work in {"shared": partial(run_sharing, 16), "apart": run_without_sharing}.items():
-        config = parse_config(settings | {"train": {"run_dir": str(folder / how), "steps": 3, "validate_sequences": 1}})
+        config = parse_config(settings | {"train": {"run_dir": str(folder / how), "steps": 2, "validate_sequences": 1}})
         ranks.run(2, work, config)
         records[how] = steps(config.train.run_dir)
         summary = json.loads((config.train.run_dir / "data.json").read_text())

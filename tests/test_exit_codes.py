@@ -25,7 +25,7 @@ from ithaka.layer.store import StoreError
 from ithaka.run import launch
 from ithaka.train import loop
 from ithaka.train import trainer as trainer_module
-from runs import tiny_run, valid
+from runs import tiny_run, validate
 
 DOCS = Path(__file__).parents[1] / "docs/running-for-weeks.md"
 CODES = DOCS.with_name("exit-codes.md")
@@ -130,7 +130,7 @@ def failing(number: int):
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
 def test_storage_that_fails_in_a_step_is_transient(tmp_path, monkeypatch, capsys, number):
     config = tiny_run(tmp_path, train={"validate_every": 0, "validate_sequences": 0})
-    checked, train_step, steps = valid(config), trainer_module.train_step, []
+    checked, train_step, steps = validate(config), trainer_module.train_step, []
     with monkeypatch.context() as patch:
         patch.setattr(read, "_read_bytes", failing(number))
         assert launch.run_ranks(loop.train, (checked,), 1) == ExitCode.TRANSIENT  # before step 1

@@ -11,13 +11,13 @@ from ithaka.checkpoint.export import export, write_card
 from ithaka.data.tokenizer import ByteTokenizer
 from ithaka.train.trainer import prepare
 from refusals import assert_refused
-from runs import MODEL, metrics, run, tiny_run, valid
+from runs import MODEL, metrics, run, tiny_run, validate
 
 
 def trained_state(config, ids_BS):
     """Return the weights and logits of the trained parallel model, from the last checkpoint."""
     longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=100))
-    model = prepare(valid(longer, config.train.run_dir)).model
+    model = prepare(validate(longer, config.train.run_dir)).model
     with torch.no_grad():
         logits = model(input_ids=ids_BS).logits
     return {name: value.full_tensor() for name, value in model.state_dict().items()}, logits
@@ -75,7 +75,7 @@ def test_export_has_the_tokenizer_with_its_tokens_and_template(ranks, tmp_path):
     (source / "generation_config.json").write_text(generation)
     config = tiny_run(tmp_path, data={"tokenizer": None}, optim={"lr": 1e-5}, train={"steps": 3})
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=source))
-    assert_refused(lambda: valid(config), "261", "vocab_size=259", fix="model.resize_embeddings=true")
+    assert_refused(lambda: validate(config), "261", "vocab_size=259", fix="model.resize_embeddings=true")
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, resize_embeddings=True))
     ranks.run(2, run, config)
     ranks.run(1, run, *with_one_more_step(config))

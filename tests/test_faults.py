@@ -29,7 +29,7 @@ from ithaka.run import validate as checks
 from ithaka.train import heartbeat, loop, step, watch
 from ithaka.train import trainer as trainer_module
 from ranks import Ranks
-from runs import copy_back_at, metrics, numbers, run, run_and_record_exit, tiny_run, valid, wait_for
+from runs import bitwise_metrics, copy_run_at_step, metrics, run, run_and_record_exit, tiny_run, validate, wait_for
 
 
 def with_run_dir(config, run_dir, **train):
@@ -95,7 +95,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(ranks, referen
     assert error is None
     assert f"step-00000002 cannot be written: {message}" in output and "The run continues" in output
     assert [path.name for path in (tmp_path / "run/checkpoints").glob("*")] == ["step-00000004"]
-    assert numbers(config.train.run_dir) == numbers(reference_run.train.run_dir)
+    assert bitwise_metrics(config.train.run_dir) == bitwise_metrics(reference_run.train.run_dir)
 
 
 def test_errors_after_the_last_save_do_not_fail_the_run(tmp_path, monkeypatch, capfd):
@@ -180,7 +180,7 @@ def stop_while_saving(config):
         with_fast_watchdog(patch, STEP_S)
         patch.setattr(heartbeat, "exit_rank", exits.append)
         patch.setattr(save.dcp.FileSystemWriter, "write_data", slow)
-        checked = valid(config)
+        checked = validate(config)
         limits, code = heartbeat.Limits.for_run(checked), loop.train(checked)
     return code, output.getvalue(), exits, [limits.for_phase(path) == limits.save > 100 * SAVE_S for path in paths]
 
@@ -208,7 +208,7 @@ def test_a_slow_save_is_not_a_hang_and_the_next_save_is_skipped(reference_run, t
 def train_with_slow_saves(config):
     with pytest.MonkeyPatch.context() as patch:
         slow_to_write(patch)
-        loop.train(valid(config))
+        loop.train(validate(config))
 
 
 def test_the_best_weights_are_saved_even_while_another_save_is_in_progress(ranks, reference_run, tmp_path):
@@ -305,23 +305,30 @@ def frozen(patch):
     asleep(patch, lambda: os.kill(os.getpid(), signal.SIGSTOP), step_s=None)
 
 
-@pytest.mark.parametrize(
-    "fault, message",
-    [
-        (asleep, "did not arrive: no rank made progress for 2 s"),
-        (frozen, "has sent no heartbeat for 2 s: it died or is frozen"),
-    ],
-)
-def test_a_rank_that_hangs_is_named_and_ends_the_run(reference_run, tmp_path, fault, message):
-    config, victims = with_run_dir(reference_run, tmp_path / "run"), Ranks(2)
-    victims.start(2, tmp_path, run_and_record_exit, fault, config, tmp_path)
-    wait_for(lambda: any(path.read_text() for path in tmp_path.glob("words-*")))
-    output = next(path.read_text() for path in tmp_path.glob("words-*") if path.read_text())
-    victims.close()
-    assert output.startswith(f"{ExitCode.HANG} rank 1 on ") and message in output.splitlines()[0]
-    assert fault is frozen or "\n  rank 1 last reported step 3, layer 1 / forward / attention / stage 0\n" in output
-    assert "\n  rank 0 last reported step 3, layer 1 / forward / exchange\n" in output
-    assert any("attend" in path.read_text() for path in (tmp_path / "run/hang").glob("stacks-*"))
+HANGS = {
+    asleep: "did not arrive: no rank made progress for 2 s",
+    frozen: "has sent no heartbeat for 2 s: it died or is frozen",
+}
+
+
+def test_a_rank_that_hangs_is_named_and_ends_the_run(reference_run, tmp_path):
+    """Both runs start before the test waits for the first: each takes seconds to end."""
+    folders, victims = {fault: tmp_path / fault.__name__ for fault in HANGS}, {fault: Ranks(2) for fault in HANGS}
+    for fault, folder in folders.items():
+        folder.mkdir()
+        config = with_run_dir(reference_run, folder / "run")
+        victims[fault].start(2, folder, run_and_record_exit, fault, config, folder)
+    outputs = {}
+    for fault, folder in folders.items():
+        wait_for(lambda folder=folder: any(path.read_text() for path in folder.glob("words-*")))
+        outputs[fault] = next(path.read_text() for path in folder.glob("words-*") if path.read_text())
+        victims[fault].close()
+    for fault, output in outputs.items():
+        assert output.startswith(f"{ExitCode.HANG} rank 1 on ") and HANGS[fault] in output.splitlines()[0]
+        assert "\n  rank 0 last reported step 3, layer 1 / forward / exchange\n" in output
+        assert any("attend" in path.read_text() for path in (folders[fault] / "run/hang").glob("stacks-*"))
+    position = "\n  rank 1 last reported step 3, layer 1 / forward / attention / stage 0\n"
+    assert position in outputs[asleep]
 
 
 def out_of_memory(patch):
@@ -533,7 +540,7 @@ def test_host_memory_exhaustion_is_reported_once(monkeypatch, capfd):
 
 def slow_disk(patch, planned_bytes_s=1e9):
     pwrite = os.pwrite
-    patch.setattr(store.os, "pwrite", lambda *args: time.sleep(0.25) or pwrite(*args))
+    patch.setattr(store.os, "pwrite", lambda *args: time.sleep(0.1) or pwrite(*args))
     patch.setattr(watch, "SLOW_DISK_S", 0.02)
     patch.setattr(watch, "DISK_BYTES_S", planned_bytes_s)
 
@@ -701,15 +708,15 @@ def test_extra_files_of_a_download_do_not_change_the_model(tmp_path):
 
 
 def test_the_global_batch_is_kept_by_another_number_of_ranks(ranks, reference_run, tmp_path):
-    config = with_run_dir(reference_run, tmp_path / "two", global_batch=4, accumulate=1, save_every=2)
+    config = with_run_dir(reference_run, tmp_path / "two", steps=3, global_batch=4, accumulate=1, save_every=2)
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, cp=1))
     ranks.run(2, run, config)
-    resumed = with_run_dir(config, copy_back_at(config.train.run_dir, tmp_path / "one", 2))
+    resumed = with_run_dir(config, copy_run_at_step(config.train.run_dir, tmp_path / "one", 2))
     ranks.run(1, run, resumed, resumed.train.run_dir)
     losses, resumed_losses = ([r["loss"] for r in metrics(c.train.run_dir)[3:]] for c in (config, resumed))
     assert resumed_losses == pytest.approx(losses, rel=1e-5)
     changed = with_run_dir(
-        resumed, copy_back_at(config.train.run_dir, tmp_path / "lost", 2), global_batch=None, accumulate=2
+        resumed, copy_run_at_step(config.train.run_dir, tmp_path / "lost", 2), global_batch=None, accumulate=2
     )
     [(output, _)] = ranks.run(1, run_with_fault, slow_validation, changed, True)
     assert "2 sequences per step (was 4); train.global_batch=4 keeps them" in output

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ithaka.config import CONFIG_FORMAT, ConfigError, load_config
-from runs import run, tiny_run, valid
+from runs import run, tiny_run, validate
 
 MODEL = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
 
@@ -33,4 +33,4 @@ def test_a_checkpoint_of_another_format_is_refused_by_its_number(saved_run):
     file = folder / "checkpoints" / "step-00000002" / "state.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 7}))
     with pytest.raises(ConfigError, match=r"format 7, .*reads 1; use the ithaka that wrote it"):
-        valid(load_config(folder / "config.yaml", settings), folder)
+        validate(load_config(folder / "config.yaml", settings), folder)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
 from decoders import DECODERS, tiny_decoder
-from general import add_lora, wide_runs
+from general import add_lora, fp64_tiles
 from ithaka.checks.verify import InFloat64, load_truncated_model, write_truncated_model
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig
@@ -35,7 +35,9 @@ from refusals import assert_refused
 from test_adapters_match_peft import LINEARS, with_lora
 from test_data_sources import BYTES
 from test_general_files import save_in_mxfp4
-from threads import on_threads
+from threads import run_on_threads
+
+pytestmark = pytest.mark.usefixtures("probes_once")
 
 
 def quantize_reference(flat):
@@ -155,8 +157,8 @@ def test_gradients_equal_those_of_peft_on_the_dequantized_weights(family, cp, la
         model.named_parameters = lambda: [(n, p) for n, p in type(model).named_parameters(model) if p.requires_grad]
         return {"loss": relative(loss.detach(), expected.detach()), **shard_errors(model, trained)}
 
-    with wide_runs() if is_general else nullcontext():
-        check(on_threads(cp, work))
+    with fp64_tiles() if is_general else nullcontext():
+        check(run_on_threads(cp, work))
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +197,7 @@ def unpacked_values(model):
 
 @pytest.mark.parametrize(
     "stored, cp",
-    [("bf16", 1), ("bf16", 4), ("double", 2), ("single", 2), pytest.param("bf16", 2, marks=pytest.mark.slow)],
+    [("bf16", 1), ("double", 2), ("single", 2), *(pytest.param("bf16", cp, marks=pytest.mark.slow) for cp in (2, 4))],
 )
 def test_weights_from_files_equal_those_of_bitsandbytes(saved, stored, cp):
     adapter, ids = AdapterConfig(rank=3, base="nf4"), random_ids(1, 24)
@@ -207,7 +209,7 @@ def test_weights_from_files_equal_those_of_bitsandbytes(saved, stored, cp):
         assert model(input_ids=ids, labels=ids).loss.isfinite()
         return unpacked_values(model)
 
-    for values in on_threads(cp, work):
+    for values in run_on_threads(cp, work):
         assert len(values) == 2 * len(LINEARS)
         for name, value in values.items():
             weight = plain.get_parameter(name)
@@ -258,7 +260,7 @@ def test_an_adapter_records_how_its_base_is_stored(saved):
     assert describe_base(adapter, {}) == {}
 
 
-@pytest.mark.parametrize("stored", ["double", "mxfp4"])
+@pytest.mark.parametrize("stored", ["double", pytest.param("mxfp4", marks=pytest.mark.slow)])
 def test_commands_read_four_bit_files(saved, tmp_path, stored):
     """verify compares the values of the files; evaluate and sample merge an adapter into them."""
     if stored == "mxfp4":
@@ -314,5 +316,5 @@ def test_mxfp4_experts_as_stored_equal_dequantized_ones(tmp_path):
         grads = {name: param.grad.full_tensor() for name, param in model.named_parameters() if param.requires_grad}
         return {"loss": loss.detach(), **grads}
 
-    expected, stored = (on_threads(2, partial(work, base))[0] for base in ("bf16", "mxfp4"))
+    expected, stored = (run_on_threads(2, partial(work, base))[0] for base in ("bf16", "mxfp4"))
     assert all(torch.equal(stored[name], expected[name]) for name in expected)

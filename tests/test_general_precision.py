@@ -12,7 +12,7 @@ from general import mean_loss
 from ithaka.attention.choose import available_kernels
 from ithaka.checks.verify import InFloat64
 from models import CONSTRUCTING
-from precision import MEANINGFUL, Batch, Gradients, bf16, error_ratios, our_gradients
+from precision import MEANINGFUL, Batch, Gradients, bf16_layout, error_ratios, our_gradients
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers", "probes_once")
 
@@ -81,7 +81,7 @@ def test_gradients_are_as_good_as_those_of_autocast(family, num_seeds):
     pairs = list(zip(models, batches, strict=True))
     exact = [exact_gradients(*pair) for pair in pairs]
     autocast = [autocast_gradients(*pair) for pair in pairs]
-    ours = [our_gradients(*pair, 1, bf16(2, tile_tokens=32)) for pair in pairs]
+    ours = [our_gradients(*pair, 1, bf16_layout(2, tile_tokens=32)) for pair in pairs]
     rounded = [autocast_gradients(round_like_ours(model), batch) for model, batch in pairs]
     size = median(error for errors in error_ratios(autocast, autocast, exact).values() for error, _ in errors)
     times, times_rounded = (
@@ -105,7 +105,7 @@ def test_gradients_on_a_gpu_are_as_good_as_those_of_autocast(device, family, siz
     model = initial_model(family, 0, **GPU_SIZES | sizes).to(device)
     batch = Batch(torch.randint(1003, (1, 600), generator=torch.Generator().manual_seed(100)).to(device))
     exact, autocast = exact_gradients(model, batch), autocast_gradients(model, batch)
-    ours = our_gradients(model, batch, 1, bf16(2, tile_tokens=256, compile=compiles))
+    ours = our_gradients(model, batch, 1, bf16_layout(2, tile_tokens=256, compile=compiles))
     size = median(error for errors in error_ratios([autocast], [autocast], [exact]).values() for error, _ in errors)
     ratios = error_ratios([ours], [autocast], [exact]).values()
     times = [mine / theirs for errors in ratios for mine, theirs in errors]

@@ -19,7 +19,7 @@ from transformers.models.olmo2.modeling_olmo2 import (
 )
 
 from decoders import tiny_decoder
-from general import assert_equal, compare, worst
+from general import assert_equal, compare, worst_error
 from ithaka.config import ConfigError
 from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
@@ -60,7 +60,7 @@ def error_without_comparison(model) -> float:
     """Return the worst error if the probe compared nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probe, "_compare_results", lambda *args: None)
-        return worst(compare(model, TILES))[0]
+        return worst_error(compare(model, TILES))[0]
 
 
 def refuse_or_compare(model) -> None:

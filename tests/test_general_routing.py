@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from decoders import tiny_decoder
-from general import assert_equal, compare, gradient_errors, wide_runs
+from general import assert_equal, compare, fp64_tiles, gradient_errors
 from ithaka.checks.verify import InFloat64
 from ithaka.comm.mesh import make_mesh
 from ithaka.layer.loss import LinearHead
@@ -14,7 +14,7 @@ from ithaka.layout import EVERYTHING, Layout
 from ithaka.model.build import parallelize_model
 from parity import random_ids, relative
 from refusals import assert_refused
-from threads import on_threads
+from threads import run_on_threads
 
 pytestmark = pytest.mark.usefixtures("probes_once")
 
@@ -47,7 +47,7 @@ def errors_of_rank(family: str, layout: Layout):
     expected.backward()
     model = parallelize_model(tiny_decoder(family, **BALANCED), mesh=mesh, layout=layout)
     rows = torch.arange(len(IDS)).chunk(mesh.dp_size)[mesh.dp_rank]
-    with wide_runs(), InFloat64():
+    with fp64_tiles(), InFloat64():
         out = model(input_ids=IDS[rows], labels=LABELS[rows], attention_mask=MASK[rows])
         (3 * out.loss).backward()
     for param in plain.parameters():
@@ -65,7 +65,7 @@ def errors_of_rank(family: str, layout: Layout):
     ],
 )
 def test_the_load_balancing_loss_equals_that_of_plain_transformers(family, num_ranks, layout):
-    assert_equal(on_threads(num_ranks, lambda: errors_of_rank(family, layout)))
+    assert_equal(run_on_threads(num_ranks, lambda: errors_of_rank(family, layout)))
 
 
 def test_micro_batches_share_the_load_balancing_loss():
@@ -108,7 +108,7 @@ def test_compiled_layers_equal_plain_transformers(family, monkeypatch):
     assert_equal(compare(tiny_decoder(family, num_hidden_layers=2), Layout(tile_tokens=5, compile=True)))
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize("family", [pytest.param("gemma3_text", marks=pytest.mark.slow), "deepseek_v3"])
 def test_a_saved_model_loads_into_plain_transformers(family, tmp_path):
     """Gemma has tied embeddings and two rope bases, DeepSeek experts and a persistent buffer."""
     plain = tiny_decoder(family, torch.float32, num_hidden_layers=2)

@@ -5,6 +5,7 @@ import copy
 import gc
 import weakref
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from decoders import tiny_decoder
-from general import assert_equal, compare, wide_runs
+from general import assert_equal, compare, fp64_tiles
 from grids import diagonal
 from ithaka.checks.verify import InFloat64
 from ithaka.config import ConfigError
@@ -64,6 +65,7 @@ def record(calls, module, *values):
     calls.append([tensor.detach().clone() for tensor in tensors if isinstance(tensor, torch.Tensor)])
 
 
+@pytest.mark.usefixtures("probes_once")
 @pytest.mark.parametrize(
     "kind,layout",
     [
@@ -78,7 +80,7 @@ def test_a_hook_on_a_layer_is_called_once_with_the_values_of_plain_transformers(
     model = parallelize_model(copy.deepcopy(plain), layout=LAYOUTS[layout])
     for name, hooked in (("plain", plain), ("parallel", model)):
         getattr(hooked.model.layers[1], REGISTER[kind])(partial(record, calls[name]))
-    with InFloat64(), wide_runs():
+    with InFloat64(), fp64_tiles():
         for hooked in (plain, model):
             out = hooked(input_ids=IDS, use_cache=False).logits
             out.square().sum().backward()
@@ -220,7 +222,7 @@ def _remake(model, config):
 def test_two_parallel_models_do_not_disturb_each_other():
     plains = [make("gemma2"), make("gpt_oss")]
     models = [parallelize_model(copy.deepcopy(plain), layout=Layout(tile_tokens=7)) for plain in plains]
-    with InFloat64(), wide_runs():
+    with InFloat64(), fp64_tiles():
         losses = [model(input_ids=IDS, labels=IDS).loss for model in models]
         for loss in losses:
             loss.backward()
@@ -279,8 +281,10 @@ ROPES = {
 
 
 @pytest.mark.usefixtures("probes_once")
-@pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("cp", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    "rope, cp",
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case != ("longrope", 2))) for case in product(ROPES, (1, 2))],
+)
 def test_frequencies_depend_on_the_longest_position_of_all_ranks(rope, cp):
     """The first of two ranks, and the first tile, have only short positions."""
     family, changes = ROPES[rope]
@@ -289,6 +293,7 @@ def test_frequencies_depend_on_the_longest_position_of_all_ranks(rope, cp):
         assert_equal(compare(plain, Layout(cp, tile_tokens=5), tokens=tokens))
 
 
+@pytest.mark.usefixtures("probes_once")
 @pytest.mark.parametrize("rope", ROPES)
 def test_frequencies_are_chosen_for_each_call(rope):
     """A long sequence changes a later short one only as far as in plain transformers."""
@@ -297,10 +302,11 @@ def test_frequencies_are_chosen_for_each_call(rope):
     model = parallelize_model(copy.deepcopy(plain), layout=Layout(tile_tokens=5))
     for tokens in (12, 40, 12, 24):
         ids = random_ids(1, tokens)
-        with InFloat64(), wide_runs(), torch.no_grad():
+        with InFloat64(), fp64_tiles(), torch.no_grad():
             assert relative(model(input_ids=ids).logits, plain(input_ids=ids).logits) < 1e-10
 
 
+@pytest.mark.usefixtures("probes_once")
 @pytest.mark.parametrize("family", ["olmo2", "gpt_oss", "gemma3_text", "glm4", "deepseek_v3", "phi3"])
 def test_angles_are_exact_at_ten_million_positions(family):
     model = make(family, dtype=torch.float32)
@@ -322,6 +328,7 @@ def test_angles_are_exact_at_ten_million_positions(family):
             assert torch.allclose(ours[0].double(), columns, atol=1e-6, rtol=0)
 
 
+@pytest.mark.usefixtures("probes_once")
 def test_the_loss_does_not_depend_on_where_positions_start():
     """Rotations are relative. With angles in fp32, they would be wrong ten million positions from the start."""
     model = parallelize_model(make(dtype=torch.float32))

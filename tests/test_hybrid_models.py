@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decoders import HYBRIDS, tiny_decoder
-from general import add_lora, assert_equal, compare, gradient_errors, worst
+from general import add_lora, assert_equal, compare, gradient_errors, worst_error
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
@@ -133,7 +133,7 @@ def _lose_halo_gradient(monkeypatch):
 def test_injected_bugs_are_detected(plain, bug, monkeypatch):
     plain.zero_grad()
     bug(monkeypatch)
-    error, _ = worst(compare(plain, Layout(2), **documents(5, 10, 1, 4)))
+    error, _ = worst_error(compare(plain, Layout(2), **documents(5, 10, 1, 4)))
     assert error > 1e-4
 
 

@@ -6,7 +6,7 @@ from peft import LoraConfig, get_peft_model
 
 from ithaka import Layout, parallelize, token_logprobs
 from models import tiny_config, tiny_model
-from parity import check, compare_with, each_of, gradient_errors, parallel, plain_sum, random_ids, relative
+from parity import check, compare_with, for_each_case, gradient_errors, parallel, plain_sum, random_ids, relative
 
 
 def uneven_labels(rows: int, tokens: int):
@@ -127,4 +127,4 @@ def label_of_a_shard_start(at):
 
 
 def test_labels_are_shifted_before_they_are_sharded(ranks):
-    check(ranks.run(4, each_of, label_of_a_shard_start, [(2,), (4,), (6,), (7,)]))
+    check(ranks.run(4, for_each_case, label_of_a_shard_start, [(2,), (4,), (6,), (7,)]))

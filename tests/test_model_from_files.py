@@ -18,7 +18,7 @@ from ithaka.train import loop
 from ithaka.weights.load import local_shard
 from models import FAMILIES, tiny_config, tiny_model
 from refusals import assert_command_refused, assert_refused
-from runs import tiny_run, valid
+from runs import tiny_run, validate
 
 FP64 = Layout(dtype="float64")
 
@@ -248,4 +248,4 @@ def test_commands_name_the_tensor_with_a_nan(tmp_path):
     config = tiny_run(tmp_path, train={"validate_every": 0, "validate_sequences": 0})
     config = replace(config, model=replace(config.model, path=folder))
     with pytest.raises(ConfigError, match=re.escape(f"model.path={problem}; copy")):
-        loop.train(valid(config))
+        loop.train(validate(config))

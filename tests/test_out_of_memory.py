@@ -26,7 +26,7 @@ from ithaka.run import launch
 from ithaka.train import loop
 from ithaka.train import trainer as trainer_module
 from ithaka.train.watch import OutOfMemoryTracker, explain_out_of_memory, ran_out_of_memory
-from runs import numbers, run, tiny_run
+from runs import bitwise_metrics, run, tiny_run
 
 GIB = 2**30
 OOM = ExitCode.OUT_OF_MEMORY
@@ -88,7 +88,7 @@ def test_the_last_checkpoint_resumes_with_another_setting(tmp_path, capfd, monke
     train = dataclasses.replace(config.train, run_dir=tmp_path / "undisturbed")
     undisturbed = dataclasses.replace(config, train=train)
     run(undisturbed)
-    losses = [[record[1] for record in numbers(c.train.run_dir)] for c in (config, undisturbed)]
+    losses = [[record[1] for record in bitwise_metrics(c.train.run_dir)] for c in (config, undisturbed)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(losses[0]) == 4
 
 

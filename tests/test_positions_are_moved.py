@@ -24,7 +24,7 @@ from ithaka.train.watch import describe_run
 from models import plain_loss, tiny_config, tiny_model, widen
 from parity import check, gradient_errors, random_ids, relative
 from refusals import assert_refused
-from runs import MODEL, run, tiny_run, valid
+from runs import MODEL, run, tiny_run, validate
 
 ORIGINAL, CONTEXT = 16, 50
 OWN = {"rope_type": "default", "rope_theta": 100.0}  # angles differ within few positions
@@ -142,7 +142,7 @@ def test_rope_on_part_of_each_head_keeps_its_type(tmp_path):
 def header_and_logits(config, ids):
     """Load a run's latest checkpoint and return its header and logits."""
     longer = replace(config, train=replace(config.train, steps=100))
-    trainer = prepare(valid(longer, config.train.run_dir))
+    trainer = prepare(validate(longer, config.train.run_dir))
     with torch.no_grad():
         return describe_run(trainer), trainer.model(input_ids=ids).logits
 
@@ -231,11 +231,11 @@ def test_trained_weights_are_refused_beyond_their_positions(tmp_path, rope, name
 
 def test_long_contexts_are_refused_before_ranks_start_unless_from_scratch(tmp_path):
     config, _ = moved_run(tmp_path)
-    assert valid(config)
+    assert validate(config)
     unmoved = replace(config, model=replace(config.model, rope=None))
-    assert_refused(lambda: valid(unmoved), "data.context=61", "max_position_embeddings=16", fix="model.rope=")
+    assert_refused(lambda: validate(unmoved), "data.context=61", "max_position_embeddings=16", fix="model.rope=")
     scratch = tiny_run(tmp_path, model={"max_position_embeddings": ORIGINAL})
-    assert valid(scratch)
+    assert validate(scratch)
     assert read_hf_config(scratch.model.path, None, 61).max_position_embeddings == 61
 
 

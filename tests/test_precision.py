@@ -11,7 +11,7 @@ from precision import (
     SMALL,
     assert_as_good_as_autocast,
     autocast_gradients,
-    bf16,
+    bf16_layout,
     error_ratios,
     exact_gradients,
     initial_model,
@@ -125,7 +125,7 @@ def test_a_missing_gradient_and_another_shape_fail(exact):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_only_the_residual_stream_is_rounded_more_often_than_by_autocast(family):
     """Compares medians over all parameters. If autocast also rounds the residual stream, no difference remains."""
-    device, layout = torch.device("cpu"), bf16(SMALL.heads // 2, tile_tokens=SMALL.tokens // 3)
+    device, layout = torch.device("cpu"), bf16_layout(SMALL.heads // 2, tile_tokens=SMALL.tokens // 3)
     models = [initial_model(family, SMALL, seed, device) for seed in SEEDS]
     batches = [random_batch(SMALL, seed, device) for seed in SEEDS]
     rounded = [round_residual_stream(copy.deepcopy(model)) for model in models]

@@ -31,7 +31,7 @@ from ithaka.plan.shape import Work
 from models import tiny_config, tiny_model
 from parity import Errors, check, gradient_errors, parallel, relative, shard_errors
 from refusals import assert_refused
-from threads import on_threads
+from threads import run_on_threads
 
 # (length, parent) of each node. Shards may split a node anywhere.
 FORESTS = {
@@ -144,7 +144,7 @@ def config_of(family):
     "cp,family,layout,forests",
     [
         (1, "llama", Layout(), FORESTS),
-        (2, "window", Layout(tile_tokens=5), ("answers", "late")),
+        (2, "window", Layout(tile_tokens=5), ("late",)),
         (4, "qwen3", Layout(heads_per_stage=4), ("depths",)),
     ],
     ids=str,
@@ -160,7 +160,7 @@ def test_a_forest_equals_its_branches(cp, family, layout, forests, pytestconfig)
         model, _ = parallel(cp, config_of(family), layout)
         return [compare(model, each, *case) for each, case in zip(expected, cases, strict=True)]
 
-    check(on_threads(cp, work))
+    check(run_on_threads(cp, work))
 
 
 CHUNKS = {"attention_chunk_size": 7, "attn_temperature_tuning": False, "num_hidden_layers": 2, "no_rope_layers": [1, 0]}
@@ -211,7 +211,7 @@ def test_padding_is_not_part_of_a_forest():
         padded = ithaka.token_logprobs(model, **wide, attention_mask=mask)
         return {"logprobs": relative(padded.logprobs[:, :17].detach(), results.logprobs.detach())}
 
-    check(on_threads(2, work))
+    check(run_on_threads(2, work))
 
 
 def test_forests_that_cannot_be_computed_are_refused():
@@ -234,7 +234,7 @@ def test_forests_that_cannot_be_computed_are_refused():
         with pytest.raises(ValueError, match="parents is not supported with ring=2: .*use ring=1"):
             in_ring(**inputs)
 
-    on_threads(2, ring)
+    run_on_threads(2, ring)
     model.model.layers[0].forward.no_parents = "with recurrent layers: they have one state"
     assert_refused(call(), "recurrent layers", fix="as a row", error=ValueError)
 
@@ -445,7 +445,7 @@ def test_ten_steps_of_a_policy_equal_those_without_sharing():
         assert len({round(float(loss), 6) for loss in losses}) == 10
         return {"losses": relative(torch.stack(losses[:10]), torch.stack(losses[10:]))}
 
-    check(on_threads(2, work))
+    check(run_on_threads(2, work))
 
 
 def test_a_padded_batch_has_the_log_probabilities_of_its_rows(monkeypatch):
@@ -470,7 +470,7 @@ def test_a_padded_batch_has_the_log_probabilities_of_its_rows(monkeypatch):
         errors = {str(i): relative(b, a) for i, (a, b) in enumerate(zip(*grads, strict=True))}
         return errors | {f"result {i}": relative(shared[i].detach(), plain[i].detach()) for i in (0, 1, 3)}
 
-    check(on_threads(2, work))
+    check(run_on_threads(2, work))
 
 
 def test_packed_sequences_have_the_losses_of_separate_ones():
@@ -501,4 +501,4 @@ def test_packed_sequences_have_the_losses_of_separate_ones():
         expected = [results(each)[mine != -100] for each, mine in zip(ids, labels, strict=True)]
         return errors | {"own": relative(loss.detach(), -torch.cat(expected).mean().detach())}
 
-    check(on_threads(2, work))
+    check(run_on_threads(2, work))

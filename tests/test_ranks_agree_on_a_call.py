@@ -19,7 +19,7 @@ from ithaka.roots.fast import FastDecoder
 from models import tiny_config
 from parity import parallel, random_ids
 from refusals import assert_refused
-from threads import on_threads
+from threads import run_on_threads
 
 SHAPE = r"shape \(2, 8\) with hash \w{16}"
 LONGER = SHAPE.replace("8", "10")
@@ -254,9 +254,9 @@ def test_data_parallel_ranks_must_agree_on_labels_gradients_and_divisor(ranks, w
 
 
 def test_threads_as_ranks_agree_too():
-    (message,) = set(on_threads(2, lambda: call_differently("shape")))
+    (message,) = set(run_on_threads(2, lambda: call_differently("shape")))
     assert_refused(message, "ranks 0 and 1", fix="same batch")
-    assert on_threads(4, data_parallel) == [14 + 18] * 4
+    assert run_on_threads(4, data_parallel) == [14 + 18] * 4
 
 
 def test_a_loopback_process_agrees_with_itself():

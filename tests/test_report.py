@@ -13,7 +13,7 @@ from ithaka.cli.runs import train_rank
 from ithaka.config import ConfigError
 from ithaka.report.page import live_report, read_run, write_report
 from refusals import assert_refused
-from runs import metrics, tiny_run, valid, wait_for
+from runs import metrics, tiny_run, validate, wait_for
 
 SIZES = {"desktop": (1200, False), "dark": (1200, True), "phone": (390, False)}
 
@@ -23,7 +23,7 @@ def run_dir(tmp_path_factory) -> Path:
     """The directory of a training run with a profile."""
     folder = tmp_path_factory.mktemp("reported")
     config = tiny_run(folder, train={"steps": 4, "save_every": 0}, profile={"every": 3})
-    train_rank(valid(config))
+    train_rank(validate(config))
     assert config.train.run_dir is not None
     return config.train.run_dir
 

@@ -14,11 +14,11 @@ import faults
 from faults import moved
 from ithaka.config import load_config
 from ithaka.run.preflight import resolve
-from runs import copy_back_at, metrics, numbers, run, tiny_run, valid
+from runs import bitwise_metrics, copy_run_at_step, metrics, run, tiny_run, validate
 
 
 def resumed_copy(config, folder, step):
-    return moved(config, copy_back_at(config.train.run_dir, folder, step))
+    return moved(config, copy_run_at_step(config.train.run_dir, folder, step))
 
 
 @pytest.mark.parametrize("num_ranks,cp", [(1, 1), pytest.param(2, 1, marks=pytest.mark.slow)])  # (2, 2) below
@@ -26,11 +26,11 @@ def test_resumed_run_repeats_every_number(ranks, tmp_path, num_ranks, cp):
     optim = {"lr": 1e-2, "schedule": "wsd", "cooldown_steps": 2, "lr_factors": {"embed": 0.1, "0.*norm": 2}}
     config = tiny_run(tmp_path, parallel={"cp": cp}, optim=optim)
     ranks.run(num_ranks, run, config)
-    expected = numbers(config.train.run_dir)
+    expected = bitwise_metrics(config.train.run_dir)
     assert [record[0] for record in expected] == [0, 1, 2, 3, 4]
     again = resumed_copy(config, tmp_path / "again", step=2)
     ranks.run(num_ranks, run, again, again.train.run_dir)
-    assert numbers(again.train.run_dir) == expected
+    assert bitwise_metrics(again.train.run_dir) == expected
 
 
 def test_resume_on_other_ranks_agrees_up_to_rounding(ranks, tmp_path):
@@ -76,7 +76,7 @@ def test_a_run_is_resumed_from_another_folder(tmp_path, monkeypatch, capsys):
     saved = load_config(start / "run" / "config.yaml")
     assert saved.model.path == start / "config.json" and saved.data.validation_path == start / "texts/20.txt"
     assert saved.data.tokenizer == "bytes" and not saved.data.sources[0].path.exists()
-    same = valid(resolve(None, ["train.steps=3", "model.path=config.json"], Path("run")), Path("run"))
+    same = validate(resolve(None, ["train.steps=3", "model.path=config.json"], Path("run")), Path("run"))
     assert {*same.changed} == {"train.steps", "optim.decay_steps"}
     monkeypatch.chdir(elsewhere)
     again = resolve(None, ["train.steps=3"], start / "run")

@@ -24,7 +24,7 @@ from ithaka.run.preflight import resolve, validate_run
 from ithaka.run.validate import check_settings
 from ithaka.train import trainer as trainer_module
 from refusals import assert_command_refused, assert_refused
-from runs import metrics, run, tiny_run, valid
+from runs import metrics, run, tiny_run, validate
 from templates import chat_tokenizer
 
 
@@ -53,9 +53,9 @@ def test_patience_ends_the_run_and_the_best_checkpoint_is_kept(stopped, tmp_path
     state = files.read_state(files.find_checkpoint(run_dir))
     assert (state["best"], state["stale"]) == ([2.0, 2], 2)
     saved = load_config(run_dir / "config.yaml")
-    assert_refused(lambda: valid(saved, run_dir), "train.patience=2", fix="--set train.patience=4")
+    assert_refused(lambda: validate(saved, run_dir), "train.patience=2", fix="--set train.patience=4")
     more = replace(saved, train=replace(saved.train, patience=3))
-    assert not valid(more, run_dir).finished
+    assert not validate(more, run_dir).finished
 
 
 def test_a_run_recovers_from_a_nan_that_was_saved_as_its_best_loss(stopped, tmp_path, monkeypatch):
@@ -196,5 +196,5 @@ def test_evaluate_only_prints_the_loss_and_leaves_the_run_alone(stopped, capsys)
 @pytest.mark.parametrize("train", [{"patience": 2, "validate_every": 0}, {"keep_best": True, "validate_sequences": 0}])
 def test_a_knob_without_validation_is_refused(train, tmp_path):
     config = tiny_run(tmp_path, train=train)
-    check = partial(check_settings, config, 1, valid(tiny_run(tmp_path)).shape)
+    check = partial(check_settings, config, 1, validate(tiny_run(tmp_path)).shape)
     assert_refused(check, f"train.{next(iter(train))}=", "validation", fix="train.validate_every")

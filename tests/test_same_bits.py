@@ -10,7 +10,7 @@ from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model
 from parity import random_ids
-from runs import copy_back_at, numbers, run, tiny_run
+from runs import bitwise_metrics, copy_run_at_step, run, tiny_run
 
 # Maps a tier to whether projections and MLP are kept.
 TIERS = {"device": (False, False), "host": (True, False), "disk": (True, True)}
@@ -73,13 +73,13 @@ def test_an_offloaded_optimizer_gives_identical_runs(ranks, tmp_path, pytestconf
     offloaded = with_memory(plain, tmp_path / "offloaded", offload_optimizer=True)
     ranks.run(2, run, plain)
     ranks.run(2, run, offloaded)
-    expected = numbers(plain.train.run_dir)
-    assert numbers(offloaded.train.run_dir) == expected
+    expected = bitwise_metrics(plain.train.run_dir)
+    assert bitwise_metrics(offloaded.train.run_dir) == expected
     for made_by in (plain, offloaded) if pytestconfig.getoption("--slow") else (plain,):
         again = with_memory(plain, tmp_path / f"after-{made_by.train.run_dir.name}", offload_optimizer=True)
-        copy_back_at(made_by.train.run_dir, again.train.run_dir, step=1)
+        copy_run_at_step(made_by.train.run_dir, again.train.run_dir, step=1)
         ranks.run(2, run, again, again.train.run_dir)
-        assert numbers(again.train.run_dir) == expected
+        assert bitwise_metrics(again.train.run_dir) == expected
 
 
 @pytest.mark.slow
@@ -89,4 +89,4 @@ def test_tiers_give_identical_runs(ranks, tmp_path):
     for tier in ("host", "disk"):
         other = with_memory(plain, tmp_path / tier, offload=tier)
         ranks.run(2, run, other)
-        assert numbers(other.train.run_dir) == numbers(plain.train.run_dir)
+        assert bitwise_metrics(other.train.run_dir) == bitwise_metrics(plain.train.run_dir)

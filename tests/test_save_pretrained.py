@@ -15,7 +15,7 @@ from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model
 from parity import random_ids
 from refusals import assert_refused
-from threads import on_threads
+from threads import run_on_threads
 
 LARGEST = 25_000  # bytes of a file; the largest parameter has 24576
 
@@ -31,7 +31,7 @@ def save_parallel(plain, folder, replicas=1, **settings):
             model(input_ids=random_ids(1, 6))
         model.save_pretrained(folder, **settings)
 
-    on_threads(2, work)
+    run_on_threads(2, work)
     return folder
 
 
@@ -78,4 +78,4 @@ def test_errors_are_raised_on_every_rank(tmp_path):
             model.save_pretrained(tmp_path / "file")
         assert_refused(lambda: model.save_pretrained(tmp_path, variant="fp16"), "variant=", fix="leave it out")
 
-    on_threads(2, work)
+    run_on_threads(2, work)

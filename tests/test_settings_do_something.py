@@ -22,7 +22,7 @@ from ithaka.profile.live import LiveBytes
 from ithaka.train.trainer import prepare
 from models import tiny_config
 from parity import random_ids
-from runs import tiny_run, valid
+from runs import tiny_run, validate
 
 CPU = torch.device("cpu")
 
@@ -174,7 +174,7 @@ def test_deterministic_reaches_pytorch_and_the_kernel(tmp_path, monkeypatch, val
     passed = []
     monkeypatch.setattr(kernels, "_call_fa4", lambda *_, **options: passed.append(options["deterministic"]) or ())
     try:
-        prepare(valid(tiny_run(tmp_path, train={"deterministic": value})))
+        prepare(validate(tiny_run(tmp_path, train={"deterministic": value})))
         assert torch.are_deterministic_algorithms_enabled() == value
         ends, x = torch.tensor([0, 4]), torch.zeros(4, 1, 8)
         kernels.KERNELS["fa4"].varlen.backward(x, x, x, x, x, x[..., 0].t(), ends, 4, 1.0, True, None)

@@ -18,7 +18,7 @@ from ithaka.profile import timeline
 from ithaka.run import launch
 from ithaka.run.preflight import AUTO
 from ithaka.train import heartbeat
-from runs import metrics, run, tiny_run, valid
+from runs import metrics, run, tiny_run, validate
 
 # Threads that use no CUDA: they read, tokenize, write a page, or handle signals.
 ON_HOST = ("prefetch batch", "tokenize", "report", "signals")
@@ -100,7 +100,7 @@ def groups_after_entries(config):
         patch.setattr(launch, "ranks_persist", lambda: True)
         patch.setenv("RANK", str(dist.get_rank()))
         for step in (0, 1):
-            cli.runs.train_rank(valid(config.at(step), AUTO))
+            cli.runs.train_rank(validate(config.at(step), AUTO))
             counts.append(len(dist.distributed_c10d._world.pg_map))
     return counts
 

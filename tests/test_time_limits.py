@@ -22,7 +22,7 @@ from ithaka.train import trainer as trainer_module
 from ithaka.train.heartbeat import Limits, PhaseTracker
 from ithaka.train.watch import SlowRanks
 from ranks import Ranks
-from runs import metrics, run, run_and_record_exit, tiny_run, valid, wait_for
+from runs import metrics, run, run_and_record_exit, tiny_run, validate, wait_for
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_pause_in_attention_is_measured_for_documents_as_long_as_the_context(s
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    return valid(tiny_run(tmp_path_factory.mktemp("tiny")))
+    return validate(tiny_run(tmp_path_factory.mktemp("tiny")))
 
 
 LAYER, UPDATE, VALIDATION = ("layer 0", "backward"), ("optimizer",), ("validation", "layer 1", "forward")
@@ -171,7 +171,7 @@ def test_only_ranks_that_are_slow_for_their_work_are_reported():
 
 
 def slow_down(patch, where):
-    """Make attention take 30 ms on both ranks and, on rank 1, attention or the projections before it 150 ms more.
+    """Make attention take 20 ms on both ranks and, on rank 1, attention or the projections before it 100 ms more.
 
     The ratio is large because the machine may be busy."""
     patch.setattr(watch, "SLOW_STEPS", 2)
@@ -180,9 +180,9 @@ def slow_down(patch, where):
     def delay(function, seconds):
         return lambda *args: time.sleep(seconds) or function(*args)
 
-    late = {where: 0.15} if dist.get_rank() == 1 else {}
+    late = {where: 0.1} if dist.get_rank() == 1 else {}
     for name in ("attend", "attend_backward"):
-        attend = delay(getattr(stages.StagedAttention, name), 0.03 + late.get("attention", 0.0))
+        attend = delay(getattr(stages.StagedAttention, name), 0.02 + late.get("attention", 0.0))
         patch.setattr(stages.StagedAttention, name, attend)
     project = delay(streamed.StreamedLayer._project, late.get("projections", 0.0))
     patch.setattr(streamed.StreamedLayer, "_project", project)

@@ -26,7 +26,7 @@ from ithaka.plan import bytes as plan_bytes
 from models import tiny_config, tiny_model
 from parity import TOLERANCE, check, gradient_errors, parallel, random_ids, relative
 from refusals import assert_refused
-from threads import on_threads
+from threads import run_on_threads
 
 LENGTHS = (7, 1, 9, 6)  # documents; on 2 and 4 ranks they end in the middle of shards
 
@@ -223,7 +223,7 @@ def test_log_probabilities_and_losses_on_them_are_exact(cp, family):
                 each.zero_grad()
         return errors
 
-    check(on_threads(cp, work))
+    check(run_on_threads(cp, work))
 
 
 def test_losses_of_data_parallel_groups_add_up():
@@ -236,7 +236,7 @@ def test_losses_of_data_parallel_groups_add_up():
         (plain_tokens(plain, ids, labels, documents)[0].square().sum() / 7).backward()
         return gradient_errors(model, plain)
 
-    check(on_threads(4, work))
+    check(run_on_threads(4, work))
 
 
 def test_missing_labels_and_plain_models_are_refused():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import ithaka
-from general import add_lora, assert_equal, gradient_errors, wide_runs
+from general import add_lora, assert_equal, fp64_tiles, gradient_errors
 from ithaka.checks.rehearse import rehearse
 from ithaka.checks.verify import InFloat64
 from ithaka.cli.plan import plan
@@ -33,7 +33,7 @@ from ithaka.plan.shape import Work
 from ithaka.roots.video import VideoTransformer
 from parity import Errors, relative
 from refusals import assert_refused
-from threads import on_threads
+from threads import run_on_threads
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -114,7 +114,7 @@ def wide_video() -> Iterator[None]:
         with InFloat64():
             return plain(self, x, *others)
 
-    with wide_runs(), pytest.MonkeyPatch.context() as patch:
+    with fp64_tiles(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(VideoTransformer, "_run_head_tile", run)
         yield
 
@@ -143,7 +143,7 @@ def compare(
         return {name: relative(results[name], expected[name]) for name in expected} | gradient_errors(model, plain)
 
     with wide_video():
-        return on_threads(layout.cp, work)
+        return run_on_threads(layout.cp, work)
 
 
 SIZES = dict(zip(("num_frames", "height", "width"), GRID, strict=True))
@@ -171,7 +171,7 @@ CASES = {  # model, changes, inputs, layout, inputs with gradients, other argume
 }
 
 
-SLOW = ("Wan on one rank", "Wan in stages and tiles")
+SLOW = ("Wan on one rank", "Wan in stages and tiles", "Wan on four ranks, with padding", "LTX on one rank")
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
@@ -222,7 +222,7 @@ def test_bfloat16_is_as_precise_as_autocast(kind):
         model = ithaka.parallelize(models[0], layout=Layout(dtype="bfloat16", tile_tokens=7))
         return sample_and_gradients(model, narrow, nullcontext(), others)
 
-    (ours,) = on_threads(1, work)
+    (ours,) = run_on_threads(1, work)
     for our_result, plain_result, exact_result in zip(ours, theirs, expected, strict=True):
         assert relative(our_result, exact_result) < 1.15 * relative(plain_result, exact_result)
 
@@ -238,7 +238,7 @@ def test_models_are_saved_under_the_names_of_diffusers(tmp_path):
         model = ithaka.parallelize(models[dist.get_rank()], cp=2)
         model.save_pretrained(tmp_path, max_shard_size="30KB")
 
-    on_threads(2, work)
+    run_on_threads(2, work)
     assert len(list(tmp_path.glob("diffusion_pytorch_model-*.safetensors"))) > 1
     loaded = diffusers.WanTransformer3DModel.from_pretrained(tmp_path, torch_dtype=torch.float64)
     assert loaded.config.num_layers == 2
@@ -260,7 +260,7 @@ def test_diffusers_loads_saved_adapters(tmp_path, way):
                 if "lora_" in name:
                     param.copy_(torch.full_like(param, 0.01 * i))
     expected = {name: p.detach().clone() for name, p in plain.named_parameters() if "lora_" in name}
-    on_threads(1, lambda: ithaka.parallelize(model).save_pretrained(tmp_path))
+    run_on_threads(1, lambda: ithaka.parallelize(model).save_pretrained(tmp_path))
     loaded = tiny("wan")
     loaded.load_lora_adapter(tmp_path, weight_name="pytorch_lora_weights.safetensors", adapter_name="default")
     assert loaded.peft_config["default"].lora_alpha == 5
@@ -313,7 +313,7 @@ def test_calls_are_refused():
         with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigError, match="autocast"):
             model(**inputs_of("wan"))
 
-    on_threads(1, work)
+    run_on_threads(1, work)
 
 
 def test_ranks_with_different_clips_are_refused():
@@ -325,7 +325,7 @@ def test_ranks_with_different_clips_are_refused():
         with pytest.raises(ConfigError, match="have different batches: timestep"):
             model(**inputs)
 
-    on_threads(2, work)
+    run_on_threads(2, work)
 
 
 def test_a_block_that_computes_something_else_is_refused(monkeypatch):
@@ -407,7 +407,7 @@ def test_two_ranks_have_the_losses_of_one_plain_process():
         return example.train(model, **quiet), example.generate(model, (1, 2), num_steps=2)
 
     generated = example.generate(plain, (1, 2), num_steps=2)
-    for losses, clip in on_threads(2, work):
+    for losses, clip in run_on_threads(2, work):
         assert losses == pytest.approx(expected, abs=1e-5)
         assert torch.allclose(clip, generated, atol=1e-4)
 

@@ -22,7 +22,7 @@ from ithaka.evaluate.command import sample
 from ithaka.inputs.batch import divide_frames
 from ithaka.views.data import describe_sequence
 from ithaka.views.record import describe_record, find_record, split_document
-from runs import copy_back_at, numbers, run
+from runs import bitwise_metrics, copy_run_at_step, run
 from vlms import model_for, picture, tiny_processor
 
 VIDEOS = {1: 4, 5: 3, 7: 2}  # number of frames by conversation; all but the second are folders
@@ -267,11 +267,11 @@ def test_a_video_file_is_sampled(folder, monkeypatch):
 def test_a_run_is_resumed_and_exported(folder, ranks, tmp_path):
     config = settings(folder, steps=2, save_every=1, validate_every=2, validate_sequences=1)
     ranks.run(2, run, config)
-    losses = numbers(folder / "run")
+    losses = bitwise_metrics(folder / "run")
     assert [row[0] for row in losses] == [0, 1, 2]
-    again = moved(config, copy_back_at(config.train.run_dir, tmp_path / "again", 1))
+    again = moved(config, copy_run_at_step(config.train.run_dir, tmp_path / "again", 1))
     ranks.run(2, run, again, again.train.run_dir)
-    assert numbers(again.train.run_dir) == losses
+    assert bitwise_metrics(again.train.run_dir) == losses
     export(folder / "run", tmp_path / "out")
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").eval()
     processor = AutoImageProcessor.from_pretrained(tmp_path / "out")

@@ -11,7 +11,7 @@ import ithaka
 from ithaka.weights.save import iterate_weights
 from models import tiny_config, tiny_model
 from refusals import assert_refused
-from threads import on_threads
+from threads import run_on_threads
 
 CASES = {"experts": ("qwen3_moe", {}), "tied": ("llama", {"tie_word_embeddings": True})}
 
@@ -32,7 +32,7 @@ def check(plain, theirs, **options):
     def work():
         return dict(iterate_weights(ithaka.parallelize(models.pop(), cp=2), **options))
 
-    for ours in on_threads(2, work):
+    for ours in run_on_threads(2, work):
         assert ours.keys() == theirs.keys()
         for name, tensor in theirs.items():
             torch.testing.assert_close(ours[name], tensor.detach(), rtol=1e-12, atol=1e-12)

@@ -40,7 +40,7 @@ class Ordered(multi_threaded_pg.Collective):
         self._over = torch.cuda.current_stream().record_event()
 
 
-def on_threads(num_ranks: int, work: Callable[[], Any], timeout_s: float = 300) -> list[Any]:
+def run_on_threads(num_ranks: int, work: Callable[[], Any], timeout_s: float = 300) -> list[Any]:
     """Call work() on `num_ranks` threads, each its own rank, and return the results by rank."""
     values: list[Any] = [None] * num_ranks
     errors: list[BaseException | None] = [None] * num_ranks

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from ithaka.comm import exchange
 from ithaka.layer.stages import StagedAttention
 from ithaka.layer.store import DiskFile, Store
-from precision import Size, bf16, initial_model, parallel_copy, random_batch
-from threads import on_threads
+from precision import Size, bf16_layout, initial_model, parallel_copy, random_batch
+from threads import run_on_threads
 
 CYCLES = 20_000_000  # about 10 ms of a GPU
 SIZE = Size(heads=4, kv_heads=2, head_dim=64, intermediate=256, vocab=128, window=50, tokens=512, layers=3)
@@ -35,7 +35,7 @@ def gradients(device, cp: int, **layer) -> dict[str, torch.Tensor]:
     """
     size = SIZE if device.type == "cuda" else SIZE_ON_CPU
     model, batch = initial_model("qwen3", size, 0, device), random_batch(size, 0, device)
-    layout = bf16(cp, tile_tokens=size.tokens // cp // 4, kernel="reference", **layer)
+    layout = bf16_layout(cp, tile_tokens=size.tokens // cp // 4, kernel="reference", **layer)
 
     def work():
         ours = parallel_copy(model, device, cp, layout)
@@ -44,7 +44,7 @@ def gradients(device, cp: int, **layer) -> dict[str, torch.Tensor]:
             ours(input_ids=ids, labels=ids).loss.backward()
         return {name: param.grad.full_tensor() for name, param in ours.named_parameters()}
 
-    grads_by_rank = on_threads(cp, work)
+    grads_by_rank = run_on_threads(cp, work)
     if device.type == "cuda":
         torch.cuda.synchronize()
     return grads_by_rank[0]

@@ -20,14 +20,14 @@ from precision import (
     Choices,
     Yardsticks,
     assert_as_good_as_autocast,
-    bf16,
+    bf16_layout,
     gradients_with_choices,
     initial_model,
     parallel_copy,
     random_batch,
     with_choices,
 )
-from threads import on_threads
+from threads import run_on_threads
 
 gpu, slow_on_cpu = pytest.mark.gpu, pytest.mark.slow_on_cpu
 pytestmark = pytest.mark.xdist_group("large")
@@ -61,7 +61,7 @@ STAGES = [
 @slow_on_cpu
 @pytest.mark.parametrize("cp,stages", STAGES)
 def test_any_number_of_stages_is_as_good_as_autocast(yardsticks, size, cp, stages):
-    yardsticks("llama").check(cp, bf16(size.heads // stages, tile_tokens=size.tokens // 3))
+    yardsticks("llama").check(cp, bf16_layout(size.heads // stages, tile_tokens=size.tokens // 3))
 
 
 TIERS = [
@@ -77,7 +77,7 @@ TIERS = [
 @slow_on_cpu
 @pytest.mark.parametrize("options", TIERS)
 def test_every_tier_is_as_good_as_autocast(yardsticks, size, options):
-    yardsticks("llama").check(2, bf16(size.heads // 2, **{"tile_tokens": size.tokens // 3, **options}))
+    yardsticks("llama").check(2, bf16_layout(size.heads // 2, **{"tile_tokens": size.tokens // 3, **options}))
 
 
 @slow_on_cpu
@@ -85,7 +85,7 @@ def test_every_tier_is_as_good_as_autocast(yardsticks, size, options):
     "cp,stages", [pytest.param(1, 1, marks=gpu), pytest.param(2, 2), pytest.param(2, 8, marks=gpu)]
 )
 def test_packed_documents_are_as_good_as_autocast(yardsticks, size, cp, stages):
-    yardsticks("llama", packed=True).check(cp, bf16(size.heads // stages, tile_tokens=size.tokens // 3))
+    yardsticks("llama", packed=True).check(cp, bf16_layout(size.heads // stages, tile_tokens=size.tokens // 3))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,9 @@ def test_packed_documents_are_as_good_as_autocast(yardsticks, size, cp, stages):
     "family", [pytest.param("qwen2", marks=gpu), pytest.param("qwen3", marks=gpu), pytest.param("mistral")]
 )
 def test_every_family_is_as_good_as_autocast(yardsticks, size, family, cp, stages):
-    yardsticks(family).check(cp, bf16(size.heads // stages, tile_tokens=size.tokens // 3, keep_attention="device"))
+    yardsticks(family).check(
+        cp, bf16_layout(size.heads // stages, tile_tokens=size.tokens // 3, keep_attention="device")
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,7 @@ def test_every_family_is_as_good_as_autocast(yardsticks, size, family, cp, stage
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=gpu)])
 def test_adapters_are_as_good_as_autocast(yardsticks, size, family, options):
     pytest.importorskip("peft")
-    layout = bf16(size.heads // 2, tile_tokens=size.tokens // 3, **options)
+    layout = bf16_layout(size.heads // 2, tile_tokens=size.tokens // 3, **options)
     yardsticks(family, adapted=True).check(2, layout)
 
 
@@ -127,7 +129,7 @@ def num_different(a: Choices, b: Choices) -> int:
 @pytest.mark.parametrize("family", EXPERTS)
 def test_backward_chooses_the_experts_of_forward(device, size, family, cp, stages, keep_attention):
     model, batch = initial_model(family, size, 0, device), random_batch(size, 0, device)
-    layout = bf16(size.heads // stages, tile_tokens=size.tokens // 3, keep_attention=keep_attention)
+    layout = bf16_layout(size.heads // stages, tile_tokens=size.tokens // 3, keep_attention=keep_attention)
     _, choices = with_choices(model, batch, cp, layout)
     for of_layers in choices.values():
         assert len(of_layers) == size.layers
@@ -140,7 +142,7 @@ def test_backward_chooses_the_experts_of_forward(device, size, family, cp, stage
 @pytest.mark.parametrize("family", EXPERTS)
 def test_mixtures_of_experts_are_as_good_as_autocast(device, size, family, cp, stages):
     """Autocast and fp64 use the same choice of experts."""
-    layout = bf16(size.heads // stages, tile_tokens=size.tokens // 3)
+    layout = bf16_layout(size.heads // stages, tile_tokens=size.tokens // 3)
     seeds = SEEDS if device.type == "cuda" else SEEDS[:1]
     gradients = gradients_with_choices(family, size, device, cp, layout, seeds)
     assert_as_good_as_autocast(*gradients, most=EXPERTS_MEDIAN)
@@ -161,7 +163,7 @@ def after_a_step(model, batch, cp: int, layout: Layout, make_optimizer) -> list[
         after = {name: param.to_local().detach().cpu() for name, param in ours.named_parameters()}
         return {"before": before, "gradient": grads, "after": after}
 
-    return on_threads(cp, work)
+    return run_on_threads(cp, work)
 
 
 OPTIMIZERS = {
@@ -178,7 +180,7 @@ def test_optimizer_in_host_memory_takes_the_same_step(device, size, cp, optimize
     bits, which a CPU and a GPU may round differently.
     """
     model, batch = initial_model("qwen3", size, 0, device), random_batch(size, 0, device)
-    layout = bf16(size.heads // 2, tile_tokens=size.tokens // 3, kernel="reference")
+    layout = bf16_layout(size.heads // 2, tile_tokens=size.tokens // 3, kernel="reference")
     plain = after_a_step(model, batch, cp, layout, OPTIMIZERS[optimizer])
     host = after_a_step(model, batch, cp, replace(layout, offload_optimizer=True), OPTIMIZERS[optimizer])
     for a, b in zip(plain, host, strict=True):

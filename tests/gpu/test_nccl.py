@@ -38,13 +38,13 @@ from precision import (
     Gradients,
     assert_as_good_as_autocast,
     autocast_gradients,
-    bf16,
+    bf16_layout,
     exact_gradients,
     initial_model,
     random_batch,
 )
 from ranks import Ranks
-from runs import copy_back_at, metrics, numbers, run, tiny_run, wait_for
+from runs import bitwise_metrics, copy_run_at_step, metrics, run, tiny_run, wait_for
 
 MIN_NCCL = (2, 30)
 SEVERAL_ON_ONE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "LOCAL_RANK": "0"}
@@ -101,7 +101,7 @@ def compare_with_autocast(family: str, cases: dict[str, Case]) -> dict[str, str]
     for name, (cp, ring, options) in cases.items():
         mesh = meshes[cp, ring]
         heads = max(size.heads // 2, cp // ring)
-        layout = replace(bf16(heads, tile_tokens=size.tokens // 3, **options), cp=cp, ring=ring)
+        layout = replace(bf16_layout(heads, tile_tokens=size.tokens // 3, **options), cp=cp, ring=ring)
         layout, ours = replace(layout, kept=layout.kept * size.layers), []
         for model, of_seed in zip(models, rows, strict=True):
             parallel = parallelize_model(copy.deepcopy(model), mesh=mesh, layout=layout)
@@ -163,14 +163,14 @@ def trained(nccl, tmp_path_factory):
 
 
 def test_a_run_on_four_ranks_resumes_bitwise(nccl, trained, tmp_path):
-    again = moved(trained, copy_back_at(trained.train.run_dir, tmp_path / "again", 2))
+    again = moved(trained, copy_run_at_step(trained.train.run_dir, tmp_path / "again", 2))
     nccl.run(4, run, again, again.train.run_dir)
-    assert numbers(again.train.run_dir) == numbers(trained.train.run_dir)
+    assert bitwise_metrics(again.train.run_dir) == bitwise_metrics(trained.train.run_dir)
 
 
 def test_a_run_on_four_ranks_resumes_on_two(nccl, trained, tmp_path):
     """Twice the micro-steps process the same sequences."""
-    again = moved(trained, copy_back_at(trained.train.run_dir, tmp_path / "again", 2))
+    again = moved(trained, copy_run_at_step(trained.train.run_dir, tmp_path / "again", 2))
     again = replace(again, train=replace(again.train, accumulate=2))
     nccl.run(2, run, again, again.train.run_dir)
     assert losses(again) == pytest.approx(losses(trained), rel=1e-2)
