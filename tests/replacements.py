@@ -104,13 +104,11 @@ def cached_probes() -> Iterator[None]:
     """
     from unittest import mock
 
-    from ithaka.roots.families import find_layers
-
-    from ithaka.roots import decoder as general
-    from ithaka.roots import probe
+    from ithaka.roots import general, probe
+    from ithaka.weights.adapters import find_decoder
 
     def probe_once(model, recorder, device):
-        layers = tuple(map(probe.describe_layer, find_layers(model)))
+        layers = tuple(map(probe.describe_layer, find_decoder(model).layers))
         key = type(model), model.config.to_json_string(), layers, device
         with _probing:
             if key not in _findings:
