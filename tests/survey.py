@@ -375,9 +375,9 @@ def read_layers(model: PreTrainedModel) -> list[dict[str, Any]]:
     if root.uses_fast_path:
         parts = [map_layer(model, i) for i in range(len(root.layers))]
         return [{"head_dim": p.head_dim, "v_head_dim": p.head_dim, "window": p.window} for p in parts]
-    names = ["head_dim", "v_head_dim", "window", "chunk", "softcap", "has_sinks", "delta"]
+    names = ["head_dim", "v_head_dim", "window", "chunk", "softcap", "has_sinks", "key_dim"]
     root.find_specs(torch.device("cpu"))
-    return [{name: getattr(spec, name) for name in names} for spec in root.specs]
+    return [{name: getattr(mixer, name, None) for name in names} for mixer in root.mixers]
 
 
 def compare_wide(model: PreTrainedModel) -> list[dict[str, float]]:

@@ -13,9 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ithaka
 from decoders import DECODERS, tiny_decoder
 from general import add_lora, assert_equal, compare, fp64_tiles, gradient_errors, mean_loss
+from ithaka.attention.docs import Docs
 from ithaka.checks.verify import InFloat64
+from ithaka.comm.loopback import LoopbackGroup
 from ithaka.comm.mesh import make_mesh
+from ithaka.layer.general import GeneralLayer
+from ithaka.layer.inputs import CallState, CurrentCall
+from ithaka.layer.mixer import LayerSpec
 from ithaka.layer.passes import LayerPasses
+from ithaka.layer.store import Store
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
 from parity import plain_sum, random_ids, relative
@@ -351,6 +357,32 @@ def test_layers_in_bf16_share_exact_angles(monkeypatch):
     exact = [positions[0, :, None] * frequencies_k for frequencies_k in frequencies]
     for cos_or_sin, expected in zip(angles.values(), (f() for t in exact for f in (t.cos, t.sin)), strict=True):
         torch.testing.assert_close(cos_or_sin[0, :, :8].double(), expected, rtol=0, atol=1e-7)
+
+
+class TokenWise(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x, scale):
+        return x + torch.tanh(self.linear(x)) * scale
+
+
+@pytest.mark.parametrize("policy", [ActivationPolicy(), EVERYTHING], ids=["recomputed", "kept"])
+def test_a_layer_without_a_mixer_runs_tile_by_tile(policy):
+    layer, current, groups = TokenWise(), CurrentCall(), (LoopbackGroup(0, 1), LoopbackGroup(0, 1))
+    spec, layout = LayerSpec(token_dims=(1,)), Layout(tile_tokens=4)
+    general = GeneralLayer("layer", layer, spec, *groups, Store(), layout, policy, current=current)
+    x, scale, dy = (torch.randn(1, 11, 6, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    inputs = [x, scale, *layer.parameters()]
+    with current.running(CallState(Docs((0, 11)))):
+        ours = general(x, scale)
+    for got, expected in zip(
+        (ours, *torch.autograd.grad(ours, inputs, dy)),
+        ((y := layer(x, scale)), *torch.autograd.grad(y, inputs, dy)),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
 def test_evaluation_keeps_no_graph():

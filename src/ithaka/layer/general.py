@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ithaka.blocks.routing import LoadBalancingLoss
 from ithaka.blocks.tiles import GradSum
 from ithaka.layer.inputs import CurrentCall, LayerInputs
-from ithaka.layer.mixer import Mixer, StageOutput
+from ithaka.layer.mixer import StageOutput
 from ithaka.layer.passes import LayerPasses
 from ithaka.layer.schedule import LayerSchedule, SavedActivations
 
@@ -68,9 +68,6 @@ class GeneralLayer(LayerSchedule):
             self.passes.routers = self.balancing.find_routers(self.layer)
             self.passes.router_index = self.balancing.recorder.index
         self.experts = self.passes.experts
-
-    def _make_mixer(self) -> Mixer | None:
-        return next((mixer.make(self) for mixer in self.spec.mixers), None)
 
     def __call__(self, x_1sD: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         assert self.current.state is not None

@@ -48,6 +48,15 @@ class MixerTap(Protocol):
         """A context in which the mixer runs as in transformers, in plain PyTorch."""
 
 
+class ProbedLayer(NamedTuple):
+    """A layer whose mixer called."""
+
+    name: str
+    inputs: LayerInputs
+    lengths: set[int]  # numbers in the model's configuration that may be numbers of tokens
+    refuse: Callable[[str], ConfigError]  # makes the error for a problem
+
+
 @dataclass(frozen=True)
 class MixerSpec(ABC):
     """Facts about the mixer of one layer, read from its call."""
@@ -72,11 +81,8 @@ class MixerSpec(ABC):
 
     @classmethod
     @abstractmethod
-    def read(
-        cls, call: Any, inputs: LayerInputs, name: str, lengths: set[int], refuse: Callable[[str], ConfigError]
-    ) -> "MixerSpec":
-        """Read the facts from a call of layer `name` with `inputs`. Raises `refuse(problem)` for what the mixer does
-        not compute. `lengths`: numbers in the configuration that may be numbers of tokens."""
+    def read(cls, call: Any, layer: ProbedLayer) -> "MixerSpec":
+        """Read the facts from a call. Raises `layer.refuse(problem)` for what the mixer does not compute."""
 
     @abstractmethod
     def inputs_of(self, call: Any, num_tokens: int) -> list[Tensor]:

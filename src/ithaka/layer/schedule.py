@@ -33,7 +33,7 @@ from ithaka.blocks.tiles import (
     tile_slices,
 )
 from ithaka.layer.inputs import CallState, LayerInputs
-from ithaka.layer.mixer import LayerSpec, Mixer, StageOutput
+from ithaka.layer.mixer import LayerSpec, StageOutput
 from ithaka.layer.store import Store, TensorHandle
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.ops.fourbit import packed_weights, unpacked
@@ -91,12 +91,13 @@ class LayerSchedule:
 
     saved_type: ClassVar[type[SavedActivations]] = SavedActivations
     batch_dims: ClassVar[tuple[int, ...]] = ()  # leading dims of the output
+    projects_stages: ClassVar[bool] = False  # it projects the heads of each stage, and reads their gradients by tile
 
     def __post_init__(self) -> None:
         if len(self.spec.mixers) > 1:
             raise NotImplementedError(f"{self.name} has {len(self.spec.mixers)} mixers; layers run with at most one")
         self.packed = list(packed_weights(self.layer).values())
-        self.mixer = self._make_mixer()
+        self.mixer = next((mixer.make(self) for mixer in self.spec.mixers), None)
         # Why a call may not have `parents`, as part of an error: "with ...".
         self.no_parents = next(filter(None, (mixer.why_not("parents") for mixer in self.spec.mixers)), "")
 
@@ -113,10 +114,6 @@ class LayerSchedule:
             return self.forward(x_sD, self.saved_type(inputs, call, TensorHandle(x_sD)))
 
     # ---- what a subclass computes
-
-    def _make_mixer(self) -> Mixer | None:
-        """The mixer of the layer's spec; None if it has none."""
-        raise NotImplementedError
 
     def _finish(self, saved: SavedActivations, outputs: Sequence[StageOutput], y_sD: Tensor) -> None:
         """Write the layer's output, given the outputs of the mixer."""

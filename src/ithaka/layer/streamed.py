@@ -18,9 +18,9 @@ from ithaka.blocks.experts import LayerExperts
 from ithaka.blocks.linear import Linear, as_linear
 from ithaka.blocks.mlp import GatedMlp, MlpActivations, as_gated_mlp
 from ithaka.blocks.tiles import GradSum, apply_norm, graph_backward, norm_backward, run_norm, run_tile, tile_slices
-from ithaka.layer.mixer import Mixer, StageOutput
+from ithaka.layer.mixer import StageOutput
 from ithaka.layer.schedule import LayerSchedule, SavedActivations
-from ithaka.layer.stages import HeadSlice, Projection, ProjectionsBackward, join_heads
+from ithaka.layer.stages import HeadSlice, Projection, ProjectionsBackward, join_slots
 from ithaka.layer.store import TensorHandle
 from ithaka.ops.fused import Positions, add_and_round
 from ithaka.phases import Holder, tag
@@ -51,7 +51,7 @@ class StreamedLayer(LayerSchedule):
 
     parts: LayerParts = field(kw_only=True)
 
-    reads_grads_by_tile: ClassVar[bool] = True
+    projects_stages: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,10 +64,6 @@ class StreamedLayer(LayerSchedule):
         self.k = Projection(self.parts.k_proj, self.parts.k_norm, True, self.head_dim)
         self.v = Projection(self.parts.v_proj, None, False, self.head_dim)
         self._indices: dict[tuple[Heads, int], Tensor | None] = {}
-
-    def _make_mixer(self) -> Mixer:
-        (softmax,) = self.spec.mixers
-        return softmax.make(self, heads=self)  # type: ignore[call-arg]
 
     # ---- forward
 
@@ -96,7 +92,7 @@ class StreamedLayer(LayerSchedule):
     def _finish(self, saved: SavedActivations, outputs: Sequence[StageOutput], y_sD: Tensor) -> None:
         gated_mlp, o_proj = self._as_gated_mlp(), self._output_projection(self.query_heads)
         for rows, x_tD, outs_ctnK in self._tiles_with_outputs(saved, outputs):
-            sum_tD = o_proj.apply_wide(join_heads(outs_ctnK))
+            sum_tD = o_proj.apply_wide(join_slots(outs_ctnK).flatten(1))
             residual_tD = add_and_round(sum_tD, x_tD)
             if saved.policy.projections:
                 residual_tD = tag(residual_tD.clone() if residual_tD is sum_tD else residual_tD, Holder.KEPT)
@@ -137,7 +133,7 @@ class StreamedLayer(LayerSchedule):
         """Turn dy into the gradient at x + attention; add weight gradients of the MLP and output projection."""
         gated_mlp, sums, o_proj = self._as_gated_mlp(), GradSum(), self._output_projection(self.query_heads)
         for rows, x_tD, outs_ctnK in self._tiles_with_outputs(saved, outputs):
-            dy_tD, out_tN = dy_sD[rows], join_heads(outs_ctnK)
+            dy_tD, out_tN = dy_sD[rows], join_slots(outs_ctnK).flatten(1)
             if saved.residuals:
                 residual_tD = saved.residuals.popleft()
             else:

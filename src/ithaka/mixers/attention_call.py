@@ -7,7 +7,7 @@ layer passes on to its attention call; there, what replaces it decides.
 Shapes: t tokens of a tile, H query heads, G kv heads, K head dim, V the head dim of v.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,9 +18,10 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from ithaka.layer.inputs import LayerInputs
-from ithaka.layer.mixer import EndPass
+from ithaka.layer.mixer import EndPass, ProbedLayer
 
 ATTENTION = "ithaka"  # the name of the functions below in transformers' registries
+FAR_POSITION = 10_000_000
 
 
 class AttentionCall(NamedTuple):
@@ -128,3 +129,46 @@ class AttentionTap:
 
     def run_plainly(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+# ---- masks: causal, with a window or in chunks
+
+
+def read_mask(call: AttentionCall, layer: ProbedLayer) -> tuple[int | None, int | None]:
+    """Return (window, chunk): the candidate that equals the layer's mask around every length."""
+    (mask, *_), window = find_masks(layer.inputs) or [PlaceholderMask()], call.options.get("sliding_window")
+    sizes = [size for size in (window, mask.local_size) if size is not None]
+    rows, keys = _boundary_pairs(sorted({*sizes, *layer.lengths}))
+    zeros = torch.zeros_like(rows)
+    try:
+        visible = mask.function(zeros, zeros, rows, keys)
+    except Exception as error:
+        problem = f"has a mask in {layer.name} that depends on more than positions ({type(error).__name__}: {error})"
+        raise layer.refuse(problem) from error
+    for window, chunk in ((None, None), *((size, None) for size in sizes), *((None, size) for size in sizes)):
+        if torch.equal(visible.expand(rows.shape), attends_to(rows, keys, window, chunk)):
+            if call.options.get("sliding_window") not in (None, window):
+                break
+            return window, chunk
+    rule = f"neither causal nor a causal window or chunk of {sizes or 'any size'} tokens"
+    raise layer.refuse(f"has a mask in {layer.name} that is {rule}")
+
+
+def attends_to(rows: Tensor, keys: Tensor, window: int | None, chunk: int | None) -> Tensor:
+    visible = keys <= rows
+    if window is not None:
+        visible = visible & (keys > rows - window)
+    return visible if chunk is None else visible & (rows // chunk == keys // chunk)
+
+
+def _boundary_pairs(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return rows and keys of query-key pairs around 0, every length and its multiples, and FAR_POSITION."""
+    edges = {0, FAR_POSITION, *(m * length for length in lengths for m in (1, 2, 3))}
+    rows = sorted({edge + d for edge in edges for d in (-1, 0, 1) if edge + d >= 0})
+    pairs = set()
+    for row in rows:
+        near = {row + d for d in (-2, -1, 0, 1)} | {row - length + d for length in lengths for d in (-1, 0, 1)}
+        chunks = {row // length * length + d for length in lengths for d in (-1, 0, 1)}
+        pairs |= {(row, key) for key in near | chunks | {0, 1} if key >= 0}
+    rows_p, keys_p = zip(*sorted(pairs), strict=True)
+    return torch.tensor(rows_p), torch.tensor(keys_p)

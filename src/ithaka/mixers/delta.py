@@ -11,7 +11,7 @@ Shapes as in layer/schedule.py and ops/delta_rule.py; h tokens of the halo.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -23,9 +23,8 @@ from torch.nn import functional as F
 from ithaka.attention.docs import Docs
 from ithaka.blocks.tiles import GradSum
 from ithaka.comm.exchange import all_gather
-from ithaka.config import ConfigError
 from ithaka.layer.inputs import LayerInputs
-from ithaka.layer.mixer import MixerSpec, StageOutput
+from ithaka.layer.mixer import MixerSpec, ProbedLayer, StageOutput
 from ithaka.mixers.delta_call import DeltaCall, DeltaTap
 from ithaka.ops.delta_rule import DeltaInputs, DeltaRule, LocalDocs, run_delta_rule
 from ithaka.phases import phase
@@ -47,9 +46,7 @@ class DeltaSpec(MixerSpec):
         return DeltaTap.find(layer)
 
     @classmethod
-    def read(
-        cls, call: DeltaCall, inputs: LayerInputs, name: str, lengths: set[int], refuse: Callable[[str], ConfigError]
-    ) -> "DeltaSpec":
+    def read(cls, call: DeltaCall, layer: ProbedLayer) -> "DeltaSpec":
         (_, J, K), (_, H, V) = call.inputs.k_sJK.shape, call.inputs.v_sHV.shape
         normalizes = bool(call.options.get("use_qk_l2norm_in_kernel"))
         heads = {"num_heads": H, "num_kv_heads": H, "num_key_heads": J}

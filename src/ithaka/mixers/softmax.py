@@ -1,7 +1,7 @@
 """Softmax attention over the tokens of all ranks, in stages of heads: exchange tokens for heads, attend, exchange back.
 
-The exchange of the next stage overlaps the attention of this one. `HeadSource` gives q, k and v of a stage: the fast
-path projects them stage by stage (layer/streamed.py); any other layer projects all heads at once (`CapturedHeads`).
+The exchange of the next stage overlaps the attention of this one. Layers of the fast path project q, k and v stage by
+stage (layer/streamed.py); any other layer projects all heads at once (`CapturedHeads`).
 
 Shapes as in layer/schedule.py; H query heads, G kv heads.
 """
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,13 @@ from ithaka.attention.docs import Docs
 from ithaka.attention.kernels import KERNELS
 from ithaka.blocks.tiles import GradSum, sum_dtype, tile_slices
 from ithaka.comm.exchange import Exchange, start_heads_to_tokens, start_tokens_to_heads
-from ithaka.config import ConfigError
 from ithaka.layer.inputs import LayerInputs
-from ithaka.layer.mixer import LayerSpec, MixerSpec, StageOutput
+from ithaka.layer.mixer import LayerSpec, MixerSpec, ProbedLayer, StageOutput
 from ithaka.layer.schedule import LayerSchedule, SavedActivations
-from ithaka.layer.stages import StagedAttention
+from ithaka.layer.stages import StagedAttention, join_slots
 from ithaka.layer.store import Store, TensorHandle
 from ithaka.layer.streamed import LayerParts
-from ithaka.mixers.attention_call import AttentionCall, AttentionTap
-from ithaka.mixers.attention_mask import attends_to, read_mask
+from ithaka.mixers.attention_call import AttentionCall, AttentionTap, attends_to, read_mask
 from ithaka.phases import phase
 from ithaka.plan.shape import AttentionKind
 from ithaka.sharding.heads import Heads, Stage, concat_heads, flatten_heads, head_table
@@ -58,30 +56,15 @@ class SoftmaxSpec(MixerSpec):
         return AttentionTap()
 
     @classmethod
-    def read(
-        cls,
-        call: AttentionCall,
-        inputs: LayerInputs,
-        name: str,
-        lengths: set[int],
-        refuse: Callable[[str], ConfigError],
-    ) -> "SoftmaxSpec":
+    def read(cls, call: AttentionCall, layer: ProbedLayer) -> "SoftmaxSpec":
         (num_heads, _, head_dim), (num_kv_heads, _, v_head_dim) = call.q_HtK.shape, call.v_GtV.shape
         if v_head_dim > head_dim:
-            raise refuse(f"has heads of {head_dim} for q and {v_head_dim} for v in {name}")
+            raise layer.refuse(f"has heads of {head_dim} for q and {v_head_dim} for v in {layer.name}")
         scale, softcap = call.options.get("scaling"), call.options.get("softcap")
-        window, chunk = read_mask(call, inputs, name, lengths, refuse)
-        return cls(
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            v_head_dim,
-            scale=head_dim**-0.5 if scale is None else float(scale),
-            window=window,
-            chunk=chunk,
-            softcap=softcap,
-            has_sinks=call.options.get("s_aux") is not None,
-        )
+        window, chunk = read_mask(call, layer)
+        sizes, has_sinks = (num_heads, num_kv_heads, head_dim, v_head_dim), call.options.get("s_aux") is not None
+        scale = head_dim**-0.5 if scale is None else float(scale)
+        return cls(*sizes, scale, window=window, chunk=chunk, softcap=softcap, has_sinks=has_sinks)
 
     def inputs_of(self, call: AttentionCall, num_tokens: int) -> list[Tensor]:
         """Return q [t, H, K], k and v [t, G, K], and the sinks [H] if there are any. v is padded to K."""
@@ -107,8 +90,8 @@ class SoftmaxSpec(MixerSpec):
     def why_not(self, feature: Literal["ring", "parents"]) -> str:
         return ""
 
-    def make(self, layer: Any, heads: "HeadSource | None" = None) -> "SoftmaxMixer":
-        return SoftmaxMixer(self, layer, heads)
+    def make(self, layer: Any) -> "SoftmaxMixer":
+        return SoftmaxMixer(self, layer)
 
 
 def spec_of_parts(parts: LayerParts, num_heads: int, num_kv_heads: int) -> LayerSpec:
@@ -152,26 +135,6 @@ class HeadGradExchange:
         return [self._handles.pop(key) for key in sorted(self._handles)]
 
 
-class HeadSource(Protocol):
-    """Projects the layer's input to heads, stage by stage."""
-
-    reads_grads_by_tile: ClassVar[bool]  # `project_backward` needs one tile of head_grads at a time
-
-    def project(self, saved: Any, stage: Stage) -> deque[Tensor]:
-        """Return q of a stage, and k and v of its new load, in exchange layout [c, s, n, K]."""
-
-    def output_grad(self, stage: Stage, saved: Any, dy_sD: Tensor) -> Tensor:
-        """Return the gradient of a stage's attention output, [c, s, n, K]."""
-
-    def project_backward(
-        self, saved: Any, head_grads: Sequence[list[TensorHandle]], dy_sD: Tensor, grads: GradSum
-    ) -> None:
-        """Backward of `project`: add the gradient through q, k and v to dy.
-
-        `head_grads`: for each of q, k and v, the gradients [c, s, n, K] of each stage or load.
-        """
-
-
 @dataclass
 class Mixing:
     """One call's state."""
@@ -183,18 +146,18 @@ class Mixing:
 
 
 class SoftmaxMixer:
-    """Attention of one layer, stage by stage."""
+    """Attention of one layer, stage by stage. `heads` projects the layer's input to heads, as `CapturedHeads`."""
 
-    def __init__(self, spec: SoftmaxSpec, layer: LayerSchedule, heads: HeadSource | None = None) -> None:
+    def __init__(self, spec: SoftmaxSpec, layer: LayerSchedule) -> None:
         self.spec, self.layer = spec, layer
         self.group, self.store, self.layout, self.rank = layer.group, layer.store, layer.layout, layer.group.rank()
         self.table = head_table(spec.num_heads, spec.num_kv_heads, self.layout.ulysses, self.layout.heads_per_stage)
         self.num_in_flight = 2 if self.layout.overlap else 1  # stages
         self.query_heads = concat_heads([stage.query_heads for stage in self.table.stages])
         self.kv_heads = concat_heads([load.kv_heads for load in self.table.loads])
-        self.heads: HeadSource = heads or CapturedHeads(self)
+        self.heads: Any = layer if layer.projects_stages else CapturedHeads(self)
         # Without overlap, memory is scarce. Attention outputs that backward has used free room on the host.
-        self.stores_dq = self.heads.reads_grads_by_tile and not self.layout.overlap
+        self.stores_dq = layer.projects_stages and not self.layout.overlap
         self._indices = dict[tuple[int, ...], Tensor]()
 
     def start(self, x_sD: Tensor, saved: SavedActivations) -> Mixing:
@@ -326,14 +289,8 @@ class SoftmaxMixer:
     def _staged_attention(self, saved: SavedActivations) -> StagedAttention:
         spec, layout = self.spec, self.layout
         kernel = KERNELS.get(layout.kernel, layout.kernel)  # tested when the model was built, unless it is auto
-        settings = AttentionSpec(
-            scale=spec.scale,
-            window=spec.window,
-            docs=saved.mixing.docs,
-            kernel=kernel,
-            blocks=layout.blocks,
-            causal=spec.causal,
-        )
+        mask: Any = {"causal": spec.causal, "window": spec.window, "docs": saved.mixing.docs}
+        settings = AttentionSpec(scale=spec.scale, **mask, kernel=kernel, blocks=layout.blocks)
         if spec.softcap is not None:
             settings["softcap"] = spec.softcap
         return StagedAttention(self.table, self.rank, self.layer.ring, settings)
@@ -357,7 +314,7 @@ class SoftmaxMixer:
 
     def join(self, outs: Sequence[Tensor]) -> Tensor:
         """Return the heads of all ranks and stages, [t, H, K], from [c, t, n, K] of each stage."""
-        joined_tNK = _concat_slots(outs)
+        joined_tNK = join_slots(outs)
         slots = self._query_slots
         return joined_tNK if slots is None else joined_tNK.index_select(1, self._index(slots, joined_tNK))
 
@@ -370,7 +327,7 @@ class SoftmaxMixer:
 
     def sum_heads(self, ds_ctnK: Sequence[Tensor], heads: Heads, num_heads: int) -> Tensor:
         """Sum the gradients of slots by head, [t, H, K]. A kv head may have several slots; empty slots have zeros."""
-        d_tNK, order = _concat_slots(ds_ctnK), flatten_heads(heads)
+        d_tNK, order = join_slots(ds_ctnK), flatten_heads(heads)
         if order == list(range(num_heads)):
             return d_tNK
         sums_tHK = d_tNK.new_zeros(len(d_tNK), num_heads, d_tNK.shape[-1], dtype=sum_dtype(d_tNK.dtype))
@@ -378,21 +335,15 @@ class SoftmaxMixer:
         return sums_tHK
 
 
-def _concat_slots(ts_ctnK: Sequence[Tensor]) -> Tensor:
-    ts_tcnK = [t.transpose(0, 1) for t in ts_ctnK]
-    return (ts_tcnK[0] if len(ts_tcnK) == 1 else torch.cat(ts_tcnK, dim=2)).flatten(1, 2)
-
-
 class CapturedHeads:
     """The heads of a GeneralLayer, whose capture pass projects all of them at once."""
-
-    reads_grads_by_tile: ClassVar[bool] = False
 
     def __init__(self, mixer: SoftmaxMixer) -> None:
         self.mixer = mixer
         self.layer: Any = mixer.layer
 
     def project(self, saved: Any, stage: Stage) -> deque[Tensor]:
+        """Return q of a stage, and k and v of its new load, in exchange layout [c, s, n, K]."""
         mixing, table = saved.mixing, self.mixer.table
         if mixing.projected is None:
             mixing.projected, others = self.layer.project(saved, self._tiles(saved))
@@ -406,6 +357,7 @@ class CapturedHeads:
         return deque(selected)
 
     def output_grad(self, stage: Stage, saved: Any, dy_sD: Tensor) -> Tensor:
+        """Return the gradient of a stage's attention output, [c, s, n, K]."""
         dout_csnK = self.mixer.select_heads(saved.dout_sHK, stage.query_heads)
         if stage is self.mixer.table.stages[-1]:
             saved.dout_sHK = None
@@ -414,6 +366,7 @@ class CapturedHeads:
     def project_backward(
         self, saved: Any, head_grads: Sequence[list[TensorHandle]], dy_sD: Tensor, grads: GradSum
     ) -> None:
+        """Add the gradient through q, k and v to dy. `head_grads`: for each of them, those of each stage or load."""
         mixer, spec, mixing = self.mixer, self.mixer.spec, saved.mixing
         all_heads = mixer.query_heads, mixer.kv_heads, mixer.kv_heads
         counts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)

@@ -14,9 +14,8 @@ from ithaka.attention.docs import Docs
 from ithaka.blocks.experts import is_expert_module
 from ithaka.config import ConfigError
 from ithaka.layer.inputs import CallState, CurrentCall, LayerInputs
-from ithaka.layer.mixer import LayerSpec
-from ithaka.mixers.attention_call import ATTENTION
-from ithaka.mixers.attention_mask import FAR_POSITION
+from ithaka.layer.mixer import LayerSpec, ProbedLayer
+from ithaka.mixers.attention_call import ATTENTION, FAR_POSITION
 from ithaka.mixers.kinds import MIXERS
 from ithaka.roots.rotary import ExactRotary, rotary_modules
 from ithaka.weights.adapters import find_decoder
@@ -183,8 +182,8 @@ def read_call(model: PreTrainedModel, name: str, call: Any, inputs: LayerInputs)
         if not known and not (option == "dropout" and not value) and (option, value) != ("is_causal", True):
             shown = "a tensor" if isinstance(value, Tensor) else value
             raise refusal(model, f"passes {option}={shown} to the attention of {name}, which is not supported")
-    lengths = config_lengths(find_decoder(model).config)
-    return LayerSpec((MIXERS[type(call)].read(call, inputs, name, lengths, partial(refusal, model)),))
+    layer = ProbedLayer(name, inputs, config_lengths(find_decoder(model).config), partial(refusal, model))
+    return LayerSpec((MIXERS[type(call)].read(call, layer),))
 
 
 def config_lengths(config: Any) -> set[int]:
