@@ -13,13 +13,14 @@ from ithaka.attention.choose import agree_on_kernel
 from ithaka.comm.agree import gather_objects, raise_on_all_ranks
 from ithaka.comm.mesh import Mesh, default_device, start_process_group
 from ithaka.config import SAVEABLE_MODULES, AdapterConfig, ConfigError, parse_config, parse_count
+from ithaka.config.formats import required_base
 from ithaka.inputs.calls import check_arguments, compute_dtype
 from ithaka.inputs.positions import check_positions
 from ithaka.layer.store import Store
 from ithaka.layout import Layout, check_dtype, check_size, layout_from_config
 from ithaka.model import build
 from ithaka.plan import show
-from ithaka.plan.read_config import quant_method, shape_from_config
+from ithaka.plan.read_config import shape_from_config
 from ithaka.plan.shape import ModelShape
 from ithaka.roots.video import parallelize_transformer
 from ithaka.roots.video_families import is_diffusers_model
@@ -190,7 +191,7 @@ def shape_from_model(model: Any) -> ModelShape:
         return shape.with_adapter(AdapterConfig(rank=rank, targets=targets))
     ends = dict(zip(SAVEABLE_MODULES, (base.get_input_embeddings(), base.get_output_embeddings()), strict=True))
     saved = (name for name, module in ends.items() if hasattr(module, "modules_to_save"))
-    others: Any = {"base": "nf4"} if quant_method(base.config.to_dict()) == "bitsandbytes" else {}
+    others: Any = {"base": required_base(base.config.to_dict(), "bf16")}
     others["dropout"] = max(getattr(module.lora_dropout[adapter], "p", 0.0) for module in modules.values())
     return shape.with_adapter(AdapterConfig(rank, targets=targets, modules_to_save=tuple(saved), **others))
 

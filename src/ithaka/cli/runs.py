@@ -12,6 +12,7 @@ import typer
 from ithaka.cli.options import AsJson, Force, Overrides, format_table, loading, parse_tokens
 from ithaka.comm.rank import is_rank_0
 from ithaka.config import ConfigError, check_output, embedded_model, explicit_settings, load_config, writing_to
+from ithaka.config.formats import BASE_FORMATS
 from ithaka.config.units import format_json
 from ithaka.exits import ExitCode, TransientError, is_transient
 from ithaka.hub import create_repository, fetch_model, push_folder
@@ -246,8 +247,8 @@ def export(
     export_run(run_dir, folder, merge, step, force)
     print(f"exported to {folder}")
     adapter = load_config(run_dir / "config.yaml").adapter if merge else None
-    if adapter is not None and adapter.base != "bf16":
-        print(f"it was trained on a base in {adapter.base}, so the merged model is a different one: evaluate it")
+    if note := BASE_FORMATS[adapter.base].merge_note if adapter else "":
+        print(note)
     if push is not None:
         write_card(run_dir, folder, push, step)
         print(f"uploaded: {push_folder(folder, push, f'Upload {run_dir.absolute().name}')}")

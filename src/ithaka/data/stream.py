@@ -220,9 +220,8 @@ class SequenceStream:
 
     def next_sequence(self, materialize: bool = True) -> PackedSequence | None:
         """Advance, and return the sequence: None at the end of a stream without keys, or if not `materialize`."""
-        packed = self.current_round()
         *earlier, packing = self.position.packings
-        if not len(packed):
+        if not len(self.current_round()):
             return None
         packings = (*earlier, replace(packing, done=packing.done + 1))
         self.position = replace(self.position, sequences=self.position.sequences + 1, packings=packings)

@@ -7,7 +7,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from ithaka.checkpoint.export import export
 from ithaka.comm.agree import gather_objects, raise_on_all_ranks
 from ithaka.comm.mesh import default_device, end_process_group, make_mesh, start_process_group
 from ithaka.comm.rank import is_local_rank_0, is_rank_0, local_rank_0
-from ithaka.config import AdapterConfig, ConfigError, input_error
+from ithaka.config import ConfigError, input_error
 from ithaka.data.documents.formats import BadRecord, parse_tools, to_messages
 from ithaka.data.open import check_vocabulary
 from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
@@ -37,9 +36,9 @@ from ithaka.plan.read_config import read_json, read_shape
 from ithaka.plan.search import forward_layout
 from ithaka.report.page import render_page, render_table
 from ithaka.run import launch
-from ithaka.weights.adapters import load_pretrained, merge_adapter
+from ithaka.weights.formats import read_base_metadata
 from ithaka.weights.load import check_finite
-from ithaka.weights.quantized import BASE_QUANTIZATION, round_weights
+from ithaka.weights.pretrained import load_pretrained, merge_adapter
 
 RESULT_FILE = "result.json"
 SMALL_CONTEXT = 8192  # tokens
@@ -146,7 +145,7 @@ def evaluate(
 def prepare_model(source: Path, out: Path) -> Path:
     """Return a directory with full weights: `source`, or `out` after exporting a run or merging an adapter."""
     if (source / "config.yaml").is_file():
-        return export(source, out, merge=(source / "model" / "adapter_config.json").is_file(), four_bit=True)
+        return export(source, out, merge=(source / "model" / "adapter_config.json").is_file(), as_trained=True)
     if not (source / "adapter_config.json").is_file():
         if not has_weights(source):
             problem = "has no safetensors" if source.exists() else "does not exist"
@@ -163,14 +162,10 @@ def prepare_model(source: Path, out: Path) -> Path:
     try:
         tensors = load_file(file)
         with safe_open(file, framework="pt") as opened:
-            quantization = json.loads((opened.metadata() or {}).get(BASE_QUANTIZATION, "{}"))
+            rounded = read_base_metadata(opened.metadata())
     except (OSError, SafetensorError) as error:
         raise input_error(f"MODEL={source}: {file.name} cannot be read ({error}); copy it again", error) from None
-    change = None
-    if quantization:
-        adapter = AdapterConfig(base=quantization["base"], unquantized=tuple(quantization["unquantized"]))
-        change = partial(round_weights, adapter=adapter)
-    merge_adapter(base, source, tensors, out, change)
+    merge_adapter(base, source, tensors, out, rounded)
     has_tokenizer = any((source / file).is_file() for file in TOKENIZER_FILES)
     load_tokenizer(None, source if has_tokenizer else base).hf.save_pretrained(out)
     return out

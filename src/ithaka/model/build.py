@@ -26,6 +26,7 @@ from ithaka.blocks.tiles import sum_dtype
 from ithaka.comm.agree import raise_on_all_ranks
 from ithaka.comm.mesh import Mesh, default_device, make_mesh, start_process_group
 from ithaka.config import AdapterConfig, ConfigError, RopeConfig
+from ithaka.config.formats import check_quantization
 from ithaka.inputs.batch import GatherTokens, select_own_tokens
 from ithaka.inputs.calls import (
     CallChecker,
@@ -57,14 +58,13 @@ from ithaka.model.generate import generate
 from ithaka.ops.fused import Positions
 from ithaka.phases import Holder, mark_backward, phase, tag
 from ithaka.plan.bytes import logits_tile_tokens
-from ithaka.plan.read_config import check_quantization
 from ithaka.roots.decoder import Decoder, attach_decoder, attention_kinds, make_head, prepare_decoder, run_decoder
 from ithaka.roots.families import check_supported, find_decoder, find_layers, has_encoder, has_known_layers, map_layer
 from ithaka.roots.vision import VisionChecker, attach_encoder, embed_tokens_and_media
 from ithaka.sharding.heads import head_table
 from ithaka.weights.adapters import add_adapter, auto_class, check_adapters
+from ithaka.weights.formats import choose_packed, convert_bitsandbytes, pack_weights
 from ithaka.weights.load import init_weights, load_adapter, load_weights, open_tensor_files
-from ithaka.weights.quantized import choose_packed, convert_bitsandbytes, pack_weights
 from ithaka.weights.save import save_pretrained
 
 
@@ -229,9 +229,8 @@ def read_hf_config(source: Path | dict, rope: RopeConfig | None = None, context:
     except StrictDataclassError as error:  # a value of the wrong type
         name = "the configuration" if isinstance(source, dict) else f"config.json in {source}"
         raise ConfigError(f"{name} is not valid ({' '.join(str(error).split())}); fix the value") from None
-    if quantization := getattr(config, "quantization_config", None):
-        check_quantization(quantization, str(source))
-        del config.quantization_config  # `load_weights` reads MXFP4 and bitsandbytes' 4 bits
+    # `load_weights` reads MXFP4 and bitsandbytes' 4 bits.
+    check_quantization(vars(config).pop("quantization_config", None), str(source))
     set_positions(config.get_text_config(), rope, context, trained=has_weights(source))
     return config
 

@@ -68,8 +68,7 @@ def _plain_forwards(model: Any) -> Iterator[None]:
     for module in forwards:
         del module.forward
     for layer in layers:
-        if layer.packed:
-            layer.layer.forward = partial(_run_unpacked, layer)
+        layer.layer.forward = partial(_run_unpacked, layer)
         if (block := layer.experts.block) is not None and (block.adapters or layer.packed):
             block.module.forward = partial(_run_experts, block)  # PEFT cannot adapt packed weights
     if model.ithaka_dropout is not None:

@@ -32,11 +32,12 @@ from ithaka.config import (
     to_dict,
     with_absolute_paths,
 )
+from ithaka.config.formats import required_base
 from ithaka.data.documents.files import HUB_DATASET, pin_dataset
 from ithaka.hub import fetch_model
 from ithaka.layout import layout_from_config
 from ithaka.plan.hardware import Hardware
-from ithaka.plan.read_config import quant_method, read_json, read_shape
+from ithaka.plan.read_config import read_json, read_shape
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import ModelShape
 from ithaka.run import launch
@@ -309,8 +310,9 @@ def _adopt_quantization(config: Config) -> Config:
     """Set adapter.base if the model's files have four bits. They can be trained only with adapters."""
     path = config.model.path
     file = path / "config.json" if path is not None else None
-    if file is None or not file.is_file() or quant_method(read_json(file)) != "bitsandbytes":
+    base = required_base(read_json(file)) if file is not None and file.is_file() else None
+    if base is None:
         return config
     if config.adapter is None:
         raise ConfigError(f"model.path={path} is quantized, so its weights cannot be trained; add an adapter section")
-    return dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, base="nf4"))
+    return dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, base=base))
