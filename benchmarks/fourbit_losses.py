@@ -24,7 +24,7 @@ from ithaka.config import AdapterConfig
 from ithaka.layout import Layout
 from ithaka.model.build import build_model
 from ithaka.ops.fourbit import packed_weights
-from ithaka.weights.quantized import PACKED_AS, round_weights
+from ithaka.weights.formats import PACKED_AS, round_weights
 
 
 def write_dequantized(folder: Path, adapter: AdapterConfig, out: Path) -> None:

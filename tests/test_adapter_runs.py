@@ -25,7 +25,7 @@ from ithaka.run import validate as checks
 from ithaka.run.resolve import read_stored_settings
 from ithaka.train.step import learning_rate
 from ithaka.train.trainer import prepare
-from ithaka.weights.quantized import round_weights
+from ithaka.weights.formats import round_weights
 from models import tiny_model
 from parity import plain_sum
 from refusals import assert_refused
@@ -168,9 +168,9 @@ def test_a_four_bit_base_trains_as_its_dequantized_weights_and_is_recorded(ranks
         base = json.loads(file.metadata()["base_quantization"])
     assert (base["base"], base["unquantized"]) == ("nf4", ["v_proj"])
     merged = {}
-    for four_bit in (True, False):
-        folder = export(config.train.run_dir, tmp_path / f"merged-{four_bit}", merge=True, four_bit=four_bit)
-        merged[four_bit] = AutoModelForCausalLM.from_pretrained(folder).double()(input_ids=ids).logits
+    for as_trained in (True, False):
+        folder = export(config.train.run_dir, tmp_path / f"merged-{as_trained}", merge=True, as_trained=as_trained)
+        merged[as_trained] = AutoModelForCausalLM.from_pretrained(folder).double()(input_ids=ids).logits
     torch.testing.assert_close(merged[True], expected, rtol=1e-5, atol=1e-5)
     assert (merged[False] - expected).norm() > 0.01 * expected.norm()
 
@@ -204,7 +204,7 @@ def test_checkpoints_have_only_trained_weights_and_resume_bitwise(ranks, tmp_pat
     resumed = validate(longer, run_dir)
     shutil.copy(moved / "model.safetensors", base)
     assert_refused(lambda: validate(longer, run_dir), f"model.path={base}", "base model", fix="start a new run")
-    (run_dir / files.PINS_FILE).unlink()  # as in runs of earlier versions
+    (run_dir / files.PINS_FILE).unlink()
     full = dataclasses.replace(resumed, config=dataclasses.replace(longer, adapter=None))
     with mock.patch.object(
         checks, "fingerprint_weights", side_effect=AssertionError("full training does not need the base")

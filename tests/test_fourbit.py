@@ -22,13 +22,15 @@ from general import add_lora, fp64_tiles
 from ithaka.checks.verify import InFloat64, load_truncated_model, write_truncated_model
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig
-from ithaka.evaluate.command import evaluate, sample
+from ithaka.evaluate.run import evaluate
+from ithaka.evaluate.sample import sample
 from ithaka.layer.store import Store
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import build_model, parallelize_model
 from ithaka.ops.fourbit import NF4, ROW, SCALES_AT, block_scales, dequantize, packed_weights, quantize_nf4
-from ithaka.weights.adapters import base_tensor_name, load_dequantized
-from ithaka.weights.quantized import PACKED_AS, describe_base, round_weights
+from ithaka.weights.adapters import base_tensor_name
+from ithaka.weights.formats import PACKED_AS, round_weights, trained_format
+from ithaka.weights.pretrained import load_dequantized
 from models import tiny_config, tiny_model
 from parity import check, plain_sum, random_ids, relative, shard_errors
 from refusals import assert_refused
@@ -255,9 +257,9 @@ def test_weights_are_quantized_from_bf16(tmp_path):
 def test_an_adapter_records_how_its_base_is_stored(saved):
     adapter = AdapterConfig(rank=3)
     for stored, codes in (("double", "nf4"), ("single", "fp4")):
-        base = describe_base(adapter, json.loads((saved[stored] / "config.json").read_text()))
+        base = trained_format(adapter, json.loads((saved[stored] / "config.json").read_text())).describe(adapter)
         assert (base["base"], base["double_quantization"]) == (codes, stored == "double")
-    assert describe_base(adapter, {}) == {}
+    assert trained_format(adapter, {}).describe(adapter) == {}
 
 
 @pytest.mark.parametrize("stored", ["double", pytest.param("mxfp4", marks=pytest.mark.slow)])

@@ -41,7 +41,7 @@ from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import Work
 from ithaka.plan.show import list_assumptions
 from ithaka.roots import vision
-from ithaka.weights import quantized
+from ithaka.weights import formats
 from ithaka.weights.save import iterate_weights
 from parity import Errors, plain_sum, relative
 from threads import run_on_threads
@@ -148,10 +148,10 @@ def test_adapters_equal_peft(targets, base, monkeypatch):
             plain(*args)
 
     monkeypatch.setattr(fourbit, "dequantize", dequantize)
-    monkeypatch.setattr(quantized, "find_decoder", lambda model: SimpleNamespace(layers=model.model))
+    monkeypatch.setattr(formats, "find_decoder", lambda model: SimpleNamespace(layers=model.model))
     model = tiny_vlm("qwen3_vl")
-    quantized.round_weights(model, AdapterConfig(rank=3, base=base))
-    packed = {name.split(".")[1] for name, module in model.named_modules() if quantized.PACKED_AS in vars(module)}
+    formats.round_weights(model, AdapterConfig(rank=3, base=base))
+    packed = {name.split(".")[1] for name, module in model.named_modules() if formats.PACKED_AS in vars(module)}
     assert packed == ({"language_model", "visual"} if base == "nf4" else set())
     plain = add_lora(model, target_modules=targets)
     assert_equal(compare(plain, media_inputs("qwen3_vl", **SIZES), Layout(2, tile_tokens=9)))

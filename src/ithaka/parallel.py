@@ -13,12 +13,13 @@ from ithaka.attention.choose import agree_on_kernel
 from ithaka.comm.agree import gather_objects, raise_on_all_ranks
 from ithaka.comm.mesh import Mesh, default_device, start_process_group
 from ithaka.config import AdapterConfig, ConfigError, parse_config, parse_count
+from ithaka.config.formats import required_base
 from ithaka.inputs.calls import compute_dtype
 from ithaka.layer.store import Store
 from ithaka.layout import Layout, check_dtype, check_size, layout_from_config
 from ithaka.model import build
 from ithaka.plan import show
-from ithaka.plan.read_config import quant_method, shape_from_config
+from ithaka.plan.read_config import shape_from_config
 from ithaka.plan.shape import ModelShape
 from ithaka.roots.find import check_arguments, find_root
 from ithaka.run import launch
@@ -179,7 +180,7 @@ def shape_from_model(model: Any) -> ModelShape:
     names = [_target_name(name, module) for name, module in modules.items()]
     targets = tuple(filter(None, map(root.planned_target, names)))
     saved = (name for name, module in root.trained_ends().items() if hasattr(module, "modules_to_save"))
-    others: Any = {"base": "nf4"} if quant_method(config) == "bitsandbytes" else {}
+    others: Any = {"base": required_base(config, "bf16")}
     others["dropout"] = max(getattr(module.lora_dropout[adapter], "p", 0.0) for module in modules.values())
     return shape.with_adapter(AdapterConfig(rank, targets=targets, modules_to_save=tuple(saved), **others))
 

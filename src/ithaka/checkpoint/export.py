@@ -7,7 +7,6 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,12 +18,13 @@ from transformers.utils import logging
 
 from ithaka.checkpoint.files import find_checkpoint, find_checkpoint_of_step, find_intact_checkpoint, read_state
 from ithaka.checkpoint.safe_load import SafeReader, load_into
-from ithaka.config import ConfigError, check_output, load_config, writing_to
+from ithaka.config import AdapterConfig, ConfigError, check_output, load_config, writing_to
 from ithaka.hub import HUB_ID, SNAPSHOT
-from ithaka.log.console import read_metrics
+from ithaka.log.metrics import read_metrics
 from ithaka.plan.read_config import read_json
-from ithaka.weights.adapters import adapter_tensor_name, auto_class, merge_adapter
-from ithaka.weights.quantized import BASE_QUANTIZATION, describe_base, round_weights
+from ithaka.weights.adapters import adapter_tensor_name, auto_class
+from ithaka.weights.formats import base_metadata
+from ithaka.weights.pretrained import merge_adapter
 
 
 def export(
@@ -33,15 +33,14 @@ def export(
     merge: bool = False,
     step: int | None = None,
     force: bool = False,
-    four_bit: bool = False,
+    as_trained: bool = False,
 ) -> Path:
     """Export the checkpoint of `step`, by default the latest, and return `out_dir`.
 
     Runs in one process, without a process group; the full model passes through host memory. Weights keep the precision
     of the master weights (usually float32), so logits equal the trained model's. A run with an adapter exports the
     adapter in PEFT's format or, with `merge`, the base model with the adapter merged in float32 and rounded to the
-    base's precision. If the base had four bits in training, the merged one has the stored weights or, with `four_bit`,
-    those of training."""
+    base's precision. With `as_trained`, the base is first rounded as in training."""
     logging.disable_progress_bar()
     checkpoint = check_export(run_dir, out_dir, merge, step, force)
     out_dir, model_dir = out_dir.absolute(), run_dir / "model"
@@ -55,7 +54,7 @@ def export(
     with tempfile.TemporaryDirectory(prefix="ithaka-export-") as name:
         model_dir = Path(shutil.copytree(model_dir, Path(name) / "model"))
         with _unfinished(out_dir) as unfinished:
-            _write(run_dir, checkpoint, model_dir, unfinished, weights, merge, four_bit)
+            _write(run_dir, checkpoint, model_dir, unfinished, weights, merge, as_trained)
     return out_dir
 
 
@@ -105,7 +104,7 @@ def _write(
     out_dir: Path,
     weights: dict[str, Tensor],
     merge: bool,
-    four_bit: bool,
+    as_trained: bool,
 ) -> None:
     """`model_dir` is a copy of RUN_DIR/model, whose RoPE settings may be from a later step than the checkpoint."""
     state, config_file = read_state(checkpoint), model_dir / "config.json"
@@ -127,20 +126,17 @@ def _write(
         model.save_pretrained(out_dir)  # writes the dtype to config.json, and a generation config replaced below
     else:
         config = load_config(run_dir / "config.yaml").at(state["step"] - 1)
-        settings, adapter = config.model, config.adapter
-        packed = adapter if adapter is not None and adapter.base != "bf16" else None
+        settings, adapter = config.model, config.adapter or AdapterConfig()
         tensors, base = {adapter_tensor_name(name): tensor for name, tensor in weights.items()}, settings.path
         if merge:
             if base is None or not base.is_dir():
                 rule = f"--merge needs the base model, but the run's model.path={base} is not a directory"
                 raise ConfigError(f"{rule}; put it there, or leave out --merge and merge with PEFT")
-            change = partial(round_weights, adapter=packed) if packed and four_bit else None
-            merge_adapter(base, model_dir, tensors, out_dir, change)
+            merge_adapter(base, model_dir, tensors, out_dir, rounded=adapter if as_trained else None)
             not_exported = ["config.json", "adapter_config.json"]
         else:
             stored = read_json(base / "config.json") if base is not None and base.is_dir() else {}
-            quantization = describe_base(adapter, stored) if adapter is not None else {}
-            metadata = {"format": "pt", **({BASE_QUANTIZATION: json.dumps(quantization)} if quantization else {})}
+            metadata = {"format": "pt", **base_metadata(adapter, stored)}
             save_file(tensors, out_dir / "adapter_model.safetensors", metadata=metadata)
             # With model.rope, the adapter's base needs this config.json as well.
             not_exported = ["generation_config.json", *([] if settings.rope is not None else ["config.json"])]

@@ -42,9 +42,10 @@ from ithaka.roots.vision import count_values
 from ithaka.run.launch import check_cpu_ranks, max_cpu_ranks, num_gpus, run_ranks
 from ithaka.run.resolve import read_stored_settings
 from ithaka.run.validate import check_weights
-from ithaka.weights.adapters import add_adapter, auto_class, load_dequantized
+from ithaka.weights.adapters import add_adapter, auto_class
+from ithaka.weights.formats import round_weights
 from ithaka.weights.load import describe_nonfinite, end_parameters, is_finite, open_tensor_files
-from ithaka.weights.quantized import round_weights
+from ithaka.weights.pretrained import load_dequantized
 
 TOLERANCE = 1e-4  # relative; a wrong index, factor or mask gives at least 1e-2
 MIN_LAYERS = 2

@@ -40,7 +40,7 @@ from ithaka.data.pack import (
 )  # fmt: skip
 
 Cut = Callable[..., CutDocuments]  # pack.cut_documents with `context` and `long` bound
-STATE_FORMAT = 6  # 5 packed pieces of long documents without a trained token
+STATE_FORMAT = 6  # increase it if a position has another meaning
 PACKING_KEYS = ("context", "group", "lead", "done", "most")  # in a state, for the fields of Packing
 # Minimum size of a round.
 ROUND_TOKENS = 1 << 24
@@ -220,9 +220,9 @@ class SequenceStream:
 
     def next_sequence(self, materialize: bool = True) -> PackedSequence | None:
         """Advance, and return the sequence: None at the end of a stream without keys, or if not `materialize`."""
-        packed = self.current_round()
+        num_sequences = len(self.current_round())  # may start the next round
         *earlier, packing = self.position.packings
-        if not len(packed):
+        if not num_sequences:
             return None
         packings = (*earlier, replace(packing, done=packing.done + 1))
         self.position = replace(self.position, sequences=self.position.sequences + 1, packings=packings)

@@ -15,17 +15,17 @@ from ithaka.blocks.tiles import sum_dtype
 from ithaka.comm.agree import raise_on_all_ranks
 from ithaka.comm.mesh import Mesh, default_device, make_mesh, start_process_group
 from ithaka.config import AdapterConfig, ConfigError, RopeConfig
+from ithaka.config.formats import check_quantization
 from ithaka.inputs.calls import CallChecker, compute_dtype, refuse_wrappers
 from ithaka.inputs.positions import set_positions
 from ithaka.layer.store import Store
 from ithaka.layout import Layout, check_parallelism
 from ithaka.model.fsdp import apply_fsdp
 from ithaka.model.generate import generate
-from ithaka.plan.read_config import check_quantization
 from ithaka.roots.find import check_arguments
 from ithaka.weights.adapters import add_adapter, auto_class, check_adapters, lora_options
+from ithaka.weights.formats import choose_packed, convert_bitsandbytes, pack_weights
 from ithaka.weights.load import init_weights, load_adapter, load_weights, open_tensor_files
-from ithaka.weights.quantized import choose_packed, convert_bitsandbytes, pack_weights
 from ithaka.weights.save import save_pretrained
 
 
@@ -179,8 +179,7 @@ def read_hf_config(source: Path | dict, rope: RopeConfig | None = None, context:
     except StrictDataclassError as error:  # a value of the wrong type
         name = "the configuration" if isinstance(source, dict) else f"config.json in {source}"
         raise ConfigError(f"{name} is not valid ({' '.join(str(error).split())}); fix the value") from None
-    if quantization := getattr(config, "quantization_config", None):
-        check_quantization(quantization, str(source))
-        del config.quantization_config  # `load_weights` reads MXFP4 and bitsandbytes' 4 bits
+    # `load_weights` reads MXFP4 and bitsandbytes' 4 bits.
+    check_quantization(vars(config).pop("quantization_config", None), str(source))
     set_positions(config.get_text_config(), rope, context, trained=has_weights(source))
     return config

@@ -67,8 +67,7 @@ def _plain_forwards(model: Any) -> Iterator[None]:
     for module in forwards:
         del module.forward
     for layer in layers:
-        if layer.packed:
-            layer.layer.forward = partial(_run_unpacked, layer)
+        layer.layer.forward = partial(_run_unpacked, layer)
         if (block := layer.experts.block) is not None and (block.adapters or layer.packed):
             block.module.forward = partial(_run_experts, block)  # PEFT cannot adapt packed weights
     text_config._attn_implementation = model.config.get_text_config()._attn_implementation

@@ -6,24 +6,24 @@ The bytes are viewed as the compute dtype, because FSDP2 would cast any other dt
 
 nf4 and fp4 are bitsandbytes' formats, in blocks of 64. With double quantization a scale is a byte, from a table that is
 scaled per row, plus the offset of the tensor. mxfp4 is OCP's: blocks of 32, each with a power of two.
+weights/formats.py chooses, reads and describes packed weights.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from enum import IntEnum
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ithaka.config.formats import BASE_FORMATS, ROW
 from ithaka.ops.fused import runs_in_triton
 from ithaka.phases import Holder, allocating_for
-from ithaka.plan.shape import MXFP4_ROW_BYTES, PACKED_ROW_BYTES
-from ithaka.plan.shape import PACKED_ROW as ROW
 
 try:
     import triton
@@ -46,24 +46,28 @@ SMALLEST = 1e-38  # bitsandbytes' lower bound of a divisor
 PROGRAM = 4096  # weights per program of the kernel
 
 
-@dataclass(frozen=True)
-class Format:
+class Scales(IntEnum):
+    """How the scale of a block is stored; the kernel's KIND."""
+
+    FLOAT = 0
+    DOUBLE = 1  # a byte; the row ends with the scale and offset of the bytes, padded to 16
+    EXPONENT = 2
+
+
+class RowLayout(NamedTuple):
+    """The bits of a packed row."""
+
     codes: str  # a key of TABLES
-    is_double: bool = True  # double quantization
-
-    @property
-    def block(self) -> int:
-        return 32 if self.codes == "mxfp4" else 64
-
-    @property
-    def row_bytes(self) -> int:
-        if self.codes == "mxfp4":
-            return MXFP4_ROW_BYTES
-        # Double: a byte per block, the scale and offset of the bytes, and padding to a multiple of 16.
-        return PACKED_ROW_BYTES if self.is_double else SCALES_AT + 4 * ROW // 64
+    scales: Scales
+    block: int  # weights per scale
+    scale_bytes: int  # of all scales in a row
+    row_bytes: int
+    is_transposed: bool = False  # gpt-oss stores the transpose of its experts
 
 
-NF4 = Format("nf4")
+NF4 = RowLayout("nf4", Scales.DOUBLE, 64, ROW // 64, BASE_FORMATS["nf4"].row_bytes)
+NF4_SINGLE = RowLayout("nf4", Scales.FLOAT, 64, ROW // 16, SCALES_AT + ROW // 16)  # without double quantization
+MXFP4 = RowLayout("mxfp4", Scales.EXPONENT, 32, ROW // 32, BASE_FORMATS["mxfp4"].row_bytes, is_transposed=True)
 
 
 @cache
@@ -110,33 +114,39 @@ def quantize_mxfp4(flat: Tensor) -> Tensor:
     exponents = (blocks.abs().amax(1).frexp().exponent - 3).clamp(-127, 127)
     sizes = torch.bucketize(torch.ldexp(blocks, -exponents[:, None]).abs(), (table[:-1] + table[1:]) / 2)
     codes = (sizes + 8 * (blocks < 0)).to(torch.uint8).view(-1, 2)
-    return pack_rows((codes[:, 0] << 4) | codes[:, 1], (exponents + 127).to(torch.uint8), Format("mxfp4"))
+    return pack_rows((codes[:, 0] << 4) | codes[:, 1], (exponents + 127).to(torch.uint8), MXFP4)
 
 
-def pack_rows(codes: Tensor, scales: Tensor, layout: Format, row_scales: Any = 0, offset: Any = 0) -> Tensor:
+def quantize_matrix(flat: Tensor, layout: RowLayout) -> Tensor:
+    """Pack a full matrix into rows of bytes."""
+    if layout == MXFP4:
+        return quantize_mxfp4(flat)
+    scales = block_scales(flat)
+    return quantize_nf4(flat, scales, scales.double().mean().float())
+
+
+def pack_rows(codes: Tensor, scales: Tensor, layout: RowLayout, row_scales: Any = 0, offset: Any = 0) -> Tensor:
     """Pack codes, two per byte, and the scales of their blocks. With double quantization scales are bytes."""
     num_rows, scales = -(-len(codes) // SCALES_AT), scales.contiguous().view(torch.uint8).flatten()
     packed = torch.zeros(num_rows, layout.row_bytes, dtype=torch.uint8, device=codes.device)
-    per_row = ROW // layout.block * (4 if layout.codes != "mxfp4" and not layout.is_double else 1)
-    for at, values, width in ((0, codes, SCALES_AT), (SCALES_AT, scales, per_row)):
+    for at, values, width in ((0, codes, SCALES_AT), (SCALES_AT, scales, layout.scale_bytes)):
         packed[:, at : at + width] = nn.functional.pad(values, (0, num_rows * width - len(values))).view(-1, width)
-    if layout.codes != "mxfp4" and layout.is_double:
-        at = (SCALES_AT + per_row) // 4
+    if layout.scales == Scales.DOUBLE:
+        at = (SCALES_AT + layout.scale_bytes) // 4
         packed.view(torch.float32)[:, at], packed.view(torch.float32)[:, at + 1] = row_scales, offset
     return packed
 
 
-def dequantize(packed: Tensor, layout: Format, into: Tensor) -> None:
+def dequantize(packed: Tensor, layout: RowLayout, into: Tensor) -> None:
     """Dequantize rows of bytes to `into`, one or several matrices, contiguous: products in fp32, rounded once. Each
     matrix starts a new row."""
     num_matrices = len(into) if into.dim() == 3 else 1
     matrices, num_rows = into.view(num_matrices, -1), len(packed) // num_matrices
     if runs_in_triton(into):
         tables = _table(layout.codes, packed.device), _table("dynamic", packed.device)
-        kind = 2 if layout.codes == "mxfp4" else int(layout.is_double)
         grid, sizes = (len(packed) * (ROW // PROGRAM),), {"ROW": ROW, "BYTES": layout.row_bytes, "PART": PROGRAM}
         # Without fused multiply-adds, for the same bits as bitsandbytes.
-        options = {"KIND": kind, "num_warps": 8, "enable_fp_fusion": False}
+        options = {"KIND": int(layout.scales), "num_warps": 8, "enable_fp_fusion": False}
         counts = num_rows, matrices.shape[1]
         _dequantize_kernel[grid](packed, packed.view(torch.float32), *tables, into, *counts, **sizes, **options)
         return
@@ -149,14 +159,14 @@ def dequantize(packed: Tensor, layout: Format, into: Tensor) -> None:
             out.copy_(values.view(-1)[: len(out)])
 
 
-def _row_scales(rows: Tensor, layout: Format) -> Tensor:
+def _row_scales(rows: Tensor, layout: RowLayout) -> Tensor:
     """Return the scales of all blocks in some rows, in fp32."""
-    if layout.codes == "mxfp4":
+    if layout.scales == Scales.EXPONENT:
         return (rows[:, SCALES_AT:].int() << 23).view(torch.float32)  # the byte is an exponent
     floats = rows.view(torch.float32)
-    if not layout.is_double:
+    if layout.scales == Scales.FLOAT:
         return floats[:, SCALES_AT // 4 :]
-    end = SCALES_AT + ROW // 64
+    end = SCALES_AT + layout.scale_bytes
     bytes_ = rows[:, SCALES_AT:end].int()
     return _table("dynamic", rows.device)[bytes_] * floats[:, end // 4, None] + floats[:, end // 4 + 1, None]
 
@@ -166,13 +176,13 @@ class PackedWeight:
     inside `unpacked`. Each matrix of a 3-D parameter is packed separately."""
 
     def __init__(
-        self, module: nn.Module, name: str, layout: Format, dtype: torch.dtype, rows: Tensor | None = None
+        self, module: nn.Module, name: str, layout: RowLayout, dtype: torch.dtype, rows: Tensor | None = None
     ) -> None:
         """`rows`: the packed bytes, if already known."""
         param = module._parameters.pop(name)
         assert param is not None
         self.module, self.name, self.layout, self.shape = module, name, layout, param.shape
-        if layout.codes == "mxfp4":  # gpt-oss stores the transpose of its experts
+        if layout.is_transposed:
             self.shape = torch.Size((param.shape[0], param.shape[2], param.shape[1]))
         num_rows = -(-math.prod(self.shape[-2:]) // ROW)
         shape = (*self.shape[:-2], num_rows, layout.row_bytes // dtype.itemsize)
@@ -184,8 +194,8 @@ class PackedWeight:
 
     def install(self) -> None:
         """Make the weight an attribute of the module, but not a parameter."""
-        is_transposed = self.layout.codes == "mxfp4"
-        self.module.__dict__[self.name] = self.weight.transpose(1, 2) if is_transposed else self.weight
+        weight = self.weight.transpose(1, 2) if self.layout.is_transposed else self.weight
+        self.module.__dict__[self.name] = weight
 
     @property
     def packed(self) -> Tensor:
@@ -205,13 +215,7 @@ class PackedWeight:
     def release(self) -> None:
         self.weight.untyped_storage().resize_(0)
 
-    def read_mxfp4(self, blocks: Tensor, scales: Tensor, local: Tensor) -> None:
-        """Pack some experts as gpt-oss stores them: blocks [e, N, D / 32, 16], with the first code in the low bits."""
-        for into, codes, exponents in zip(local.view(torch.uint8), blocks, scales, strict=True):
-            codes = ((codes << 4) | (codes >> 4)).flatten()
-            into.copy_(pack_rows(codes, exponents.flatten(), self.layout))
-
-    def quantize(self, full: Any, local: Tensor, rows: slice) -> None:
+    def write(self, full: Any, local: Tensor, rows: slice) -> None:
         """Quantize this rank's shard of the parameter, `rows` of its first dim, from slices of the full weight, rounded
         to bf16 as transformers does with dtype=bfloat16. Collective: the offset is that of the full matrix."""
         raw, width = local.view(torch.uint8), self.shape[-1]
@@ -219,12 +223,7 @@ class PackedWeight:
         options: Any = {"device": device, "dtype": torch.bfloat16}
         if len(self.shape) == 3:
             for into, matrix in zip(raw, full[rows], strict=True):
-                flat = matrix.flatten().to(**options)
-                if self.layout.codes == "mxfp4":  # random weights; files have the codes
-                    into.copy_(quantize_mxfp4(flat))
-                else:
-                    scales = block_scales(flat)
-                    into.copy_(quantize_nf4(flat, scales, scales.double().mean().float()))
+                into.copy_(quantize_matrix(matrix.flatten().to(**options), self.layout))
             return
         first, last = (min(row * ROW, math.prod(self.shape)) for row in (rows.start, rows.stop))
         start = first // width

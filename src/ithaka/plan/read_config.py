@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ithaka.config import ConfigError, input_error
+from ithaka.config.formats import check_quantization
 from ithaka.hub import HUB_ID
 from ithaka.plan.shape import AttentionKind, DeltaShape, Encoder, MeasuredLayer, ModelShape
 
@@ -38,7 +39,7 @@ class Family:
 
 
 DEFAULT_WINDOW = 4096  # for every family that has windows
-# To add a family: one entry here, one case in tests/test_shape.py and one in tests/models.py. roots/families.py maps
+# To add a family: one entry here, one case in tests/test_shape.py and one in tests/models.py. roots/fast.py maps
 # its modules to the layer's parts.
 FAMILIES: dict[str, Family] = {
     "llama": Family("attention_bias", "attention_bias", "mlp_bias", positions=2048),
@@ -83,28 +84,11 @@ def read_json(file: Path, name: str = "model.path=", fix: str = GIVE_MODEL) -> d
     raise ConfigError(f"{name}{file} cannot be read ({reason}); {fix}")
 
 
-def quant_method(config: Mapping[str, Any]) -> str | None:
-    """Return how the weights of a config.json are quantized; None if they are not."""
-    quantization = config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-    return method if method is None else str(getattr(method, "value", method))
-
-
-def check_quantization(quantization: Any, source: str) -> None:
-    """Reject quantized weights, except bitsandbytes' 4 bits, and MXFP4 (gpt-oss), which is dequantized on load."""
-    settings = quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}
-    method = settings.get("quant_method")
-    if method != "mxfp4" and not (method == "bitsandbytes" and settings.get("load_in_4bit")):
-        fix = "use weights in bfloat16 or float32, in MXFP4 or in bitsandbytes' 4 bits"
-        raise ConfigError(f"model.path={source} is quantized ({method}); {fix}")
-
-
 def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> ModelShape:
     """Return the shape that a `config.json` describes. `source`: its name in errors."""
     name = values.get("model_type") or values.get("_class_name")
-    if quantization := values.get("quantization_config"):
-        check_quantization(quantization, source)
-        values = {key: value for key, value in values.items() if key != "quantization_config"}
+    values = dict(values)
+    check_quantization(values.pop("quantization_config", None), source)
     if name not in PLANNED_FAMILIES:
         return _measure(json.dumps(dict(values), sort_keys=True), source)
     family = FAMILIES[name]

@@ -13,10 +13,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from ithaka.config import LAYER_LINEARS, AdapterConfig, ConfigError
-
-PACKED_ROW, PACKED_ROW_BYTES = 16384, 8464  # weights of an nf4 row (ops/fourbit.py), and its bytes
-MXFP4_ROW_BYTES = 8704
-
+from ithaka.config.formats import BASE_FORMATS
 
 PATCHES_PER_TILE = 8192  # in one tile of the encoder, which has at least one frame
 FRAME_PATCHES = 1024  # assumed in plans: frames of 512 x 512 pixels
@@ -182,10 +179,6 @@ class ModelShape:
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return self.num_layers * self.layer_parameters + embeddings + self.hidden
 
-    def first_layers(self, num_layers: int) -> ModelShape:
-        """Return the same model with fewer layers."""
-        return self.keep_layers(range(num_layers))
-
     def keep_layers(self, layers: Sequence[int], dropped: int | None = None) -> ModelShape:
         """Return the same model with these layers only. `dropped`: the parameters of all others; without it, those of a
         measured model are scaled in proportion."""
@@ -224,15 +217,15 @@ class ModelShape:
     @cached_property
     def packed_layer(self) -> tuple[int, int]:
         """(parameters, bytes) of one layer's four-bit weights."""
-        if self.adapter is None or self.adapter.base == "bf16":
+        if self.adapter is None:
             return 0, 0
+        base = BASE_FORMATS[self.adapter.base]
         skipped, paths = tuple(f".{name}" for name in self.adapter.unquantized), self._linear_paths
         experts = dict(self.measured.stacked) if self.measured else {}
         names = (n for n in self.linears if n not in experts and not f".{paths[n]}".endswith(skipped))
-        sizes, stacked = [math.prod(self.linears[name]) for name in names], sum(experts.values())
-        if self.adapter.base == "mxfp4":  # experts only
-            return stacked, -(-stacked // PACKED_ROW) * MXFP4_ROW_BYTES
-        return sum(sizes) + stacked, sum(-(-size // PACKED_ROW) * PACKED_ROW_BYTES for size in (*sizes, stacked))
+        sizes = [math.prod(self.linears[name]) for name in names] if base.packs_linears else []
+        sizes += [sum(experts.values())] if base.packs_experts else []
+        return sum(sizes), sum(map(base.num_bytes, sizes))
 
     def frozen_bytes(self, num_ranks: int, element_bytes: int) -> int:
         """Bytes of one rank's frozen parameters."""
@@ -351,8 +344,8 @@ class ModelShape:
             module = re.sub(r"^\.\d+(?=\.)", "", f".{name}.")  # 31.mlp.up_proj: of one layer
             if not any(module in f".{path}." for path in self._linear_paths.values()):
                 raise ConfigError(f"adapter.unquantized={name} names no module of the model; use a name such as o_proj")
-        if adapter and adapter.base == "mxfp4" and self.family != "gpt_oss":
-            raise ConfigError("adapter.base=mxfp4 needs a model whose files are in MXFP4 (gpt-oss); use nf4")
+        if adapter:
+            BASE_FORMATS[adapter.base].check_family(self.family)
         if adapter and self.tied and "lm_head" in adapter.targets:
             rule = "cannot be merged into a model that ties it to embed_tokens"
             fix = "leave it out, or train both with adapter.modules_to_save=[embed_tokens]"

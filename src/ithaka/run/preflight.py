@@ -32,11 +32,12 @@ from ithaka.config import (
     to_dict,
     with_absolute_paths,
 )
+from ithaka.config.formats import required_base
 from ithaka.data.documents.files import HUB_DATASET, pin_dataset
 from ithaka.hub import fetch_model
 from ithaka.layout import layout_from_config
 from ithaka.plan.hardware import Hardware
-from ithaka.plan.read_config import quant_method, read_json, read_shape
+from ithaka.plan.read_config import read_json, read_shape
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import ModelShape
 from ithaka.run import launch
@@ -215,9 +216,8 @@ def resolve(
 
 def _pin_commits(config: Config, commits: dict[str, str], resume: Path | None) -> Config:
     """Replace the names of the model and of datasets on the hub, see `resolve`. `resume`: the run's directory."""
-    resumes = resume is not None and files.newest_checkpoint(resume) is not None
-    pins = files.read_pins(resume) if resume is not None and resumes else {}
-    commits |= pins.get("commits", {})
+    if resume is not None and files.newest_checkpoint(resume) is not None:
+        commits |= files.read_pins(resume).get("commits", {})
 
     def pin_data(tree: Any, name: str) -> Any:
         if isinstance(tree, list):
@@ -226,8 +226,8 @@ def _pin_commits(config: Config, commits: dict[str, str], resume: Path | None) -
             return {key: pin_data(value, f"{name}.{key}") for key, value in tree.items()}
         if not isinstance(tree, str) or not HUB_DATASET.fullmatch(tree):
             return tree
-        if tree not in commits:  # the checkpoints of an earlier version, without pins, name the data without a commit
-            commits[tree] = tree if resumes and not pins else str(pin_dataset(Path(tree), name))
+        if tree not in commits:
+            commits[tree] = str(pin_dataset(Path(tree), name))
         return commits[tree]
 
     tree, model = to_dict(config), config.model
@@ -309,8 +309,9 @@ def _adopt_quantization(config: Config) -> Config:
     """Set adapter.base if the model's files have four bits. They can be trained only with adapters."""
     path = config.model.path
     file = path / "config.json" if path is not None else None
-    if file is None or not file.is_file() or quant_method(read_json(file)) != "bitsandbytes":
+    base = required_base(read_json(file)) if file is not None and file.is_file() else None
+    if base is None:
         return config
     if config.adapter is None:
         raise ConfigError(f"model.path={path} is quantized, so its weights cannot be trained; add an adapter section")
-    return dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, base="nf4"))
+    return dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, base=base))

@@ -32,7 +32,8 @@ from ithaka.data.tokenizer import load_tokenizer
 from ithaka.evaluate.tasks import EvalText, check_prompts, flatten_metrics, measure_all, read_text
 from ithaka.exits import ExitCode, TransientError
 from ithaka.layer.store import Store
-from ithaka.log.console import Console, note_startup, status
+from ithaka.log.console import Console, status
+from ithaka.log.metrics import note_startup
 from ithaka.model.build import build_model, has_weights
 from ithaka.ops.fourbit import packed_weights
 from ithaka.phases import phase
@@ -70,7 +71,6 @@ class Trainer:
         self.text: EvalText | None = None  # to evaluate on
         self.norms: deque[float] = deque(maxlen=100)  # gradient norms of the last steps
         self.skipped = 0  # batches in a row
-        self.reported_unlabelled = False  # a step without a label
         self.best: tuple[float, int] | None = None  # lowest validation loss, and its step
         self.stale = 0  # validations since
         self.epochs = run.config.train.epochs
@@ -260,12 +260,6 @@ class Trainer:
             dpo=self.dpo,
         )
         result = compute()
-        if not result.label_tokens:
-            if not self.reported_unlabelled:
-                message = "no rank has a token to train; no update, and such steps do not count"
-                self.console.event(self.step + 1, f"step {self.step + 1}: {message}", unlabelled=True)
-            self.reported_unlabelled = True
-            return None
         if result.refused is not None:
             first, result = result, compute()
             if result.refused is not None:

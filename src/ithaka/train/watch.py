@@ -21,8 +21,7 @@ from ithaka.exits import ExitCode, exit_code_for
 from ithaka.inputs.batch import count_pairs
 from ithaka.inputs.positions import rope_parameters
 from ithaka.layer.store import StoreError
-from ithaka.log.console import read_metrics
-from ithaka.ops.fourbit import packed_weights
+from ithaka.log.metrics import read_metrics
 from ithaka.phases import Listener, PhasePath
 from ithaka.plan.hardware import DISK_BYTES_S, gpu_named, join_kernels, peak_flops
 from ithaka.plan.search import Plan
@@ -33,6 +32,7 @@ from ithaka.run.resolve import Run, drop_reserve
 from ithaka.sharding.heads import count_slots
 from ithaka.train.heartbeat import Heartbeat
 from ithaka.train.trainer import Trainer
+from ithaka.weights.formats import describe_packed
 
 SLOW_DISK_S, SLOW_DISK_SHARE = 1.0, 0.05  # report the disk when a step waits longer
 SLOW_RATIO, SLOW_STEPS = 1.2, 10  # a slow rank's time in attention / the median rank's, over this many steps
@@ -257,9 +257,7 @@ def _suggest_fixes(plan: Run | Plan, model: str) -> Iterator[str]:
 def describe_run(trainer: Trainer) -> dict[str, str]:
     config, mesh, model = trainer.config, trainer.mesh, trainer.model
     tokens = trainer.global_batch * config.data.context
-    size = f"{format_count(trainer.num_params)} parameters"
-    if formats := {weight.layout.codes for weight in packed_weights(model).values()}:
-        size += f" (base in {' and '.join(sorted(formats))})"
+    size = f"{format_count(trainer.num_params)} parameters{describe_packed(model)}"
     if trainer.num_trained < trainer.num_params:
         size += f", {format_count(trainer.num_trained)} trained"
     ring = mesh.ring_group.size()

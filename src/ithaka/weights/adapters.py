@@ -3,21 +3,18 @@
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Mxfp4Config
-from transformers.utils import logging
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ithaka.blocks.experts import is_expert_module
 from ithaka.blocks.linear import is_linear
-from ithaka.config import AdapterConfig, ConfigError, input_error
-from ithaka.plan.read_config import VISION_FAMILIES, quant_method, read_json
+from ithaka.config import AdapterConfig, ConfigError
+from ithaka.ops.fourbit import packed_weights
+from ithaka.plan.read_config import VISION_FAMILIES
 
 ADAPTER_NAME = "default"  # PEFT's name for the first adapter
 ADAPTER_PREFIX = "base_model.model."  # prefix of tensor names in PEFT's files
@@ -165,7 +162,7 @@ def adapter_tensor_name(param_name: str, adapter: str = ADAPTER_NAME, prefix: st
 def can_merge(base: Any) -> bool:
     """Whether `merge_tensors` supports the model's adapters and the format of its base weights."""
     wrappers = [module for module in base.modules() if hasattr(module, "base_layer")]
-    return all(map(is_linear, wrappers)) and not any(".packed_" in name for name, _ in base.named_parameters())
+    return all(map(is_linear, wrappers)) and not packed_weights(base)
 
 
 def merge_tensors(base: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -183,70 +180,3 @@ def merge_tensors(base: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             tensor = (tensor.to(wide) + wrapper.scaling[adapter] * (b_Nr.to(wide) @ a_rD.to(wide))).to(tensor.dtype)
         merged[re.sub(r"\.modules_to_save\.[^.]+\.", ".", base_tensor_name(name))] = tensor
     return merged
-
-
-def load_pretrained(folder: Path, config: Any = None, **options: Any) -> Any:
-    """Load a model with plain transformers. ConfigError if its files are damaged or do not match its config.json, for
-    which transformers would draw random weights."""
-    fix, verbosity = "copy the files again, or fix config.json", logging.get_verbosity()
-    read_json(folder / "config.json", "MODEL=")
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    logging.set_verbosity_error()  # the tensors that it reports raise errors here
-    try:
-        config = config or AutoConfig.from_pretrained(folder)
-        model, loaded = auto_class(config.model_type).from_pretrained(folder, config=config, **options)
-    except (OSError, ValueError, SafetensorError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
-        raise input_error(f"MODEL={folder}: the model cannot be loaded ({reason}); {fix}", error) from None
-    finally:
-        logging.set_verbosity(verbosity)
-    if missing := sorted(loaded["missing_keys"]):
-        raise ConfigError(f"MODEL={folder} has no tensor {missing[0]} ({len(missing)} missing in total); {fix}")
-    if mismatched := sorted(loaded["mismatched_keys"]):
-        name, stored, expected = mismatched[0]
-        raise ConfigError(f"MODEL={folder}: {name} has shape {tuple(stored)}, not {tuple(expected)}; {fix}")
-    return model
-
-
-def load_dequantized(folder: Path, config: Any = None, **options: Any) -> Any:
-    """Load a model with plain transformers. Four-bit weights are dequantized."""
-    stored = read_json(folder / "config.json")
-    config = config or AutoConfig.from_pretrained(folder)
-    if method := quant_method(stored):  # a run's config.json does not have it
-        config.quantization_config = stored["quantization_config"]
-    if method == "mxfp4":
-        options["quantization_config"] = Mxfp4Config(dequantize=True)
-    model = load_pretrained(folder, config, **options)
-    model = model.dequantize() if method == "bitsandbytes" else model
-    if method:
-        model._weight_conversions = []  # they would save the weights under the packed names
-    return model
-
-
-def merge_adapter(
-    base: Path, adapter: Path, tensors: dict[str, Tensor], out: Path, change: Callable[[Any], None] | None = None
-) -> None:
-    """Write the base model with the adapter merged in float32, rounded once to the base's dtype. `adapter`: a directory
-    with PEFT's configuration, and with a config.json if training changed the base's positions. `tensors`: the
-    adapter's, named as in PEFT's files. `change` is called with the base model first."""
-    from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
-
-    config = AutoConfig.from_pretrained(adapter if (adapter / "config.json").is_file() else base)
-    logging.disable_progress_bar()
-    model = load_dequantized(base, config, dtype="auto")
-    if change is not None and quant_method(read_json(base / "config.json")) != "bitsandbytes":  # rounded already
-        change(model)
-    stored = {name: t.dtype for name, t in model.state_dict().items()}  # some tensors are always in float32
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the base may have another path than in training
-        peft_model = get_peft_model(model.float(), PeftConfig.from_pretrained(adapter))
-    try:
-        set_peft_model_state_dict(peft_model, tensors)
-    except RuntimeError as error:
-        reason = str(error).partition("\t")[2].partition("\n")[0]
-        fix = "use the base and the adapter_config.json that it was trained with"
-        raise ConfigError(f"the adapter {adapter} does not match its base model {base} ({reason}); {fix}") from None
-    merged = peft_model.merge_and_unload()
-    for name, t in merged.state_dict(keep_vars=True).items():
-        t.data = t.data.to(stored[name])
-    merged.save_pretrained(out)

@@ -25,14 +25,12 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ithaka.comm.agree import SharedError, gather_objects
 from ithaka.config import ConfigError, input_error
-from ithaka.ops.fourbit import packed_weights
 from ithaka.plan.read_config import read_json
 from ithaka.weights.adapters import adapter_tensor_name, base_tensor_name
-from ithaka.weights.quantized import STATE_TENSOR, read_packed
+from ithaka.weights.formats import DenseWeight, base_weights, find_blocks, read_blocks, read_packed
 
 
 @dataclass
@@ -76,54 +74,42 @@ def load_weights(
     """
     fix, source, files = "fix config.json", f"model.path={directory}", open_tensor_files(directory)
     tensors = {base_tensor_name(name): t for name, t in named_tensors(model).items() if ".lora_" not in name}
-    packed = {base_tensor_name(name): weight for name, weight in packed_weights(model).items()}
-    mxfp4 = _find_mxfp4(files, tensors)
-    stored = [name for name in files if not STATE_TENSOR.fullmatch(name)]
-    names = [name for name in stored if name.removesuffix("_blocks").removesuffix("_scales") not in mxfp4]
+    weights, (blocks, names) = base_weights(model, tensors), find_blocks(files, tensors)
     direct, conversions = _match_names(model, names, tensors, transforms)
     model._weight_conversions = [transform for transform in transforms if transform.was_used()]
-    converted = {name: tensors[name] for conversion in conversions for name in conversion.targets if name in tensors}
-    empty = {name: torch.empty(packed.get(name, t).shape, device="meta") for name, t in converted.items()}
-    expected = revert_weight_conversion(model, empty) if empty else {}
+    targets = [name for conversion in conversions for name in conversion.targets if name in tensors]
+    converted = {name: torch.empty(weights[name].shape, device="meta") for name in targets}
+    expected = revert_weight_conversion(model, converted) if converted else {}
     found = [name for conversion in conversions for names in conversion.stored.values() for name in names]
     # Some conversions accept names that they do not write, so equal counts suffice. Experts are merged in the order
     # of their names, so these must match.
     merged = {name for c in conversions if c.merges_rows for names in c.stored.values() for name in names}
     is_exact = len(found) == len(expected) and merged <= expected.keys()
     missing = [] if is_exact else [name for name in expected if name not in files]
-    missing += [name for name in tensors if name not in direct and name not in converted and name not in mxfp4]
+    missing += [name for name in tensors if name not in direct and name not in converted and name not in blocks]
     extra = [name for target, name in direct.items() if target not in tensors]
     extra += [] if is_exact else [name for name in found if name not in expected]
     ignored = "|".join(model._keys_to_ignore_on_load_unexpected or ()) or r"(?!)"
     _check_names(source, fix, missing, [name for name in extra if not re.search(ignored, name)])
+
+    def check(name: str, shape: Sequence[int]) -> None:
+        _check_shape(f"{source}: {name}", files[name].get_slice(name), shape, fix)
+
     for name in found:
         if name in expected:
-            _check_shape(f"{source}: {name}", files[name].get_slice(name), expected[name].shape, fix)
+            check(name, expected[name].shape)
     ends = {id(param) for param in end_parameters(model).values()}
     for name, t in tensors.items():
-        if name in direct:
-            stored = files[direct[name]].get_slice(direct[name])
-            if name in packed and f"{direct[name]}.absmax" in files:
-                read_packed(files, direct[name], packed[name], *local_shard(t))
-                continue
-            if name in packed:
-                _check_shape(f"{source}: {direct[name]}", stored, packed[name].shape, fix)
-                packed[name].quantize(stored, *local_shard(t))
-                continue
-            _copy_rows(stored, t, f"{source}: {direct[name]}", fix, vocab_size if id(t) in ends else None)
-    for name in mxfp4:
-        local, rows = local_shard(tensors[name])
-        if len(local):
-            parts = [files[part].get_slice(part) for part in (f"{name}_blocks", f"{name}_scales")]
-            weight = packed.get(name)
-            num_experts, inputs, outputs = tensors[name].shape if weight is None else weight.shape
-            if weight is not None and weight.layout.codes == "mxfp4":
-                _check_shape(f"{source}: {name}_blocks", parts[0], (num_experts, inputs, outputs // 32, 16), fix)
-                weight.read_mxfp4(parts[0][rows], parts[1][rows], local)
-                continue
-            _check_shape(f"{source}: {name}_blocks", parts[0], (num_experts, outputs, inputs // 32, 16), fix)
-            own = convert_moe_packed_tensors(*(part[rows] for part in parts))
-            packed[name].quantize(own, local, slice(0, len(own))) if name in packed else local.copy_(own)
+        if name not in direct:
+            continue
+        stored, weight = direct[name], weights[name]
+        if isinstance(weight, DenseWeight):
+            num_rows = vocab_size if id(t) in ends else None
+            _copy_rows(files[stored].get_slice(stored), t, f"{source}: {stored}", fix, num_rows)
+        else:
+            read_packed(files, stored, weight, *local_shard(t), check)
+    for name in blocks:
+        read_blocks(files, name, weights[name], *local_shard(tensors[name]), check)
     for conversion in conversions:
         if conversion.first not in tensors:
             continue  # ignored
@@ -132,13 +118,7 @@ def load_weights(
             continue
         for name, full in conversion.read(files, model, rows).items():
             local, rows = local_shard(tensors[name])
-            rows = slice(0, len(full)) if conversion.merges_rows else rows
-            packed[name].quantize(full, local, rows) if name in packed else local.copy_(full[rows])
-
-
-def _find_mxfp4(files: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]:
-    """Find the model's tensors that are stored in MXFP4: packed blocks of 32 values, and their scales."""
-    return [name for name in tensors if f"{name}_blocks" in files and f"{name}_scales" in files]
+            weights[name].write(full, local, slice(0, len(full)) if conversion.merges_rows else rows)
 
 
 def _match_names(
@@ -239,8 +219,8 @@ def init_weights(model: PreTrainedModel, seed: int, device: torch.device, has_fi
         first = next(iter({**shards, **buffers}))
         digest = hashlib.sha256(f"{seed}/{base_tensor_name(f'{module_name}.{first}')}".encode()).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
-        shapes = {name: packed.get(name, param).shape for name, param in shards.items()}
-        full = {name: torch.empty(shapes[name], dtype=shards[name].dtype, device=device) for name in shards}
+        weights = {name: DenseWeight(param.shape) for name, param in shards.items()} | packed
+        full = {name: torch.empty(weights[name].shape, dtype=t.dtype, device=device) for name, t in shards.items()}
         drawn = {f"{module_name}.{name}": t for name, t in {**full, **buffers}.items() if t.is_floating_point()}
         for t in drawn.values():
             t.fill_(torch.nan)
@@ -259,9 +239,7 @@ def init_weights(model: PreTrainedModel, seed: int, device: torch.device, has_fi
             what = f"model_type={model.config.model_type} does not define an initial value of {undefined}"
             raise ConfigError(f"{what}; use ithaka.parallelize(from_pretrained(...))")
         for name, param in shards.items():
-            local, rows = local_shard(param)
-            t = full[name]
-            packed[name].quantize(t, local, rows) if name in packed else local.copy_(t[rows])
+            weights[name].write(full[name], *local_shard(param))
 
 
 def _init_module(model: PreTrainedModel, name: str) -> None:

@@ -20,6 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from ithaka.comm.agree import RankError, gather_objects, raise_first
 from ithaka.config import ConfigError
 from ithaka.weights.adapters import ADAPTER_PREFIX, adapter_tensor_name, can_merge, find_active_adapter, merge_tensors
+from ithaka.weights.formats import check_dense
 from ithaka.weights.load import named_tensors
 
 # Arguments of save_pretrained in transformers and PEFT -> the only value supported here.
@@ -44,9 +45,8 @@ def save_pretrained(model: Any, save_directory: str | Path, max_shard_size: int 
     base = getattr(model, "get_base_model", lambda: model)()
     base.reshard()  # after a forward without backward, the root's parameters are still gathered
     adapter, params = find_active_adapter(base), named_tensors(base)
-    if adapter is None and any(".packed_" in name for name in params):
-        raise ConfigError("save_pretrained cannot write a base in 4 bits; train an adapter, or load it in bfloat16")
     if adapter is None:
+        check_dense(base)
         pattern = f"{_file_stem(base)}{{suffix}}.safetensors"
         empty = {name: torch.empty(param.shape, dtype=param.dtype, device="meta") for name, param in params.items()}
         split = split_torch_state_dict_into_shards(empty, filename_pattern=pattern, max_shard_size=max_shard_size)

@@ -1,0 +1,159 @@
+"""Results of one model, or of two to compare: read them, and show them as tables and as a page."""
+
+import html
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ithaka.config import ConfigError, input_error
+from ithaka.evaluate.tasks import FIGURES, TASKS
+from ithaka.report.page import render_charts, render_table
+
+EXPLANATIONS = {
+    "long_context_gain": "loss with the full context minus loss with the last 4K tokens; below zero, the context helps",
+    "key_tokens": "share of tokens whose loss the long context lowers by more than 2, to below 2",
+}
+TABLES = (
+    ("loss by position", "loss_by_position", ("from", "to")),
+    ("loss of trained tokens by turn", "loss_by_turn", ("turn",)),
+    ("loss of trained tokens by position", "trained_loss_by_position", ("from", "to")),
+    ("prompts", "tasks", ("task",)),
+)
+COMPARABLE_KEYS = ("tasks_version", "contexts", "documents", "text", "prompts")  # equal in comparable results
+
+
+def check_comparable(results: Sequence[dict[str, Any]], source: Path, first_source: Path) -> None:
+    """Raise ConfigError if the last result cannot be compared with the first."""
+    for name in COMPARABLE_KEYS:
+        value, first = (result.get(name) for result in (results[-1], results[0]))
+        if value != first:
+            problem = f"{source} has {name}={value}, {first_source} has {first}: they cannot be compared"
+            fix = "measure both with the same --contexts, --documents, --data and --chat-template"
+            raise ConfigError(f"{problem}; {fix}")
+
+
+def read_results(file: Path) -> list[dict[str, Any]]:
+    """Read the output of --json: a result, or a list of two."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise input_error(f"MODEL={file} cannot be read ({error}); give a file written by --json", error) from None
+    results = values if isinstance(values, list) else [values]
+    try:
+        if not results or not all(isinstance(result["model"], str) for result in results):
+            raise ValueError
+        for result in results:
+            list(make_tables([result]))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise ConfigError(f"MODEL={file} has no results; give a file written by --json") from None
+    return results
+
+
+def column_names(results: Sequence[Any]) -> list[str]:
+    return ["A", "B"][: len(results)] if len(results) > 1 else [""]
+
+
+def model_names(results: Sequence[dict[str, Any]]) -> list[str]:
+    """The names of two models, for a legend: the column and the directory, or the full path if the directories have
+    the same name. One model needs none."""
+    if len(results) < 2:
+        return [""]
+    short = [Path(result["model"]).name for result in results]
+    names = short if len(set(short)) == len(short) else [result["model"] for result in results]
+    return [f"{column}: {name}" for column, name in zip(column_names(results), names, strict=True)]
+
+
+def make_tables(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield titles and rows. Two models get columns A and B."""
+    if len(results) > 1:
+        names = zip(column_names(results), results, strict=True)
+        yield "models", [{"": name, "model": result["model"]} for name, result in names]
+    figures = _merge_columns([list(_figure_rows(result)) for result in results], ("figure",))
+    measured = [name for name in figures[0] if any(row[name] is not None for row in figures)] if figures else []
+    rows = [{name: row[name] for name in measured} for row in figures]
+    yield "figures", [row for row in rows if any(row[name] is not None for name in measured[1:])]
+    for title, name, keys in TABLES:
+        if rows := _merge_columns([result.get(name) or [] for result in results], keys):
+            yield title, rows
+    retrieval = [_depth_rows(result["retrieval"]) for result in results]
+    yield "retrieval by depth", _merge_columns(retrieval, ("task", "context"))
+
+
+def explain_figures(results: Sequence[dict[str, Any]]) -> str:
+    """Explain the figures that were measured and are not self-explanatory."""
+    shown = (name for name in EXPLANATIONS if any(result.get(name) is not None for result in results))
+    return " ".join(f"{name}: {EXPLANATIONS[name]}." for name in shown)
+
+
+def explain_missing_retrieval(results: Sequence[dict[str, Any]]) -> str:
+    """Say why models have no retrieval scores, and which ones unless it is all; empty if all have them."""
+    missing = [result for result in results if not result["retrieval"]]
+    if not missing:
+        return ""
+    names = [result["model"] for result in missing] if len(missing) < len(results) else []
+    stopped = any(result.get("partial") for result in missing)
+    reason = "the evaluation was stopped early" if stopped else "--samples 0 leaves the tasks out"
+    return f"not measured{' for ' * bool(names)}{' and '.join(names)}: {reason}"
+
+
+def _merge_columns(tables: Sequence[list[dict[str, Any]]], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Join tables whose rows have equal `keys`."""
+    joined = []
+    for rows in zip(*tables, strict=False):  # a partial result has fewer rows
+        row = {key: rows[0][key] for key in keys}
+        for name, values in zip(column_names(tables), rows, strict=True):
+            row |= {f"{key} {name}".strip(): value for key, value in values.items() if key not in keys}
+        joined.append(row)
+    return joined
+
+
+def _figure_rows(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for name in FIGURES:
+        yield {"figure": name, "mean": result.get(name), "error": result.get(f"{name}_error")}
+
+
+def _depth_rows(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for cell in cells:
+        row = rows.setdefault((cell["task"], cell["context"]), {"task": cell["task"], "context": cell["context"]})
+        row[f"{cell['depth']:.0%}"] = cell["score"]
+    return list(rows.values())
+
+
+def render_results(results: Sequence[dict[str, Any]]) -> str:
+    """Render a self-contained HTML page, with a retrieval heat map per task and model."""
+    parts = []
+    charts = {title: name for title, name, keys in TABLES if keys == ("from", "to")}
+    for title, rows in list(make_tables(results))[:-1]:
+        if title in charts:
+            losses = [row["loss"] for result in results for row in result.get(charts[title]) or []]
+            measured = any(loss is not None and math.isfinite(loss) for loss in losses)
+            content = f'<div class=chart data-rows="{charts[title]}"></div>' if measured else "not measured"
+        else:
+            content = render_table([list(row.values()) for row in rows], list(rows[0])) if rows else "not measured"
+        parts.append(f"<h2>{title}</h2><div class=scroll>{content}</div>")
+        parts += [f"<p class=note>{explain_figures(results)}</p>"] * (title == "figures")
+    parts.append("<h2>retrieval</h2>")
+    if missing := explain_missing_retrieval(results):
+        parts.append(f"<p class=note>{html.escape(missing)}</p>")
+    if not any(result["retrieval"] for result in results):
+        return _render(results, parts)
+    parts.append("<p class=note>Share of correct answers, by context (rows) and depth (columns).</p><div class=maps>")
+    for task in TASKS:
+        maps = []
+        for name, result in zip(column_names(results), results, strict=True):
+            rows = _depth_rows([cell for cell in result["retrieval"] if cell["task"] == task])
+            _, _, *depths = rows[0] if rows else ("", "")
+            maps.append(render_table([list(row.values())[1:] for row in rows], [name, *depths], "heat"))
+        parts.append(f"<section><h3>{task}</h3><div class=maps>{''.join(maps)}</div></section>")
+    return _render(results, [*parts, "</div>"])
+
+
+def _render(results: Sequence[dict[str, Any]], parts: Sequence[str]) -> str:
+    title = "Evaluation of " + " and ".join(result["model"] for result in results)
+    drawn = [name for _, name, keys in TABLES if keys == ("from", "to")]
+    models = zip(model_names(results), results, strict=True)
+    data = [{"name": name, **{key: result.get(key) or [] for key in drawn}} for name, result in models]
+    return render_charts(title, "".join(parts), data, "evaluation.js")
