@@ -500,6 +500,9 @@ def test_weights_and_prefixes_of_the_wrong_type_are_refused():
     plain = tiny_model(tiny_config("llama"))
     assert_refused(lambda: next(ithaka.iterate_weights(plain)), "LlamaForCausalLM", fix="ithaka.parallelize")
     ids, row = [1, 2, 3], torch.tensor([1, 2, 3])
+    for arguments, *named in (((None,), "sequences=None"), (([row], 5), "labels=5", "int"), ((7,), "sequences=7")):
+        assert_refused(partial(ithaka.pack_prefixes, *arguments), *named, fix="one tensor of integers per sequence")
+    assert_refused(partial(ithaka.pack_prefixes, [row], keys=None), "keys=None", fix="pass a list")
     for arguments, *named in (
         (([ids, ids],), "sequences[0]", "list"),
         (([row], [ids]), "labels[0]", "list"),
@@ -532,6 +535,12 @@ Q6, K6 = torch.randn(6, 4, 8), torch.randn(6, 2, 8)
         ((Q6.double(), K6, K6), {}, "q is torch.float64", "one dtype"),
         ((Q6.numpy(), K6, K6), {}, "q is a ndarray", "tensor"),
         ((Q6, K6, K6), {"ranges": [(0, 6, 0)]}, "(0, 6, 0) has 3 numbers", "(a, b, c, d)"),
+        ((Q6, K6, K6), {"group": 2}, "group=2", "torch.distributed.group.WORLD"),
+        ((Q6, K6, K6), {"ring": "all"}, "ring='all'", "torch.distributed.new_group"),
+        ((Q6, K6, K6), {"scale": "1"}, "scale='1'", "0.125"),
+        ((Q6, K6, K6), {"window": 2.5}, "window=2.5", "1 or more"),
+        ((Q6, K6, K6), {"causal": 1}, "causal=1", "True or False"),
+        ((Q6, K6, K6), {"kernel": "magic"}, "kernel=magic", "use auto"),
     ],
 )
 def test_attention_of_tensors_that_do_not_match_is_refused(tensors, settings, named, fix):

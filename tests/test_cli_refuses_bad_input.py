@@ -92,6 +92,8 @@ def inputs(folder):
     write_model(folder / "t5", model_type="t5")
     write_model(folder / "mamba2", model_type="mamba2", num_heads=3, head_dim=7)
     write_model(folder / "words", rms_norm_eps="x")
+    write_model(folder / "banana", hidden_act="banana")
+    write_model(folder / "below-zero", rms_norm_eps=-1e-6)
     write_model(folder / "gpt2", model_type="gpt2")
     write_model(folder / "no-heads", num_attention_heads=None)
     write_model(folder / "few-tokens", vocab_size=200, bos_token_id=0, eos_token_id=0, pad_token_id=0)
@@ -168,12 +170,17 @@ TRAIN = [
     ("--set model.path=t5", "model_type=t5", "not a decoder", "gemma3_text"),
     ("--set model.path=mamba2", "model_type=mamba2", "(ValueError: Inconsistent", "correct mamba2"),
     ("--set model.path=words/config.json", "rms_norm_eps", "expected float", "fix the value"),
+    ("--set model.path=banana/config.json", "hidden_act=banana", "banana/config.json", "silu"),
+    ("--set model.path=below-zero/config.json", "rms_norm_eps=-1e-06", "below-zero/config.json", "1.0e-6"),
     ("--set model.path=no-heads", "num_attention_heads", "no-heads", "config.json"),
     ("--set model.path=no-weights", "model.path=no-weights", "no-weights/config.json"),
     ("--set model.path=no-weights --evaluate-only", "model.path=no-weights", "no-weights/config.json"),
     ("--set model.path=pickled", "model.path=pickled", "pytorch_model.bin", "pickled/config.json"),
     ("--set model.path=pickled --evaluate-only", "model.path=pickled", "pytorch_model.bin", "pickled/config.json"),
     ("--set model.path=few-tokens/config.json --set data.tokenizer=bytes", "259", "vocab_size=200", "data.tokenizer"),
+    ("--set train.batch=1000000000", "data.context=4096 with train.batch=1000000000", "a smaller train.batch"),
+    ("--set adapter.rank=100000", "adapter.rank=100000", "hidden size 256", "16"),
+    ("--set 'optim.lr_factors={banana: 0.5}'", "optim.lr_factors=banana", "embed_tokens"),
     ("--set adapter.base=mxfp4", "adapter.base=mxfp4", "nf4"),
     ("--set adapter.unquantized=[none,up_proj,1.mlp.up_proj]", "adapter.unquantized=none", "o_proj"),
     ("--set data.path=nowhere.txt", "data.path=nowhere.txt", "data.path=hf://org/name"),

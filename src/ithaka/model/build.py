@@ -23,7 +23,7 @@ from ithaka.attention.docs import Docs
 from ithaka.attention.fused import Positions
 from ithaka.config import AdapterConfig, ConfigError, RopeConfig
 from ithaka.dist.agree import raise_on_all_ranks
-from ithaka.dist.mesh import Mesh, default_device, make_mesh, start_process_group
+from ithaka.dist.mesh import Mesh, default_device, make_mesh, resolve_layout, start_process_group
 from ithaka.layer.delta import LAYERS
 from ithaka.layer.dropout import POSITION_BITS, replace_dropout
 from ithaka.layer.linear import as_linear
@@ -54,7 +54,15 @@ from ithaka.model.calls import (
     mark_replaced_parameters,
     refuse_wrappers,
 )
-from ithaka.model.families import check_supported, find_decoder, find_layers, has_encoder, has_known_layers, map_layer
+from ithaka.model.families import (
+    check_supported,
+    check_values,
+    find_decoder,
+    find_layers,
+    has_encoder,
+    has_known_layers,
+    map_layer,
+)
 from ithaka.model.general import Decoder, attach_decoder, attention_kinds, make_head, prepare_decoder, run_decoder
 from ithaka.model.generate import generate
 from ithaka.model.positions import compute_frequencies, set_positions
@@ -156,18 +164,6 @@ def _inspect(model: PreTrainedModel, layout: Layout, device: torch.device) -> tu
     return dropout, None if has_known_layers(model) else prepare_decoder(model, device)
 
 
-def resolve_layout(cp: int | None, ring: int | None, mesh: Mesh | None, layout: Layout | None) -> Layout:
-    """Return the layout, or one with every technique off. Raises ConfigError for sizes that conflict with it."""
-    mesh_cp, mesh_ring = (mesh.cp_size, mesh.ring_group.size()) if mesh else (None, None)
-    layout = layout or Layout(cp=cp or mesh_cp or 1, ring=ring or mesh_ring or 1)
-    sizes = {"cp": cp, "mesh.cp": mesh_cp, "ring": ring, "mesh.ring": mesh_ring}
-    for name, value in sizes.items():
-        field = name.removeprefix("mesh.")
-        if value is not None and value != (expected := getattr(layout, field)):
-            raise ConfigError(f"{name}={value} conflicts with layout.{field}={expected}; set one of them")
-    return layout
-
-
 def build_model(
     source: Path | dict,
     mesh: Mesh,
@@ -221,14 +217,15 @@ def has_weights(source: Path | dict) -> TypeGuard[Path]:
 def read_hf_config(source: Path | dict, rope: RopeConfig | None = None, context: int = 0) -> Any:
     """Read a Hugging Face configuration from a directory, a config.json or a dict, and extend its positions to
     `context` tokens with `rope`. Raises ConfigError for a context beyond the positions of trained weights."""
+    name = "the configuration" if isinstance(source, dict) else f"config.json in {source}"
     try:
         if isinstance(source, dict):
             config = AutoConfig.for_model(**source)
         else:
             config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
     except StrictDataclassError as error:  # a value of the wrong type
-        name = "the configuration" if isinstance(source, dict) else f"config.json in {source}"
         raise ConfigError(f"{name} is not valid ({' '.join(str(error).split())}); fix the value") from None
+    check_values(config.get_text_config(), name)
     if quantization := getattr(config, "quantization_config", None):
         check_quantization(quantization, str(source))
         del config.quantization_config  # `load_weights` reads MXFP4 and bitsandbytes' 4 bits

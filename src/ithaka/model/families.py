@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
 from ithaka.config import ConfigError
 from ithaka.layer.linear import as_linear, is_linear
@@ -16,6 +17,7 @@ from ithaka.plan.read_config import FAMILIES, VISION_FAMILIES
 
 # Modules whose weights are used directly, so nothing may wrap them but LoRA.
 FUSED_LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "lm_head")
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")  # names in config.json
 # Modules whose own forward still runs once, so hooks work. "" is the model (no forward pre-hooks).
 HOOKABLE = re.compile(r"model\.embed_tokens|model\.layers\.\d+(\.mlp(\..*)?)?|")
 # Modules whose own forward still runs, so a replaced one takes effect.
@@ -69,6 +71,15 @@ def map_layer(model: PreTrainedModel, index: int) -> LayerParts:
     )
 
 
+def check_values(config: Any, source: str) -> None:
+    """Refuse an unknown activation, and an epsilon below 0, which transformers reads without a word."""
+    for name, value in vars(config).items():
+        if name in ACTIVATIONS and isinstance(value, str) and value not in ACT2FN:
+            raise ConfigError(f"{name}={value} of {source} is not an activation of transformers; use silu, for example")
+        if name.endswith(("norm_eps", "norm_epsilon")) and isinstance(value, int | float) and not value >= 0:
+            raise ConfigError(f"{name}={value} of {source} is below 0; use the model's own value, for example 1.0e-6")
+
+
 def check_supported(model: PreTrainedModel) -> None:
     """Refuse a model with anything that the streamed layer would not compute."""
     if isinstance(model, FSDPModule):
@@ -79,6 +90,12 @@ def check_supported(model: PreTrainedModel) -> None:
             f"model_type={config.model_type} has no list of decoder layers at model.layers; use a decoder like llama "
             f"or gemma3_text, or with images one of {', '.join(VISION_FAMILIES)} (docs/models.md)"
         )
+    if not len(find_layers(model)):
+        raise ConfigError("num_hidden_layers=0: the model has no decoder layer to run; use at least 1")
+    for name, param in model.named_parameters():
+        if not param.is_floating_point() or param.itemsize == 1:
+            rule = f"{name} is {param.dtype}, a quantized format that is not supported"
+            raise ConfigError(f"{rule}; load the model in bfloat16 or float32, or in bitsandbytes' 4 bits")
     for name in ("attention_dropout", "router_jitter_noise"):
         if value := getattr(config.get_text_config(), name, None):
             raise ConfigError(f"{name}={value} is not supported; set it to 0 or false in config.json")

@@ -118,6 +118,10 @@ def _comparable_rows(
     sequences: Sequence[Tensor], labels: Sequence[Tensor] | None, keys: Sequence[Sequence[Tensor | Hashable]]
 ) -> list[np.ndarray]:
     """Return one row of integers per token of each sequence. Tokens with equal rows may be shared."""
+    for name, values in (("sequences", sequences), ("labels", labels), ("keys", keys)):
+        if not isinstance(values, Sequence | Tensor) and (name != "labels" or values is not None):
+            fix = "pass a list with one tensor of integers per sequence"
+            raise ConfigError(f"{name}={values!r} is a {type(values).__name__}; {fix}")
     for name, values in (("labels", labels), *(("keys", key) for key in keys)):
         if values is not None and len(values) != len(sequences):
             raise ConfigError(f"{name} has {len(values)} values for {len(sequences)} sequences; pass one per sequence")

@@ -18,7 +18,7 @@ from ithaka.attention.choose import agree_on_kernel
 from ithaka.attention.docs import Docs
 from ithaka.config import AdapterConfig, ConfigError
 from ithaka.dist.agree import raise_on_all_ranks
-from ithaka.dist.mesh import Mesh, default_device, make_mesh, start_process_group
+from ithaka.dist.mesh import Mesh, default_device, make_mesh, resolve_layout, start_process_group
 from ithaka.layer.general import BatchState, GeneralLayer
 from ithaka.layer.runs import PlaceholderMask
 from ithaka.layer.store import Store
@@ -26,7 +26,7 @@ from ithaka.layer.tiles import sum_dtype
 from ithaka.layout import Layout, check_parallelism
 from ithaka.model.adapters import check_adapters, lora_options
 from ithaka.model.batch import GatherTokens, select_own_tokens
-from ithaka.model.build import apply_fsdp, resolve_layout
+from ithaka.model.build import apply_fsdp
 from ithaka.model.calls import (
     MODES,
     CallChecker,

@@ -36,10 +36,12 @@ def write_report(run_dirs: Sequence[Path], out: Path | None = None, live: bool =
     body = "<noscript>This page needs JavaScript to draw its charts; all of it is in this file.</noscript>"
     scripts = f'<script id="data" type="application/json">{data}</script>\n<script>{read_asset(CHART_LIBRARY)}</script>'
     text = render_page(", ".join(run["name"] for run in runs), body, scripts, read_asset("report.js"), live)
-    temporary = path.with_name(f".{path.name}.tmp")  # so that a browser never loads half a page
+    is_device = path.exists() and not path.is_file()  # a pipe or a device, which must not be replaced
+    temporary = path if is_device else path.with_name(f".{path.name}.tmp")  # a browser never loads half a page
     with writing_to("--out", path):
         temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    if not is_device:
+        temporary.replace(path)
     return path
 
 
