@@ -88,6 +88,8 @@ def inputs(folder):
     (folder / "run").mkdir()
     (folder / "run" / "config.yaml").write_text(to_yaml(load_config(base=CPU_DEFAULT)))
     (folder / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5}\n')
+    (folder / "list").mkdir()
+    (folder / "list" / "config.yaml").write_text("- 1")
     (folder / "hooks.py").write_text("class Counter:\n    pass\n\n\nbroken = 1\n")
     write_model(folder / "t5", model_type="t5")
     write_model(folder / "mamba2", model_type="mamba2", num_heads=3, head_dim=7)
@@ -242,6 +244,13 @@ REFUSALS = {
     "plan llama3-8b --gpus 8xH100-80GB": OUT,
     "bench device": OUT,
     "data": DATA,
+    "bench attention --tokens 64": [
+        ("--documents 65", "--documents=65", "--tokens=64", "one per token"),
+        ("--heads 3 --kv-heads 2", "--heads=3", "--kv-heads=2", "use 2"),
+        ("--kernels magic", "--kernels=magic", "auto"),
+    ],
+    "verify": [("''", "MODEL=''", "llama3.1-8b"), ("mine.txt", "MODEL=mine.txt", "a model directory")],
+    "report": [("list", "RUN_DIR=list", "no sections", "restore")],
     "evaluate model": [*HTML, ("--contexts 1,4K", "--contexts=1,4K", "one token", "at least 2")],
 }
 

@@ -232,7 +232,7 @@ def test_a_run_is_evaluated_and_printed(ranks, tmp_path, monkeypatch, capfd):
     for more, *named, fix in (
         (["--contexts", "4K"], "--data=", "4096 tokens", "shorter"),
         (["--contexts", "300,900"], "300 tokens", "at least"),
-        (["--contexts", "900", "--ranks", "0"], "parallel.ranks=0", "at least 1"),
+        (["--contexts", "900", "--ranks", "0"], "--ranks=0", "at least 1"),
         (["--contexts", "800", str(tmp_path / "run.json")], "run.json", "contexts=[900]", "the same --contexts"),
     ):
         assert_command_refused([*arguments[:-2], *more], *named, fix=fix)
@@ -262,6 +262,8 @@ def test_a_run_is_evaluated_and_printed(ranks, tmp_path, monkeypatch, capfd):
     refuse(f"MODEL={adapter}", "adapter_model.safetensors", fix="copy it again")
     (adapter / "adapter_model.safetensors").unlink()
     refuse(f"MODEL={adapter}", "adapter_model.safetensors", fix="copy it again")
+    long = ["sample", str(base), "--prompt", "a", "--tokens", "9999"]
+    assert_command_refused(long, "--tokens=9999", "1024 positions", fix="use at most 10")
     (base / "chat_template.jinja").write_text("{% if")
     assert_command_refused(["sample", str(base), "--prompt", "a"], "not valid Jinja", fix="repair it, or use --raw")
     for file in base.glob("*token*"):

@@ -113,6 +113,7 @@ def test_nothing_to_train_is_refused(tmp_path):
     frozen = tiny_model(tiny_config("llama"), torch.float32).requires_grad_(False)
     assert_refused(partial(trainer, tmp_path, model=frozen), "model", "no parameter", fix="requires_grad_(True)")
     assert_refused(partial(trainer, tmp_path, train_dataset=[]), "train_dataset", "no rows", fix="filter")
+    assert_refused(partial(trainer, tmp_path, train_dataset="a.json"), "train_dataset='a.json'", fix="load_dataset")
 
 
 def test_nan_in_the_weights_is_refused(tmp_path):
@@ -367,10 +368,13 @@ def test_wrong_settings_are_refused_and_a_layout_replaces_the_plan():
     ):
         assert_refused(partial(Layout, **{name: value}), f"layout.{name}={value!r}", fix=fix)
     assert_refused(partial(Layout, blocks=(4, 0)), "layout.blocks=0", fix="1 or more")
-    assert_refused(partial(Layout, kept="host"), "layout.kept", "'h'", fix="ActivationPolicy")
+    assert_refused(partial(Layout, kept="host"), "layout.kept='host'", fix="ActivationPolicy")
     assert_refused(partial(ActivationPolicy, "cloud"), "input='cloud'", fix="device, host or disk")
     assert_refused(partial(ActivationPolicy, attention="cloud"), "attention='cloud'", fix="device, host or disk")
     assert_refused(partial(make_mesh, 3), "cp=3 does", "1 rank", fix="use 1,")
+    assert_refused(partial(make_mesh, 1, "banana"), "device='banana'", fix="leave it out")
+    assert_refused(partial(Layout, kept=5), "layout.kept=5", fix="ActivationPolicy")
+    assert_refused(partial(ActivationPolicy, mlp="x"), "mlp='x'", fix="True or False")
     assert_refused(partial(ithaka.parallelize, tiny_model(tiny_config("llama", num_hidden_layers=0))),
                    "num_hidden_layers=0", fix="at least 1")  # fmt: skip
     quantized = tiny_model(tiny_config("llama"))

@@ -189,6 +189,8 @@ class LongContext(Trainer):
             if arguments.get(name) is not None:
                 raise ConfigError(f"{name} is not supported by long_context; {fix}")
         data = arguments.get("train_dataset")
+        if isinstance(data, str):
+            raise ConfigError(f"train_dataset={data!r} is a str; load it with datasets.load_dataset")
         if isinstance(data, Sized) and not len(data):
             raise ConfigError("train_dataset has no rows; add some, or check the filter that made it")
         self._check_columns(arguments)

@@ -41,7 +41,7 @@ MODEL_NAMES = {
     "repair it, or set data.tokenizer": "repair it",
     "or to a file, or data.tokenizer to the tokenizer of an instruct model": "or to a file",
 }
-EVALUATE_NAMES = MODEL_NAMES | {"data.chat_template": "--chat-template"}
+EVALUATE_NAMES = MODEL_NAMES | {"data.chat_template": "--chat-template", "parallel.ranks": "--ranks"}
 SAMPLE_NAMES = MODEL_NAMES | {
     "set data.chat_template to a file that is": "repair it, or use --raw",
     "change or drop the record, or set another data.chat_template": "change the messages",
@@ -365,11 +365,11 @@ def verify(
         settings = load_config(path)
         source = fetch_model(settings.model.path) or embedded_model(settings.model.embedded)
     else:
-        source = path if path.exists() else find_config(model)
+        source = path if model and path.exists() else find_config(model)
     with loading() as status:
         from ithaka.verify import verify
 
-    with status("comparing with plain transformers"):
+    with status("comparing with plain transformers"), renaming({"model.path": "MODEL"} if settings is None else {}):
         result = verify(source, settings, cp)
     if as_json:
         print(format_json(result, indent=2))

@@ -46,7 +46,12 @@ class Mesh:
 def make_mesh(cp: int = 1, device: torch.device | str | None = None, *, ring: int = 1, replicas: int = 1) -> Mesh:
     """Create the dp x cp mesh, cp = ring x ulysses, and initialize torch.distributed if necessary.
     FSDP2 shards each of the `replicas` of the model over consecutive ranks."""
-    device = torch.device(device) if device is not None else default_device()
+    try:
+        device = torch.device(device) if device is not None else default_device()
+    except RuntimeError:
+        raise ConfigError(f"device={device!r} is not a device of torch; use 'cuda' or 'cpu', or leave it out") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={device} needs an NVIDIA GPU, and this machine has none; leave it out")
     start_process_group(device)
     world_size = dist.get_world_size()
     check_parallelism(world_size, cp=cp, ring=ring, replicas=replicas)

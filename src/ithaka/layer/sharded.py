@@ -21,7 +21,7 @@ from ithaka.plan.heads import EMPTY_SLOT, flatten_heads, head_table
 from ithaka.plan.ring import contiguous_sharding
 
 
-@renaming({"attention.": ""})
+@renaming({"attention.": "", "model.dtype": "the dtype of q, k and v"})
 def sharded_attention(
     q_sHK: Tensor,
     k_sGK: Tensor,
@@ -52,14 +52,14 @@ def sharded_attention(
     ring.
     """
     _check_tensors(q_sHK, k_sGK, v_sGK)
-    _check_options(group=group, ring=ring, scale=scale, causal=causal, window=window)
+    _check_options(group=group, ring=ring, scale=scale, causal=causal, window=window, blocks=blocks)
     batch = len(q_sHK) if q_sHK.dim() == 4 else None
     if batch is not None:  # sequences become additional heads
         q_sHK, k_sGK, v_sGK = (x.transpose(0, 1).flatten(1, 2) for x in (q_sHK, k_sGK, v_sGK))
     num_heads, num_kv_heads = q_sHK.shape[1], k_sGK.shape[1]
     ranks, members = group if group is not None else SINGLE_RANK, ring if ring is not None else SINGLE_RANK
     if num_heads % num_kv_heads:
-        raise ConfigError(f"{num_heads} query heads are not a multiple of {num_kv_heads} kv heads")
+        raise ConfigError(f"{num_heads} query heads are not a multiple of {num_kv_heads} kv heads; use one")
     table = head_table(num_heads, num_kv_heads, ranks.size())
     query_heads, kv_heads = table.stages[0].query_heads, table.loads[0].kv_heads
     scale = q_sHK.shape[-1] ** -0.5 if scale is None else scale
@@ -100,6 +100,7 @@ def _check_options(**options: Any) -> None:
         "ring": (lambda ring: hasattr(ring, "size"), "a process group; pass one of torch.distributed.new_group"),
         "scale": (lambda scale: type(scale) in (int, float) and 0 < scale < math.inf, "a number above 0; use 0.125"),
         "causal": (lambda causal: isinstance(causal, bool), "a bool; use True or False"),
+        "blocks": (lambda blocks: isinstance(blocks, tuple | list) and len(blocks) == 2, "a pair; use (1024, 1024)"),
         "window": (lambda window: type(window) is int and window > 0, "a number of tokens; use 1 or more"),
     }
     for name, (is_valid, rule) in rules.items():

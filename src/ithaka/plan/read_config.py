@@ -105,6 +105,9 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
     if quantization := values.get("quantization_config"):
         check_quantization(quantization, source)
         values = {key: value for key, value in values.items() if key != "quantization_config"}
+    for key, value in values.items():
+        if key.endswith(("norm_eps", "norm_epsilon")) and type(value) in (int, float) and not value >= 0:
+            raise ConfigError(f"{key}={value} of {source} is below 0; use the model's own value, for example 1.0e-6")
     if name not in PLANNED_FAMILIES:
         return _measure(json.dumps(dict(values), sort_keys=True), source)
     family = FAMILIES[name]

@@ -74,6 +74,8 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     try:
         records, events = (read(run_dir / "metrics.jsonl") for read in (read_metrics, read_events))
         config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("config.yaml has no sections")
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise input_error(f"RUN_DIR={run_dir} cannot be read ({reason}); restore its files", error) from None
