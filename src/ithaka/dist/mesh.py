@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,7 +81,9 @@ def make_mesh(cp: int = 1, device: torch.device | str | None = None, *, ring: in
 
 def resolve_layout(cp: int | None, ring: int | None, mesh: Mesh | None, layout: Layout | None) -> Layout:
     """Return the layout, or one with every technique off. Raises ConfigError for sizes that conflict with it."""
-    of_mesh = {"cp": mesh.cp_size, "ring": mesh.ring_group.size(), "replicas": mesh.replicas} if mesh else {}
+    of_mesh: dict[str, Any] = (
+        {"cp": mesh.cp_size, "ring": mesh.ring_group.size(), "replicas": mesh.replicas} if mesh else {}
+    )
     chosen = {name: value for name, value in {"cp": cp, "ring": ring}.items() if value is not None}
     layout = layout or Layout(**{**of_mesh, **chosen})
     sizes = {**chosen, **{f"mesh.{name}": value for name, value in of_mesh.items()}}

@@ -121,10 +121,15 @@ def _comparable_rows(
 ) -> list[np.ndarray]:
     """Return one row of integers per token of each sequence. Tokens with equal rows may be shared."""
     fix = "pass a list with one tensor of integers per sequence"
-    named = [("sequences", sequences), ("labels", () if labels is None else labels), ("keys", keys)]
-    for name, values in (*named, *(("keys", key) for key in (keys if isinstance(keys, Sequence) else ()))):
-        if not isinstance(values, Sequence | Tensor):
-            raise ConfigError(f"{name}={values!r} is a {type(values).__name__}; {fix}")
+    lists: list[tuple[str, Any]] = [
+        ("sequences", sequences),
+        ("labels", () if labels is None else labels),
+        ("keys", keys),
+    ]
+    lists += [("keys", key) for key in (keys if isinstance(keys, Sequence) else ())]
+    for name, each in lists:
+        if not isinstance(each, Sequence | Tensor):
+            raise ConfigError(f"{name}={each!r} is a {type(each).__name__}; {fix}")
     if not len(sequences):
         raise ConfigError(f"sequences is empty; {fix}")
     for name, values in (("labels", labels), *(("keys", key) for key in keys)):
