@@ -230,6 +230,17 @@ def test_positions_beyond_the_limit_of_the_model_are_refused(expected):
     assert loss_of(model, position_ids=positions % 4) == loss_of(parallel(), position_ids=positions % 4)
 
 
+def test_negative_positions_are_refused(model):
+    positions = torch.arange(6).expand(2, 6) - 3
+    assert_refused(refusal(model, ValueError, position_ids=positions), "position_ids has -3", fix="attention_mask")
+
+
+def test_backward_without_trained_parameters_is_refused():
+    model = parallelize_model(tiny_model(tiny_config("llama")).requires_grad_(False), mesh=make_mesh(1))
+    loss = model(input_ids=IDS, labels=IDS).loss
+    assert_refused(loss.backward, "no parameter", fix="model.requires_grad_(True)")
+
+
 def test_document_ids_in_the_attention_mask_are_refused(model):
     mask = torch.tensor([[1, 1, 2, 2, 3, 3]] * 2)
     assert_refused(refusal(model, ValueError, attention_mask=mask), "attention_mask", fix="document_ids")
@@ -500,6 +511,12 @@ def test_weights_and_prefixes_of_the_wrong_type_are_refused():
     plain = tiny_model(tiny_config("llama"))
     assert_refused(lambda: next(ithaka.iterate_weights(plain)), "LlamaForCausalLM", fix="ithaka.parallelize")
     ids, row = [1, 2, 3], torch.tensor([1, 2, 3])
+    for arguments, *named in (((None,), "sequences=None"), (([row], 5), "labels=5", "int"), ((7,), "sequences=7")):
+        assert_refused(partial(ithaka.pack_prefixes, *arguments), *named, fix="one tensor of integers per sequence")
+    for keys, named in ((None, "keys=None"), ([5], "keys=5")):
+        assert_refused(partial(ithaka.pack_prefixes, [row], keys=keys), named, fix="pass a list")
+    assert_refused(partial(ithaka.pack_prefixes, []), "sequences is empty", fix="one tensor")
+    assert_refused(partial(ithaka.pack_prefixes([row]).unpack, [1, 2, 3]), "list", fix="one value per token")
     for arguments, *named in (
         (([ids, ids],), "sequences[0]", "list"),
         (([row], [ids]), "labels[0]", "list"),
@@ -532,6 +549,14 @@ Q6, K6 = torch.randn(6, 4, 8), torch.randn(6, 2, 8)
         ((Q6.double(), K6, K6), {}, "q is torch.float64", "one dtype"),
         ((Q6.numpy(), K6, K6), {}, "q is a ndarray", "tensor"),
         ((Q6, K6, K6), {"ranges": [(0, 6, 0)]}, "(0, 6, 0) has 3 numbers", "(a, b, c, d)"),
+        ((Q6, K6, K6), {"group": 2}, "group=2", "torch.distributed.group.WORLD"),
+        ((Q6, K6, K6), {"ring": "all"}, "ring='all'", "torch.distributed.new_group"),
+        ((Q6, K6, K6), {"scale": "1"}, "scale='1'", "0.125"),
+        ((Q6, K6, K6), {"window": 2.5}, "window=2.5", "1 or more"),
+        ((Q6, K6, K6), {"blocks": 5}, "blocks=5", "(1024, 1024)"),
+        ((Q6.long(), K6.long(), K6.long()), {}, "torch.int64", "the dtype of q, k and v"),
+        ((Q6, K6, K6), {"causal": 1}, "causal=1", "True or False"),
+        ((Q6, K6, K6), {"kernel": "magic"}, "kernel=magic", "use auto"),
     ],
 )
 def test_attention_of_tensors_that_do_not_match_is_refused(tensors, settings, named, fix):

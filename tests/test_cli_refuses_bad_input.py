@@ -88,10 +88,14 @@ def inputs(folder):
     (folder / "run").mkdir()
     (folder / "run" / "config.yaml").write_text(to_yaml(load_config(base=CPU_DEFAULT)))
     (folder / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 5.5}\n')
+    (folder / "list").mkdir()
+    (folder / "list" / "config.yaml").write_text("- 1")
     (folder / "hooks.py").write_text("class Counter:\n    pass\n\n\nbroken = 1\n")
     write_model(folder / "t5", model_type="t5")
     write_model(folder / "mamba2", model_type="mamba2", num_heads=3, head_dim=7)
     write_model(folder / "words", rms_norm_eps="x")
+    write_model(folder / "banana", hidden_act="banana")
+    write_model(folder / "below-zero", rms_norm_eps=-1e-6)
     write_model(folder / "gpt2", model_type="gpt2")
     write_model(folder / "no-heads", num_attention_heads=None)
     write_model(folder / "few-tokens", vocab_size=200, bos_token_id=0, eos_token_id=0, pad_token_id=0)
@@ -168,12 +172,17 @@ TRAIN = [
     ("--set model.path=t5", "model_type=t5", "not a decoder", "gemma3_text"),
     ("--set model.path=mamba2", "model_type=mamba2", "(ValueError: Inconsistent", "correct mamba2"),
     ("--set model.path=words/config.json", "rms_norm_eps", "expected float", "fix the value"),
+    ("--set model.path=banana/config.json", "hidden_act=banana", "banana/config.json", "silu"),
+    ("--set model.path=below-zero/config.json", "rms_norm_eps=-1e-06", "below-zero/config.json", "1.0e-6"),
     ("--set model.path=no-heads", "num_attention_heads", "no-heads", "config.json"),
     ("--set model.path=no-weights", "model.path=no-weights", "no-weights/config.json"),
     ("--set model.path=no-weights --evaluate-only", "model.path=no-weights", "no-weights/config.json"),
     ("--set model.path=pickled", "model.path=pickled", "pytorch_model.bin", "pickled/config.json"),
     ("--set model.path=pickled --evaluate-only", "model.path=pickled", "pytorch_model.bin", "pickled/config.json"),
     ("--set model.path=few-tokens/config.json --set data.tokenizer=bytes", "259", "vocab_size=200", "data.tokenizer"),
+    ("--set train.batch=1000000000", "data.context=4096 with train.batch=1000000000", "a smaller train.batch"),
+    ("--set adapter.rank=100000", "adapter.rank=100000", "hidden size 256", "16"),
+    ("--set 'optim.lr_factors={banana: 0.5}'", "optim.lr_factors=banana", "embed_tokens"),
     ("--set adapter.base=mxfp4", "adapter.base=mxfp4", "nf4"),
     ("--set adapter.unquantized=[none,up_proj,1.mlp.up_proj]", "adapter.unquantized=none", "o_proj"),
     ("--set data.path=nowhere.txt", "data.path=nowhere.txt", "data.path=hf://org/name"),
@@ -235,6 +244,13 @@ REFUSALS = {
     "plan llama3-8b --gpus 8xH100-80GB": OUT,
     "bench device": OUT,
     "data": DATA,
+    "bench attention --tokens 64": [
+        ("--documents 65", "--documents=65", "--tokens=64", "one per token"),
+        ("--heads 3 --kv-heads 2", "--heads=3", "--kv-heads=2", "use 2"),
+        ("--kernels magic", "--kernels=magic", "auto"),
+    ],
+    "verify": [("''", "MODEL=''", "llama3.1-8b"), ("mine.txt", "MODEL=mine.txt", "a model directory")],
+    "report": [("list", "RUN_DIR=list", "no sections", "restore")],
     "evaluate model": [*HTML, ("--contexts 1,4K", "--contexts=1,4K", "one token", "at least 2")],
 }
 

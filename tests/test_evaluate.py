@@ -233,7 +233,7 @@ def test_a_run_is_evaluated_and_printed(ranks, tmp_path, monkeypatch, capfd):
     for more, *named, fix in (
         (["--contexts", "4K"], "--data=", "4096 tokens", "shorter"),
         (["--contexts", "300,900"], "300 tokens", "at least"),
-        (["--contexts", "900", "--ranks", "0"], "parallel.ranks=0", "at least 1"),
+        (["--contexts", "900", "--ranks", "0"], "--ranks=0", "at least 1"),
         (["--contexts", "800", str(tmp_path / "run.json")], "run.json", "contexts=[900]", "the same --contexts"),
     ):
         assert_command_refused([*arguments[:-2], *more], *named, fix=fix)
@@ -243,6 +243,11 @@ def test_a_run_is_evaluated_and_printed(ranks, tmp_path, monkeypatch, capfd):
     options = ["--data", str(talks), "--ranks", "1", "--samples", "0", "--contexts", "900"]
     result = CliRunner().invoke(app, [*arguments[:2], *options, "--chat-template", "chatml"])
     assert "loss of trained tokens by turn" in result.output, result.output
+    for template, *named, fix in (
+        ([], "no chat template", "set --chat-template to chatml or another built-in one, or to a file\n"),
+        (["--chat-template", "nowhere"], "--chat-template=nowhere", "a built-in template"),
+    ):
+        assert_command_refused([*arguments[:2], *options, *template], *named, fix=fix)
     # Compare with an adapter that does not change the exported model.
     base = export(config.train.run_dir, tmp_path / "base")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"]))
@@ -258,6 +263,14 @@ def test_a_run_is_evaluated_and_printed(ranks, tmp_path, monkeypatch, capfd):
     refuse(f"MODEL={adapter}", "adapter_model.safetensors", fix="copy it again")
     (adapter / "adapter_model.safetensors").unlink()
     refuse(f"MODEL={adapter}", "adapter_model.safetensors", fix="copy it again")
+    long = ["sample", str(base), "--prompt", "a", "--tokens", "9999"]
+    assert_command_refused(long, "--tokens=9999", "1024 positions", fix="use at most 10")
+    (base / "chat_template.jinja").write_text("{% if")
+    assert_command_refused(["sample", str(base), "--prompt", "a"], "not valid Jinja", fix="repair it, or use --raw")
+    for file in base.glob("*token*"):
+        file.unlink()
+    assert_command_refused(["sample", str(base), "--prompt", "a"], f"MODEL={base}", fix="add its tokenizer files")
+    export(config.train.run_dir, base, force=True)
     few = json.loads((base / "config.json").read_text()) | {"vocab_size": 100}
     (base / "config.json").write_text(json.dumps(few))
     assert_command_refused(["evaluate", str(base), *arguments[2:]], "259", "vocab_size=100", fix="tokenizer")

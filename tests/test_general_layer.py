@@ -155,6 +155,16 @@ def test_equals_plain_transformers(case):
     assert_equal(compare(tiny_decoder(family, **changes), layout, logits=compares_logits, **inputs))
 
 
+def test_layer_norms_run_in_bfloat16_on_a_cpu():
+    """Autocast widens their weights on a GPU only."""
+    plain = tiny_decoder("starcoder2", num_hidden_layers=1).float()
+    ids = random_ids(1, 6)
+    expected = float(plain(input_ids=ids, labels=ids).loss.detach())
+    loss = ithaka.parallelize(plain, dtype="bfloat16")(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(expected, rel=0.02)
+
+
 def test_a_configuration_needs_no_number_of_kv_heads():
     plain = tiny_decoder("persimmon", num_hidden_layers=2, head_dim=4)
     del plain.config.num_key_value_heads  # transformers does not define it for this family

@@ -12,15 +12,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate.state import AcceleratorState, GradientState
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
-from trl import GRPOConfig, GRPOTrainer, RewardTrainer
+from trl import DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
 import ithaka
 from ithaka import parallel
 from ithaka.checkpoint.save import trained_weights
-from ithaka.comm.mesh import start_process_group
+from ithaka.comm.mesh import make_mesh, start_process_group
 from ithaka.config import parse_config
 from ithaka.hf import trainer as hf
 from ithaka.layout import ActivationPolicy, Layout
@@ -113,6 +114,33 @@ def test_nothing_to_train_is_refused(tmp_path):
     frozen = tiny_model(tiny_config("llama"), torch.float32).requires_grad_(False)
     assert_refused(partial(trainer, tmp_path, model=frozen), "model", "no parameter", fix="requires_grad_(True)")
     assert_refused(partial(trainer, tmp_path, train_dataset=[]), "train_dataset", "no rows", fix="filter")
+    assert_refused(partial(trainer, tmp_path, train_dataset="a.json"), "train_dataset='a.json'", fix="load_dataset")
+
+
+def test_nan_in_the_weights_is_refused(tmp_path):
+    """The trainer would log a loss of 0."""
+    model = tiny_model(tiny_config("llama"), torch.float32)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.nan
+    made = trainer(tmp_path, model=model, train_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}])
+    assert_refused(
+        made.train, "model=LlamaForCausalLM", "model.layers.1.mlp.up_proj.weight", "NaN", fix="other weights"
+    )
+
+
+@pytest.mark.parametrize(
+    "trainer_class, columns, fix",
+    [
+        (SFTTrainer, "question, answer", "text or messages or conversations or prompt and completion or input_ids"),
+        (DPOTrainer, "prompt, chosen", "chosen and rejected"),
+        (KTOTrainer, "prompt, completion", "prompt and completion and label or chosen and rejected"),
+        (GRPOTrainer, "question", "prompt"),
+        (RLOOTrainer, "question", "prompt"),
+    ],
+)
+def test_datasets_without_the_columns_of_a_trainer_are_refused(trainer_class, columns, fix):
+    rows = Dataset.from_dict({name: ["a"] for name in columns.split(", ")})
+    make = partial(hf.long_context(trainer_class), "model", train_dataset=rows)
+    assert_refused(make, f"columns {columns}", trainer_class.__name__, fix=fix)
 
 
 def test_generation_on_the_training_gpus_is_refused(tmp_path):
@@ -319,6 +347,8 @@ def test_wrong_settings_are_refused_and_a_layout_replaces_the_plan():
         ({"layout": {}}, "layout={}", "dict", "ithaka.Layout("),
         ({"layout": {"cp": 2}, "context": 64}, "layout={'cp': 2}", "dict", "ithaka.Layout("),
         ({"mesh": "x"}, "mesh='x'", "str", "make_mesh(cp)"),
+        ({"mesh": make_mesh(1), "layout": Layout(replicas=7)}, "mesh.replicas=1", "layout.replicas=7", "one of them"),
+        ({"layout": Layout(kernel="magic")}, "layout.kernel=magic", "use auto"),
         ({"store": "disk"}, "store='disk'", "str", "Store(device)"),
         ({"reference": plain, "context": 64}, "reference", "LlamaForCausalLM", "True to plan"),
         ({"reference": "yes", "context": 64}, "reference", "str", "True to plan"),
@@ -339,9 +369,20 @@ def test_wrong_settings_are_refused_and_a_layout_replaces_the_plan():
     ):
         assert_refused(partial(Layout, **{name: value}), f"layout.{name}={value!r}", fix=fix)
     assert_refused(partial(Layout, blocks=(4, 0)), "layout.blocks=0", fix="1 or more")
-    assert_refused(partial(Layout, kept="host"), "layout.kept", "'h'", fix="ActivationPolicy")
+    assert_refused(partial(Layout, kept="host"), "layout.kept='host'", fix="ActivationPolicy")
     assert_refused(partial(ActivationPolicy, "cloud"), "input='cloud'", fix="device, host or disk")
     assert_refused(partial(ActivationPolicy, attention="cloud"), "attention='cloud'", fix="device, host or disk")
+    assert_refused(partial(make_mesh, 3), "cp=3 does", "1 rank", fix="use 1,")
+    assert_refused(partial(make_mesh, 1, "banana"), "device='banana'", fix="leave it out")
+    assert_refused(partial(Layout, kept=5), "layout.kept=5", fix="ActivationPolicy")
+    assert_refused(partial(ActivationPolicy, mlp="x"), "mlp='x'", fix="True or False")
+    assert_refused(partial(ithaka.parallelize, tiny_model(tiny_config("llama", num_hidden_layers=0))),
+                   "num_hidden_layers=0", fix="at least 1")  # fmt: skip
+    quantized = tiny_model(tiny_config("llama"))
+    up = quantized.model.layers[1].mlp.up_proj
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        up.weight = torch.nn.Parameter(up.weight.data.to(dtype), requires_grad=False)
+        assert_refused(partial(ithaka.parallelize, quantized), "1.mlp.up_proj.weight", str(dtype), fix="bfloat16")
     assert_refused(partial(ithaka.parallelize, big_model()), "embed_tokens.weight", "meta", fix="from_pretrained")
     for context in (None, 64):
         model = tiny_model(tiny_config("llama"))

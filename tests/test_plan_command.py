@@ -239,6 +239,7 @@ H100 = "llama3-8b --gpus 8xH100-80GB"
 # Arguments, what the message names, the fix.
 REFUSALS = [
     ("no-such --gpus H200", "model=no-such", "llama3.1-8b"),
+    ("'' --gpus H200", "MODEL=''", "llama3.1-8b"),
     ("llama3-8b --gpus 8xH300", "--gpus H300", "H100-80GB"),
     ("llama3-8b --gpus 0xH200", "--gpus 0xH200", "8xH100-80GB"),
     ("llama3-8b --gpus 1x4090", "--gpus 4090", "did you mean RTX4090-24GB?"),
@@ -279,7 +280,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize("arguments, named, fix", [(arguments, named, out) for arguments, *named, out in REFUSALS])
 def test_bad_input_is_refused(arguments, named, fix):
-    assert_command_refused(["plan", *arguments.split()], *named, fix=fix)
+    assert_command_refused(["plan", *shlex.split(arguments)], *named, fix=fix)
 
 
 def test_assumptions_are_listed_unless_set():
@@ -489,6 +490,8 @@ def test_a_gpu_file_changes_the_plan(tmp_path):
     assert_refused(lambda: find_hardware("8xH100", file), "--gpus 8xH100", "--gpu-file", fix="--gpus 8")
     file.write_text(json.dumps({"memory_bytes": 1}))
     assert_refused(lambda: read_gpu(file), "--gpu-file", "matmul_flops", fix="based_on")
+    file.write_text(json.dumps({"based_on": "H300"}))
+    assert_refused(lambda: read_gpu(file), f"--gpu-file {file}: based_on=H300", fix="H100-80GB")
 
 
 @pytest.mark.parametrize("field, value, named, rule, fix", [

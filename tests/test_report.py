@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import yaml
 from browser import Browser, find_browser
 from ithaka.cli.runs import train_rank
 from ithaka.config import ConfigError
+from ithaka.report import page
 from ithaka.report.page import live_report, read_run, write_report
 from refusals import assert_refused
 from runs import metrics, tiny_run, validate, wait_for
@@ -41,6 +43,15 @@ def test_a_finished_run_has_a_complete_report(run_dir):
     assert run["machine"]["torch"] and run["plan"]["layout"]["cp"] == 1
     assert "67 sequences" in run["data"]["data"] and None not in run["metrics"]["lr"][1:]
     assert run["profile"]["step"] == 3 and run["profile"]["memory"]["holders"]
+
+
+def test_a_pipe_is_written_to_and_not_replaced(run_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "render_page", lambda *args: "the page")
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDWR)
+    write_report([run_dir], tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo() and os.read(reader, 99) == b"the page"
+    os.close(reader)
 
 
 def test_the_peak_of_a_resumed_run_is_the_maximum_over_its_parts(run_dir, tmp_path):

@@ -33,6 +33,9 @@ class ActivationPolicy:
         for name, tier in (("input", self.input), ("attention", self.attention)):
             if tier not in get_args(Tier) and not (name == "attention" and tier is None):
                 raise ConfigError(f"{name}={tier!r} of an ActivationPolicy is not a tier; use device, host or disk")
+        for name, keeps in (("projections", self.projections), ("mlp", self.mlp)):
+            if not isinstance(keeps, bool):
+                raise ConfigError(f"{name}={keeps!r} of an ActivationPolicy is not a bool; use True or False")
 
 
 EVERYTHING = ActivationPolicy("device", "device", True, True)
@@ -72,6 +75,9 @@ class Layout:
                 raise ConfigError(f"layout.blocks={self.blocks!r} is not a pair of sizes; use (1024, 1024), or None")
             for size in self.blocks:
                 check_size("layout.blocks", size)
+        if not isinstance(self.kept, tuple | list):
+            fix = "use one ithaka.layout.ActivationPolicy per layer"
+            raise ConfigError(f"layout.kept={self.kept!r} is a {type(self.kept).__name__}, not a tuple; {fix}")
         for policy in self.kept:
             if not isinstance(policy, ActivationPolicy):
                 fix = "use one ithaka.layout.ActivationPolicy per layer"

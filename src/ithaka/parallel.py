@@ -1,9 +1,6 @@
 """`ithaka.parallelize`: a model for your own loop, with the plan that `ithaka train` would make."""
 
-import contextlib
 import dataclasses
-import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +9,7 @@ import torch.distributed as dist
 from ithaka.attention.choose import agree_on_kernel
 from ithaka.comm.agree import gather_objects, raise_on_all_ranks
 from ithaka.comm.mesh import Mesh, default_device, start_process_group
-from ithaka.config import AdapterConfig, ConfigError, parse_config, parse_count
+from ithaka.config import AdapterConfig, ConfigError, parse_config, parse_count, renaming
 from ithaka.config.formats import required_base
 from ithaka.inputs.calls import compute_dtype
 from ithaka.layer.store import Store
@@ -34,18 +31,12 @@ from ithaka.run.resolve import (
 )
 from ithaka.weights.adapters import find_active_adapter
 
-
-@contextlib.contextmanager
-def _name_arguments() -> Iterator[None]:
-    """Name sizes in errors as `parallelize` does, not as a configuration file."""
-    try:
-        yield
-    except ConfigError as error:
-        error.args = (re.sub(r"(?<![\w./-])parallel\.(?=[a-z])", "", str(error)),)
-        raise
+# Settings of a configuration file -> arguments of `parallelize`.
+ARGUMENTS = {"parallel.": "", "attention.kernel": "layout.kernel", "data.context": "context", "train.batch": "batch",
+             "model.dtype": "dtype", "train.compile": "layout.compile"}  # fmt: skip
 
 
-@_name_arguments()
+@renaming(ARGUMENTS)
 def parallelize(
     model: Any,
     cp: int | str | None = None,

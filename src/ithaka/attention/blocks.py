@@ -191,7 +191,7 @@ def _plan_call(
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
     docs = docs if isinstance(docs, Docs) else Docs((0, num_tokens) if docs is None else tuple(docs))
     if num_heads % num_kv_heads:
-        raise ConfigError(f"{num_heads} query heads are not a multiple of {num_kv_heads} kv heads")
+        raise ConfigError(f"{num_heads} query heads are not a multiple of {num_kv_heads} kv heads; use one")
     num_keys = docs.num_keys(0, causal, window) if isinstance(docs, BlockMask) else num_tokens
     if k.shape != v.shape or k.shape[1:] != (num_kv_heads, head_dim) or (part == 0 and len(k) != num_keys):
         raise ConfigError(

@@ -115,7 +115,7 @@ def make_layout(config: Config | None, cp: int, heads: int, num_layers: int = MI
     stage = stage if stage and stage < heads else None
     tile, ring = min(layout.tile_tokens or MAX_TILE, MAX_TILE), math.gcd(cp, layout.ring)
     layout = replace(layout, cp=cp, ring=ring, heads_per_stage=stage, tile_tokens=tile, kernel="auto", blocks=None)
-    return replace(layout, dtype="float64", offload_optimizer=False)
+    return replace(layout, replicas=1, dtype="float64", offload_optimizer=False)
 
 
 def write_truncated_model(

@@ -19,6 +19,7 @@ from ithaka.config import (
     check_writable,
     format_value,
     parse_count,
+    renaming,
     shell_command,
     writing_to,
 )
@@ -248,13 +249,17 @@ def attention(
         from ithaka.attention.choose import available_kernels
         from ithaka.checks.bench import AttentionCase, device_and_dtype, measure_attention
 
+    if heads % kv_heads:
+        raise ConfigError(f"--heads={heads} is not a multiple of --kv-heads={kv_heads}; use {kv_heads}, for example")
     device, dtype = device_and_dtype()
     lengths = lengths or ([2**14, 2**16] if device.type == "cuda" else [2**10, 2**12])
     names = available_kernels(device, dtype, head_dim) if kernels == "all" else kernels.split(",")
+    if documents > min(lengths):
+        raise ConfigError(f"--documents={documents} exceeds --tokens={min(lengths)}; use at most one per token")
     rows = []
     for name, length, block in product(names, lengths, sizes):
         case = AttentionCase(name, length, block, heads, kv_heads, head_dim, documents, window)
-        with status(f"measuring kernel {name} at {length} tokens"):
+        with status(f"measuring kernel {name} at {length} tokens"), renaming({"attention.kernel": "--kernels"}):
             rows.append(measure_attention(case, device, dtype, seconds))
     print_rows(rows, as_json)
 

@@ -11,7 +11,15 @@ import typer
 
 from ithaka.cli.options import AsJson, Force, Overrides, format_table, loading, parse_tokens
 from ithaka.comm.rank import is_rank_0
-from ithaka.config import ConfigError, check_output, embedded_model, explicit_settings, load_config, writing_to
+from ithaka.config import (
+    ConfigError,
+    check_output,
+    embedded_model,
+    explicit_settings,
+    load_config,
+    renaming,
+    writing_to,
+)
 from ithaka.config.formats import BASE_FORMATS
 from ithaka.config.units import format_json
 from ithaka.exits import ExitCode, TransientError, is_transient
@@ -26,6 +34,19 @@ ConfigFile = Annotated[
 Ranks = Annotated[int | None, typer.Option(help="Local ranks; by default one per GPU, or 2 on a CPU.")]
 # Not a Path, which would turn '' into the current directory.
 RunDir = Annotated[str | None, typer.Option(metavar="DIR", help="Run directory; by default runs/<date>-<time>.")]
+
+# What errors about tokenizers and chat templates call settings of a run -> what these commands have instead.
+MODEL_NAMES = {
+    "model.path": "MODEL",
+    "set data.tokenizer to a directory with one, or to bytes": "add its tokenizer files",
+    "repair it, or set data.tokenizer": "repair it",
+    "or to a file, or data.tokenizer to the tokenizer of an instruct model": "or to a file",
+}
+EVALUATE_NAMES = MODEL_NAMES | {"data.chat_template": "--chat-template", "parallel.ranks": "--ranks"}
+SAMPLE_NAMES = MODEL_NAMES | {
+    "set data.chat_template to a file that is": "repair it, or use --raw",
+    "change or drop the record, or set another data.chat_template": "change the messages",
+}
 
 
 def train(
@@ -289,7 +310,8 @@ def evaluate(
         from ithaka.evaluate.run import evaluate_all
 
     models = [fetch_model(each, "MODEL=") for each in models]
-    results = evaluate_all(models, lengths, data, ranks, documents, samples, tasks, chat_template)
+    with renaming(EVALUATE_NAMES):
+        results = evaluate_all(models, lengths, data, ranks, documents, samples, tasks, chat_template)
     if not is_rank_0():
         return
     if page is not None:
@@ -327,7 +349,7 @@ def sample(
     with loading() as status:
         from ithaka.evaluate.sample import sample
 
-    with status("generating"):
+    with status("generating"), renaming(SAMPLE_NAMES):
         text = sample(fetch_model(model, "MODEL="), prompt, tokens, temperature, raw, system, messages, tools)
     print(text)
 
@@ -345,11 +367,11 @@ def verify(
         settings = load_config(path)
         source = fetch_model(settings.model.path) or embedded_model(settings.model.embedded)
     else:
-        source = path if path.exists() else find_config(model)
+        source = path if model and path.exists() else find_config(model)
     with loading() as status:
         from ithaka.checks.verify import verify
 
-    with status("comparing with plain transformers"):
+    with status("comparing with plain transformers"), renaming({"model.path": "MODEL"} if settings is None else {}):
         result = verify(source, settings, cp)
     if as_json:
         print(format_json(result, indent=2))

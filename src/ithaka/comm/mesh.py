@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ithaka.comm.exchange import SINGLE_RANK
-from ithaka.layout import check_parallelism
+from ithaka.config import ConfigError, renaming
+from ithaka.layout import Layout, check_parallelism
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # a user's own
 
@@ -36,11 +38,21 @@ class Mesh:
     dp_size: int
     device: torch.device
 
+    @property
+    def replicas(self) -> int:
+        return self.fsdp.size(0) if self.fsdp.ndim > 1 else 1
 
+
+@renaming({"parallel.": ""})
 def make_mesh(cp: int = 1, device: torch.device | str | None = None, *, ring: int = 1, replicas: int = 1) -> Mesh:
     """Create the dp x cp mesh, cp = ring x ulysses, and initialize torch.distributed if necessary.
     FSDP2 shards each of the `replicas` of the model over consecutive ranks."""
-    device = torch.device(device) if device is not None else default_device()
+    try:
+        device = torch.device(device) if device is not None else default_device()
+    except RuntimeError:
+        raise ConfigError(f"device={device!r} is not a device of torch; use 'cuda' or 'cpu', or leave it out") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={device} needs an NVIDIA GPU, and this machine has none; leave it out")
     start_process_group(device)
     world_size = dist.get_world_size()
     check_parallelism(world_size, cp=cp, ring=ring, replicas=replicas)
@@ -65,6 +77,21 @@ def make_mesh(cp: int = 1, device: torch.device | str | None = None, *, ring: in
         dp_size=world_size // cp,
         device=device,
     )
+
+
+def resolve_layout(cp: int | None, ring: int | None, mesh: Mesh | None, layout: Layout | None) -> Layout:
+    """Return the layout, or one with every technique off. Raises ConfigError for sizes that conflict with it."""
+    of_mesh: dict[str, Any] = (
+        {"cp": mesh.cp_size, "ring": mesh.ring_group.size(), "replicas": mesh.replicas} if mesh else {}
+    )
+    chosen = {name: value for name, value in {"cp": cp, "ring": ring}.items() if value is not None}
+    layout = layout or Layout(**{**of_mesh, **chosen})
+    sizes = {**chosen, **{f"mesh.{name}": value for name, value in of_mesh.items()}}
+    for name, value in sizes.items():
+        field = name.removeprefix("mesh.")
+        if value != (expected := getattr(layout, field)):
+            raise ConfigError(f"{name}={value} conflicts with layout.{field}={expected}; set one of them")
+    return layout
 
 
 def make_node_groups(device: torch.device) -> dict[str, dist.ProcessGroup]:

@@ -13,7 +13,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -30,6 +30,20 @@ class ConfigError(ValueError):
 def input_error(message: str, error: BaseException) -> ConfigError | TransientError:
     """The exception to raise when `error` prevented reading an input: TransientError if a retry may succeed."""
     return TransientError(message) if is_transient(error) else ConfigError(message)
+
+
+@contextlib.contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename settings in errors, for callers that know them by other names: {"parallel.": ""} turns parallel.cp into
+    cp."""
+    try:
+        yield
+    except ConfigError as error:
+        message = str(error)
+        for setting, name in names.items():
+            message = re.sub(rf"(?<![\w./-]){re.escape(setting)}\b", name, message)
+        error.args = (message,)
+        raise
 
 
 def setting(default: Any, **limits: float) -> Any:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -54,6 +54,15 @@ class OptimConfig(Section, name="optim"):
                 raise ConfigError(
                     f"{name} is not a valid regular expression ({error}); escape it, or use a name"
                 ) from None
+
+    def find_lr_factors(self, names: Iterable[str]) -> dict[str, float]:
+        """The factor of each parameter in `names`. Refuse a pattern that is not the first match of any."""
+        patterns = {str(pattern): float(factor) for pattern, factor in (self.lr_factors or {}).items()}
+        matches = {name: next((each for each in patterns if re.search(each, name)), None) for name in names}
+        if unused := [pattern for pattern in patterns if pattern not in matches.values()]:
+            rule, example = "is not the first match of any trained parameter", next(iter(matches), "embed_tokens")
+            raise ConfigError(f"optim.lr_factors={unused[0]} {rule}; use part of a name, such as {example}")
+        return {name: patterns[match] if match is not None else 1.0 for name, match in matches.items()}
 
     def decay_start(self, end: int) -> int:
         """Step at which the decay of a schedule that ends at step `end` starts."""

@@ -60,6 +60,10 @@ def sample(
     ids = [*prefix, *tokenizer.encode_batch([text])[0].tolist()]
     if not ids:
         raise ConfigError("--prompt='' has no tokens; give at least a word")
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions and len(ids) + num_tokens > positions:
+        rule = f"after a prompt of {len(ids)} tokens exceeds the model's {positions} positions"
+        raise ConfigError(f"--tokens={num_tokens} {rule}; use at most {max(positions - len(ids), 0)}")
     options: dict[str, Any] = {
         "do_sample": temperature > 0,
         **({"temperature": temperature} if temperature > 0 else {}),

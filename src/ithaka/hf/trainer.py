@@ -38,6 +38,7 @@ from ithaka.roots.decoder import ParallelOutput
 from ithaka.roots.find import find_root
 from ithaka.train.optimizers import adamw8bit_class
 from ithaka.train.step import clip_gradients
+from ithaka.weights.load import check_finite
 
 SETTINGS = ("cp", "ring", "context", "layout")
 STATE_FOLDER = "ithaka"  # in a trainer's checkpoint: sharded weights and optimizer state
@@ -81,6 +82,14 @@ TRL_TRAINERS: dict[str, tuple[type, ...]] = {
     "KTOTrainer": (KTOMixin,),
     "GRPOTrainer": (GRPOMixin,),
     "RLOOTrainer": (GRPOMixin,),
+}
+# TRL's trainers -> sets of columns; train_dataset needs all of one set.
+COLUMNS = {
+    "SFTTrainer": ("text", "messages", "conversations", "prompt, completion", "input_ids"),
+    "DPOTrainer": ("chosen, rejected",),
+    "KTOTrainer": ("prompt, completion, label", "chosen, rejected"),
+    "GRPOTrainer": ("prompt",),
+    "RLOOTrainer": ("prompt",),
 }
 REFUSED_OBJECTS = {
     "model_init": "pass model instead",
@@ -180,10 +189,28 @@ class LongContext(Trainer):
             if arguments.get(name) is not None:
                 raise ConfigError(f"{name} is not supported by long_context; {fix}")
         data = arguments.get("train_dataset")
+        if isinstance(data, str):
+            raise ConfigError(f"train_dataset={data!r} is a str; load it with datasets.load_dataset")
         if isinstance(data, Sized) and not len(data):
             raise ConfigError("train_dataset has no rows; add some, or check the filter that made it")
+        self._check_columns(arguments)
         if (arguments.get("optimizers") or (None,))[0] is not None:
             raise ConfigError("optimizers holds parameters from before sharding; use optimizer_cls_and_kwargs")
+
+    def _check_columns(self, arguments: dict[str, Any]) -> None:
+        """Refuse a dataset without the columns that TRL reads."""
+        trainer = next((cls.__name__ for cls in type(self).__mro__ if cls.__name__ in COLUMNS), None)
+        names, args = getattr(arguments.get("train_dataset"), "column_names", None), arguments.get("args")
+        if trainer is None or not isinstance(names, list) or arguments.get("formatting_func") is not None:
+            return
+        if (getattr(args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
+            return
+        needed = [columns.split(", ") for columns in COLUMNS[trainer]]
+        if trainer == "SFTTrainer":
+            needed[0] = [getattr(args, "dataset_text_field", "text")]
+        if not any({*columns} <= {*names} for columns in needed):
+            rule = f"train_dataset has the columns {', '.join(names)}, not those that {trainer} needs"
+            raise ConfigError(f"{rule}; rename or add {' or '.join(' and '.join(columns) for columns in needed)}")
 
     def _refuse_launcher(self) -> None:
         started = int(os.environ.get("WORLD_SIZE", "1"))
@@ -231,6 +258,7 @@ class LongContext(Trainer):
     def _init_training_state(self, max_steps: int, per_epoch: int, _: int, checkpoint: Any, trial: Any) -> Any:
         """Include skipped steps in the position in the data."""
         super()._init_training_state(max_steps, per_epoch, self._num_epochs, checkpoint, trial)
+        self._has_updated, self._checkpoint = False, checkpoint
         file = Path(checkpoint or "", STATE_FOLDER, UNLABELLED_FILE)
         self.num_unlabelled = int(file.read_text()) if checkpoint and file.is_file() else 0
         epochs, updates = divmod(self.state.global_step + self.num_unlabelled, per_epoch)
@@ -322,7 +350,13 @@ class LongContext(Trainer):
         return clip_gradients(model.parameters(), self.args.max_grad_norm, self.ithaka_mesh.device)
 
     def _get_grad_norm(self, model: Any, grad_norm: Tensor | None = None) -> Tensor:
-        return clip_gradients(model.parameters(), None, self.ithaka_mesh.device) if grad_norm is None else grad_norm
+        norm = clip_gradients(model.parameters(), None, self.ithaka_mesh.device) if grad_norm is None else grad_norm
+        if not self._has_updated and not norm.isfinite():  # else the trainer would log a loss of 0
+            base, option = base_model(self.model), "resume_from_checkpoint" if self._checkpoint else "model"
+            name = str(self._checkpoint or base.name_or_path or type(base).__name__.removeprefix("FSDP"))
+            check_finite(base, f"{option}={name}", Path(name) if Path(name).is_dir() else None)
+        self._has_updated = True
+        return norm
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         return super().prediction_step(model, inputs, True, ignore_keys)

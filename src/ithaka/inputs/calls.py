@@ -51,6 +51,10 @@ REFUSED_METHODS = {
     "activation_checkpointing_enable": "its layers already recompute; leave it out",
     "compile": "compile the MLP with Layout(compile=True) or train.compile",
 }
+NOTHING_TRAINED = (
+    "backward has no gradient to compute, because no parameter of the model requires one; call "
+    "model.requires_grad_(True) before parallelize, or add an adapter"
+)
 GATHERED_PARAMETER = "a parameter that FSDP2 has gathered, in the compute dtype"
 # Functions from these modules are not the user's: ours, FSDP2's, and inert hooks that transformers leaves behind.
 TRUSTED_MODULES = ("ithaka.", "torch.distributed.", "transformers.utils.output_capturing")
@@ -355,6 +359,8 @@ def guard_backward(units: Mapping[str, Callable[[], int]], outputs: Iterable[Ten
     for output in outputs:
         if output.requires_grad:
             output.register_hook(check)
+        elif torch.is_grad_enabled():
+            output.backward = partial(_refuse, NOTHING_TRAINED)  # type: ignore[method-assign]
 
 
 # ---- state around a call

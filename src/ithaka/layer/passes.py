@@ -10,12 +10,16 @@ layer's output is rounded once.
 Shapes: t tokens of a tile, D hidden size, H query heads, K head dim.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from ithaka.blocks.experts import LayerExperts
 from ithaka.blocks.tiles import sum_dtype
@@ -104,10 +108,24 @@ class LayerPasses:
         self.router_logits.append(output[self.router_index] if isinstance(output, tuple) else output)
 
 
-def compute_like_autocast(x: Tensor) -> Any:
+@contextmanager
+def compute_like_autocast(x: Tensor) -> Iterator[None]:
     """Autocast to the dtype of x if it has 16 bits; otherwise, no autocast."""
-    is_16_bit = x.dtype.itemsize == 2
-    return torch.autocast(x.device.type, x.dtype if is_16_bit else torch.bfloat16, is_16_bit, cache_enabled=False)
+    is_16_bit, device = x.dtype.itemsize == 2, x.device.type
+    autocast = torch.autocast(device, x.dtype if is_16_bit else torch.bfloat16, is_16_bit, cache_enabled=False)
+    with autocast, _WideLayerNorm() if is_16_bit and device == "cpu" else nullcontext():
+        yield
+
+
+class _WideLayerNorm(TorchFunctionMode):
+    """Casts the weights of LayerNorm to the dtype of its input, as autocast does on a GPU but not on a CPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function in (F.layer_norm, torch.layer_norm):
+            cast = partial(pytree.tree_map_only, Tensor, lambda t: t.to(args[0].dtype))
+            args, kwargs = cast(args), cast(kwargs)
+        return function(*args, **kwargs)
 
 
 class _SkippedLinear:

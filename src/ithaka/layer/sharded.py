@@ -3,6 +3,7 @@
 Shapes: s tokens on this rank, S = c * s on c ranks, H query and G kv heads, K head dim, B sequences, N = B * H.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +15,13 @@ from ithaka.attention.blocks import AttentionSpec
 from ithaka.attention.docs import BlockMask, Docs
 from ithaka.attention.score_blocks import MaskRange
 from ithaka.comm.exchange import SINGLE_RANK
-from ithaka.config import ConfigError
+from ithaka.config import ConfigError, renaming
 from ithaka.layer.stages import ExchangedAttention
 from ithaka.sharding.heads import EMPTY_SLOT, flatten_heads, head_table
 from ithaka.sharding.tokens import contiguous_sharding
 
 
+@renaming({"attention.": "", "model.dtype": "the dtype of q, k and v"})
 def sharded_attention(
     q_sHK: Tensor,
     k_sGK: Tensor,
@@ -50,13 +52,14 @@ def sharded_attention(
     ring.
     """
     _check_tensors(q_sHK, k_sGK, v_sGK)
+    _check_options(group=group, ring=ring, scale=scale, causal=causal, window=window, blocks=blocks)
     batch = len(q_sHK) if q_sHK.dim() == 4 else None
     if batch is not None:  # sequences become additional heads
         q_sHK, k_sGK, v_sGK = (x.transpose(0, 1).flatten(1, 2) for x in (q_sHK, k_sGK, v_sGK))
     num_heads, num_kv_heads = q_sHK.shape[1], k_sGK.shape[1]
     ranks, members = group if group is not None else SINGLE_RANK, ring if ring is not None else SINGLE_RANK
     if num_heads % num_kv_heads:
-        raise ConfigError(f"{num_heads} query heads are not a multiple of {num_kv_heads} kv heads")
+        raise ConfigError(f"{num_heads} query heads are not a multiple of {num_kv_heads} kv heads; use one")
     table = head_table(num_heads, num_kv_heads, ranks.size())
     query_heads, kv_heads = table.stages[0].query_heads, table.loads[0].kv_heads
     scale = q_sHK.shape[-1] ** -0.5 if scale is None else scale
@@ -89,6 +92,20 @@ def _check_tensors(q: Any, k: Any, v: Any) -> None:
         raise ConfigError(f"{shapes} do not match; use [tokens, heads, head dim] or [batch, tokens, heads, head dim]")
     if not q.dtype == k.dtype == v.dtype:
         raise ConfigError(f"q is {q.dtype}, k {k.dtype} and v {v.dtype}; use one dtype")
+
+
+def _check_options(**options: Any) -> None:
+    rules = {
+        "group": (lambda group: hasattr(group, "size"), "a process group; pass torch.distributed.group.WORLD"),
+        "ring": (lambda ring: hasattr(ring, "size"), "a process group; pass one of torch.distributed.new_group"),
+        "scale": (lambda scale: type(scale) in (int, float) and 0 < scale < math.inf, "a number above 0; use 0.125"),
+        "causal": (lambda causal: isinstance(causal, bool), "a bool; use True or False"),
+        "blocks": (lambda blocks: isinstance(blocks, tuple | list) and len(blocks) == 2, "a pair; use (1024, 1024)"),
+        "window": (lambda window: type(window) is int and window > 0, "a number of tokens; use 1 or more"),
+    }
+    for name, (is_valid, rule) in rules.items():
+        if options[name] is not None and not is_valid(options[name]):
+            raise ConfigError(f"{name}={options[name]!r} is not {rule}, or leave it out")
 
 
 def _to_exchange_layout(x_sHK: Tensor, heads: tuple[tuple[int, ...], ...]) -> Tensor:

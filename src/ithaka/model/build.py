@@ -8,12 +8,13 @@ from typing import Any, TypeGuard
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
+from transformers.activations import ACT2FN
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from ithaka.attention.choose import agree_on_kernel
 from ithaka.blocks.tiles import sum_dtype
 from ithaka.comm.agree import raise_on_all_ranks
-from ithaka.comm.mesh import Mesh, default_device, make_mesh, start_process_group
+from ithaka.comm.mesh import Mesh, default_device, make_mesh, resolve_layout, start_process_group
 from ithaka.config import AdapterConfig, ConfigError, RopeConfig
 from ithaka.config.formats import check_quantization
 from ithaka.inputs.calls import CallChecker, compute_dtype, refuse_wrappers
@@ -27,6 +28,8 @@ from ithaka.weights.adapters import add_adapter, auto_class, check_adapters, lor
 from ithaka.weights.formats import choose_packed, convert_bitsandbytes, pack_weights
 from ithaka.weights.load import init_weights, load_adapter, load_weights, open_tensor_files
 from ithaka.weights.save import save_pretrained
+
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")  # names in config.json
 
 
 def parallelize_model(
@@ -82,18 +85,6 @@ def parallelize_model(
         model.generate = MethodType(generate, model)
     refuse_wrappers(model)
     return model
-
-
-def resolve_layout(cp: int | None, ring: int | None, mesh: Mesh | None, layout: Layout | None) -> Layout:
-    """Return the layout, or one with every technique off. Raises ConfigError for sizes that conflict with it."""
-    mesh_cp, mesh_ring = (mesh.cp_size, mesh.ring_group.size()) if mesh else (None, None)
-    layout = layout or Layout(cp=cp or mesh_cp or 1, ring=ring or mesh_ring or 1)
-    sizes = {"cp": cp, "mesh.cp": mesh_cp, "ring": ring, "mesh.ring": mesh_ring}
-    for name, value in sizes.items():
-        field = name.removeprefix("mesh.")
-        if value is not None and value != (expected := getattr(layout, field)):
-            raise ConfigError(f"{name}={value} conflicts with layout.{field}={expected}; set one of them")
-    return layout
 
 
 def build_model(
@@ -168,17 +159,25 @@ def has_weights(source: Path | dict) -> TypeGuard[Path]:
     return isinstance(source, Path) and any(source.glob("*.safetensors"))
 
 
+def check_values(config: Any, source: str) -> None:
+    """Refuse an unknown activation, which transformers finds only when it builds the model."""
+    for name, value in vars(config).items():
+        if name in ACTIVATIONS and isinstance(value, str) and value not in ACT2FN:
+            raise ConfigError(f"{name}={value} of {source} is not an activation of transformers; use silu, for example")
+
+
 def read_hf_config(source: Path | dict, rope: RopeConfig | None = None, context: int = 0) -> Any:
     """Read a Hugging Face configuration from a directory, a config.json or a dict, and extend its positions to
     `context` tokens with `rope`. Raises ConfigError for a context beyond the positions of trained weights."""
+    name = "the configuration" if isinstance(source, dict) else f"config.json in {source}"
     try:
         if isinstance(source, dict):
             config = AutoConfig.for_model(**source)
         else:
             config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
     except StrictDataclassError as error:  # a value of the wrong type
-        name = "the configuration" if isinstance(source, dict) else f"config.json in {source}"
         raise ConfigError(f"{name} is not valid ({' '.join(str(error).split())}); fix the value") from None
+    check_values(config.get_text_config(), name)
     # `load_weights` reads MXFP4 and bitsandbytes' 4 bits.
     check_quantization(vars(config).pop("quantization_config", None), str(source))
     set_positions(config.get_text_config(), rope, context, trained=has_weights(source))

@@ -47,6 +47,8 @@ class PackedPrefixes:
 
     def unpack(self, values_1N: Tensor) -> list[Tensor]:
         """Split values per token, such as log-probabilities, by sequence. Gradients of shared tokens add up."""
+        if not isinstance(values_1N, Tensor):
+            raise ConfigError(f"unpack got a {type(values_1N).__name__}; pass a tensor with one value per token")
         if values_1N.shape[:2] != (wanted := (1, self.num_tokens[1])):
             raise ConfigError(
                 f"unpack got shape {tuple(values_1N.shape)}; pass values of shape {wanted}, one per token"
@@ -116,6 +118,18 @@ def _comparable_rows(
     sequences: Sequence[Tensor], labels: Sequence[Tensor] | None, keys: Sequence[Sequence[Tensor | Hashable]]
 ) -> list[np.ndarray]:
     """Return one row of integers per token of each sequence. Tokens with equal rows may be shared."""
+    fix = "pass a list with one tensor of integers per sequence"
+    lists: list[tuple[str, Any]] = [
+        ("sequences", sequences),
+        ("labels", () if labels is None else labels),
+        ("keys", keys),
+    ]
+    lists += [("keys", key) for key in (keys if isinstance(keys, Sequence) else ())]
+    for name, each in lists:
+        if not isinstance(each, Sequence | Tensor):
+            raise ConfigError(f"{name}={each!r} is a {type(each).__name__}; {fix}")
+    if not len(sequences):
+        raise ConfigError(f"sequences is empty; {fix}")
     for name, values in (("labels", labels), *(("keys", key) for key in keys)):
         if values is not None and len(values) != len(sequences):
             raise ConfigError(f"{name} has {len(values)} values for {len(sequences)} sequences; pass one per sequence")
@@ -150,5 +164,5 @@ def _comparable_rows(
             )
         rows.append(torch.cat([column.cpu().long().reshape(len(ids), -1) for column in columns], 1).numpy())
     if len({each.shape[1] for each in rows}) != 1:
-        raise ConfigError("keys have different shapes, or there are no sequences; pass keys of one shape for all")
+        raise ConfigError("keys have different shapes; pass keys of one shape for all sequences")
     return rows

@@ -183,9 +183,9 @@ class _GpuPhases:
             "optimizer": self.moments * has_states,
             "layer weights": weights,
             "residual stream": point.stream + self.arguments * (point.phase != "update"),
-            "stage buffers": point.heads,
+            "stage buffers": max(point.heads, 0),
             "tiles": point.tile_bytes,
-            "kept activations": kept,
+            "kept activations": kept + min(point.heads, 0),  # less what was freed before the peak
         } | ({"pixels": self.pixels * self.work.trains} if self.shape.trained_encoder else {})
 
     def forward_encoder(self) -> Holders:

@@ -214,12 +214,12 @@ _TABLE = [
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _TABLE}
 
 
-def find_gpu(name: str) -> Gpu:
-    """The GPU with this name, or whose name starts with it if there is only one: H200, RTX4090."""
+def find_gpu(name: str, option: str = "--gpus ") -> Gpu:
+    """The GPU with this name, or whose name starts with it if there is only one: H200, RTX4090. `option`: in errors."""
     prefix = _plain(name)
     matches = [key for key in GPUS if key.upper() == prefix or key.upper().startswith(prefix + "-")]
     if len(matches) > 1:
-        raise ConfigError(f"--gpus {name} is ambiguous; use {' or '.join(matches)}")
+        raise ConfigError(f"{option}{name} is ambiguous; use {' or '.join(matches)}")
     if not matches:
         models = {key: key.partition("-")[0] for key in GPUS}
         similar = [key for key, model in models.items() if model in prefix.replace("-", "")]
@@ -229,7 +229,7 @@ def find_gpu(name: str) -> Gpu:
         fix = f"use {' or '.join(GPUS)}, or describe it in {file}"
         if similar:
             fix = f"did you mean {' or '.join(similar)}? If not, describe it in {file}"
-        raise ConfigError(f"--gpus {name} is not a known GPU; {fix}")
+        raise ConfigError(f"{option}{name} is not a known GPU; {fix}")
     return GPUS[matches[0]]
 
 
@@ -297,7 +297,7 @@ def read_gpu(file: Path) -> Gpu:
             raise ConfigError(f"--gpu-file {file}: {key}={value} is not {kind}; correct it")
     base: dict[str, Any] = {"network_bytes_s": NETWORK_BYTES_S, "desktop": _is_desktop(values.get("name", ""))}
     if "based_on" in values:
-        base = dict(vars(find_gpu(values.pop("based_on"))))
+        base = dict(vars(find_gpu(values.pop("based_on"), f"--gpu-file {file}: based_on=")))
         if "attention_forward_flops" in values:
             base["kernel"] = ""  # the file's own rates
     if missing := [name for name in FIGURES if name not in base | values]:

@@ -80,6 +80,8 @@ def find_shape(model: str) -> ModelShape:
 
 def find_config(model: str) -> dict[str, Any]:
     """The config.json of a built-in model, a Hugging Face directory, a file, or a hub id."""
+    if not model.strip():
+        raise ConfigError(f"MODEL={model!r} is empty; {_suggestion('')}")
     if model not in MODELS and (path := Path(model).expanduser()).exists():
         return read_json(path / "config.json" if path.is_dir() else path)
     if (name := built_in(model)) is not None:

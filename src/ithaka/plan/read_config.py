@@ -89,6 +89,9 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
     name = values.get("model_type") or values.get("_class_name")
     values = dict(values)
     check_quantization(values.pop("quantization_config", None), source)
+    for key, value in values.items():
+        if key.endswith(("norm_eps", "norm_epsilon")) and type(value) in (int, float) and not value >= 0:
+            raise ConfigError(f"{key}={value} of {source} is below 0; use the model's own value, for example 1.0e-6")
     if name not in PLANNED_FAMILIES:
         return _measure(json.dumps(dict(values), sort_keys=True), source)
     family = FAMILIES[name]

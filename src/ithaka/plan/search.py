@@ -149,6 +149,9 @@ def work_from_config(config: Config) -> Work:
 def shape_to_train(shape: ModelShape, config: Config) -> ModelShape:
     """The shape with the run's adapter, optimizer and reference, which is a copy if all parameters are trained."""
     has_copy = config.loss.type == "dpo" and config.adapter is None
+    if config.adapter is not None and config.adapter.rank > shape.hidden:
+        rule = f"exceeds the model's hidden size {shape.hidden}, the rank of a full update"
+        raise ConfigError(f"adapter.rank={config.adapter.rank} {rule}; use 16, for example, or no adapter")
     return replace(shape.with_adapter(config.adapter), reference=has_copy, optimizer=config.optim.name)
 
 

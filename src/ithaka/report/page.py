@@ -32,10 +32,12 @@ def write_report(run_dirs: Sequence[Path], out: Path | None = None, live: bool =
     path = out or run_dirs[0] / f"report{others}.html"
     check_writable("--out", path)
     text = render_charts(", ".join(run["name"] for run in runs), "", runs, "report.js", live)
-    temporary = path.with_name(f".{path.name}.tmp")  # so that a browser never loads half a page
+    is_device = path.exists() and not path.is_file()  # a pipe or a device, which must not be replaced
+    temporary = path if is_device else path.with_name(f".{path.name}.tmp")  # a browser never loads half a page
     with writing_to("--out", path):
         temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    if not is_device:
+        temporary.replace(path)
     return path
 
 
@@ -68,6 +70,8 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     try:
         records, events = (read(run_dir / "metrics.jsonl") for read in (read_metrics, read_events))
         config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("config.yaml has no sections")
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise input_error(f"RUN_DIR={run_dir} cannot be read ({reason}); restore its files", error) from None

@@ -85,6 +85,12 @@ class Decoder(Root):
                 f"model_type={config.model_type} has no list of decoder layers at model.layers; use a decoder like "
                 f"llama or gemma3_text, or with images one of {', '.join(VISION_FAMILIES)} (docs/models.md)"
             )
+        if not len(self.layers):
+            raise ConfigError("num_hidden_layers=0: the model has no decoder layer to run; use at least 1")
+        for name, param in self.model.named_parameters():
+            if not param.is_floating_point() or param.itemsize == 1:
+                rule = f"{name} is {param.dtype}, a quantized format that is not supported"
+                raise ConfigError(f"{rule}; load the model in bfloat16 or float32, or in bitsandbytes' 4 bits")
         for name in ("attention_dropout", "router_jitter_noise"):
             if value := getattr(config.get_text_config(), name, None):
                 raise ConfigError(f"{name}={value} is not supported; set it to 0 or false in config.json")

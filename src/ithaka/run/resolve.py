@@ -217,7 +217,8 @@ def certain_needs(run: Run, ledger: Ledger | None = None) -> tuple[Holders, Hold
 def check_fits(run: Run) -> None:
     """Refuse a step or an evaluation that does not fit by the planner's ledger, reserves included. Without the planner,
     refuse only what certainly exceeds host memory or disk."""
-    _check_tiers(run, run.ledger, f"data.context={run.work.context}", _step_fixes)
+    batch = f" with train.batch={run.work.batch}" if run.work.batch > 1 else ""
+    _check_tiers(run, run.ledger, f"data.context={run.work.context}{batch}", _step_fixes)
     if run.longest_evaluation:
         _check_tiers(run, run.evaluation_ledger, f"evaluate.contexts={run.longest_evaluation}", _evaluation_fixes)
 
@@ -244,6 +245,7 @@ def _step_fixes(run: Run, tier: str) -> dict[str, bool]:
     """Settings, and whether each makes room for a step in `tier`."""
     memory, layout, planned = run.config.memory, run.layout, uses_planner(run.config, run.hardware)
     fixes = {
+        "a smaller train.batch": run.work.batch > 1,
         "memory.checkpoint=full": layout.keep_everything > 0,
         "memory.keep_projections=none": layout.keep_projections > layout.keep_everything,
         "memory.offload=host": memory.offload == "none" and tier == "GPU memory",

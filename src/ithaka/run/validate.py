@@ -124,9 +124,12 @@ def check_inputs(run: Run) -> int:
     # Late: they import transformers, and the cheap checks come first.
     from ithaka.data.open import check_data
     from ithaka.model.build import read_hf_config
+    from ithaka.weights.adapters import trained_names
 
-    model, data = run.config.model, run.config.data
-    read_hf_config(model.path or embedded_model(model.embedded), model.rope, data.context)
+    model, data, optim = run.config.model, run.config.data, run.config.optim
+    config = read_hf_config(model.path or embedded_model(model.embedded), model.rope, data.context)
+    if optim.lr_factors:
+        optim.find_lr_factors(trained_names(config, run.config.adapter))
     return check_data(data, run.shape.vocab, model.path)
 
 

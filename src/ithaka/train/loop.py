@@ -111,6 +111,10 @@ def _run_steps(
     final_status: FinalStatus = "failed"
     try:
         console.table("ithaka", describe_run(trainer) | heartbeat.limits.describe())
+        optim, num_steps = trainer.config.optim, trainer.config.ends[-1]
+        if optim.warmup_steps > num_steps and not only_profile:
+            reached = f"the learning rate reaches {num_steps / optim.warmup_steps:.0%} of optim.lr"
+            console.print(f"optim.warmup_steps={optim.warmup_steps} exceeds train.steps={num_steps}: {reached}")
         watch = Watch(trainer, heartbeat, only_profile)
         note_startup("run directory and trackers")
         if trainer.step == 0 and settings.validate_every:

@@ -6,7 +6,6 @@ FSDP2 keeps the shards and their gradients in host memory, and the same code run
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from ithaka.comm.mesh import Mesh
-from ithaka.config import ConfigError, OptimConfig
+from ithaka.config import OptimConfig
 from ithaka.data.batch import Batch, num_valid
 from ithaka.inputs.batch import count_pairs, pack_batch, shard_label_values
 from ithaka.layer.loss import IGNORE_INDEX, TokenResults
@@ -47,17 +46,12 @@ def learning_rate(step: int, optim: OptimConfig, num_steps: int) -> float:
 def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
     """Make the optimizer of the trainable parameters. Weight decay applies to matrices (including embeddings, as in
     nanoGPT and the Hugging Face trainer), not to vectors (norms, biases). `train_step` sets the learning rate."""
-    factors, used = {str(pattern): float(factor) for pattern, factor in (optim.lr_factors or {}).items()}, set()
+    factors = optim.find_lr_factors(name for name, p in model.named_parameters() if p.requires_grad)
     groups: dict[tuple[float, bool, bool], list[nn.Parameter]] = {(1.0, True, False): [], (1.0, False, False): []}
     for name, p in model.named_parameters():
         if p.requires_grad:
-            pattern = next((pattern for pattern in factors if re.search(pattern, name)), None)
-            used.add(pattern)
             by_muon = optim.name == "muon" and p.ndim == 2 and ".layers." in name
-            groups.setdefault((factors[pattern] if pattern else 1.0, p.ndim >= 2, by_muon), []).append(p)
-    if unused := [pattern for pattern in factors if pattern not in used]:
-        rule = "is not the first match of any trained parameter"
-        raise ConfigError(f"optim.lr_factors={unused[0]} {rule}; use part of a name, such as embed_tokens or norm")
+            groups.setdefault((factors[name], p.ndim >= 2, by_muon), []).append(p)
     fused = all(p.device.type in ("cpu", "cuda") for params in groups.values() for p in params)
     settings = [
         {"params": params, "weight_decay": optim.weight_decay * is_matrix, "lr_factor": factor, "muon": by_muon}

@@ -62,7 +62,7 @@ def find_record(config: Config, tokenizer: Tokenizer, number: int) -> list[Recor
             itertools.islice(records, min(number, sys.maxsize)), 1
         )
         count, samples = collections.deque(itertools.chain([(0, [])], numbered), maxlen=1).pop()
-        counts.append(f"{count:,} in {path}")
+        counts.append(f"{count:,} in {path or 'the standard library of Python'}")
         found += [Record(f"record {number:,} of {path}", samples)] if count == number else []
     if not found:
         raise ConfigError(f"--record={number} is beyond the last record ({', '.join(counts)}); give a smaller number")

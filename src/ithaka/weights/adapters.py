@@ -90,6 +90,15 @@ def add_adapter(model: Any, adapter: AdapterConfig, base: Path | None) -> None:
             model.set_submodule(name, module.modules_to_save[ADAPTER_NAME])
 
 
+def trained_names(config: Any, adapter: AdapterConfig | None) -> list[str]:
+    """Names of the parameters that a run trains, from its Hugging Face configuration alone."""
+    with torch.device("meta"):
+        model = auto_class(config.model_type).from_config(config)
+        if adapter is not None:
+            add_adapter(model, adapter, None)
+    return [name for name, param in model.named_parameters() if param.requires_grad]
+
+
 def is_stacked(param: Tensor) -> bool:
     """Whether a parameter stacks the weights of several experts. The delta rule's convolution is [channels, 1, W]."""
     return param.dim() == 3 and len(param) > 1 and param.shape[1] > 1
