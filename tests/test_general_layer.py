@@ -281,7 +281,11 @@ class HostTensorCounter(TorchDispatchMode):
         if function is torch.ops.aten.lift_fresh.default:
             files = (Path(frame.filename) for frame in traceback.extract_stack())
             *_, innermost = (file for file in files if file.is_relative_to(PACKAGE))
-            self.num_calls += innermost.parent.name in ("layer", "blocks")  # not the exchanges of the test's threads
+            self.num_calls += innermost.parent.name in (
+                "layer",
+                "mixers",
+                "blocks",
+            )  # not the exchanges of the test's threads
         return function(*args, **(kwargs or {}))
 
 
