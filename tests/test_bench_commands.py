@@ -68,7 +68,7 @@ def test_bad_attention_sizes_are_refused_before_the_benchmark_is_imported(argume
     ("--seconds -1", ["--seconds"]),
     ("--seconds inf", ["--seconds"]),
     ("--tokens 99999999M", ["--tokens=", "free", "fewer tokens"]),
-    ("--tokens 64 --heads 4 --kv-heads 3", ["4 query heads", "3 kv heads"]),
+    ("--tokens 64 --heads 4 --kv-heads 3", ["--heads=4", "--kv-heads=3"]),
 ])  # fmt: skip
 def test_bad_attention_options_are_refused(arguments, named):
     result = run("bench", "attention", *arguments.split())

@@ -235,7 +235,7 @@ def test_forests_that_cannot_be_computed_are_refused():
             in_ring(**inputs)
 
     run_on_threads(2, ring)
-    model.model.layers[0].forward.no_parents = "with recurrent layers: they have one state"
+    model.ithaka_root.why_not = lambda feature: "with recurrent layers: they have one state"
     assert_refused(call(), "recurrent layers", fix="as a row", error=ValueError)
 
 

@@ -131,6 +131,8 @@ def test_a_trace_is_answered_up_to_a_stop_token(tmp_path, monkeypatch):
     generate_kwargs = {}
 
     class Model:
+        config = LlamaConfig()
+
         def generate(self, **options):
             generate_kwargs.update(options)
             return torch.cat([options["input_ids"], torch.tensor([[5, 6]])], 1)

@@ -184,8 +184,8 @@ def slow_down(patch, where):
     for name in ("attend", "attend_backward"):
         attend = delay(getattr(stages.StagedAttention, name), 0.02 + late.get("attention", 0.0))
         patch.setattr(stages.StagedAttention, name, attend)
-    project = delay(streamed.StreamedLayer._project, late.get("projections", 0.0))
-    patch.setattr(streamed.StreamedLayer, "_project", project)
+    project = delay(streamed.StreamedLayer.project, late.get("projections", 0.0))
+    patch.setattr(streamed.StreamedLayer, "project", project)
 
 
 def run_slowly(where, config):

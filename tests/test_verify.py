@@ -162,8 +162,8 @@ def pair_wrong_heads(patch):
         )
         return replace(made, loads=swapped)
 
-    head_table = fast.head_table
-    patch.setattr(fast, "head_table", table)
+    head_table = softmax.head_table
+    patch.setattr(softmax, "head_table", table)
 
 
 def change_share(patch, change):

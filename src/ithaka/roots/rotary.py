@@ -81,5 +81,4 @@ class ExactRotary:
             return leaf
         if leaf.is_floating_point():  # only its dtype and device matter
             return torch.empty((), dtype=torch.float64, device=leaf.device).expand(leaf.shape)
-        longest = leaf.new_full((*leaf.shape[:-1], extra), self._longest)
-        return torch.cat([leaf, longest], dim=-1)
+        return torch.cat([leaf, leaf.new_full((*leaf.shape[:-1], 1), self._longest)], dim=-1) if extra else leaf
