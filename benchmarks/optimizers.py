@@ -21,7 +21,7 @@ from ithaka.checkpoint.files import find_checkpoint
 from ithaka.checkpoint.safe_load import SafeReader
 from ithaka.cli.options import AsJson, print_rows
 from ithaka.config import load_config
-from ithaka.log.console import read_metrics
+from ithaka.log.metrics import read_metrics
 from ithaka.run.resolve import model_shape
 
 MIB = 2**20

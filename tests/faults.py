@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ithaka.checkpoint import files, save
 from ithaka.config import Config
-from ithaka.log.console import read_metrics
+from ithaka.log.metrics import read_metrics
 from ithaka.phases import Listener, PhasePath, listening
 from ithaka.run.preflight import AUTO
 from programs import fork_from_here

@@ -623,7 +623,7 @@ MUTATIONS = (
     ),
     Mutation(
         "evaluations of different texts are compared",
-        "evaluate/command.py",
+        "evaluate/compare.py",
         '("tasks_version", "contexts", "documents", "text", "prompts")',
         '("tasks_version", "contexts", "documents", "prompts")',
         "test_evaluate.py -k stored_results",

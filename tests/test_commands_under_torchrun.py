@@ -18,7 +18,7 @@ import typer
 from ithaka import cli
 from ithaka.cli import doctor
 from ithaka.config import to_yaml
-from ithaka.evaluate import command as evaluate
+from ithaka.evaluate import run as evaluate
 from ithaka.exits import ExitCode
 from ithaka.run import launch
 from runs import tiny_run

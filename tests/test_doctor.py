@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 import ithaka
 from ithaka.attention import kernels
+from ithaka.checks import doctor as module
 from ithaka.cli import app
-from ithaka.cli import doctor as module  # the module, not the command
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from ithaka.data import pack
 from ithaka.data.documents.formats import BadRecord
 from ithaka.data.documents.records import detect_format
 from ithaka.layout import make_layout
-from ithaka.log.console import read_metrics
+from ithaka.log.metrics import read_metrics
 from ithaka.plan.hardware import find_hardware
 from ithaka.plan.search import Plan, work_from_config
 from ithaka.plan.show import as_text

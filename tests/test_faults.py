@@ -23,7 +23,8 @@ from ithaka.comm.mesh import start_process_group
 from ithaka.config import ConfigError, parse_config
 from ithaka.exits import ExitCode, TransientError
 from ithaka.layer import stages, store
-from ithaka.log.console import Console, read_metrics
+from ithaka.log.console import Console
+from ithaka.log.metrics import read_metrics
 from ithaka.phases import PhaseState
 from ithaka.run import validate as checks
 from ithaka.train import heartbeat, loop, step, watch
@@ -511,11 +512,12 @@ def test_beats_continue_after_any_error(monkeypatch, pair, capfd, name, error):
 
 def test_lines_that_the_disk_does_not_take_are_written_later(tmp_path, capsys):
     console = Console(tmp_path, num_steps=3)
-    file, console._metrics = console._metrics, MagicMock()
-    console._metrics.write.side_effect, console._metrics.name = OSError(errno.EROFS, "Read-only file system"), "metrics"
+    file = console._metrics.file
+    console._metrics.file = broken = MagicMock()
+    broken.write.side_effect, broken.name = OSError(errno.EROFS, "Read-only file system"), "metrics"
     for number in (1, 2):
         console.event(number, "words")
-    console._metrics = file
+    console._metrics.file = file
     console.event(3, "words")
     console.close()
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]

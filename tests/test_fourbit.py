@@ -22,7 +22,8 @@ from general import add_lora, wide_runs
 from ithaka.checks.verify import InFloat64, load_truncated_model, write_truncated_model
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig
-from ithaka.evaluate.command import evaluate, sample
+from ithaka.evaluate.run import evaluate
+from ithaka.evaluate.sample import sample
 from ithaka.layer.store import Store
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import build_model, parallelize_model

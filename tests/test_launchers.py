@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from ithaka.config import to_yaml
-from ithaka.log.console import read_metrics
+from ithaka.log.metrics import read_metrics
 from runs import run, tiny_run, wait_for
 
 DOCS = Path(__file__).parents[1] / "docs/running-for-weeks.md"

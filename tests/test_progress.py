@@ -9,7 +9,8 @@ import torch
 
 from ithaka.config import embedded_model
 from ithaka.layout import Layout
-from ithaka.log.console import Console, describe_progress, read_metrics
+from ithaka.log.console import Console, describe_progress
+from ithaka.log.metrics import read_metrics
 from ithaka.phases import phase
 from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.plan.read_config import shape_from_config

@@ -18,8 +18,8 @@ from ithaka.checkpoint import files
 from ithaka.cli import app
 from ithaka.cli.runs import validate_rank
 from ithaka.config import load_config
-from ithaka.evaluate import command as evaluating
-from ithaka.log.console import read_metrics
+from ithaka.evaluate import sample as evaluating
+from ithaka.log.metrics import read_metrics
 from ithaka.run.preflight import resolve, validate_run
 from ithaka.run.validate import check_settings
 from ithaka.train import trainer as trainer_module

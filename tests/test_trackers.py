@@ -10,8 +10,9 @@ import time
 
 import pytest
 
-from ithaka.log import console as console_module
-from ithaka.log.console import Console, Trackers
+from ithaka.log import trackers as trackers_module
+from ithaka.log.console import Console
+from ithaka.log.trackers import Trackers
 from ithaka.train import trainer as trainer_module
 from refusals import assert_refused
 from runs import run, tiny_run, wait_for
@@ -56,8 +57,8 @@ def wandb_ending(folder):
 def trackio_scalars(folder):
     from trackio.sqlite_storage import SQLiteStorage
 
-    for name in SQLiteStorage.get_runs(console_module.PROJECT):
-        for row in SQLiteStorage.get_logs(console_module.PROJECT, name):
+    for name in SQLiteStorage.get_runs(trackers_module.PROJECT):
+        for row in SQLiteStorage.get_logs(trackers_module.PROJECT, name):
             yield from ((key, row["step"], value) for key, value in row.items() if key.startswith(("train/", "eval/")))
 
 
@@ -116,7 +117,7 @@ def test_tracker_files_have_every_step_and_the_exit_status(name, tmp_path, monke
     names = {"train/loss": 2.5, "eval/loss": 2.25, "train/learning_rate": 1e-3, source: 3.5}
     logged = {each for each in READERS[name](tmp_path) if each[0] in names}
     assert logged == {(key, step, value) for key, value in names.items() for step in (1, 2, 3)}
-    assert name == "tensorboard" or json.loads((run_dir / console_module.IDS_FILE).read_text())[name]
+    assert name == "tensorboard" or json.loads((run_dir / trackers_module.IDS_FILE).read_text())[name]
 
 
 def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, monkeypatch, capsys):
@@ -124,10 +125,10 @@ def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, monkeypatch, capsys
         raise OSError("no network")
 
     config = tiny_run(tmp_path, train={"track": ["wandb"]})
-    monkeypatch.setitem(console_module.TRACKERS, "wandb", failing)
+    monkeypatch.setitem(trackers_module.TRACKERS, "wandb", failing)
     assert_refused(lambda: Trackers(tmp_path, config, 0), "train.track=wandb", "no network", fix="fix its settings")
-    monkeypatch.setitem(console_module.TRACKERS, "wandb", lambda *_: console_module.Tracker(None, failing, failing))
-    (tmp_path / console_module.IDS_FILE).write_text('{"wan')  # truncated by a crash
+    monkeypatch.setitem(trackers_module.TRACKERS, "wandb", lambda *_: trackers_module.Tracker(None, failing, failing))
+    (tmp_path / trackers_module.IDS_FILE).write_text('{"wan')  # truncated by a crash
     trackers = Trackers(tmp_path, config, 2)
     console = Console(tmp_path, 3, trackers=trackers)
     for message in trackers.log(VALUES, 1):
@@ -163,7 +164,7 @@ def test_trackers_learn_how_a_run_ended_and_cannot_change_it(tmp_path, monkeypat
         raise OSError("no network")
 
     monkeypatch.setitem(
-        console_module.TRACKERS, "wandb", lambda *_: console_module.Tracker(None, lambda *_: None, close)
+        trackers_module.TRACKERS, "wandb", lambda *_: trackers_module.Tracker(None, lambda *_: None, close)
     )
     config = tiny_run(tmp_path, train={"track": ["wandb"], "validate_every": 0, "validate_sequences": 0})
     if fault is not None:

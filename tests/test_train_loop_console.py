@@ -22,7 +22,9 @@ from ithaka.config.units import format_count
 from ithaka.exits import ExitCode, TransientError
 from ithaka.inputs.batch import count_pairs
 from ithaka.log import console as console_module
-from ithaka.log.console import Console, Record, describe, open_metrics, read_metrics, rename_metrics, status
+from ithaka.log.console import Console, describe, status
+from ithaka.log.metrics import Record, open_metrics, read_metrics
+from ithaka.log.trackers import rename_metrics
 from ithaka.plan.models import find_shape
 from ithaka.run import launch
 from ithaka.train import loop, watch

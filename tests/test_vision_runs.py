@@ -18,7 +18,7 @@ from ithaka.data.documents.images import RecordImages
 from ithaka.data.documents.pixels import _open_image
 from ithaka.data.open import check_data, describe_data, open_data
 from ithaka.data.tokenizer import load_tokenizer
-from ithaka.evaluate.command import sample
+from ithaka.evaluate.sample import sample
 from ithaka.inputs.batch import divide_frames
 from ithaka.views.data import describe_sequence
 from ithaka.views.record import describe_record, find_record, split_document

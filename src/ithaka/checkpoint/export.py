@@ -20,7 +20,7 @@ from ithaka.checkpoint.files import find_checkpoint, find_checkpoint_of_step, fi
 from ithaka.checkpoint.safe_load import SafeReader, load_into
 from ithaka.config import AdapterConfig, ConfigError, check_output, load_config, writing_to
 from ithaka.hub import HUB_ID, SNAPSHOT
-from ithaka.log.console import read_metrics
+from ithaka.log.metrics import read_metrics
 from ithaka.plan.read_config import read_json
 from ithaka.weights.adapters import adapter_tensor_name, auto_class
 from ithaka.weights.formats import base_metadata

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ithaka.cli import doctor, plan, runs
+from ithaka.checks.doctor import package_versions
+from ithaka.cli import plan, runs
 from ithaka.comm.rank import is_rank_0, leave_launcher
 from ithaka.exits import ExitCode, is_disk_full, is_transient
 
@@ -55,7 +56,7 @@ app = typer.Typer(
     help="Train standard transformers on sequences of 100 thousand to 10 million tokens.",
 )
 commands: list[Callable[..., None]] = [runs.train, runs.profile, runs.report, runs.data, plan.plan, plan.rehearse]
-commands += [runs.evaluate, runs.sample, runs.verify, runs.export, doctor.doctor]
+commands += [runs.evaluate, runs.sample, runs.verify, runs.export, plan.doctor]
 for command in commands:
     app.command()(command)
 bench = typer.Typer(no_args_is_help=True, help="Measure this machine.")
@@ -70,7 +71,7 @@ def print_versions(
     version: Annotated[bool, typer.Option("--version", help="Print versions of ithaka and its packages.")] = False,
 ) -> None:
     if version:
-        print("\n".join(f"{name} {number or 'not installed'}" for name, number in doctor.package_versions().items()))
+        print("\n".join(f"{name} {number or 'not installed'}" for name, number in package_versions().items()))
         raise typer.Exit()
 
 

@@ -1,4 +1,4 @@
-"""Commands on plans and this machine: plan, rehearse, bench."""
+"""Commands on plans and this machine: plan, rehearse, bench, doctor."""
 
 import json
 import os
@@ -323,3 +323,15 @@ def _parse_blocks(text: str) -> tuple[int, int]:
     if not block_q or not block_kv:
         raise ConfigError(f"--blocks={text} is not a block size; write q x kv tokens as 128Kx64K, or auto")
     return block_q, block_kv
+
+
+def doctor(
+    disk: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Measure this disk.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what this machine has (GPU, kernels, memory, disk, versions), and what is missing for which feature."""
+    with loading("trying kernels and measuring the disk"):
+        from ithaka.checks.doctor import examine, format_findings
+
+        findings = examine(disk)
+    print(json.dumps(findings, indent=2) if as_json else format_findings(findings))

@@ -61,7 +61,7 @@ def train_rank(run: "Run", only_profile: bool = False) -> int:
     """Train on this rank and return the exit code. Rank 0 then writes the report."""
     with loading("starting the ranks"):
         from ithaka.comm.mesh import destroy_subgroups, end_process_group, free_memory, start_process_group
-        from ithaka.log.console import note_startup
+        from ithaka.log.metrics import note_startup
         from ithaka.run import launch
         from ithaka.train import loop
 
@@ -142,7 +142,7 @@ def start_run(
     check_settings(config if resume in (None, Path("auto")) else None, changes)
     with loading() as status:
         from ithaka.checkpoint.files import latest_name
-        from ithaka.log.console import note_startup
+        from ithaka.log.metrics import note_startup
         from ithaka.plan import show
         from ithaka.run import launch
         from ithaka.run.preflight import AUTO, preflight
@@ -285,21 +285,23 @@ def evaluate(
     if page is not None:
         check_output("--html", page, force)
     with loading():
-        from ithaka.evaluate import command as evaluation
+        from ithaka.evaluate import compare
+        from ithaka.evaluate.page import render_results
+        from ithaka.evaluate.run import evaluate_all
 
     models = [fetch_model(each, "MODEL=") for each in models]
-    results = evaluation.evaluate_all(models, lengths, data, ranks, documents, samples, tasks, chat_template)
+    results = evaluate_all(models, lengths, data, ranks, documents, samples, tasks, chat_template)
     if not is_rank_0():
         return
     if page is not None:
         with writing_to("--html", page):
-            page.write_text(evaluation.render_results(results), encoding="utf-8")
+            page.write_text(render_results(results), encoding="utf-8")
     if as_json:
         print(format_json(results if len(results) > 1 else results[0], indent=2))
-    for title, rows in evaluation.make_tables(results) if not as_json else ():
-        missing = evaluation.explain_missing_retrieval(results) if title == "retrieval by depth" else ""
+    for title, rows in compare.make_tables(results) if not as_json else ():
+        missing = compare.explain_missing_retrieval(results) if title == "retrieval by depth" else ""
         print(f"{title}\n{format_table(rows) if rows else missing or 'not measured'}\n")
-    if not as_json and (explanation := evaluation.explain_figures(results)):
+    if not as_json and (explanation := compare.explain_figures(results)):
         print(explanation)
     if not as_json and page is not None:
         print(f"wrote {page}")
@@ -324,7 +326,7 @@ def sample(
 ) -> None:
     """Generate a short text with plain transformers, on one device."""
     with loading() as status:
-        from ithaka.evaluate.command import sample
+        from ithaka.evaluate.sample import sample
 
     with status("generating"):
         text = sample(fetch_model(model, "MODEL="), prompt, tokens, temperature, raw, system, messages, tools)

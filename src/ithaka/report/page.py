@@ -3,7 +3,7 @@
 import html
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +15,7 @@ import yaml
 
 from ithaka.config import PAGE_MARK, ConfigError, check_writable, input_error, writing_to
 from ithaka.config.units import format_json
-from ithaka.log.console import read_events, read_metrics
+from ithaka.log.metrics import read_events, read_metrics
 
 CHART_LIBRARY = "echarts.common.min.js"  # Apache ECharts 6.1.0, as published; see NOTICE.echarts
 PEAKS = ("device_peak_bytes", "host_peak_bytes")  # reset when a run resumes
@@ -31,11 +31,7 @@ def write_report(run_dirs: Sequence[Path], out: Path | None = None, live: bool =
     others = "".join(f"-{run_dir.resolve().name}" for run_dir in run_dirs) if len(runs) > 1 else ""
     path = out or run_dirs[0] / f"report{others}.html"
     check_writable("--out", path)
-    # An unescaped "<" in a run's text could end the script element or open a comment in it.
-    data = format_json(runs, separators=(",", ":")).replace("<", "\\u003c")
-    body = "<noscript>This page needs JavaScript to draw its charts; all of it is in this file.</noscript>"
-    scripts = f'<script id="data" type="application/json">{data}</script>\n<script>{read_asset(CHART_LIBRARY)}</script>'
-    text = render_page(", ".join(run["name"] for run in runs), body, scripts, read_asset("report.js"), live)
+    text = render_charts(", ".join(run["name"] for run in runs), "", runs, "report.js", live)
     temporary = path.with_name(f".{path.name}.tmp")  # so that a browser never loads half a page
     with writing_to("--out", path):
         temporary.write_text(text, encoding="utf-8")
@@ -116,6 +112,16 @@ def render_page(title: str, body: str, scripts: str = "", on_load: str = "", liv
         body=body,
         scripts=f"{scripts}\n<script>{on_load}{read_asset('theme.js')}</script>",
     )
+
+
+def render_charts(title: str, body: str, data: Sequence[Mapping[str, Any]], script: str, live: bool = False) -> str:
+    """A page with charts of `data`, drawn by `script`, an asset that uses charts.js."""
+    # An unescaped "<" in a run's text could end the script element or open a comment in it.
+    embedded = format_json(data, separators=(",", ":")).replace("<", "\\u003c")
+    body += "<noscript>This page needs JavaScript to draw its charts; all of it is in this file.</noscript>"
+    scripts = f'<script id="data" type="application/json">{embedded}</script>'
+    scripts += f"\n<script>{read_asset(CHART_LIBRARY)}</script>"
+    return render_page(title, body, scripts, read_asset("charts.js") + read_asset(script), live)
 
 
 def render_table(rows: Sequence[Sequence[Any]], head: Sequence[str] = (), css_class: str = "") -> str:

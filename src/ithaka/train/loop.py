@@ -17,15 +17,9 @@ from ithaka.comm.agree import SharedError, gather_objects, raise_on_all_ranks
 from ithaka.comm.mesh import default_device, set_timeouts, start_process_group
 from ithaka.config import shell_command
 from ithaka.exits import ExitCode, exit_code_for, is_disk_full
-from ithaka.log.console import (
-    Console,
-    FinalStatus,
-    Record,
-    Trackers,
-    host_peak_bytes,
-    note_startup,
-    startup_seconds,
-)
+from ithaka.log.console import Console
+from ithaka.log.metrics import Record, host_peak_bytes, note_startup, startup_seconds
+from ithaka.log.trackers import FinalStatus, Trackers
 from ithaka.phases import listening, phase
 from ithaka.run.launch import Outcome, catch_stop_signals, exit_rank, handle_stop_signal
 from ithaka.run.resolve import Run

@@ -33,7 +33,8 @@ from ithaka.evaluate.tasks import EvalText, check_prompts, flatten_metrics, meas
 from ithaka.exits import ExitCode, TransientError
 from ithaka.inputs.calls import why_no_parents
 from ithaka.layer.store import Store
-from ithaka.log.console import Console, note_startup, status
+from ithaka.log.console import Console, status
+from ithaka.log.metrics import note_startup
 from ithaka.model.build import build_model, has_weights
 from ithaka.ops.fourbit import packed_weights
 from ithaka.phases import phase

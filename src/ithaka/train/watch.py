@@ -21,7 +21,7 @@ from ithaka.exits import ExitCode, exit_code_for
 from ithaka.inputs.batch import count_pairs
 from ithaka.inputs.positions import rope_parameters
 from ithaka.layer.store import StoreError
-from ithaka.log.console import read_metrics
+from ithaka.log.metrics import read_metrics
 from ithaka.phases import Listener, PhasePath
 from ithaka.plan.hardware import DISK_BYTES_S, gpu_named, join_kernels, peak_flops
 from ithaka.plan.search import Plan

@@ -1,6 +1,5 @@
-"""`ithaka doctor`: what this machine has, and what is missing for which feature."""
+"""What this machine has, and what is missing for which feature. Imports torch only in `examine`."""
 
-import json
 import os
 import platform
 import re
@@ -8,13 +7,11 @@ import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import psutil
-import typer
 
 import ithaka
-from ithaka.cli.options import AsJson, loading
 from ithaka.config.units import format_bytes
 from ithaka.plan.hardware import DISK_BYTES_S, available_memory, free_disk, gpu_named, num_cores
 
@@ -50,16 +47,11 @@ def package_versions() -> dict[str, str | None]:
     return found
 
 
-def doctor(
-    disk: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Measure this disk.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show what this machine has (GPU, kernels, memory, disk, versions), and what is missing for which feature."""
-    with loading("trying kernels and measuring the disk"):
-        found = {"versions": package_versions(), "system": _describe_system(), **_examine_gpus()}
-        found |= {"host": _examine_host(), "disk": measure_disk(disk or Path(tempfile.gettempdir()))}
-    found |= {"missing": find_missing(found), "optional": find_optional(found["versions"])}
-    print(json.dumps(found, indent=2) if as_json else format_findings(found))
+def examine(disk: Path | None) -> dict[str, Any]:
+    """Return all findings. `disk`: a folder on the disk to measure; by default the one for temporary files."""
+    found = {"versions": package_versions(), "system": _describe_system(), **_examine_gpus()}
+    found |= {"host": _examine_host(), "disk": measure_disk(disk or Path(tempfile.gettempdir()))}
+    return found | {"missing": find_missing(found), "optional": find_optional(found["versions"])}
 
 
 def _describe_system() -> str:

@@ -1,0 +1,118 @@
+"""A run's metrics.jsonl: one JSON object per line, with null for values that are not finite. Imports no torch.
+
+A line is the `Record` of a step, the progress of a long step, or an event.
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from io import FileIO
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import psutil
+
+from ithaka.config.units import format_json
+
+_startup_s: dict[str, float] = {}  # by what had been done
+
+
+def note_startup(what: str) -> None:
+    """Record when a part of the startup ended. Only the first record of a part counts; a restart adds more."""
+    _startup_s.setdefault(what, time.time() - psutil.Process().create_time())
+
+
+def startup_seconds() -> dict[str, float]:
+    """Return the seconds of each part of the startup, since this process started."""
+    ends = [0.0, *_startup_s.values()]
+    return {what: round(b - a, 3) for what, a, b in zip(_startup_s, ends, ends[1:], strict=False)}
+
+
+@dataclass(frozen=True)
+class Record:
+    """Metrics of one optimizer step over all ranks. Step 0 is the state before the first update."""
+
+    step: int  # number of updates so far
+    loss: float | None  # mean over the valid tokens of the global batch, before the update
+    val_loss: float | None  # mean over the valid tokens of the validation set, after the update
+    lr: float | None
+    grad_norm: float | None  # before clipping
+    tokens: int  # input tokens since the start of the run
+    label_tokens: int  # valid labels in this step, by which the loss is divided
+    tokens_per_s: float | None  # input tokens
+    step_s: float | None  # without validation and saving
+    mfu: float | None  # None if the device's peak FLOPS are unknown
+    device_peak_bytes: int | None  # maximum over ranks since the start; None on CPU
+    host_peak_bytes: int  # maximum resident set size over ranks since the start
+    balance: float | None = None  # attention work, maximum / mean over ranks; None: equal on all ranks
+    ring_bytes: int = 0  # k, v, dk and dv sent in this step, maximum over the ring's ranks
+    # "loss/NAME" and "val_loss/NAME" for each of several data sources, and metrics of DPO: keys in metrics.jsonl.
+    sources: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        values = asdict(self)
+        return values.pop("sources") | values
+
+
+def host_peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class MetricsFile:
+    """Appends to metrics.jsonl. If the disk is full or read-only, a line is kept and written with the next one."""
+
+    def __init__(self, path: Path, step: int, report: Callable[[str], None]) -> None:
+        """`report` is called with a message when lines start to be kept."""
+        self.file, self._report = open_metrics(path, step), report
+        self._unwritten, self._lock = b"", Lock()
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        with self._lock:  # another thread reports progress
+            before, self._unwritten = self._unwritten, self._unwritten + f"{format_json(values)}\n".encode()
+            try:
+                self._unwritten = self._unwritten[self.file.write(self._unwritten) :]
+            except OSError as error:
+                if not before:
+                    problem = f"cannot be written ({error.strerror}); keeping its lines in memory"
+                    self._report(f"{self.file.name} {problem}")
+
+
+def open_metrics(path: Path, step: int) -> FileIO:
+    """Open the file to append records, unbuffered, and drop lines after `step`, which a resumed run writes again."""
+    lines = [line for line, record in _read_lines(path) if record["step"] <= step] if step else []
+    replace_file(path, "".join(line + "\n" for line in lines))
+    return FileIO(path, "a")
+
+
+def replace_file(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each line of the file and its record, without incomplete lines, which a crash may leave."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.split("\n")[:-1]:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "step" in record:
+            yield line, record
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read the step records, without progress reports and events."""
+    return [record for _, record in _read_lines(path) if not record.keys() & {"progress", "event"}]
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    return [record for _, record in _read_lines(path) if "event" in record]
