@@ -14,7 +14,6 @@ import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -65,7 +64,7 @@ def ring_layout(nodes: int, ring: int, stages: int) -> Layout:
 
 def measure(config: dict[str, Any], layout: Layout, context: int, steps: int) -> dict[str, Any]:
     hardware, work = find_hardware(f"{layout.cp // 8}x8xH200"), Work(context)
-    shape = replace(shape_from_config(config, "llama3-8b").first_layers(1))
+    shape = shape_from_config(config, "llama3-8b").keep_layers([0])
     plan = Plan(shape, layout, hardware, work)
     seconds = layer_seconds(shape, layout, hardware, work, None, layout.kept[0])
     measured = rehearse.rehearse(config, layout, layout.cp, context, steps=steps)

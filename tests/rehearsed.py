@@ -49,7 +49,7 @@ def plan_row(row: dict[str, str]) -> tuple[float, tuple[float, float]]:
     """Return (peak GiB without the reserve, a layer's forward and backward seconds without exchanges)."""
     layers, cp = int(row["layers"]), int(row["cp"])
     shape, work = find_shape(row["model"]), Work(parse_count(row["context"]) or 0)
-    shape = shape.first_layers(layers)
+    shape = shape.keep_layers(range(layers))
     keeps = ActivationPolicy(row["tier"], row["tier"] if row["kept"] == "1" else None)
     stage, tile = int(row["heads_per_stage"]), int(row["tile_tokens"])
     layout = Layout(cp, stage, tile, (keeps,) * layers, overlap=row["overlap"] == "1")

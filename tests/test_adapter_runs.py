@@ -204,7 +204,7 @@ def test_checkpoints_have_only_trained_weights_and_resume_bitwise(ranks, tmp_pat
     resumed = valid(longer, run_dir)
     shutil.copy(moved / "model.safetensors", base)
     assert_refused(lambda: valid(longer, run_dir), f"model.path={base}", "base model", fix="start a new run")
-    (run_dir / files.PINS_FILE).unlink()  # as in runs of earlier versions
+    (run_dir / files.PINS_FILE).unlink()
     full = dataclasses.replace(resumed, config=dataclasses.replace(longer, adapter=None))
     with mock.patch.object(
         checks, "fingerprint_weights", side_effect=AssertionError("full training does not need the base")

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from ithaka.checkpoint.files import PINS_FILE, write_pins
+from ithaka.checkpoint.files import write_pins
 from ithaka.config import to_yaml
 from ithaka.exits import TransientError
 from ithaka.run.preflight import AUTO, resolve
@@ -319,10 +319,6 @@ def test_a_resumed_run_keeps_the_commits_that_it_started_with(tmp_path, monkeypa
             TransientError, match="data=hf://org/slow cannot be found on the hub .*no answer.*; correct"
         ):
             resolve(file, ["evaluate.data=hf://org/slow"], resume)
-    (run_dir / PINS_FILE).unlink()
-    for _ in range(2):  # a run of an earlier version has no pins
-        assert names(resolve(file, [], AUTO, commits=(kept := {})))[2] == "hf:/org/b"
-        write_pins(run_dir, kept, "")
     (run_dir / "checkpoints/step-00000002").rmdir()
     assert names(resolve(file, [], AUTO))[0] == "c" * 40, "nothing to resume"
 

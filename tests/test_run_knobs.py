@@ -58,18 +58,6 @@ def test_patience_ends_the_run_and_the_best_checkpoint_is_kept(stopped, tmp_path
     assert not valid(more, run_dir).finished
 
 
-def test_a_run_recovers_from_a_nan_that_was_saved_as_its_best_loss(stopped, tmp_path, monkeypatch):
-    run_dir = shutil.copytree(stopped.train.run_dir, tmp_path / "run")
-    path = files.find_checkpoint(run_dir)
-    state = files.read_state(path) | {"best": [math.nan, 1], "stale": 2}
-    state["checksums"]["state.json"] = files._state_checksum(state)
-    (path / "state.json").write_text(json.dumps(state))
-    monkeypatch.setattr(trainer_module.Trainer, "validate", lambda self: (7.0, {}))
-    run(resolve(None, ["train.steps=5"], run_dir), run_dir)
-    state = files.read_state(files.find_checkpoint(run_dir))
-    assert (state["step"], state["best"], state["stale"]) == (5, [7.0, 5], 0)
-
-
 def test_epochs_become_steps(stopped):
     train = load_config(stopped.train.run_dir / "config.yaml").train
     assert (train.steps, train.epochs) == (math.ceil(2 * 67 / 3), None), "67 sequences are a pass over the data"

@@ -1,7 +1,6 @@
 """Steps equal plain PyTorch, with unequal micro-batches, two data-parallel ranks, clipping and AdamW, and so does a run
 on conversations."""
 
-import itertools
 import json
 import math
 from dataclasses import replace
@@ -21,9 +20,7 @@ from ithaka.comm.mesh import make_mesh
 from ithaka.config import OptimConfig
 from ithaka.data.batch import Batch
 from ithaka.data.open import open_data
-from ithaka.data.stream import TrainData
 from ithaka.data.tokenizer import Tokenizer
-from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.model.build import parallelize_model
 from ithaka.train.step import clip_gradients, learning_rate, make_optimizer, train_step, validation_loss
 from models import tiny_config, tiny_model
@@ -305,32 +302,3 @@ def test_the_rate_does_not_jump_when_a_run_gets_more_steps():
     rates = [learning_rate(step, optim, 10) for step in range(10)]
     longer = [learning_rate(step, optim, 40) for step in range(40)]
     assert longer[:10] == rates and longer[9:] == [pytest.approx(0.1)] * 31
-
-
-def run_with_unlabelled_batches(config, drops: bool):
-    """Run with batches 2 and 3 without labels, or dropped."""
-    next_batch, count = TrainData.next_batch, itertools.count(1)
-
-    def without_labels(data: TrainData) -> Batch:
-        batch = next_batch(data)
-        if next(count) not in (2, 3):
-            return batch
-        return without_labels(data) if drops else batch._replace(labels=torch.full_like(batch.labels, IGNORE_INDEX))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainData, "next_batch", without_labels)
-        runs.run(config)
-
-
-def test_steps_without_a_label_neither_update_nor_count(ranks, tmp_path):
-    run_dirs = [tmp_path / name / "run" for name in ("unlabelled", "dropped")]
-    for run_dir, drops in zip(run_dirs, (False, True), strict=True):
-        config = runs.tiny_run(run_dir.parent, train={"run_dir": str(run_dir), "validate_every": 0})
-        ranks.run(1, run_with_unlabelled_batches, config, drops)
-    unlabelled, dropped = ([record for record in runs.metrics(run_dir) if "loss" in record] for run_dir in run_dirs)
-    for key in ("step", "loss", "lr", "grad_norm", "tokens", "label_tokens"):
-        assert [record[key] for record in unlabelled] == [record[key] for record in dropped]
-    assert [record["step"] for record in unlabelled] == [1, 2, 3, 4]
-    assert [record["unlabelled"] for record in runs.metrics(run_dirs[0]) if "unlabelled" in record] == [True], (
-        "reported once"
-    )

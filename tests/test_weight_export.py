@@ -1,6 +1,7 @@
 """`iterate_weights` yields what a plain model of the same weights saves, with adapters merged or separate."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_weights_of_a_parallel_model_equal_a_saved_model(case, tmp_path):
 def test_a_base_in_four_bits_is_not_merged():
     model = ithaka.parallelize(adapted_model())
     layer = model.get_base_model().model.layers[0].mlp.down_proj.base_layer
-    layer.register_parameter("packed_weight", torch.nn.Parameter(torch.zeros(1), requires_grad=False))
+    layer.packed_weights = [SimpleNamespace(name="weight")]
     assert_refused(lambda: next(iterate_weights(model)), "4 bits", fix="merge=False")
 
 

@@ -18,7 +18,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -186,12 +185,9 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def read_best(state: dict[str, Any]) -> tuple[tuple[float, int] | None, int]:
-    """The lowest validation loss and its step, if any, and how many validations in a row were not lower. Earlier
-    versions could save a NaN as the lowest loss: then no validation counts."""
-    best = state.get("best")
-    if best is not None and not math.isfinite(best[0]):
-        return None, 0
-    return best and (best[0], best[1]), state.get("stale", 0)
+    """The lowest validation loss and its step, if any, and how many validations in a row were not lower."""
+    best = state["best"]
+    return best and (best[0], best[1]), state["stale"]
 
 
 def write_pins(run_dir: Path, commits: Mapping[str, str], base: str) -> None:
@@ -199,7 +195,7 @@ def write_pins(run_dir: Path, commits: Mapping[str, str], base: str) -> None:
 
 
 def read_pins(run_dir: Path) -> dict[str, Any]:
-    """Contents of pins.json; {} for a run without it, of an earlier version."""
+    """Contents of pins.json; {} if it was removed."""
     file = run_dir / PINS_FILE
     try:
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

@@ -133,10 +133,6 @@ def _merge(trees: Iterable[tuple[str, Tree]]) -> Config:
                 raise ConfigError(f"{section} in {origin} is not a section; {_suggest_section(section)}")
             if section == "loss" and isinstance(values, str):
                 values = {"type": values}
-            if section == "train" and isinstance(values, Mapping) and "tensorboard" in values:  # until 0.1
-                values = {key: value for key, value in values.items() if key != "tensorboard"} | (
-                    {"track": ["tensorboard"]} if values["tensorboard"] else {}
-                )
             if not isinstance(values, Mapping | None):
                 raise ConfigError(f"{section}={values!r} in {origin} is not a mapping; write keys below `{section}:`")
             if values is not None:

@@ -40,7 +40,7 @@ from ithaka.data.pack import (
 )  # fmt: skip
 
 Cut = Callable[..., CutDocuments]  # pack.cut_documents with `context` and `long` bound
-STATE_FORMAT = 6  # 5 packed pieces of long documents without a trained token
+STATE_FORMAT = 6  # increase it if a position has another meaning
 PACKING_KEYS = ("context", "group", "lead", "done", "most")  # in a state, for the fields of Packing
 # Minimum size of a round.
 ROUND_TOKENS = 1 << 24

@@ -179,10 +179,6 @@ class ModelShape:
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return self.num_layers * self.layer_parameters + embeddings + self.hidden
 
-    def first_layers(self, num_layers: int) -> ModelShape:
-        """Return the same model with fewer layers."""
-        return self.keep_layers(range(num_layers))
-
     def keep_layers(self, layers: Sequence[int], dropped: int | None = None) -> ModelShape:
         """Return the same model with these layers only. `dropped`: the parameters of all others; without it, those of a
         measured model are scaled in proportion."""

@@ -216,9 +216,8 @@ def resolve(
 
 def _pin_commits(config: Config, commits: dict[str, str], resume: Path | None) -> Config:
     """Replace the names of the model and of datasets on the hub, see `resolve`. `resume`: the run's directory."""
-    resumes = resume is not None and files.newest_checkpoint(resume) is not None
-    pins = files.read_pins(resume) if resume is not None and resumes else {}
-    commits |= pins.get("commits", {})
+    if resume is not None and files.newest_checkpoint(resume) is not None:
+        commits |= files.read_pins(resume).get("commits", {})
 
     def pin_data(tree: Any, name: str) -> Any:
         if isinstance(tree, list):
@@ -227,8 +226,8 @@ def _pin_commits(config: Config, commits: dict[str, str], resume: Path | None) -
             return {key: pin_data(value, f"{name}.{key}") for key, value in tree.items()}
         if not isinstance(tree, str) or not HUB_DATASET.fullmatch(tree):
             return tree
-        if tree not in commits:  # the checkpoints of an earlier version, without pins, name the data without a commit
-            commits[tree] = tree if resumes and not pins else str(pin_dataset(Path(tree), name))
+        if tree not in commits:
+            commits[tree] = str(pin_dataset(Path(tree), name))
         return commits[tree]
 
     tree, model = to_dict(config), config.model

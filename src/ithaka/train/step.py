@@ -167,8 +167,7 @@ def train_step(
     dpo: DPO | None = None,
 ) -> StepResult:
     """Run one update on this rank's micro-batches. `windows`: sliding window of each layer. `seed_and_step`: for
-    adapter.dropout. The update is skipped if `accepts(loss, gradient norm)` is false. If no rank has a label, nothing
-    is computed and `label_tokens` is 0.
+    adapter.dropout. The update is skipped if `accepts(loss, gradient norm)` is false.
 
     The global number of valid labels (for `dpo`, of preferences) is known before the first forward, so that every
     micro-batch is weighted by its number of labels."""
@@ -179,8 +178,6 @@ def train_step(
     counts = torch.tensor([labels, preferences, *pairs]) * (mesh.cp_rank == 0)
     dist.all_reduce(counts)
     label_tokens, preferences, *all_pairs = counts.tolist()
-    if not label_tokens:
-        return StepResult(0.0, 0.0, 0, 0, {})
     for group in optimizer.param_groups:
         rate = lr * group.get("lr_factor", 1.0)
         group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate  # torchao uses a tensor

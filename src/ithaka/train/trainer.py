@@ -72,7 +72,6 @@ class Trainer:
         self.text: EvalText | None = None  # to evaluate on
         self.norms: deque[float] = deque(maxlen=100)  # gradient norms of the last steps
         self.skipped = 0  # batches in a row
-        self.reported_unlabelled = False  # a step without a label
         self.best: tuple[float, int] | None = None  # lowest validation loss, and its step
         self.stale = 0  # validations since
         self.epochs = run.config.train.epochs
@@ -262,12 +261,6 @@ class Trainer:
             dpo=self.dpo,
         )
         result = compute()
-        if not result.label_tokens:
-            if not self.reported_unlabelled:
-                message = "no rank has a token to train; no update, and such steps do not count"
-                self.console.event(self.step + 1, f"step {self.step + 1}: {message}", unlabelled=True)
-            self.reported_unlabelled = True
-            return None
         if result.refused is not None:
             first, result = result, compute()
             if result.refused is not None:
