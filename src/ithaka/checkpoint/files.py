@@ -148,8 +148,7 @@ def prune(root: Path, step: int, keep_last: int, best: int = 0) -> None:
 def _was_best(path: Path) -> bool:
     """Whether the validation loss was the lowest so far when this checkpoint was saved."""
     try:
-        state = read_state(path)
-        best, _ = read_best(state)
+        best = (state := read_state(path))["best"]
         return best is not None and best[1] == state["step"]
     except (OSError, ValueError, LookupError):  # damaged
         return False

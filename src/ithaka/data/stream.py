@@ -220,8 +220,9 @@ class SequenceStream:
 
     def next_sequence(self, materialize: bool = True) -> PackedSequence | None:
         """Advance, and return the sequence: None at the end of a stream without keys, or if not `materialize`."""
+        num_sequences = len(self.current_round())  # may start the next round
         *earlier, packing = self.position.packings
-        if not len(self.current_round()):
+        if not num_sequences:
             return None
         packings = (*earlier, replace(packing, done=packing.done + 1))
         self.position = replace(self.position, sequences=self.position.sequences + 1, packings=packings)

@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -53,13 +54,9 @@ class WeightFormat:
         """Describe a quantized base for the adapter file; empty if it is not quantized."""
         return {}
 
-    def load_options(self) -> dict[str, Any]:
-        """Options with which plain transformers loads files in this format."""
-        return {}
-
-    def dequantize(self, model: Any) -> Any:
-        """Make the weights of a model that plain transformers loaded dense."""
-        return model
+    def load(self, load: Callable[..., Any]) -> Any:
+        """Call `load`, which loads files in this format with plain transformers, and make the weights dense."""
+        return load()
 
 
 class Nf4(WeightFormat):
@@ -107,20 +104,15 @@ class Mxfp4(WeightFormat):
     def describe(self, adapter: AdapterConfig) -> dict[str, Any]:
         return {"base": "mxfp4", "unquantized": list(adapter.unquantized)}
 
-    def load_options(self) -> dict[str, Any]:
-        return {"quantization_config": Mxfp4Config(dequantize=True)}
-
-    def dequantize(self, model: Any) -> Any:
-        model._weight_conversions = []  # they would save the weights under the packed names
-        return model
+    def load(self, load: Callable[..., Any]) -> Any:
+        return _without_conversions(load(quantization_config=Mxfp4Config(dequantize=True)))
 
 
+@dataclass(frozen=True)
 class Bitsandbytes(WeightFormat):
     """Files in bitsandbytes' 4 bits, which are used as they are, whatever `adapter.base` is."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        """`settings`: quantization_config in config.json."""
-        self.settings = settings
+    settings: Mapping[str, Any]  # quantization_config in config.json
 
     def describe(self, adapter: AdapterConfig) -> dict[str, Any]:
         codes, is_double = (self.settings.get(f"bnb_4bit_{name}") for name in ("quant_type", "use_double_quant"))
@@ -128,10 +120,13 @@ class Bitsandbytes(WeightFormat):
         sizes = {"block": NF4.block, "double_quantization": is_double or False}
         return {"base": codes or "fp4", "unquantized": skipped, **sizes}
 
-    def dequantize(self, model: Any) -> Any:
-        model = model.dequantize()
-        model._weight_conversions = []
-        return model
+    def load(self, load: Callable[..., Any]) -> Any:
+        return _without_conversions(load().dequantize())
+
+
+def _without_conversions(model: Any) -> Any:
+    model._weight_conversions = []  # they would save the weights under the packed names
+    return model
 
 
 DENSE = WeightFormat()

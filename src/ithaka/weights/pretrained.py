@@ -1,6 +1,7 @@
 """Load models with plain transformers, and merge adapters into them."""
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,10 @@ def load_pretrained(folder: Path, config: Any = None, **options: Any) -> Any:
 def load_dequantized(folder: Path, config: Any = None, **options: Any) -> Any:
     """Load a model with plain transformers. Four-bit weights are dequantized."""
     stored = read_json(folder / "config.json")
-    config, files = config or AutoConfig.from_pretrained(folder), file_format(stored)
+    config = config or AutoConfig.from_pretrained(folder)
     if stored.get("quantization_config"):  # a run's config.json does not have it
         config.quantization_config = stored["quantization_config"]
-    return files.dequantize(load_pretrained(folder, config, **options, **files.load_options()))
+    return file_format(stored).load(partial(load_pretrained, folder, config, **options))
 
 
 def merge_adapter(
