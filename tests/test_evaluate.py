@@ -23,7 +23,7 @@ from ithaka.cli import app
 from ithaka.comm.mesh import make_mesh
 from ithaka.data.tokenizer import ByteTokenizer
 from ithaka.evaluate import tasks as measuring
-from ithaka.evaluate.page import render_results
+from ithaka.evaluate.compare import render_results
 from ithaka.evaluate.run import evaluate_all, prepare_model
 from ithaka.evaluate.tasks import (
     DEPTHS,

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from ithaka.comm.mesh import default_device
-from ithaka.ops.fourbit import MXFP4, NF4, ROW, SCALES_AT, RowLayout, Scales, block_scales, dequantize, quantize_nf4
+from ithaka.ops.fourbit import MXFP4, NF4, NF4_SINGLE, ROW, SCALES_AT, block_scales, dequantize, quantize_nf4
 
 
 @pytest.mark.parametrize("shape", [(64, 758), (2, 64, 758)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("layout", [NF4, *(RowLayout(codes, Scales.FLOAT) for codes in ("nf4", "fp4")), MXFP4], ids=str)
+@pytest.mark.parametrize("layout", [NF4, NF4_SINGLE, NF4_SINGLE._replace(codes="fp4"), MXFP4], ids=str)
 def test_unpacked_weights_equal_those_of_plain_torch(layout, dtype, shape):
     """The last packed row of each matrix is not full."""
     generator, num_matrices = torch.Generator().manual_seed(4), shape[0] if len(shape) == 3 else 1

@@ -286,7 +286,6 @@ def evaluate(
         check_output("--html", page, force)
     with loading():
         from ithaka.evaluate import compare
-        from ithaka.evaluate.page import render_results
         from ithaka.evaluate.run import evaluate_all
 
     models = [fetch_model(each, "MODEL=") for each in models]
@@ -295,7 +294,7 @@ def evaluate(
         return
     if page is not None:
         with writing_to("--html", page):
-            page.write_text(render_results(results), encoding="utf-8")
+            page.write_text(compare.render_results(results), encoding="utf-8")
     if as_json:
         print(format_json(results if len(results) > 1 else results[0], indent=2))
     for title, rows in compare.make_tables(results) if not as_json else ():

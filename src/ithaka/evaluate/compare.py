@@ -1,12 +1,15 @@
-"""Results of one model or two: read them, check that they can be compared, and put them into tables."""
+"""Results of one model, or of two to compare: read them, and show them as tables and as a page."""
 
+import html
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ithaka.config import ConfigError, input_error
-from ithaka.evaluate.tasks import FIGURES
+from ithaka.evaluate.tasks import FIGURES, TASKS
+from ithaka.report.page import render_charts, render_table
 
 EXPLANATIONS = {
     "long_context_gain": "loss with the full context minus loss with the last 4K tokens; below zero, the context helps",
@@ -74,7 +77,7 @@ def make_tables(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[d
     for title, name, keys in TABLES:
         if rows := _merge_columns([result.get(name) or [] for result in results], keys):
             yield title, rows
-    retrieval = [depth_rows(result["retrieval"]) for result in results]
+    retrieval = [_depth_rows(result["retrieval"]) for result in results]
     yield "retrieval by depth", _merge_columns(retrieval, ("task", "context"))
 
 
@@ -111,9 +114,46 @@ def _figure_rows(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"figure": name, "mean": result.get(name), "error": result.get(f"{name}_error")}
 
 
-def depth_rows(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _depth_rows(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for cell in cells:
         row = rows.setdefault((cell["task"], cell["context"]), {"task": cell["task"], "context": cell["context"]})
         row[f"{cell['depth']:.0%}"] = cell["score"]
     return list(rows.values())
+
+
+def render_results(results: Sequence[dict[str, Any]]) -> str:
+    """Render a self-contained HTML page, with a retrieval heat map per task and model."""
+    parts = []
+    charts = {title: name for title, name, keys in TABLES if keys == ("from", "to")}
+    for title, rows in list(make_tables(results))[:-1]:
+        if title in charts:
+            losses = [row["loss"] for result in results for row in result.get(charts[title]) or []]
+            measured = any(loss is not None and math.isfinite(loss) for loss in losses)
+            content = f'<div class=chart data-rows="{charts[title]}"></div>' if measured else "not measured"
+        else:
+            content = render_table([list(row.values()) for row in rows], list(rows[0])) if rows else "not measured"
+        parts.append(f"<h2>{title}</h2><div class=scroll>{content}</div>")
+        parts += [f"<p class=note>{explain_figures(results)}</p>"] * (title == "figures")
+    parts.append("<h2>retrieval</h2>")
+    if missing := explain_missing_retrieval(results):
+        parts.append(f"<p class=note>{html.escape(missing)}</p>")
+    if not any(result["retrieval"] for result in results):
+        return _render(results, parts)
+    parts.append("<p class=note>Share of correct answers, by context (rows) and depth (columns).</p><div class=maps>")
+    for task in TASKS:
+        maps = []
+        for name, result in zip(column_names(results), results, strict=True):
+            rows = _depth_rows([cell for cell in result["retrieval"] if cell["task"] == task])
+            _, _, *depths = rows[0] if rows else ("", "")
+            maps.append(render_table([list(row.values())[1:] for row in rows], [name, *depths], "heat"))
+        parts.append(f"<section><h3>{task}</h3><div class=maps>{''.join(maps)}</div></section>")
+    return _render(results, [*parts, "</div>"])
+
+
+def _render(results: Sequence[dict[str, Any]], parts: Sequence[str]) -> str:
+    title = "Evaluation of " + " and ".join(result["model"] for result in results)
+    drawn = [name for _, name, keys in TABLES if keys == ("from", "to")]
+    models = zip(model_names(results), results, strict=True)
+    data = [{"name": name, **{key: result.get(key) or [] for key in drawn}} for name, result in models]
+    return render_charts(title, "".join(parts), data, "evaluation.js")

@@ -12,17 +12,16 @@ weights/formats.py chooses, reads and describes packed weights.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ithaka.config.formats import ROW
+from ithaka.config.formats import BASE_FORMATS, ROW
 from ithaka.ops.fused import runs_in_triton
 from ithaka.phases import Holder, allocating_for
 
@@ -51,41 +50,24 @@ class Scales(IntEnum):
     """How the scale of a block is stored; the kernel's KIND."""
 
     FLOAT = 0
-    DOUBLE = 1  # a byte, and per row the scale and offset of the bytes
+    DOUBLE = 1  # a byte; the row ends with the scale and offset of the bytes, padded to 16
     EXPONENT = 2
 
 
-# Weights per block, bytes per scale, and bytes after a row's scales, which end at a multiple of 16.
-SIZES = {Scales.FLOAT: (64, 4, 0), Scales.DOUBLE: (64, 1, 16), Scales.EXPONENT: (32, 1, 0)}
-
-
-@dataclass(frozen=True)
-class RowLayout:
+class RowLayout(NamedTuple):
     """The bits of a packed row."""
 
     codes: str  # a key of TABLES
-    scales: Scales = Scales.DOUBLE
-
-    @property
-    def block(self) -> int:
-        return SIZES[self.scales][0]
-
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of a row's scales."""
-        return ROW // self.block * SIZES[self.scales][1]
-
-    @property
-    def row_bytes(self) -> int:
-        return SCALES_AT + self.scale_bytes + SIZES[self.scales][2]
-
-    @property
-    def is_transposed(self) -> bool:
-        """gpt-oss stores the transpose of its experts."""
-        return self.codes == "mxfp4"
+    scales: Scales
+    block: int  # weights per scale
+    scale_bytes: int  # of all scales in a row
+    row_bytes: int
+    is_transposed: bool = False  # gpt-oss stores the transpose of its experts
 
 
-NF4, MXFP4 = RowLayout("nf4"), RowLayout("mxfp4", Scales.EXPONENT)
+NF4 = RowLayout("nf4", Scales.DOUBLE, 64, ROW // 64, BASE_FORMATS["nf4"].row_bytes)
+NF4_SINGLE = RowLayout("nf4", Scales.FLOAT, 64, ROW // 16, SCALES_AT + ROW // 16)  # without double quantization
+MXFP4 = RowLayout("mxfp4", Scales.EXPONENT, 32, ROW // 32, BASE_FORMATS["mxfp4"].row_bytes, is_transposed=True)
 
 
 @cache

@@ -22,6 +22,7 @@ from ithaka.config.formats import BASE_FORMATS, quant_method
 from ithaka.ops.fourbit import (
     MXFP4,
     NF4,
+    NF4_SINGLE,
     ROW,
     SCALES_AT,
     PackedWeight,
@@ -146,9 +147,9 @@ def trained_format(adapter: AdapterConfig, config: Mapping[str, Any]) -> WeightF
     return stored if isinstance(stored, Bitsandbytes) else FORMATS.get(adapter.base, DENSE)
 
 
-def round_weights(model: Any, adapter: AdapterConfig, config: Mapping[str, Any] = {}) -> None:  # noqa: B006
-    """Replace a full model's weights with the values that a run with this adapter uses."""
-    trained_format(adapter, config).round(model, adapter)
+def round_weights(model: Any, adapter: AdapterConfig, config: Mapping[str, Any] | None = None) -> None:
+    """Replace a full model's weights with the values that a run with this adapter uses. `config`: its config.json."""
+    trained_format(adapter, config or {}).round(model, adapter)
 
 
 def base_metadata(adapter: AdapterConfig, config: Mapping[str, Any]) -> dict[str, str]:
@@ -193,7 +194,7 @@ def choose_packed(model: Any, adapter: AdapterConfig | None, files: Mapping[str,
 
 
 def _bitsandbytes_layout(codes: str, is_double: bool) -> RowLayout:
-    return RowLayout(codes, Scales.DOUBLE if is_double else Scales.FLOAT)
+    return (NF4 if is_double else NF4_SINGLE)._replace(codes=codes)
 
 
 def pack_weights(model: nn.Module, dtype: torch.dtype) -> None:
