@@ -247,7 +247,7 @@ def export(
     export_run(run_dir, folder, merge, step, force)
     print(f"exported to {folder}")
     adapter = load_config(run_dir / "config.yaml").adapter if merge else None
-    if note := BASE_FORMATS[adapter.base].merge_note if adapter else "":
+    for note in BASE_FORMATS[adapter.base].merge_notes if adapter else ():
         print(note)
     if push is not None:
         write_card(run_dir, folder, push, step)

@@ -7,6 +7,9 @@ from typing import Any
 from ithaka.config.fields import ConfigError
 
 ROW = 16384  # weights that are packed together (ops/fourbit.py)
+NF4_MERGED = (
+    "The adapter was trained on an nf4 base; merged into bf16 weights it gives different outputs. Evaluate the result."
+)
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,7 @@ class BaseFormat:
     packs_linears: bool = False
     packs_experts: bool = False
     families: tuple[str, ...] = ()  # model types that can have it; empty: all
-    merge_note: str = ""  # printed if an adapter is merged into weights in full precision
+    merge_notes: tuple[str, ...] = ()  # printed if an adapter is merged into weights in full precision
 
     def num_bytes(self, num_weights: int) -> int:
         return -(-num_weights // ROW) * self.row_bytes
@@ -29,13 +32,7 @@ class BaseFormat:
 
 BASE_FORMATS = {
     "bf16": BaseFormat(),
-    "nf4": BaseFormat(
-        8464,
-        packs_linears=True,
-        packs_experts=True,
-        merge_note="The adapter was trained on an nf4 base; merged into bf16 weights it gives different outputs. "
-        "Evaluate the result.",
-    ),
+    "nf4": BaseFormat(8464, packs_linears=True, packs_experts=True, merge_notes=(NF4_MERGED,)),
     "mxfp4": BaseFormat(8704, packs_experts=True, families=("gpt_oss",)),
 }
 
