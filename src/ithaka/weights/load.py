@@ -77,9 +77,9 @@ def load_weights(
     weights, (blocks, names) = base_weights(model, tensors), find_blocks(files, tensors)
     direct, conversions = _match_names(model, names, tensors, transforms)
     model._weight_conversions = [transform for transform in transforms if transform.was_used()]
-    converted = {name for conversion in conversions for name in conversion.targets if name in tensors}
-    empty = {name: torch.empty(weights[name].shape, device="meta") for name in converted}
-    expected = revert_weight_conversion(model, empty) if empty else {}
+    targets = [name for conversion in conversions for name in conversion.targets if name in tensors]
+    converted = {name: torch.empty(weights[name].shape, device="meta") for name in targets}
+    expected = revert_weight_conversion(model, converted) if converted else {}
     found = [name for conversion in conversions for names in conversion.stored.values() for name in names]
     # Some conversions accept names that they do not write, so equal counts suffice. Experts are merged in the order
     # of their names, so these must match.
