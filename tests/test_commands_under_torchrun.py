@@ -16,7 +16,7 @@ import torch.distributed as dist
 import typer
 
 from ithaka import cli
-from ithaka.cli import doctor
+from ithaka.checks import doctor
 from ithaka.config import to_yaml
 from ithaka.evaluate import run as evaluate
 from ithaka.exits import ExitCode
