@@ -24,7 +24,8 @@ from ithaka.exits import ExitCode
 from ithaka.inputs import batch
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.layout import ActivationPolicy
-from ithaka.roots import decoder
+from ithaka.mixers import softmax
+from ithaka.roots import decoder, fast
 from models import CONSTRUCTING, tiny_config, tiny_model
 from refusals import assert_command_refused, assert_refused
 from runs import MODEL
