@@ -38,7 +38,7 @@ class Family:
 
 
 DEFAULT_WINDOW = 4096  # for every family that has windows
-# To add a family: one entry here, one case in tests/test_shape.py and one in tests/models.py. roots/families.py maps
+# To add a family: one entry here, one case in tests/test_shape.py and one in tests/models.py. roots/fast.py maps
 # its modules to the layer's parts.
 FAMILIES: dict[str, Family] = {
     "llama": Family("attention_bias", "attention_bias", "mlp_bias", positions=2048),

@@ -25,13 +25,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ithaka.attention.docs import Docs
 from ithaka.blocks.tiles import sum_dtype
-from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError
 from ithaka.inputs.batch import GatherTokens, select_own_tokens
 from ithaka.inputs.calls import MODES
 from ithaka.layer.runs import Arguments, AttentionCall, LayerRuns, LayerSpec, PlaceholderMask, ReplayingMask
 from ithaka.layer.store import Store
-from ithaka.layout import ActivationPolicy, Layout
+from ithaka.layout import ActivationPolicy
 from ithaka.phases import mark_backward, phase
 from ithaka.roots.probe import TOLERANCE
 from ithaka.roots.recorder import randomize
@@ -154,10 +153,6 @@ class VideoTransformer(Root):
 
     def outer_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return sum_dtype(dtype)
-
-    def attach(self, mesh: Mesh, layout: Layout, dtype: torch.dtype, store: Store) -> None:
-        super().attach(mesh, layout, dtype, store)
-        self.model.gradient_checkpointing = False
 
     def make_layer(self, index: int, store: Store, keeps: ActivationPolicy) -> Any:
         self.layers[index].attn1.processor = SelfAttention()
