@@ -5,7 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ithaka.comm.mesh import make_mesh
 from ithaka.layout import Layout
-from ithaka.model import fsdp
+from ithaka.model import build
 from ithaka.model.build import parallelize_model
 from models import tiny_config, tiny_model
 from parity import random_ids
@@ -42,7 +42,7 @@ def train_once():
 
 def test_weights_and_gradients_are_cast_in_one_pass(monkeypatch):
     gathered, reduced, num_weights, grads = train_once()
-    monkeypatch.setattr(fsdp, "_cast_in_one_pass", lambda model: None)
+    monkeypatch.setattr(build, "_cast_in_one_pass", lambda model: None)
     gathered_before, reduced_before, _, expected = train_once()
     assert gathered_before == gathered + num_weights
     assert (reduced, reduced_before) == (0, 2), "a copy of each layer's gradients"

@@ -17,7 +17,7 @@ from ithaka.layer import ring, stages
 from ithaka.layer import streamed as streamed_layer
 from ithaka.layer.store import Store
 from ithaka.layout import layout_from_config
-from ithaka.model import build, fsdp
+from ithaka.model import build
 from ithaka.profile.live import LiveBytes
 from ithaka.train.trainer import prepare
 from models import tiny_config
@@ -156,13 +156,13 @@ def test_dtype_is_the_compute_dtype():
 
 
 def test_offload_optimizer_sets_fsdps_offload_policy(monkeypatch):
-    policies, shard = [], fsdp.fully_shard
+    policies, shard = [], build.fully_shard
 
     def record(module, **options):
         policies.append(type(options["offload_policy"]).__name__)
         return shard(module, **options)
 
-    monkeypatch.setattr(fsdp, "fully_shard", record)
+    monkeypatch.setattr(build, "fully_shard", record)
     for value, policy in (("true", "CPUOffloadPolicy"), ("false", "OffloadPolicy")):
         run_step(f"memory: {{offload_optimizer: {value}}}")
         assert set(policies) == {policy}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ithaka.attention.choose import agree_on_kernel
 from ithaka.comm.agree import gather_objects, raise_on_all_ranks
 from ithaka.comm.mesh import Mesh, default_device, start_process_group
-from ithaka.config import AdapterConfig, ConfigError, parse_config, parse_count, renaming
+from ithaka.config import SAVEABLE_MODULES, AdapterConfig, ConfigError, parse_config, parse_count, renaming
 from ithaka.config.formats import required_base
 from ithaka.inputs.calls import compute_dtype
 from ithaka.layer.store import Store
@@ -170,7 +170,8 @@ def shape_from_model(model: Any) -> ModelShape:
     rank = max(module.r[adapter] for module in modules.values())
     names = [_target_name(name, module) for name, module in modules.items()]
     targets = tuple(filter(None, map(root.planned_target, names)))
-    saved = (name for name, module in root.trained_ends().items() if hasattr(module, "modules_to_save"))
+    copied = [name.rpartition(".")[2] for name, module in base.named_modules() if hasattr(module, "modules_to_save")]
+    saved = (name for name in SAVEABLE_MODULES if name in copied)
     others: Any = {"base": required_base(config, "bf16")}
     others["dropout"] = max(getattr(module.lora_dropout[adapter], "p", 0.0) for module in modules.values())
     return shape.with_adapter(AdapterConfig(rank, targets=targets, modules_to_save=tuple(saved), **others))

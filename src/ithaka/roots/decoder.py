@@ -15,19 +15,12 @@ from ithaka.attention.docs import Docs
 from ithaka.blocks.dropout import POSITION_BITS, replace_dropout
 from ithaka.blocks.tiles import sum_dtype
 from ithaka.comm.mesh import Mesh
-from ithaka.config import SAVEABLE_MODULES, ConfigError
+from ithaka.config import ConfigError
 from ithaka.inputs.batch import GatherTokens, select_own_tokens, shard_batch
 from ithaka.inputs.calls import CheckedCall, fingerprint_call, parse_arguments, shard_expert_indices
 from ithaka.inputs.positions import check_positions
 from ithaka.layer.inputs import CallState
-from ithaka.layer.loss import (
-    IGNORE_INDEX,
-    Head,
-    ScaledHead,
-    TokenResults,
-    linear_cross_entropy,
-    summed_cross_entropy,
-)
+from ithaka.layer.loss import IGNORE_INDEX, Head, ScaledHead, TokenResults, linear_cross_entropy, summed_cross_entropy
 from ithaka.layer.store import Store
 from ithaka.layout import Layout
 from ithaka.plan.bytes import logits_tile_tokens
@@ -58,19 +51,8 @@ class Decoder(Root):
         """The base model that has the embeddings, the decoder layers and the last norm."""
         return self.model.get_submodule(self.layers_name.rpartition(".")[0])
 
-    @property
-    def hidden_size(self) -> int:
-        return self.model.config.get_text_config().hidden_size
-
-    def config_values(self) -> dict[str, Any]:
-        return self.model.config.to_dict()
-
     def planned_target(self, name: str) -> str:
         return name
-
-    def trained_ends(self) -> dict[str, nn.Module]:
-        ends = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        return dict(zip(SAVEABLE_MODULES, ends, strict=True))
 
     def check(self, layout: Layout, device: torch.device) -> None:
         self.dropout = replace_dropout(self.model)

@@ -23,7 +23,11 @@ def find_root(model: Any) -> Root:
     if any(cls.__module__.startswith("diffusers.") for cls in classes):
         family = next((FAMILIES[cls.__name__] for cls in classes if cls.__name__ in FAMILIES), None)
         if family is None:
-            raise ConfigError(_refuse_transformer(type(base).__name__))
+            name, reason = type(base).__name__, "is not supported"
+            if name.startswith(JOINT_ATTENTION):
+                reason = "attends jointly to text and video, so text tokens would have to be sharded with the patches"
+            fix = f"of diffusers' models, use {' or '.join(FAMILIES)}"
+            raise ConfigError(f"parallelize got a {name}, which {reason}; {fix}")
         return family(base)
     if not isinstance(base, PreTrainedModel):
         raise ConfigError(_refuse_class(model))
@@ -53,10 +57,3 @@ def _refuse_class(model: Any) -> str:
         f"parallelize got a {type(model).__name__}, which is not a transformers language model; use "
         "AutoModelForCausalLM.from_pretrained or from_config"
     )
-
-
-def _refuse_transformer(name: str) -> str:
-    reason = "is not supported"
-    if name.startswith(JOINT_ATTENTION):
-        reason = "attends jointly to text and video, so text tokens would have to be sharded with the patches"
-    return f"parallelize got a {name}, which {reason}; of diffusers' models, use {' or '.join(FAMILIES)}"

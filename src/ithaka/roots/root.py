@@ -48,6 +48,7 @@ class Root(ABC):
     uses_fast_path = False  # whether its layers map to LayerParts; others run their own forward
     predicts_tokens = True  # whether it has labels and a loss of its own
 
+    encoder: Any = None  # of images and videos, if it takes them with its tokens
     dropout: DropoutState | None = None
     balancing: LoadBalancingLoss | None = None  # if the model's configuration has it
     specs: Sequence[LayerSpec] = ()  # per layer
@@ -73,21 +74,12 @@ class Root(ABC):
         return False
 
     @property
-    def encoder(self) -> Any:
-        """The encoder of images and videos, if the model takes them with its tokens."""
-        return None
+    def hidden_size(self) -> int:
+        return self.model.config.get_text_config().hidden_size
 
-    @property
-    @abstractmethod
-    def hidden_size(self) -> int: ...
-
-    @abstractmethod
     def config_values(self) -> dict[str, Any]:
         """The values of config.json."""
-
-    def trained_ends(self) -> dict[str, nn.Module]:
-        """The modules around the layers that an adapter may save in full, by their names in its settings."""
-        return {}
+        return self.model.config.to_dict()
 
     def planned_target(self, name: str) -> str:
         """The planner's name of an adapted module; empty if plans leave it out. All layers are model.layers there."""
@@ -167,7 +159,7 @@ class Root(ABC):
             if adapted is not None and layer.forward.experts.block is None:
                 rule, name = "train.compile=true" if layout.compile else "experts of this structure", f"layer {index}"
                 raise ConfigError(f"{name}: adapters on {adapted} are not supported with {rule}; leave out its targets")
-        self.model.forward = MethodType(self.forward, self.model)
+        self.model.forward, self.model.gradient_checkpointing = MethodType(self.forward, self.model), False
 
     def make_layer(self, index: int, store: Store, keeps: ActivationPolicy) -> Any:
         """The forward of a layer, which runs the layer's own in tiles."""

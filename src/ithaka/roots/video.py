@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ithaka.attention.docs import Docs
 from ithaka.blocks.tiles import sum_dtype
-from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError
 from ithaka.inputs.batch import GatherTokens, select_own_tokens
 from ithaka.inputs.calls import MODES
@@ -32,7 +31,7 @@ from ithaka.layer.inputs import CallState, LayerInputs
 from ithaka.layer.mixer import LayerSpec
 from ithaka.layer.passes import LayerPasses
 from ithaka.layer.store import Store
-from ithaka.layout import ActivationPolicy, Layout
+from ithaka.layout import ActivationPolicy
 from ithaka.mixers.attention_call import AttentionCall, PlaceholderMask, ReplayingMask
 from ithaka.mixers.softmax import SoftmaxSpec
 from ithaka.phases import mark_backward, phase
@@ -157,10 +156,6 @@ class VideoTransformer(Root):
 
     def outer_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return sum_dtype(dtype)
-
-    def attach(self, mesh: Mesh, layout: Layout, dtype: torch.dtype, store: Store) -> None:
-        super().attach(mesh, layout, dtype, store)
-        self.model.gradient_checkpointing = False
 
     def make_layer(self, index: int, store: Store, keeps: ActivationPolicy) -> Any:
         self.layers[index].attn1.processor = SelfAttention()

@@ -396,9 +396,9 @@ class VisionDecoder(GeneralDecoder):
 
     layers_name = "model.language_model.layers"
 
-    @property
-    def encoder(self) -> Any:
-        return self.model.model.visual
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.encoder = model.model.visual
 
     planned_target = Root.planned_target  # of its layers only
 
