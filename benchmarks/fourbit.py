@@ -25,9 +25,10 @@ from ithaka.log.console import status
 from ithaka.ops import fourbit
 from ithaka.plan.bytes import build_ledger
 from ithaka.plan.hardware import GIB, Hardware, parse_gpus
-from ithaka.plan.models import find_config, find_shape
+from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import Work
+from ithaka.run.shapes import find_shape
 
 LAYERS = 2
 RANK = 16

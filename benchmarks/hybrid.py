@@ -38,10 +38,10 @@ from ithaka.ops.delta_kernels import runs_in_kernels
 from ithaka.ops.delta_rule import DeltaInputs, DeltaRule, LocalDocs
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import parse_gpus
-from ithaka.plan.read_config import shape_from_config
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import Work
 from ithaka.profile.timeline import PhaseTimer
+from ithaka.run.shapes import shape_from_config
 
 SHAPE: dict[str, Any] = {
     "model_type": "qwen3_5_text",

@@ -26,10 +26,10 @@ from ithaka.config import parse_count
 from ithaka.layout import Layout, make_layout
 from ithaka.plan.hardware import GIB, find_hardware
 from ithaka.plan.models import find_config
-from ithaka.plan.read_config import shape_from_config
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import layer_seconds
 from ithaka.plan.shape import Work
+from ithaka.run.shapes import shape_from_config
 
 SIDES = ("ring", "unaligned", "Ulysses")
 
@@ -67,7 +67,7 @@ def measure(config: dict[str, Any], layout: Layout, context: int, steps: int) ->
     hardware, work = find_hardware(f"{layout.cp // 8}x8xH200"), Work(context)
     shape = replace(shape_from_config(config, "llama3-8b").first_layers(1))
     plan = Plan(shape, layout, hardware, work)
-    seconds = layer_seconds(shape, layout, hardware, work, None, layout.kept[0])
+    seconds = layer_seconds(shape, layout, hardware, work, shape.mixers[0], layout.kept[0])
     measured = rehearse.rehearse(config, layout, layout.cp, context, steps=steps)
     gc.collect()
     if torch.cuda.is_available():

@@ -12,10 +12,10 @@ from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.bytes import build_ledger, gpu_phases, logits_tile_tokens
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.layer_bytes import layer_peaks
-from ithaka.plan.models import find_shape
 from ithaka.plan.search import SearchSpace
 from ithaka.plan.seconds import MLP_SHARE, LayerSeconds, layer_seconds, step_seconds
 from ithaka.plan.shape import Work
+from ithaka.run.shapes import find_shape
 from test_plan_command import ARGS, run
 
 LLAMA = find_shape("llama3-8b")
@@ -123,7 +123,8 @@ def test_frozen_weights_cost_no_weight_gradient_time():
 def test_layers_below_the_first_adapter_have_no_backward_and_keep_nothing():
     assert TOP.first_trained == 30 and TOP.num_trained == 2 * 16 * 2 * D
     seconds = [
-        sum(part.total for part in layer_seconds(TOP, LAYOUT, H100, Work(2**17), None, KEEPS)[:n]) for n in (1, 2)
+        sum(part.total for part in layer_seconds(TOP, LAYOUT, H100, Work(2**17), TOP.mixers[0], KEEPS)[:n])
+        for n in (1, 2)
     ]
     lowest = replace(TOP, adapter=AdapterConfig(16, targets=("0.self_attn.q_proj", "1.self_attn.q_proj")))
     more = [step_seconds(shape, LAYOUT, H100, Work(2**17)).total for shape in (lowest, TOP)]

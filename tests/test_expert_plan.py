@@ -9,10 +9,10 @@ from ithaka.layout import ActivationPolicy, Layout, make_layout
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.layer_bytes import LayerBytes
-from ithaka.plan.models import find_shape
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import ADAPTER_PASSES, STAGE_SECONDS, LayerSeconds, flop_seconds, layer_seconds
 from ithaka.plan.shape import Work
+from ithaka.run.shapes import find_shape
 from test_plan_command import run
 
 QWEN, OSS = find_shape("qwen3-30b-a3b"), find_shape("gpt-oss-120b")
@@ -45,7 +45,7 @@ def test_large_layers_are_not_gathered_ahead_without_overlap():
     for overlap in (True, False):
         layout = make_layout(36, cp=8, tile_tokens=8192, overlap=overlap)
         weights[overlap] = dict(gpu_phases(adapted, layout, H100, work))["backward, last layer"]["layer weights"]
-        waits[overlap] = layer_seconds(adapted, layout, H100, work, None, layout.kept[0])[1].exchange
+        waits[overlap] = layer_seconds(adapted, layout, H100, work, adapted.mixers[0], layout.kept[0])[1].exchange
     gathered = adapted.gathered_bytes(2)
     assert weights[True] - weights[False] == gathered > 6e9
     assert waits[False] - waits[True] == pytest.approx(gathered * 7 / 8 / H100.gpu.link_bytes_s)

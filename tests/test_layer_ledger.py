@@ -26,11 +26,11 @@ from ithaka.phases import Holder
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.layer_bytes import LayerBytes, layer_peaks, layer_points
-from ithaka.plan.read_config import shape_from_config
 from ithaka.plan.shape import ModelShape, Work
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.memory import MemoryMap
 from ithaka.roots.families import map_layer
+from ithaka.run.shapes import shape_from_config
 from ithaka.sharding import tokens as ring_plan
 from ithaka.sharding.heads import head_table
 from ithaka.sharding.tokens import TokenSharding

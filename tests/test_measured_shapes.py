@@ -1,7 +1,6 @@
 """Shapes of decoders without a formula are measured on fake tensors. They equal formulas and fit the general layer."""
 
 import json
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from ithaka.layout import make_layout
 from ithaka.model.shape import measure_layers, measure_model
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import parse_gpus
-from ithaka.plan.models import find_config
-from ithaka.plan.read_config import built_in_decoders, shape_from_config
+from ithaka.plan.models import built_in_decoders, find_config, shape_to_json
 from ithaka.plan.shape import AttentionKind, Work
+from ithaka.run.shapes import shape_from_config
 from models import tiny_config
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
@@ -61,7 +60,7 @@ def test_built_in_shapes_are_up_to_date():
     for field in ("windows", "heads", "kv_heads", "head_dim", "num_parameters", "layer_parameters", "linears"):
         assert getattr(stored, field) == getattr(measured, field), field
     assert stored.measured.projections == measured.measured.projections
-    assert json.loads(json.dumps(asdict(stored))) == built_in_decoders()[name]["shape"]
+    assert json.loads(json.dumps(shape_to_json(stored))) == built_in_decoders()[name]["shape"]
 
 
 CASES = [

@@ -17,11 +17,11 @@ from ithaka.config.sections import EntryConfig
 from ithaka.layout import make_layout
 from ithaka.plan.bytes import gpu_phases, saved_bytes
 from ithaka.plan.hardware import parse_gpus
-from ithaka.plan.models import find_shape
 from ithaka.plan.search import make_search_space
 from ithaka.plan.shape import Work
 from ithaka.run import validate as checks
 from ithaka.run.resolve import model_shape
+from ithaka.run.shapes import find_shape
 from ithaka.train.optimizers import MuonAndAdamW
 from ithaka.train.step import make_optimizer
 from ithaka.train.trainer import prepare

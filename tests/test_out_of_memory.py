@@ -19,10 +19,10 @@ from ithaka.layer.store import SlabPool, StoreError
 from ithaka.layout import fixed_settings, make_layout
 from ithaka.phases import PhaseState
 from ithaka.plan.hardware import parse_gpus
-from ithaka.plan.models import find_shape
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import Work
 from ithaka.run import launch
+from ithaka.run.shapes import find_shape
 from ithaka.train import loop
 from ithaka.train import trainer as trainer_module
 from ithaka.train.watch import OutOfMemoryTracker, explain_out_of_memory, ran_out_of_memory

@@ -11,9 +11,9 @@ from ithaka.plan import seconds
 from ithaka.plan.bytes import build_ledger, gpu_phases, logits_tile_tokens
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.layer_bytes import LayerBytes, layer_peaks, layer_points
-from ithaka.plan.models import find_shape
 from ithaka.plan.seconds import layer_seconds, step_seconds
 from ithaka.plan.shape import Work
+from ithaka.run.shapes import find_shape
 from refusals import assert_refused
 from rehearsed import LLAMA, PARTS, ROWS, STREAMED, errors, fit, plan_parts, summarize
 
@@ -130,7 +130,7 @@ def test_memory_grows_linearly_with_context():
 def test_host_buffers_for_the_disk_match_a_rehearsal():
     """LOG.md: one layer of 15.45M tokens on 8 ranks takes 31.148 GiB of host memory per rank, and as much disk."""
     layout = replace(STREAMED, kept=(ActivationPolicy("disk", "disk"),) * 1, offload_optimizer=True)
-    shape = replace(LLAMA, num_layers=1, windows=LLAMA.windows[:1])
+    shape = LLAMA.first_layers(1)
     ledger = build_ledger(shape, layout, parse_gpus("8xH100"), Work(16203776))
     assert ledger.host["on the way to disk"] / 8 / 2**30 == pytest.approx(31.148, abs=1e-3)
     assert ledger.disk_peak / 8 / 2**30 == pytest.approx(31.148, abs=1e-3)
@@ -155,7 +155,7 @@ def test_the_host_copy_for_background_saves_is_counted_if_it_fits():
 
 
 def test_each_layer_adds_the_bytes_and_seconds_of_its_own_policy():
-    shape, work = replace(LLAMA, num_layers=4, windows=LLAMA.windows[:4]), Work(2**20)
+    shape, work = LLAMA.first_layers(4), Work(2**20)
     kept = (
         ActivationPolicy("host", "disk"),
         ActivationPolicy("device"),
@@ -179,11 +179,11 @@ def test_each_layer_adds_the_bytes_and_seconds_of_its_own_policy():
 
 
 def seconds_of(keeps: ActivationPolicy, layout: Layout, work: Work) -> float:
-    return sum(part.total for part in layer_seconds(LLAMA, layout, H200, work, None, keeps))
+    return sum(part.total for part in layer_seconds(LLAMA, layout, H200, work, LLAMA.mixers[0], keeps))
 
 
 def test_a_layout_for_another_number_of_layers_is_refused():
-    short = replace(LLAMA, num_layers=4, windows=LLAMA.windows[:4])
+    short = LLAMA.first_layers(4)
     build = partial(build_ledger, short, STREAMED, H200, Work(2**20))
     assert_refused(build, "layout.kept", "32", "4 layers", fix="one per layer")
 

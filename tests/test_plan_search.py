@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from ithaka.layout import ActivationPolicy, Layout, fixed_settings, make_layout
 from ithaka.plan.bytes import build_ledger
 from ithaka.plan.hardware import GIB, Hardware, find_gpu
-from ithaka.plan.models import MODELS, find_shape
+from ithaka.plan.models import MODELS
 from ithaka.plan.search import NEAR_ENOUGH, Plan, SearchSpace
 from ithaka.plan.shape import Work
+from ithaka.run.shapes import find_shape
 from refusals import assert_refused
 
 TB = 10**12

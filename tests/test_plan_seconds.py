@@ -11,9 +11,9 @@ from ithaka.config import AdapterConfig
 from ithaka.layout import ActivationPolicy, make_layout
 from ithaka.plan import seconds
 from ithaka.plan.hardware import FIGURES, Gpu, Hardware
-from ithaka.plan.models import find_shape
 from ithaka.plan.seconds import layer_seconds, step_seconds
 from ithaka.plan.shape import Work
+from ithaka.run.shapes import find_shape
 
 LLAMA = find_shape("llama3-8b")
 D, F, V, K, LAYERS = 4096, 14336, 128256, 128, 32
@@ -43,7 +43,7 @@ def layout_of(cp=8, **words):
 
 
 def layer(hardware, layout, keeps, shape=LLAMA, work=None):
-    return layer_seconds(shape, layout, hardware, work or Work(S), None, keeps)
+    return layer_seconds(shape, layout, hardware, work or Work(S), shape.mixers[0], keeps)
 
 
 KEPT = ActivationPolicy("device", "device")
@@ -291,7 +291,7 @@ def test_gpus_of_a_node_share_the_disk_bandwidth():
 
 def test_seconds_of_the_loss():
     """Counts three products with the head, three passes over the logits, two gathers of the head and one reduction."""
-    s, layout, alone = S // 8, layout_of(), replace(LLAMA, num_layers=1, windows=(None,))
+    s, layout, alone = S // 8, layout_of(), LLAMA.first_layers(1)
     layout = replace(layout, kept=layout.kept[:1])
 
     def loss(hardware, work=None, shape=alone):
@@ -331,7 +331,7 @@ def test_a_step_is_the_sum_of_its_layers_the_loss_and_one_update():
     layout = layout_of(input_tier="host")
     one, four = (step_seconds(LLAMA, layout, hardware, Work(S, accumulate=n)) for n in (1, 4))
     assert four.total - one.total == pytest.approx(3 * (one.total - one.update))
-    half = replace(LLAMA, num_layers=16, windows=LLAMA.windows[:16])
+    half = LLAMA.first_layers(16)
     less = step_seconds(half, replace(layout, kept=layout.kept[:16]), hardware, Work(S))
     parts = sum(part.total for part in layer(hardware, layout, ActivationPolicy("host")))
     assert one.total - one.update - (less.total - less.update) == pytest.approx(16 * parts)

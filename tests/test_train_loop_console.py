@@ -23,8 +23,8 @@ from ithaka.exits import ExitCode, TransientError
 from ithaka.inputs.batch import count_pairs
 from ithaka.log import console as console_module
 from ithaka.log.console import Console, Record, describe, open_metrics, read_metrics, rename_metrics, status
-from ithaka.plan.models import find_shape
 from ithaka.run import launch
+from ithaka.run.shapes import find_shape
 from ithaka.train import loop, watch
 from ithaka.train.trainer import Diverged
 from ithaka.train.watch import flops_utilization, step_flops

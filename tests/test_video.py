@@ -25,11 +25,12 @@ from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.shape import measure_model
 from ithaka.parallel import shape_from_model
 from ithaka.plan.hardware import find_hardware
-from ithaka.plan.models import find_config, find_shape
-from ithaka.plan.read_config import count_patches
-from ithaka.plan.request import make_request
+from ithaka.plan.models import find_config
+from ithaka.plan.roots import count_patches
 from ithaka.plan.shape import Work
 from ithaka.roots.video import VideoTransformer, parallelize_transformer
+from ithaka.run.request import make_request
+from ithaka.run.shapes import find_shape
 from parity import Errors, relative
 from refusals import assert_refused
 from threads import on_threads
@@ -369,7 +370,7 @@ def test_every_patch_attends_to_all_patches():
 def test_a_model_with_an_adapter_has_a_shape():
     model = tiny("wan")
     shape = shape_from_model(model)
-    assert (shape.num_layers, shape.hidden, shape.causal) == (2, 48, False)
+    assert (shape.num_layers, shape.hidden, shape.mixers[0].causal) == (2, 48, False)
     assert shape.num_parameters == sum(param.numel() for param in model.parameters())
     model.add_adapter(LoraConfig(r=3, target_modules=["attn1.to_q", "net.2"]))
     adapted = sum(param.numel() for name, param in model.named_parameters() if "lora_" in name)

@@ -19,7 +19,7 @@ from ithaka.layer.store import Store
 from ithaka.layout import Layout, check_dtype, check_size, layout_from_config
 from ithaka.model import build
 from ithaka.plan import show
-from ithaka.plan.read_config import quant_method, shape_from_config
+from ithaka.plan.read_config import quant_method
 from ithaka.plan.shape import ModelShape
 from ithaka.roots.video import parallelize_transformer
 from ithaka.roots.video_families import is_diffusers_model
@@ -33,6 +33,7 @@ from ithaka.run.resolve import (
     uses_planner,
     weakest_machine,
 )
+from ithaka.run.shapes import shape_from_config
 from ithaka.weights.adapters import find_active_adapter
 
 
@@ -174,9 +175,10 @@ def shape_from_model(model: Any) -> ModelShape:
     base, is_video = base_model(model), is_diffusers_model(base_model(model))
     config = {"_class_name": type(base).__name__, **base.config} if is_video else base.config.to_dict()
     shape = shape_from_config(config, _model_name(base))
-    if shape.encoder:
+    if shape.encoders:
         trains = any(param.requires_grad for param in base.model.visual.parameters())
-        shape = dataclasses.replace(shape, freezes_encoder=not trains)
+        encoders = tuple(dataclasses.replace(encoder, is_frozen=not trains) for encoder in shape.encoders)
+        shape = dataclasses.replace(shape, encoders=encoders)
     adapter = find_active_adapter(base)
     if adapter is None:
         return shape
@@ -184,7 +186,7 @@ def shape_from_model(model: Any) -> ModelShape:
     rank = max(module.r[adapter] for module in modules.values())
     layers = r"^((transformer_)?blocks|model\.language_model\.layers)\."  # the planner names all of them model.layers
     targets = tuple(re.sub(layers, "model.layers.", _target_name(name, module)) for name, module in modules.items())
-    if is_video or shape.encoder:
+    if is_video or shape.encoders:
         targets = tuple(target for target in targets if target.startswith("model.layers."))
     if is_video:
         return shape.with_adapter(AdapterConfig(rank=rank, targets=targets))

@@ -33,10 +33,11 @@ from ithaka.hub import fetch_model
 from ithaka.layout import default_dtype
 from ithaka.log.console import show_share
 from ithaka.model.build import build_model, has_weights
-from ithaka.plan.read_config import read_json, read_shape
+from ithaka.plan.read_config import read_json
 from ithaka.plan.search import forward_layout
 from ithaka.report.page import render_page, render_table
 from ithaka.run import launch
+from ithaka.run.shapes import read_shape
 from ithaka.weights.adapters import load_pretrained, merge_adapter
 from ithaka.weights.load import check_finite
 from ithaka.weights.quantized import BASE_QUANTIZATION, round_weights

@@ -21,8 +21,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from ithaka.config import ConfigError
 from ithaka.layer.mixers import DeltaCall
 from ithaka.layer.runs import Arguments, AttentionCall, LayerRuns, LayerSpec, PlaceholderMask
-from ithaka.plan.read_config import VIDEO_SCALES
-from ithaka.plan.shape import FRAME_PATCHES, DeltaShape, Encoder, MeasuredLayer, ModelShape
+from ithaka.plan.mixers import Attention, DeltaRule
+from ithaka.plan.roots import VIDEO_SCALES
+from ithaka.plan.shape import FRAME_PATCHES, Encoder, MeasuredLayer, Mixer, ModelShape
 from ithaka.roots.families import find_decoder, find_layers, has_encoder, has_known_layers
 from ithaka.roots.probe import describe_layer
 from ithaka.roots.recorder import LENGTHS, Recorder, read_call, refusal, token_dims
@@ -87,8 +88,7 @@ def measure_layers(model: PreTrainedModel) -> ModelShape:
     ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
     others = sum(param.numel() for param in model.parameters() if id(param) not in ends)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    kinds = tuple(dict.fromkeys(spec.kind for spec in attention))
-    shape = ModelShape(
+    return ModelShape(
         family=model.config.model_type,
         num_layers=len(layers),
         hidden=model.get_input_embeddings().weight.shape[1],
@@ -98,12 +98,10 @@ def measure_layers(model: PreTrainedModel) -> ModelShape:
         mlp=getattr(config, "intermediate_size", 0) or 0,
         vocab=config.vocab_size,
         tied=tied,
-        windows=tuple(0 if spec.delta else spec.window or spec.chunk for spec in specs),
+        mixers=tuple(_plan_mixer(spec) for spec in specs),
         measured=combine_layers(parts, others, arguments),
-        delta=next((_delta_shape(spec) for spec in specs if spec.delta), None),
-        encoder=measure_encoder(model) if has_encoder(model) else None,
+        encoders=(measure_encoder(model),) if has_encoder(model) else (),
     )
-    return shape if shape.attention_kinds == kinds else replace(shape, kinds=kinds)
 
 
 def measure_encoder(model: Any) -> Encoder:
@@ -147,9 +145,10 @@ def measure_encoder(model: Any) -> Encoder:
     )
 
 
-def _delta_shape(spec: LayerSpec) -> DeltaShape:
-    assert spec.delta
-    return DeltaShape(spec.num_heads, spec.delta.num_key_heads, spec.delta.key_dim, spec.v_head_dim)
+def _plan_mixer(spec: LayerSpec) -> Mixer:
+    if spec.delta:
+        return DeltaRule(spec.num_heads, spec.delta.num_key_heads, spec.delta.key_dim, spec.v_head_dim)
+    return Attention(spec.kind, spec.causal)
 
 
 def combine_layers(layers: tuple[MeasuredLayer, ...], total_parameters: int, arguments: int) -> MeasuredLayer:
@@ -310,8 +309,7 @@ def measure_video(values: Mapping[str, Any], source: str) -> ModelShape:
         mlp=next(module.out_features for name, module in blocks[0].named_modules() if name.endswith("net.0.proj")),
         vocab=vocab,
         tied=False,
-        windows=(None,) * num_layers,
-        causal=False,
+        mixers=(_plan_mixer(spec),) * num_layers,
         measured=replace(layer, **sizes),
     )
 

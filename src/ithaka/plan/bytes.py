@@ -6,12 +6,12 @@ Letters as in plan/layer_bytes.py; V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ithaka.layout import Layout
 from ithaka.plan.hardware import GIB, Hardware
-from ithaka.plan.layer_bytes import MemoryPoint, kinds_of_layers, layer_peaks, layer_sizes
-from ithaka.plan.shape import PATCHES_PER_TILE, ModelShape, Work
+from ithaka.plan.layer_bytes import MemoryPoint, kinds_of_sizes, layer_peaks, layer_sizes
+from ithaka.plan.shape import PATCHES_PER_TILE, Encoder, ModelShape, Work
 
 LOGITS_TILE_BYTES = (2**29, 2**32)  # minimum and maximum bytes of logits in a tile of the loss
 LOGITS_TILES_PER_TILE = 4  # tiles of the loss in a tile of the layers
@@ -111,12 +111,10 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
     gathered in the compute dtype, gradients are reduced in the sum dtype."""
     gpu = _GpuPhases(shape, layout, hardware, work)
     phases = [("forward", gpu.forward()), ("loss", gpu.loss())]
-    if shape.encoder:
-        phases.append(("forward, encoder", gpu.forward_encoder()))
+    phases += [("forward, encoder", gpu.forward_encoder(encoder)) for encoder in shape.encoders]
     if not work.trains:
         return phases
-    if shape.trained_encoder:
-        phases.append(("backward, encoder", gpu.backward_encoder()))
+    phases += [("backward, encoder", gpu.backward_encoder(encoder)) for encoder in shape.trained_encoders]
     if not gpu.reduces:
         phases.append(("backward, gradients of the first layer", gpu.cast_first_layer()))
     return [
@@ -157,10 +155,8 @@ class _GpuPhases:
         self.embedded = shape.trained_parameters("embed_tokens")
         self.root_grad = self.embedded * self.e if shape.tied else 0
         # Assumes that all tokens are image tokens. A trained encoder keeps its pixels for backward.
-        self.encoder: Any = (encoder := shape.encoder)
-        self.patches = self.s * encoder.patches if encoder else 0
-        self.pixels = self.patches * encoder.values * self.e if encoder else 0
-        self.deepstack = (encoder.outputs - 1) * self.x if encoder else 0
+        self.pixels = sum(self.s * encoder.patches * encoder.values * self.e for encoder in shape.encoders)
+        self.deepstack = sum((encoder.outputs - 1) * self.x for encoder in shape.encoders)
         self.groups = self._group_layers()
 
     def _group_layers(self) -> list[_LayerGroup]:
@@ -177,7 +173,7 @@ class _GpuPhases:
         trained, frozen = self.shards
         has_states = self.work.trains or self.work.between_steps  # fp32 weights and two moments
         grads = 4 * trained * min(reduced, self.shape.num_trained) // self.shape.num_trained
-        return {
+        holders = {
             "parameters": (4 if has_states else self.e) * trained + frozen,
             "gradients": grads + pending + point.grad_bytes,
             "optimizer": self.moments * has_states,
@@ -186,24 +182,27 @@ class _GpuPhases:
             "stage buffers": point.heads,
             "tiles": point.tile_bytes,
             "kept activations": kept,
-        } | ({"pixels": self.pixels * self.work.trains} if self.shape.trained_encoder else {})
+        }
+        for _ in self.shape.trained_encoders:
+            holders["pixels"] = self.pixels * self.work.trains
+        return holders
 
-    def forward_encoder(self) -> Holders:
+    def forward_encoder(self, encoder: Encoder) -> Holders:
         """Features of this rank's frames, and of its tokens; on one rank, these may be the same."""
-        return self._encoder(self.encoder.forward_bytes, 2 * self.x) | {"pixels": self.pixels}
+        return self._encoder(encoder, encoder.forward_bytes, 2 * self.x) | {"pixels": self.pixels}
 
-    def backward_encoder(self) -> Holders:
+    def backward_encoder(self, encoder: Encoder) -> Holders:
         """Gradients of features, and the graph of one tile. Parameter gradients are summed over tiles."""
-        trained = self.shape.trained_encoder
-        return self._encoder(
-            self.encoder.graph_bytes, 0, self.shape.num_trained - trained, trained * (self.wide + self.e)
-        )
+        pending = encoder.parameters * (self.wide + self.e)
+        return self._encoder(encoder, encoder.graph_bytes, 0, self.shape.num_trained - encoder.parameters, pending)
 
-    def _encoder(self, bytes_per_patch: int, stream: int, reduced: int = 0, pending: int = 0) -> Holders:
-        stream += (1 if self.layout.cp == 1 else 2) * self.encoder.outputs * self.x
-        tile = min(self.patches, PATCHES_PER_TILE) * bytes_per_patch * self.e // 2
+    def _encoder(
+        self, encoder: Encoder, bytes_per_patch: int, stream: int, reduced: int = 0, pending: int = 0
+    ) -> Holders:
+        stream += (1 if self.layout.cp == 1 else 2) * encoder.outputs * self.x
+        tile = min(self.s * encoder.patches, PATCHES_PER_TILE) * bytes_per_patch * self.e // 2
         point = MemoryPoint("encoder", stream, tile_bytes=tile)
-        return self.holders(point, self.root + self.encoder.parameters * self.e, reduced, pending)
+        return self.holders(point, self.root + encoder.parameters * self.e, reduced, pending)
 
     def forward(self) -> Holders:
         # A layer's own kept bytes are part of its forward point.
@@ -249,9 +248,9 @@ class _GpuPhases:
         weights = self.layer + self.other + (0 if self.is_single and not self.shape.tied else self.head)
         reduced = self.trained_lm_head + self.last_layer * self.shape.trained_layer
         pending = self.layer_grads * (self.last_layer > 0 and self.reduces) + self.root_grad
+        waiting = self.deepstack * bool(self.shape.trained_encoder)  # gradients of features, for the encoder
         point = self.groups[0].backward
-        if self.shape.trained_encoder:  # the gradients of features wait for the encoder
-            point = point._replace(stream=point.stream + self.deepstack)
+        point = point._replace(stream=point.stream + waiting)
         return self.holders(point, weights, reduced, pending, self.groups[0].kept)
 
     def cast_first_layer(self) -> Holders:
@@ -286,7 +285,7 @@ def _host_and_disk(shape: ModelShape, layout: Layout, hardware: Hardware, work: 
         outputs[policy.attention] += count
     x = ranks * layout.x_bytes(shape.hidden, s)
     stores_outputs = outputs["host"] or outputs["disk"]
-    outputs_bytes = (layer_sizes(shape, layout, s, kind).outputs for kind in kinds_of_layers(shape))
+    outputs_bytes = (layer_sizes(shape, layout, s, make_sizes).outputs for make_sizes in kinds_of_sizes(shape))
     out = ranks * max(outputs_bytes) if stores_outputs else 0
     sharers = hardware.num_gpus // layout.replicas
     frozen = shape.frozen_bytes(sharers, layout.element_bytes)

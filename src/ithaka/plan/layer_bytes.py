@@ -7,11 +7,11 @@ X = s * D * element bytes, T = S * n * K * element bytes (a stage tensor), U the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from copy import copy
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ithaka.config import LAYER_LINEARS
 from ithaka.layout import ActivationPolicy, Layout
@@ -30,17 +30,6 @@ CALL_TOKENS, WHOLE_TOKENS = 512 * 1024, 256 * 1024
 COMPILED_GRAPH_SHARES, COMPILED_SHARE = (0.2, 0.62), 0.3
 BLOCK_BUFFERS = 4  # buffers of a block inside attention, in the sum dtype
 
-# The gated delta rule (ops/delta_rule.py): tokens per chunk and rows (tokens x heads) per segment. Then a
-# segment's buffers in the sum dtype, forward and backward: vectors (K + V per row), states (K by K + V per chunk) and
-# chunk matrices. Counted by hand from the kernels for 16 bits, and on a CPU for the plain path.
-CHUNK_TOKENS, SEGMENT_ROWS = 64, 2**18
-SEGMENT_BUFFERS = ((0.0, 0.0, 2.0), (1.75, 1.0, 2.0))
-PLAIN_SEGMENT_BUFFERS = ((3.0, 0.0, 5.2), (1.0, 1.8, 14.7))
-
-TileWork = Literal[
-    "none", "project", "project backward", "mlp", "mlp backward", "attend", "attend backward", "rule", "rule backward"
-]
-
 
 class MemoryPoint(NamedTuple):
     """Bytes live at one point of a layer's schedule, without weights, other layers' gradients and kept activations.
@@ -53,7 +42,7 @@ class MemoryPoint(NamedTuple):
     phase: str
     stream: int = 0
     heads: int = 0
-    tile_work: TileWork = "none"
+    tile_work: str = "none"
     tile_bytes: int = 0
     grad_bytes: int = 0
 
@@ -68,7 +57,7 @@ class MemoryPoint(NamedTuple):
 
 
 class LayerBytes:
-    """Sizes of a layer's tensors on one rank."""
+    """Sizes of a layer's tensors on one rank, for softmax attention. Other mixers override what differs."""
 
     def __init__(self, shape: ModelShape, layout: Layout, s: int, policy: ActivationPolicy | None = None) -> None:
         policy = policy or ActivationPolicy()
@@ -191,6 +180,13 @@ class LayerBytes:
         kv_slots = self.slots[stage].widest_read_kv
         return 2 * kv_slots * tokens * self.shape.head_dim * self.layout.element_bytes
 
+    def mix_points(self, phase: str, stream: int) -> Iterator[MemoryPoint]:
+        """The mixer in forward, and in backward where its output is recomputed."""
+        return attention_points(self, phase, stream)
+
+    def mix_backward_points(self, outputs: int) -> Iterator[MemoryPoint]:
+        return attention_backward_points(self, outputs)
+
     def weight_grads(self, phase: str) -> int:
         """Weight gradients, summed over tiles (GradSum in blocks/tiles.py)."""
         if not phase.startswith("backward") or phase.startswith("backward again"):
@@ -212,21 +208,13 @@ class LayerBytes:
         output = shape.hidden * shape.heads * shape.head_dim
         return (output + shape.mlp_parameters) * wide
 
-    def tile_bytes(self, work: TileWork) -> int:
+    def tile_bytes(self, work: str) -> int:
         """Temporaries of token-wise work on a tile, or of attention on a block. Counted by hand from the GPU kernels:
         approximate, and small at long contexts."""
         if work == "none":
             return 0
         if work in BLOCK_TOKENS:
             return self._block_bytes(work)
-        if work in ("rule", "rule backward"):
-            delta = self.shape.delta
-            assert delta
-            buffers = SEGMENT_BUFFERS if self.layout.element_bytes == 2 else PLAIN_SEGMENT_BUFFERS
-            vectors, states, matrices = buffers[work == "rule backward"]
-            width = delta.key_dim + delta.value_dim
-            per_row = vectors * width + states * delta.key_dim * width / CHUNK_TOKENS + matrices * CHUNK_TOKENS
-            return int(per_row * min(SEGMENT_ROWS, self.s * delta.heads) * self.layout.sum_bytes)
         shape, c, hidden = self.shape, self.layout.ulysses, self.shape.hidden
         if shape.measured and (work.startswith("mlp") or not shape.measured.is_streamed):
             return self._measured_tile_bytes(shape.measured, work)
@@ -252,7 +240,7 @@ class LayerBytes:
         width = (4 + self.fetched_tiles) * hidden + 2 * self.qkv_width + 2 * stored_dq + 7 * rank
         return self.qkv_width * hidden * e + t * e * width
 
-    def _measured_tile_bytes(self, layer: MeasuredLayer, work: TileWork) -> int:
+    def _measured_tile_bytes(self, layer: MeasuredLayer, work: str) -> int:
         saved, total = {
             "project": (0, layer.project_bytes),
             "mlp": (0, layer.finish_bytes),
@@ -266,7 +254,7 @@ class LayerBytes:
             per_token += self._graph_bytes(layer, 2 if work == "mlp backward" else 1)
         return min(self.layout.tile_tokens or self.s, self.s) * (per_token + self.fetched_tiles * self.shape.hidden * e)
 
-    def _block_bytes(self, work: TileWork) -> int:
+    def _block_bytes(self, work: str) -> int:
         """Buffers of one attention kernel call."""
         e, wide, tokens = self.layout.element_bytes, self.layout.sum_bytes, self.layout.ulysses * self.s
         reads = [(stage.widest_read, stage.widest_read_kv) for stage in self.slots]
@@ -278,39 +266,6 @@ class LayerBytes:
         # Full sequences in one call. Backward sums dq, dk and dv; forward writes to our buffers, or attends to one
         # head of each group.
         return 2 * heads * elements * wide if work == "attend backward" else max(kv for _, kv in reads) * elements * e
-
-
-class DeltaBytes(LayerBytes):
-    """The same for a layer with the gated delta rule: all heads of this rank's tokens, without an exchange of them."""
-
-    def __init__(self, shape: ModelShape, layout: Layout, s: int, policy: ActivationPolicy | None = None) -> None:
-        super().__init__(shape, layout, s, policy)
-        delta, e, wide = shape.delta, layout.element_bytes, layout.sum_bytes
-        assert delta
-        rows, state = s * delta.heads, delta.heads * delta.key_dim * delta.value_dim * wide
-        keys = 2 * s * delta.key_heads * delta.key_dim * e
-        self.projected = keys + rows * (delta.value_dim * e + 2 * wide)  # q, k, v, g and beta
-        self.douts = rows * delta.value_dim * e
-        self.outputs = self.douts + -(-rows // SEGMENT_ROWS) * state
-        self.qkv = self.projected * self.policy.projections
-
-
-def delta_points(b: LayerBytes, phase: str, stream: int) -> Iterator[MemoryPoint]:
-    """The rule (`_attend` in layer/delta.py), in forward, and in backward where its output is recomputed."""
-    yield MemoryPoint(f"{phase} projections", stream, b.projected, "project")
-    yield MemoryPoint(f"{phase} attention", stream, b.projected + b.outputs, "rule")
-
-
-def delta_backward_points(b: LayerBytes) -> Iterator[MemoryPoint]:
-    """The rule's backward. q, k and v become their gradients, segment by segment."""
-    stream, projected = b.x + b.fetched_input, 0 if b.qkv else b.projected
-    states = 0 if b.keeps_attention and not b.fetches_attention else b.outputs - b.douts
-    freed = b.douts if b.keeps_attention and not b.fetches_attention else 0  # kept outputs, used by run 2
-    kept_later = b.residual + b.gate_up
-    live = projected + b.douts + states + b.graphs - freed - kept_later
-    yield MemoryPoint("backward projections", stream, live, "project")
-    yield MemoryPoint("backward attention", stream, live, "rule backward")
-    yield MemoryPoint("backward projections", stream, live - b.douts, "project backward")
 
 
 def _heads_per_call(max_heads: int, queries: int, kv: int) -> int:
@@ -397,31 +352,30 @@ def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoi
 def layer_points(b: LayerBytes) -> Iterator[MemoryPoint]:
     """Every point of a layer's forward and backward on one rank."""
     outputs, kept_later = b.outputs, b.residual + b.gate_up
-    is_delta = isinstance(b, DeltaBytes)
-    yield from delta_points(b, "forward", b.x) if is_delta else attention_points(b, "forward", b.x)
+    yield from b.mix_points("forward", b.x)
     # y, computed from x and the outputs of all stages
     yield MemoryPoint("forward mlp", 2 * b.x, outputs + b.qkv + kept_later, "mlp")
     if b.keeps_attention:
         outputs = 0
     else:
-        again = "backward again", b.x + b.fetched_input
-        yield from delta_points(b, *again) if is_delta else attention_points(b, *again)
+        yield from b.mix_points("backward again", b.x + b.fetched_input)
     # dy; everything else is one tile
     yield MemoryPoint("backward mlp", b.x + b.fetched_input, outputs + b.douts, "mlp backward")
-    yield from delta_backward_points(b) if is_delta else attention_backward_points(b, outputs - kept_later)
-
-
-def kinds_of_layers(shape: ModelShape) -> list[Any]:
-    """Return the classes, LayerBytes and its subclasses, of the model's kinds of layers."""
-    return [LayerBytes, *([DeltaBytes] if shape.delta else [])]
+    yield from b.mix_backward_points(outputs - kept_later)
 
 
 # Results are cached by the fields of a layout that change them.
 
 
-def layer_sizes(shape: ModelShape, layout: Layout, s: int, kind: Any = LayerBytes) -> LayerBytes:
-    """Return the sizes of a layer's tensors, except those of tiles and of kept activations."""
-    return _layer_sizes(kind, shape, s, ActivationPolicy(), _fields(layout))
+def layer_sizes(shape: ModelShape, layout: Layout, s: int, make_sizes: Any = LayerBytes) -> LayerBytes:
+    """Return the sizes of a layer's tensors, except those of tiles and of kept activations. `make_sizes`: `sizes` of
+    its mixer."""
+    return _layer_sizes(make_sizes, shape, s, ActivationPolicy(), _fields(layout))
+
+
+def kinds_of_sizes(shape: ModelShape) -> Collection[Any]:
+    """Return the `sizes` of the model's mixers."""
+    return dict.fromkeys(mixer.sizes for mixer in shape.mixer_kinds)
 
 
 def layer_peaks(
@@ -443,18 +397,20 @@ def _fields(layout: Layout) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=8192)
-def _layer_sizes(kind: Any, shape: ModelShape, s: int, policy: ActivationPolicy, fields: tuple[Any, ...]) -> LayerBytes:
+def _layer_sizes(
+    make_sizes: Any, shape: ModelShape, s: int, policy: ActivationPolicy, fields: tuple[Any, ...]
+) -> LayerBytes:
     cp, ring, heads_per_stage, overlap, dtype, compiles = fields
     layout = Layout(cp, heads_per_stage, ring=ring, overlap=overlap, dtype=dtype, compile=compiles)
-    return kind(shape, layout, s, policy)
+    return make_sizes(shape, layout, s, policy)
 
 
 @lru_cache(maxsize=8192)
 def _full_length_peaks(
-    kind: Any, shape: ModelShape, s: int, policy: ActivationPolicy, fields: tuple[Any, ...]
+    make_sizes: Any, shape: ModelShape, s: int, policy: ActivationPolicy, fields: tuple[Any, ...]
 ) -> list[MemoryPoint]:
     """Return the highest point of each phase and tile work, without the bytes of tiles."""
-    points = layer_points(_layer_sizes(kind, shape, s, policy, fields))
+    points = layer_points(_layer_sizes(make_sizes, shape, s, policy, fields))
     ascending = sorted(points, key=lambda point: point.full_length)
     return [*{(point.phase, point.tile_work): point for point in ascending}.values()]
 
@@ -464,10 +420,10 @@ def _layer_peaks(
     shape: ModelShape, s: int, policy: ActivationPolicy, tile_tokens: int | None, fields: tuple[Any, ...]
 ) -> tuple[int, MemoryPoint, MemoryPoint]:
     points, kept = [], 0
-    for kind in kinds_of_layers(shape):
-        b = copy(_layer_sizes(kind, shape, s, policy, fields))
+    for make_sizes in kinds_of_sizes(shape):
+        b = copy(_layer_sizes(make_sizes, shape, s, policy, fields))
         b.layout, kept = replace(b.layout, tile_tokens=tile_tokens), max(kept, b.kept)
-        peaks = _full_length_peaks(kind, shape, s, policy, fields)
+        peaks = _full_length_peaks(make_sizes, shape, s, policy, fields)
         tiles = {work: b.tile_bytes(work) for work in {p.tile_work for p in peaks}}
         points += [p._replace(tile_bytes=tiles[p.tile_work], grad_bytes=b.weight_grads(p.phase)) for p in peaks]
     forward, backward = (

@@ -157,8 +157,8 @@ def make_search_space(config: Config, given: Collection[str], shape: ModelShape,
     check_optimizer(config)
     chosen = {name: operator.attrgetter(name)(config) for name in SETTINGS if name in given}
     fixed = fixed_settings(chosen, shape.num_layers, hardware.num_gpus)
-    if shape.delta and (ring := fixed.get("ring") or 1) > 1:
-        rule = f"is not supported for model_type={shape.family}, which passes states from rank to rank in order"
+    if shape.why_no_ring and (ring := fixed.get("ring") or 1) > 1:
+        rule = f"is not supported for model_type={shape.family}, which {shape.why_no_ring}"
         raise ConfigError(f"parallel.ring={ring} {rule}; leave it out, or use 1")
     compiles = {"compile": True} if shape.measured and config.train.compile else {}
     in_place = {} if shape.optimizer == "adamw" else {"offload_optimizer": False}
@@ -269,7 +269,7 @@ class SearchSpace:
 
     def _rings(self, cp: int) -> list[tuple[int, int]]:
         heads, per_node = self.shape.heads, self.hardware.gpus_per_node
-        stage, ring = self.fixed.get("heads_per_stage") or 0, 1 if self.shape.delta else self.fixed.get("ring")
+        stage, ring = self.fixed.get("heads_per_stage") or 0, 1 if self.shape.why_no_ring else self.fixed.get("ring")
         groups = [n for n in range(1, min(cp, heads) + 1) if cp % n == 0 and stage % n == 0]
         groups = [n for n in groups if (per_node % n == 0 if ring is None else cp == n * ring)]
         best = {max(groups, default=0), max((n for n in groups if heads % n == 0), default=0)} - {0}
@@ -350,13 +350,12 @@ class SearchSpace:
 
     def adapter_that_fits(self, work: Work) -> dict[str, Any]:
         """Settings of `adapter` with which some layout fits; empty if there are none. A four-bit base if needed."""
-        own = self.shape.adapter
-        for base in ("bf16", "nf4") if self.shape.causal else ("bf16",):  # video transformers are not packed
-            adapter = replace(own or AdapterConfig(rank=ADAPTER_RANK), base=base)
+        current = self.shape.adapter
+        for settings in self.shape.root.adapter_settings:
+            adapter = replace(current or AdapterConfig(rank=ADAPTER_RANK), **{"base": "bf16", **settings})
             shape = replace(self.shape.with_adapter(adapter), reference=False)
-            if adapter != own and replace(self, shape=shape).fits(work):
-                four_bit = {"base": base} if base != "bf16" else {}
-                return four_bit if own else {"rank": ADAPTER_RANK, **four_bit}
+            if adapter != current and replace(self, shape=shape).fits(work):
+                return {**settings} if current else {"rank": ADAPTER_RANK, **settings}
         return {}
 
     @property

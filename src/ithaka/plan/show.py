@@ -176,12 +176,11 @@ def _warn_of_tight(plan: Plan) -> Iterator[str]:
 def _warn_of_slow_attention(plan: Plan) -> Iterator[str]:
     """Layers whose attention no fast kernel computes, and their part of the step."""
     shape, kernels = plan.shape, plan.kernels
-    is_slow = {window: kernels[kind] == "reference" for window, kind in shape.kind_by_window.items()}
-    windows = tuple(window for window in shape.windows if is_slow.get(window))
-    if windows:
-        only_slow = replace(plan, shape=replace(shape, windows=windows))
+    mixers = tuple(m for m in shape.mixers if "reference" in map(kernels.get, m.attention))
+    if mixers:
+        only_slow = replace(plan, shape=replace(shape, mixers=mixers))
         share = only_slow.flop_seconds.attention / plan.flop_seconds.attention * plan.seconds.attention / plan.step_s
-        layers = f"{len(windows)} of {shape.num_layers} layers ({_format_slow_kinds(plan)})"
+        layers = f"{len(mixers)} of {shape.num_layers} layers ({_format_slow_kinds(plan)})"
         yield f"Slow attention: {layers} run {KERNEL_NAMES['reference']}, which takes {share:.0%} of the step"
 
 
@@ -213,7 +212,7 @@ def _adapter_savings(plan: Plan) -> dict[str, int | float]:
 def _format_adapter(plan: Plan) -> str:
     rank, trained, frozen, gpu_bytes, host_bytes, step_s = _adapter_savings(plan).values()
     sizes = f"adapters of rank {rank}: {format_count(trained)} trained parameters, {format_count(frozen)} frozen"
-    sizes += f" ({plan.shape.adapter.base})" if plan.shape.packed_layer[0] and plan.shape.adapter else ""
+    sizes += plan.shape.format.note
     host = f", {format_bytes(host_bytes)} of host memory" if host_bytes else ""
     time = f", {format_duration(step_s)} per step" if step_s > 0 else f" and costs {format_duration(-step_s)} per step"
     return f"{sizes}; saves {format_bytes(gpu_bytes)} per GPU{host}{time}"
@@ -425,14 +424,12 @@ def list_assumptions(plan: Plan) -> dict[str, str]:
         f"fragmentation), {HOST_PROCESS_BYTES / 1e9:.0f} GB per GPU + {HOST_RESERVE_SHARE:.0%} of host memory",
         "rates": f"{gpu.name}: {gpu.source}",
         "compile": _explain_compile(plan),
-        "data": "one document per sequence; packed shorter documents need less attention"
-        if plan.shape.causal
-        else "one clip per sequence",
+        "data": plan.shape.root.data,
         "images": "all tokens, in frames of 512 x 512 pixels; fewer need less time for the encoder",
     }
     known = {"host memory": not hardware.assumed_host, "disk": not hardware.disk_bytes}
     known["compile"] = plan.shape.measured is None or plan.shape.measured.is_streamed
-    known |= {"attention": gpu.kernel not in KERNEL_NAMES, "images": plan.shape.encoder is None}
+    known |= {"attention": gpu.kernel not in KERNEL_NAMES, "images": not plan.shape.encoders}
     return {name: text for name, text in assumptions.items() if not known.get(name)}
 
 
@@ -440,8 +437,8 @@ def _explain_compile(plan: Plan) -> str:
     compiles = plan.layout.compile
     changed = replace(plan, layout=replace(plan.layout, compile=not compiles))
     speed = f"{format_rate(changed.tokens_per_s_per_gpu)} tok/s per GPU"
-    has_experts = plan.shape.measured is not None and plan.shape.measured.stacked
-    note = "; compiled layers run transformers' experts, which was not measured" if has_experts else ""
+    stacked = plan.shape.measured.stacked if plan.shape.measured else ()
+    note = "; compiled layers run transformers' experts, which was not measured" if stacked else ""
     return f"{'on; without it' if compiles else 'off; with train.compile=true'}: {speed}{note}"
 
 

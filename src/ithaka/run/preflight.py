@@ -36,7 +36,7 @@ from ithaka.data.documents.files import HUB_DATASET, pin_dataset
 from ithaka.hub import fetch_model
 from ithaka.layout import layout_from_config
 from ithaka.plan.hardware import Hardware
-from ithaka.plan.read_config import quant_method, read_json, read_shape
+from ithaka.plan.read_config import quant_method, read_json
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import ModelShape
 from ithaka.run import launch
@@ -49,6 +49,7 @@ from ithaka.run.resolve import (
     read_stored_settings,
     weakest_machine,
 )
+from ithaka.run.shapes import read_shape
 from ithaka.run.validate import (
     check_base,
     check_inputs,

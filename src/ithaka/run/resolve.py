@@ -23,9 +23,10 @@ from ithaka.config.units import format_bytes
 from ithaka.layout import Layout, format_choices
 from ithaka.plan.bytes import CHECKPOINT_COPY, Holders, Ledger, build_ledger, saved_bytes
 from ithaka.plan.hardware import GPUS, Hardware, available_memory, find_gpu, free_disk, gpu_named
-from ithaka.plan.read_config import read_json, read_shape, shape_from_config
+from ithaka.plan.read_config import read_json
 from ithaka.plan.search import Plan, SearchSpace, make_search_space, shape_to_train, work_from_config
 from ithaka.plan.shape import ModelShape, Work
+from ithaka.run.shapes import read_shape, shape_from_config
 
 FALLBACK_GPU = "H100"  # its rates rank plans for a GPU that is not in the table
 STORE_HOLDERS = ("layer inputs", "kept attention", "on the way to disk")  # names in the ledger
