@@ -36,9 +36,9 @@ def test_a_measured_shape_equals_the_formula(family):
     adapter = AdapterConfig(rank=3, targets=("q_proj", "1.mlp.down_proj"))
     assert measured.with_adapter(adapter).num_trained == formula.with_adapter(adapter).num_trained
     layer = measured.measured
-    assert layer.projections == (formula.heads + 2 * formula.kv_heads) * formula.head_dim * formula.hidden
-    assert layer.projections + layer.others == sum(a * b for a, b in formula.linears.values())
-    assert layer.experts == 0
+    assert layer.projection_macs == (formula.heads + 2 * formula.kv_heads) * formula.head_dim * formula.hidden
+    assert layer.projection_macs + layer.other_macs == sum(a * b for a, b in formula.linears.values())
+    assert layer.expert_macs == 0
     # The last norm belongs to no layer, so a truncated model's parameter count is approximate.
     first, expected = measured.first_layers(1), formula.first_layers(1)
     assert (first.num_layers, first.windows) == (1, expected.windows)
@@ -49,7 +49,7 @@ def test_only_the_experts_a_token_uses_are_counted():
     layer = measure_model({**SIZES, "model_type": "gpt_oss"}, "a model").measured
     sizes = (SIZES["hidden_size"], SIZES["intermediate_size"], SIZES["num_experts_per_tok"], SIZES["num_local_experts"])
     hidden, mlp, top_k, num_experts = sizes
-    assert layer.experts == top_k * 3 * hidden * mlp
+    assert layer.expert_macs == top_k * 3 * hidden * mlp
     assert layer.parameters > num_experts * 3 * hidden * mlp
 
 
@@ -59,7 +59,7 @@ def test_built_in_shapes_are_up_to_date():
     stored, measured = shape_from_config(find_config(name)), measure_model(find_config(name), name)
     for field in ("windows", "heads", "kv_heads", "head_dim", "num_parameters", "layer_parameters", "linears"):
         assert getattr(stored, field) == getattr(measured, field), field
-    assert stored.measured.projections == measured.measured.projections
+    assert stored.measured.projection_macs == measured.measured.projection_macs
     assert json.loads(json.dumps(shape_to_json(stored))) == built_in_decoders()[name]["shape"]
 
 

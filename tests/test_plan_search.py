@@ -61,7 +61,7 @@ def test_tiles_are_no_larger_than_needed():
     shape = find_shape("llama3-8b")
     assert [choose(shape, NODE, context, {"cp": 8}).layout.tile_tokens for context in (2**13, 2**17)] == [2**11, 2**14]
     larger = choose(shape, NODE, 2**17, {"cp": 8, "tile_tokens": 2**16})
-    assert larger.layout.tile_tokens == 2**16 and larger.others, "an explicit tile size is planned like any other"
+    assert larger.layout.tile_tokens == 2**16 and larger.alternatives, "an explicit tile size is planned like any other"
 
 
 @pytest.mark.slow
@@ -306,11 +306,11 @@ def test_an_explicit_split_may_cross_nodes():
 def test_among_equally_fast_plans_the_least_host_memory_wins(context):
     """Plans within 1 % of the fastest count as equally fast, whatever their cp. Others are sorted by speed."""
     plan = choose(find_shape("llama3-8b"), NODE, context)
-    speeds = [other.tokens_per_s_per_gpu for other in plan.others]
+    speeds = [other.tokens_per_s_per_gpu for other in plan.alternatives]
     assert speeds == sorted(speeds, reverse=True)
     least = NEAR_ENOUGH * max(plan.tokens_per_s_per_gpu, *speeds)
     assert plan.tokens_per_s_per_gpu >= least
-    near = [other.ledger.host_needed for other in plan.others if other.tokens_per_s_per_gpu >= least]
+    near = [other.ledger.host_needed for other in plan.alternatives if other.tokens_per_s_per_gpu >= least]
     assert near and plan.ledger.host_needed < min(near) and plan.tokens_per_s_per_gpu < speeds[0]
 
 
@@ -318,7 +318,7 @@ def test_host_memory_is_used_before_the_disk():
     machine = Hardware(H100, host_bytes=2 * TB, disk_bytes=20 * TB)
     plan = choose(find_shape("llama3-8b"), machine, 2**20)
     assert plan.ledger.disk_peak == 0 < plan.ledger.host["kept attention"]
-    assert any(other.ledger.disk_peak for other in plan.others)
+    assert any(other.ledger.disk_peak for other in plan.alternatives)
 
 
 def test_eight_nodes_reach_45_million_tokens():

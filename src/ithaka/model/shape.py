@@ -86,7 +86,7 @@ def measure_layers(model: PreTrainedModel) -> ModelShape:
     widest = max(attention, key=lambda spec: (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
     arguments = sum(arguments_by_id.values()) // LENGTHS[0]
     ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
-    others = sum(param.numel() for param in model.parameters() if id(param) not in ends)
+    num_parameters = sum(param.numel() for param in model.parameters() if id(param) not in ends)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     return ModelShape(
         family=model.config.model_type,
@@ -99,7 +99,7 @@ def measure_layers(model: PreTrainedModel) -> ModelShape:
         vocab=config.vocab_size,
         tied=tied,
         mixers=tuple(_plan_mixer(spec) for spec in specs),
-        measured=combine_layers(parts, others, arguments),
+        measured=combine_layers(parts, num_parameters, arguments),
         encoders=(measure_encoder(model),) if has_encoder(model) else (),
     )
 
@@ -226,10 +226,10 @@ class _Measurement:
         linears += tuple((name, len(p) * p.shape[1], len(p) * p.shape[2], True) for name, p in stacked.items())
         parameters = sum(param.numel() for param in self.layer.parameters())
         is_streamed = has_known_layers(self.model)
-        products = {"projections": projected, "others": dense + experts - projected, "experts": experts}
+        macs = {"projection_macs": projected, "other_macs": dense + experts - projected, "expert_macs": experts}
         sizes = tuple((name, param.numel()) for name, param in stacked.items())
         return self.spec, MeasuredLayer(
-            parameters, parameters, linears, is_streamed, stacked=sizes, **per_token, **products
+            parameters, parameters, linears, is_streamed, stacked=sizes, **per_token, **macs
         )
 
     def _read_spec(self, call: AttentionCall | DeltaCall, arguments: Arguments) -> LayerSpec:
@@ -259,7 +259,7 @@ class _Measurement:
         with self.mode:
             x, arguments = self._inputs(num_tokens)
             out = torch.empty(num_tokens, spec.num_heads, spec.head_dim, dtype=x.dtype)
-            found: dict[str, int] = {}
+            counts: dict[str, int] = {}
             two_runs: dict[str, tuple[Any, list[Tensor]]] = {
                 "project": (runs.capture, [x]),
                 "finish": (runs.finish, [x, out]),
@@ -267,7 +267,7 @@ class _Measurement:
             for name, (run, inputs) in two_runs.items():
                 with torch.no_grad(), _LiveBytes() as live:
                     run(*inputs, arguments)
-                found |= {f"{name}_bytes": live.peak, f"{name}_moved": live.moved}
+                counts |= {f"{name}_bytes": live.peak, f"{name}_moved": live.moved}
                 leaves = [t.detach().requires_grad_() for t in inputs]
                 with _LiveBytes() as live:
                     outputs = run(*leaves, arguments)
@@ -276,10 +276,10 @@ class _Measurement:
                     douts = [torch.empty_like(t) for t in outputs]
                     edges = [get_gradient_edge(t) for t in outputs]
                     del outputs
-                    found[f"{name}_graph"] = live.now - sum(d.nbytes for d in douts)
+                    counts[f"{name}_graph"] = live.now - sum(d.nbytes for d in douts)
                     torch.autograd.grad(edges, leaves, douts)  # weight gradients do not grow with the tokens
-                found |= {f"{name}_backward_bytes": live.peak, f"{name}_backward_moved": live.moved}
-        return found
+                counts |= {f"{name}_backward_bytes": live.peak, f"{name}_backward_moved": live.moved}
+        return counts
 
 
 def measure_video(values: Mapping[str, Any], source: str) -> ModelShape:

@@ -129,7 +129,7 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
 class _GpuPhases:
     def __init__(self, shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> None:
         self.shape, self.layout, self.hardware, self.work = shape, layout, hardware, work
-        self.s, self.e, self.wide = work.local_tokens(layout.cp), layout.element_bytes, layout.sum_bytes
+        self.s, self.e, self.sum_bytes = work.local_tokens(layout.cp), layout.element_bytes, layout.sum_bytes
         self.x = layout.x_bytes(shape.hidden, self.s)
         self.arguments = shape.measured.arguments * self.s if shape.measured else 0
         self.is_single = hardware.num_gpus == 1  # nothing to gather
@@ -144,13 +144,13 @@ class _GpuPhases:
         self.layer = gathered + shape.packed_layer[0] * self.e  # with unpacked weights
         self.next_layer = 0 if self.is_single else gathered  # prefetched weights; in forward, as received
         self.prefetched = self.next_layer if layout.prefetches(gathered) else 0
-        self.layer_grads = shape.trained_layer * self.wide
+        self.layer_grads = shape.trained_layer * self.sum_bytes
         # A single rank casts gradients into their final buffers; others hold them until they are reduced.
         self.reduces = not self.is_single or layout.offload_optimizer
         # A tied embedding belongs to FSDP2's root: always gathered, and its first gradient waits for its second.
         self.root, self.trained_lm_head = (self.head, 0) if shape.tied else (0, shape.trained_head)
         # So do parameters that belong to neither layers, embedding nor lm_head.
-        self.other = shape.measured.root * self.wide * (not self.is_single) if shape.measured else 0
+        self.other = shape.measured.root * self.sum_bytes * (not self.is_single) if shape.measured else 0
         self.root += self.other
         self.embedded = shape.trained_parameters("embed_tokens")
         self.root_grad = self.embedded * self.e if shape.tied else 0
@@ -193,7 +193,7 @@ class _GpuPhases:
 
     def backward_encoder(self, encoder: Encoder) -> Holders:
         """Gradients of features, and the graph of one tile. Parameter gradients are summed over tiles."""
-        pending = encoder.parameters * (self.wide + self.e)
+        pending = encoder.parameters * (self.sum_bytes + self.e)
         return self._encoder(encoder, encoder.graph_bytes, 0, self.shape.num_trained - encoder.parameters, pending)
 
     def _encoder(
@@ -225,7 +225,8 @@ class _GpuPhases:
             kept=self.groups[-1].kept_up_to,
         )
         head = self.shape.trained_head
-        holders["loss tile"] = head * self.wide + max(logits + 2 * normed, head * self.e)  # normed and its gradient
+        computed = max(logits + 2 * normed, head * self.e)  # normed and its gradient
+        holders["loss tile"] = head * self.sum_bytes + computed
         return holders
 
     def backward(self) -> list[tuple[str, Holders]]:
@@ -234,7 +235,7 @@ class _GpuPhases:
         prefetched = self.prefetched if self.last_layer else 0 if self.is_single or self.shape.tied else self.head
         phases, num_done = [], 0
         for group in reversed(self.groups):
-            pending = self.root_grad or self.shape.trained_head * self.wide * self.reduces
+            pending = self.root_grad or self.shape.trained_head * self.sum_bytes * self.reduces
             if num_done:
                 pending = self.root_grad + self.layer_grads * self.reduces
             phase = f"backward, layer {self.last_layer - num_done}" if num_done else "backward, last layer"
@@ -261,13 +262,13 @@ class _GpuPhases:
     def backward_embedding(self) -> Holders:
         """First the dense gradient and its kernel's buffer, while the first layer's gradients are reduced; for tied
         weights, two gradients and their sum. Then the gradient, its wide copy to send, and the received shard."""
-        shape, narrow, wide = self.shape, self.embedded * self.e, self.embedded * self.wide
+        shape, grad, sent = self.shape, self.embedded * self.e, self.embedded * self.sum_bytes
         rows = self.s // EMBEDDING_RUN + min(self.s, shape.vocab)
-        buffer = rows * shape.hidden * self.wide if self.embedded else 0
+        buffer = rows * shape.hidden * self.sum_bytes if self.embedded else 0
         layer_grads = self.layer_grads * self.reduces
-        computed = (self.head + self.other, narrow + layer_grads + self.root_grad + max(buffer, self.root_grad))
-        shard = 0 if self.is_single else wide * self.layout.replicas // self.hardware.num_gpus
-        reducing = (self.root, narrow + wide + shard)
+        computed = (self.head + self.other, grad + layer_grads + self.root_grad + max(buffer, self.root_grad))
+        shard = 0 if self.is_single else sent * self.layout.replicas // self.hardware.num_gpus
+        reducing = (self.root, grad + sent + shard)
         weights, pending = max(computed, reducing, key=sum)
         reduced = self.trained_lm_head + shape.num_layers * shape.trained_layer
         return self.holders(MemoryPoint("embedding", self.x), weights, reduced, pending)

@@ -126,17 +126,17 @@ class LayerBytes:
         is_alias = self.num_stages == 1 and not self.has_exchange
         return 0 if num_sent >= self.num_stages or is_alias else held
 
-    def in_flight(self, own: int, first: int, last: int) -> int:
-        """Tensors of stages [first, last) that are sent but not used yet: `own` bytes and the new k and v of each. With
-        overlap, send buffers stay until the received tensors are used."""
+    def in_flight(self, stage_bytes: int, first: int, last: int) -> int:
+        """Tensors of stages [first, last) that are sent but not used yet: `stage_bytes` and the new k and v of each.
+        With overlap, send buffers stay until the received tensors are used."""
         copies = 2 if self.layout.overlap and self.has_exchange else 1
-        return copies * sum(own + kv for kv in self.new_kv[first:last])
+        return copies * sum(stage_bytes + kv for kv in self.new_kv[first:last])
 
-    def send_peak(self, own: int, stage: int) -> int:
+    def send_peak(self, stage_bytes: int, stage: int) -> int:
         """Peak while a stage is sent. Without overlap its tensors go one at a time, so only one exists twice."""
         if self.layout.overlap or not self.has_exchange:
-            return self.in_flight(own, stage, stage + 1)
-        return own + self.new_kv[stage] + max(self.q, self.new_kv[stage] // 2)
+            return self.in_flight(stage_bytes, stage, stage + 1)
+        return stage_bytes + self.new_kv[stage] + max(self.q, self.new_kv[stage] // 2)
 
     def in_sum_dtype(self, num_bytes: int) -> int:
         return num_bytes // self.layout.element_bytes * self.layout.sum_bytes
@@ -191,22 +191,22 @@ class LayerBytes:
         """Weight gradients, summed over tiles (GradSum in blocks/tiles.py)."""
         if not phase.startswith("backward") or phase.startswith("backward again"):
             return 0
-        shape, e, wide = self.shape, self.layout.element_bytes, self.layout.sum_bytes
+        shape, e, sum_bytes = self.shape, self.layout.element_bytes, self.layout.sum_bytes
         if shape.measured and not shape.adapter and phase == "backward mlp":
             if self.s <= (self.layout.tile_tokens or self.s):
                 return shape.mlp_parameters * e
             # A tile's gradients exist together, then they are added to the sums. Those of experts are added directly.
             experts = 0 if self.layout.compile else shape.measured.expert_parameters
-            return shape.mlp_parameters * (e + wide) - experts * e
+            return shape.mlp_parameters * (e + sum_bytes) - experts * e
         if phase != "backward mlp" or shape.measured:
-            return shape.trained_layer * wide
+            return shape.trained_layer * sum_bytes
         if shape.adapter:
-            return sum(size for name, size in shape.most_adapted.items() if name in LAYER_LINEARS[3:]) * wide
+            return sum(size for name, size in shape.most_adapted.items() if name in LAYER_LINEARS[3:]) * sum_bytes
         if self.s <= (self.layout.tile_tokens or self.s):
             # One tile: one weight's gradient while three [s, F] tensors are live, then all three once one is freed.
-            return max(shape.mlp_parameters * wide // 3, shape.mlp_parameters * wide - self.s * e * shape.mlp)
+            return max(shape.mlp_parameters * sum_bytes // 3, shape.mlp_parameters * sum_bytes - self.s * e * shape.mlp)
         output = shape.hidden * shape.heads * shape.head_dim
-        return (output + shape.mlp_parameters) * wide
+        return (output + shape.mlp_parameters) * sum_bytes
 
     def tile_bytes(self, work: str) -> int:
         """Temporaries of token-wise work on a tile, or of attention on a block. Counted by hand from the GPU kernels:
@@ -218,14 +218,15 @@ class LayerBytes:
         shape, c, hidden = self.shape, self.layout.ulysses, self.shape.hidden
         if shape.measured and (work.startswith("mlp") or not shape.measured.is_streamed):
             return self._measured_tile_bytes(shape.measured, work)
-        t, e, wide = min(self.layout.tile_tokens or self.s, self.s), self.layout.element_bytes, self.layout.sum_bytes
+        t, e = min(self.layout.tile_tokens or self.s, self.s), self.layout.element_bytes
+        sum_bytes = self.layout.sum_bytes
         rank = shape.adapter.rank if shape.adapter else 0  # width between an adapter's two matrices
         if shape.adapter and shape.adapter.dropout:  # and its input after dropout
             rank += max(shape.mlp, shape.heads * shape.head_dim) if work.startswith("mlp") else hidden
         # Kept tensors are not temporaries: the rounded x + attention; gate and up, but then forward has a third [t, F].
-        rounded, gate_up = wide != e and not self.residual, 2 if self.gate_up else 0
+        rounded, gate_up = sum_bytes != e and not self.residual, 2 if self.gate_up else 0
         if work == "mlp":  # x + attention as summed and as rounded, its norm, two of the MLP's width
-            return t * (wide * hidden + e * ((1 + rounded) * hidden + (2 - gate_up // 2) * shape.mlp + rank))
+            return t * (sum_bytes * hidden + e * ((1 + rounded) * hidden + (2 - gate_up // 2) * shape.mlp + rank))
         if work == "mlp backward":
             # x + attention, its norm, and the three [t, F] of blocks/mlp.py. (Compiled, hooked or wrapped MLPs need up
             # to twice as much; the planner cannot see them.)
@@ -256,16 +257,17 @@ class LayerBytes:
 
     def _block_bytes(self, work: str) -> int:
         """Buffers of one attention kernel call."""
-        e, wide, tokens = self.layout.element_bytes, self.layout.sum_bytes, self.layout.ulysses * self.s
+        e, sum_bytes, tokens = self.layout.element_bytes, self.layout.sum_bytes, self.layout.ulysses * self.s
         reads = [(stage.widest_read, stage.widest_read_kv) for stage in self.slots]
         max_rows = CALL_TOKENS if tokens <= WHOLE_TOKENS else BLOCK_TOKENS[work]
         heads = max(_heads_per_call(max_rows // tokens, *read) for read in reads)
         elements = tokens * self.shape.head_dim
         if heads == 1:
-            return BLOCK_BUFFERS * min(BLOCK_TOKENS[work] * 128, elements) * wide
+            return BLOCK_BUFFERS * min(BLOCK_TOKENS[work] * 128, elements) * sum_bytes
         # Full sequences in one call. Backward sums dq, dk and dv; forward writes to our buffers, or attends to one
         # head of each group.
-        return 2 * heads * elements * wide if work == "attend backward" else max(kv for _, kv in reads) * elements * e
+        backward = 2 * heads * elements * sum_bytes
+        return backward if work == "attend backward" else max(kv for _, kv in reads) * elements * e
 
 
 def _heads_per_call(max_heads: int, queries: int, kv: int) -> int:
@@ -293,10 +295,10 @@ def attention_points(b: LayerBytes, phase: str, stream: int) -> Iterator[MemoryP
         stages = b.q + later + b.held_kv[i] + b.attend_bytes(i) + b.unsent(i + b.stages_ahead, b.projected)
         yield MemoryPoint(attend, stream, stages + outputs(i, i, b.held_kv[i]), "attend")
         if (new := i + b.stages_ahead) < b.num_stages:
-            others = later + b.left_kv[i] + outputs(i + 1, i, b.left_kv[i])
-            projected = others + b.q + b.new_kv[new] + b.unsent(new, b.projected)
+            live = later + b.left_kv[i] + outputs(i + 1, i, b.left_kv[i])
+            projected = live + b.q + b.new_kv[new] + b.unsent(new, b.projected)
             yield MemoryPoint(project, stream, projected, "project")
-            yield MemoryPoint(project, stream, others + b.send_peak(b.q, new) + b.unsent(new + 1, b.projected))
+            yield MemoryPoint(project, stream, live + b.send_peak(b.q, new) + b.unsent(new + 1, b.projected))
 
 
 def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoint]:
@@ -318,15 +320,15 @@ def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoi
         used = num_attended * b.q + sum(last_used_kv[:num_attended]) if b.qkv else 0
         return outputs - used - (0 if b.fetches_attention else num_sent * b.q + num_attended * b.lse)
 
-    def send(stage: int, others: int, num_attended: int) -> Iterator[MemoryPoint]:
+    def send(stage: int, live: int, num_attended: int) -> Iterator[MemoryPoint]:
         """Project q, k and v, then send them with out and dout."""
         if not b.qkv:
             prefetched = b.q if b.fetches_attention and b.layout.overlap and stage >= b.stages_ahead else 0
-            projected = others + b.q + b.new_kv[stage] + prefetched + held(stage)
+            projected = live + b.q + b.new_kv[stage] + prefetched + held(stage)
             yield MemoryPoint(project, stream, projected + outputs_left(stage, num_attended), "project")
         # Without overlap, out stays until all is sent.
         out = 0 if b.layout.overlap or not b.has_exchange or b.fetches_attention else b.q
-        sent = others + out + b.send_peak(stage_tensors, stage) + held(stage + 1)
+        sent = live + out + b.send_peak(stage_tensors, stage) + held(stage + 1)
         yield MemoryPoint(project, stream, sent + outputs_left(stage + 1, num_attended))
 
     for i in range(min(b.stages_ahead, b.num_stages)):
@@ -336,8 +338,8 @@ def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoi
         following = i + b.stages_ahead
         later, is_more = b.in_flight(stage_tensors, i + 1, following), following < b.num_stages
         prefetched = b.q if b.fetches_attention and b.layout.overlap and is_more else 0
-        own = stage_tensors + (b.lse if b.fetches_attention else 0)
-        live = head_grads + own + later + prefetched + b.held_kv[i]
+        stage_bytes = stage_tensors + (b.lse if b.fetches_attention else 0)
+        live = head_grads + stage_bytes + later + prefetched + b.held_kv[i]
         live += b.kv_grad_sums(b.slots[i].summed_kv) + b.ring_backward_bytes(i) + held(following)
         yield MemoryPoint(attend, stream, live + outputs_left(min(following, b.num_stages), i), "attend backward")
         head_grads += last_used_kv[i] + (0 if b.stores_dq and i + 1 < b.num_stages else b.q)

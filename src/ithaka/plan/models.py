@@ -174,11 +174,13 @@ def _fetch_config(model: str) -> dict[str, Any]:
             return dict(json.load(answer))
     except (OSError, ValueError) as error:
         code, fix = getattr(error, "code", None), _suggestion(model)
-        why = "is not on the hub" if code == 404 else f"the hub cannot be reached ({getattr(error, 'reason', error)})"
+        problem = f"the hub cannot be reached ({getattr(error, 'reason', error)})"
+        if code == 404:
+            problem = "is not on the hub"
         if code in (401, 403):
-            why = f"the hub denies access (HTTP {code})"
+            problem = f"the hub denies access (HTTP {code})"
             fix = "accept its license there and log in with `hf auth login`, or use a local directory"
-        raise ConfigError(f"model={model} is not a local path, and {why}; {fix}") from None
+        raise ConfigError(f"model={model} is not a local path, and {problem}; {fix}") from None
 
 
 # ---- shapes

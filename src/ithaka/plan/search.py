@@ -40,7 +40,7 @@ CONTEXT_GRAIN = 1024  # longest contexts are multiples of this many tokens per r
 UNLIMITED_BYTES = 2**60
 NEAR_ENOUGH = 0.99  # plans within this fraction of the best speed compete on host memory
 BUFFER_SETTINGS = ("heads_per_stage", "tile_tokens", "overlap")  # they change only the sizes of device buffers
-NUM_OTHERS = 4  # plans shown with the chosen one
+NUM_ALTERNATIVES = 4  # plans shown with the chosen one
 CAPACITY_GRAIN = 64 * 10**9  # step of the search for enough host memory or disk, bytes
 MAX_NODES = 1024  # in the search for a large enough machine
 ADAPTER_RANK = 16  # tried when a plan does not fit
@@ -58,7 +58,7 @@ class Plan:
     hardware: Hardware
     work: Work
     fixed: Fixed = field(default_factory=dict, repr=False, hash=False)
-    others: tuple[Plan, ...] = field(default=(), repr=False, compare=False)  # the best plans of other kinds
+    alternatives: tuple[Plan, ...] = field(default=(), repr=False, compare=False)  # the best plans of other kinds
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -75,7 +75,7 @@ class Plan:
     def with_changes(self, **changes: Any) -> Plan:
         """A copy with a changed layout (`Layout.with_changes`)."""
         layout = self.layout.with_changes(**changes)
-        return Plan(self.shape, layout, self.hardware, self.work, self.fixed, self.others)
+        return Plan(self.shape, layout, self.hardware, self.work, self.fixed, self.alternatives)
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -152,10 +152,10 @@ def shape_to_train(shape: ModelShape, config: Config) -> ModelShape:
     return replace(shape.with_adapter(config.adapter), reference=has_copy, optimizer=config.optim.name)
 
 
-def make_search_space(config: Config, given: Collection[str], shape: ModelShape, hardware: Hardware) -> SearchSpace:
-    """`given`: names of settings (parallel.cp) to take from `config`; the search chooses the others."""
+def make_search_space(config: Config, explicit: Collection[str], shape: ModelShape, hardware: Hardware) -> SearchSpace:
+    """`explicit`: names of settings (parallel.cp) to take from `config`; the search chooses the others."""
     check_optimizer(config)
-    chosen = {name: operator.attrgetter(name)(config) for name in SETTINGS if name in given}
+    chosen = {name: operator.attrgetter(name)(config) for name in SETTINGS if name in explicit}
     fixed = fixed_settings(chosen, shape.num_layers, hardware.num_gpus)
     if shape.why_no_ring and (ring := fixed.get("ring") or 1) > 1:
         rule = f"is not supported for model_type={shape.family}, which {shape.why_no_ring}"
@@ -193,7 +193,7 @@ class SearchSpace:
         best: dict[tuple[Any, ...], Plan] = {}  # by kind
         for bound, plan in sorted(candidates, key=lambda pair: -pair[0]):
             speeds = sorted((other.tokens_per_s_per_gpu for other in best.values()), reverse=True)
-            if len(speeds) > NUM_OTHERS and bound < min(NEAR_ENOUGH * speeds[0], speeds[NUM_OTHERS]):
+            if len(speeds) > NUM_ALTERNATIVES and bound < min(NEAR_ENOUGH * speeds[0], speeds[NUM_ALTERNATIVES]):
                 break  # neither this plan nor a later one can be chosen or shown
             if plan.kind not in best or bound >= best[plan.kind].tokens_per_s_per_gpu:
                 plan = self.fill_device(plan)
@@ -202,18 +202,18 @@ class SearchSpace:
         min_speed = NEAR_ENOUGH * ranked[0].tokens_per_s_per_gpu
         near = [plan for plan in ranked if plan.tokens_per_s_per_gpu >= min_speed]
         chosen = min(near, key=lambda plan: (plan.ledger.disk_peak, plan.ledger.host_needed))
-        others = [plan for plan in ranked if plan is not chosen]
-        return replace(chosen, fixed=self.fixed, others=tuple(others[:NUM_OTHERS]))
+        alternatives = [plan for plan in ranked if plan is not chosen]
+        return replace(chosen, fixed=self.fixed, alternatives=tuple(alternatives[:NUM_ALTERNATIVES]))
 
     def plans_that_fit(self, work: Work) -> Iterator[Plan]:
         """Yield plans that fit. Once a tier holds everything, slower tiers are not tried."""
         settled, can_fit = set(), {}
         for candidate in self.candidates([split for split in self.splits if self.fits(work, [split])]):
-            others = tuple(value for name, value in candidate.items() if name not in BUFFER_SETTINGS)
-            if others not in can_fit:
+            settings = tuple(value for name, value in candidate.items() if name not in BUFFER_SETTINGS)
+            if settings not in can_fit:
                 smallest = self._smallest_buffers(candidate, work)
-                can_fit[others] = any(self.make_plan(each, work).fits for each in smallest)
-            if not can_fit[others]:
+                can_fit[settings] = any(self.make_plan(variant, work).fits for variant in smallest)
+            if not can_fit[settings]:
                 continue
             # Skip tiles that are twice as large as needed: all hold the same tokens.
             max_tile = max(2 * work.local_tokens(candidate["cp"]) - 1, self.tile_sizes[-1])
@@ -249,7 +249,7 @@ class SearchSpace:
         """Where nothing fits: the plan whose worst tier is exceeded least, with few attention outputs kept."""
         candidates = list(self.candidates())
         fewest = min(candidate["keep_attention"] for candidate in candidates)
-        plans = [self.make_plan(each, work) for each in candidates if each["keep_attention"] == fewest]
+        plans = [self.make_plan(candidate, work) for candidate in candidates if candidate["keep_attention"] == fewest]
         least = min(plan.ledger.worst[0] for plan in plans)
         return max(
             (plan for plan in plans if plan.ledger.worst[0] == least), key=lambda plan: plan.tokens_per_s_per_gpu
@@ -346,7 +346,8 @@ class SearchSpace:
 
     def fits(self, work: Work, splits: Sequence[tuple[int, int]] | None = None) -> bool:
         """Whether any layout (of `splits`) fits."""
-        return any(self.make_plan(each, work).fits for each in self.smallest_candidates(splits or self.splits))
+        candidates = self.smallest_candidates(splits or self.splits)
+        return any(self.make_plan(candidate, work).fits for candidate in candidates)
 
     def adapter_that_fits(self, work: Work) -> dict[str, Any]:
         """Settings of `adapter` with which some layout fits; empty if there are none. A four-bit base if needed."""
@@ -382,7 +383,7 @@ class SearchSpace:
         if limits := [tier for tier in tiers if self.with_capacity(tier).longest_context(batch) > context]:
             return context, limits[-1]
         work = Work(context + CONTEXT_GRAIN * self.max_cp, batch)
-        plans = [self.make_plan(each, work) for each in self.smallest_candidates(self.longest_splits)]
+        plans = [self.make_plan(candidate, work) for candidate in self.smallest_candidates(self.longest_splits)]
         limit = min(plan.ledger.worst for plan in plans)[1]
         is_capped = "cp" not in self.fixed and self.max_cp < self.hardware.num_gpus  # by a fixed ring
         return context, "heads" if limit == "GPU" and is_capped else limit

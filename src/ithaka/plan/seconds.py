@@ -154,8 +154,8 @@ class LayerSeconds:
 
     def wait(self, copy_s: float, busy_s: float) -> float:
         """Seconds that copies to the device add to compute on the same tiles. The first tile's copy is not hidden."""
-        first, others = copy_s / self.num_tiles, 1 - 1 / self.num_tiles
-        return first + max(0.0, others * (copy_s - busy_s))
+        first, later_share = copy_s / self.num_tiles, 1 - 1 / self.num_tiles
+        return first + max(0.0, later_share * (copy_s - busy_s))
 
     def matmul(self, width: float, depth: float, share: float) -> float:
         return 2 * self.s * width * depth / (self.gpu.matmul_flops * share)
@@ -203,16 +203,17 @@ class LayerSeconds:
         """Run 1 of a measured layer. Backward keeps its graphs if it projects and overlaps, otherwise it runs again."""
         stages = (self.num_stages - 1) * STAGE_SECONDS  # the first is part of what was fitted
         if not backward:
-            return self._measured_run(layer.projections, 1, layer.project_moved) + stages
+            return self._measured_run(layer.projection_macs, 1, layer.project_moved) + stages
         again = projects and not self.layout.overlap
         moved = layer.project_backward_moved + again * layer.project_moved
         num_matmuls = 3 + again - self.is_frozen
-        return self._measured_run(layer.projections, num_matmuls, moved) + self.sum_grads(layer.projections) + stages
+        seconds = self._measured_run(layer.projection_macs, num_matmuls, moved)
+        return seconds + self.sum_grads(layer.projection_macs) + stages
 
     def _measured_rest(self, layer: MeasuredLayer, backward: bool) -> float:
         """Run 2 of a measured layer, and all adapters. Backward runs it again unless its graphs were kept."""
         adapters = self.adapters(tuple(self.shape.linears), backward)
-        dense = layer.others - layer.experts
+        dense = layer.other_macs - layer.expert_macs
         if not backward:
             return self._measured_run(dense, 1, layer.finish_moved) + self._experts(layer) + adapters
         moved = layer.finish_backward_moved - self.policy.mlp * layer.finish_moved
@@ -229,18 +230,18 @@ class LayerSeconds:
 
     def _experts(self, layer: MeasuredLayer, adds: bool = False) -> float:
         """One matmul with each weight of the chosen experts. `adds`: adds weight gradients to those of other tiles."""
-        if not layer.experts:
+        if not layer.expert_macs:
             return 0.0
         share, half = EXPERT_SUM_SHARE if adds else EXPERTS_SHARE
-        rows = self.s / self.num_tiles * layer.experts / max(1, layer.expert_parameters)
-        return self.matmul(layer.experts, 1, share / (1 + half / rows))
+        rows = self.s / self.num_tiles * layer.expert_macs / max(1, layer.expert_parameters)
+        return self.matmul(layer.expert_macs, 1, share / (1 + half / rows))
 
     def adapters(self, names: Sequence[str], backward: bool) -> float:
         """Seconds of a layer's adapters. A token uses only the adapters of its experts."""
         if not self.shape.adapter:
             return 0.0
         stacked, measured = dict(self.shape.measured.stacked) if self.shape.measured else {}, self.shape.measured
-        chosen = measured.experts / sum(stacked.values()) if stacked and measured else 1.0
+        chosen = measured.expert_macs / sum(stacked.values()) if stacked and measured else 1.0
         passes = 0.0
         for name, size in self.shape.linears.items():
             if name in names and name in self.shape.most_adapted:

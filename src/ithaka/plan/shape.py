@@ -51,9 +51,9 @@ class MeasuredLayer:
     finish_moved: int
     project_backward_moved: int  # with its forward
     finish_backward_moved: int
-    projections: int
-    others: int
-    experts: int  # a part of `others`, multiplied in groups
+    projection_macs: int
+    other_macs: int
+    expert_macs: int  # a part of `other_macs`, multiplied in groups
     arguments: int = 0  # bytes per token of all arguments of layers: position embeddings
     stacked: tuple[tuple[str, int], ...] = ()  # 3-D weights, of experts: name and parameters
     root: int = 0  # parameters around the layers that stay gathered, in the sum dtype, for all of a step
@@ -63,9 +63,9 @@ class MeasuredLayer:
     )
     costs: ClassVar = (
         *(f"{run}_{what}" for run in ("project", "finish") for what in ("moved", "backward_moved")),
-        "projections",
-        "others",
-        "experts",
+        "projection_macs",
+        "other_macs",
+        "expert_macs",
     )
 
     @property
@@ -215,7 +215,7 @@ class ModelShape:
     def mlp_parameters(self) -> int:
         """Gate, up and down projections of one layer, with biases; of a measured layer, all but the projections."""
         if self.measured:
-            return self.measured.parameters - self.measured.projections
+            return self.measured.parameters - self.measured.projection_macs
         return 3 * self.hidden * self.mlp + self.mlp_bias * (2 * self.mlp + self.hidden)
 
     @cached_property
@@ -267,12 +267,12 @@ class ModelShape:
         if self.optimizer == "adamw":
             return 8 * trained
         adapted = sum(sum(sizes.values()) for sizes in self.adapter_parameters)
-        wide, narrow_bytes = adapted // num_ranks, 2 * (1 + 4 / MOMENT_BLOCK)
+        in_fp32, other_bytes = adapted // num_ranks, 2 * (1 + 4 / MOMENT_BLOCK)
         if self.optimizer == "muon":
             stacked = self.num_layers * self.measured.expert_parameters if self.measured else 0
             ends = self.trained_head + self.trained_parameters("embed_tokens") * (not self.tied)
-            wide, narrow_bytes = -(-(stacked * (not self.adapter) + ends) // num_ranks), 4
-        return 8 * wide + int(narrow_bytes * (trained - wide))
+            in_fp32, other_bytes = -(-(stacked * (not self.adapter) + ends) // num_ranks), 4
+        return 8 * in_fp32 + int(other_bytes * (trained - in_fp32))
 
     @cached_property
     def packed_layer(self) -> tuple[int, int]:
@@ -295,8 +295,8 @@ class ModelShape:
     def gathered_bytes(self, element_bytes: int) -> int:
         """Bytes of one layer's parameters with their adapters, gathered but not unpacked."""
         packed, num_bytes = self.packed_layer
-        others = self.layer_parameters + sum(self.most_adapted.values()) - packed
-        return others * element_bytes + num_bytes
+        dense = self.layer_parameters + sum(self.most_adapted.values()) - packed
+        return dense * element_bytes + num_bytes
 
     # ---- trained parameters
 
@@ -304,7 +304,7 @@ class ModelShape:
     def num_products(self) -> int:
         """Multiply-adds per token, without attention."""
         layer = sum(math.prod(size) for size in self.linears.values())
-        layer = self.measured.projections + self.measured.others if self.measured else layer
+        layer = self.measured.projection_macs + self.measured.other_macs if self.measured else layer
         return self.num_layers * layer + self.vocab * self.hidden
 
     @property
@@ -314,7 +314,7 @@ class ModelShape:
         if layer is None:
             return self.num_parameters
         stacked = layer.expert_parameters * layer.total_parameters / layer.parameters
-        return self.num_parameters - round(stacked) + self.num_layers * layer.experts
+        return self.num_parameters - round(stacked) + self.num_layers * layer.expert_macs
 
     @cached_property
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -449,11 +449,11 @@ class Work:
         return self.tokens / length * (window * length - window**2 / 2)
 
 
-def span_pairs(before: int, length: int, window: int | None = None) -> int:
-    """Return the query-key pairs of `length` tokens that also attend to `before` earlier ones."""
+def span_pairs(earlier: int, length: int, window: int | None = None) -> int:
+    """Return the query-key pairs of `length` tokens that also attend to `earlier` earlier ones."""
 
     def count(tokens: int) -> int:
         reach = tokens if window is None else min(tokens, window)
         return reach * tokens - reach * (reach - 1) // 2
 
-    return count(before + length) - count(before)
+    return count(earlier + length) - count(earlier)

@@ -136,9 +136,9 @@ def as_text(plan: Plan, model: str, steps: int | None = None, notes: Sequence[st
     settings = {name: format_value(value) for name, value in plan.settings.items()}
     width = max(6, *map(len, settings.values()))
     rows = {f"  {name:<24}  {settings[name]:>{width}}   ": reason for name, reason in _explain_settings(plan).items()}
-    others = _format_others(plan) if plan.others else ()
+    alternatives = _format_alternatives(plan) if plan.alternatives else ()
     assumptions = {f"  {name:<11}  ": text for name, text in list_assumptions(plan).items()}
-    lines += ["", *wrap_columns(rows), "", *_format_costs(plan), *others, "", "Assumptions"]
+    lines += ["", *wrap_columns(rows), "", *_format_costs(plan), *alternatives, "", "Assumptions"]
     return "\n".join([*lines, *wrap_columns(assumptions)])
 
 
@@ -222,7 +222,7 @@ def _expert_costs(plan: Plan) -> dict[str, int]:
     """Parameters in all and per token, and a layer's bytes: as gathered, gathered ahead, unpacked, and the fp32 sums of
     its weight gradients. `shortest_context`: below it, half of the step waits for the layers' weights."""
     shape, layout = plan.shape, plan.layout
-    gathered, wide = shape.gathered_bytes(layout.element_bytes), layout.sum_bytes
+    gathered, sum_bytes = shape.gathered_bytes(layout.element_bytes), layout.sum_bytes
     is_single = plan.hardware.num_gpus == 1
     contexts = (2**i * layout.cp for i in range(10, plan.work.context.bit_length()))
     waits = (c for c in reversed([*contexts]) if _waiting_share(plan, c) > 0.5)
@@ -232,7 +232,7 @@ def _expert_costs(plan: Plan) -> dict[str, int]:
         "gathered_bytes": gathered,
         "prefetched_bytes": gathered if layout.prefetches(gathered) and not is_single else 0,
         "unpacked_bytes": shape.packed_layer[0] * layout.element_bytes,
-        "gradient_sum_bytes": shape.trained_layer * wide,
+        "gradient_sum_bytes": shape.trained_layer * sum_bytes,
         "shortest_context": 2 * next(waits, 0),
     }
 
@@ -380,11 +380,11 @@ def _format_costs(plan: Plan) -> Iterator[str]:
     yield from wrap_list(f"{name} {format_duration(s)} ({s / plan.step_s:.1%})" for name, s in parts)
 
 
-def _format_others(plan: Plan) -> Iterator[str]:
+def _format_alternatives(plan: Plan) -> Iterator[str]:
     """A table of the plan and the best of other kinds, fastest first; an arrow marks the plan."""
     yield from ("", *wrap(f"This plan (>) and others, fastest first. It is {_explain_choice(plan)}."))
     yield f"  {'  '.join(COLUMNS)}"
-    for other in sorted((plan, *plan.others), key=lambda other: -other.tokens_per_s_per_gpu):
+    for other in sorted((plan, *plan.alternatives), key=lambda other: -other.tokens_per_s_per_gpu):
         layout, ledger = other.layout, other.ledger
         kept = f"{layout.keep_attention} on {layout.attention_tier}" if layout.keep_attention else "none"
         cells = (
@@ -402,7 +402,7 @@ def _format_others(plan: Plan) -> Iterator[str]:
 
 
 def _explain_choice(plan: Plan) -> str:
-    fastest = max((plan, *plan.others), key=lambda other: other.tokens_per_s_per_gpu)
+    fastest = max((plan, *plan.alternatives), key=lambda other: other.tokens_per_s_per_gpu)
     if fastest is plan:
         return "the fastest that fits"
     slower = 1 - plan.tokens_per_s_per_gpu / fastest.tokens_per_s_per_gpu
