@@ -27,7 +27,7 @@ from ithaka.plan.bytes import build_ledger
 from ithaka.plan.hardware import GIB, Hardware, parse_gpus
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
 from ithaka.run.shapes import find_shape
 
 LAYERS = 2
@@ -65,7 +65,9 @@ def measure_layer(model: str, context: int, base: str, hardware: Hardware) -> di
         keep_attention=LAYERS,
         attention_tier="host",
     )
-    plan = rehearse.truncate_plan(Plan(shape, make_layout(shape.num_layers), hardware, Work(context)), LAYERS, False)
+    plan = rehearse.truncate_plan(
+        Plan(shape, make_layout(shape.num_layers), hardware, StepShape(context)), LAYERS, False
+    )
     ledger = build_ledger(plan.shape, layout, hardware, plan.work)
     planned = (ledger.gpu_peak - ledger.gpu["reserve"]) / GIB
     with status(f"{model} at {context} tokens, {base}"):

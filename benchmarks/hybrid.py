@@ -39,7 +39,7 @@ from ithaka.ops.delta_rule import DeltaInputs, DeltaRule, LocalDocs
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.search import Plan
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
 from ithaka.profile.timeline import PhaseTimer
 from ithaka.run.shapes import shape_from_config
 
@@ -115,7 +115,7 @@ def run_ithaka(case: dict[str, Any]) -> Any:
 def plan_case(case: dict[str, Any], layout: Layout) -> dict[str, Any]:
     """Plan this model on H200s, without the reserve."""
     shape = shape_from_config((TINY if case["tiny"] else SHAPE) | {"max_position_embeddings": case["tokens"]})
-    plan = Plan(shape, layout, parse_gpus(f"{case['ranks']}xH200"), Work(case["tokens"]))
+    plan = Plan(shape, layout, parse_gpus(f"{case['ranks']}xH200"), StepShape(case["tokens"]))
     peak = plan.ledger.gpu_peak - plan.ledger.gpu["reserve"]
     return {"planned_s": round(plan.step_s, 4), "planned_GiB": round(peak / GIB, 2)}
 

@@ -28,7 +28,7 @@ from ithaka.plan.hardware import GIB, find_hardware
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import layer_seconds
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
 from ithaka.run.shapes import shape_from_config
 
 SIDES = ("ring", "unaligned", "Ulysses")
@@ -64,7 +64,7 @@ def ring_layout(nodes: int, ring: int, stages: int) -> Layout:
 
 
 def measure(config: dict[str, Any], layout: Layout, context: int, steps: int) -> dict[str, Any]:
-    hardware, work = find_hardware(f"{layout.cp // 8}x8xH200"), Work(context)
+    hardware, work = find_hardware(f"{layout.cp // 8}x8xH200"), StepShape(context)
     shape = replace(shape_from_config(config, "llama3-8b").first_layers(1))
     plan = Plan(shape, layout, hardware, work)
     seconds = layer_seconds(shape, layout, hardware, work, shape.mixers[0], layout.kept[0])

@@ -14,7 +14,7 @@ from ithaka.model.shape import measure_layers, measure_model
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.models import built_in_decoders, find_config, shape_to_json
-from ithaka.plan.shape import AttentionKind, Work
+from ithaka.plan.shape import AttentionKind, StepShape
 from ithaka.run.shapes import shape_from_config
 from models import tiny_config
 
@@ -93,7 +93,7 @@ def test_general_layers_peak_as_planned(family, overlap, stage, tokens, tile, ch
     shape = measure_model(sizes, family)
     planned = {
         name: sum(holders.values())
-        for name, holders in gpu_phases(shape, layout, parse_gpus("2xH100"), Work(2 * tokens))
+        for name, holders in gpu_phases(shape, layout, parse_gpus("2xH100"), StepShape(2 * tokens))
     }
     measured = rehearsed_peaks(sizes, layout, 2 * tokens)
     assert measured(1, "forward") == pytest.approx(planned["forward"], rel=0.13)

@@ -11,7 +11,7 @@ from ithaka.plan.bytes import build_ledger
 from ithaka.plan.hardware import GIB, Hardware, find_gpu
 from ithaka.plan.models import MODELS
 from ithaka.plan.search import NEAR_ENOUGH, Plan, SearchSpace
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
 from ithaka.run.shapes import find_shape
 from refusals import assert_refused
 
@@ -35,7 +35,7 @@ contexts = st.sampled_from([32 * 2**10, 2**17, 2**19, 2**20, 3 * 2**20])
 
 
 def choose(shape, machine, context, fixed=None) -> Plan:
-    return SearchSpace(shape, machine, fixed or {}).choose(Work(context))
+    return SearchSpace(shape, machine, fixed or {}).choose(StepShape(context))
 
 
 def longest(shape, machine) -> tuple[int, str]:
@@ -47,7 +47,7 @@ def longest(shape, machine) -> tuple[int, str]:
 def test_chosen_plan_fits_its_own_ledger(machine, model, context):
     shape = find_shape(model)
     plan = choose(shape, machine, context)
-    again = build_ledger(shape, plan.layout, machine, Work(context))
+    again = build_ledger(shape, plan.layout, machine, StepShape(context))
     assert plan.ledger == again
     assert plan.fits == (
         again.gpu_peak <= machine.gpu.memory_bytes
@@ -115,7 +115,7 @@ def test_no_other_layout_that_fits_is_faster(machine, model, context, fixed, ran
             "offload_optimizer": random.random() < 0.5,
             "overlap": random.random() < 0.5,
         }
-        other = Plan(shape, make_layout(shape.num_layers, **choices | fixed), machine, Work(context))
+        other = Plan(shape, make_layout(shape.num_layers, **choices | fixed), machine, StepShape(context))
         if any(getattr(other.layout, name) != value for name, value in fixed.items()):
             continue  # layers that keep more keep their attention output too
         # The planner accepts a slightly slower plan that uses nearer memory.
@@ -137,7 +137,7 @@ def test_the_last_layers_keep_most():
     """Their activations are freed before earlier layers recompute."""
     layout = make_layout(32, keep_attention=24, keep_everything=8, tile_tokens=2**14)
     last, first = (
-        Plan(find_shape("llama3-8b"), replace(layout, kept=kept), NODE, Work(2**15)).ledger.gpu_peak
+        Plan(find_shape("llama3-8b"), replace(layout, kept=kept), NODE, StepShape(2**15)).ledger.gpu_peak
         for kept in (layout.kept, layout.kept[::-1])
     )
     assert last < first
@@ -249,7 +249,7 @@ def test_a_plan_that_does_not_fit_names_the_limiting_tier():
 
 
 def test_keeping_attention_costs_bytes_and_saves_seconds():
-    shape, work = find_shape("llama3-8b"), Work(2**20)
+    shape, work = find_shape("llama3-8b"), StepShape(2**20)
     kept = build_ledger(shape, Layout(8, 8, 8192, (ActivationPolicy("host", "host"),) * 32), NODE, work)
     none = build_ledger(shape, Layout(8, 8, 8192, (ActivationPolicy("host"),) * 32), NODE, work)
     assert kept.host_peak > none.host_peak and kept.gpu_peak < none.gpu_peak

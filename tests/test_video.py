@@ -27,7 +27,7 @@ from ithaka.parallel import shape_from_model
 from ithaka.plan.hardware import find_hardware
 from ithaka.plan.models import find_config
 from ithaka.plan.roots import count_patches
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
 from ithaka.roots.video import VideoTransformer, parallelize_transformer
 from ithaka.run.request import make_request
 from ithaka.run.shapes import find_shape
@@ -364,7 +364,7 @@ def test_shapes_of_built_in_models_are_those_of_diffusers(name):
 
 
 def test_every_patch_attends_to_all_patches():
-    assert Work(1024).pairs(None, causal=False) == 1024**2
+    assert StepShape(1024).pairs(None, causal=False) == 1024**2
 
 
 def test_a_model_with_an_adapter_has_a_shape():

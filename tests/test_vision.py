@@ -36,7 +36,7 @@ from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import step_seconds
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
 from ithaka.plan.show import list_assumptions
 from ithaka.roots import vision
 from ithaka.run.shapes import find_shape
@@ -345,7 +345,7 @@ def test_the_plan_counts_the_encoder():
     assert shape_from_model(frozen(model)).num_trained == total - visual
     adapted = shape_from_model(add_lora(tiny_vlm("qwen3_vl"), target_modules=["q_proj", "qkv"]))
     assert adapted.num_trained == 3 * 3 * (32 + 64)  # only the language model's adapters
-    hardware, work = Hardware(find_gpu("H200"), 1, 1, host_bytes=10**12), Work(1024)
+    hardware, work = Hardware(find_gpu("H200"), 1, 1, host_bytes=10**12), StepShape(1024)
     phases = dict(gpu_phases(shape, Layout(dtype="bfloat16"), hardware, work))
     without = dict(gpu_phases(shape_from_model(frozen(model)), Layout(dtype="bfloat16"), hardware, work))
     assert phases["forward"]["pixels"] == 1024 * 4 * 24 * 2

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ithaka.layout import Layout
 from ithaka.plan.hardware import GIB, Hardware
 from ithaka.plan.layer_bytes import MemoryPoint, kinds_of_sizes, layer_peaks, layer_sizes
-from ithaka.plan.shape import PATCHES_PER_TILE, Encoder, ModelShape, Work
+from ithaka.plan.shape import PATCHES_PER_TILE, Encoder, ModelShape, StepShape
 
 LOGITS_TILE_BYTES = (2**29, 2**32)  # minimum and maximum bytes of logits in a tile of the loss
 LOGITS_TILES_PER_TILE = 4  # tiles of the loss in a tile of the layers
@@ -67,7 +67,7 @@ class Ledger:
         return all(need <= have for need, have in self.tiers.values())
 
 
-def build_ledger(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Ledger:
+def build_ledger(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> Ledger:
     """Build the ledger of a step in the phase with the highest GPU memory."""
     phase, gpu = max(gpu_phases(shape, layout, hardware, work), key=lambda entry: sum(entry[1].values()))
     gpu["reserve"] = RESERVE_BYTES + int(RESERVE_SHARE * hardware.gpu.memory_bytes)
@@ -106,7 +106,7 @@ class _LayerGroup(NamedTuple):
     kept_up_to: int  # bytes kept by all layers up to the last of this group
 
 
-def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> list[tuple[str, Holders]]:
+def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> list[tuple[str, Holders]]:
     """Return (phase, holders) on one GPU, without the reserve, for each phase that can be the peak. Weights are
     gathered in the compute dtype, gradients are reduced in the sum dtype."""
     gpu = _GpuPhases(shape, layout, hardware, work)
@@ -127,7 +127,7 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
 
 
 class _GpuPhases:
-    def __init__(self, shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> None:
+    def __init__(self, shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> None:
         self.shape, self.layout, self.hardware, self.work = shape, layout, hardware, work
         self.s, self.e, self.sum_bytes = work.local_tokens(layout.cp), layout.element_bytes, layout.sum_bytes
         self.x = layout.x_bytes(shape.hidden, self.s)
@@ -277,7 +277,7 @@ class _GpuPhases:
 # ---- host memory and disk
 
 
-def _host_and_disk(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> tuple[Holders, Holders]:
+def _host_and_disk(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> tuple[Holders, Holders]:
     """Holders in a node's host memory and on its disk."""
     s, ranks = work.local_tokens(layout.cp), hardware.gpus_per_node
     inputs, outputs = {"device": 0, "host": 0, "disk": 0}, {None: 0, "device": 0, "host": 0, "disk": 0}

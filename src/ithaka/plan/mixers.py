@@ -12,7 +12,7 @@ from typing import Any
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.layer_bytes import LayerBytes, MemoryPoint
 from ithaka.plan.seconds import LayerSeconds
-from ithaka.plan.shape import AttentionKind, Mixer, ModelShape, Work
+from ithaka.plan.shape import AttentionKind, Mixer, ModelShape, StepShape
 
 # The gated delta rule (ops/delta_rule.py): tokens per chunk and rows (tokens x heads) per segment. Then a
 # segment's buffers in the sum dtype, forward and backward: vectors (K + V per row), states (K by K + V per chunk) and
@@ -44,13 +44,13 @@ class Attention(Mixer):
     def attention(self) -> tuple[AttentionKind, ...]:  # type: ignore[override]
         return (self.kind,)
 
-    def seconds(self, layer: LayerSeconds, work: Work) -> tuple[float, float]:
+    def seconds(self, layer: LayerSeconds, work: StepShape) -> tuple[float, float]:
         return layer.attention(work, self.kind, self.causal)
 
     def exchange_seconds(self, layer: LayerSeconds) -> tuple[float, float]:
         return layer.exchange()
 
-    def flop_seconds(self, layer: LayerSeconds, work: Work) -> float:
+    def flop_seconds(self, layer: LayerSeconds, work: StepShape) -> float:
         return sum(self.seconds(layer, work))
 
 
@@ -69,7 +69,7 @@ class DeltaRule(Mixer):
     def sizes(self, *arguments: Any) -> DeltaBytes:
         return DeltaBytes(self, *arguments)
 
-    def seconds(self, layer: LayerSeconds, work: Work) -> tuple[float, float]:
+    def seconds(self, layer: LayerSeconds, work: StepShape) -> tuple[float, float]:
         one_pass = layer.move(layer.s * self.heads * (self.key_dim + self.value_dim) * layer.layout.sum_bytes)
         maps = RULE_MAP_PASSES if layer.layout.cp > 1 else (0, 0)
         forward, backward = (passes + extra for passes, extra in zip(RULE_PASSES, maps, strict=True))

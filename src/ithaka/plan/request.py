@@ -21,7 +21,7 @@ from ithaka.config.units import format_tokens
 from ithaka.plan.models import hub_id
 from ithaka.plan.read_config import FAMILIES, Family, yarn_factor
 from ithaka.plan.search import Plan, SearchSpace, forward_plan
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
 
 # Lines of a planned configuration for the user to fill in: an example, and a comment.
 TO_FILL_IN = {
@@ -45,7 +45,7 @@ class PlanRequest:
     space: SearchSpace
     config: Config
     explicit: frozenset[str]
-    work: Work
+    work: StepShape
 
     def with_kernel(self, kernel: str) -> PlanRequest:
         """The same request with this kernel's attention rates."""

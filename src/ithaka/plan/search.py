@@ -31,7 +31,7 @@ from ithaka.layout import (
 from ithaka.plan.bytes import Ledger, build_ledger
 from ithaka.plan.hardware import GPUS_PER_NODE, Hardware
 from ithaka.plan.seconds import Seconds, flop_seconds, gather_seconds, reduce_seconds, step_seconds
-from ithaka.plan.shape import AttentionKind, ModelShape, Work
+from ithaka.plan.shape import AttentionKind, ModelShape, StepShape
 
 TILE_BYTES = 2**29  # bytes of x in the largest tile: narrow models need more tokens to outweigh a kernel launch
 NUM_TILE_SIZES = 6  # each half of the one before
@@ -56,7 +56,7 @@ class Plan:
     shape: ModelShape
     layout: Layout
     hardware: Hardware
-    work: Work
+    work: StepShape
     fixed: Fixed = field(default_factory=dict, repr=False, hash=False)
     alternatives: tuple[Plan, ...] = field(default=(), repr=False, compare=False)  # the best plans of other kinds
 
@@ -125,7 +125,7 @@ class Plan:
         return max(parts, key=lambda name: parts[name])
 
 
-def forward_plan(shape: ModelShape, hardware: Hardware, work: Work) -> Plan:
+def forward_plan(shape: ModelShape, hardware: Hardware, work: StepShape) -> Plan:
     """The plan of an evaluation: forward only."""
     layout = forward_layout(shape, hardware.num_gpus, work.tokens, "bfloat16")
     return Plan(shape, layout, hardware, replace(work, trains=False))
@@ -140,10 +140,10 @@ def forward_layout(shape: ModelShape, cp: int, tokens: int, dtype: str) -> Layou
     return make_layout(shape.num_layers, cp=cp, ring=ring, heads_per_stage=stage, tile_tokens=8192, dtype=dtype)
 
 
-def work_from_config(config: Config) -> Work:
+def work_from_config(config: Config) -> StepShape:
     has_reference = config.loss.type == "dpo"
     train = config.train
-    return Work(config.data.context, train.batch, accumulate=train.accumulate, reference=has_reference)
+    return StepShape(config.data.context, train.batch, accumulate=train.accumulate, reference=has_reference)
 
 
 def shape_to_train(shape: ModelShape, config: Config) -> ModelShape:
@@ -186,7 +186,7 @@ class SearchSpace:
 
     # ---- the best plan
 
-    def choose(self, work: Work) -> Plan:
+    def choose(self, work: StepShape) -> Plan:
         """Choose the plan with the least disk and host memory among those within 1 % of the fastest that fits. Speed is
         in tokens per second and GPU. If none fits, the plan that is closest to fitting."""
         candidates = [(self.upper_bound(plan).tokens_per_s_per_gpu, plan) for plan in self.plans_that_fit(work)]
@@ -205,7 +205,7 @@ class SearchSpace:
         alternatives = [plan for plan in ranked if plan is not chosen]
         return replace(chosen, fixed=self.fixed, alternatives=tuple(alternatives[:NUM_ALTERNATIVES]))
 
-    def plans_that_fit(self, work: Work) -> Iterator[Plan]:
+    def plans_that_fit(self, work: StepShape) -> Iterator[Plan]:
         """Yield plans that fit. Once a tier holds everything, slower tiers are not tried."""
         settled, can_fit = set(), {}
         for candidate in self.candidates([split for split in self.splits if self.fits(work, [split])]):
@@ -245,7 +245,7 @@ class SearchSpace:
                 break
         return plan
 
-    def closest_to_fitting(self, work: Work) -> Plan:
+    def closest_to_fitting(self, work: StepShape) -> Plan:
         """Where nothing fits: the plan whose worst tier is exceeded least, with few attention outputs kept."""
         candidates = list(self.candidates())
         fewest = min(candidate["keep_attention"] for candidate in candidates)
@@ -326,7 +326,7 @@ class SearchSpace:
                 if candidate["keep_attention"] and "keep_attention" not in self.fixed:
                     yield candidate | {"keep_attention": self.shape.num_layers}
 
-    def _smallest_buffers(self, candidate: Fixed, work: Work) -> Iterator[Fixed]:
+    def _smallest_buffers(self, candidate: Fixed, work: StepShape) -> Iterator[Fixed]:
         """Yield the variants of `candidate` with the smallest buffers: if none of them fits, no other choice of
         BUFFER_SETTINGS does. A single tile may need less than several, because it sums no gradients. A short tile may
         need less with overlap, because its input is fetched once."""
@@ -339,17 +339,17 @@ class SearchSpace:
             sizes = {"heads_per_stage": candidate["cp"] // candidate["ring"], "tile_tokens": tile, "overlap": overlap}
             yield {**candidate, **sizes, **self.fixed, "keep_attention": count}
 
-    def make_plan(self, candidate: Fixed, work: Work) -> Plan:
+    def make_plan(self, candidate: Fixed, work: StepShape) -> Plan:
         return Plan(self.shape, make_layout(self.shape.num_layers, **candidate), self.hardware, work)
 
     # ---- limits
 
-    def fits(self, work: Work, splits: Sequence[tuple[int, int]] | None = None) -> bool:
+    def fits(self, work: StepShape, splits: Sequence[tuple[int, int]] | None = None) -> bool:
         """Whether any layout (of `splits`) fits."""
         candidates = self.smallest_candidates(splits or self.splits)
         return any(self.make_plan(candidate, work).fits for candidate in candidates)
 
-    def adapter_that_fits(self, work: Work) -> dict[str, Any]:
+    def adapter_that_fits(self, work: StepShape) -> dict[str, Any]:
         """Settings of `adapter` with which some layout fits; empty if there are none. A four-bit base if needed."""
         current = self.shape.adapter
         for settings in self.shape.root.adapter_settings:
@@ -370,7 +370,7 @@ class SearchSpace:
         for candidate in self.smallest_candidates(self.longest_splits):
 
             def fits(grains: int, candidate: Fixed = candidate) -> bool:
-                return self.make_plan(candidate, Work(grains * grain, batch)).fits
+                return self.make_plan(candidate, StepShape(grains * grain, batch)).fits
 
             longest = _largest(fits, longest)
         return longest * grain
@@ -382,7 +382,7 @@ class SearchSpace:
         tiers = ["host", "disk"] if self.hardware.disk_bytes else ["host"]
         if limits := [tier for tier in tiers if self.with_capacity(tier).longest_context(batch) > context]:
             return context, limits[-1]
-        work = Work(context + CONTEXT_GRAIN * self.max_cp, batch)
+        work = StepShape(context + CONTEXT_GRAIN * self.max_cp, batch)
         plans = [self.make_plan(candidate, work) for candidate in self.smallest_candidates(self.longest_splits)]
         limit = min(plan.ledger.worst for plan in plans)[1]
         is_capped = "cp" not in self.fixed and self.max_cp < self.hardware.num_gpus  # by a fixed ring
@@ -393,7 +393,7 @@ class SearchSpace:
         change: dict[str, Any] = {f"{tier}_bytes": num_bytes}
         return replace(self, hardware=replace(self.hardware, **change))
 
-    def smallest_capacity(self, tier: str, work: Work) -> int:
+    def smallest_capacity(self, tier: str, work: StepShape) -> int:
         """Bytes of host memory or disk per node with which `work` fits; 0 if no amount is enough. A multiple of 64 GB,
         or of 1024 GB from 1 TB on."""
         if not self.with_capacity(tier).fits(work):
@@ -405,7 +405,7 @@ class SearchSpace:
         grains = 1 + _largest(is_too_small)
         return CAPACITY_GRAIN * (grains if grains < 16 else -(-grains // 16) * 16)
 
-    def smallest_machine(self, work: Work) -> Hardware | None:
+    def smallest_machine(self, work: StepShape) -> Hardware | None:
         """The fewest GPUs of this kind on which `work` fits: double a node up to 8 GPUs, then add nodes."""
 
         def fits(hardware: Hardware) -> bool:

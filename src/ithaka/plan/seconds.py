@@ -17,7 +17,7 @@ from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.bytes import logits_tile_tokens
 from ithaka.plan.hardware import DISK_BYTES_S, HOST_UPDATE_BYTES_S, REFERENCE_HEAD_DIM, Hardware
 from ithaka.plan.layer_bytes import layer_sizes
-from ithaka.plan.shape import AttentionKind, Encoder, MeasuredLayer, Mixer, ModelShape, Work
+from ithaka.plan.shape import AttentionKind, Encoder, MeasuredLayer, Mixer, ModelShape, StepShape
 
 # Fractions of the hardware's matmul rate, forward and backward.
 MLP_SHARE = (0.82, 0.82)
@@ -77,7 +77,7 @@ class Seconds:
 
 
 def layer_seconds(
-    shape: ModelShape, layout: Layout, hardware: Hardware, work: Work, mixer: Mixer, policy: ActivationPolicy
+    shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape, mixer: Mixer, policy: ActivationPolicy
 ) -> tuple[Seconds, Seconds]:
     """Return (forward, backward) of one layer on the rank with the most heads."""
     layer, gpu = LayerSeconds(shape, layout, hardware, work.local_tokens(layout.cp), policy), hardware.gpu
@@ -134,7 +134,7 @@ class LayerSeconds:
         self.is_frozen = shape.adapter is not None
         self.num_tiles = -(-s // (layout.tile_tokens or s))
 
-    def attention(self, work: Work, kind: AttentionKind, causal: bool) -> tuple[float, float]:
+    def attention(self, work: StepShape, kind: AttentionKind, causal: bool) -> tuple[float, float]:
         """(forward, backward): two and five matmuls per query-key pair."""
         heads, head_dim, window = -(-self.shape.heads // self.layout.ulysses), kind.head_dim, kind.window
         gpu = self.hardware.for_attention(head_dim, kind.softcap).gpu
@@ -301,7 +301,7 @@ def reduce_seconds(num_bytes: int, hardware: Hardware, replicas: int = 1) -> flo
     return gather_seconds(num_bytes, hardware, replicas) + 2 * shard * (replicas - 1) / replicas / rate
 
 
-def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
+def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> Seconds:
     """One optimizer step: all layers and the loss in every micro-step, then the update. Without training: a forward."""
     total = _loss_seconds(shape, layout, hardware, work)
     for encoder in shape.encoders:
@@ -320,7 +320,7 @@ def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Wo
     return total.times(work.accumulate) + _update_seconds(shape, layout, hardware)
 
 
-def flop_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
+def flop_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> Seconds:
     """The time of a step's FLOPs alone, without recomputation and element-wise kernels: attention at the kernel's rate,
     matmuls at 700 TFLOP/s on an H200, and the optimizer update at memory bandwidth."""
     layer = LayerSeconds(shape, layout, hardware, work.local_tokens(layout.cp))
@@ -336,7 +336,9 @@ def _update_seconds(shape: ModelShape, layout: Layout, hardware: Hardware) -> Se
     return Seconds(update=UPDATE_BYTES * shape.num_trained / sharers / rate)
 
 
-def _encoder_seconds(encoder: Encoder, shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
+def _encoder_seconds(
+    encoder: Encoder, shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape
+) -> Seconds:
     """Assumes that all tokens are image tokens. A trained encoder runs again in backward."""
     is_trained = work.trains and encoder in shape.trained_encoders
     patches = work.local_tokens(layout.cp) * encoder.patches
@@ -349,7 +351,7 @@ def _encoder_seconds(encoder: Encoder, shape: ModelShape, layout: Layout, hardwa
     return Seconds(linear=matmuls + layer.move(patches * moved * EAGER_MOVES), exchange=exchange)
 
 
-def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
+def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> Seconds:
     """Logits, their two gradients, element-wise kernels, and one sum of the weight gradient per tile of logits. A
     frozen weight has no gradient; a forward pass has only logits. The all-gather of lm_head is not hidden."""
     layer = LayerSeconds(shape, layout, hardware, work.local_tokens(layout.cp))

@@ -107,7 +107,7 @@ class Mixer:
     why_no_ring: str | None = None  # "... which {why_no_ring}"
     sizes: Any  # (shape, layout, s, policy) -> LayerBytes
 
-    def seconds(self, layer: Any, work: Work) -> tuple[float, float]:
+    def seconds(self, layer: Any, work: StepShape) -> tuple[float, float]:
         """(forward, backward), without exchanges. `layer`: a LayerSeconds."""
         raise NotImplementedError
 
@@ -115,7 +115,7 @@ class Mixer:
         """(forward, backward) of exchanges that compute does not hide."""
         raise NotImplementedError
 
-    def flop_seconds(self, layer: Any, work: Work) -> float:
+    def flop_seconds(self, layer: Any, work: StepShape) -> float:
         """Forward and backward at the rate of its kernel; 0 if the kernel is limited by memory."""
         return 0.0
 
@@ -411,7 +411,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
-class Work:
+class StepShape:
     """One micro-step of a cp group: `batch` sequences of `context` tokens, packed into one."""
 
     context: int

@@ -26,7 +26,7 @@ from ithaka.plan.layer_bytes import LayerBytes
 from ithaka.plan.read_config import unscaled_positions
 from ithaka.plan.request import PlanRequest
 from ithaka.plan.search import Plan, SearchSpace
-from ithaka.plan.shape import Work, span_pairs
+from ithaka.plan.shape import StepShape, span_pairs
 
 # Nodes have a few percent less free memory than their nominal size, and `ithaka train` plans with what is free.
 TIGHT_SHARE = 0.95
@@ -184,7 +184,7 @@ def _warn_of_slow_attention(plan: Plan) -> Iterator[str]:
         yield f"Slow attention: {layers} run {KERNEL_NAMES['reference']}, which takes {share:.0%} of the step"
 
 
-def _format_forest(work: Work) -> str:
+def _format_forest(work: StepShape) -> str:
     """What a shared prompt saves, compared with a prompt for each branch."""
     if not work.spans:
         return ""
