@@ -76,10 +76,10 @@ def plan(
     as_yaml = as_yaml or out is not None
     clashes = {
         "--max-context and --context": max_context and context,
-        "--video and --context": video and (context or max_context),
+        "--video and --context": all((video, context or max_context)),
         "--max-context and --yaml": max_context and as_yaml,
         "--yaml and --json": as_yaml and as_json,
-        "--branches and --video, --max-context or --yaml": branches and (video or max_context or as_yaml),
+        "--branches and --video, --max-context or --yaml": all((branches, any((video, max_context, as_yaml)))),
     }
     for options, conflict in clashes.items():
         if conflict:

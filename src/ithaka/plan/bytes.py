@@ -171,12 +171,12 @@ class _GpuPhases:
         """Return the holders at a point. `weights`: gathered bytes. `reduced`: parameters whose gradients are sharded.
         `pending`: bytes of other gradients."""
         trained, frozen = self.shards
-        has_states = self.work.trains or self.work.between_steps  # fp32 weights and two moments
+        has_optimizer = self.work.trains or self.work.between_steps  # fp32 weights and two moments
         grads = 4 * trained * min(reduced, self.shape.num_trained) // self.shape.num_trained
         holders = {
-            "parameters": (4 if has_states else self.e) * trained + frozen,
+            "parameters": (4 if has_optimizer else self.e) * trained + frozen,
             "gradients": grads + pending + point.grad_bytes,
-            "optimizer": self.moments * has_states,
+            "optimizer": self.moments * has_optimizer,
             "layer weights": weights,
             "residual stream": point.stream + self.arguments * (point.phase != "update"),
             "stage buffers": point.heads,

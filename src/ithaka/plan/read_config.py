@@ -67,16 +67,20 @@ def read_json(file: Path, name: str = "model.path=", fix: str = GIVE_MODEL) -> d
 
 def quant_method(config: Mapping[str, Any]) -> str | None:
     """Return how the weights of a config.json are quantized; None if they are not."""
-    quantization = config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    method = _as_settings(config.get("quantization_config")).get("quant_method")
     return method if method is None else str(getattr(method, "value", method))
+
+
+def _as_settings(quantization: Any) -> Mapping[str, Any]:
+    return quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}
 
 
 def check_quantization(quantization: Any, source: str) -> None:
     """Reject quantized weights, except bitsandbytes' 4 bits, and MXFP4 (gpt-oss), which is dequantized on load."""
-    settings = quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}
+    settings = _as_settings(quantization)
     method = settings.get("quant_method")
-    if method != "mxfp4" and not (method == "bitsandbytes" and settings.get("load_in_4bit")):
+    is_supported = {"mxfp4": True, "bitsandbytes": settings.get("load_in_4bit")}
+    if not is_supported.get(method):
         fix = "use weights in bfloat16 or float32, in MXFP4 or in bitsandbytes' 4 bits"
         raise ConfigError(f"model.path={source} is quantized ({method}); {fix}")
 
