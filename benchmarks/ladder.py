@@ -19,7 +19,8 @@ from ithaka.cli.plan import Context, Model
 from ithaka.config import ConfigError
 from ithaka.layout import make_layout
 from ithaka.log.console import status
-from ithaka.plan.models import find_config, find_shape
+from ithaka.plan.models import find_config
+from ithaka.run.shapes import find_shape
 
 
 def measure(config: dict[str, Any], ranks: int, context: int, tile_tokens: int, layers: int) -> list[dict[str, Any]]:

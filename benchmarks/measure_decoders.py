@@ -4,10 +4,10 @@ Rewrites the shapes in src/ithaka/plan/decoders.json. To add a model, add its hu
 """
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 from ithaka.model.shape import measure_model
+from ithaka.plan.models import shape_to_json
 
 FILE = Path(__file__).parent.parent / "src" / "ithaka" / "plan" / "decoders.json"
 
@@ -16,7 +16,7 @@ def main() -> None:
     models = json.loads(FILE.read_text(encoding="utf-8"))
     for name, model in models.items():
         shape = measure_model(model["config"], name)
-        model["shape"] = asdict(shape)
+        model["shape"] = shape_to_json(shape)
         print(f"{name}: {shape.num_parameters / 1e9:.2f}B parameters")
     lines = [f"{json.dumps(name)}: {json.dumps(model)}" for name, model in models.items()]
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

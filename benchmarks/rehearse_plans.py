@@ -29,8 +29,9 @@ from ithaka.config import ConfigError, parse_count
 from ithaka.log.console import status
 from ithaka.plan.hardware import find_hardware, gpu_named
 from ithaka.plan.models import find_config
-from ithaka.plan.request import PlanRequest, make_request
+from ithaka.plan.request import PlanRequest
 from ithaka.plan.search import Plan
+from ithaka.run.request import make_request
 
 LONGEST = "longest"
 SHORTEST = 512  # tokens of the shortest timed context

@@ -42,10 +42,10 @@ from ithaka.config import AdapterConfig
 from ithaka.hf.trainer import long_context
 from ithaka.plan.hardware import GIB, find_gpu, parse_gpus
 from ithaka.plan.models import find_config
-from ithaka.plan.read_config import shape_from_config
 from ithaka.plan.search import Plan, SearchSpace
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
 from ithaka.run import launch
+from ithaka.run.shapes import shape_from_config
 
 LLAMA_3B = {"hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24, "num_key_value_heads": 8}
 TOY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -226,7 +226,7 @@ def make_plan(arguments: argparse.Namespace, name: str, gpus: str, lora: bool, t
         shape = shape_from_config(find_config(folder)).with_adapter(AdapterConfig(rank=RANK) if lora else None)
     hardware = parse_gpus(gpus)
     space = SearchSpace(replace(shape, reference=not lora), hardware, {"cp": hardware.num_gpus})
-    return space.choose(Work(tokens or space.longest_context(ROWS[name]), ROWS[name], reference=True))
+    return space.choose(StepShape(tokens or space.longest_context(ROWS[name]), ROWS[name], reference=True))
 
 
 def describe_plan(name: str, plan: Plan) -> dict[str, Any]:

@@ -25,10 +25,10 @@ from ithaka.config import parse_count
 from ithaka.layout import Layout, make_layout
 from ithaka.plan.hardware import GIB, find_hardware
 from ithaka.plan.models import find_config
-from ithaka.plan.read_config import shape_from_config
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import layer_seconds
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
+from ithaka.run.shapes import shape_from_config
 
 SIDES = ("ring", "unaligned", "Ulysses")
 
@@ -63,10 +63,10 @@ def ring_layout(nodes: int, ring: int, stages: int) -> Layout:
 
 
 def measure(config: dict[str, Any], layout: Layout, context: int, steps: int) -> dict[str, Any]:
-    hardware, work = find_hardware(f"{layout.cp // 8}x8xH200"), Work(context)
+    hardware, work = find_hardware(f"{layout.cp // 8}x8xH200"), StepShape(context)
     shape = shape_from_config(config, "llama3-8b").keep_layers([0])
     plan = Plan(shape, layout, hardware, work)
-    seconds = layer_seconds(shape, layout, hardware, work, None, layout.kept[0])
+    seconds = layer_seconds(shape, layout, hardware, work, shape.mixers[0], layout.kept[0])
     measured = rehearse.rehearse(config, layout, layout.cp, context, steps=steps)
     gc.collect()
     if torch.cuda.is_available():

@@ -38,7 +38,7 @@ from ithaka.phases import listening, phase
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import Hardware, find_gpu
 from ithaka.plan.seconds import step_seconds
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
 from ithaka.profile.timeline import PhaseTimer
 
 GIB = 2**30
@@ -185,7 +185,7 @@ def run_ithaka(case: dict[str, Any], model: Any) -> Any:
 
 def plan(case: dict[str, Any], model: Any, num_tokens: int) -> dict[str, float]:
     gpu = find_gpu("H200")
-    shape, hardware, work = shape_from_model(model), Hardware(gpu, 1, 1, host_bytes=10**12), Work(num_tokens)
+    shape, hardware, work = shape_from_model(model), Hardware(gpu, 1, 1, host_bytes=10**12), StepShape(num_tokens)
     layout = make_layout(case, shape.num_layers)
     name, holders = max(gpu_phases(shape, layout, hardware, work), key=lambda entry: sum(entry[1].values()))
     seconds, text_s = (

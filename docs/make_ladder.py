@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ithaka.config import units
 from ithaka.plan.hardware import find_hardware
-from ithaka.plan.request import make_request
+from ithaka.run.request import make_request
 
 MODEL, GPUS, HOST, DISK = "llama3-8b", "8xH100-80GB", "2TB", "20TB"
 RUNGS = {

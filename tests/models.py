@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import dynamic_rope_update
 from ithaka.plan.read_config import FAMILIES as ALL_FAMILIES
 from ithaka.plan.read_config import PLANNED_FAMILIES
 
-EXPERTS = tuple(name for name, family in ALL_FAMILIES.items() if family.experts)
+EXPERTS = tuple(name for name, family in ALL_FAMILIES.items() if not family.has_formula)
 FAMILIES = tuple(PLANNED_FAMILIES)
 CONSTRUCTING = threading.Lock()  # while it builds a model, transformers sets the default dtype of all threads
 

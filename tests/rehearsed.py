@@ -21,8 +21,8 @@ from ithaka.plan import seconds
 from ithaka.plan.bytes import build_ledger
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.layer_bytes import LayerBytes
-from ithaka.plan.models import find_shape
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
+from ithaka.run.shapes import find_shape
 
 with (Path(__file__).parent / "rehearsed.csv").open(encoding="utf-8") as file:
     ROWS = list(csv.DictReader(file))
@@ -48,14 +48,14 @@ def h200(count: int, kernel: str):
 def plan_row(row: dict[str, str]) -> tuple[float, tuple[float, float]]:
     """Return (peak GiB without the reserve, a layer's forward and backward seconds without exchanges)."""
     layers, cp = int(row["layers"]), int(row["cp"])
-    shape, work = find_shape(row["model"]), Work(parse_count(row["context"]) or 0)
+    shape, work = find_shape(row["model"]), StepShape(parse_count(row["context"]) or 0)
     shape = shape.keep_layers(range(layers))
     keeps = ActivationPolicy(row["tier"], row["tier"] if row["kept"] == "1" else None)
     stage, tile = int(row["heads_per_stage"]), int(row["tile_tokens"])
     layout = Layout(cp, stage, tile, (keeps,) * layers, overlap=row["overlap"] == "1")
     hardware = h200(cp, row["kernel"])
     ledger = build_ledger(shape, layout, hardware, work)
-    parts = seconds.layer_seconds(shape, layout, hardware, work, None, keeps)
+    parts = seconds.layer_seconds(shape, layout, hardware, work, shape.mixers[0], keeps)
     forward, backward = (part.total - part.exchange for part in parts)
     return (ledger.gpu_peak - ledger.gpu["reserve"]) / 2**30, (forward, backward)
 
@@ -84,7 +84,8 @@ def summarize(name: str) -> dict[str, tuple[int, float, float, float]]:
 def plan_parts(context: int) -> list[float]:
     """Return planned seconds like PARTS; the MLP's backward waits for the layer's input and attention's output."""
     hardware = h200(8, "cudnn")
-    forward, backward = seconds.layer_seconds(LLAMA, STREAMED, hardware, Work(context), None, STREAMED.kept[0])
+    mixer, keeps = LLAMA.mixers[0], STREAMED.kept[0]
+    forward, backward = seconds.layer_seconds(LLAMA, STREAMED, hardware, StepShape(context), mixer, keeps)
     linear = seconds.LayerSeconds(LLAMA, STREAMED, hardware, context // 8)
     fetched_bytes, mlp_back = linear.x + LayerBytes(LLAMA, STREAMED, linear.s).outputs, linear.mlp(True)
     mlp_back += linear.wait(fetched_bytes / (hardware.gpu.pcie_bytes_s * seconds.COPY_SHARE), mlp_back)

@@ -12,10 +12,10 @@ from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.bytes import build_ledger, gpu_phases, logits_tile_tokens
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.layer_bytes import layer_peaks
-from ithaka.plan.models import find_shape
 from ithaka.plan.search import SearchSpace
 from ithaka.plan.seconds import MLP_SHARE, LayerSeconds, layer_seconds, step_seconds
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
+from ithaka.run.shapes import find_shape
 from test_plan_command import ARGS, run
 
 LLAMA = find_shape("llama3-8b")
@@ -29,14 +29,14 @@ TOP = LLAMA.with_adapter(AdapterConfig(16, targets=("31.self_attn.q_proj", "30.s
 
 
 def test_only_adapters_have_optimizer_states():
-    ledger = build_ledger(ADAPTED, LAYOUT, H100, Work(2**17))
+    ledger = build_ledger(ADAPTED, LAYOUT, H100, StepShape(2**17))
     trained, frozen = 32 * LAYER // 8, -(-LLAMA.num_parameters // 8)
     assert ADAPTED.num_trained == 32 * LAYER == 41943040
     assert ledger.gpu["parameters"] == 4 * trained + 2 * frozen
     assert ledger.gpu["optimizer"] == 8 * trained
-    phases = dict(gpu_phases(ADAPTED, LAYOUT, H100, Work(2**17)))
+    phases = dict(gpu_phases(ADAPTED, LAYOUT, H100, StepShape(2**17)))
     assert phases["update"]["gradients"] == 4 * trained
-    off = build_ledger(ADAPTED, replace(LAYOUT, offload_optimizer=True), H100, Work(2**17))
+    off = build_ledger(ADAPTED, replace(LAYOUT, offload_optimizer=True), H100, StepShape(2**17))
     assert (off.gpu["parameters"], off.gpu["optimizer"]) == (0, 0)
     assert off.host["parameters, gradients, optimizer"] == 8 * (16 * trained + 2 * frozen)
 
@@ -45,9 +45,9 @@ def test_frozen_weights_have_no_gradients():
     short, long = (layer_peaks(ADAPTED, LAYOUT, s, KEEPS)[2] for s in (2**14, 2**17))
     assert (short.phase, short.grad_bytes) == ("backward mlp", 4 * 16 * ((D + D) + 3 * (D + F)))
     assert (long.phase, long.grad_bytes) == ("backward attention", 4 * LAYER)
-    phases = dict(gpu_phases(ADAPTED, LAYOUT, H100, Work(2**20)))
+    phases = dict(gpu_phases(ADAPTED, LAYOUT, H100, StepShape(2**20)))
     assert phases["loss"]["loss tile"] == logits_tile_tokens(LAYOUT.tile_tokens, 2**17, 2 * V) * 2 * (V + 2 * D)
-    alone = dict(gpu_phases(ADAPTED, LAYOUT, H100, Work(2**20, trains=False)))
+    alone = dict(gpu_phases(ADAPTED, LAYOUT, H100, StepShape(2**20, trains=False)))
     assert (
         phases["loss"]["loss tile"] - alone["loss"]["loss tile"] == 2048 * 2 * D
     )  # no gradient of the normalized rows
@@ -62,7 +62,7 @@ def test_a_four_bit_base_is_stored_packed_and_unpacked_for_one_layer():
     packed, linear = LLAMA.with_adapter(AdapterConfig(16, base="nf4")), 2 * D * D + 2 * D * KV + 3 * D * F
     num_bytes = linear // 16384 * (8192 + 256 + 16)  # codes, block scales, the scales' scale and offset
     assert packed.packed_layer == (linear, num_bytes)
-    plain, small = (dict(gpu_phases(shape, LAYOUT, H100, Work(2**17)))["forward"] for shape in (ADAPTED, packed))
+    plain, small = (dict(gpu_phases(shape, LAYOUT, H100, StepShape(2**17)))["forward"] for shape in (ADAPTED, packed))
     assert plain["parameters"] - small["parameters"] == 32 * (2 * linear - num_bytes) // 8
     # Two layers are gathered packed, and one of them is unpacked.
     assert plain["layer weights"] - small["layer weights"] == 2 * (2 * linear - num_bytes) - 2 * linear
@@ -72,11 +72,11 @@ def test_a_four_bit_base_is_stored_packed_and_unpacked_for_one_layer():
 
 def test_a_four_bit_base_is_suggested_where_it_fits():
     space = SearchSpace(find_shape("llama3-70b"), replace(parse_gpus("1xH200"), host_bytes=512 * 10**9))
-    assert space.adapter_that_fits(Work(2**17)) == {"rank": 16}
-    assert space.adapter_that_fits(Work(300 * 2**10)) == {"rank": 16, "base": "nf4"}
+    assert space.adapter_that_fits(StepShape(2**17)) == {"rank": 16}
+    assert space.adapter_that_fits(StepShape(300 * 2**10)) == {"rank": 16, "base": "nf4"}
     adapted = replace(space, shape=space.shape.with_adapter(AdapterConfig(16)))
-    assert adapted.adapter_that_fits(Work(300 * 2**10)) == {"base": "nf4"}
-    assert adapted.adapter_that_fits(Work(2**20)) == {}
+    assert adapted.adapter_that_fits(StepShape(300 * 2**10)) == {"base": "nf4"}
+    assert adapted.adapter_that_fits(StepShape(2**20)) == {}
 
 
 def test_a_four_bit_base_is_suggested_along_with_dropping_settings():
@@ -92,7 +92,7 @@ def test_a_saved_module_is_trained_in_full():
     saving = LLAMA.with_adapter(AdapterConfig(16, modules_to_save=("lm_head", "embed_tokens")))
     assert saving.num_trained == 32 * LAYER + 2 * V * D
     assert saving.shards(1) == (saving.num_trained, LLAMA.num_parameters - 2 * V * D)
-    full, part = (dict(gpu_phases(shape, LAYOUT, H100, Work(2**17))) for shape in (LLAMA, saving))
+    full, part = (dict(gpu_phases(shape, LAYOUT, H100, StepShape(2**17))) for shape in (LLAMA, saving))
     assert full["loss"]["loss tile"] == part["loss"]["loss tile"]
     arrived = [phases["backward, embedding"]["gradients"] for phases in (full, part)]
     assert arrived[0] - arrived[1] == pytest.approx(4 * 32 * (LLAMA.layer_parameters - LAYER) / 8, rel=1e-6)
@@ -115,7 +115,7 @@ def test_frozen_weights_cost_no_weight_gradient_time():
     assert frozen.mlp(False) - linear.mlp(False) == pytest.approx(
         2 * 2**17 * ((D + 2 * D) + 2 * (D + 2 * F) + (F + 2 * D)) / H100.gpu.memory_bytes_s
     )
-    full, adapted = (step_seconds(shape, LAYOUT, H100, Work(2**20)) for shape in (LLAMA, ADAPTED))
+    full, adapted = (step_seconds(shape, LAYOUT, H100, StepShape(2**20)) for shape in (LLAMA, ADAPTED))
     assert adapted.attention == full.attention and adapted.linear < full.linear
     assert adapted.update == pytest.approx(full.update * ADAPTED.num_trained / LLAMA.num_parameters)
 
@@ -123,12 +123,13 @@ def test_frozen_weights_cost_no_weight_gradient_time():
 def test_layers_below_the_first_adapter_have_no_backward_and_keep_nothing():
     assert TOP.first_trained == 30 and TOP.num_trained == 2 * 16 * 2 * D
     seconds = [
-        sum(part.total for part in layer_seconds(TOP, LAYOUT, H100, Work(2**17), None, KEEPS)[:n]) for n in (1, 2)
+        sum(part.total for part in layer_seconds(TOP, LAYOUT, H100, StepShape(2**17), TOP.mixers[0], KEEPS)[:n])
+        for n in (1, 2)
     ]
     lowest = replace(TOP, adapter=AdapterConfig(16, targets=("0.self_attn.q_proj", "1.self_attn.q_proj")))
-    more = [step_seconds(shape, LAYOUT, H100, Work(2**17)).total for shape in (lowest, TOP)]
+    more = [step_seconds(shape, LAYOUT, H100, StepShape(2**17)).total for shape in (lowest, TOP)]
     assert more[0] - more[1] == pytest.approx(30 * (seconds[1] - seconds[0]))
-    kept = [build_ledger(shape, LAYOUT, H100, Work(2**17)).host["layer inputs"] for shape in (lowest, TOP)]
+    kept = [build_ledger(shape, LAYOUT, H100, StepShape(2**17)).host["layer inputs"] for shape in (lowest, TOP)]
     assert kept[0] == 16 * kept[1]
     saving = replace(TOP, adapter=replace(TOP.adapter, modules_to_save=("embed_tokens",)))
     assert saving.first_trained == 0, "the embedding's gradient comes through every layer"

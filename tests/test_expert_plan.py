@@ -9,10 +9,10 @@ from ithaka.layout import ActivationPolicy, Layout, make_layout
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.layer_bytes import LayerBytes
-from ithaka.plan.models import find_shape
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import ADAPTER_PASSES, STAGE_SECONDS, LayerSeconds, flop_seconds, layer_seconds
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
+from ithaka.run.shapes import find_shape
 from test_plan_command import run
 
 QWEN, OSS = find_shape("qwen3-30b-a3b"), find_shape("gpt-oss-120b")
@@ -40,12 +40,12 @@ def test_expert_gradients_are_added_to_the_sums_without_a_copy():
 
 
 def test_large_layers_are_not_gathered_ahead_without_overlap():
-    adapted, work = OSS.with_adapter(AdapterConfig(16)), Work(2**20)
+    adapted, work = OSS.with_adapter(AdapterConfig(16)), StepShape(2**20)
     weights, waits = {}, {}
     for overlap in (True, False):
         layout = make_layout(36, cp=8, tile_tokens=8192, overlap=overlap)
         weights[overlap] = dict(gpu_phases(adapted, layout, H100, work))["backward, last layer"]["layer weights"]
-        waits[overlap] = layer_seconds(adapted, layout, H100, work, None, layout.kept[0])[1].exchange
+        waits[overlap] = layer_seconds(adapted, layout, H100, work, adapted.mixers[0], layout.kept[0])[1].exchange
     gathered = adapted.gathered_bytes(2)
     assert weights[True] - weights[False] == gathered > 6e9
     assert waits[False] - waits[True] == pytest.approx(gathered * 7 / 8 / H100.gpu.link_bytes_s)
@@ -75,7 +75,7 @@ def test_adapters_of_experts_cost_only_what_a_tokens_experts_cost():
 def test_planned_seconds_match_a_measured_step(model, tokens, seconds):
     """Measured with four layers on one H200 (LOG.md). At 16K, gpt-oss waits for kernel launches, which plans ignore."""
     layout = Layout(tile_tokens=16384, kept=(ActivationPolicy(attention="device"),) * 4, dtype="bfloat16")
-    plan = Plan(find_shape(model).keep_layers(range(4)), layout, H200.with_kernel("fa4"), Work(tokens))
+    plan = Plan(find_shape(model).keep_layers(range(4)), layout, H200.with_kernel("fa4"), StepShape(tokens))
     assert plan.step_s == pytest.approx(seconds, rel=0.1)
 
 
@@ -110,7 +110,7 @@ def test_the_plan_prints_experts_and_the_time_of_flops():
 
 
 def test_frozen_weights_need_two_matmuls():
-    layout, work = make_layout(32, tile_tokens=8192), Work(TOKENS)
+    layout, work = make_layout(32, tile_tokens=8192), StepShape(TOKENS)
     full, frozen = (flop_seconds(find_shape("llama3-8b").with_adapter(adapter), layout, H200, work)
                     for adapter in (None, AdapterConfig(16)))  # fmt: skip
     assert frozen.linear == pytest.approx(full.linear * 2 / 3) and frozen.attention == full.attention

@@ -21,9 +21,9 @@ from ithaka.config import AdapterConfig, ConfigError, ModelConfig, RopeConfig, l
 from ithaka.inputs.positions import rope_parameters
 from ithaka.layout import Layout
 from ithaka.model.build import build_model, read_hf_config
-from ithaka.plan.read_config import shape_from_config
 from ithaka.run.preflight import validate_run
 from ithaka.run.resolve import model_shape
+from ithaka.run.shapes import shape_from_config
 from ithaka.train import loop
 from ithaka.train.trainer import prepare
 from ithaka.weights.load import init_weights

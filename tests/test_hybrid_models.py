@@ -15,7 +15,7 @@ from ithaka.model.build import parallelize_model
 from ithaka.ops import delta_rule
 from ithaka.ops.delta_rule import LocalDocs
 from ithaka.plan.hardware import parse_gpus
-from ithaka.plan.request import make_request
+from ithaka.run.request import make_request
 from parity import plain_sum, random_ids
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers", "probes_once")

@@ -23,12 +23,15 @@ def package(module: str) -> str:
 
 @cache
 def imported(path: Path) -> set[str]:
+    """The modules that a file imports, anywhere in it, also by import_module with a string."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and re.search(r"import_module$|__import__$", ast.unparse(node.func)):
+            names |= {arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)}
     return names
 
 

@@ -28,11 +28,11 @@ from ithaka.phases import Holder
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.layer_bytes import LayerBytes, layer_peaks, layer_points
-from ithaka.plan.read_config import shape_from_config
-from ithaka.plan.shape import ModelShape, Work
+from ithaka.plan.shape import ModelShape, StepShape
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.memory import MemoryMap
 from ithaka.roots.fast import map_layer
+from ithaka.run.shapes import shape_from_config
 from ithaka.sharding import tokens as ring_plan
 from ithaka.sharding.heads import head_table
 from ithaka.sharding.tokens import TokenSharding
@@ -261,7 +261,7 @@ def test_layers_with_different_policies_peak_as_planned(overlap):
     counts = {"keep_attention": 3, "keep_projections": 2, "keep_everything": 1}
     layout = make_layout(4, cp=2, heads_per_stage=4, tile_tokens=64, blocks=BLOCKS, dtype="float32", overlap=overlap,
                          input_tier=tiers[0], attention_tier=tiers[1], **counts)  # fmt: skip
-    planned = gpu_phases(shape_from_config(config), layout, parse_gpus("2xH100"), Work(2 * TOKENS))
+    planned = gpu_phases(shape_from_config(config), layout, parse_gpus("2xH100"), StepShape(2 * TOKENS))
     highest = {name: sum(holders.values()) for name, holders in planned}
     measured = rehearsed_peaks(config, layout, 2 * TOKENS)
     assert measured(3, "forward") == pytest.approx(highest["forward"], rel=0.03)

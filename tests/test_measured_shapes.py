@@ -1,7 +1,6 @@
 """Shapes of decoders without a formula are measured on fake tensors. They equal formulas and fit the general layer."""
 
 import json
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from ithaka.layout import make_layout
 from ithaka.model.shape import measure_layers, measure_model
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import parse_gpus
-from ithaka.plan.models import find_config
-from ithaka.plan.read_config import built_in_decoders, shape_from_config
-from ithaka.plan.shape import AttentionKind, Work
+from ithaka.plan.models import built_in_decoders, find_config, shape_to_json
+from ithaka.plan.shape import AttentionKind, StepShape
+from ithaka.run.shapes import shape_from_config
 from models import tiny_config
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
@@ -37,9 +36,9 @@ def test_a_measured_shape_equals_the_formula(family):
     adapter = AdapterConfig(rank=3, targets=("q_proj", "1.mlp.down_proj"))
     assert measured.with_adapter(adapter).num_trained == formula.with_adapter(adapter).num_trained
     layer = measured.measured
-    assert layer.projections == (formula.heads + 2 * formula.kv_heads) * formula.head_dim * formula.hidden
-    assert layer.projections + layer.others == sum(a * b for a, b in formula.linears.values())
-    assert layer.experts == 0
+    assert layer.projection_macs == (formula.heads + 2 * formula.kv_heads) * formula.head_dim * formula.hidden
+    assert layer.projection_macs + layer.other_macs == sum(a * b for a, b in formula.linears.values())
+    assert layer.expert_macs == 0
     # The last norm belongs to no layer, so a truncated model's parameter count is approximate.
     first, expected = measured.keep_layers([0]), formula.keep_layers([0])
     assert (first.num_layers, first.windows) == (1, expected.windows)
@@ -50,7 +49,7 @@ def test_only_the_experts_a_token_uses_are_counted():
     layer = measure_model({**SIZES, "model_type": "gpt_oss"}, "a model").measured
     sizes = (SIZES["hidden_size"], SIZES["intermediate_size"], SIZES["num_experts_per_tok"], SIZES["num_local_experts"])
     hidden, mlp, top_k, num_experts = sizes
-    assert layer.experts == top_k * 3 * hidden * mlp
+    assert layer.expert_macs == top_k * 3 * hidden * mlp
     assert layer.parameters > num_experts * 3 * hidden * mlp
 
 
@@ -60,8 +59,8 @@ def test_built_in_shapes_are_up_to_date():
     stored, measured = shape_from_config(find_config(name)), measure_model(find_config(name), name)
     for field in ("windows", "heads", "kv_heads", "head_dim", "num_parameters", "layer_parameters", "linears"):
         assert getattr(stored, field) == getattr(measured, field), field
-    assert stored.measured.projections == measured.measured.projections
-    assert json.loads(json.dumps(asdict(stored))) == built_in_decoders()[name]["shape"]
+    assert stored.measured.projection_macs == measured.measured.projection_macs
+    assert json.loads(json.dumps(shape_to_json(stored))) == built_in_decoders()[name]["shape"]
 
 
 CASES = [
@@ -94,7 +93,7 @@ def test_general_layers_peak_as_planned(family, overlap, stage, tokens, tile, ch
     shape = measure_model(sizes, family)
     planned = {
         name: sum(holders.values())
-        for name, holders in gpu_phases(shape, layout, parse_gpus("2xH100"), Work(2 * tokens))
+        for name, holders in gpu_phases(shape, layout, parse_gpus("2xH100"), StepShape(2 * tokens))
     }
     measured = rehearsed_peaks(sizes, layout, 2 * tokens)
     assert measured(1, "forward") == pytest.approx(planned["forward"], rel=0.13)

@@ -13,8 +13,8 @@ from urllib.error import HTTPError, URLError
 import pytest
 
 from ithaka.config import ConfigError
-from ithaka.plan.models import MODELS, built_in, find_config, find_shape, hub_id
-from ithaka.plan.read_config import read_shape
+from ithaka.plan.models import MODELS, built_in, find_config, hub_id
+from ithaka.run.shapes import find_shape, read_shape
 from refusals import assert_refused
 
 SPELLINGS = {
@@ -162,6 +162,6 @@ def test_a_cached_model_needs_no_network(monkeypatch, tmp_path):
 
 
 def test_built_in_names_need_neither_torch_nor_huggingface_hub():
-    check = "import sys; from ithaka.plan.models import find_shape; find_shape('Llama-3.1-8B')\n" \
+    check = "import sys; from ithaka.run.shapes import find_shape; find_shape('Llama-3.1-8B')\n" \
         "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)"  # fmt: skip
     subprocess.run([sys.executable, "-c", check], check=True)

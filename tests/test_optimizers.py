@@ -17,11 +17,11 @@ from ithaka.config.sections import EntryConfig
 from ithaka.layout import make_layout
 from ithaka.plan.bytes import gpu_phases, saved_bytes
 from ithaka.plan.hardware import parse_gpus
-from ithaka.plan.models import find_shape
 from ithaka.plan.search import make_search_space
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
 from ithaka.run import validate as checks
 from ithaka.run.resolve import model_shape
+from ithaka.run.shapes import find_shape
 from ithaka.train.optimizers import MuonAndAdamW
 from ithaka.train.step import make_optimizer
 from ithaka.train.trainer import prepare
@@ -148,11 +148,11 @@ def test_plans_count_the_state_and_never_offload_it():
     expected["muon"] = 4 * matrices + 8 * (shape.num_parameters - matrices)
     for name, num_bytes in expected.items():
         planned = dataclasses.replace(shape, optimizer=name)
-        _, holders = gpu_phases(planned, layout, hardware, Work(1 << 17))[-1]
+        _, holders = gpu_phases(planned, layout, hardware, StepShape(1 << 17))[-1]
         assert holders["optimizer"] == pytest.approx(num_bytes / 8, rel=1e-4)
         saved = saved_bytes(planned, layout, hardware)
         assert saved == pytest.approx(4 * shape.num_parameters + num_bytes, rel=1e-4)
     config = load_config(None, ["optim.name=muon", "data.context=1M"])
     space = make_search_space(config, (), dataclasses.replace(shape, optimizer="muon"), parse_gpus("1xH100-80GB"))
-    plan = space.choose(Work(1 << 20))
+    plan = space.choose(StepShape(1 << 20))
     assert not plan.layout.offload_optimizer and not plan.fits

@@ -19,10 +19,10 @@ from ithaka.layer.store import SlabPool, StoreError
 from ithaka.layout import fixed_settings, make_layout
 from ithaka.phases import PhaseState
 from ithaka.plan.hardware import parse_gpus
-from ithaka.plan.models import find_shape
 from ithaka.plan.search import Plan
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
 from ithaka.run import launch
+from ithaka.run.shapes import find_shape
 from ithaka.train import loop
 from ithaka.train import trainer as trainer_module
 from ithaka.train.watch import OutOfMemoryTracker, explain_out_of_memory, ran_out_of_memory
@@ -155,7 +155,7 @@ def as_bytes(text):
 def llama(context, gpus="8xH100-80GB", **settings):
     shape, hardware = find_shape("llama3-8b"), parse_gpus(gpus)
     fixed = fixed_settings(settings, shape.num_layers, hardware.num_gpus)
-    return Plan(shape, make_layout(shape.num_layers, **fixed), hardware, Work(context))
+    return Plan(shape, make_layout(shape.num_layers, **fixed), hardware, StepShape(context))
 
 
 ON_HOST = {"parallel.cp": 8, "memory.offload": "host", "parallel.heads_per_stage": 32, "memory.tile_tokens": 16384}

@@ -20,9 +20,9 @@ from ithaka.exits import ExitCode
 from ithaka.inputs.positions import set_positions
 from ithaka.plan.hardware import find_gpu, find_hardware, parse_bytes, parse_gpus, read_gpu
 from ithaka.plan.models import MODELS
-from ithaka.plan.request import make_request
 from ithaka.plan.search import NEAR_ENOUGH
 from ithaka.run.preflight import resolve
+from ithaka.run.request import make_request
 from refusals import assert_command_refused, assert_refused
 
 pytestmark = pytest.mark.usefixtures("plans_once")

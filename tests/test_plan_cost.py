@@ -11,9 +11,9 @@ from ithaka.plan import seconds
 from ithaka.plan.bytes import build_ledger, gpu_phases, logits_tile_tokens
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.layer_bytes import LayerBytes, layer_peaks, layer_points
-from ithaka.plan.models import find_shape
 from ithaka.plan.seconds import layer_seconds, step_seconds
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
+from ithaka.run.shapes import find_shape
 from refusals import assert_refused
 from rehearsed import LLAMA, PARTS, ROWS, STREAMED, errors, fit, plan_parts, summarize
 
@@ -105,16 +105,19 @@ def test_empty_head_slots_take_memory():
 
 
 def test_windows_and_documents_shorten_attention():
-    work = Work(2**20)
+    work = StepShape(2**20)
     assert work.pairs(None) == 2**39
     assert work.pairs(4096) == pytest.approx(4096 * 2**20, rel=0.01)
-    assert Work(2**20, document_tokens=2**17).pairs(None) == 2**36
-    assert Work(2**19, batch=2).pairs(None) == 2**38
+    assert StepShape(2**20, document_tokens=2**17).pairs(None) == 2**36
+    assert StepShape(2**19, batch=2).pairs(None) == 2**38
 
 
 def test_optimizer_states_are_sharded_and_can_be_offloaded():
     layout = replace(STREAMED, offload_optimizer=True)
-    on_device, off = build_ledger(LLAMA, STREAMED, H200, Work(2**17)), build_ledger(LLAMA, layout, H200, Work(2**17))
+    on_device, off = (
+        build_ledger(LLAMA, STREAMED, H200, StepShape(2**17)),
+        build_ledger(LLAMA, layout, H200, StepShape(2**17)),
+    )
     assert on_device.gpu["optimizer"] == 8 * -(-LLAMA.num_parameters // 8)
     assert off.gpu["optimizer"] == 0
     assert off.host["parameters, gradients, optimizer"] == pytest.approx(16 * LLAMA.num_parameters, rel=1e-6)
@@ -122,7 +125,7 @@ def test_optimizer_states_are_sharded_and_can_be_offloaded():
 
 def test_memory_grows_linearly_with_context():
     def growth(context: int) -> int:
-        return build_ledger(LLAMA, STREAMED, H200, Work(context)).gpu_peak
+        return build_ledger(LLAMA, STREAMED, H200, StepShape(context)).gpu_peak
 
     assert growth(6 * 2**20) - growth(5 * 2**20) == growth(5 * 2**20) - growth(4 * 2**20)
 
@@ -130,17 +133,17 @@ def test_memory_grows_linearly_with_context():
 def test_host_buffers_for_the_disk_match_a_rehearsal():
     """LOG.md: one layer of 15.45M tokens on 8 ranks takes 31.148 GiB of host memory per rank, and as much disk."""
     layout = replace(STREAMED, kept=(ActivationPolicy("disk", "disk"),) * 1, offload_optimizer=True)
-    shape = replace(LLAMA, num_layers=1, windows=LLAMA.windows[:1])
-    ledger = build_ledger(shape, layout, parse_gpus("8xH100"), Work(16203776))
+    shape = LLAMA.first_layers(1)
+    ledger = build_ledger(shape, layout, parse_gpus("8xH100"), StepShape(16203776))
     assert ledger.host["on the way to disk"] / 8 / 2**30 == pytest.approx(31.148, abs=1e-3)
     assert ledger.disk_peak / 8 / 2**30 == pytest.approx(31.148, abs=1e-3)
-    full = build_ledger(LLAMA, replace(layout, kept=32 * layout.kept), parse_gpus("8xH100"), Work(16203776))
+    full = build_ledger(LLAMA, replace(layout, kept=32 * layout.kept), parse_gpus("8xH100"), StepShape(16203776))
     assert full.host["on the way to disk"] == 3 * ledger.host["on the way to disk"]
 
 
 def test_the_host_copy_for_background_saves_is_counted_if_it_fits():
     """It has fp32 weights and two moments, in addition to an offloaded optimizer's. Each replica has a full copy."""
-    work, copied = Work(2**20), 12 * LLAMA.num_parameters
+    work, copied = StepShape(2**20), 12 * LLAMA.num_parameters
     ledger = build_ledger(LLAMA, STREAMED, H200, work)
     assert ledger.host["copy to save"] == pytest.approx(copied, rel=1e-3)
     assert ledger.host_peak == sum(ledger.host.values()) == ledger.host_needed + ledger.host["copy to save"]
@@ -155,7 +158,7 @@ def test_the_host_copy_for_background_saves_is_counted_if_it_fits():
 
 
 def test_each_layer_adds_the_bytes_and_seconds_of_its_own_policy():
-    shape, work = replace(LLAMA, num_layers=4, windows=LLAMA.windows[:4]), Work(2**20)
+    shape, work = LLAMA.first_layers(4), StepShape(2**20)
     kept = (
         ActivationPolicy("host", "disk"),
         ActivationPolicy("device"),
@@ -178,13 +181,13 @@ def test_each_layer_adds_the_bytes_and_seconds_of_its_own_policy():
     assert without_layers == pytest.approx([step_s - sum(seconds_of(keeps, layout, work) for keeps in kept)] * 4)
 
 
-def seconds_of(keeps: ActivationPolicy, layout: Layout, work: Work) -> float:
-    return sum(part.total for part in layer_seconds(LLAMA, layout, H200, work, None, keeps))
+def seconds_of(keeps: ActivationPolicy, layout: Layout, work: StepShape) -> float:
+    return sum(part.total for part in layer_seconds(LLAMA, layout, H200, work, LLAMA.mixers[0], keeps))
 
 
 def test_a_layout_for_another_number_of_layers_is_refused():
-    short = replace(LLAMA, num_layers=4, windows=LLAMA.windows[:4])
-    build = partial(build_ledger, short, STREAMED, H200, Work(2**20))
+    short = LLAMA.first_layers(4)
+    build = partial(build_ledger, short, STREAMED, H200, StepShape(2**20))
     assert_refused(build, "layout.kept", "32", "4 layers", fix="one per layer")
 
 

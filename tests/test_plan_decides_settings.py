@@ -16,9 +16,9 @@ from ithaka.comm.agree import gather_objects, raise_on_all_ranks
 from ithaka.config import ConfigError, explicit_settings, load_config, to_yaml
 from ithaka.layout import Layout, layout_from_config, make_layout
 from ithaka.plan.hardware import KERNEL_NAMES, gpu_named, parse_gpus, peak_flops
-from ithaka.plan.models import find_shape
+from ithaka.plan.mixers import Attention
 from ithaka.plan.search import Plan
-from ithaka.plan.shape import AttentionKind, Work
+from ithaka.plan.shape import AttentionKind, StepShape
 from ithaka.plan.show import as_dict, as_text, list_assumptions
 from ithaka.run.resolve import (
     Run,
@@ -30,6 +30,7 @@ from ithaka.run.resolve import (
     store_host_bytes,
     weakest_machine,
 )
+from ithaka.run.shapes import find_shape
 from ithaka.run.validate import check_ranks_agree, check_settings
 from ithaka.train import watch
 
@@ -155,7 +156,9 @@ def test_plans_assume_the_kernel_that_training_uses(tmp_path, monkeypatch, setti
 
 def test_a_run_reports_a_kernel_that_differs_from_the_plan():
     """A kernel may fail its test on the GPU."""
-    plan = Plan(find_shape("llama3-8b"), Layout(), node(H100), Work(4096))  # with cuDNN: flash-attn-4 is not installed
+    plan = Plan(
+        find_shape("llama3-8b"), Layout(), node(H100), StepShape(4096)
+    )  # with cuDNN: flash-attn-4 is not installed
     descriptions = [
         watch._describe_planned_kernel(SimpleNamespace(kernel=kernel, run=SimpleNamespace(plan=planned)))
         for kernel in ("cudnn", "flash")
@@ -175,12 +178,9 @@ def test_a_run_reports_a_kernel_that_differs_from_the_plan():
 )
 def test_attention_is_planned_with_the_kernel_that_computes_it(gpu, kind, kernels, description):
     """Layers with a window run in the GPU's kernel, the others in `kernels`."""
-    shape, window = find_shape("gemma-3-4b"), AttentionKind(256, 2, 1024)
-    layout = make_layout(shape.num_layers)
-    usual, plan = (
-        Plan(dataclasses.replace(shape, kinds=(window, full)), layout, parse_gpus(gpu), Work(2**17))
-        for full in (AttentionKind(256, 2), kind)
-    )
+    usual = Plan(find_shape("gemma-3-4b"), make_layout(34), parse_gpus(gpu), StepShape(2**17))
+    mixers = tuple(mixer if mixer.kind.window else Attention(kind) for mixer in usual.shape.mixers)
+    plan = dataclasses.replace(usual, shape=dataclasses.replace(usual.shape, mixers=mixers))
     assert as_dict(plan, "gemma")["kernel"] == kernels and description in list_assumptions(plan)["attention"]
     assert (plan.seconds.attention > 20 * usual.seconds.attention) == bool(description)
     headline, *below = as_text(plan, "gemma").splitlines()

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from ithaka.layout import ActivationPolicy, Layout, fixed_settings, make_layout
 from ithaka.plan.bytes import build_ledger
 from ithaka.plan.hardware import GIB, Hardware, find_gpu
-from ithaka.plan.models import MODELS, find_shape
+from ithaka.plan.models import MODELS
 from ithaka.plan.search import NEAR_ENOUGH, Plan, SearchSpace
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
+from ithaka.run.shapes import find_shape
 from refusals import assert_refused
 
 TB = 10**12
@@ -34,7 +35,7 @@ contexts = st.sampled_from([32 * 2**10, 2**17, 2**19, 2**20, 3 * 2**20])
 
 
 def choose(shape, machine, context, fixed=None) -> Plan:
-    return SearchSpace(shape, machine, fixed or {}).choose(Work(context))
+    return SearchSpace(shape, machine, fixed or {}).choose(StepShape(context))
 
 
 def longest(shape, machine) -> tuple[int, str]:
@@ -46,7 +47,7 @@ def longest(shape, machine) -> tuple[int, str]:
 def test_chosen_plan_fits_its_own_ledger(machine, model, context):
     shape = find_shape(model)
     plan = choose(shape, machine, context)
-    again = build_ledger(shape, plan.layout, machine, Work(context))
+    again = build_ledger(shape, plan.layout, machine, StepShape(context))
     assert plan.ledger == again
     assert plan.fits == (
         again.gpu_peak <= machine.gpu.memory_bytes
@@ -60,7 +61,7 @@ def test_tiles_are_no_larger_than_needed():
     shape = find_shape("llama3-8b")
     assert [choose(shape, NODE, context, {"cp": 8}).layout.tile_tokens for context in (2**13, 2**17)] == [2**11, 2**14]
     larger = choose(shape, NODE, 2**17, {"cp": 8, "tile_tokens": 2**16})
-    assert larger.layout.tile_tokens == 2**16 and larger.others, "an explicit tile size is planned like any other"
+    assert larger.layout.tile_tokens == 2**16 and larger.alternatives, "an explicit tile size is planned like any other"
 
 
 @pytest.mark.slow
@@ -114,7 +115,7 @@ def test_no_other_layout_that_fits_is_faster(machine, model, context, fixed, ran
             "offload_optimizer": random.random() < 0.5,
             "overlap": random.random() < 0.5,
         }
-        other = Plan(shape, make_layout(shape.num_layers, **choices | fixed), machine, Work(context))
+        other = Plan(shape, make_layout(shape.num_layers, **choices | fixed), machine, StepShape(context))
         if any(getattr(other.layout, name) != value for name, value in fixed.items()):
             continue  # layers that keep more keep their attention output too
         # The planner accepts a slightly slower plan that uses nearer memory.
@@ -136,7 +137,7 @@ def test_the_last_layers_keep_most():
     """Their activations are freed before earlier layers recompute."""
     layout = make_layout(32, keep_attention=24, keep_everything=8, tile_tokens=2**14)
     last, first = (
-        Plan(find_shape("llama3-8b"), replace(layout, kept=kept), NODE, Work(2**15)).ledger.gpu_peak
+        Plan(find_shape("llama3-8b"), replace(layout, kept=kept), NODE, StepShape(2**15)).ledger.gpu_peak
         for kept in (layout.kept, layout.kept[::-1])
     )
     assert last < first
@@ -248,7 +249,7 @@ def test_a_plan_that_does_not_fit_names_the_limiting_tier():
 
 
 def test_keeping_attention_costs_bytes_and_saves_seconds():
-    shape, work = find_shape("llama3-8b"), Work(2**20)
+    shape, work = find_shape("llama3-8b"), StepShape(2**20)
     kept = build_ledger(shape, Layout(8, 8, 8192, (ActivationPolicy("host", "host"),) * 32), NODE, work)
     none = build_ledger(shape, Layout(8, 8, 8192, (ActivationPolicy("host"),) * 32), NODE, work)
     assert kept.host_peak > none.host_peak and kept.gpu_peak < none.gpu_peak
@@ -305,11 +306,11 @@ def test_an_explicit_split_may_cross_nodes():
 def test_among_equally_fast_plans_the_least_host_memory_wins(context):
     """Plans within 1 % of the fastest count as equally fast, whatever their cp. Others are sorted by speed."""
     plan = choose(find_shape("llama3-8b"), NODE, context)
-    speeds = [other.tokens_per_s_per_gpu for other in plan.others]
+    speeds = [other.tokens_per_s_per_gpu for other in plan.alternatives]
     assert speeds == sorted(speeds, reverse=True)
     least = NEAR_ENOUGH * max(plan.tokens_per_s_per_gpu, *speeds)
     assert plan.tokens_per_s_per_gpu >= least
-    near = [other.ledger.host_needed for other in plan.others if other.tokens_per_s_per_gpu >= least]
+    near = [other.ledger.host_needed for other in plan.alternatives if other.tokens_per_s_per_gpu >= least]
     assert near and plan.ledger.host_needed < min(near) and plan.tokens_per_s_per_gpu < speeds[0]
 
 
@@ -317,7 +318,7 @@ def test_host_memory_is_used_before_the_disk():
     machine = Hardware(H100, host_bytes=2 * TB, disk_bytes=20 * TB)
     plan = choose(find_shape("llama3-8b"), machine, 2**20)
     assert plan.ledger.disk_peak == 0 < plan.ledger.host["kept attention"]
-    assert any(other.ledger.disk_peak for other in plan.others)
+    assert any(other.ledger.disk_peak for other in plan.alternatives)
 
 
 def test_eight_nodes_reach_45_million_tokens():

@@ -11,9 +11,9 @@ from ithaka.config import AdapterConfig
 from ithaka.layout import ActivationPolicy, make_layout
 from ithaka.plan import seconds
 from ithaka.plan.hardware import FIGURES, Gpu, Hardware
-from ithaka.plan.models import find_shape
 from ithaka.plan.seconds import layer_seconds, step_seconds
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
+from ithaka.run.shapes import find_shape
 
 LLAMA = find_shape("llama3-8b")
 D, F, V, K, LAYERS = 4096, 14336, 128256, 128, 32
@@ -43,7 +43,7 @@ def layout_of(cp=8, **words):
 
 
 def layer(hardware, layout, keeps, shape=LLAMA, work=None):
-    return layer_seconds(shape, layout, hardware, work or Work(S), None, keeps)
+    return layer_seconds(shape, layout, hardware, work or StepShape(S), shape.mixers[0], keeps)
 
 
 KEPT = ActivationPolicy("device", "device")
@@ -72,7 +72,7 @@ def test_narrow_heads_attend_more_slowly():
     hardware, shape = machine(attention_forward_flops=1e12, attention_backward_flops=1e12), find_shape("llama3.2-1b")
     (share, share_back), start = seconds.NARROW_HEAD_SHARE, seconds.NARROW_HEAD_START
     for length, counted in ((2**20, 2**20), (2**17, 2**17), (2**14, 2**17)):
-        forward, backward = layer(hardware, layout_of(), KEPT, shape, Work(S, document_tokens=length))
+        forward, backward = layer(hardware, layout_of(), KEPT, shape, StepShape(S, document_tokens=length))
         flops = 4 * 64 * 4 * S * length / 2
         assert forward.attention == pytest.approx(flops / 1e12 / share * (1 + start / counted))
         assert backward.attention == pytest.approx(2.5 * flops / 1e12 / share_back)
@@ -109,7 +109,7 @@ def test_each_part_has_its_own_rate(monkeypatch):
 
 def test_kv_heads_repeated_on_ranks_are_projected_as_often():
     shape = replace(LLAMA, kv_heads=2)
-    few, many = (layer(machine(matmul_flops=1e12), layout_of(cp), KEPT, shape, Work(S * cp))[0] for cp in (1, 8))
+    few, many = (layer(machine(matmul_flops=1e12), layout_of(cp), KEPT, shape, StepShape(S * cp))[0] for cp in (1, 8))
     assert many.linear - few.linear == pytest.approx(2 * S * D * 2 * (8 - 2) * K / 1e12)
 
 
@@ -291,17 +291,17 @@ def test_gpus_of_a_node_share_the_disk_bandwidth():
 
 def test_seconds_of_the_loss():
     """Counts three products with the head, three passes over the logits, two gathers of the head and one reduction."""
-    s, layout, alone = S // 8, layout_of(), replace(LLAMA, num_layers=1, windows=(None,))
+    s, layout, alone = S // 8, layout_of(), LLAMA.first_layers(1)
     layout = replace(layout, kept=layout.kept[:1])
 
     def loss(hardware, work=None, shape=alone):
-        work = work or Work(S)
+        work = work or StepShape(S)
         step, parts = step_seconds(shape, layout, hardware, work), layer(hardware, layout, AGAIN, shape, work)
         return step.linear - sum(part.linear for part in parts[: 1 + work.trains]), step.exchange - sum(
             part.exchange for part in parts[: 1 + work.trains]
         )
 
-    forward = Work(S, trains=False)
+    forward = StepShape(S, trains=False)
     assert loss(machine(matmul_flops=1e12))[0] == pytest.approx(3 * 2 * s * D * V / 1e12)
     assert loss(machine(matmul_flops=1e12), forward)[0] == pytest.approx(2 * s * D * V / 1e12)
     frozen = alone.with_adapter(AdapterConfig(rank=8, targets=("q_proj",)))
@@ -320,20 +320,20 @@ def test_seconds_of_the_update():
     for replicas in (1, 2):
         hardware, layout = machine(2, memory_bytes_s=1e12), layout_of(replicas=replicas)
         shard = 7 * 4 * LLAMA.num_parameters * replicas / 16
-        assert step_seconds(LLAMA, layout, hardware, Work(S)).update == pytest.approx(shard / 1e12)
+        assert step_seconds(LLAMA, layout, hardware, StepShape(S)).update == pytest.approx(shard / 1e12)
         layout = replace(layout, offload_optimizer=True)
-        assert step_seconds(LLAMA, layout, hardware, Work(S)).update == pytest.approx(8 * shard / 200e9)
-    assert step_seconds(LLAMA, layout, hardware, Work(S, trains=False)).update == 0
+        assert step_seconds(LLAMA, layout, hardware, StepShape(S)).update == pytest.approx(8 * shard / 200e9)
+    assert step_seconds(LLAMA, layout, hardware, StepShape(S, trains=False)).update == 0
 
 
 def test_a_step_is_the_sum_of_its_layers_the_loss_and_one_update():
     hardware = machine(matmul_flops=1e12, memory_bytes_s=1e12, pcie_bytes_s=1e10, link_bytes_s=1e11)
     layout = layout_of(input_tier="host")
-    one, four = (step_seconds(LLAMA, layout, hardware, Work(S, accumulate=n)) for n in (1, 4))
+    one, four = (step_seconds(LLAMA, layout, hardware, StepShape(S, accumulate=n)) for n in (1, 4))
     assert four.total - one.total == pytest.approx(3 * (one.total - one.update))
-    half = replace(LLAMA, num_layers=16, windows=LLAMA.windows[:16])
-    less = step_seconds(half, replace(layout, kept=layout.kept[:16]), hardware, Work(S))
+    half = LLAMA.first_layers(16)
+    less = step_seconds(half, replace(layout, kept=layout.kept[:16]), hardware, StepShape(S))
     parts = sum(part.total for part in layer(hardware, layout, ActivationPolicy("host")))
     assert one.total - one.update - (less.total - less.update) == pytest.approx(16 * parts)
-    forward = step_seconds(LLAMA, layout, hardware, Work(S, trains=False))
+    forward = step_seconds(LLAMA, layout, hardware, StepShape(S, trains=False))
     assert forward.copies == pytest.approx(32 * layer(hardware, layout, ActivationPolicy("host"))[0].copies)

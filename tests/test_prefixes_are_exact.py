@@ -27,7 +27,7 @@ from ithaka.layout import Layout
 from ithaka.model import prefixes
 from ithaka.model.build import parallelize_model
 from ithaka.model.prefixes import pack_prefixes, shared_logprobs
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
 from models import tiny_config, tiny_model
 from parity import Errors, check, gradient_errors, parallel, relative, shard_errors
 from refusals import assert_refused
@@ -367,7 +367,7 @@ def test_the_plan_counts_tokens_and_pairs_of_a_forest():
     assert str(packed).startswith("8 sequences: tokens 34816 -> 6144 (5.67x fewer), attention pairs 75777024 -> ")
     work = packed.work
     assert (work.tokens, work.pairs(None)) == (6144, packed.num_pairs[1])
-    assert work.pairs(None) < Work(6144).pairs(None)
+    assert work.pairs(None) < StepShape(6144).pairs(None)
     share = shard_batch(packed.inputs, 61, make_mesh(1))
     blocks, _ = share.docs.plan(
         0, torch.device("cpu"), False, causal=True, window=None, block_q=512, block_kv=512, halve=False, call_tokens=0,

@@ -13,13 +13,13 @@ from ithaka.log.console import Console, describe_progress
 from ithaka.log.metrics import read_metrics
 from ithaka.phases import phase
 from ithaka.plan.hardware import Hardware, find_gpu
-from ithaka.plan.read_config import shape_from_config
 from ithaka.plan.search import Plan
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
 from ithaka.profile.timeline import Progress, StepProgress
+from ithaka.run.shapes import shape_from_config
 
 SHAPE = shape_from_config(embedded_model("small"))
-PLAN = Plan(SHAPE, Layout(heads_per_stage=2), Hardware(find_gpu("CPU")), Work(4096))
+PLAN = Plan(SHAPE, Layout(heads_per_stage=2), Hardware(find_gpu("CPU")), StepShape(4096))
 MICRO_STEPS = 2
 
 

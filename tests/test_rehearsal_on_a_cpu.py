@@ -17,11 +17,11 @@ from ithaka.comm.loopback import LoopbackGroup
 from ithaka.layout import make_layout
 from ithaka.model.truncate import choose_layers, find_representative_layers, read_kinds, truncate_config
 from ithaka.plan.hardware import parse_gpus
-from ithaka.plan.models import find_config, find_shape
-from ithaka.plan.read_config import shape_from_config
+from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan, SearchSpace, forward_plan
 from ithaka.plan.seconds import layer_seconds
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
+from ithaka.run.shapes import find_shape, shape_from_config
 from models import tiny_config
 from refusals import assert_command_refused
 
@@ -130,7 +130,7 @@ def test_an_evaluation_peaks_as_its_ledger_predicts():
     """Heads take most of the memory. Tiles are small, because the plan assumes a GPU's kernels."""
     sizes = {"num_attention_heads": 32, "head_dim": 8, "num_key_value_heads": 8, "tie_word_embeddings": False}
     config = tiny_config("llama", attention_bias=False, **sizes).to_dict()
-    plan = forward_plan(shape_from_config(config), parse_gpus("2xH100-80GB"), Work(512))
+    plan = forward_plan(shape_from_config(config), parse_gpus("2xH100-80GB"), StepShape(512))
     few = rehearsal.truncate_plan(plan, 2, False)
     few = replace(few, layout=replace(few.layout, tile_tokens=16))
     measured = rehearsal.rehearse(config, few.layout, 2, 512, memory_only=True, trains=False)
@@ -140,7 +140,7 @@ def test_an_evaluation_peaks_as_its_ledger_predicts():
 
 def test_an_evaluation_uses_stages_at_long_contexts():
     shape = find_shape("llama3-8b")
-    stages = [forward_plan(shape, parse_gpus("8xH200"), Work(n << 20)).layout.heads_per_stage for n in (1, 2)]
+    stages = [forward_plan(shape, parse_gpus("8xH200"), StepShape(n << 20)).layout.heads_per_stage for n in (1, 2)]
     assert stages == [None, 8]
 
 
@@ -161,7 +161,7 @@ def test_a_cpu_is_not_reported_as_a_gpu(model):
 @pytest.mark.parametrize("memory_only", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_memory_only_rehearsal_reports_no_step_time(memory_only, monkeypatch):
     monkeypatch.setattr(rehearsal, "_on_gpu", lambda: True)
-    plan = SearchSpace(find_shape("llama3-8b"), parse_gpus("8xH100")).choose(Work(2**20))
+    plan = SearchSpace(find_shape("llama3-8b"), parse_gpus("8xH100")).choose(StepShape(2**20))
     few = rehearsal.truncate_plan(plan, 2, memory_only)
     measured = rehearsal.RehearsalResult(1, 1, 1, "", 0, 0, [[1.0, 2.0]] * 2, 7.0)
     rows = {row["what"]: row for row in rehearsal.compare_with_plan(plan, few, measured)}
@@ -171,9 +171,10 @@ def test_a_memory_only_rehearsal_reports_no_step_time(memory_only, monkeypatch):
 
 def test_the_forward_of_all_layers_is_extrapolated_from_few_layers_and_the_loss(monkeypatch):
     monkeypatch.setattr(rehearsal, "_on_gpu", lambda: True)
-    plan = forward_plan(find_shape("llama3-8b"), parse_gpus("8xH200"), Work(2**20))
+    plan = forward_plan(find_shape("llama3-8b"), parse_gpus("8xH200"), StepShape(2**20))
     few = rehearsal.truncate_plan(plan, 2, False)
-    forward, _ = layer_seconds(few.shape, few.layout, few.hardware, few.work, None, few.layout.kept[0])
+    mixer, policy = few.shape.mixers[0], few.layout.kept[0]
+    forward, _ = layer_seconds(few.shape, few.layout, few.hardware, few.work, mixer, policy)
     alone_s = forward.total - forward.exchange
     loss_s = plan.step_s - 32 * forward.total  # 128K tokens on each GPU
     assert loss_s == pytest.approx(2 * 2**17 * 4096 * 128256 / 720e12, rel=0.2)
@@ -197,7 +198,7 @@ KINDS = {
 
 def plan_of(name: str, gpus: str = "1xH200"):
     shape = find_shape(name)
-    return Plan(shape, make_layout(shape.num_layers), parse_gpus(gpus), Work(2**17))
+    return Plan(shape, make_layout(shape.num_layers), parse_gpus(gpus), StepShape(2**17))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -207,9 +208,9 @@ def test_every_kind_of_layer_is_rehearsed(name):
     first_and_count = {kind: (truncated.layers[few[0]], len(layers)) for kind, few, layers in truncated.groups}
     assert first_and_count == KINDS[name]
     assert len(truncated.layers) == truncated.shape.num_layers == 2
-    assert truncated.shape.windows == tuple(find_shape(name).windows[i] for i in truncated.layers)
+    assert truncated.shape.mixers == tuple(find_shape(name).mixers[i] for i in truncated.layers)
     # Without config.json, windows alone make a kind.
-    assert len(rehearsal.truncate_plan(plan_of(name), 2, False).groups) == len(set(find_shape(name).windows))
+    assert len(rehearsal.truncate_plan(plan_of(name), 2, False).groups) == len(set(find_shape(name).mixers))
 
 
 def test_more_layers_are_those_of_the_most_frequent_kinds():
@@ -235,8 +236,12 @@ def test_a_step_is_extrapolated_by_kind(monkeypatch):
     measured = rehearsal.RehearsalResult(1, 1, 1, "", 0, 0, layer_s, 70.0)
     rows = {row["what"]: row for row in rehearsal.compare_with_plan(plan, few, measured)}
     assert rows["step of 62 layers"]["measured"] == pytest.approx(70 - 60 + 52 * 5 + 10 * 50)
-    for kind, window, seconds in (("window of 1024 (52", 1024, (1.5, 3.5)), ("full attention (10", None, (10.0, 40.0))):
-        planned = layer_seconds(few.shape, few.layout, few.hardware, few.work, window, few.layout.kept[0])
+    window, full = few.shape.mixer_kinds
+    for kind, mixer, seconds in (
+        ("window of 1024 (52", window, (1.5, 3.5)),
+        ("full attention (10", full, (10.0, 40.0)),
+    ):
+        planned = layer_seconds(few.shape, few.layout, few.hardware, few.work, mixer, few.layout.kept[0])
         for i, direction in enumerate(("forward", "backward")):
             row = rows[f"layer {direction}, {kind} of 62 layers)"]
             assert (row["planned"], row["measured"]) == (pytest.approx(planned[i].total), seconds[i])

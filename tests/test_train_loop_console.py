@@ -25,8 +25,8 @@ from ithaka.log import console as console_module
 from ithaka.log.console import Console, describe, status
 from ithaka.log.metrics import Record, open_metrics, read_metrics
 from ithaka.log.trackers import rename_metrics
-from ithaka.plan.models import find_shape
 from ithaka.run import launch
+from ithaka.run.shapes import find_shape
 from ithaka.train import loop, watch
 from ithaka.train.trainer import Diverged
 from ithaka.train.watch import flops_utilization, step_flops

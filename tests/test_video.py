@@ -26,11 +26,12 @@ from ithaka.model.build import parallelize_model
 from ithaka.model.shape import measure_model
 from ithaka.parallel import shape_from_model
 from ithaka.plan.hardware import find_hardware
-from ithaka.plan.models import find_config, find_shape
-from ithaka.plan.read_config import count_patches
-from ithaka.plan.request import make_request
-from ithaka.plan.shape import Work
+from ithaka.plan.models import find_config
+from ithaka.plan.roots import count_patches
+from ithaka.plan.shape import StepShape
 from ithaka.roots.video import VideoTransformer
+from ithaka.run.request import make_request
+from ithaka.run.shapes import find_shape
 from parity import Errors, relative
 from refusals import assert_refused
 from threads import run_on_threads
@@ -364,13 +365,13 @@ def test_shapes_of_built_in_models_are_those_of_diffusers(name):
 
 
 def test_every_patch_attends_to_all_patches():
-    assert Work(1024).pairs(None, causal=False) == 1024**2
+    assert StepShape(1024).pairs(None, causal=False) == 1024**2
 
 
 def test_a_model_with_an_adapter_has_a_shape():
     model = tiny("wan")
     shape = shape_from_model(model)
-    assert (shape.num_layers, shape.hidden, shape.causal) == (2, 48, False)
+    assert (shape.num_layers, shape.hidden, shape.mixers[0].causal) == (2, 48, False)
     assert shape.num_parameters == sum(param.numel() for param in model.parameters())
     model.add_adapter(LoraConfig(r=3, target_modules=["attn1.to_q", "net.2"]))
     adapted = sum(param.numel() for name, param in model.named_parameters() if "lora_" in name)

@@ -35,12 +35,12 @@ from ithaka.ops import fourbit
 from ithaka.parallel import shape_from_model
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import Hardware, find_gpu
-from ithaka.plan.models import find_shape
 from ithaka.plan.search import Plan
 from ithaka.plan.seconds import step_seconds
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
 from ithaka.plan.show import list_assumptions
 from ithaka.roots import vision
+from ithaka.run.shapes import find_shape
 from ithaka.weights import formats
 from ithaka.weights.save import iterate_weights
 from parity import Errors, plain_sum, relative
@@ -344,12 +344,13 @@ def test_the_plan_counts_the_encoder():
     shape, visual = shape_from_model(model), sum(p.numel() for p in model.model.visual.parameters())
     total = sum(param.numel() for param in model.parameters())
     assert (shape.num_parameters, shape.num_trained, shape.trained_encoder) == (total, total, visual)
-    assert (shape.encoder.parameters, shape.encoder.outputs, shape.encoder.values) == (visual, 3, 24)
+    (encoder,) = shape.encoders
+    assert (encoder.parameters, encoder.outputs, encoder.values) == (visual, 3, 24)
     without_encoder = shape_from_model(frozen(model))
     assert without_encoder.num_trained == total - visual
     adapted = shape_from_model(add_lora(tiny_vlm("qwen3_vl"), target_modules=["q_proj", "qkv"]))
     assert adapted.num_trained == 3 * 3 * (32 + 64)  # only the language model's adapters
-    hardware, work = Hardware(find_gpu("H200"), 1, 1, host_bytes=10**12), Work(1024)
+    hardware, work = Hardware(find_gpu("H200"), 1, 1, host_bytes=10**12), StepShape(1024)
     phases = dict(gpu_phases(shape, Layout(dtype="bfloat16"), hardware, work))
     without = dict(gpu_phases(without_encoder, Layout(dtype="bfloat16"), hardware, work))
     assert phases["forward"]["pixels"] == 1024 * 4 * 24 * 2
@@ -364,7 +365,7 @@ def test_built_in_models_have_their_published_sizes():
     for name, billions in (("qwen3-vl-4b", 4.438), ("qwen3-vl-8b", 8.767), ("qwen2.5-vl-7b", 8.292)):
         shape = find_shape(name)
         assert shape.num_parameters / 1e9 == pytest.approx(billions, abs=1e-3)
-    assert (shape.encoder.outputs, shape.encoder.patches) == (1, 4)
+    assert [(encoder.outputs, encoder.patches) for encoder in shape.encoders] == [(1, 4)]
 
 
 # ---- commands

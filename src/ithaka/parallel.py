@@ -16,7 +16,6 @@ from ithaka.layer.store import Store
 from ithaka.layout import Layout, check_dtype, check_size, layout_from_config
 from ithaka.model import build
 from ithaka.plan import show
-from ithaka.plan.read_config import shape_from_config
 from ithaka.plan.shape import ModelShape
 from ithaka.roots.find import check_arguments, find_root
 from ithaka.run import launch
@@ -29,6 +28,7 @@ from ithaka.run.resolve import (
     uses_planner,
     weakest_machine,
 )
+from ithaka.run.shapes import shape_from_config
 from ithaka.weights.adapters import find_active_adapter
 
 # Settings of a configuration file -> arguments of `parallelize`.
@@ -162,7 +162,8 @@ def shape_from_model(model: Any) -> ModelShape:
     shape = shape_from_config(config, _model_name(base))
     if root.encoder is not None:
         trains = any(param.requires_grad for param in root.encoder.parameters())
-        shape = dataclasses.replace(shape, freezes_encoder=not trains)
+        encoders = tuple(dataclasses.replace(encoder, is_frozen=not trains) for encoder in shape.encoders)
+        shape = dataclasses.replace(shape, encoders=encoders)
     adapter = find_active_adapter(base)
     if adapter is None:
         return shape

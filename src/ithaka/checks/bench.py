@@ -22,7 +22,7 @@ from ithaka.config import ConfigError
 from ithaka.config.units import format_bytes
 from ithaka.layout import default_dtype
 from ithaka.plan.hardware import GPUS, available_memory, gpu_named
-from ithaka.plan.shape import Work
+from ithaka.plan.shape import StepShape
 from ithaka.profile.timeline import DeviceTimeline
 
 MAX_CALLS_IN_FLIGHT = 8  # queued on the device
@@ -54,7 +54,7 @@ class AttentionCase:
     @property
     def flops(self) -> int:
         """Forward FLOPs: 4 * head_dim per query and visible key."""
-        work = Work(self.tokens, document_tokens=-(-self.tokens // self.documents))
+        work = StepShape(self.tokens, document_tokens=-(-self.tokens // self.documents))
         return int(4 * self.head_dim * self.heads * work.pairs(self.window))
 
 

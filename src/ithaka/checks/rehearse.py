@@ -206,7 +206,7 @@ class TruncatedPlan(Plan):
 
     @cached_property
     def groups(self) -> list[LayerGroup]:
-        return group_layers(self.kinds, self.layers, self.shape.windows)
+        return group_layers(self.kinds, self.layers, [mixer.name for mixer in self.shape.mixers])
 
 
 def truncate_plan(
@@ -214,8 +214,8 @@ def truncate_plan(
 ) -> TruncatedPlan:
     """Map a plan to one with `num_layers` layers, or one of each kind if that is more, in this device's dtype. A kind's
     activation policies are taken from evenly spaced layers; every layer gets the adapters of the layer with the most.
-    `config` is the model's config.json; without it, layers of one kind are those with the same window."""
-    shape, kinds, dropped = plan.shape, tuple[Hashable, ...](plan.shape.windows), None
+    `config` is the model's config.json; without it, layers of one kind are those with the same mixer."""
+    shape, kinds, dropped = plan.shape, tuple[Hashable, ...](plan.shape.mixers), None
     layers = choose_layers(kinds, num_layers)
     if config is not None and "_class_name" not in config:
         of_config, layers = find_representative_layers(_read_config(config), num_layers)
@@ -297,11 +297,11 @@ def rehearse_plan(plan: Plan, truncated: TruncatedPlan, model: str) -> tuple[lis
 
 def _layer_seconds(plan: Plan) -> list[tuple[Seconds, Seconds]]:
     """Planned seconds of each layer: forward, with that of a reference, and backward if the plan trains."""
-    pairs = list(zip(plan.shape.windows, plan.layout.kept, strict=True))
+    pairs = list(zip(plan.shape.mixers, plan.layout.kept, strict=True))
     seconds = {}
-    for window, policy in set(pairs):
-        forward, backward = layer_seconds(plan.shape, plan.layout, plan.hardware, plan.work, window, policy)
-        seconds[window, policy] = forward.times(1 + plan.work.reference), backward.times(plan.work.trains)
+    for mixer, policy in set(pairs):
+        forward, backward = layer_seconds(plan.shape, plan.layout, plan.hardware, plan.work, mixer, policy)
+        seconds[mixer, policy] = forward.times(1 + plan.work.reference), backward.times(plan.work.trains)
     return [seconds[pair] for pair in pairs]
 
 

@@ -36,11 +36,12 @@ from ithaka.layout import ActivationPolicy, Layout, layout_from_config
 from ithaka.model.build import has_weights, parallelize_model, read_hf_config
 from ithaka.model.logprobs import token_logprobs
 from ithaka.model.truncate import LayerKind, find_representative_layers, group_layers, truncate_config
-from ithaka.plan.read_config import read_json, read_shape, shape_from_config
+from ithaka.plan.read_config import read_json
 from ithaka.roots.find import find_root
 from ithaka.roots.vision import count_values
 from ithaka.run.launch import check_cpu_ranks, max_cpu_ranks, num_gpus, run_ranks
 from ithaka.run.resolve import read_stored_settings
+from ithaka.run.shapes import read_shape, shape_from_config
 from ithaka.run.validate import check_weights
 from ithaka.weights.adapters import add_adapter, auto_class
 from ithaka.weights.formats import round_weights
@@ -88,7 +89,7 @@ def verify(source: Path | dict, config: Config | None = None, cp: int | None = N
         if code := run_ranks(_verify_rank, arguments, cp, fork=fork):
             raise SystemExit(code)
         checks = json.loads((Path(directory) / CHECKS_FILE).read_text())
-    groups = group_layers(kinds, layers, [shape.windows[i] for i in layers])
+    groups = group_layers(kinds, layers, [shape.mixers[i].name for i in layers])
     setup: dict[str, Any] = {"model_type": shape.family, "weights": weights, "cp": cp, "device": device}
     setup["layers"], setup["layers_of_model"] = layers, len(kinds)
     setup["kinds"] = [

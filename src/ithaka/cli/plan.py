@@ -72,15 +72,15 @@ def plan(
     """Plan memory and time for a model, a context and GPUs, before renting any."""
     from ithaka.plan import show
     from ithaka.plan.hardware import find_hardware
-    from ithaka.plan.request import make_request
+    from ithaka.run.request import make_request
 
     as_yaml = as_yaml or out is not None
     clashes = {
         "--max-context and --context": max_context and context,
-        "--video and --context": video and (context or max_context),
+        "--video and --context": all((video, context or max_context)),
         "--max-context and --yaml": max_context and as_yaml,
         "--yaml and --json": as_yaml and as_json,
-        "--branches and --video, --max-context or --yaml": branches and (video or max_context or as_yaml),
+        "--branches and --video, --max-context or --yaml": all((branches, any((video, max_context, as_yaml)))),
     }
     for options, conflict in clashes.items():
         if conflict:
@@ -91,10 +91,10 @@ def plan(
     repeated |= {"--host-memory": host_memory, "--disk": disk, "--batch": batch if batch > 1 else None}
     repeated |= {"--adapter": adapter, "--set": overrides}
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
-    context = _context_of_video(model, video) if video else context
-    request = make_request(model, hardware, context or "128K", batch, overrides or [], adapter, any_setting=as_yaml)
+    tokens = _count_tokens(model, video, context or "128K")
+    request = make_request(model, hardware, tokens, batch, overrides or [], adapter, any_setting=as_yaml)
     request = request.with_branches(branches) if branches else request
-    if as_yaml and request.is_video:
+    if as_yaml and request.space.shape.root.is_video:
         fix = "use ithaka.parallelize(transformer, context=...)"
         raise ConfigError(f"--yaml writes a configuration for `ithaka train`, which trains language models; {fix}")
     if as_yaml and (result := request.plan()).fits:
@@ -132,7 +132,7 @@ def _list_next_commands(
     if plan.work.spans:
         yield "Next: pack prompts and their branches with ithaka.pack_prefixes (docs/hugging-face.md)"
         return
-    if request.is_video:
+    if request.space.shape.root.is_video:
         yield "Next, in your training loop (docs/video.md):"
         yield f"  transformer = ithaka.parallelize(transformer, context={plan.work.context})"
     else:
@@ -187,10 +187,10 @@ def rehearse(
     from ithaka.plan import show
     from ithaka.plan.hardware import find_hardware
     from ithaka.plan.models import find_config
-    from ithaka.plan.request import make_request
+    from ithaka.run.request import make_request
 
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
-    context = _context_of_video(model, video) if video else context
+    context = _count_tokens(model, video, context)
     request = make_request(model, hardware, context, batch, overrides or [], adapter)
     plan = request.forward_plan() if evaluate else request.plan()
     if evaluate and not plan.fits:
@@ -316,11 +316,12 @@ def _network_rank(out: Path, size: int) -> None:
     dist.destroy_process_group()
 
 
-def _context_of_video(model: str, video: str) -> str:
+def _count_tokens(model: str, video: str | None, context: str) -> str:
+    """Return the tokens of `video`, or `context` without one."""
     from ithaka.plan.models import find_config
-    from ithaka.plan.read_config import count_patches
+    from ithaka.plan.roots import count_patches
 
-    return str(count_patches(find_config(model), video))
+    return str(count_patches(find_config(model), video)) if video else context
 
 
 def _parse_blocks(text: str) -> tuple[int, int]:

@@ -20,6 +20,7 @@ class BaseFormat:
     packs_linears: bool = False
     packs_experts: bool = False
     families: tuple[str, ...] = ()  # model types that can have it; empty: all
+    note: str = ""  # next to its size in a plan
     merge_notes: tuple[str, ...] = ()  # printed if an adapter is merged into weights in full precision
 
     def num_bytes(self, num_weights: int) -> int:
@@ -32,8 +33,8 @@ class BaseFormat:
 
 BASE_FORMATS = {
     "bf16": BaseFormat(),
-    "nf4": BaseFormat(8464, packs_linears=True, packs_experts=True, merge_notes=(NF4_MERGED,)),
-    "mxfp4": BaseFormat(8704, packs_experts=True, families=("gpt_oss",)),
+    "nf4": BaseFormat(8464, packs_linears=True, packs_experts=True, note=" (nf4)", merge_notes=(NF4_MERGED,)),
+    "mxfp4": BaseFormat(8704, packs_experts=True, families=("gpt_oss",), note=" (mxfp4)"),
 }
 
 

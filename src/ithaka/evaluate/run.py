@@ -28,9 +28,10 @@ from ithaka.hub import fetch_model
 from ithaka.layout import default_dtype
 from ithaka.log.console import show_share
 from ithaka.model.build import build_model, has_weights
-from ithaka.plan.read_config import read_json, read_shape
+from ithaka.plan.read_config import read_json
 from ithaka.plan.search import forward_layout
 from ithaka.run import launch
+from ithaka.run.shapes import read_shape
 from ithaka.weights.formats import read_base_metadata
 from ithaka.weights.load import check_finite
 from ithaka.weights.pretrained import merge_adapter

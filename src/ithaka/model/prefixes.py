@@ -18,7 +18,7 @@ from ithaka.inputs.forest import MIN_TOKENS, build_forest, path_to
 from ithaka.layer.loss import IGNORE_INDEX, TokenResults
 from ithaka.layout import check_size
 from ithaka.model.logprobs import token_logprobs_and_aux
-from ithaka.plan.shape import Work, span_pairs
+from ithaka.plan.shape import StepShape, span_pairs
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class PackedPrefixes:
     spans: tuple[tuple[int, int], ...]  # per node: tokens of its ancestors, and its own
 
     @property
-    def work(self) -> Work:
+    def work(self) -> StepShape:
         """The work to plan for (`SearchSpace.choose`)."""
-        return Work(self.num_tokens[1], spans=self.spans)
+        return StepShape(self.num_tokens[1], spans=self.spans)
 
     @property
     def num_tokens(self) -> tuple[int, int]:

@@ -25,8 +25,9 @@ from ithaka.layer.passes import LayerPasses
 from ithaka.mixers.attention_call import PlaceholderMask
 from ithaka.mixers.delta import DeltaSpec
 from ithaka.mixers.kinds import find_taps
-from ithaka.plan.read_config import VIDEO_SCALES
-from ithaka.plan.shape import FRAME_PATCHES, DeltaShape, Encoder, MeasuredLayer, ModelShape
+from ithaka.plan.mixers import Attention, DeltaRule
+from ithaka.plan.roots import VIDEO_SCALES
+from ithaka.plan.shape import FRAME_PATCHES, Encoder, MeasuredLayer, Mixer, ModelShape
 from ithaka.roots.find import find_root
 from ithaka.roots.probe import describe_layer
 from ithaka.roots.recorder import LENGTHS, Recorder, read_call, refusal, token_dims
@@ -91,10 +92,9 @@ def measure_layers(model: Any) -> ModelShape:
     widest = max(attention, key=lambda mixer: (mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim)
     arguments = sum(arguments_by_id.values()) // LENGTHS[0]
     ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
-    others = sum(param.numel() for param in model.parameters() if id(param) not in ends)
+    num_parameters = sum(param.numel() for param in model.parameters() if id(param) not in ends)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    kinds = tuple(dict.fromkeys(mixer.kind for mixer in attention))
-    shape = ModelShape(
+    return ModelShape(
         family=model.config.model_type,
         num_layers=len(layers),
         hidden=model.get_input_embeddings().weight.shape[1],
@@ -104,12 +104,10 @@ def measure_layers(model: Any) -> ModelShape:
         mlp=getattr(config, "intermediate_size", 0) or 0,
         vocab=config.vocab_size,
         tied=tied,
-        windows=tuple(mixer.kind.window if mixer.exchanges_heads else 0 for mixer in mixers),
-        measured=combine_layers(parts, others, arguments),
-        delta=next((_delta_shape(mixer) for mixer in mixers if isinstance(mixer, DeltaSpec)), None),
-        encoder=root.encoder and measure_encoder(root.encoder),
+        mixers=tuple(map(_plan_mixer, mixers)),
+        measured=combine_layers(parts, num_parameters, arguments),
+        encoders=(measure_encoder(root.encoder),) if root.encoder is not None else (),
     )
-    return shape if shape.attention_kinds == kinds else replace(shape, kinds=kinds)
 
 
 def measure_encoder(visual: Any) -> Encoder:
@@ -153,8 +151,10 @@ def measure_encoder(visual: Any) -> Encoder:
     )
 
 
-def _delta_shape(spec: DeltaSpec) -> DeltaShape:
-    return DeltaShape(spec.num_heads, spec.num_key_heads, spec.key_dim, spec.v_head_dim)
+def _plan_mixer(spec: Any) -> Mixer:
+    if isinstance(spec, DeltaSpec):
+        return DeltaRule(spec.num_heads, spec.num_key_heads, spec.key_dim, spec.v_head_dim)
+    return Attention(spec.kind, spec.causal)
 
 
 def combine_layers(layers: tuple[MeasuredLayer, ...], total_parameters: int, arguments: int) -> MeasuredLayer:
@@ -232,10 +232,10 @@ class _Measurement:
         linears += tuple((name, len(p) * p.shape[1], len(p) * p.shape[2], True) for name, p in stacked.items())
         parameters = sum(param.numel() for param in self.layer.parameters())
         is_streamed = self.root.uses_fast_path
-        products = {"projections": projected, "others": dense + experts - projected, "experts": experts}
+        macs = {"projection_macs": projected, "other_macs": dense + experts - projected, "expert_macs": experts}
         sizes = tuple((name, param.numel()) for name, param in stacked.items())
         return self.spec, MeasuredLayer(
-            parameters, parameters, linears, is_streamed, stacked=sizes, **per_token, **products
+            parameters, parameters, linears, is_streamed, stacked=sizes, **per_token, **macs
         )
 
     def _read_spec(self, call: Any, arguments: LayerInputs) -> LayerSpec:
@@ -265,7 +265,7 @@ class _Measurement:
         with self.mode:
             x, arguments = self._inputs(num_tokens)
             out = torch.empty(num_tokens, mixer.num_heads, mixer.head_dim, dtype=x.dtype)
-            found: dict[str, int] = {}
+            counts: dict[str, int] = {}
             both: dict[str, tuple[Any, list[Tensor]]] = {
                 "project": (passes.capture, [x]),
                 "finish": (lambda x, out, arguments: passes.resume(x, [out], arguments), [x, out]),
@@ -273,7 +273,7 @@ class _Measurement:
             for name, (run, inputs) in both.items():
                 with torch.no_grad(), _LiveBytes() as live:
                     run(*inputs, arguments)
-                found |= {f"{name}_bytes": live.peak, f"{name}_moved": live.moved}
+                counts |= {f"{name}_bytes": live.peak, f"{name}_moved": live.moved}
                 leaves = [t.detach().requires_grad_() for t in inputs]
                 with _LiveBytes() as live:
                     outputs = run(*leaves, arguments)
@@ -282,10 +282,10 @@ class _Measurement:
                     douts = [torch.empty_like(t) for t in outputs]
                     edges = [get_gradient_edge(t) for t in outputs]
                     del outputs
-                    found[f"{name}_graph"] = live.now - sum(d.nbytes for d in douts)
+                    counts[f"{name}_graph"] = live.now - sum(d.nbytes for d in douts)
                     torch.autograd.grad(edges, leaves, douts)  # weight gradients do not grow with the tokens
-                found |= {f"{name}_backward_bytes": live.peak, f"{name}_backward_moved": live.moved}
-        return found
+                counts |= {f"{name}_backward_bytes": live.peak, f"{name}_backward_moved": live.moved}
+        return counts
 
 
 def measure_video(values: Mapping[str, Any], source: str) -> ModelShape:
@@ -318,8 +318,7 @@ def measure_video(values: Mapping[str, Any], source: str) -> ModelShape:
         mlp=next(module.out_features for name, module in blocks[0].named_modules() if name.endswith("net.0.proj")),
         vocab=vocab,
         tied=False,
-        windows=(None,) * num_layers,
-        causal=False,
+        mixers=(_plan_mixer(spec),) * num_layers,
         measured=replace(layer, **sizes),
     )
 

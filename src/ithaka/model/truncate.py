@@ -69,15 +69,13 @@ class LayerGroup(NamedTuple):
     layers: list[int]  # indices in the model
 
 
-def group_layers(kinds: Sequence[Hashable], layers: Sequence[int], windows: Sequence[int | None]) -> list[LayerGroup]:
-    """Group the layers of a model by kind, with a name for each. `layers`: those of the truncated model; `windows`:
-    their windows, 0 for the gated delta rule."""
+def group_layers(kinds: Sequence[Hashable], layers: Sequence[int], mixers: Sequence[str]) -> list[LayerGroup]:
+    """Group the layers of a model by kind, with a name for each. `layers`: those of the truncated model; `mixers`:
+    names of their mixers."""
     groups = []
     for kind in dict.fromkeys(kinds):
         chosen = [i for i, layer in enumerate(layers) if kinds[layer] == kind]
-        window = windows[chosen[0]]
-        name = "gated delta rule" if window == 0 else f"window of {window}" if window else "full attention"
-        name += ", experts" if getattr(kind, "has_experts", False) else ""
+        name = mixers[chosen[0]] + (", experts" if getattr(kind, "has_experts", False) else "")
         groups.append(LayerGroup(name, chosen, [i for i, other in enumerate(kinds) if other == kind]))
     uses = Counter(group.name for group in groups)
     return [

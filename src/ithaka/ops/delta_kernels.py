@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ithaka.plan.layer_bytes import CHUNK_TOKENS
+from ithaka.plan.mixers import CHUNK_TOKENS
 
 try:
     import triton

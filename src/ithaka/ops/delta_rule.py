@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ithaka.ops.delta_kernels import NORM_EPS, FusedSegment, runs_in_kernels
-from ithaka.plan.layer_bytes import CHUNK_TOKENS, SEGMENT_ROWS
+from ithaka.plan.mixers import CHUNK_TOKENS, SEGMENT_ROWS
 
 TEST_TOLERANCE = 0.02  # relative norm of a difference; bf16 explains about a third
 

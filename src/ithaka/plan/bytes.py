@@ -6,12 +6,12 @@ Letters as in plan/layer_bytes.py; V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ithaka.layout import Layout
 from ithaka.plan.hardware import GIB, Hardware
-from ithaka.plan.layer_bytes import MemoryPoint, kinds_of_layers, layer_peaks, layer_sizes
-from ithaka.plan.shape import PATCHES_PER_TILE, ModelShape, Work
+from ithaka.plan.layer_bytes import MemoryPoint, kinds_of_sizes, layer_peaks, layer_sizes
+from ithaka.plan.shape import PATCHES_PER_TILE, Encoder, ModelShape, StepShape
 
 LOGITS_TILE_BYTES = (2**29, 2**32)  # minimum and maximum bytes of logits in a tile of the loss
 LOGITS_TILES_PER_TILE = 4  # tiles of the loss in a tile of the layers
@@ -67,7 +67,7 @@ class Ledger:
         return all(need <= have for need, have in self.tiers.values())
 
 
-def build_ledger(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Ledger:
+def build_ledger(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> Ledger:
     """Build the ledger of a step in the phase with the highest GPU memory."""
     phase, gpu = max(gpu_phases(shape, layout, hardware, work), key=lambda entry: sum(entry[1].values()))
     gpu["reserve"] = RESERVE_BYTES + int(RESERVE_SHARE * hardware.gpu.memory_bytes)
@@ -106,17 +106,15 @@ class _LayerGroup(NamedTuple):
     kept_up_to: int  # bytes kept by all layers up to the last of this group
 
 
-def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> list[tuple[str, Holders]]:
+def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> list[tuple[str, Holders]]:
     """Return (phase, holders) on one GPU, without the reserve, for each phase that can be the peak. Weights are
     gathered in the compute dtype, gradients are reduced in the sum dtype."""
     gpu = _GpuPhases(shape, layout, hardware, work)
     phases = [("forward", gpu.forward()), ("loss", gpu.loss())]
-    if shape.encoder:
-        phases.append(("forward, encoder", gpu.forward_encoder()))
+    phases += [("forward, encoder", gpu.forward_encoder(encoder)) for encoder in shape.encoders]
     if not work.trains:
         return phases
-    if shape.trained_encoder:
-        phases.append(("backward, encoder", gpu.backward_encoder()))
+    phases += [("backward, encoder", gpu.backward_encoder(encoder)) for encoder in shape.trained_encoders]
     if not gpu.reduces:
         phases.append(("backward, gradients of the first layer", gpu.cast_first_layer()))
     return [
@@ -129,9 +127,9 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work
 
 
 class _GpuPhases:
-    def __init__(self, shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> None:
+    def __init__(self, shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> None:
         self.shape, self.layout, self.hardware, self.work = shape, layout, hardware, work
-        self.s, self.e, self.wide = work.local_tokens(layout.cp), layout.element_bytes, layout.sum_bytes
+        self.s, self.e, self.sum_bytes = work.local_tokens(layout.cp), layout.element_bytes, layout.sum_bytes
         self.x = layout.x_bytes(shape.hidden, self.s)
         self.arguments = shape.measured.arguments * self.s if shape.measured else 0
         self.is_single = hardware.num_gpus == 1  # nothing to gather
@@ -146,21 +144,19 @@ class _GpuPhases:
         self.layer = gathered + shape.packed_layer[0] * self.e  # with unpacked weights
         self.next_layer = 0 if self.is_single else gathered  # prefetched weights; in forward, as received
         self.prefetched = self.next_layer if layout.prefetches(gathered) else 0
-        self.layer_grads = shape.trained_layer * self.wide
+        self.layer_grads = shape.trained_layer * self.sum_bytes
         # A single rank casts gradients into their final buffers; others hold them until they are reduced.
         self.reduces = not self.is_single or layout.offload_optimizer
         # A tied embedding belongs to FSDP2's root: always gathered, and its first gradient waits for its second.
         self.root, self.trained_lm_head = (self.head, 0) if shape.tied else (0, shape.trained_head)
         # So do parameters that belong to neither layers, embedding nor lm_head.
-        self.other = shape.measured.root * self.wide * (not self.is_single) if shape.measured else 0
+        self.other = shape.measured.root * self.sum_bytes * (not self.is_single) if shape.measured else 0
         self.root += self.other
         self.embedded = shape.trained_parameters("embed_tokens")
         self.root_grad = self.embedded * self.e if shape.tied else 0
         # Assumes that all tokens are image tokens. A trained encoder keeps its pixels for backward.
-        self.encoder: Any = (encoder := shape.encoder)
-        self.patches = self.s * encoder.patches if encoder else 0
-        self.pixels = self.patches * encoder.values * self.e if encoder else 0
-        self.deepstack = (encoder.outputs - 1) * self.x if encoder else 0
+        self.pixels = sum(self.s * encoder.patches * encoder.values * self.e for encoder in shape.encoders)
+        self.deepstack = sum((encoder.outputs - 1) * self.x for encoder in shape.encoders)
         self.groups = self._group_layers()
 
     def _group_layers(self) -> list[_LayerGroup]:
@@ -175,35 +171,38 @@ class _GpuPhases:
         """Return the holders at a point. `weights`: gathered bytes. `reduced`: parameters whose gradients are sharded.
         `pending`: bytes of other gradients."""
         trained, frozen = self.shards
-        has_states = self.work.trains or self.work.between_steps  # fp32 weights and two moments
+        has_optimizer = self.work.trains or self.work.between_steps  # fp32 weights and two moments
         grads = 4 * trained * min(reduced, self.shape.num_trained) // self.shape.num_trained
-        return {
-            "parameters": (4 if has_states else self.e) * trained + frozen,
+        holders = {
+            "parameters": (4 if has_optimizer else self.e) * trained + frozen,
             "gradients": grads + pending + point.grad_bytes,
-            "optimizer": self.moments * has_states,
+            "optimizer": self.moments * has_optimizer,
             "layer weights": weights,
             "residual stream": point.stream + self.arguments * (point.phase != "update"),
             "stage buffers": max(point.heads, 0),
             "tiles": point.tile_bytes,
             "kept activations": kept + min(point.heads, 0),  # less what was freed before the peak
-        } | ({"pixels": self.pixels * self.work.trains} if self.shape.trained_encoder else {})
+        }
+        for _ in self.shape.trained_encoders:
+            holders["pixels"] = self.pixels * self.work.trains
+        return holders
 
-    def forward_encoder(self) -> Holders:
+    def forward_encoder(self, encoder: Encoder) -> Holders:
         """Features of this rank's frames, and of its tokens; on one rank, these may be the same."""
-        return self._encoder(self.encoder.forward_bytes, 2 * self.x) | {"pixels": self.pixels}
+        return self._encoder(encoder, encoder.forward_bytes, 2 * self.x) | {"pixels": self.pixels}
 
-    def backward_encoder(self) -> Holders:
+    def backward_encoder(self, encoder: Encoder) -> Holders:
         """Gradients of features, and the graph of one tile. Parameter gradients are summed over tiles."""
-        trained = self.shape.trained_encoder
-        return self._encoder(
-            self.encoder.graph_bytes, 0, self.shape.num_trained - trained, trained * (self.wide + self.e)
-        )
+        pending = encoder.parameters * (self.sum_bytes + self.e)
+        return self._encoder(encoder, encoder.graph_bytes, 0, self.shape.num_trained - encoder.parameters, pending)
 
-    def _encoder(self, bytes_per_patch: int, stream: int, reduced: int = 0, pending: int = 0) -> Holders:
-        stream += (1 if self.layout.cp == 1 else 2) * self.encoder.outputs * self.x
-        tile = min(self.patches, PATCHES_PER_TILE) * bytes_per_patch * self.e // 2
+    def _encoder(
+        self, encoder: Encoder, bytes_per_patch: int, stream: int, reduced: int = 0, pending: int = 0
+    ) -> Holders:
+        stream += (1 if self.layout.cp == 1 else 2) * encoder.outputs * self.x
+        tile = min(self.s * encoder.patches, PATCHES_PER_TILE) * bytes_per_patch * self.e // 2
         point = MemoryPoint("encoder", stream, tile_bytes=tile)
-        return self.holders(point, self.root + self.encoder.parameters * self.e, reduced, pending)
+        return self.holders(point, self.root + encoder.parameters * self.e, reduced, pending)
 
     def forward(self) -> Holders:
         # A layer's own kept bytes are part of its forward point.
@@ -226,7 +225,8 @@ class _GpuPhases:
             kept=self.groups[-1].kept_up_to,
         )
         head = self.shape.trained_head
-        holders["loss tile"] = head * self.wide + max(logits + 2 * normed, head * self.e)  # normed and its gradient
+        computed = max(logits + 2 * normed, head * self.e)  # normed and its gradient
+        holders["loss tile"] = head * self.sum_bytes + computed
         return holders
 
     def backward(self) -> list[tuple[str, Holders]]:
@@ -235,7 +235,7 @@ class _GpuPhases:
         prefetched = self.prefetched if self.last_layer else 0 if self.is_single or self.shape.tied else self.head
         phases, num_done = [], 0
         for group in reversed(self.groups):
-            pending = self.root_grad or self.shape.trained_head * self.wide * self.reduces
+            pending = self.root_grad or self.shape.trained_head * self.sum_bytes * self.reduces
             if num_done:
                 pending = self.root_grad + self.layer_grads * self.reduces
             phase = f"backward, layer {self.last_layer - num_done}" if num_done else "backward, last layer"
@@ -249,9 +249,9 @@ class _GpuPhases:
         weights = self.layer + self.other + (0 if self.is_single and not self.shape.tied else self.head)
         reduced = self.trained_lm_head + self.last_layer * self.shape.trained_layer
         pending = self.layer_grads * (self.last_layer > 0 and self.reduces) + self.root_grad
+        waiting = self.deepstack * bool(self.shape.trained_encoder)  # gradients of features, for the encoder
         point = self.groups[0].backward
-        if self.shape.trained_encoder:  # the gradients of features wait for the encoder
-            point = point._replace(stream=point.stream + self.deepstack)
+        point = point._replace(stream=point.stream + waiting)
         return self.holders(point, weights, reduced, pending, self.groups[0].kept)
 
     def cast_first_layer(self) -> Holders:
@@ -262,13 +262,13 @@ class _GpuPhases:
     def backward_embedding(self) -> Holders:
         """First the dense gradient and its kernel's buffer, while the first layer's gradients are reduced; for tied
         weights, two gradients and their sum. Then the gradient, its wide copy to send, and the received shard."""
-        shape, narrow, wide = self.shape, self.embedded * self.e, self.embedded * self.wide
+        shape, grad, sent = self.shape, self.embedded * self.e, self.embedded * self.sum_bytes
         rows = self.s // EMBEDDING_RUN + min(self.s, shape.vocab)
-        buffer = rows * shape.hidden * self.wide if self.embedded else 0
+        buffer = rows * shape.hidden * self.sum_bytes if self.embedded else 0
         layer_grads = self.layer_grads * self.reduces
-        computed = (self.head + self.other, narrow + layer_grads + self.root_grad + max(buffer, self.root_grad))
-        shard = 0 if self.is_single else wide * self.layout.replicas // self.hardware.num_gpus
-        reducing = (self.root, narrow + wide + shard)
+        computed = (self.head + self.other, grad + layer_grads + self.root_grad + max(buffer, self.root_grad))
+        shard = 0 if self.is_single else sent * self.layout.replicas // self.hardware.num_gpus
+        reducing = (self.root, grad + sent + shard)
         weights, pending = max(computed, reducing, key=sum)
         reduced = self.trained_lm_head + shape.num_layers * shape.trained_layer
         return self.holders(MemoryPoint("embedding", self.x), weights, reduced, pending)
@@ -277,7 +277,7 @@ class _GpuPhases:
 # ---- host memory and disk
 
 
-def _host_and_disk(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> tuple[Holders, Holders]:
+def _host_and_disk(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> tuple[Holders, Holders]:
     """Holders in a node's host memory and on its disk."""
     s, ranks = work.local_tokens(layout.cp), hardware.gpus_per_node
     inputs, outputs = {"device": 0, "host": 0, "disk": 0}, {None: 0, "device": 0, "host": 0, "disk": 0}
@@ -286,7 +286,7 @@ def _host_and_disk(shape: ModelShape, layout: Layout, hardware: Hardware, work: 
         outputs[policy.attention] += count
     x = ranks * layout.x_bytes(shape.hidden, s)
     stores_outputs = outputs["host"] or outputs["disk"]
-    outputs_bytes = (layer_sizes(shape, layout, s, kind).outputs for kind in kinds_of_layers(shape))
+    outputs_bytes = (layer_sizes(shape, layout, s, make_sizes).outputs for make_sizes in kinds_of_sizes(shape))
     out = ranks * max(outputs_bytes) if stores_outputs else 0
     sharers = hardware.num_gpus // layout.replicas
     frozen = shape.frozen_bytes(sharers, layout.element_bytes)

@@ -7,11 +7,11 @@ X = s * D * element bytes, T = S * n * K * element bytes (a stage tensor), U the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from copy import copy
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ithaka.config import LAYER_LINEARS
 from ithaka.layout import ActivationPolicy, Layout
@@ -30,17 +30,6 @@ CALL_TOKENS, WHOLE_TOKENS = 512 * 1024, 256 * 1024
 COMPILED_GRAPH_SHARES, COMPILED_SHARE = (0.2, 0.62), 0.3
 BLOCK_BUFFERS = 4  # buffers of a block inside attention, in the sum dtype
 
-# The gated delta rule (ops/delta_rule.py): tokens per chunk and rows (tokens x heads) per segment. Then a
-# segment's buffers in the sum dtype, forward and backward: vectors (K + V per row), states (K by K + V per chunk) and
-# chunk matrices. Counted by hand from the kernels for 16 bits, and on a CPU for the plain path.
-CHUNK_TOKENS, SEGMENT_ROWS = 64, 2**18
-SEGMENT_BUFFERS = ((0.0, 0.0, 2.0), (1.75, 1.0, 2.0))
-PLAIN_SEGMENT_BUFFERS = ((3.0, 0.0, 5.2), (1.0, 1.8, 14.7))
-
-TileWork = Literal[
-    "none", "project", "project backward", "mlp", "mlp backward", "attend", "attend backward", "rule", "rule backward"
-]
-
 
 class MemoryPoint(NamedTuple):
     """Bytes live at one point of a layer's schedule, without weights, other layers' gradients and kept activations.
@@ -53,7 +42,7 @@ class MemoryPoint(NamedTuple):
     phase: str
     stream: int = 0
     heads: int = 0
-    tile_work: TileWork = "none"
+    tile_work: str = "none"
     tile_bytes: int = 0
     grad_bytes: int = 0
 
@@ -68,7 +57,7 @@ class MemoryPoint(NamedTuple):
 
 
 class LayerBytes:
-    """Sizes of a layer's tensors on one rank."""
+    """Sizes of a layer's tensors on one rank, for softmax attention. Other mixers override what differs."""
 
     def __init__(self, shape: ModelShape, layout: Layout, s: int, policy: ActivationPolicy | None = None) -> None:
         policy = policy or ActivationPolicy()
@@ -137,17 +126,17 @@ class LayerBytes:
         is_alias = self.num_stages == 1 and not self.has_exchange
         return 0 if num_sent >= self.num_stages or is_alias else held
 
-    def in_flight(self, own: int, first: int, last: int) -> int:
-        """Tensors of stages [first, last) that are sent but not used yet: `own` bytes and the new k and v of each. With
-        overlap, send buffers stay until the received tensors are used."""
+    def in_flight(self, stage_bytes: int, first: int, last: int) -> int:
+        """Tensors of stages [first, last) that are sent but not used yet: `stage_bytes` and the new k and v of each.
+        With overlap, send buffers stay until the received tensors are used."""
         copies = 2 if self.layout.overlap and self.has_exchange else 1
-        return copies * sum(own + kv for kv in self.new_kv[first:last])
+        return copies * sum(stage_bytes + kv for kv in self.new_kv[first:last])
 
-    def send_peak(self, own: int, stage: int) -> int:
+    def send_peak(self, stage_bytes: int, stage: int) -> int:
         """Peak while a stage is sent. Without overlap its tensors go one at a time, so only one exists twice."""
         if self.layout.overlap or not self.has_exchange:
-            return self.in_flight(own, stage, stage + 1)
-        return own + self.new_kv[stage] + max(self.q, self.new_kv[stage] // 2)
+            return self.in_flight(stage_bytes, stage, stage + 1)
+        return stage_bytes + self.new_kv[stage] + max(self.q, self.new_kv[stage] // 2)
 
     def in_sum_dtype(self, num_bytes: int) -> int:
         return num_bytes // self.layout.element_bytes * self.layout.sum_bytes
@@ -191,53 +180,53 @@ class LayerBytes:
         kv_slots = self.slots[stage].widest_read_kv
         return 2 * kv_slots * tokens * self.shape.head_dim * self.layout.element_bytes
 
+    def mix_points(self, phase: str, stream: int) -> Iterator[MemoryPoint]:
+        """The mixer in forward, and in backward where its output is recomputed."""
+        return attention_points(self, phase, stream)
+
+    def mix_backward_points(self, outputs: int) -> Iterator[MemoryPoint]:
+        return attention_backward_points(self, outputs)
+
     def weight_grads(self, phase: str) -> int:
         """Weight gradients, summed over tiles (GradSum in blocks/tiles.py)."""
         if not phase.startswith("backward") or phase.startswith("backward again"):
             return 0
-        shape, e, wide = self.shape, self.layout.element_bytes, self.layout.sum_bytes
+        shape, e, sum_bytes = self.shape, self.layout.element_bytes, self.layout.sum_bytes
         if shape.measured and not shape.adapter and phase == "backward mlp":
             if self.s <= (self.layout.tile_tokens or self.s):
                 return shape.mlp_parameters * e
             # A tile's gradients exist together, then they are added to the sums. Those of experts are added directly.
             experts = 0 if self.layout.compile else shape.measured.expert_parameters
-            return shape.mlp_parameters * (e + wide) - experts * e
+            return shape.mlp_parameters * (e + sum_bytes) - experts * e
         if phase != "backward mlp" or shape.measured:
-            return shape.trained_layer * wide
+            return shape.trained_layer * sum_bytes
         if shape.adapter:
-            return sum(size for name, size in shape.most_adapted.items() if name in LAYER_LINEARS[3:]) * wide
+            return sum(size for name, size in shape.most_adapted.items() if name in LAYER_LINEARS[3:]) * sum_bytes
         if self.s <= (self.layout.tile_tokens or self.s):
             # One tile: one weight's gradient while three [s, F] tensors are live, then all three once one is freed.
-            return max(shape.mlp_parameters * wide // 3, shape.mlp_parameters * wide - self.s * e * shape.mlp)
+            return max(shape.mlp_parameters * sum_bytes // 3, shape.mlp_parameters * sum_bytes - self.s * e * shape.mlp)
         output = shape.hidden * shape.heads * shape.head_dim
-        return (output + shape.mlp_parameters) * wide
+        return (output + shape.mlp_parameters) * sum_bytes
 
-    def tile_bytes(self, work: TileWork) -> int:
+    def tile_bytes(self, work: str) -> int:
         """Temporaries of token-wise work on a tile, or of attention on a block. Counted by hand from the GPU kernels:
         approximate, and small at long contexts."""
         if work == "none":
             return 0
         if work in BLOCK_TOKENS:
             return self._block_bytes(work)
-        if work in ("rule", "rule backward"):
-            delta = self.shape.delta
-            assert delta
-            buffers = SEGMENT_BUFFERS if self.layout.element_bytes == 2 else PLAIN_SEGMENT_BUFFERS
-            vectors, states, matrices = buffers[work == "rule backward"]
-            width = delta.key_dim + delta.value_dim
-            per_row = vectors * width + states * delta.key_dim * width / CHUNK_TOKENS + matrices * CHUNK_TOKENS
-            return int(per_row * min(SEGMENT_ROWS, self.s * delta.heads) * self.layout.sum_bytes)
         shape, c, hidden = self.shape, self.layout.ulysses, self.shape.hidden
         if shape.measured and (work.startswith("mlp") or not shape.measured.is_streamed):
             return self._measured_tile_bytes(shape.measured, work)
-        t, e, wide = min(self.layout.tile_tokens or self.s, self.s), self.layout.element_bytes, self.layout.sum_bytes
+        t, e = min(self.layout.tile_tokens or self.s, self.s), self.layout.element_bytes
+        sum_bytes = self.layout.sum_bytes
         rank = shape.adapter.rank if shape.adapter else 0  # width between an adapter's two matrices
         if shape.adapter and shape.adapter.dropout:  # and its input after dropout
             rank += max(shape.mlp, shape.heads * shape.head_dim) if work.startswith("mlp") else hidden
         # Kept tensors are not temporaries: the rounded x + attention; gate and up, but then forward has a third [t, F].
-        rounded, gate_up = wide != e and not self.residual, 2 if self.gate_up else 0
+        rounded, gate_up = sum_bytes != e and not self.residual, 2 if self.gate_up else 0
         if work == "mlp":  # x + attention as summed and as rounded, its norm, two of the MLP's width
-            return t * (wide * hidden + e * ((1 + rounded) * hidden + (2 - gate_up // 2) * shape.mlp + rank))
+            return t * (sum_bytes * hidden + e * ((1 + rounded) * hidden + (2 - gate_up // 2) * shape.mlp + rank))
         if work == "mlp backward":
             # x + attention, its norm, and the three [t, F] of blocks/mlp.py. (Compiled, hooked or wrapped MLPs need up
             # to twice as much; the planner cannot see them.)
@@ -252,7 +241,7 @@ class LayerBytes:
         width = (4 + self.fetched_tiles) * hidden + 2 * self.qkv_width + 2 * stored_dq + 7 * rank
         return self.qkv_width * hidden * e + t * e * width
 
-    def _measured_tile_bytes(self, layer: MeasuredLayer, work: TileWork) -> int:
+    def _measured_tile_bytes(self, layer: MeasuredLayer, work: str) -> int:
         saved, total = {
             "project": (0, layer.project_bytes),
             "mlp": (0, layer.finish_bytes),
@@ -266,51 +255,19 @@ class LayerBytes:
             per_token += self._graph_bytes(layer, 2 if work == "mlp backward" else 1)
         return min(self.layout.tile_tokens or self.s, self.s) * (per_token + self.fetched_tiles * self.shape.hidden * e)
 
-    def _block_bytes(self, work: TileWork) -> int:
+    def _block_bytes(self, work: str) -> int:
         """Buffers of one attention kernel call."""
-        e, wide, tokens = self.layout.element_bytes, self.layout.sum_bytes, self.layout.ulysses * self.s
+        e, sum_bytes, tokens = self.layout.element_bytes, self.layout.sum_bytes, self.layout.ulysses * self.s
         reads = [(stage.widest_read, stage.widest_read_kv) for stage in self.slots]
         max_rows = CALL_TOKENS if tokens <= WHOLE_TOKENS else BLOCK_TOKENS[work]
         heads = max(_heads_per_call(max_rows // tokens, *read) for read in reads)
         elements = tokens * self.shape.head_dim
         if heads == 1:
-            return BLOCK_BUFFERS * min(BLOCK_TOKENS[work] * 128, elements) * wide
+            return BLOCK_BUFFERS * min(BLOCK_TOKENS[work] * 128, elements) * sum_bytes
         # Full sequences in one call. Backward sums dq, dk and dv; forward writes to our buffers, or attends to one
         # head of each group.
-        return 2 * heads * elements * wide if work == "attend backward" else max(kv for _, kv in reads) * elements * e
-
-
-class DeltaBytes(LayerBytes):
-    """The same for a layer with the gated delta rule: all heads of this rank's tokens, without an exchange of them."""
-
-    def __init__(self, shape: ModelShape, layout: Layout, s: int, policy: ActivationPolicy | None = None) -> None:
-        super().__init__(shape, layout, s, policy)
-        delta, e, wide = shape.delta, layout.element_bytes, layout.sum_bytes
-        assert delta
-        rows, state = s * delta.heads, delta.heads * delta.key_dim * delta.value_dim * wide
-        keys = 2 * s * delta.key_heads * delta.key_dim * e
-        self.projected = keys + rows * (delta.value_dim * e + 2 * wide)  # q, k, v, g and beta
-        self.douts = rows * delta.value_dim * e
-        self.outputs = self.douts + -(-rows // SEGMENT_ROWS) * state
-        self.qkv = self.projected * self.policy.projections
-
-
-def delta_points(b: LayerBytes, phase: str, stream: int) -> Iterator[MemoryPoint]:
-    """The rule (`_attend` in layer/delta.py), in forward, and in backward where its output is recomputed."""
-    yield MemoryPoint(f"{phase} projections", stream, b.projected, "project")
-    yield MemoryPoint(f"{phase} attention", stream, b.projected + b.outputs, "rule")
-
-
-def delta_backward_points(b: LayerBytes) -> Iterator[MemoryPoint]:
-    """The rule's backward. q, k and v become their gradients, segment by segment."""
-    stream, projected = b.x + b.fetched_input, 0 if b.qkv else b.projected
-    states = 0 if b.keeps_attention and not b.fetches_attention else b.outputs - b.douts
-    freed = b.douts if b.keeps_attention and not b.fetches_attention else 0  # kept outputs, used by run 2
-    kept_later = b.residual + b.gate_up
-    live = projected + b.douts + states + b.graphs - freed - kept_later
-    yield MemoryPoint("backward projections", stream, live, "project")
-    yield MemoryPoint("backward attention", stream, live, "rule backward")
-    yield MemoryPoint("backward projections", stream, live - b.douts, "project backward")
+        backward = 2 * heads * elements * sum_bytes
+        return backward if work == "attend backward" else max(kv for _, kv in reads) * elements * e
 
 
 def _heads_per_call(max_heads: int, queries: int, kv: int) -> int:
@@ -338,10 +295,10 @@ def attention_points(b: LayerBytes, phase: str, stream: int) -> Iterator[MemoryP
         stages = b.q + later + b.held_kv[i] + b.attend_bytes(i) + b.unsent(i + b.stages_ahead, b.projected)
         yield MemoryPoint(attend, stream, stages + outputs(i, i, b.held_kv[i]), "attend")
         if (new := i + b.stages_ahead) < b.num_stages:
-            others = later + b.left_kv[i] + outputs(i + 1, i, b.left_kv[i])
-            projected = others + b.q + b.new_kv[new] + b.unsent(new, b.projected)
+            live = later + b.left_kv[i] + outputs(i + 1, i, b.left_kv[i])
+            projected = live + b.q + b.new_kv[new] + b.unsent(new, b.projected)
             yield MemoryPoint(project, stream, projected, "project")
-            yield MemoryPoint(project, stream, others + b.send_peak(b.q, new) + b.unsent(new + 1, b.projected))
+            yield MemoryPoint(project, stream, live + b.send_peak(b.q, new) + b.unsent(new + 1, b.projected))
 
 
 def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoint]:
@@ -363,15 +320,15 @@ def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoi
         used = num_attended * b.q + sum(last_used_kv[:num_attended]) if b.qkv else 0
         return outputs - used - (0 if b.fetches_attention else num_sent * b.q + num_attended * b.lse)
 
-    def send(stage: int, others: int, num_attended: int) -> Iterator[MemoryPoint]:
+    def send(stage: int, live: int, num_attended: int) -> Iterator[MemoryPoint]:
         """Project q, k and v, then send them with out and dout."""
         if not b.qkv:
             prefetched = b.q if b.fetches_attention and b.layout.overlap and stage >= b.stages_ahead else 0
-            projected = others + b.q + b.new_kv[stage] + prefetched + held(stage)
+            projected = live + b.q + b.new_kv[stage] + prefetched + held(stage)
             yield MemoryPoint(project, stream, projected + outputs_left(stage, num_attended), "project")
         # Without overlap, out stays until all is sent.
         out = 0 if b.layout.overlap or not b.has_exchange or b.fetches_attention else b.q
-        sent = others + out + b.send_peak(stage_tensors, stage) + held(stage + 1)
+        sent = live + out + b.send_peak(stage_tensors, stage) + held(stage + 1)
         yield MemoryPoint(project, stream, sent + outputs_left(stage + 1, num_attended))
 
     for i in range(min(b.stages_ahead, b.num_stages)):
@@ -381,8 +338,8 @@ def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoi
         following = i + b.stages_ahead
         later, is_more = b.in_flight(stage_tensors, i + 1, following), following < b.num_stages
         prefetched = b.q if b.fetches_attention and b.layout.overlap and is_more else 0
-        own = stage_tensors + (b.lse if b.fetches_attention else 0)
-        live = head_grads + own + later + prefetched + b.held_kv[i]
+        stage_bytes = stage_tensors + (b.lse if b.fetches_attention else 0)
+        live = head_grads + stage_bytes + later + prefetched + b.held_kv[i]
         live += b.kv_grad_sums(b.slots[i].summed_kv) + b.ring_backward_bytes(i) + held(following)
         yield MemoryPoint(attend, stream, live + outputs_left(min(following, b.num_stages), i), "attend backward")
         head_grads += last_used_kv[i] + (0 if b.stores_dq and i + 1 < b.num_stages else b.q)
@@ -397,31 +354,30 @@ def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoi
 def layer_points(b: LayerBytes) -> Iterator[MemoryPoint]:
     """Every point of a layer's forward and backward on one rank."""
     outputs, kept_later = b.outputs, b.residual + b.gate_up
-    is_delta = isinstance(b, DeltaBytes)
-    yield from delta_points(b, "forward", b.x) if is_delta else attention_points(b, "forward", b.x)
+    yield from b.mix_points("forward", b.x)
     # y, computed from x and the outputs of all stages
     yield MemoryPoint("forward mlp", 2 * b.x, outputs + b.qkv + kept_later, "mlp")
     if b.keeps_attention:
         outputs = 0
     else:
-        again = "backward again", b.x + b.fetched_input
-        yield from delta_points(b, *again) if is_delta else attention_points(b, *again)
+        yield from b.mix_points("backward again", b.x + b.fetched_input)
     # dy; everything else is one tile
     yield MemoryPoint("backward mlp", b.x + b.fetched_input, outputs + b.douts, "mlp backward")
-    yield from delta_backward_points(b) if is_delta else attention_backward_points(b, outputs - kept_later)
-
-
-def kinds_of_layers(shape: ModelShape) -> list[Any]:
-    """Return the classes, LayerBytes and its subclasses, of the model's kinds of layers."""
-    return [LayerBytes, *([DeltaBytes] if shape.delta else [])]
+    yield from b.mix_backward_points(outputs - kept_later)
 
 
 # Results are cached by the fields of a layout that change them.
 
 
-def layer_sizes(shape: ModelShape, layout: Layout, s: int, kind: Any = LayerBytes) -> LayerBytes:
-    """Return the sizes of a layer's tensors, except those of tiles and of kept activations."""
-    return _layer_sizes(kind, shape, s, ActivationPolicy(), _fields(layout))
+def layer_sizes(shape: ModelShape, layout: Layout, s: int, make_sizes: Any = LayerBytes) -> LayerBytes:
+    """Return the sizes of a layer's tensors, except those of tiles and of kept activations. `make_sizes`: `sizes` of
+    its mixer."""
+    return _layer_sizes(make_sizes, shape, s, ActivationPolicy(), _fields(layout))
+
+
+def kinds_of_sizes(shape: ModelShape) -> Collection[Any]:
+    """Return the `sizes` of the model's mixers."""
+    return dict.fromkeys(mixer.sizes for mixer in shape.mixer_kinds)
 
 
 def layer_peaks(
@@ -443,18 +399,20 @@ def _fields(layout: Layout) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=8192)
-def _layer_sizes(kind: Any, shape: ModelShape, s: int, policy: ActivationPolicy, fields: tuple[Any, ...]) -> LayerBytes:
+def _layer_sizes(
+    make_sizes: Any, shape: ModelShape, s: int, policy: ActivationPolicy, fields: tuple[Any, ...]
+) -> LayerBytes:
     cp, ring, heads_per_stage, overlap, dtype, compiles = fields
     layout = Layout(cp, heads_per_stage, ring=ring, overlap=overlap, dtype=dtype, compile=compiles)
-    return kind(shape, layout, s, policy)
+    return make_sizes(shape, layout, s, policy)
 
 
 @lru_cache(maxsize=8192)
 def _full_length_peaks(
-    kind: Any, shape: ModelShape, s: int, policy: ActivationPolicy, fields: tuple[Any, ...]
+    make_sizes: Any, shape: ModelShape, s: int, policy: ActivationPolicy, fields: tuple[Any, ...]
 ) -> list[MemoryPoint]:
     """Return the highest point of each phase and tile work, without the bytes of tiles."""
-    points = layer_points(_layer_sizes(kind, shape, s, policy, fields))
+    points = layer_points(_layer_sizes(make_sizes, shape, s, policy, fields))
     ascending = sorted(points, key=lambda point: point.full_length)
     return [*{(point.phase, point.tile_work): point for point in ascending}.values()]
 
@@ -464,10 +422,10 @@ def _layer_peaks(
     shape: ModelShape, s: int, policy: ActivationPolicy, tile_tokens: int | None, fields: tuple[Any, ...]
 ) -> tuple[int, MemoryPoint, MemoryPoint]:
     points, kept = [], 0
-    for kind in kinds_of_layers(shape):
-        b = copy(_layer_sizes(kind, shape, s, policy, fields))
+    for make_sizes in kinds_of_sizes(shape):
+        b = copy(_layer_sizes(make_sizes, shape, s, policy, fields))
         b.layout, kept = replace(b.layout, tile_tokens=tile_tokens), max(kept, b.kept)
-        peaks = _full_length_peaks(kind, shape, s, policy, fields)
+        peaks = _full_length_peaks(make_sizes, shape, s, policy, fields)
         tiles = {work: b.tile_bytes(work) for work in {p.tile_work for p in peaks}}
         points += [p._replace(tile_bytes=tiles[p.tile_work], grad_bytes=b.weight_grads(p.phase)) for p in peaks]
     forward, backward = (

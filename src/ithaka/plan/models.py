@@ -1,20 +1,28 @@
-"""Find models by name: built-in shapes, local directories, and Hugging Face hub ids."""
+"""Find models by name (built-in, local directories, Hugging Face hub ids), and their shapes by formula or as stored."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ithaka.config import ConfigError
 from ithaka.hub import HUB_ID, split_revision
-from ithaka.plan.read_config import FAMILIES, built_in_decoders, read_json, shape_from_config
-from ithaka.plan.shape import ModelShape
+from ithaka.plan.mixers import Attention, mixers_from_json, mixers_to_json
+from ithaka.plan.read_config import FAMILIES, PLANNED_FAMILIES, Family, read_json
+from ithaka.plan.shape import AttentionKind, Encoder, MeasuredLayer, ModelShape
 
 HUB_TIMEOUT_S = 5.0
 SAME_SIZE = 1.3  # ratio of sizes up to which a name may be a mistake for another: llama3-7b
+
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+CORRECT = "correct the model's config.json"
+DEFAULT_WINDOW = 4096  # for every family that has windows
 
 # From the public config.json: family, layers, hidden size, query heads, kv heads, MLP size, vocabulary, positions,
 # RoPE theta; then optionally tied embeddings, an explicit head dim (K64), Llama 3.1's RoPE with its factor (x8).
@@ -67,15 +75,18 @@ def _config(family: str, *columns: str) -> dict[str, Any]:
     return config
 
 
+@lru_cache
+def built_in_decoders() -> dict[str, Any]:
+    """Built-in models of families without a formula: hub id, config.json, and the measured shape of each. Written by
+    benchmarks/measure_decoders.py."""
+    return json.loads(Path(__file__).with_name("decoders.json").read_text(encoding="utf-8"))
+
+
 _ROWS = [line.split() for line in _TABLE.strip().splitlines()]
 _DECODERS = built_in_decoders()
 _HUB_IDS: dict[str, str] = {row[0]: row[1] for row in _ROWS} | {name: m["hub"] for name, m in _DECODERS.items()}
 MODELS: dict[str, dict[str, Any]] = {row[0]: _config(*row[2:]) for row in _ROWS}
 MODELS |= {name: model["config"] for name, model in _DECODERS.items()}
-
-
-def find_shape(model: str) -> ModelShape:
-    return shape_from_config(find_config(model), model)
 
 
 def find_config(model: str) -> dict[str, Any]:
@@ -165,8 +176,83 @@ def _fetch_config(model: str) -> dict[str, Any]:
             return dict(json.load(answer))
     except (OSError, ValueError) as error:
         code, fix = getattr(error, "code", None), _suggestion(model)
-        why = "is not on the hub" if code == 404 else f"the hub cannot be reached ({getattr(error, 'reason', error)})"
+        problem = f"the hub cannot be reached ({getattr(error, 'reason', error)})"
+        if code == 404:
+            problem = "is not on the hub"
         if code in (401, 403):
-            why = f"the hub denies access (HTTP {code})"
+            problem = f"the hub denies access (HTTP {code})"
             fix = "accept its license there and log in with `hf auth login`, or use a local directory"
-        raise ConfigError(f"model={model} is not a local path, and {why}; {fix}") from None
+        raise ConfigError(f"model={model} is not a local path, and {problem}; {fix}") from None
+
+
+# ---- shapes
+
+
+def find_known_shape(values: Mapping[str, Any], source: str) -> ModelShape | None:
+    """Return the shape that a `config.json` describes: by formula, or the stored one of a built-in model. None: it must
+    be measured. `source`: its name in errors."""
+    if (name := values.get("model_type")) not in PLANNED_FAMILIES:
+        plain = json.loads(json.dumps(dict(values)))  # with lists, not tuples
+        stored = (model for model, decoder in built_in_decoders().items() if decoder["config"] == plain)
+        return next(map(_stored_shape, stored), None)
+    family = FAMILIES[name]
+    hidden, num_layers, heads, mlp, vocab = (_count(values, key, source) for key in SIZES)
+    kv_heads = _count(values, "num_key_value_heads", source, family.kv_heads or heads, null=heads)
+    if heads % kv_heads:
+        rule = f"does not divide num_attention_heads={heads}"
+        raise ConfigError(f"num_key_value_heads={kv_heads} of {source} {rule}; {CORRECT}")
+    head_dim = _count(values, "head_dim", source, family.head_dim or hidden // heads, null=hidden // heads)
+    if head_dim % 2:
+        raise ConfigError(f"head_dim={head_dim} of {source} is odd, but RoPE rotates pairs; {CORRECT}")
+    kinds = (AttentionKind(head_dim, heads // kv_heads, w) for w in _read_windows(values, family, num_layers, source))
+    mixers, tied = tuple(map(Attention, kinds)), bool(values.get("tie_word_embeddings", False))
+    rules = (family.qkv_bias, family.out_bias, family.mlp_bias)
+    qkv_bias, out_bias, mlp_bias = (bool(values.get(rule) if isinstance(rule, str) else rule) for rule in rules)
+    sizes = (num_layers, hidden, heads, kv_heads, head_dim, mlp, vocab)
+    return ModelShape(name, *sizes, tied, mixers, qkv_bias, out_bias, mlp_bias, family.qk_norm)
+
+
+def shape_to_json(shape: ModelShape) -> dict[str, Any]:
+    return asdict(shape) | {"mixers": mixers_to_json(shape.mixers)}
+
+
+@lru_cache
+def _stored_shape(model: str) -> ModelShape:
+    values = built_in_decoders()[model]["shape"]
+    measured = {key: tuple(map(tuple, values["measured"][key])) for key in ("linears", "stacked")}
+    types = {
+        "measured": MeasuredLayer(**values["measured"] | measured),
+        "mixers": mixers_from_json(values["mixers"]),
+        "encoders": tuple(Encoder(**encoder) for encoder in values["encoders"]),
+    }
+    return ModelShape(**values | types)
+
+
+def _count(
+    values: Mapping[str, Any], key: str, source: str, default: int | None = None, null: int | None = None
+) -> int:
+    """Read a positive integer. `default`: if the key is absent. `null`: if its value is null."""
+    value = values.get(key, default)
+    if value is None and key in values:
+        value = null
+    if value is None:
+        raise ConfigError(f"{key} of {source} is missing; add it to the model's config.json")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{key}={value} of {source} is not a positive integer; {CORRECT}")
+    return value
+
+
+def _read_windows(values: Mapping[str, Any], family: Family, num_layers: int, source: str) -> tuple[int | None, ...]:
+    """Return each layer's window, by transformers' rules."""
+    window = values.get("sliding_window", DEFAULT_WINDOW)
+    is_off = family.window == "switched" and not values.get("use_sliding_window", False)
+    if family.window == "none" or window is None or is_off:
+        return (None,) * num_layers
+    if family.window == "all":
+        return (_count({"sliding_window": window}, "sliding_window", source),) * num_layers
+    first = values.get("max_window_layers", 28)
+    kinds = values.get("layer_types") or ["sliding_attention" if i >= first else "" for i in range(num_layers)]
+    if len(kinds) != num_layers:
+        counts = f"{len(kinds)} entries for num_hidden_layers={num_layers}"
+        raise ConfigError(f"layer_types of {source} has {counts}; {CORRECT}")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

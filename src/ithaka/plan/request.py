@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +13,16 @@ from ithaka.config import (
     SECTIONS,
     Config,
     ConfigError,
-    explicit_settings,
     format_value,
-    load_config,
     parse_count,
     to_dict,
 )
 from ithaka.config.units import format_tokens
-from ithaka.layout import SETTINGS, format_choices
-from ithaka.plan.hardware import H200_ATTENTION, Hardware
-from ithaka.plan.models import find_config, hub_id
-from ithaka.plan.read_config import FAMILIES, Family, shape_from_config, yarn_factor
-from ithaka.plan.search import Plan, SearchSpace, forward_plan, make_search_space, shape_to_train, work_from_config
-from ithaka.plan.shape import Work
+from ithaka.plan.models import hub_id
+from ithaka.plan.read_config import FAMILIES, Family, yarn_factor
+from ithaka.plan.search import Plan, SearchSpace, forward_plan
+from ithaka.plan.shape import StepShape
 
-# Settings that have an option of `ithaka plan`.
-OPTIONS = {"model.path": "the argument MODEL", "data.context": "--context", "train.batch": "--batch",
-           "train.steps": "--steps"}  # fmt: skip
-ADAPTER_SETTINGS = {
-    f"adapter.{name}" for name in ("rank", "dropout", "targets", "modules_to_save", "base", "unquantized")
-}
 # Lines of a planned configuration for the user to fill in: an example, and a comment.
 TO_FILL_IN = {
     "data.path": ("books.jsonl", "your documents; default: Python's standard library"),
@@ -44,14 +32,6 @@ TO_FILL_IN = {
     "train.validate_every": ("50", "steps; default: 100"),
     "train.keep_best": ("true", "keep the checkpoint with the lowest validation loss"),
     "train.run_dir": ("runs/long", "default: runs/<date>-<time>"),
-}
-
-VIDEO_REFUSES = {  # settings without effect on video transformers
-    "adapter.base": "are not quantized",
-    "adapter.dropout": "have adapters without dropout",
-    "adapter.modules_to_save": "have no lm_head and embed_tokens",
-    "adapter.unquantized": "are not quantized",
-    "loss.type": "are trained in your own loop, with its own loss",
 }
 
 
@@ -65,7 +45,7 @@ class PlanRequest:
     space: SearchSpace
     config: Config
     explicit: frozenset[str]
-    work: Work
+    work: StepShape
 
     def with_kernel(self, kernel: str) -> PlanRequest:
         """The same request with this kernel's attention rates."""
@@ -83,8 +63,8 @@ class PlanRequest:
             raise ConfigError(
                 f"parallel.ring={self.space.fixed['ring']} has no shared prefixes; leave it out, or use 1"
             )
-        if self.is_video:
-            raise ConfigError(f"--branches {branches}: video transformers have no shared prefixes; leave it out")
+        if reason := self.space.shape.root.refuses.get("--branches"):
+            raise ConfigError(f"--branches {branches}: video transformers {reason}; leave it out")
         prompt, space = self.work.context, replace(self.space, fixed={**self.space.fixed, "ring": 1})
         spans = ((0, prompt), *((prompt, tokens),) * count)
         return replace(self, space=space, work=replace(self.work, context=prompt + count * tokens, spans=spans))
@@ -93,13 +73,9 @@ class PlanRequest:
         return self.space.choose(replace(self.work, context=context or self.work.context))
 
     @property
-    def is_video(self) -> bool:
-        return not self.space.shape.causal
-
-    @property
     def positions(self) -> int:
-        if self.is_video:
-            return sys.maxsize  # the clip's sides have limits, not the number of its patches
+        if positions := self.space.shape.root.positions:
+            return positions
         family = FAMILIES.get(self.hf_config["model_type"], Family())
         return self._text_config.get("max_position_embeddings") or family.positions
 
@@ -132,7 +108,7 @@ class PlanRequest:
         weights = None if local.exists() else hub_id(self.model)
         config = to_dict(self.config)
         chosen: dict[str, Any] = {"model.path": weights or self.model, "data.context": plan.work.context}
-        if plan.shape.encoder and self.config.loss.type != "dpo" and "data.images" not in self.explicit:
+        if plan.shape.encoders and self.config.loss.type != "dpo" and "data.images" not in self.explicit:
             chosen |= {"data.images": "read", "data.long_documents": "drop"}  # an image cannot be cut
         for name in sorted(self.explicit):
             section, key = name.split(".")
@@ -162,40 +138,3 @@ class PlanRequest:
                 text = yaml.safe_dump({section: values}, sort_keys=False) if values else f"{section}:"
                 lines += [text.rstrip(), *comments]
         return lines
-
-
-def make_request(
-    model: str,
-    hardware: Hardware,
-    context: str,
-    batch: int,
-    overrides: Sequence[str],
-    adapter: int | None = None,
-    any_setting: bool = False,
-) -> PlanRequest:
-    """`overrides`: section.key=value, as for training. `any_setting`: also accept settings that affect no plan."""
-    overrides = [*overrides, *([f"adapter.rank={adapter}"] if adapter else [])]
-    num_tokens = parse_count(context)
-    if num_tokens is None or num_tokens < 2:
-        raise ConfigError(f"--context {context} is not a number of tokens, at least 2; use for example 128K or 1M")
-    explicit = explicit_settings(None, overrides)
-    config = load_config(None, [*overrides, f"data.context={num_tokens}", f"train.batch={batch}"])  # finds typos
-    planned = (*SETTINGS, "train.accumulate", "train.compile", "attention.kernel", "optim.name", "loss.type")
-    for name in sorted(explicit.difference(planned, ADAPTER_SETTINGS)):
-        if name in OPTIONS:
-            raise ConfigError(f"--set {name} has its own option; use {OPTIONS[name]}")
-        if not any_setting:
-            names = ", ".join((*planned, *sorted(ADAPTER_SETTINGS)))
-            raise ConfigError(f"{name} does not affect a plan; use one of {names}")
-    if (kernel := config.attention.kernel) != "auto":
-        if kernel not in (known := hardware.gpu.kernels or tuple(H200_ATTENTION)):
-            rule = f"has no known rate on {hardware.gpu.name}"
-            raise ConfigError(f"attention.kernel={kernel} {rule}; use {format_choices(('auto', *known))}")
-        hardware = hardware.with_kernel(kernel)
-    hf_config = find_config(model)
-    shape = shape_to_train(shape_from_config(hf_config, model), config)
-    for name in sorted(explicit & VIDEO_REFUSES.keys()) if not shape.causal else ():
-        rule = f"does not apply to {model}: video transformers {VIDEO_REFUSES[name]}"
-        raise ConfigError(f"{name}={format_value(attrgetter(name)(config))} {rule}; leave it out")
-    space = make_search_space(config, explicit, shape, hardware)
-    return PlanRequest(model, hf_config, space, config, frozenset(explicit), work_from_config(config))

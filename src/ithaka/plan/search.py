@@ -31,7 +31,7 @@ from ithaka.layout import (
 from ithaka.plan.bytes import Ledger, build_ledger
 from ithaka.plan.hardware import GPUS_PER_NODE, Hardware
 from ithaka.plan.seconds import Seconds, flop_seconds, gather_seconds, reduce_seconds, step_seconds
-from ithaka.plan.shape import AttentionKind, ModelShape, Work
+from ithaka.plan.shape import AttentionKind, ModelShape, StepShape
 
 TILE_BYTES = 2**29  # bytes of x in the largest tile: narrow models need more tokens to outweigh a kernel launch
 NUM_TILE_SIZES = 6  # each half of the one before
@@ -40,7 +40,7 @@ CONTEXT_GRAIN = 1024  # longest contexts are multiples of this many tokens per r
 UNLIMITED_BYTES = 2**60
 NEAR_ENOUGH = 0.99  # plans within this fraction of the best speed compete on host memory
 BUFFER_SETTINGS = ("heads_per_stage", "tile_tokens", "overlap")  # they change only the sizes of device buffers
-NUM_OTHERS = 4  # plans shown with the chosen one
+NUM_ALTERNATIVES = 4  # plans shown with the chosen one
 CAPACITY_GRAIN = 64 * 10**9  # step of the search for enough host memory or disk, bytes
 MAX_NODES = 1024  # in the search for a large enough machine
 ADAPTER_RANK = 16  # tried when a plan does not fit
@@ -56,9 +56,9 @@ class Plan:
     shape: ModelShape
     layout: Layout
     hardware: Hardware
-    work: Work
+    work: StepShape
     fixed: Fixed = field(default_factory=dict, repr=False, hash=False)
-    others: tuple[Plan, ...] = field(default=(), repr=False, compare=False)  # the best plans of other kinds
+    alternatives: tuple[Plan, ...] = field(default=(), repr=False, compare=False)  # the best plans of other kinds
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -75,7 +75,7 @@ class Plan:
     def with_changes(self, **changes: Any) -> Plan:
         """A copy with a changed layout (`Layout.with_changes`)."""
         layout = self.layout.with_changes(**changes)
-        return Plan(self.shape, layout, self.hardware, self.work, self.fixed, self.others)
+        return Plan(self.shape, layout, self.hardware, self.work, self.fixed, self.alternatives)
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -125,7 +125,7 @@ class Plan:
         return max(parts, key=lambda name: parts[name])
 
 
-def forward_plan(shape: ModelShape, hardware: Hardware, work: Work) -> Plan:
+def forward_plan(shape: ModelShape, hardware: Hardware, work: StepShape) -> Plan:
     """The plan of an evaluation: forward only."""
     layout = forward_layout(shape, hardware.num_gpus, work.tokens, "bfloat16")
     return Plan(shape, layout, hardware, replace(work, trains=False))
@@ -140,10 +140,10 @@ def forward_layout(shape: ModelShape, cp: int, tokens: int, dtype: str) -> Layou
     return make_layout(shape.num_layers, cp=cp, ring=ring, heads_per_stage=stage, tile_tokens=8192, dtype=dtype)
 
 
-def work_from_config(config: Config) -> Work:
+def work_from_config(config: Config) -> StepShape:
     has_reference = config.loss.type == "dpo"
     train = config.train
-    return Work(config.data.context, train.batch, accumulate=train.accumulate, reference=has_reference)
+    return StepShape(config.data.context, train.batch, accumulate=train.accumulate, reference=has_reference)
 
 
 def shape_to_train(shape: ModelShape, config: Config) -> ModelShape:
@@ -155,13 +155,13 @@ def shape_to_train(shape: ModelShape, config: Config) -> ModelShape:
     return replace(shape.with_adapter(config.adapter), reference=has_copy, optimizer=config.optim.name)
 
 
-def make_search_space(config: Config, given: Collection[str], shape: ModelShape, hardware: Hardware) -> SearchSpace:
-    """`given`: names of settings (parallel.cp) to take from `config`; the search chooses the others."""
+def make_search_space(config: Config, explicit: Collection[str], shape: ModelShape, hardware: Hardware) -> SearchSpace:
+    """`explicit`: names of settings (parallel.cp) to take from `config`; the search chooses the others."""
     check_optimizer(config)
-    chosen = {name: operator.attrgetter(name)(config) for name in SETTINGS if name in given}
+    chosen = {name: operator.attrgetter(name)(config) for name in SETTINGS if name in explicit}
     fixed = fixed_settings(chosen, shape.num_layers, hardware.num_gpus)
-    if shape.delta and (ring := fixed.get("ring") or 1) > 1:
-        rule = f"is not supported for model_type={shape.family}, which passes states from rank to rank in order"
+    if shape.why_no_ring and (ring := fixed.get("ring") or 1) > 1:
+        rule = f"is not supported for model_type={shape.family}, which {shape.why_no_ring}"
         raise ConfigError(f"parallel.ring={ring} {rule}; leave it out, or use 1")
     compiles = {"compile": True} if shape.measured and config.train.compile else {}
     in_place = {} if shape.optimizer == "adamw" else {"offload_optimizer": False}
@@ -189,14 +189,14 @@ class SearchSpace:
 
     # ---- the best plan
 
-    def choose(self, work: Work) -> Plan:
+    def choose(self, work: StepShape) -> Plan:
         """Choose the plan with the least disk and host memory among those within 1 % of the fastest that fits. Speed is
         in tokens per second and GPU. If none fits, the plan that is closest to fitting."""
         candidates = [(self.upper_bound(plan).tokens_per_s_per_gpu, plan) for plan in self.plans_that_fit(work)]
         best: dict[tuple[Any, ...], Plan] = {}  # by kind
         for bound, plan in sorted(candidates, key=lambda pair: -pair[0]):
             speeds = sorted((other.tokens_per_s_per_gpu for other in best.values()), reverse=True)
-            if len(speeds) > NUM_OTHERS and bound < min(NEAR_ENOUGH * speeds[0], speeds[NUM_OTHERS]):
+            if len(speeds) > NUM_ALTERNATIVES and bound < min(NEAR_ENOUGH * speeds[0], speeds[NUM_ALTERNATIVES]):
                 break  # neither this plan nor a later one can be chosen or shown
             if plan.kind not in best or bound >= best[plan.kind].tokens_per_s_per_gpu:
                 plan = self.fill_device(plan)
@@ -205,18 +205,18 @@ class SearchSpace:
         min_speed = NEAR_ENOUGH * ranked[0].tokens_per_s_per_gpu
         near = [plan for plan in ranked if plan.tokens_per_s_per_gpu >= min_speed]
         chosen = min(near, key=lambda plan: (plan.ledger.disk_peak, plan.ledger.host_needed))
-        others = [plan for plan in ranked if plan is not chosen]
-        return replace(chosen, fixed=self.fixed, others=tuple(others[:NUM_OTHERS]))
+        alternatives = [plan for plan in ranked if plan is not chosen]
+        return replace(chosen, fixed=self.fixed, alternatives=tuple(alternatives[:NUM_ALTERNATIVES]))
 
-    def plans_that_fit(self, work: Work) -> Iterator[Plan]:
+    def plans_that_fit(self, work: StepShape) -> Iterator[Plan]:
         """Yield plans that fit. Once a tier holds everything, slower tiers are not tried."""
         settled, can_fit = set(), {}
         for candidate in self.candidates([split for split in self.splits if self.fits(work, [split])]):
-            others = tuple(value for name, value in candidate.items() if name not in BUFFER_SETTINGS)
-            if others not in can_fit:
+            settings = tuple(value for name, value in candidate.items() if name not in BUFFER_SETTINGS)
+            if settings not in can_fit:
                 smallest = self._smallest_buffers(candidate, work)
-                can_fit[others] = any(self.make_plan(each, work).fits for each in smallest)
-            if not can_fit[others]:
+                can_fit[settings] = any(self.make_plan(variant, work).fits for variant in smallest)
+            if not can_fit[settings]:
                 continue
             # Skip tiles that are twice as large as needed: all hold the same tokens.
             max_tile = max(2 * work.local_tokens(candidate["cp"]) - 1, self.tile_sizes[-1])
@@ -248,11 +248,11 @@ class SearchSpace:
                 break
         return plan
 
-    def closest_to_fitting(self, work: Work) -> Plan:
+    def closest_to_fitting(self, work: StepShape) -> Plan:
         """Where nothing fits: the plan whose worst tier is exceeded least, with few attention outputs kept."""
         candidates = list(self.candidates())
         fewest = min(candidate["keep_attention"] for candidate in candidates)
-        plans = [self.make_plan(each, work) for each in candidates if each["keep_attention"] == fewest]
+        plans = [self.make_plan(candidate, work) for candidate in candidates if candidate["keep_attention"] == fewest]
         least = min(plan.ledger.worst[0] for plan in plans)
         return max(
             (plan for plan in plans if plan.ledger.worst[0] == least), key=lambda plan: plan.tokens_per_s_per_gpu
@@ -272,7 +272,7 @@ class SearchSpace:
 
     def _rings(self, cp: int) -> list[tuple[int, int]]:
         heads, per_node = self.shape.heads, self.hardware.gpus_per_node
-        stage, ring = self.fixed.get("heads_per_stage") or 0, 1 if self.shape.delta else self.fixed.get("ring")
+        stage, ring = self.fixed.get("heads_per_stage") or 0, 1 if self.shape.why_no_ring else self.fixed.get("ring")
         groups = [n for n in range(1, min(cp, heads) + 1) if cp % n == 0 and stage % n == 0]
         groups = [n for n in groups if (per_node % n == 0 if ring is None else cp == n * ring)]
         best = {max(groups, default=0), max((n for n in groups if heads % n == 0), default=0)} - {0}
@@ -329,7 +329,7 @@ class SearchSpace:
                 if candidate["keep_attention"] and "keep_attention" not in self.fixed:
                     yield candidate | {"keep_attention": self.shape.num_layers}
 
-    def _smallest_buffers(self, candidate: Fixed, work: Work) -> Iterator[Fixed]:
+    def _smallest_buffers(self, candidate: Fixed, work: StepShape) -> Iterator[Fixed]:
         """Yield the variants of `candidate` with the smallest buffers: if none of them fits, no other choice of
         BUFFER_SETTINGS does. A single tile may need less than several, because it sums no gradients. A short tile may
         need less with overlap, because its input is fetched once."""
@@ -342,24 +342,24 @@ class SearchSpace:
             sizes = {"heads_per_stage": candidate["cp"] // candidate["ring"], "tile_tokens": tile, "overlap": overlap}
             yield {**candidate, **sizes, **self.fixed, "keep_attention": count}
 
-    def make_plan(self, candidate: Fixed, work: Work) -> Plan:
+    def make_plan(self, candidate: Fixed, work: StepShape) -> Plan:
         return Plan(self.shape, make_layout(self.shape.num_layers, **candidate), self.hardware, work)
 
     # ---- limits
 
-    def fits(self, work: Work, splits: Sequence[tuple[int, int]] | None = None) -> bool:
+    def fits(self, work: StepShape, splits: Sequence[tuple[int, int]] | None = None) -> bool:
         """Whether any layout (of `splits`) fits."""
-        return any(self.make_plan(each, work).fits for each in self.smallest_candidates(splits or self.splits))
+        candidates = self.smallest_candidates(splits or self.splits)
+        return any(self.make_plan(candidate, work).fits for candidate in candidates)
 
-    def adapter_that_fits(self, work: Work) -> dict[str, Any]:
+    def adapter_that_fits(self, work: StepShape) -> dict[str, Any]:
         """Settings of `adapter` with which some layout fits; empty if there are none. A four-bit base if needed."""
-        own = self.shape.adapter
-        for base in ("bf16", "nf4") if self.shape.causal else ("bf16",):  # video transformers are not packed
-            adapter = replace(own or AdapterConfig(rank=ADAPTER_RANK), base=base)
+        current = self.shape.adapter
+        for settings in self.shape.root.adapter_settings:
+            adapter = replace(current or AdapterConfig(rank=ADAPTER_RANK), **{"base": "bf16", **settings})
             shape = replace(self.shape.with_adapter(adapter), reference=False)
-            if adapter != own and replace(self, shape=shape).fits(work):
-                four_bit = {"base": base} if base != "bf16" else {}
-                return four_bit if own else {"rank": ADAPTER_RANK, **four_bit}
+            if adapter != current and replace(self, shape=shape).fits(work):
+                return {**settings} if current else {"rank": ADAPTER_RANK, **settings}
         return {}
 
     @property
@@ -373,7 +373,7 @@ class SearchSpace:
         for candidate in self.smallest_candidates(self.longest_splits):
 
             def fits(grains: int, candidate: Fixed = candidate) -> bool:
-                return self.make_plan(candidate, Work(grains * grain, batch)).fits
+                return self.make_plan(candidate, StepShape(grains * grain, batch)).fits
 
             longest = _largest(fits, longest)
         return longest * grain
@@ -385,8 +385,8 @@ class SearchSpace:
         tiers = ["host", "disk"] if self.hardware.disk_bytes else ["host"]
         if limits := [tier for tier in tiers if self.with_capacity(tier).longest_context(batch) > context]:
             return context, limits[-1]
-        work = Work(context + CONTEXT_GRAIN * self.max_cp, batch)
-        plans = [self.make_plan(each, work) for each in self.smallest_candidates(self.longest_splits)]
+        work = StepShape(context + CONTEXT_GRAIN * self.max_cp, batch)
+        plans = [self.make_plan(candidate, work) for candidate in self.smallest_candidates(self.longest_splits)]
         limit = min(plan.ledger.worst for plan in plans)[1]
         is_capped = "cp" not in self.fixed and self.max_cp < self.hardware.num_gpus  # by a fixed ring
         return context, "heads" if limit == "GPU" and is_capped else limit
@@ -396,7 +396,7 @@ class SearchSpace:
         change: dict[str, Any] = {f"{tier}_bytes": num_bytes}
         return replace(self, hardware=replace(self.hardware, **change))
 
-    def smallest_capacity(self, tier: str, work: Work) -> int:
+    def smallest_capacity(self, tier: str, work: StepShape) -> int:
         """Bytes of host memory or disk per node with which `work` fits; 0 if no amount is enough. A multiple of 64 GB,
         or of 1024 GB from 1 TB on."""
         if not self.with_capacity(tier).fits(work):
@@ -408,7 +408,7 @@ class SearchSpace:
         grains = 1 + _largest(is_too_small)
         return CAPACITY_GRAIN * (grains if grains < 16 else -(-grains // 16) * 16)
 
-    def smallest_machine(self, work: Work) -> Hardware | None:
+    def smallest_machine(self, work: StepShape) -> Hardware | None:
         """The fewest GPUs of this kind on which `work` fits: double a node up to 8 GPUs, then add nodes."""
 
         def fits(hardware: Hardware) -> bool:

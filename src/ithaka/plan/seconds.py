@@ -16,8 +16,8 @@ from ithaka.config import LAYER_LINEARS
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.bytes import logits_tile_tokens
 from ithaka.plan.hardware import DISK_BYTES_S, HOST_UPDATE_BYTES_S, REFERENCE_HEAD_DIM, Hardware
-from ithaka.plan.layer_bytes import DeltaBytes, LayerBytes, layer_sizes
-from ithaka.plan.shape import MeasuredLayer, ModelShape, Work
+from ithaka.plan.layer_bytes import layer_sizes
+from ithaka.plan.shape import AttentionKind, Encoder, MeasuredLayer, Mixer, ModelShape, StepShape
 
 # Fractions of the hardware's matmul rate, forward and backward.
 MLP_SHARE = (0.82, 0.82)
@@ -43,11 +43,6 @@ STAGE_SECONDS = 0.00016  # per stage and direction, independent of s: slicing we
 NARROW_HEAD_SHARE, NARROW_HEAD_START, NARROW_HEAD_LEAST = (0.82, 0.8), 31 * 1024, 128 * 1024
 # Attention at head dim 256, and with a sliding window, whose blocks are mostly masked, as fractions of the same rate.
 WIDE_HEAD_SHARE, WINDOW_SHARE = (1.08, 0.59), (0.46, 0.43)
-# The gated delta rule in its kernels, as passes over [s, H, K + V] in the sum dtype, forward and backward; then the
-# extra passes for a rank's affine maps, needed where another rank continues the document. Within 8 % of the 0.0087 and
-# 0.0252 s per layer, and 0.0096 and 0.0139 s for the maps, measured at 64K tokens, 32 heads of 128, on one H200
-# (LOG.md, "kernels of the gated delta rule").
-RULE_PASSES, RULE_MAP_PASSES = (18, 58), (22, 31)
 LOGIT_PASSES = 3  # over the logits: one for the loss, two for its gradient
 # Passes over the inputs and outputs of a linear map with an adapter, forward and backward: the adapter's tall matmuls
 # are memory-bound. Backward recomputes forward and has three gradients.
@@ -82,14 +77,14 @@ class Seconds:
 
 
 def layer_seconds(
-    shape: ModelShape, layout: Layout, hardware: Hardware, work: Work, window: int | None, policy: ActivationPolicy
+    shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape, mixer: Mixer, policy: ActivationPolicy
 ) -> tuple[Seconds, Seconds]:
     """Return (forward, backward) of one layer on the rank with the most heads."""
     layer, gpu = LayerSeconds(shape, layout, hardware, work.local_tokens(layout.cp), policy), hardware.gpu
-    attend, attend_back = layer.rule() if window == 0 else layer.attention(work, window)
+    attend, attend_back = mixer.seconds(layer, work)
     projections, mlp = layer.project(False), layer.mlp(False)
     projections_back, mlp_back = layer.project(True), layer.mlp(True)
-    exchange, exchange_back = (layer.exchange_states(),) * 2 if window == 0 else layer.exchange()
+    exchange, exchange_back = mixer.exchange_seconds(layer)
     if layout.ring > 1:
         ring, ring_back, last_round = layer.ring()
         exchange += max(0.0, ring - attend)
@@ -110,8 +105,7 @@ def layer_seconds(
 
     # Copies to and from the store. All GPUs of a node share its disk.
     is_stored, pcie = policy.input != "device", gpu.pcie_bytes_s * COPY_SHARE
-    kind = DeltaBytes if window == 0 else LayerBytes
-    outputs = layer_sizes(shape, layout, layer.s, kind).outputs if policy.attention in ("host", "disk") else 0
+    outputs = layer_sizes(shape, layout, layer.s, mixer.sizes).outputs if policy.attention in ("host", "disk") else 0
     stored = layer.x * is_stored + outputs
     to_disk = layer.x * (policy.input == "disk") + outputs * (policy.attention == "disk")
     disk = to_disk * hardware.gpus_per_node / DISK_BYTES_S
@@ -140,12 +134,11 @@ class LayerSeconds:
         self.is_frozen = shape.adapter is not None
         self.num_tiles = -(-s // (layout.tile_tokens or s))
 
-    def attention(self, work: Work, window: int | None) -> tuple[float, float]:
+    def attention(self, work: StepShape, kind: AttentionKind, causal: bool) -> tuple[float, float]:
         """(forward, backward): two and five matmuls per query-key pair."""
-        heads, kind = -(-self.shape.heads // self.layout.ulysses), self.shape.kind_by_window.get(window)
-        head_dim, softcap = (kind.head_dim, kind.softcap) if kind else (self.shape.head_dim, None)
-        gpu = self.hardware.for_attention(head_dim, softcap).gpu
-        flops = 4 * head_dim * heads * work.pairs(window, self.shape.causal) / self.layout.ring
+        heads, head_dim, window = -(-self.shape.heads // self.layout.ulysses), kind.head_dim, kind.window
+        gpu = self.hardware.for_attention(head_dim, kind.softcap).gpu
+        flops = 4 * head_dim * heads * work.pairs(window, causal) / self.layout.ring
         share, share_back = 1.0, 1.0
         if gpu.kernel == "reference":  # its scores in fp64 dominate
             share = share_back = head_dim / REFERENCE_HEAD_DIM
@@ -159,27 +152,10 @@ class LayerSeconds:
         forward = flops / (gpu.attention_forward_flops * share)
         return forward, 2.5 * flops / (gpu.attention_backward_flops * share_back)
 
-    def rule(self) -> tuple[float, float]:
-        """(forward, backward) of the gated delta rule."""
-        delta = self.shape.delta
-        assert delta
-        one_pass = self.move(self.s * delta.heads * (delta.key_dim + delta.value_dim) * self.layout.sum_bytes)
-        maps = RULE_MAP_PASSES if self.layout.cp > 1 else (0, 0)
-        forward, backward = (passes + extra for passes, extra in zip(RULE_PASSES, maps, strict=True))
-        return forward * one_pass, backward * one_pass
-
-    def exchange_states(self) -> float:
-        """One direction: every rank gathers the maps of all ranks."""
-        delta, cp = self.shape.delta, self.layout.cp
-        assert delta
-        size = delta.heads * delta.key_dim * (delta.key_dim + delta.value_dim) * self.layout.sum_bytes
-        is_in_node = cp <= self.hardware.gpus_per_node
-        return (cp - 1) * size / (self.gpu.link_bytes_s if is_in_node else self.gpu.network_bytes_s)
-
     def wait(self, copy_s: float, busy_s: float) -> float:
         """Seconds that copies to the device add to compute on the same tiles. The first tile's copy is not hidden."""
-        first, others = copy_s / self.num_tiles, 1 - 1 / self.num_tiles
-        return first + max(0.0, others * (copy_s - busy_s))
+        first, later_share = copy_s / self.num_tiles, 1 - 1 / self.num_tiles
+        return first + max(0.0, later_share * (copy_s - busy_s))
 
     def matmul(self, width: float, depth: float, share: float) -> float:
         return 2 * self.s * width * depth / (self.gpu.matmul_flops * share)
@@ -227,16 +203,17 @@ class LayerSeconds:
         """Run 1 of a measured layer. Backward keeps its graphs if it projects and overlaps, otherwise it runs again."""
         stages = (self.num_stages - 1) * STAGE_SECONDS  # the first is part of what was fitted
         if not backward:
-            return self._measured_run(layer.projections, 1, layer.project_moved) + stages
+            return self._measured_run(layer.projection_macs, 1, layer.project_moved) + stages
         again = projects and not self.layout.overlap
         moved = layer.project_backward_moved + again * layer.project_moved
         num_matmuls = 3 + again - self.is_frozen
-        return self._measured_run(layer.projections, num_matmuls, moved) + self.sum_grads(layer.projections) + stages
+        seconds = self._measured_run(layer.projection_macs, num_matmuls, moved)
+        return seconds + self.sum_grads(layer.projection_macs) + stages
 
     def _measured_rest(self, layer: MeasuredLayer, backward: bool) -> float:
         """Run 2 of a measured layer, and all adapters. Backward runs it again unless its graphs were kept."""
         adapters = self.adapters(tuple(self.shape.linears), backward)
-        dense = layer.others - layer.experts
+        dense = layer.other_macs - layer.expert_macs
         if not backward:
             return self._measured_run(dense, 1, layer.finish_moved) + self._experts(layer) + adapters
         moved = layer.finish_backward_moved - self.policy.mlp * layer.finish_moved
@@ -253,18 +230,18 @@ class LayerSeconds:
 
     def _experts(self, layer: MeasuredLayer, adds: bool = False) -> float:
         """One matmul with each weight of the chosen experts. `adds`: adds weight gradients to those of other tiles."""
-        if not layer.experts:
+        if not layer.expert_macs:
             return 0.0
         share, half = EXPERT_SUM_SHARE if adds else EXPERTS_SHARE
-        rows = self.s / self.num_tiles * layer.experts / max(1, layer.expert_parameters)
-        return self.matmul(layer.experts, 1, share / (1 + half / rows))
+        rows = self.s / self.num_tiles * layer.expert_macs / max(1, layer.expert_parameters)
+        return self.matmul(layer.expert_macs, 1, share / (1 + half / rows))
 
     def adapters(self, names: Sequence[str], backward: bool) -> float:
         """Seconds of a layer's adapters. A token uses only the adapters of its experts."""
         if not self.shape.adapter:
             return 0.0
         stacked, measured = dict(self.shape.measured.stacked) if self.shape.measured else {}, self.shape.measured
-        chosen = measured.experts / sum(stacked.values()) if stacked and measured else 1.0
+        chosen = measured.expert_macs / sum(stacked.values()) if stacked and measured else 1.0
         passes = 0.0
         for name, size in self.shape.linears.items():
             if name in names and name in self.shape.most_adapted:
@@ -324,15 +301,17 @@ def reduce_seconds(num_bytes: int, hardware: Hardware, replicas: int = 1) -> flo
     return gather_seconds(num_bytes, hardware, replicas) + 2 * shard * (replicas - 1) / replicas / rate
 
 
-def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
+def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> Seconds:
     """One optimizer step: all layers and the loss in every micro-step, then the update. Without training: a forward."""
-    total = _loss_seconds(shape, layout, hardware, work) + _encoder_seconds(shape, layout, hardware, work)
-    layers = [(window, work.trains and i >= shape.first_trained) for i, window in enumerate(shape.windows)]
+    total = _loss_seconds(shape, layout, hardware, work)
+    for encoder in shape.encoders:
+        total = total + _encoder_seconds(encoder, shape, layout, hardware, work)
+    layers = [(index, work.trains and i >= shape.first_trained) for i, index in enumerate(shape.mixer_indices)]
     last = 0
     for policy, num_layers in layout.policy_groups(shape.num_layers):
         first, last = last, last + num_layers
-        for (window, is_trained), count in Counter(layers[first:last]).items():
-            forward, backward = layer_seconds(shape, layout, hardware, work, window, policy)
+        for (index, is_trained), count in Counter(layers[first:last]).items():
+            forward, backward = layer_seconds(shape, layout, hardware, work, shape.mixer_kinds[index], policy)
             total = total + (forward + backward if is_trained else forward).times(count)
     if not work.trains:
         return total
@@ -341,11 +320,11 @@ def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Wo
     return total.times(work.accumulate) + _update_seconds(shape, layout, hardware)
 
 
-def flop_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
+def flop_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> Seconds:
     """The time of a step's FLOPs alone, without recomputation and element-wise kernels: attention at the kernel's rate,
     matmuls at 700 TFLOP/s on an H200, and the optimizer update at memory bandwidth."""
     layer = LayerSeconds(shape, layout, hardware, work.local_tokens(layout.cp))
-    attention = sum(sum(layer.attention(work, window)) for window in shape.windows)
+    attention = sum(mixer.flop_seconds(layer, work) for mixer in shape.mixers)
     linear = (3 - layer.is_frozen) * layer.matmul(shape.num_products, 1, FLOP_SHARE)
     return Seconds(attention, linear).times(work.accumulate) + _update_seconds(shape, layout, hardware)
 
@@ -357,22 +336,22 @@ def _update_seconds(shape: ModelShape, layout: Layout, hardware: Hardware) -> Se
     return Seconds(update=UPDATE_BYTES * shape.num_trained / sharers / rate)
 
 
-def _encoder_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
+def _encoder_seconds(
+    encoder: Encoder, shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape
+) -> Seconds:
     """Assumes that all tokens are image tokens. A trained encoder runs again in backward."""
-    encoder, is_trained = shape.encoder, work.trains and shape.trained_encoder > 0
-    if encoder is None:
-        return Seconds()
+    is_trained = work.trains and encoder in shape.trained_encoders
     patches = work.local_tokens(layout.cp) * encoder.patches
     layer = LayerSeconds(shape, layout, hardware, patches)
     moved = encoder.moved + encoder.backward_moved * is_trained
     matmuls = (4 if is_trained else 1) * layer.matmul(encoder.products, 1, ENCODER_SHARE)
     num_bytes = encoder.parameters * layout.element_bytes
     exchange = (1 + is_trained) * gather_seconds(num_bytes, hardware, layout.replicas)
-    exchange += reduce_seconds(shape.trained_encoder * layout.sum_bytes, hardware, layout.replicas) * is_trained
+    exchange += reduce_seconds(encoder.parameters * layout.sum_bytes, hardware, layout.replicas) * is_trained
     return Seconds(linear=matmuls + layer.move(patches * moved * EAGER_MOVES), exchange=exchange)
 
 
-def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: Work) -> Seconds:
+def _loss_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> Seconds:
     """Logits, their two gradients, element-wise kernels, and one sum of the weight gradient per tile of logits. A
     frozen weight has no gradient; a forward pass has only logits. The all-gather of lm_head is not hidden."""
     layer = LayerSeconds(shape, layout, hardware, work.local_tokens(layout.cp))

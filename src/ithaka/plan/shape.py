@@ -10,10 +10,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ithaka.config import LAYER_LINEARS, AdapterConfig, ConfigError
-from ithaka.config.formats import BASE_FORMATS
+from ithaka.config.formats import BASE_FORMATS, BaseFormat
+from ithaka.plan.roots import DECODER, ROOTS, RootKind
 
 PATCHES_PER_TILE = 8192  # in one tile of the encoder, which has at least one frame
 FRAME_PATCHES = 1024  # assumed in plans: frames of 512 x 512 pixels
@@ -49,9 +50,9 @@ class MeasuredLayer:
     finish_moved: int
     project_backward_moved: int  # with its forward
     finish_backward_moved: int
-    projections: int
-    others: int
-    experts: int  # a part of `others`, multiplied in groups
+    projection_macs: int
+    other_macs: int
+    expert_macs: int  # a part of `other_macs`, multiplied in groups
     arguments: int = 0  # bytes per token of all arguments of layers: position embeddings
     stacked: tuple[tuple[str, int], ...] = ()  # 3-D weights, of experts: name and parameters
     root: int = 0  # parameters around the layers that stay gathered, in the sum dtype, for all of a step
@@ -61,9 +62,9 @@ class MeasuredLayer:
     )
     costs: ClassVar = (
         *(f"{run}_{what}" for run in ("project", "finish") for what in ("moved", "backward_moved")),
-        "projections",
-        "others",
-        "experts",
+        "projection_macs",
+        "other_macs",
+        "expert_macs",
     )
 
     @property
@@ -84,16 +85,7 @@ class Encoder:
     products: int  # multiply-adds per patch with weights, and with other patches of its frame
     moved: int  # bytes that element-wise kernels move, forward
     backward_moved: int  # with its forward
-
-
-@dataclass(frozen=True)
-class DeltaShape:
-    """Heads of the gated delta rule, and their dims."""
-
-    heads: int
-    key_heads: int
-    key_dim: int
-    value_dim: int
+    is_frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,8 +94,29 @@ class AttentionKind:
 
     head_dim: int
     group: int = 1  # query heads per kv head
-    window: int | None = None  # as in ModelShape.windows
+    window: int | None = None  # tokens that a query attends to, with its own (or the size of a chunk); None: all
     softcap: float | None = None
+
+
+class Mixer:
+    """What mixes the tokens of a layer. plan/mixers.py has the implementations, which are frozen dataclasses."""
+
+    name: str
+    attention: tuple[AttentionKind, ...] = ()  # softmax attention that it computes
+    why_no_ring: str | None = None  # "... which {why_no_ring}"
+    sizes: Any  # (shape, layout, s, policy) -> LayerBytes
+
+    def seconds(self, layer: Any, work: StepShape) -> tuple[float, float]:
+        """(forward, backward), without exchanges. `layer`: a LayerSeconds."""
+        raise NotImplementedError
+
+    def exchange_seconds(self, layer: Any) -> tuple[float, float]:
+        """(forward, backward) of exchanges that compute does not hide."""
+        raise NotImplementedError
+
+    def flop_seconds(self, layer: Any, work: StepShape) -> float:
+        """Forward and backward at the rate of its kernel; 0 if the kernel is limited by memory."""
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -117,48 +130,73 @@ class ModelShape:
     mlp: int  # F
     vocab: int  # V
     tied: bool  # lm_head shares the embedding's weight
-    # Per layer: tokens that a query attends to, with its own; None: all earlier ones; 0: it has the gated delta rule.
-    windows: tuple[int | None, ...]
+    mixers: tuple[Mixer, ...]  # per layer
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    causal: bool = True  # False: every token attends to all others, as in video transformers
     adapter: AdapterConfig | None = None  # None: all parameters are trained
     measured: MeasuredLayer | None = None  # a family without a formula, whose layers were measured
     reference: bool = False  # whether a frozen copy of the base model is kept too
-    delta: DeltaShape | None = None
-    encoder: Encoder | None = None  # image encoder; `measured` includes its parameters
-    freezes_encoder: bool = False
+    encoders: tuple[Encoder, ...] = ()  # of images; `measured` includes their parameters
     optimizer: str = "adamw"  # as optim.name
-    kinds: tuple[AttentionKind, ...] = ()  # empty: `head_dim` in all layers, and no softcap
 
     def __hash__(self) -> int:
         """Hash a few fields only: the planner's caches hash a shape at every lookup."""
         return hash((self.num_layers, self.hidden, self.heads, self.mlp, self.vocab))
 
-    @cached_property
-    def attention_kinds(self) -> tuple[AttentionKind, ...]:
-        """The kinds of attention, in the order of their first layers. Without the gated delta rule."""
-        windows = [window for window in dict.fromkeys(self.windows) if window != 0] or [None]
-        group = self.heads // self.kv_heads
-        return self.kinds or tuple(AttentionKind(self.head_dim, group, window) for window in windows)
+    @property
+    def root(self) -> RootKind:
+        return ROOTS.get(self.family, DECODER)
 
     @cached_property
-    def kind_by_window(self) -> dict[int | None, AttentionKind]:
-        """The kind of attention with each window; if there are several, the one with the largest heads."""
-        return {kind.window: kind for kind in sorted(self.attention_kinds, key=lambda kind: kind.head_dim)}
+    def format(self) -> BaseFormat:
+        return BASE_FORMATS[self.adapter.base if self.adapter else "bf16"]
+
+    @cached_property
+    def mixer_kinds(self) -> tuple[Mixer, ...]:
+        """The different mixers, in the order of their first layers."""
+        return tuple(dict.fromkeys(self.mixers))
+
+    @cached_property
+    def mixer_indices(self) -> tuple[int, ...]:
+        """Per layer: the index of its mixer in `mixer_kinds`."""
+        return tuple(map(self.mixer_kinds.index, self.mixers))
+
+    @cached_property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """The kinds of softmax attention, in the order of their first layers."""
+        kinds = dict.fromkeys(kind for mixer in self.mixer_kinds for kind in mixer.attention)
+        return tuple(kinds) or (AttentionKind(self.head_dim, self.heads // self.kv_heads),)
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """The windows of all layers with softmax attention."""
+        return tuple(kind.window for mixer in self.mixers for kind in mixer.attention)
+
+    @cached_property
+    def why_no_ring(self) -> str | None:
+        return next((mixer.why_no_ring for mixer in self.mixer_kinds if mixer.why_no_ring), None)
+
+    @cached_property
+    def encoder_parameters(self) -> int:
+        return sum(encoder.parameters for encoder in self.encoders)
+
+    @cached_property
+    def trained_encoders(self) -> tuple[Encoder, ...]:
+        """An adapter freezes all of them."""
+        return () if self.adapter else tuple(encoder for encoder in self.encoders if not encoder.is_frozen)
 
     @cached_property
     def trained_encoder(self) -> int:
-        """Trained parameters of the encoder. An adapter freezes it."""
-        return self.encoder.parameters if self.encoder and not self.freezes_encoder and not self.adapter else 0
+        """Trained parameters of encoders."""
+        return sum(encoder.parameters for encoder in self.trained_encoders)
 
     @cached_property
     def mlp_parameters(self) -> int:
         """Gate, up and down projections of one layer, with biases; of a measured layer, all but the projections."""
         if self.measured:
-            return self.measured.parameters - self.measured.projections
+            return self.measured.parameters - self.measured.projection_macs
         return 3 * self.hidden * self.mlp + self.mlp_bias * (2 * self.mlp + self.hidden)
 
     @cached_property
@@ -182,13 +220,12 @@ class ModelShape:
     def keep_layers(self, layers: Sequence[int], dropped: int | None = None) -> ModelShape:
         """Return the same model with these layers only. `dropped`: the parameters of all others; without it, those of a
         measured model are scaled in proportion."""
-        measured, windows = self.measured, tuple(self.windows[i] for i in layers)
+        measured, mixers = self.measured, tuple(self.mixers[i] for i in layers)
         if measured:
-            rest = self.encoder.parameters if self.encoder else 0
-            kept = (measured.total_parameters - rest) * len(layers) // self.num_layers
-            total = rest + kept if dropped is None else measured.total_parameters - dropped
+            kept = (measured.total_parameters - self.encoder_parameters) * len(layers) // self.num_layers
+            total = self.encoder_parameters + kept if dropped is None else measured.total_parameters - dropped
             measured = replace(measured, total_parameters=total)
-        return replace(self, num_layers=len(layers), windows=windows, measured=measured)
+        return replace(self, num_layers=len(layers), mixers=mixers, measured=measured)
 
     def shards(self, num_ranks: int) -> tuple[int, int]:
         """(trained, frozen) parameters of one rank. Trained ones are fp32, with a gradient and two AdamW moments."""
@@ -207,40 +244,36 @@ class ModelShape:
         if self.optimizer == "adamw":
             return 8 * trained
         adapted = sum(sum(sizes.values()) for sizes in self.adapter_parameters)
-        wide, narrow_bytes = adapted // num_ranks, 2 * (1 + 4 / MOMENT_BLOCK)
+        in_fp32, other_bytes = adapted // num_ranks, 2 * (1 + 4 / MOMENT_BLOCK)
         if self.optimizer == "muon":
             stacked = self.num_layers * self.measured.expert_parameters if self.measured else 0
             ends = self.trained_head + self.trained_parameters("embed_tokens") * (not self.tied)
-            wide, narrow_bytes = -(-(stacked * (not self.adapter) + ends) // num_ranks), 4
-        return 8 * wide + int(narrow_bytes * (trained - wide))
+            in_fp32, other_bytes = -(-(stacked * (not self.adapter) + ends) // num_ranks), 4
+        return 8 * in_fp32 + int(other_bytes * (trained - in_fp32))
 
     @cached_property
     def packed_layer(self) -> tuple[int, int]:
         """(parameters, bytes) of one layer's four-bit weights."""
-        if self.adapter is None:
-            return 0, 0
-        base = BASE_FORMATS[self.adapter.base]
-        skipped, paths = tuple(f".{name}" for name in self.adapter.unquantized), self._linear_paths
-        experts = dict(self.measured.stacked) if self.measured else {}
-        names = (n for n in self.linears if n not in experts and not f".{paths[n]}".endswith(skipped))
-        sizes = [math.prod(self.linears[name]) for name in names] if base.packs_linears else []
-        sizes += [sum(experts.values())] if base.packs_experts else []
-        return sum(sizes), sum(map(base.num_bytes, sizes))
+        skipped = tuple(f".{name}" for name in self.adapter.unquantized) if self.adapter else ()
+        stacked = dict(self.measured.stacked) if self.measured else {}
+        names = (name for name, path in self._linear_paths.items() if not f".{path}".endswith(skipped))
+        sizes = [math.prod(self.linears[name]) for name in names if name not in stacked] * self.format.packs_linears
+        sizes += [sum(stacked.values())] * self.format.packs_experts
+        return sum(sizes), sum(map(self.format.num_bytes, sizes))
 
     def frozen_bytes(self, num_ranks: int, element_bytes: int) -> int:
         """Bytes of one rank's frozen parameters."""
         frozen, (packed, num_bytes) = self.shards(num_ranks)[1], self.packed_layer
         layers: float = self.num_layers
         if self.measured:
-            rest = self.encoder.parameters if self.encoder else 0
-            layers = (self.measured.total_parameters - rest) / self.measured.parameters
+            layers = (self.measured.total_parameters - self.encoder_parameters) / self.measured.parameters
         return frozen * element_bytes - int(layers * (packed * element_bytes - num_bytes)) // num_ranks
 
     def gathered_bytes(self, element_bytes: int) -> int:
         """Bytes of one layer's parameters with their adapters, gathered but not unpacked."""
         packed, num_bytes = self.packed_layer
-        others = self.layer_parameters + sum(self.most_adapted.values()) - packed
-        return others * element_bytes + num_bytes
+        dense = self.layer_parameters + sum(self.most_adapted.values()) - packed
+        return dense * element_bytes + num_bytes
 
     # ---- trained parameters
 
@@ -248,7 +281,7 @@ class ModelShape:
     def num_products(self) -> int:
         """Multiply-adds per token, without attention."""
         layer = sum(math.prod(size) for size in self.linears.values())
-        layer = self.measured.projections + self.measured.others if self.measured else layer
+        layer = self.measured.projection_macs + self.measured.other_macs if self.measured else layer
         return self.num_layers * layer + self.vocab * self.hidden
 
     @property
@@ -258,7 +291,7 @@ class ModelShape:
         if layer is None:
             return self.num_parameters
         stacked = layer.expert_parameters * layer.total_parameters / layer.parameters
-        return self.num_parameters - round(stacked) + self.num_layers * layer.experts
+        return self.num_parameters - round(stacked) + self.num_layers * layer.expert_macs
 
     @cached_property
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -319,7 +352,7 @@ class ModelShape:
     @cached_property
     def num_trained(self) -> int:
         if self.adapter is None:
-            return self.num_parameters - (self.encoder.parameters if self.encoder and self.freezes_encoder else 0)
+            return self.num_parameters - self.encoder_parameters + self.trained_encoder
         layers = sum(sum(sizes.values()) for sizes in self.adapter_parameters)
         return layers + self.trained_head + self.trained_parameters("embed_tokens") * (not self.tied)
 
@@ -354,7 +387,7 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
-class Work:
+class StepShape:
     """One micro-step of a cp group: `batch` sequences of `context` tokens, packed into one."""
 
     context: int
@@ -392,11 +425,11 @@ class Work:
         return self.tokens / length * (window * length - window**2 / 2)
 
 
-def span_pairs(before: int, length: int, window: int | None = None) -> int:
-    """Return the query-key pairs of `length` tokens that also attend to `before` earlier ones."""
+def span_pairs(earlier: int, length: int, window: int | None = None) -> int:
+    """Return the query-key pairs of `length` tokens that also attend to `earlier` earlier ones."""
 
     def count(tokens: int) -> int:
         reach = tokens if window is None else min(tokens, window)
         return reach * tokens - reach * (reach - 1) // 2
 
-    return count(before + length) - count(before)
+    return count(earlier + length) - count(earlier)

@@ -26,7 +26,7 @@ from ithaka.plan.layer_bytes import LayerBytes
 from ithaka.plan.read_config import unscaled_positions
 from ithaka.plan.request import PlanRequest
 from ithaka.plan.search import Plan, SearchSpace
-from ithaka.plan.shape import Work, span_pairs
+from ithaka.plan.shape import StepShape, span_pairs
 
 # Nodes have a few percent less free memory than their nominal size, and `ithaka train` plans with what is free.
 TIGHT_SHARE = 0.95
@@ -136,9 +136,9 @@ def as_text(plan: Plan, model: str, steps: int | None = None, notes: Sequence[st
     settings = {name: format_value(value) for name, value in plan.settings.items()}
     width = max(6, *map(len, settings.values()))
     rows = {f"  {name:<24}  {settings[name]:>{width}}   ": reason for name, reason in _explain_settings(plan).items()}
-    others = _format_others(plan) if plan.others else ()
+    alternatives = _format_alternatives(plan) if plan.alternatives else ()
     assumptions = {f"  {name:<11}  ": text for name, text in list_assumptions(plan).items()}
-    lines += ["", *wrap_columns(rows), "", *_format_costs(plan), *others, "", "Assumptions"]
+    lines += ["", *wrap_columns(rows), "", *_format_costs(plan), *alternatives, "", "Assumptions"]
     return "\n".join([*lines, *wrap_columns(assumptions)])
 
 
@@ -176,16 +176,15 @@ def _warn_of_tight(plan: Plan) -> Iterator[str]:
 def _warn_of_slow_attention(plan: Plan) -> Iterator[str]:
     """Layers whose attention no fast kernel computes, and their part of the step."""
     shape, kernels = plan.shape, plan.kernels
-    is_slow = {window: kernels[kind] == "reference" for window, kind in shape.kind_by_window.items()}
-    windows = tuple(window for window in shape.windows if is_slow.get(window))
-    if windows:
-        only_slow = replace(plan, shape=replace(shape, windows=windows))
+    mixers = tuple(m for m in shape.mixers if "reference" in map(kernels.get, m.attention))
+    if mixers:
+        only_slow = replace(plan, shape=replace(shape, mixers=mixers))
         share = only_slow.flop_seconds.attention / plan.flop_seconds.attention * plan.seconds.attention / plan.step_s
-        layers = f"{len(windows)} of {shape.num_layers} layers ({_format_slow_kinds(plan)})"
+        layers = f"{len(mixers)} of {shape.num_layers} layers ({_format_slow_kinds(plan)})"
         yield f"Slow attention: {layers} run {KERNEL_NAMES['reference']}, which takes {share:.0%} of the step"
 
 
-def _format_forest(work: Work) -> str:
+def _format_forest(work: StepShape) -> str:
     """What a shared prompt saves, compared with a prompt for each branch."""
     if not work.spans:
         return ""
@@ -213,7 +212,7 @@ def _adapter_savings(plan: Plan) -> dict[str, int | float]:
 def _format_adapter(plan: Plan) -> str:
     rank, trained, frozen, gpu_bytes, host_bytes, step_s = _adapter_savings(plan).values()
     sizes = f"adapters of rank {rank}: {format_count(trained)} trained parameters, {format_count(frozen)} frozen"
-    sizes += f" ({plan.shape.adapter.base})" if plan.shape.packed_layer[0] and plan.shape.adapter else ""
+    sizes += plan.shape.format.note
     host = f", {format_bytes(host_bytes)} of host memory" if host_bytes else ""
     time = f", {format_duration(step_s)} per step" if step_s > 0 else f" and costs {format_duration(-step_s)} per step"
     return f"{sizes}; saves {format_bytes(gpu_bytes)} per GPU{host}{time}"
@@ -223,7 +222,7 @@ def _expert_costs(plan: Plan) -> dict[str, int]:
     """Parameters in all and per token, and a layer's bytes: as gathered, gathered ahead, unpacked, and the fp32 sums of
     its weight gradients. `shortest_context`: below it, half of the step waits for the layers' weights."""
     shape, layout = plan.shape, plan.layout
-    gathered, wide = shape.gathered_bytes(layout.element_bytes), layout.sum_bytes
+    gathered, sum_bytes = shape.gathered_bytes(layout.element_bytes), layout.sum_bytes
     is_single = plan.hardware.num_gpus == 1
     contexts = (2**i * layout.cp for i in range(10, plan.work.context.bit_length()))
     waits = (c for c in reversed([*contexts]) if _waiting_share(plan, c) > 0.5)
@@ -233,7 +232,7 @@ def _expert_costs(plan: Plan) -> dict[str, int]:
         "gathered_bytes": gathered,
         "prefetched_bytes": gathered if layout.prefetches(gathered) and not is_single else 0,
         "unpacked_bytes": shape.packed_layer[0] * layout.element_bytes,
-        "gradient_sum_bytes": shape.trained_layer * wide,
+        "gradient_sum_bytes": shape.trained_layer * sum_bytes,
         "shortest_context": 2 * next(waits, 0),
     }
 
@@ -381,11 +380,11 @@ def _format_costs(plan: Plan) -> Iterator[str]:
     yield from wrap_list(f"{name} {format_duration(s)} ({s / plan.step_s:.1%})" for name, s in parts)
 
 
-def _format_others(plan: Plan) -> Iterator[str]:
+def _format_alternatives(plan: Plan) -> Iterator[str]:
     """A table of the plan and the best of other kinds, fastest first; an arrow marks the plan."""
     yield from ("", *wrap(f"This plan (>) and others, fastest first. It is {_explain_choice(plan)}."))
     yield f"  {'  '.join(COLUMNS)}"
-    for other in sorted((plan, *plan.others), key=lambda other: -other.tokens_per_s_per_gpu):
+    for other in sorted((plan, *plan.alternatives), key=lambda other: -other.tokens_per_s_per_gpu):
         layout, ledger = other.layout, other.ledger
         kept = f"{layout.keep_attention} on {layout.attention_tier}" if layout.keep_attention else "none"
         cells = (
@@ -403,7 +402,7 @@ def _format_others(plan: Plan) -> Iterator[str]:
 
 
 def _explain_choice(plan: Plan) -> str:
-    fastest = max((plan, *plan.others), key=lambda other: other.tokens_per_s_per_gpu)
+    fastest = max((plan, *plan.alternatives), key=lambda other: other.tokens_per_s_per_gpu)
     if fastest is plan:
         return "the fastest that fits"
     slower = 1 - plan.tokens_per_s_per_gpu / fastest.tokens_per_s_per_gpu
@@ -425,14 +424,12 @@ def list_assumptions(plan: Plan) -> dict[str, str]:
         f"fragmentation), {HOST_PROCESS_BYTES / 1e9:.0f} GB per GPU + {HOST_RESERVE_SHARE:.0%} of host memory",
         "rates": f"{gpu.name}: {gpu.source}",
         "compile": _explain_compile(plan),
-        "data": "one document per sequence; packed shorter documents need less attention"
-        if plan.shape.causal
-        else "one clip per sequence",
+        "data": plan.shape.root.data,
         "images": "all tokens, in frames of 512 x 512 pixels; fewer need less time for the encoder",
     }
     known = {"host memory": not hardware.assumed_host, "disk": not hardware.disk_bytes}
     known["compile"] = plan.shape.measured is None or plan.shape.measured.is_streamed
-    known |= {"attention": gpu.kernel not in KERNEL_NAMES, "images": plan.shape.encoder is None}
+    known |= {"attention": gpu.kernel not in KERNEL_NAMES, "images": not plan.shape.encoders}
     return {name: text for name, text in assumptions.items() if not known.get(name)}
 
 
@@ -440,8 +437,8 @@ def _explain_compile(plan: Plan) -> str:
     compiles = plan.layout.compile
     changed = replace(plan, layout=replace(plan.layout, compile=not compiles))
     speed = f"{format_rate(changed.tokens_per_s_per_gpu)} tok/s per GPU"
-    has_experts = plan.shape.measured is not None and plan.shape.measured.stacked
-    note = "; compiled layers run transformers' experts, which was not measured" if has_experts else ""
+    stacked = plan.shape.measured.stacked if plan.shape.measured else ()
+    note = "; compiled layers run transformers' experts, which was not measured" if stacked else ""
     return f"{'on; without it' if compiles else 'off; with train.compile=true'}: {speed}{note}"
 
 

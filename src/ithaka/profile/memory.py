@@ -89,8 +89,8 @@ class MemoryMap(PhaseLog, ExitStack):
 
     def events(self) -> list[tuple[int, int, Allocation]]:
         """(time in ns, bytes gained or lost, allocation), sorted by time."""
-        events = [(each.start_ns, each.num_bytes, each) for each in self.allocations]
-        events += [(each.stop_ns, -each.num_bytes, each) for each in self.allocations if each.stop_ns < NOT_FREED]
+        events = [(item.start_ns, item.num_bytes, item) for item in self.allocations]
+        events += [(item.stop_ns, -item.num_bytes, item) for item in self.allocations if item.stop_ns < NOT_FREED]
         return sorted(events, key=lambda event: event[:2])
 
     def peak(self) -> tuple[int, int]:
@@ -113,8 +113,8 @@ class MemoryMap(PhaseLog, ExitStack):
 
     def live_at(self, time_ns: int) -> list[Allocation]:
         """Largest first."""
-        live = [each for each in self.allocations if each.start_ns <= time_ns < each.stop_ns]
-        return sorted(live, key=lambda each: -each.num_bytes)
+        live = [item for item in self.allocations if item.start_ns <= time_ns < item.stop_ns]
+        return sorted(live, key=lambda item: -item.num_bytes)
 
     def describe(self, planned: dict[str, int]) -> dict[str, Any]:
         """The map for profile.json; times are seconds since the first phase.
@@ -173,13 +173,13 @@ def sum_planned_by_holder(plan: Plan) -> dict[str, int]:
 def _group_largest(live: list[Allocation]) -> list[dict[str, Any]]:
     """The largest groups of allocations with the same holder, line, and shape (size, if the shape is not known)."""
     groups: dict[tuple[str, str, str], list[Allocation]] = {}
-    for each in live:
-        form = f"{each.dtype} {list(each.shape)}" if each.dtype else format_bytes(each.num_bytes)
-        groups.setdefault((each.holder, form, each.line), []).append(each)
+    for item in live:
+        form = f"{item.dtype} {list(item.shape)}" if item.dtype else format_bytes(item.num_bytes)
+        groups.setdefault((item.holder, form, item.line), []).append(item)
     rows: list[dict[str, Any]] = []
     for (holder, form, line), group in groups.items():
         phase = f"({' / '.join(group[-1].phase)})" if group[-1].phase else ""
-        num_bytes, made_by = sum(each.num_bytes for each in group), f"{line} {phase}".strip() or "before the step"
+        num_bytes, made_by = sum(item.num_bytes for item in group), f"{line} {phase}".strip() or "before the step"
         what = f"{len(group)} x {form}" if len(group) > 1 else form
         rows.append({"holder": holder, "num_bytes": num_bytes, "what": what, "made_by": made_by})
     return sorted(rows, key=lambda row: -row["num_bytes"])[:NUM_LARGEST]

@@ -147,8 +147,8 @@ def compute_planned_shares(plan: Plan) -> dict[PhasePath, float]:
     """Shares of a micro-step's planned time: each layer's forward and backward, and the loss."""
     seconds: dict[PhasePath, float] = {}
     keeps = plan.layout.layer_policies(plan.shape.num_layers)
-    for i, (window, kept) in enumerate(zip(plan.shape.windows, keeps, strict=True)):
-        forward, backward = layer_seconds(plan.shape, plan.layout, plan.hardware, plan.work, window, kept)
+    for i, (mixer, kept) in enumerate(zip(plan.shape.mixers, keeps, strict=True)):
+        forward, backward = layer_seconds(plan.shape, plan.layout, plan.hardware, plan.work, mixer, kept)
         seconds |= {(f"layer {i}", "forward"): forward.total, (f"layer {i}", "backward"): backward.total}
     total = plan.seconds.total - plan.seconds.update
     seconds[("loss forward",)] = total - sum(seconds.values())

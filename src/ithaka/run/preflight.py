@@ -37,7 +37,7 @@ from ithaka.data.documents.files import HUB_DATASET, pin_dataset
 from ithaka.hub import fetch_model
 from ithaka.layout import layout_from_config
 from ithaka.plan.hardware import Hardware
-from ithaka.plan.read_config import read_json, read_shape
+from ithaka.plan.read_config import read_json
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import ModelShape
 from ithaka.run import launch
@@ -50,6 +50,7 @@ from ithaka.run.resolve import (
     read_stored_settings,
     weakest_machine,
 )
+from ithaka.run.shapes import read_shape
 from ithaka.run.validate import (
     check_base,
     check_inputs,
@@ -95,15 +96,15 @@ def preflight(
         config = full.at(files.read_state(checkpoint)["step"] if checkpoint else 0)  # the next entry of a curriculum
         if full.curriculum or resume in (None, AUTO):  # else a resumed run keeps its settings
             config, plan = plan_run(config, explicit, weakest)
-        run = dataclasses.replace(validate_run(config, weakest.num_gpus, resume, own[1], trains, force), plan=plan)
+        run = dataclasses.replace(validate_run(config, weakest.num_gpus, resume, local[1], trains, force), plan=plan)
         for start in (end for end in full.ends[:-1] if end >= config.train.steps):  # later entries must fit too
             later, _ = plan_run(full.at(start), explicit, weakest)
-            check_inputs(build_run(later, weakest.num_gpus, own[1], resume is not None))
+            check_inputs(build_run(later, weakest.num_gpus, local[1], resume is not None))
         saved_config = curriculum_to_save(full, explicit, plan) if full.curriculum else ""
         return dataclasses.replace(run, saved_config=saved_config, commits=commits)
 
-    own = raise_on_all_ranks(inspect)
-    configs, machines, newest = zip(*gather_objects(own), strict=True)
+    local = raise_on_all_ranks(inspect)
+    configs, machines, newest = zip(*gather_objects(local), strict=True)
     run = raise_on_all_ranks(plan_and_check)
     if run.finished and run.checkpoint:  # an unfinished run verifies its files in `prepare`
         run = dataclasses.replace(run, checkpoint=files.find_intact_checkpoint(run.checkpoint))
@@ -221,7 +222,7 @@ def _pin_commits(config: Config, commits: dict[str, str], resume: Path | None) -
 
     def pin_data(tree: Any, name: str) -> Any:
         if isinstance(tree, list):
-            return [pin_data(each, name) for each in tree]
+            return [pin_data(item, name) for item in tree]
         if isinstance(tree, dict):
             return {key: pin_data(value, f"{name}.{key}") for key, value in tree.items()}
         if not isinstance(tree, str) or not HUB_DATASET.fullmatch(tree):
@@ -250,13 +251,13 @@ def _check_resumed(file: Path | None, changes: list[str], resume: Path, run_dir:
 
 def _resumed_decay_steps(file: Path) -> str:
     """optim.decay_steps of a resumed run. A decay that had not begun ends with the longer run."""
-    before = load_config(file)
-    end = before.optim.decay_steps or before.train.steps
-    if before.optim.schedule == "wsd" and end == before.train.steps:
+    saved = load_config(file)
+    end = saved.optim.decay_steps or saved.train.steps
+    if saved.optim.schedule == "wsd" and end == saved.train.steps:
         with suppress(ConfigError):  # no usable checkpoint, which `find_resume_point` reports
             step = files.read_state(files.find_checkpoint(file.parent, quiet=True))["step"]
-            return str(end) if step > before.optim.decay_start(end) else "null"
-    return str(end) if end > before.optim.warmup_steps else "null"
+            return str(end) if step > saved.optim.decay_start(end) else "null"
+    return str(end) if end > saved.optim.warmup_steps else "null"
 
 
 def default_settings(file: Path | None, changes: list[str]) -> dict[str, dict[str, Any]]:
@@ -273,26 +274,26 @@ def find_resume_point(run_dir: Path, config: Config, shape: ModelShape) -> tuple
     """The latest checkpoint, and a description of each setting that differs from the run's. Refuses changes that can be
     checked without the data; opening the data checks the others."""
     files.check_not_locked(run_dir)
-    before, checkpoint = load_config(run_dir / "config.yaml"), files.find_checkpoint(run_dir)
-    if config.train.seed != before.train.seed:
-        why = f"is not the run's {before.train.seed}, which determines the order of its data"
-        raise ConfigError(f"train.seed={config.train.seed} {why}; leave it out")
-    if config.optim.name != before.optim.name:
-        why = f"cannot continue from the state of optim.name={before.optim.name}"
-        raise ConfigError(f"optim.name={config.optim.name} {why}; leave it out, or start a new run")
+    saved, checkpoint = load_config(run_dir / "config.yaml"), files.find_checkpoint(run_dir)
+    if config.train.seed != saved.train.seed:
+        reason = f"is not the run's {saved.train.seed}, which determines the order of its data"
+        raise ConfigError(f"train.seed={config.train.seed} {reason}; leave it out")
+    if config.optim.name != saved.optim.name:
+        reason = f"cannot continue from the state of optim.name={saved.optim.name}"
+        raise ConfigError(f"optim.name={config.optim.name} {reason}; leave it out, or start a new run")
     saved_model = run_dir / "model" / "config.json"
     plain = dataclasses.replace(shape.with_adapter(None), optimizer="adamw", reference=False)
     if saved_model.is_file() and read_shape(saved_model) != plain:
         model = f"path={config.model.path}" if config.model.path else f"embedded={config.model.embedded}"
-        why = f"differs in shape from the model of {run_dir}"
-        raise ConfigError(f"model.{model} {why}; leave it out, or start a new run")
-    return checkpoint, _changed_settings(before, config, checkpoint, run_dir)
+        reason = f"differs in shape from the model of {run_dir}"
+        raise ConfigError(f"model.{model} {reason}; leave it out, or start a new run")
+    return checkpoint, _changed_settings(saved, config, checkpoint, run_dir)
 
 
-def _changed_settings(before: Config, config: Config, checkpoint: Path, run_dir: Path) -> dict[str, str]:
-    old = with_absolute_paths(to_dict(before.at(max(0, files.read_state(checkpoint)["step"] - 1))))
+def _changed_settings(saved: Config, config: Config, checkpoint: Path, run_dir: Path) -> dict[str, str]:
+    old = with_absolute_paths(to_dict(saved.at(max(0, files.read_state(checkpoint)["step"] - 1))))
     # Each entry of a curriculum is planned anew, so config.yaml lacks the planned settings.
-    known = explicit_settings(run_dir / "config.yaml") if before.curriculum else None
+    known = explicit_settings(run_dir / "config.yaml") if saved.curriculum else None
     changed = {}
     for section, values in with_absolute_paths(to_dict(config)).items():
         for key, value in (values or {}).items() if section != "curriculum" else ():

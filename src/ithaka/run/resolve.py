@@ -23,9 +23,10 @@ from ithaka.config.units import format_bytes
 from ithaka.layout import Layout, format_choices
 from ithaka.plan.bytes import CHECKPOINT_COPY, Holders, Ledger, build_ledger, saved_bytes
 from ithaka.plan.hardware import GPUS, Hardware, available_memory, find_gpu, free_disk, gpu_named
-from ithaka.plan.read_config import read_json, read_shape, shape_from_config
+from ithaka.plan.read_config import read_json
 from ithaka.plan.search import Plan, SearchSpace, make_search_space, shape_to_train, work_from_config
-from ithaka.plan.shape import ModelShape, Work
+from ithaka.plan.shape import ModelShape, StepShape
+from ithaka.run.shapes import read_shape, shape_from_config
 
 FALLBACK_GPU = "H100"  # its rates rank plans for a GPU that is not in the table
 STORE_HOLDERS = ("layer inputs", "kept attention", "on the way to disk")  # names in the ledger
@@ -72,7 +73,7 @@ class Run:
         return state["step"] >= steps or 0 < train.patience <= files.read_best(state)[1]
 
     @property
-    def work(self) -> Work:
+    def work(self) -> StepShape:
         return work_from_config(self.config)
 
     @property
@@ -92,7 +93,7 @@ class Run:
     @property
     def evaluation_ledger(self) -> Ledger:
         """The ledger of the longest evaluation. It has no backward, so no activations are kept."""
-        work = Work(self.longest_evaluation, trains=False, between_steps=True)
+        work = StepShape(self.longest_evaluation, trains=False, between_steps=True)
         return build_ledger(self.shape, dataclasses.replace(self.layout, kept=()), self.hardware, work)
 
 

@@ -102,12 +102,12 @@ def check_base(run: Run) -> None:
     """Refuse to resume a run with another base or reference model. Its files may have moved."""
     if not run.needs_base:
         return
-    before, path = load_config(run.run_dir / "config.yaml").model.path, run.config.model.path
-    fingerprint = files.read_pins(run.run_dir).get("base") or fingerprint_weights(before)
+    original, path = load_config(run.run_dir / "config.yaml").model.path, run.config.model.path
+    fingerprint = files.read_pins(run.run_dir).get("base") or fingerprint_weights(original)
     if fingerprint and fingerprint_weights(path) != fingerprint:
         model = "base" if run.config.adapter is not None else "reference"
         rule = f"has other weights, or another config.json, than the {model} model that {run.run_dir} started with"
-        raise ConfigError(f"model.path={path} {rule}; use the files that model.path={before} had, or start a new run")
+        raise ConfigError(f"model.path={path} {rule}; use the files that model.path={original} had, or start a new run")
 
 
 def fingerprint_weights(path: Path | None) -> str:
@@ -182,8 +182,8 @@ def check_ranks_agree(configs: Sequence[Config], newest: Sequence[Path | None] =
             difference = f"rank 0 finds {newest[0] or 'no checkpoint'} and rank {rank} {path or 'none'}"
             fix = "start again, or put it on a file system that all nodes share"
             raise TransientError(f"train.run_dir={configs[0].train.run_dir}: {difference}; {fix}")
-    first, *others = (to_yaml(config).splitlines() for config in configs)
-    for rank, lines in enumerate(others, 1):
+    first, *rest = (to_yaml(config).splitlines() for config in configs)
+    for rank, lines in enumerate(rest, 1):
         for line_0, line in zip(first, lines, strict=False):
             if line != line_0:
                 difference = f"rank 0 has `{line_0.strip()}` and rank {rank} `{line.strip()}`"
@@ -193,8 +193,8 @@ def check_ranks_agree(configs: Sequence[Config], newest: Sequence[Path | None] =
 def check_same_inputs(config: Config, data: TrainData, tokenizer: str) -> None:
     """Refuse ranks with different data, model files or package versions. Collective."""
     fingerprints = raise_on_all_ranks(_fingerprints, config, data, tokenizer)
-    (_, first), *others = gather_objects((socket.gethostname(), fingerprints))
-    for rank, (host, own) in enumerate(others, 1):
+    (_, first), *rest = gather_objects((socket.gethostname(), fingerprints))
+    for rank, (host, own) in enumerate(rest, 1):
         for name, value in first.items():
             if own.get(name) != value:
                 difference = f"{name} is {value} on rank 0 and {own.get(name)} on rank {rank} ({host})"
@@ -202,16 +202,16 @@ def check_same_inputs(config: Config, data: TrainData, tokenizer: str) -> None:
 
 
 def _fingerprints(config: Config, data: TrainData, tokenizer: str) -> dict[str, str]:
-    found = {"data": data.fingerprint(), "tokenizer": tokenizer, "python": platform.python_version()}
-    found["ithaka"] = ithaka.__version__
+    versions = {"data": data.fingerprint(), "tokenizer": tokenizer, "python": platform.python_version()}
+    versions["ithaka"] = ithaka.__version__
     for name in ("torch", "transformers", "tokenizers", "peft", "datasets"):
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
+            versions[name] = version(name)
     model, streams = config.model.path, [stream for stream in (data.stream, data.validation) if stream is not None]
     model_files = sorted(model.glob("[!.]*")) if model is not None and model.is_dir() else [model] if model else []
     shards = [shard for stream in streams for source in stream.sources for shard in source.shards]
     data_files = dict.fromkeys(path for shard in shards for path in shard.paths)
-    return found | {"model.path": _hash_files(model_files), "data.path": _hash_files(data_files)}
+    return versions | {"model.path": _hash_files(model_files), "data.path": _hash_files(data_files)}
 
 
 def _hash_files(paths: Iterable[Path]) -> str:

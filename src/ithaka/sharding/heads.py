@@ -124,8 +124,8 @@ def _list_reads(heads: tuple[int, ...], held: dict[int, tuple[int, int]], group_
     reads: list[KvRead] = []
     used = [head for head in heads if head != EMPTY_SLOT]
     for group, slots in groupby(range(len(used)), key=lambda slot: used[slot] // group_size):
-        first, *others = slots
-        read = KvRead(first, first + 1 + len(others), *held[group])
+        first, *rest = slots
+        read = KvRead(first, first + 1 + len(rest), *held[group])
         merged = reads[-1].merge(read) if reads else None
         reads = [*reads[:-1], merged] if merged else [*reads, read]
     return tuple(reads)

@@ -130,7 +130,7 @@ class Limits:
 def _planned_layer_seconds(run: Run, hardware: Hardware) -> list[tuple[float, float]]:
     """(forward, backward) for each layer."""
     shape, layout = run.shape, run.layout
-    layers = list(zip(shape.windows, layout.layer_policies(shape.num_layers), strict=True))
+    layers = list(zip(shape.mixers, layout.layer_policies(shape.num_layers), strict=True))
     seconds = {layer: layer_seconds(shape, layout, hardware, run.work, *layer) for layer in set(layers)}
     return [(seconds[layer][0].total, seconds[layer][1].total) for layer in layers]
 

@@ -1,0 +1,58 @@
+"""Check a request to the planner: a model, a machine and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+from ithaka.config import ConfigError, explicit_settings, format_value, load_config, parse_count
+from ithaka.layout import SETTINGS, format_choices
+from ithaka.plan.hardware import H200_ATTENTION, Hardware
+from ithaka.plan.models import find_config
+from ithaka.plan.request import PlanRequest
+from ithaka.plan.search import make_search_space, shape_to_train, work_from_config
+from ithaka.run.shapes import shape_from_config
+
+# Settings that have an option of `ithaka plan`.
+OPTIONS = {"model.path": "the argument MODEL", "data.context": "--context", "train.batch": "--batch",
+           "train.steps": "--steps"}  # fmt: skip
+ADAPTER_SETTINGS = {
+    f"adapter.{name}" for name in ("rank", "dropout", "targets", "modules_to_save", "base", "unquantized")
+}
+
+
+def make_request(
+    model: str,
+    hardware: Hardware,
+    context: str,
+    batch: int,
+    overrides: Sequence[str],
+    adapter: int | None = None,
+    any_setting: bool = False,
+) -> PlanRequest:
+    """`overrides`: section.key=value, as for training. `any_setting`: also accept settings that affect no plan."""
+    overrides = [*overrides, *([f"adapter.rank={adapter}"] if adapter else [])]
+    num_tokens = parse_count(context)
+    if num_tokens is None or num_tokens < 2:
+        raise ConfigError(f"--context {context} is not a number of tokens, at least 2; use for example 128K or 1M")
+    explicit = explicit_settings(None, overrides)
+    config = load_config(None, [*overrides, f"data.context={num_tokens}", f"train.batch={batch}"])  # finds typos
+    planned = (*SETTINGS, "train.accumulate", "train.compile", "attention.kernel", "optim.name", "loss.type")
+    for name in sorted(explicit.difference(planned, ADAPTER_SETTINGS)):
+        if name in OPTIONS:
+            raise ConfigError(f"--set {name} has its own option; use {OPTIONS[name]}")
+        if not any_setting:
+            names = ", ".join((*planned, *sorted(ADAPTER_SETTINGS)))
+            raise ConfigError(f"{name} does not affect a plan; use one of {names}")
+    if (kernel := config.attention.kernel) != "auto":
+        if kernel not in (known := hardware.gpu.kernels or tuple(H200_ATTENTION)):
+            rule = f"has no known rate on {hardware.gpu.name}"
+            raise ConfigError(f"attention.kernel={kernel} {rule}; use {format_choices(('auto', *known))}")
+        hardware = hardware.with_kernel(kernel)
+    hf_config = find_config(model)
+    shape = shape_to_train(shape_from_config(hf_config, model), config)
+    for name in sorted(explicit & shape.root.refuses.keys()):
+        rule = f"does not apply to {model}: video transformers {shape.root.refuses[name]}"
+        raise ConfigError(f"{name}={format_value(attrgetter(name)(config))} {rule}; leave it out")
+    space = make_search_space(config, explicit, shape, hardware)
+    return PlanRequest(model, hf_config, space, config, frozenset(explicit), work_from_config(config))

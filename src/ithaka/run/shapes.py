@@ -1,0 +1,44 @@
+"""The shape of any model: by formula, stored, or else measured, which takes torch and seconds."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ithaka.config.formats import check_quantization
+from ithaka.hub import HUB_ID
+from ithaka.plan.models import find_config, find_known_shape
+from ithaka.plan.read_config import GIVE_MODEL, check_values, read_json
+from ithaka.plan.shape import ModelShape
+
+
+def find_shape(model: str) -> ModelShape:
+    """Return the shape of a built-in model, a Hugging Face directory, a file, or a hub id."""
+    return shape_from_config(find_config(model), model)
+
+
+def read_shape(path: Path) -> ModelShape:
+    """Return the shape of the model in a Hugging Face directory or a `config.json` file."""
+    file = path / "config.json" if path.is_dir() else path
+    hub = f"ORG/{path.name}" if path.parts[:1] == ("models",) else path  # directory names of the documentation
+    fetch = f"fetch it with `hf download {hub} --local-dir {path}`, or " if re.fullmatch(HUB_ID, str(path)) else ""
+    return shape_from_config(read_json(file, fix=fetch + GIVE_MODEL), str(path))
+
+
+def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> ModelShape:
+    """Return the shape that a `config.json` describes. `source`: its name in errors."""
+    values = dict(values)
+    check_quantization(values.pop("quantization_config", None), source)
+    check_values(values, source)
+    return find_known_shape(values, source) or _measure(json.dumps(values, sort_keys=True), source)
+
+
+@lru_cache
+def _measure(values: str, source: str) -> ModelShape:
+    from ithaka.model.shape import measure_model  # late: it imports torch
+
+    return measure_model(json.loads(values), source)
