@@ -3,6 +3,8 @@
 Modules without a hand-written backward (mixtures of experts, MLPs that blocks/mlp.py does not support, most norms) are
 black boxes, differentiated with autograd one tile at a time. Weight gradients are summed over tiles in fp32 and rounded
 once.
+
+Shapes: t tokens of a tile, D input features, N output features, n heads.
 """
 
 from collections.abc import Callable, Iterable

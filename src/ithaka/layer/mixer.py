@@ -92,9 +92,9 @@ class MixerSpec(ABC):
     def run_reference(self, tiles: Sequence[list[Tensor]]) -> Tensor:
         """Mix a few tokens of one document, differentiably: [s, H, V]. `tiles`: the captured inputs of its tokens."""
 
-    @abstractmethod
     def why_not(self, feature: Literal["ring", "parents"]) -> str:
         """Why a layout may not have a ring, or a call parents, as part of an error; empty if it may."""
+        return ""
 
     @abstractmethod
     def make(self, layer: Any) -> "Mixer":

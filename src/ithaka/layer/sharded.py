@@ -1,6 +1,6 @@
 """Differentiable attention over a sequence that is sharded over ranks: a public function for any kind of model.
 
-Shapes: s tokens on this rank, S = c * s on c ranks, H query and G kv heads, K head dim, B sequences, N = B * H.
+Shapes: s tokens on this rank, S = c * s on c ranks, H query and G kv heads, K head dim, B sequences, Q = B * H.
 """
 
 import math
@@ -78,8 +78,8 @@ def sharded_attention(
     out_csnK = ExchangedAttention.apply(table, ranks, members, spec, *sent)
     all_heads = [head for rank_heads in query_heads for head in rank_heads]
     slots = [slot for slot, head in enumerate(all_heads) if head != EMPTY_SLOT]
-    out_sNK = out_csnK.transpose(0, 1).flatten(1, 2)[:, slots]  # ranks have consecutive heads
-    return out_sNK if batch is None else out_sNK.unflatten(1, (batch, -1)).transpose(0, 1)
+    out_sQK = out_csnK.transpose(0, 1).flatten(1, 2)[:, slots]  # ranks have consecutive heads
+    return out_sQK if batch is None else out_sQK.unflatten(1, (batch, -1)).transpose(0, 1)
 
 
 def _check_tensors(q: Any, k: Any, v: Any) -> None:

@@ -137,7 +137,7 @@ class ProjectionsBackward:
 
 
 def join_slots(outs_ctnK: Sequence[Tensor]) -> Tensor:
-    """Concatenate the slots of all stages to [t, slots, K], ordered by rank and then by stage. May alias its input; do
+    """Concatenate the slots of all stages to [t, Q, K], ordered by rank and then by stage. May alias its input; do
     not write to it."""
     outs_tcnK = [out_ctnK.transpose(0, 1) for out_ctnK in outs_ctnK]
     return (outs_tcnK[0] if len(outs_tcnK) == 1 else torch.cat(outs_tcnK, dim=2)).flatten(1, 2)

@@ -7,7 +7,7 @@ done for the gradient of the outgoing state, with the ranks after it.
 The short convolution before the rule reads a few earlier tokens. A capture pass therefore starts with them (the
 *halo*): the last rows of the tile before, or those of the rank before, to which their gradient is sent back.
 
-Shapes as in layer/schedule.py and ops/delta_rule.py; h tokens of the halo.
+Shapes as in layer/schedule.py and ops/delta_rule.py; w tokens of the halo.
 """
 
 from collections import deque
@@ -136,44 +136,44 @@ class DeltaMixer:
     # ---- the halo
 
     def _local_docs(self, docs: Docs, like: Tensor) -> LocalDocs:
-        s, h = docs.starts[-1] // self.group.size(), self.num_halo
-        if h not in docs.local:
-            docs.local[h] = LocalDocs(docs.starts, self.rank * s, s, h, like.device)
-        return docs.local[h]
+        s, w = docs.starts[-1] // self.group.size(), self.num_halo
+        if w not in docs.local:
+            docs.local[w] = LocalDocs(docs.starts, self.rank * s, s, w, like.device)
+        return docs.local[w]
 
-    def _return_halo_grad(self, dhalo_hD: Tensor, dx_sD: Tensor) -> None:
+    def _return_halo_grad(self, dhalo_wD: Tensor, dx_sD: Tensor) -> None:
         """Add the gradients of other ranks' halos to those of this rank's last tokens."""
         if self.group.size() == 1:
             return
-        s, h = len(dx_sD), len(dhalo_hD)
-        gathered = _gather(dhalo_hD.contiguous(), self.group)
+        s, w = len(dx_sD), len(dhalo_wD)
+        gathered = _gather(dhalo_wD.contiguous(), self.group)
         for later in range(1, self.group.size() - self.rank):
             end = later * s  # of that rank's halo, counted from this rank's first token
-            first, last = max(end - h, 0), min(end, s)
+            first, last = max(end - w, 0), min(end, s)
             if first < last:
-                dx_sD[first:last] += gathered[self.rank + later, first - end + h : last - end + h]
+                dx_sD[first:last] += gathered[self.rank + later, first - end + w : last - end + w]
 
     def _tiles(self, saved: Any) -> Iterator[tuple[slice, Tensor, LayerInputs]]:
         """Yield the capture passes' tiles: x starts with the halo."""
-        halo_hD, h = saved.mixing, self.num_halo
-        docs = self._local_docs(saved.call.docs, halo_hD)
+        halo_wD, w = saved.mixing, self.num_halo
+        docs = self._local_docs(saved.call.docs, halo_wD)
         for rows, x_tD in self.layer.input_tiles(saved):
-            x_tD = torch.cat([halo_hD, x_tD])
+            x_tD = torch.cat([halo_wD, x_tD])
             inputs = saved.inputs.tile(rows)
-            if docs.has_start(slice(rows.start - h + 1, rows.stop)):
-                inputs = replace(inputs, ids_t=docs.ids(rows.start - h, rows.stop))
-            halo_hD = x_tD[-h:].clone()
+            if docs.has_start(slice(rows.start - w + 1, rows.stop)):
+                inputs = replace(inputs, ids_t=docs.ids(rows.start - w, rows.stop))
+            halo_wD = x_tD[-w:].clone()
             yield rows, x_tD, inputs
 
     def _project_backward(self, saved: Any, douts: list[Tensor], dy_sD: Tensor, grads: GradSum) -> None:
-        h, dhalo_hD = self.num_halo, torch.zeros_like(saved.mixing)
+        w, dhalo_wD = self.num_halo, torch.zeros_like(saved.mixing)
         tiles = self.layer.project_backward(saved, self._tiles(saved), lambda rows: [d[rows] for d in douts], grads)
         for rows, dx_tD in tiles:
-            dy_sD[rows] += dx_tD[h:]
-            inside = min(h, rows.start)  # tokens of the halo that are on this rank
-            dy_sD[rows.start - inside : rows.start] += dx_tD[h - inside : h]
-            dhalo_hD[inside:] += dx_tD[: h - inside]
-        self._return_halo_grad(dhalo_hD, dy_sD)
+            dy_sD[rows] += dx_tD[w:]
+            inside = min(w, rows.start)  # tokens of the halo that are on this rank
+            dy_sD[rows.start - inside : rows.start] += dx_tD[w - inside : w]
+            dhalo_wD[inside:] += dx_tD[: w - inside]
+        self._return_halo_grad(dhalo_wD, dy_sD)
 
 
 def _apply_map(map_HKX: Tensor, state_HKV: Tensor) -> Tensor:

@@ -3,14 +3,14 @@
 The exchange of the next stage overlaps the attention of this one. Layers of the fast path project q, k and v stage by
 stage (layer/streamed.py); any other layer projects all heads at once (`CapturedHeads`).
 
-Shapes as in layer/schedule.py; H query heads, G kv heads.
+Shapes as in layer/schedule.py; H query heads, G kv heads, Q slots of all ranks and stages.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -86,9 +86,6 @@ class SoftmaxSpec(MixerSpec):
             scores_HSS = torch.cat([scores_HSS, tiles[0][3][:, None, None].expand(-1, len(index), 1)], dim=-1)
         weights_HSS = scores_HSS.softmax(-1)[..., : len(index)]
         return torch.einsum("hij,jhk->ihk", weights_HSS, v_SHK)
-
-    def why_not(self, feature: Literal["ring", "parents"]) -> str:
-        return ""
 
     def make(self, layer: Any) -> "SoftmaxMixer":
         return SoftmaxMixer(self, layer)
@@ -314,9 +311,9 @@ class SoftmaxMixer:
 
     def join(self, outs: Sequence[Tensor]) -> Tensor:
         """Return the heads of all ranks and stages, [t, H, K], from [c, t, n, K] of each stage."""
-        joined_tNK = join_slots(outs)
+        joined_tQK = join_slots(outs)
         slots = self._query_slots
-        return joined_tNK if slots is None else joined_tNK.index_select(1, self._index(slots, joined_tNK))
+        return joined_tQK if slots is None else joined_tQK.index_select(1, self._index(slots, joined_tQK))
 
     @cached_property
     def _query_slots(self) -> list[int] | None:
@@ -327,11 +324,11 @@ class SoftmaxMixer:
 
     def sum_heads(self, ds_ctnK: Sequence[Tensor], heads: Heads, num_heads: int) -> Tensor:
         """Sum the gradients of slots by head, [t, H, K]. A kv head may have several slots; empty slots have zeros."""
-        d_tNK, order = join_slots(ds_ctnK), flatten_heads(heads)
+        d_tQK, order = join_slots(ds_ctnK), flatten_heads(heads)
         if order == list(range(num_heads)):
-            return d_tNK
-        sums_tHK = d_tNK.new_zeros(len(d_tNK), num_heads, d_tNK.shape[-1], dtype=sum_dtype(d_tNK.dtype))
-        sums_tHK.index_add_(1, self._index(order, d_tNK), d_tNK.to(sums_tHK.dtype))
+            return d_tQK
+        sums_tHK = d_tQK.new_zeros(len(d_tQK), num_heads, d_tQK.shape[-1], dtype=sum_dtype(d_tQK.dtype))
+        sums_tHK.index_add_(1, self._index(order, d_tQK), d_tQK.to(sums_tHK.dtype))
         return sums_tHK
 
 
