@@ -267,7 +267,7 @@ def test_plans_count_adapters(on_h200):
 
 def test_plans_count_adapters_on_experts(monkeypatch):
     """PEFT wraps the parameters of experts, not their module."""
-    shape = SimpleNamespace(encoder=None, with_adapter=lambda adapter: adapter)
+    shape = SimpleNamespace(encoders=(), with_adapter=lambda adapter: adapter)
     monkeypatch.setattr(parallel, "shape_from_config", lambda *_: shape)  # measuring one takes seconds
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe", num_hidden_layers=1))

@@ -133,7 +133,7 @@ def test_memory_grows_linearly_with_context():
 def test_host_buffers_for_the_disk_match_a_rehearsal():
     """LOG.md: one layer of 15.45M tokens on 8 ranks takes 31.148 GiB of host memory per rank, and as much disk."""
     layout = replace(STREAMED, kept=(ActivationPolicy("disk", "disk"),) * 1, offload_optimizer=True)
-    shape = LLAMA.first_layers(1)
+    shape = LLAMA.keep_layers(range(1))
     ledger = build_ledger(shape, layout, parse_gpus("8xH100"), StepShape(16203776))
     assert ledger.host["on the way to disk"] / 8 / 2**30 == pytest.approx(31.148, abs=1e-3)
     assert ledger.disk_peak / 8 / 2**30 == pytest.approx(31.148, abs=1e-3)
@@ -158,7 +158,7 @@ def test_the_host_copy_for_background_saves_is_counted_if_it_fits():
 
 
 def test_each_layer_adds_the_bytes_and_seconds_of_its_own_policy():
-    shape, work = LLAMA.first_layers(4), StepShape(2**20)
+    shape, work = LLAMA.keep_layers(range(4)), StepShape(2**20)
     kept = (
         ActivationPolicy("host", "disk"),
         ActivationPolicy("device"),
@@ -186,7 +186,7 @@ def seconds_of(keeps: ActivationPolicy, layout: Layout, work: StepShape) -> floa
 
 
 def test_a_layout_for_another_number_of_layers_is_refused():
-    short = LLAMA.first_layers(4)
+    short = LLAMA.keep_layers(range(4))
     build = partial(build_ledger, short, STREAMED, H200, StepShape(2**20))
     assert_refused(build, "layout.kept", "32", "4 layers", fix="one per layer")
 

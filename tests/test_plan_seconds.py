@@ -291,7 +291,7 @@ def test_gpus_of_a_node_share_the_disk_bandwidth():
 
 def test_seconds_of_the_loss():
     """Counts three products with the head, three passes over the logits, two gathers of the head and one reduction."""
-    s, layout, alone = S // 8, layout_of(), LLAMA.first_layers(1)
+    s, layout, alone = S // 8, layout_of(), LLAMA.keep_layers(range(1))
     layout = replace(layout, kept=layout.kept[:1])
 
     def loss(hardware, work=None, shape=alone):
@@ -331,7 +331,7 @@ def test_a_step_is_the_sum_of_its_layers_the_loss_and_one_update():
     layout = layout_of(input_tier="host")
     one, four = (step_seconds(LLAMA, layout, hardware, StepShape(S, accumulate=n)) for n in (1, 4))
     assert four.total - one.total == pytest.approx(3 * (one.total - one.update))
-    half = LLAMA.first_layers(16)
+    half = LLAMA.keep_layers(range(16))
     less = step_seconds(half, replace(layout, kept=layout.kept[:16]), hardware, StepShape(S))
     parts = sum(part.total for part in layer(hardware, layout, ActivationPolicy("host")))
     assert one.total - one.update - (less.total - less.update) == pytest.approx(16 * parts)

@@ -25,6 +25,8 @@ from ithaka.inputs import batch
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.layout import ActivationPolicy
 from ithaka.mixers import softmax
+from ithaka.plan.mixers import Attention
+from ithaka.plan.shape import AttentionKind
 from ithaka.roots import decoder, fast
 from models import CONSTRUCTING, tiny_config, tiny_model
 from refusals import assert_command_refused, assert_refused
@@ -131,7 +133,8 @@ def test_a_layer_of_each_kind_is_compared_and_named(tmp_path, monkeypatch, runs)
         assert torch.equal(weight, weights[source].double()), name
     layout = verify.make_layout(None, 1, model.config.num_attention_heads, 3)
     if not runs:  # test_measured_shapes.py measures models, which takes seconds here
-        shape = SimpleNamespace(heads=8, windows=(5, 5, 5, None, 5, 5), family="afmoe")
+        mixers = [Attention(AttentionKind(16, window=window)) for window in (5, 5, 5, None, 5, 5)]
+        shape = SimpleNamespace(heads=8, mixers=mixers, family="afmoe")
         monkeypatch.setattr(verify, "read_shape", lambda path: shape)
     checks = list(verify.run_checks(tmp_path / "cut", make_mesh(1), layout, None)) if runs else []
     assert not [check for check in checks if not check["ok"]]

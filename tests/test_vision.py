@@ -355,7 +355,7 @@ def test_the_plan_counts_the_encoder():
     without = dict(gpu_phases(without_encoder, Layout(dtype="bfloat16"), hardware, work))
     assert phases["forward"]["pixels"] == 1024 * 4 * 24 * 2
     assert "backward, encoder" in phases and "backward, encoder" not in without and "pixels" not in without["loss"]
-    seconds = [step_seconds(each, Layout(), hardware, work).total for each in (shape, replace(shape, encoder=None))]
+    seconds = [step_seconds(each, Layout(), hardware, work).total for each in (shape, replace(shape, encoders=()))]
     assert seconds[0] > seconds[1]
     assumed = list_assumptions(Plan(shape, Layout(dtype="bfloat16"), hardware, work))
     assert assumed["images"].startswith("all tokens, in frames of 512 x 512 pixels")

@@ -318,7 +318,7 @@ def measure_video(values: Mapping[str, Any], source: str) -> ModelShape:
         mlp=next(module.out_features for name, module in blocks[0].named_modules() if name.endswith("net.0.proj")),
         vocab=vocab,
         tied=False,
-        mixers=(_plan_mixer(spec),) * num_layers,
+        mixers=(_plan_mixer(attention),) * num_layers,
         measured=replace(layer, **sizes),
     )
 
