@@ -230,18 +230,20 @@ def test_the_kernel_writes_only_loads_that_one_read_covers(written, heads):
         staged, dqs, dkvs, ways = StagedAttention(table, rank, SINGLE_RANK, options), torch.zeros_like(q), {}, {}
         for i, stage in enumerate(table.stages):
             of_stage = list(stage.query_heads[rank])
-            load = None if stage.load is None else list(table.loads[stage.load].kv_heads[rank])
-            kv = () if load is None else (k[:, load], v[:, load])
+            kv_transfer = (
+                None if stage.kv_transfer is None else list(table.kv_transfers[stage.kv_transfer].kv_heads[rank])
+            )
+            kv = () if kv_transfer is None else (k[:, kv_transfer], v[:, kv_transfer])
             out, lse = staged.attend(stage, q[:, of_stage], *kv)
             written.clear()
             dq = staged.attend_backward(stage, q[:, of_stage], out, dout[:, of_stage], *kv, lse)
             for read in stage.reads[rank]:
-                ways.setdefault(read.load, set()).update(written)
+                ways.setdefault(read.kv_transfer, set()).update(written)
             at = [slot for slot, head in enumerate(of_stage) if head != EMPTY_SLOT]
             dqs[:, [of_stage[slot] for slot in at]] = dq[:, at]
-            for ending in table.loads_ending(i):
+            for ending in table.kv_transfers_ending(i):
                 dkvs[ending] = list(staged.take_grads(ending))
-        assert [ways[load] for load in range(len(table.loads))] == [{once} for once in expected]
+        assert [ways[kv_transfer] for kv_transfer in range(len(table.kv_transfers))] == [{once} for once in expected]
         mine = sorted({head for stage in table.stages for head in stage.query_heads[rank]} - {EMPTY_SLOT})
         of_k = [head // (heads[0] // heads[1]) for head in mine]
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -249,9 +251,9 @@ def test_the_kernel_writes_only_loads_that_one_read_covers(written, heads):
         ref_out, _ = attention_reference(*taken, scale=SCALE, docs=options["docs"].starts)
         theirs = torch.autograd.grad(ref_out, leaves, dout[:, mine])
         assert (dqs - theirs[0]).abs().max() < 1e-10
-        for number, load in enumerate(table.loads):
+        for number, kv_transfer in enumerate(table.kv_transfers):
             for ours, exact in zip(dkvs[number], theirs[1:], strict=True):
-                for slot, head in enumerate(load.kv_heads[rank]):
+                for slot, head in enumerate(kv_transfer.kv_heads[rank]):
                     assert (ours[:, slot] - (0 if head == EMPTY_SLOT else exact[:, head])).abs().max() < 1e-10
 
 

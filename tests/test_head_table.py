@@ -23,7 +23,7 @@ def heads_read(table: HeadTable, rank: int) -> list[tuple[int, int]]:
     pairs = []
     for stage in table.stages:
         for read in stage.reads[rank]:
-            kv_heads = table.loads[read.load].kv_heads[rank][read.kv_slot :][: read.num_kv]
+            kv_heads = table.kv_transfers[read.kv_transfer].kv_heads[rank][read.kv_slot :][: read.num_kv]
             assert len(kv_heads) == read.num_kv and read.width % read.num_kv == 0
             queries_per_kv = read.width // read.num_kv
             slots = range(read.first, read.last)
@@ -57,7 +57,9 @@ def test_a_kv_head_moves_once_to_each_rank_that_needs_it(layout):
     cp = layout[2]
     table = head_table(*layout)
     for rank in range(cp):
-        moved = [head for load in table.loads for head in load.kv_heads[rank] if head != EMPTY_SLOT]
+        moved = [
+            head for kv_transfer in table.kv_transfers for head in kv_transfer.kv_heads[rank] if head != EMPTY_SLOT
+        ]
         assert moved == sorted(set(moved))
         assert set(moved) == {kv_head for _, kv_head in heads_read(table, rank)}
 
@@ -69,7 +71,10 @@ def test_all_ranks_have_the_same_number_of_slots_and_stages_are_balanced(layout)
     heads, _, cp, heads_per_stage = layout
     table = head_table(*layout)
     most = -(-heads // cp)
-    for part in (*(stage.query_heads for stage in table.stages), *(load.kv_heads for load in table.loads)):
+    for part in (
+        *(stage.query_heads for stage in table.stages),
+        *(kv_transfer.kv_heads for kv_transfer in table.kv_transfers),
+    ):
         assert len(part) == cp and len({len(slots) for slots in part}) == 1
         assert len(flatten_heads(part)) == cp * len(part[0]) and min(flatten_heads(part)) >= 0
     for rank in range(cp):
@@ -83,21 +88,21 @@ def test_all_ranks_have_the_same_number_of_slots_and_stages_are_balanced(layout)
 @given(layouts())
 def test_loads_are_live_from_first_to_last_use(layout):
     table = head_table(*layout)
-    for number, load in enumerate(table.loads):
+    for number, kv_transfer in enumerate(table.kv_transfers):
         used_in = [
             i
             for i, stage in enumerate(table.stages)
-            if any(read.load == number for reads in stage.reads for read in reads)
+            if any(read.kv_transfer == number for reads in stage.reads for read in reads)
         ]
-        assert (load.first_stage, load.last_stage) == (min(used_in), max(used_in))
-        assert table.stages[load.first_stage].load == number
-    arriving = [stage.load for stage in table.stages if stage.load is not None]
-    assert arriving == list(range(len(table.loads)))
-    ending = [number for i in range(len(table.stages)) for number in table.loads_ending(i)]
+        assert (kv_transfer.first_stage, kv_transfer.last_stage) == (min(used_in), max(used_in))
+        assert table.stages[kv_transfer.first_stage].kv_transfer == number
+    arriving = [stage.kv_transfer for stage in table.stages if stage.kv_transfer is not None]
+    assert arriving == list(range(len(table.kv_transfers)))
+    ending = [number for i in range(len(table.stages)) for number in table.kv_transfers_ending(i)]
     assert sorted(ending) == arriving
 
 
 def test_plain_ulysses_is_one_stage():
     table = head_table(8, 2, 4)
     assert [stage.query_heads for stage in table.stages] == [((0, 1), (2, 3), (4, 5), (6, 7))]
-    assert [load.kv_heads for load in table.loads] == [((0,), (0,), (1,), (1,))]
+    assert [kv_transfer.kv_heads for kv_transfer in table.kv_transfers] == [((0,), (0,), (1,), (1,))]

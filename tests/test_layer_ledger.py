@@ -24,7 +24,7 @@ from ithaka.layer.streamed import StreamedLayer
 from ithaka.layout import ActivationPolicy, Layout, make_layout
 from ithaka.mixers.softmax import spec_of_parts
 from ithaka.ops.fused import Positions
-from ithaka.phases import Holder
+from ithaka.phases import MemoryCategory
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.layer_bytes import LayerBytes, layer_peaks, layer_points
@@ -210,8 +210,8 @@ def highest(memory: MemoryMap, *phases: str, lengths: Iterable[int] = ()) -> int
     """
     now = most = 0
     for at_ns, num_bytes, allocation in memory.events():
-        counts = not lengths or allocation.holder == Holder.KEPT or set(lengths) & set(allocation.shape)
-        if counts and allocation.holder != Holder.GRADIENTS:
+        counts = not lengths or allocation.category == MemoryCategory.KEPT or set(lengths) & set(allocation.shape)
+        if counts and allocation.category != MemoryCategory.GRADIENTS:
             now += num_bytes
         if set(phases) <= set(memory.phase_at(at_ns)):
             most = max(most, now)

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from allocations import allocator_peak, bytes_now
 from ithaka import phases
-from ithaka.phases import allocating_for, phase, tag
+from ithaka.phases import allocating_for, phase, set_category
 from ithaka.profile.live import LiveBytes
 
 KIB = 1024  # bytes of 256 floats
@@ -38,7 +38,7 @@ def test_fake_tensors_have_no_bytes():
 def test_older_storages_count_only_when_tagged():
     older, tagged = floats(8), floats(2)
     with LiveBytes() as live:
-        live.tag(tagged, "parameters")
+        live.set_category(tagged, "parameters")
         made = older.view(2, -1)[0] + tagged.sum()
         assert bytes_now(live) == 2 * KIB + made.nbytes
         older = None  # not tagged, so freeing it changes nothing
@@ -91,9 +91,9 @@ def test_the_memory_category_comes_from_the_phase_the_block_or_the_tag():
         tile = floats(3)
         with allocating_for("stage buffers"):
             q = floats(2)
-        kept = tag(floats(1), "kept on device")
+        kept = set_category(floats(1), "kept on device")
 
-    now = {h.holder: h.num_bytes for h in live.live_at(live.peak()[1])}
+    now = {h.category: h.num_bytes for h in live.live_at(live.peak()[1])}
     assert now == {"MLP tile": 3 * KIB, "stage buffers": 2 * KIB, "kept on device": KIB}
     del tile, q, kept
 

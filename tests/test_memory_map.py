@@ -11,7 +11,7 @@ import torch
 
 from allocations import traced_peak
 from ithaka.layer.streamed import StreamedLayer
-from ithaka.phases import Holder
+from ithaka.phases import MemoryCategory
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.step import KINDS, StepProfile
 from runs import run, tiny_run
@@ -74,7 +74,7 @@ def test_the_map_adds_up_to_the_measured_peak(profiles, name):
     measured = before + traced_peak(folder / "run" / "profile" / "step-2" / "trace.json.gz")
     assert abs(total - measured) < 0.02 * measured
     assert peak["holders"].get("other", 0) < 0.05 * total
-    assert set(memory["holders"]) <= set(Holder)
+    assert set(memory["holders"]) <= set(MemoryCategory)
     assert "kept on device" in peak["holders"] or name == "on the host"
     spans = [span["name"] for span in memory["phases"]]
     assert [s for s in spans if "layer" in s] == [

@@ -58,7 +58,7 @@ def test_the_history_becomes_allocations_by_category():
     peak_bytes, peak_ns = memory.peak()
     assert peak_bytes == 15 * MIB
     assert memory.phase_at(peak_ns) == ("layer 0", "backward", "mlp")
-    at_peak = {h.holder: h for h in memory.live_at(peak_ns)}
+    at_peak = {h.category: h for h in memory.live_at(peak_ns)}
     assert {name: h.num_bytes // MIB for name, h in at_peak.items()} == {
         "MLP tile": 8,
         "parameters": 4,
@@ -70,7 +70,7 @@ def test_the_history_becomes_allocations_by_category():
     assert at_peak["parameters"].shape == (1024, 1024)
     left = {h.line: h for h in memory.live_at(9_000_000)}
     assert left["ithaka/layer/schedule.py:88 in again"].num_bytes == 3 * MIB, "rounded up like the allocator"
-    assert left["ithaka/layer/schedule.py:88 in again"].holder == "gradients", "tagged after the allocation"
+    assert left["ithaka/layer/schedule.py:88 in again"].category == "gradients", "tagged after the allocation"
     assert left["ithaka/layer/schedule.py:88 in again"].shape == (3, MIB // 4)
 
 
@@ -113,7 +113,7 @@ def test_allocations_have_the_phase_and_category_of_their_time(monkeypatch):
         gpu.allocate(6, 10)
     assert not gpu.recording and gpu.metadata == "" and recorded.measured_peak_bytes == 21 * MIB
     made = {
-        allocation.num_bytes // MIB: (allocation.holder, "/".join(allocation.phase))
+        allocation.num_bytes // MIB: (allocation.category, "/".join(allocation.phase))
         for allocation in recorded.allocations
     }
     assert made == {

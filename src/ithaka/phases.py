@@ -9,7 +9,7 @@ from torch import Tensor
 PhasePath = tuple[str, ...]  # the open phases, outermost first
 
 
-class Holder(StrEnum):
+class MemoryCategory(StrEnum):
     """What memory is for. A memory map stacks its bytes in this order."""
 
     PARAMETERS = "parameters"
@@ -26,12 +26,12 @@ class Holder(StrEnum):
 
 # The holder of memory allocated in a phase, unless `allocating_for` or `tag` names another.
 HOLDER_OF_PHASE = {
-    **dict.fromkeys(("embedding", "forward", "backward"), Holder.RESIDUAL),
-    **dict.fromkeys(("projections", "attention", "exchange"), Holder.STAGE),
-    **dict.fromkeys(("loss forward", "loss backward"), Holder.LOSS),
-    "mlp": Holder.MLP,
-    "embedding backward": Holder.GRADIENTS,
-    "optimizer": Holder.OPTIMIZER,
+    **dict.fromkeys(("embedding", "forward", "backward"), MemoryCategory.RESIDUAL),
+    **dict.fromkeys(("projections", "attention", "exchange"), MemoryCategory.STAGE),
+    **dict.fromkeys(("loss forward", "loss backward"), MemoryCategory.LOSS),
+    "mlp": MemoryCategory.MLP,
+    "embedding backward": MemoryCategory.GRADIENTS,
+    "optimizer": MemoryCategory.OPTIMIZER,
 }
 
 
@@ -44,7 +44,7 @@ class Listener:
 
     def holder_changed(self) -> None: ...
 
-    def tag(self, tensor: Tensor, holder: str) -> None: ...
+    def set_category(self, tensor: Tensor, category: str) -> None: ...
 
 
 class PhaseState:
@@ -52,7 +52,7 @@ class PhaseState:
 
     listeners: tuple[Listener, ...] = ()
     path: PhasePath = ()
-    holder: str = Holder.OTHER
+    category: str = MemoryCategory.OTHER
 
 
 @contextmanager
@@ -69,8 +69,8 @@ def phase(name: str) -> Iterator[None]:
 
 
 def _enter(name: str) -> tuple[PhasePath, str]:
-    outer = PhaseState.path, PhaseState.holder
-    _set_state((*PhaseState.path, name), HOLDER_OF_PHASE.get(name, PhaseState.holder))
+    outer = PhaseState.path, PhaseState.category
+    _set_state((*PhaseState.path, name), HOLDER_OF_PHASE.get(name, PhaseState.category))
     for listener in PhaseState.listeners:
         listener.enter(PhaseState.path)
     return outer
@@ -83,8 +83,8 @@ def _leave(outer: tuple[PhasePath, str]) -> None:
         listener.leave(path)
 
 
-def _set_state(path: PhasePath, holder: str) -> None:
-    PhaseState.path, PhaseState.holder = path, holder
+def _set_state(path: PhasePath, category: str) -> None:
+    PhaseState.path, PhaseState.category = path, category
     for listener in PhaseState.listeners:
         listener.holder_changed()
 
@@ -107,23 +107,23 @@ def mark_backward(y: Tensor, *names: str) -> Tensor:
 
 
 @contextmanager
-def allocating_for(holder: str) -> Iterator[None]:
+def allocating_for(category: str) -> Iterator[None]:
     """Attribute allocations inside to `holder`."""
     if not PhaseState.listeners:
         yield
         return
-    outer = PhaseState.holder
-    _set_state(PhaseState.path, holder)
+    outer = PhaseState.category
+    _set_state(PhaseState.path, category)
     try:
         yield
     finally:
         _set_state(PhaseState.path, outer)
 
 
-def tag(tensor: Tensor, holder: str) -> Tensor:
+def set_category(tensor: Tensor, category: str) -> Tensor:
     """Attribute `tensor`'s memory to `holder` from now on. Returns `tensor`."""
     for listener in PhaseState.listeners:
-        listener.tag(tensor, holder)
+        listener.set_category(tensor, category)
     return tensor
 
 
@@ -136,4 +136,4 @@ def listening(listener: Listener) -> Iterator[None]:
     finally:
         PhaseState.listeners = tuple(other for other in PhaseState.listeners if other is not listener)
         if not PhaseState.listeners:  # after an error in backward, its hooks did not close their phases
-            PhaseState.path, PhaseState.holder = (), Holder.OTHER
+            PhaseState.path, PhaseState.category = (), MemoryCategory.OTHER

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ithaka.blocks.linear import Linear, as_linear, is_linear
 from ithaka.blocks.tiles import GradSum
 from ithaka.ops.fused import silu_mul, silu_mul_backward
-from ithaka.phases import Holder, tag
+from ithaka.phases import MemoryCategory, set_category
 
 MlpActivations = tuple[Tensor, Tensor]  # gate and up
 
@@ -34,7 +34,7 @@ class GatedMlp:
         gate_tF, up_tF = self.gate(h_tD), self.up(h_tD)
         a_tF = torch.empty_like(gate_tF) if keep else gate_tF
         silu_mul(gate_tF, up_tF, a_tF)
-        kept = (tag(gate_tF, Holder.KEPT), tag(up_tF, Holder.KEPT)) if keep else None
+        kept = (set_category(gate_tF, MemoryCategory.KEPT), set_category(up_tF, MemoryCategory.KEPT)) if keep else None
         del up_tF
         self.down.add_to(y_tD, a_tF)
         return kept

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ithaka.ops.fused import rms_norm_backward, runs_in_triton
-from ithaka.phases import Holder, tag
+from ithaka.phases import MemoryCategory, set_category
 
 BACKWARD_RAN_TWICE = (
     "backward has already run and freed its activations; call the model again instead of using retain_graph"
@@ -49,7 +49,7 @@ class GradSum:
         if id(param) in self._sums or id(param) in self._added:
             self.sum_of(param).add_(grad)
         else:
-            self._added[id(param)] = tag(grad, Holder.GRADIENTS)
+            self._added[id(param)] = set_category(grad, MemoryCategory.GRADIENTS)
 
     def add_product(self, param: Tensor, dout_tN: Tensor, in_tD: Tensor) -> None:
         """Add one tile's weight gradient, dout^T @ in, directly to the fp32 sum."""
@@ -94,10 +94,10 @@ class GradSum:
     def take_rounded(self, param: Tensor) -> Tensor | None:
         """Remove and return the sum of `param`, rounded to the dtype of `param`."""
         grad = self.take(param)
-        return None if grad is None else tag(grad.to(param.dtype), Holder.GRADIENTS)
+        return None if grad is None else set_category(grad.to(param.dtype), MemoryCategory.GRADIENTS)
 
     def _put(self, param: Tensor, grad: Tensor) -> Tensor:
-        self._sums[id(param)] = tag(grad, Holder.GRADIENTS)
+        self._sums[id(param)] = set_category(grad, MemoryCategory.GRADIENTS)
         return grad
 
 

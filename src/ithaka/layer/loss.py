@@ -26,7 +26,7 @@ from ithaka.blocks.tiles import (
     tile_slices,
 )
 from ithaka.ops.fused import cross_entropy_with_grad, row_logsumexp, scale_in_place, softmax_grad
-from ithaka.phases import Holder, phase, tag
+from ithaka.phases import MemoryCategory, phase, set_category
 
 IGNORE_INDEX = -100
 ROW_ALIGNMENT = 64  # elements in which the rows of logits are allocated
@@ -156,7 +156,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @phase("loss forward")
     def forward(ctx, x, labels_s, head, tile, rows_e, divisor, needs_grad, *params):
         sum_ = x.new_zeros((), dtype=sum_dtype(x.dtype))
-        dx, grads = tag(torch.zeros_like(x), Holder.RESIDUAL) if needs_grad else None, GradSum()
+        dx, grads = set_category(torch.zeros_like(x), MemoryCategory.RESIDUAL) if needs_grad else None, GradSum()
         for rows, x_tD, dx_tD in _tiles(x, dx, rows_e, tile):
             valid_t, target_t1 = _valid_and_target(labels_s[rows])
             if dx_tD is None:
@@ -210,7 +210,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             dlosses_s = lse_s.new_zeros(()).expand_as(lse_s) if dlogprobs_s is None else -dlogprobs_s
             head, grads = ctx.head, GradSum()
-            dx = tag(torch.zeros_like(x), Holder.RESIDUAL)
+            dx = set_category(torch.zeros_like(x), MemoryCategory.RESIDUAL)
             for rows, x_tD, dx_tD in _tiles(x, dx, ctx.rows_e, ctx.tile):
                 saved, dlogits_tV = head.run(x_tD)
                 valid_t, target_t1 = _valid_and_target(labels_s[rows])

@@ -37,7 +37,7 @@ from ithaka.layer.mixer import LayerSpec, StageOutput
 from ithaka.layer.store import Store, TensorHandle
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.ops.fourbit import packed_weights, unpacked
-from ithaka.phases import Holder, phase, tag
+from ithaka.phases import MemoryCategory, phase, set_category
 
 
 @dataclass
@@ -134,7 +134,7 @@ class LayerSchedule:
         if policy.attention is not None:
             saved.outputs = outputs
         with phase("mlp"):
-            y = tag(x_sD.new_empty(*self.batch_dims, *x_sD.shape), Holder.RESIDUAL)
+            y = set_category(x_sD.new_empty(*self.batch_dims, *x_sD.shape), MemoryCategory.RESIDUAL)
             self._finish(saved, outputs, y.view(x_sD.shape))
         saved.release_sources()
         return y  # not a view, about which FSDP2 warns

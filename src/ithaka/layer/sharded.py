@@ -61,7 +61,7 @@ def sharded_attention(
     if num_heads % num_kv_heads:
         raise ConfigError(f"{num_heads} query heads are not a multiple of {num_kv_heads} kv heads; use one")
     table = head_table(num_heads, num_kv_heads, ranks.size())
-    query_heads, kv_heads = table.stages[0].query_heads, table.loads[0].kv_heads
+    query_heads, kv_heads = table.stages[0].query_heads, table.kv_transfers[0].kv_heads
     scale = q_sHK.shape[-1] ** -0.5 if scale is None else scale
     num_tokens, num_keys = (len(x) * ranks.size() * members.size() for x in (q_sHK, k_sGK))
     if ranges is not None or num_tokens != num_keys:

@@ -20,7 +20,7 @@ from ithaka.blocks.tiles import BACKWARD_RAN_TWICE, GradSum, apply_norm, graph_b
 from ithaka.comm.exchange import start_heads_to_tokens, start_tokens_to_heads
 from ithaka.layer.ring import ring_attention, ring_attention_backward
 from ithaka.ops.fused import Positions, apply_rope
-from ithaka.phases import Holder, allocating_for
+from ithaka.phases import MemoryCategory, allocating_for
 from ithaka.sharding.heads import HeadTable, KvRead, Stage
 
 
@@ -179,41 +179,46 @@ class StagedAttention:
             slots = slice(read.first, read.last)
             inputs = (dout[:, slots], q[:, slots], *self._slots(self._kv, read), out[:, slots], lse_nS[slots])
             if self._is_only_read(read):
-                self._kv_grads[read.load] = list(ring_attention_backward(*inputs, None, self.ring, self.spec))
+                self._kv_grads[read.kv_transfer] = list(ring_attention_backward(*inputs, None, self.ring, self.spec))
                 continue
-            if read.load not in self._kv_grads:
-                self._kv_grads[read.load] = self._zeros(read.load)
+            if read.kv_transfer not in self._kv_grads:
+                self._kv_grads[read.kv_transfer] = self._zeros(read.kv_transfer)
             ring_attention_backward(*inputs, self._slots(self._kv_grads, read), self.ring, self.spec)
         return out
 
-    def drop(self, load: int) -> None:
-        del self._kv[load]
+    def drop(self, kv_transfer: int) -> None:
+        del self._kv[kv_transfer]
 
-    def take_grads(self, load: int) -> Iterator[Tensor]:
+    def take_grads(self, kv_transfer: int) -> Iterator[Tensor]:
         """Yield dk_SmK, then dv_SmK, rounded once to the dtype of the load; drop the load."""
-        sums = self._kv_grads.pop(load, None) or self._zeros(load)
-        dtype = self._kv.pop(load)[0].dtype
+        sums = self._kv_grads.pop(kv_transfer, None) or self._zeros(kv_transfer)
+        dtype = self._kv.pop(kv_transfer)[0].dtype
         while sums:
-            with allocating_for(Holder.STAGE):
+            with allocating_for(MemoryCategory.STAGE):
                 d_SmK = [sums.pop(0).to(dtype)]
             yield d_SmK.pop()
 
     def _add_load(self, stage: Stage, kv: Sequence[Tensor]) -> None:
         if kv:
-            assert stage.load is not None
-            self._kv[stage.load] = list(kv)
+            assert stage.kv_transfer is not None
+            self._kv[stage.kv_transfer] = list(kv)
 
     def _is_only_read(self, read: KvRead) -> bool:
         """Whether no other read uses this load, and this one uses all of it."""
-        reads = [other for stage in self.table.stages for other in stage.reads[self.rank] if other.load == read.load]
-        return reads == [read] and read.num_kv == self.table.loads[read.load].num_slots
+        reads = [
+            other
+            for stage in self.table.stages
+            for other in stage.reads[self.rank]
+            if other.kv_transfer == read.kv_transfer
+        ]
+        return reads == [read] and read.num_kv == self.table.kv_transfers[read.kv_transfer].num_slots
 
-    def _zeros(self, load: int) -> list[Tensor]:
-        return [torch.zeros_like(t, dtype=sum_dtype(t.dtype)) for t in self._kv[load]]
+    def _zeros(self, kv_transfer: int) -> list[Tensor]:
+        return [torch.zeros_like(t, dtype=sum_dtype(t.dtype)) for t in self._kv[kv_transfer]]
 
     @staticmethod
-    def _slots(loads: dict[int, list[Tensor]], read: KvRead) -> tuple[Tensor, Tensor]:
-        k, v = (t[:, read.kv_slot : read.kv_slot + read.num_kv] for t in loads[read.load])
+    def _slots(kv_transfers: dict[int, list[Tensor]], read: KvRead) -> tuple[Tensor, Tensor]:
+        k, v = (t[:, read.kv_slot : read.kv_slot + read.num_kv] for t in kv_transfers[read.kv_transfer])
         return k, v
 
 
@@ -241,6 +246,8 @@ class ExchangedAttention(torch.autograd.Function):
         dout_SnK = start_tokens_to_heads(dout_csnK.contiguous(), ctx.group).wait()
         dq_SnK = ctx.attention.attend_backward(ctx.stage, q_SnK, out_SnK.clone(), dout_SnK, lse_nS)
         dq_csnK = start_heads_to_tokens(dq_SnK, ctx.group).wait()
-        dkv = [start_heads_to_tokens(d_SmK, ctx.group).wait() for d_SmK in ctx.attention.take_grads(ctx.stage.load)]
+        dkv = [
+            start_heads_to_tokens(d_SmK, ctx.group).wait() for d_SmK in ctx.attention.take_grads(ctx.stage.kv_transfer)
+        ]
         ctx.saved = ctx.attention = None
         return None, None, None, None, dq_csnK, *dkv

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ithaka.comm.mesh import use_device
 from ithaka.exits import ExitCode
-from ithaka.phases import Holder, phase, tag
+from ithaka.phases import MemoryCategory, phase, set_category
 
 Event = torch.cuda.Event | None  # None on a CPU device
 
@@ -283,7 +283,7 @@ class Store:
         if tier is None:
             return TensorHandle(tensor)
         if tier == "device":
-            return TensorHandle(tag(tensor, Holder.KEPT))
+            return TensorHandle(set_category(tensor, MemoryCategory.KEPT))
         if not (self.pool.busy_bytes or self.disk.busy_bytes):
             self.pool.start_pass(tensor.nbytes)
             self.disk.start_pass(tensor.nbytes)

@@ -23,7 +23,7 @@ from ithaka.layer.schedule import LayerSchedule, SavedActivations
 from ithaka.layer.stages import HeadSlice, Projection, ProjectionsBackward, join_slots
 from ithaka.layer.store import TensorHandle
 from ithaka.ops.fused import Positions, add_and_round
-from ithaka.phases import Holder, tag
+from ithaka.phases import MemoryCategory, set_category
 from ithaka.sharding.heads import Heads, Stage, flatten_heads
 
 
@@ -68,7 +68,7 @@ class StreamedLayer(LayerSchedule):
     # ---- forward
 
     def project(self, saved: SavedActivations, stage: Stage) -> deque[Tensor]:
-        kv_heads = None if stage.load is None else self.table.loads[stage.load].kv_heads
+        kv_heads = None if stage.kv_transfer is None else self.table.kv_transfers[stage.kv_transfer].kv_heads
         slices, c, K = self._head_slices(stage.query_heads, kv_heads), self.group.size(), self.head_dim
         shapes = [(c, len(saved.inputs), part.width // (c * K), K) for part in slices]
         projected = deque(part.linear.weight_ND.new_empty(shape) for part, shape in zip(slices, shapes, strict=True))
@@ -95,7 +95,9 @@ class StreamedLayer(LayerSchedule):
             sum_tD = o_proj.apply_wide(join_slots(outs_ctnK).flatten(1))
             residual_tD = add_and_round(sum_tD, x_tD)
             if saved.policy.projections:
-                residual_tD = tag(residual_tD.clone() if residual_tD is sum_tD else residual_tD, Holder.KEPT)
+                residual_tD = set_category(
+                    residual_tD.clone() if residual_tD is sum_tD else residual_tD, MemoryCategory.KEPT
+                )
                 saved.residuals.append(residual_tD)
             if kept := self._add_mlp(sum_tD, residual_tD, gated_mlp, saved, rows):
                 saved.mlp.append(kept)

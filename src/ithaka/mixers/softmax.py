@@ -151,7 +151,7 @@ class SoftmaxMixer:
         self.table = head_table(spec.num_heads, spec.num_kv_heads, self.layout.ulysses, self.layout.heads_per_stage)
         self.num_in_flight = 2 if self.layout.overlap else 1  # stages
         self.query_heads = concat_heads([stage.query_heads for stage in self.table.stages])
-        self.kv_heads = concat_heads([load.kv_heads for load in self.table.loads])
+        self.kv_heads = concat_heads([kv_transfer.kv_heads for kv_transfer in self.table.kv_transfers])
         self.heads: Any = layer if layer.projects_stages else CapturedHeads(self)
         # Without overlap, memory is scarce. Attention outputs that backward has used free room on the host.
         self.stores_dq = layer.projects_stages and not self.layout.overlap
@@ -176,8 +176,8 @@ class SoftmaxMixer:
         self, i: int, sent: InFlight, attention: StagedAttention, saved: SavedActivations
     ) -> tuple[Tensor, Tensor]:
         out_SnK, lse_nS = self._attend_heads(i, attention, self._keep_qkv(wait_all(sent), saved), saved.mixing)
-        for load in self.table.loads_ending(i):
-            attention.drop(load)
+        for kv_transfer in self.table.kv_transfers_ending(i):
+            attention.drop(kv_transfer)
         with phase("exchange"):
             return start_heads_to_tokens(out_SnK, self.group).wait(), lse_nS
 
@@ -230,10 +230,10 @@ class SoftmaxMixer:
             dq_SnK = self._attend_heads_backward(i, attention, wait_all(sent.popleft()), saved.mixing)
             dq.add(i, dq_SnK, "host" if is_stored else None)
             del dq_SnK
-            for load in self.table.loads_ending(i):
-                dkv = attention.take_grads(load)
-                dk.add(load, next(dkv))
-                dv.add(load, next(dkv))
+            for kv_transfer in self.table.kv_transfers_ending(i):
+                dkv = attention.take_grads(kv_transfer)
+                dk.add(kv_transfer, next(dkv))
+                dv.add(kv_transfer, next(dkv))
             if outputs:
                 sent.append(self._send_backward(saved, stages[i + self.num_in_flight], outputs.popleft(), dy_sD))
             for exchange in (dq, dk, dv):
@@ -347,8 +347,8 @@ class CapturedHeads:
             mixing.sinks_H = others[0] if others else None
         q_sHK, *kv = mixing.projected
         selected = [self.mixer.select_heads(q_sHK, stage.query_heads)]
-        if stage.load is not None:
-            selected += [self.mixer.select_heads(t, table.loads[stage.load].kv_heads) for t in kv]
+        if stage.kv_transfer is not None:
+            selected += [self.mixer.select_heads(t, table.kv_transfers[stage.kv_transfer].kv_heads) for t in kv]
         if stage is table.stages[-1]:
             mixing.projected = None
         return deque(selected)

@@ -28,7 +28,7 @@ from ithaka.inputs.positions import set_positions
 from ithaka.layer.store import Store
 from ithaka.layout import Layout, check_parallelism
 from ithaka.model.generate import generate
-from ithaka.phases import Holder, tag
+from ithaka.phases import MemoryCategory, set_category
 from ithaka.roots.find import check_arguments
 from ithaka.weights.adapters import add_adapter, auto_class, check_adapters, lora_options
 from ithaka.weights.formats import choose_packed, convert_bitsandbytes, pack_weights
@@ -255,7 +255,9 @@ class _OneRankReduce(ReduceScatter):
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         buffer, self._input = self._input, None
         if buffer is None:
-            buffer = self._input = tag(torch.empty(*size, dtype=dtype, device=device), Holder.GRADIENTS)
+            buffer = self._input = set_category(
+                torch.empty(*size, dtype=dtype, device=device), MemoryCategory.GRADIENTS
+            )
         elif buffer.is_cuda:
             buffer.record_stream(torch.cuda.current_stream())  # FSDP2 reads its output on another stream
         return buffer

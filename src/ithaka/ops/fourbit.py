@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ithaka.config.formats import BASE_FORMATS, ROW
 from ithaka.ops.fused import runs_in_triton
-from ithaka.phases import Holder, allocating_for
+from ithaka.phases import MemoryCategory, allocating_for
 
 try:
     import triton
@@ -251,7 +251,7 @@ def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
 @contextmanager
 def unpacked(weights: Sequence[PackedWeight]) -> Iterator[None]:
     """Unpack weights on entry, and release them on exit."""
-    with allocating_for(Holder.UNSHARDED):
+    with allocating_for(MemoryCategory.UNSHARDED):
         for weight in weights:
             weight.unpack()
     try:

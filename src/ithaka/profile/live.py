@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ithaka
-from ithaka.phases import Holder, PhaseState, listening
+from ithaka.phases import MemoryCategory, PhaseState, listening
 from ithaka.profile.memory import Allocation, MemoryMap
 
 MAX_EVENTS = 2_000_000  # of the CUDA allocator
@@ -50,17 +50,19 @@ class LiveBytes(MemoryMap):
         self.enter_context(_RecordOutputs(self))
         return self
 
-    def tag(self, tensor: Tensor, holder: str) -> None:
+    def set_category(self, tensor: Tensor, category: str) -> None:
         local = local_tensor(tensor)
-        if not self._update(local.untyped_storage(), holder=holder):
-            self._add(local.untyped_storage(), holder=holder, **dtype_and_shape(local))
+        if not self._update(local.untyped_storage(), category=category):
+            self._add(local.untyped_storage(), category=category, **dtype_and_shape(local))
 
     def record(self, storage: UntypedStorage, **fields: Any) -> None:
         """Record a storage, or its new size. FSDP2 resizes storages of earlier steps from 0, so any may be new."""
         if not self._update(storage, num_bytes=storage.nbytes()):
             frames = traceback.walk_stack(sys._getframe())
-            line, holder = attribute_stack((frame.f_code.co_filename, at, frame.f_code.co_name) for frame, at in frames)
-            self._add(storage, line=line, holder=holder or PhaseState.holder, **fields)
+            line, category = attribute_stack(
+                (frame.f_code.co_filename, at, frame.f_code.co_name) for frame, at in frames
+            )
+            self._add(storage, line=line, category=category or PhaseState.category, **fields)
 
     def _add(self, storage: UntypedStorage, **fields: Any) -> None:
         def on_free(_: weakref.ref, key: int = storage._cdata) -> None:
@@ -120,7 +122,7 @@ class AllocatorHistory(MemoryMap):
         super().__init__()
         self.device = device
         self.snapshot: dict[str, Any] = {}
-        self._tags: list[tuple[int, Allocation]] = []  # address, tag
+        self._categories: list[tuple[int, Allocation]] = []  # address, tag
         self._initial_bytes: dict[int, int] = {}  # by address, live before recording
         self._start_ns = 0
 
@@ -147,15 +149,15 @@ class AllocatorHistory(MemoryMap):
         if error[0] is None:
             self._build()
 
-    def tag(self, tensor: Tensor, holder: str) -> None:
+    def set_category(self, tensor: Tensor, category: str) -> None:
         local = local_tensor(tensor)
         if local.is_cuda:
-            tag = Allocation(0, time.time_ns(), holder, **dtype_and_shape(local))
-            self._tags.append((local.untyped_storage().data_ptr(), tag))
+            mark = Allocation(0, time.time_ns(), category, **dtype_and_shape(local))
+            self._categories.append((local.untyped_storage().data_ptr(), mark))
 
     def holder_changed(self) -> None:
         """Attach holder and phase to this thread's next allocations; the memory viewer shows them."""
-        torch.cuda.memory._set_memory_metadata(f"{PhaseState.holder}: {'/'.join(PhaseState.path)}")
+        torch.cuda.memory._set_memory_metadata(f"{PhaseState.category}: {'/'.join(PhaseState.path)}")
 
     def _build(self) -> None:
         """Replay the allocator's events and the tags in order of time."""
@@ -164,13 +166,13 @@ class AllocatorHistory(MemoryMap):
         trace = self.snapshot["device_traces"][self.device.index or 0]
         events: list[tuple[int, int, Any]] = [(event["time_us"] * 1000, event["addr"], event) for event in trace]
         events = [event for event in events if event[0] >= self._start_ns - CLOCK_SLACK_NS]
-        events += [(tag.start_ns + CLOCK_SLACK_NS, address, tag) for address, tag in self._tags]
+        events += [(mark.start_ns + CLOCK_SLACK_NS, address, mark) for address, mark in self._categories]
         for at_ns, address, event in sorted(events, key=lambda event: event[0]):
             allocation = newest.get(address)
             if isinstance(event, Allocation):
                 # A tag belongs to the newest allocation at its address, unless that was freed before.
                 if allocation is not None and allocation.stop_ns + CLOCK_SLACK_NS >= event.start_ns:
-                    newest[address] = self._apply_tag(allocation, event)
+                    newest[address] = self._apply_category(allocation, event)
             elif event["action"] == "alloc":
                 newest[address] = self._add(event, at_ns)
             elif event["action"] == "free_requested" and allocation is not None:
@@ -178,19 +180,21 @@ class AllocatorHistory(MemoryMap):
 
     def _add(self, event: dict[str, Any], at_ns: int) -> Allocation:
         num_bytes = -(-event["size"] // ROUND_BYTES) * ROUND_BYTES
-        line, fsdp_holder = attribute_stack((f["filename"], f["line"], f["name"]) for f in event["frames"])
-        holder, _, names = event.get("user_metadata", "").partition(": ")
+        line, fsdp_category = attribute_stack((f["filename"], f["line"], f["name"]) for f in event["frames"])
+        category, _, names = event.get("user_metadata", "").partition(": ")
         path = tuple(names.split("/")) if names else ()
-        self.allocations.append(Allocation(num_bytes, at_ns, fsdp_holder or holder or Holder.OTHER, path, line=line))
+        self.allocations.append(
+            Allocation(num_bytes, at_ns, fsdp_category or category or MemoryCategory.OTHER, path, line=line)
+        )
         return self.allocations[-1]
 
-    def _apply_tag(self, allocation: Allocation, tag: Allocation) -> Allocation:
+    def _apply_category(self, allocation: Allocation, mark: Allocation) -> Allocation:
         """Keep the shape of the largest tagged tensor; a new holder starts a new allocation."""
-        if not allocation.dtype or math.prod(tag.shape) > math.prod(allocation.shape):
-            allocation.dtype, allocation.shape = tag.dtype, tag.shape
-        if tag.holder == allocation.holder:
+        if not allocation.dtype or math.prod(mark.shape) > math.prod(allocation.shape):
+            allocation.dtype, allocation.shape = mark.dtype, mark.shape
+        if mark.category == allocation.category:
             return allocation
-        self.allocations.append(allocation.split(tag.start_ns, holder=tag.holder))
+        self.allocations.append(allocation.split(mark.start_ns, category=mark.category))
         return self.allocations[-1]
 
 
@@ -202,17 +206,17 @@ _LIBRARIES = ("/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdli
 _GRADIENT_FUNCTIONS = ("reduce", "post_backward", "to_accumulated_grad", "unsharded_grad")  # parts of FSDP2's names
 
 
-def attribute_stack(frames: Iterable[tuple[str, int, str]]) -> tuple[str, Holder | None]:
+def attribute_stack(frames: Iterable[tuple[str, int, str]]) -> tuple[str, MemoryCategory | None]:
     """The innermost line of our or user code, and the holder if FSDP2 allocated. `frames`: innermost first."""
-    holder = None
+    category = None
     for file, line, function in frames:
         name = _display_name(file)
         if name is not None:
-            return f"{name}:{line} in {function}", holder
+            return f"{name}:{line} in {function}", category
         if "/torch/distributed/fsdp/" in file:
             is_gradient = any(part in function for part in _GRADIENT_FUNCTIONS)
-            holder = Holder.GRADIENTS if is_gradient else holder or Holder.UNSHARDED
-    return "", holder
+            category = MemoryCategory.GRADIENTS if is_gradient else category or MemoryCategory.UNSHARDED
+    return "", category
 
 
 @cache

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ithaka.config.units import format_bytes
-from ithaka.phases import Holder, Listener, PhasePath
+from ithaka.phases import Listener, MemoryCategory, PhasePath
 from ithaka.plan.search import Plan
 
 MAP_POINTS = 800  # samples over the step
@@ -54,7 +54,7 @@ class Allocation:
 
     num_bytes: int
     start_ns: int
-    holder: str = Holder.OTHER
+    category: str = MemoryCategory.OTHER
     phase: PhasePath = ()  # that allocated it
     dtype: str = ""  # dtype and shape of its first tensor, if known
     shape: tuple[int, ...] = ()
@@ -81,11 +81,11 @@ class MemoryMap(PhaseLog, ExitStack):
     def tag_states(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Attribute memory that is live before the step: parameters, buffers and optimizer states."""
         for tensor in (*model.parameters(), *model.buffers()):
-            self.tag(tensor, Holder.PARAMETERS)
+            self.set_category(tensor, MemoryCategory.PARAMETERS)
         for state in optimizer.state.values() if optimizer else ():
             for value in state.values():
                 if isinstance(value, Tensor):
-                    self.tag(value, Holder.OPTIMIZER)
+                    self.set_category(value, MemoryCategory.OPTIMIZER)
 
     def events(self) -> list[tuple[int, int, Allocation]]:
         """(time in ns, bytes gained or lost, allocation), sorted by time."""
@@ -125,11 +125,11 @@ class MemoryMap(PhaseLog, ExitStack):
         times = [at_ns for at_ns, _ in self.phase_changes] + [at_ns for at_ns, _, _ in self.events()]
         start_ns, stop_ns = times[0], max(times)  # tagged states are older than the first phase
         samples = self._sample(start_ns, stop_ns)
-        used = [holder for holder in Holder if any(sizes[holder] for _, sizes in samples)]
+        used = [category for category in MemoryCategory if any(sizes[category] for _, sizes in samples)]
         peak_ns, at_peak = max(samples, key=lambda sample: (sample[1].total(), sample[0]))
         return {
             "time_s": [round(max(at_ns - start_ns, 0) / 1e9, 6) for at_ns, _ in samples],
-            "holders": {holder: [sizes[holder] for _, sizes in samples] for holder in used},
+            "holders": {category: [sizes[category] for _, sizes in samples] for category in used},
             "moments": [" / ".join(self.phase_at(at_ns)) for at_ns, _ in samples],
             "phases": [
                 {"name": " ".join(path), "start_s": (start - start_ns) / 1e9, "stop_s": (stop - start_ns) / 1e9}
@@ -142,7 +142,7 @@ class MemoryMap(PhaseLog, ExitStack):
                 "time_s": max(peak_ns - start_ns, 0) / 1e9,
                 "step_s": (stop_ns - start_ns) / 1e9,
                 "phase": " / ".join(self.phase_at(peak_ns)),
-                "holders": {holder: at_peak[holder] for holder in used if at_peak[holder]},
+                "holders": {category: at_peak[category] for category in used if at_peak[category]},
                 "planned": planned,
                 "largest": _group_largest(self.live_at(peak_ns)),
             },
@@ -154,7 +154,7 @@ class MemoryMap(PhaseLog, ExitStack):
         sizes: Counter[str] = Counter()
         highest: dict[int, tuple[int, Counter[str]]] = {}
         for at_ns, num_bytes, allocation in self.events():
-            sizes[allocation.holder] += num_bytes
+            sizes[allocation.category] += num_bytes
             interval = int(max(at_ns - start_ns, 0) / width_ns)
             if interval not in highest or sizes.total() >= highest[interval][1].total():
                 highest[interval] = at_ns, Counter(sizes)
@@ -163,11 +163,15 @@ class MemoryMap(PhaseLog, ExitStack):
 
 def sum_planned_by_holder(plan: Plan) -> dict[str, int]:
     """Bytes by holder on one rank at the planned peak."""
-    holders = {"layer weights": Holder.UNSHARDED, "tiles": Holder.MLP, "kept activations": Holder.KEPT}
+    holders = {
+        "layer weights": MemoryCategory.UNSHARDED,
+        "tiles": MemoryCategory.MLP,
+        "kept activations": MemoryCategory.KEPT,
+    }
     planned: Counter[str] = Counter()
     for name, num_bytes in plan.ledger.gpu.items():
         planned[holders.get(name, name)] += num_bytes if name != "reserve" else 0
-    return {holder: num_bytes for holder, num_bytes in planned.items() if num_bytes}
+    return {category: num_bytes for category, num_bytes in planned.items() if num_bytes}
 
 
 def _group_largest(live: list[Allocation]) -> list[dict[str, Any]]:
@@ -175,13 +179,13 @@ def _group_largest(live: list[Allocation]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str, str], list[Allocation]] = {}
     for item in live:
         form = f"{item.dtype} {list(item.shape)}" if item.dtype else format_bytes(item.num_bytes)
-        groups.setdefault((item.holder, form, item.line), []).append(item)
+        groups.setdefault((item.category, form, item.line), []).append(item)
     rows: list[dict[str, Any]] = []
-    for (holder, form, line), group in groups.items():
+    for (category, form, line), group in groups.items():
         phase = f"({' / '.join(group[-1].phase)})" if group[-1].phase else ""
         num_bytes, made_by = sum(item.num_bytes for item in group), f"{line} {phase}".strip() or "before the step"
         what = f"{len(group)} x {form}" if len(group) > 1 else form
-        rows.append({"holder": holder, "num_bytes": num_bytes, "what": what, "made_by": made_by})
+        rows.append({"holder": category, "num_bytes": num_bytes, "what": what, "made_by": made_by})
     return sorted(rows, key=lambda row: -row["num_bytes"])[:NUM_LARGEST]
 
 
@@ -198,8 +202,8 @@ def format_peak(peak: dict[str, Any]) -> str:
         size = f"{format_bytes(row['num_bytes'])} ({100 * row['num_bytes'] / max(total, 1):.0f}%)"
         lines.append(f"{number:>3}. {size} {row['holder']}: {row['what']}, {row['made_by']}")
     table = [("holder", "measured", "planned")]
-    for holder in dict.fromkeys([*peak["holders"], *planned]):
-        planned_size = format_bytes(planned[holder]) if holder in planned else "-"
-        table.append((holder, format_bytes(peak["holders"].get(holder, 0)), planned_size))
+    for category in dict.fromkeys([*peak["holders"], *planned]):
+        planned_size = format_bytes(planned[category]) if category in planned else "-"
+        table.append((category, format_bytes(peak["holders"].get(category, 0)), planned_size))
     table.append(("total", format_bytes(total), format_bytes(sum(planned.values()))))
     return "\n".join([*lines, "", *(f"{name:<20}{a:>12}{b:>12}" for name, a, b in table)]) + "\n"

@@ -21,7 +21,7 @@ class KvRead:
 
     first: int
     last: int
-    load: int
+    kv_transfer: int
     kv_slot: int
     num_kv: int = 1
 
@@ -31,14 +31,14 @@ class KvRead:
 
     def merge(self, other: "KvRead") -> "KvRead | None":
         """Merge with the next read; None unless kv slots are adjacent and groups have equal size."""
-        is_adjacent = other.load == self.load and other.kv_slot == self.kv_slot + self.num_kv
+        is_adjacent = other.kv_transfer == self.kv_transfer and other.kv_slot == self.kv_slot + self.num_kv
         if not is_adjacent or other.width * self.num_kv != self.width:
             return None
-        return KvRead(self.first, other.last, self.load, self.kv_slot, self.num_kv + 1)
+        return KvRead(self.first, other.last, self.kv_transfer, self.kv_slot, self.num_kv + 1)
 
 
 @dataclass(frozen=True)
-class KvLoad:
+class KvTransfer:
     """kv heads that are exchanged together."""
 
     kv_heads: Heads
@@ -53,7 +53,7 @@ class KvLoad:
 @dataclass(frozen=True)
 class Stage:
     query_heads: Heads
-    load: int | None  # the load that arrives with this stage
+    kv_transfer: int | None  # the load that arrives with this stage
     reads: tuple[tuple[KvRead, ...], ...]  # [rank]
 
     @property
@@ -67,10 +67,10 @@ class Stage:
 @dataclass(frozen=True)
 class HeadTable:
     stages: tuple[Stage, ...]
-    loads: tuple[KvLoad, ...]
+    kv_transfers: tuple[KvTransfer, ...]
 
-    def loads_ending(self, stage: int) -> list[int]:
-        return [i for i, load in enumerate(self.loads) if load.last_stage == stage]
+    def kv_transfers_ending(self, stage: int) -> list[int]:
+        return [i for i, kv_transfer in enumerate(self.kv_transfers) if kv_transfer.last_stage == stage]
 
 
 def flatten_heads(heads: Heads) -> list[int]:
@@ -107,17 +107,17 @@ def _add_loads(query_heads: list[Heads], cp: int, group_size: int) -> HeadTable:
         needed = [list(dict.fromkeys(h // group_size for h in heads if h != EMPTY_SLOT)) for heads in stage_heads]
         new = [[g for g in needed[r] if g not in held[r]] for r in range(cp)]
         width = max(len(n) for n in new)
-        load = len(arrivals) if width else None
-        if load is not None:
+        kv_transfer = len(arrivals) if width else None
+        if kv_transfer is not None:
             arrivals.append((tuple(tuple(n) + (EMPTY_SLOT,) * (width - len(n)) for n in new), i))
         for r in range(cp):
             kept = {g: slot for g, slot in held[r].items() if g in needed[r]}
             held[r] = kept | {g: (len(arrivals) - 1, slot) for slot, g in enumerate(new[r])}
         reads = tuple(_list_reads(stage_heads[r], held[r], group_size) for r in range(cp))
-        stages.append(Stage(stage_heads, load, reads))
-    last_use = {read.load: i for i, stage in enumerate(stages) for reads in stage.reads for read in reads}
-    loads = tuple(KvLoad(kv, first, last_use[number]) for number, (kv, first) in enumerate(arrivals))
-    return HeadTable(tuple(stages), loads)
+        stages.append(Stage(stage_heads, kv_transfer, reads))
+    last_use = {read.kv_transfer: i for i, stage in enumerate(stages) for reads in stage.reads for read in reads}
+    kv_transfers = tuple(KvTransfer(kv, first, last_use[number]) for number, (kv, first) in enumerate(arrivals))
+    return HeadTable(tuple(stages), kv_transfers)
 
 
 def _list_reads(heads: tuple[int, ...], held: dict[int, tuple[int, int]], group_size: int) -> tuple[KvRead, ...]:
@@ -158,18 +158,24 @@ def count_slots(heads: int, kv_heads: int, cp: int, heads_per_stage: int | None)
 
 
 def _stage_slots(table: HeadTable, i: int) -> StageSlots:
-    stage, loads, ranks = table.stages[i], list(enumerate(table.loads)), range(len(table.stages[i].reads))
+    stage, kv_transfers, ranks = table.stages[i], list(enumerate(table.kv_transfers)), range(len(table.stages[i].reads))
     has_one_read = [len(stage.reads[rank]) == 1 and stage.is_full(rank) for rank in ranks]
-    read_by = [{read.load for earlier in table.stages[: i + 1] for read in earlier.reads[rank]} for rank in ranks]
-    arrived = {n for n, load in loads if load.first_stage <= i}
+    read_by = [
+        {read.kv_transfer for earlier in table.stages[: i + 1] for read in earlier.reads[rank]} for rank in ranks
+    ]
+    arrived = {n for n, kv_transfer in kv_transfers if kv_transfer.first_stage <= i}
 
     def count(numbers: set[int], needed_at: int) -> int:
         """Slots of these loads that stage `needed_at` or a later one reads."""
-        return sum(load.num_slots for n, load in loads if n in numbers and load.last_stage >= needed_at)
+        return sum(
+            kv_transfer.num_slots
+            for n, kv_transfer in kv_transfers
+            if n in numbers and kv_transfer.last_stage >= needed_at
+        )
 
     return StageSlots(
         query=stage.num_slots,
-        new_kv=0 if stage.load is None else table.loads[stage.load].num_slots,
+        new_kv=0 if stage.kv_transfer is None else table.kv_transfers[stage.kv_transfer].num_slots,
         held_kv=count(arrived, i),
         left_kv=count(arrived, i + 1),
         summed_kv=max(count(numbers, i) for numbers in read_by),
