@@ -252,6 +252,14 @@ def test_a_layer_peaks_as_its_ledger_predicts(case, monkeypatch):
         assert planned(case, direction) <= live <= 1.1 * with_tiles, direction
 
 
+def test_a_gradient_is_not_copied_after_torch_compile_was_used():
+    """It adds references to every gradient, from which a layer concludes whether something else holds it."""
+    case = Case(4, 2, 1, None)
+    before = highest(run_layer(case, 0), "backward")
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    assert highest(run_layer(case, 0), "backward") == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False])
 def test_layers_with_different_policies_peak_as_planned(overlap):

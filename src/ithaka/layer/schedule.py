@@ -202,7 +202,9 @@ class _LayerFunction(torch.autograd.Function):
             raise RuntimeError(BACKWARD_RAN_TWICE)
         if ctx.layer.num_changes() != ctx.num_changes:
             raise RuntimeError(PARAMETERS_CHANGED.format(ctx.layer.name))
-        is_shared = count_references(dy) > references_of_a_new_gradient()
+        if is_shared := count_references(dy) > references_of_a_new_gradient():
+            references_of_a_new_gradient.cache_clear()  # torch.compile, once used, adds references to every gradient
+            is_shared = count_references(dy) > references_of_a_new_gradient()
         grads = GradSum()
         ctx.saved.read_ahead()
         with phase(ctx.layer.name), phase("backward"), torch.autocast(dy.device.type, enabled=False):
