@@ -233,6 +233,9 @@ def test_positions_beyond_the_limit_of_the_model_are_refused(expected):
 def test_negative_positions_are_refused(model):
     positions = torch.arange(6).expand(2, 6) - 3
     assert_refused(refusal(model, ValueError, position_ids=positions), "position_ids has -3", fix="attention_mask")
+    mask, labels = (positions >= 0).long(), IDS.masked_fill(positions <= 0, -100)
+    padded = [loss_of(model, labels=labels, attention_mask=mask, position_ids=p) for p in (positions, positions * mask)]
+    assert padded[0] == padded[1], "padding may have any position"
 
 
 def test_backward_without_trained_parameters_is_refused():

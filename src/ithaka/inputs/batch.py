@@ -290,8 +290,10 @@ def _check_shapes(inputs: dict[str, Tensor]) -> None:
     for name, value in inputs.items():
         if value.shape != shape and (name, *value.shape) != ("position_ids", 1, shape[1]):
             raise ValueError(f"{name} has shape {tuple(value.shape)}; use the shape of input_ids, {tuple(shape)}")
-    if "position_ids" in inputs and (lowest := int(inputs["position_ids"].min())) < 0:
-        raise ValueError(f"position_ids has {lowest}; start each document at 0, and mark padding in attention_mask")
+    if (positions := inputs.get("position_ids")) is not None:
+        mask = inputs.get("attention_mask", torch.ones_like(positions))
+        if (lowest := int(positions.masked_fill(mask == 0, 0).min())) < 0:  # padding may have any position
+            raise ValueError(f"position_ids has {lowest}; start each document at 0, and mark padding in attention_mask")
 
 
 def _check_tokens(name: str, tokens_BN: Tensor, vocab_size: int, fix: str) -> None:

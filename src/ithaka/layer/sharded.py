@@ -98,7 +98,7 @@ def _check_options(**options: Any) -> None:
     rules = {
         "group": (lambda group: hasattr(group, "size"), "a process group; pass torch.distributed.group.WORLD"),
         "ring": (lambda ring: hasattr(ring, "size"), "a process group; pass one of torch.distributed.new_group"),
-        "scale": (lambda scale: type(scale) in (int, float) and 0 < scale < math.inf, "a number above 0; use 0.125"),
+        "scale": (lambda scale: isinstance(scale, int | float) and math.isfinite(scale), "a number; use 0.125"),
         "causal": (lambda causal: isinstance(causal, bool), "a bool; use True or False"),
         "blocks": (lambda blocks: isinstance(blocks, tuple | list) and len(blocks) == 2, "a pair; use (1024, 1024)"),
         "window": (lambda window: type(window) is int and window > 0, "a number of tokens; use 1 or more"),
