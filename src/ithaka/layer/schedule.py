@@ -203,7 +203,7 @@ class _LayerFunction(torch.autograd.Function):
         if ctx.layer.num_changes() != ctx.num_changes:
             raise RuntimeError(PARAMETERS_CHANGED.format(ctx.layer.name))
         if is_shared := count_references(dy) > references_of_a_new_gradient():
-            references_of_a_new_gradient.cache_clear()  # torch.compile, once used, adds references to every gradient
+            references_of_a_new_gradient.cache_clear()  # a failed torch.compile adds references to all
             is_shared = count_references(dy) > references_of_a_new_gradient()
         grads = GradSum()
         ctx.saved.read_ahead()
