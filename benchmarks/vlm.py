@@ -189,7 +189,7 @@ def plan(case: dict[str, Any], model: Any, num_tokens: int) -> dict[str, float]:
     layout = make_layout(case, shape.num_layers)
     name, holders = max(gpu_phases(shape, layout, hardware, work), key=lambda entry: sum(entry[1].values()))
     seconds, text_s = (
-        step_seconds(each, layout, hardware, work).total for each in (shape, replace(shape, encoder=None))
+        step_seconds(each, layout, hardware, work).total for each in (shape, replace(shape, encoders=()))
     )
     planned_s = {"planned_s": round(seconds, 4), "planned_encoder_s": round(seconds - text_s, 4)}
     return {"planned_GiB": round(sum(holders.values()) / GIB, 2), **planned_s, "planned_peak": name}

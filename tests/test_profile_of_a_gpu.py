@@ -34,7 +34,7 @@ def history(events: list[dict], tags: list[tuple[int, Allocation]]) -> MemoryMap
     made = AllocatorHistory(torch.device("cuda", 0))
     made._initial_bytes, made._start_ns = {1: 4 * MIB, 2: MIB}, 1_000_000
     made.phase_changes = [(1_000_000, ("layer 0", "backward", "mlp"))]
-    made.snapshot, made._tags = {"device_traces": [events]}, tags
+    made.snapshot, made._categories = {"device_traces": [events]}, tags
     made._build()
     return made
 

@@ -159,12 +159,12 @@ def test_a_layer_of_each_kind_is_compared_and_named(tmp_path, monkeypatch, runs)
 def pair_wrong_heads(patch):
     def table(*args):
         made = head_table(*args)
-        kv_heads = max(head for load in made.loads for heads in load.kv_heads for head in heads) + 1
+        kv_heads = max(head for sent in made.kv_transfers for heads in sent.kv_heads for head in heads) + 1
         swapped = tuple(
-            replace(load, kv_heads=tuple(tuple(kv_heads - 1 - g for g in heads) for heads in load.kv_heads))
-            for load in made.loads
+            replace(sent, kv_heads=tuple(tuple(kv_heads - 1 - g for g in heads) for heads in sent.kv_heads))
+            for sent in made.kv_transfers
         )
-        return replace(made, loads=swapped)
+        return replace(made, kv_transfers=swapped)
 
     head_table = softmax.head_table
     patch.setattr(softmax, "head_table", table)
