@@ -5,9 +5,8 @@
     PYTHONPATH=src:tests python tests/record_hashes.py --plans --out plans.json
 
 With --against, prints every entry that differs and exits with 1 if there is one. Hashes depend on the CPU and on the
-version of torch: compare only recordings from one machine. Plans are compared without their prose.
-
-tests/recorded/ has both, as of the commit that added it (torch 2.13, aarch64).
+version of torch, and on the cases before them in the process: compare only complete recordings from one machine. Plans
+are compared without their prose.
 """
 
 import argparse
@@ -39,7 +38,7 @@ from ithaka.parallel import parallelize
 from models import FAMILIES, tiny_config, tiny_model
 from parity import random_ids
 from ranks import Ranks
-from test_video import inputs_of, tiny
+from test_video import GRID, inputs_of, tiny
 from vlms import media_inputs, tiny_vlm
 
 GROUPS = {"cp1": (1, 1), "cp2": (2, 1), "cp4": (4, 1), "cp4 ring2": (4, 2)}
@@ -101,6 +100,8 @@ def hash_other(name: str, group: str, tier: str, adapter: bool, dtype: str) -> d
     if name in ("wan", "ltx"):
         model = parallelize(tiny(name).float(), mesh=mesh, layout=replace(layout, kept=kept[:2]))
         inputs = {key: value.float() for key, value in inputs_of(name).items()}
+        if name == "ltx":
+            inputs |= dict(zip(("num_frames", "height", "width"), GRID, strict=True))
         loss = (model(**inputs, return_dict=False)[0].double() ** 2).sum()
     else:
         if name.startswith("nf4"):
