@@ -567,8 +567,8 @@ MUTATIONS = (
     Mutation(
         "k and v are dropped after the first stage that uses them",
         "sharding/heads.py",
-        "KvLoad(kv, first, last_use[number])",
-        "KvLoad(kv, first, first)",
+        "KvTransfer(kv, first, last_use[number])",
+        "KvTransfer(kv, first, first)",
         "test_head_table.py -k first_to_last_use",
     ),
     Mutation(

@@ -50,7 +50,7 @@ class SavedActivations:
     policy: ActivationPolicy = ActivationPolicy()
     outputs: list[StageOutput] = field(default_factory=list)  # per stage
     mixing: Any = None  # the mixer's state of this call
-    mixer_inputs: deque[list[TensorHandle]] = field(default_factory=deque)  # per stage: q, and k and v of a new load
+    mixer_inputs: deque[list[TensorHandle]] = field(default_factory=deque)  # per stage: q, and k and v if they are new
     residuals: deque[Tensor] = field(default_factory=deque)  # per tile: x + attention, rounded
     mlp: deque[MlpActivations] = field(default_factory=deque)  # per tile; for a black-box MLP, results of `run_tile`
     chosen: deque[Tensor] = field(default_factory=deque)  # per tile of an MoE layer: the experts of its tokens
