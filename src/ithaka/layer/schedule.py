@@ -98,8 +98,6 @@ class LayerSchedule:
             raise NotImplementedError(f"{self.name} has {len(self.spec.mixers)} mixers; layers run with at most one")
         self.packed = list(packed_weights(self.layer).values())
         self.mixer = next((mixer.make(self) for mixer in self.spec.mixers), None)
-        # Why a call may not have `parents`, as part of an error: "with ...".
-        self.no_parents = next(filter(None, (mixer.why_not("parents") for mixer in self.spec.mixers)), "")
 
     def __call__(self, x: Tensor, inputs: LayerInputs, call: CallState) -> Tensor:
         """x: [s, D], or with leading dims of size 1, as `batch_dims` of the output."""
