@@ -29,12 +29,12 @@ def event(action: str, time_us: int, address: int, size: int, *frames: tuple[str
     }
 
 
-def history(events: list[dict], tags: list[tuple[int, Allocation]]) -> MemoryMap:
+def history(events: list[dict], categories: list[tuple[int, Allocation]]) -> MemoryMap:
     """Build the map of `events`, with 4 and 1 MiB live before the step and one phase from 1 ms on."""
     made = AllocatorHistory(torch.device("cuda", 0))
     made._initial_bytes, made._start_ns = {1: 4 * MIB, 2: MIB}, 1_000_000
     made.phase_changes = [(1_000_000, ("layer 0", "backward", "mlp"))]
-    made.snapshot, made._categories = {"device_traces": [events]}, tags
+    made.snapshot, made._categories = {"device_traces": [events]}, categories
     made._build()
     return made
 
@@ -50,11 +50,11 @@ def test_the_history_becomes_allocations_by_category():
         event("alloc", 5_000, 3, 3 * MIB - 100, (OURS, 88, "again"), made_in=IN_MLP),  # reuses the address
         event("free_requested", 6_000, 1, 4 * MIB),
     ]
-    tags = [
+    categories = [
         (1, Allocation(0, 1_000_100, "parameters", dtype="float32", shape=(1024, 1024))),
         (3, Allocation(0, 5_100_000, "gradients", dtype="float32", shape=(3, MIB // 4))),
     ]
-    memory = history(events, tags)
+    memory = history(events, categories)
     peak_bytes, peak_ns = memory.peak()
     assert peak_bytes == 15 * MIB
     assert memory.phase_at(peak_ns) == ("layer 0", "backward", "mlp")

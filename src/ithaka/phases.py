@@ -1,4 +1,4 @@
-"""What the schedule is doing (phases) and what its memory is for (holders). Costs almost nothing without listeners."""
+"""What the schedule is doing (phases), and what its memory is for (categories). Almost free without listeners."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +24,8 @@ class MemoryCategory(StrEnum):
     OTHER = "other"
 
 
-# The holder of memory allocated in a phase, unless `allocating_for` or `tag` names another.
-HOLDER_OF_PHASE = {
+# The category of memory allocated in a phase, unless `allocating_for` or `set_category` names another.
+CATEGORY_OF_PHASE = {
     **dict.fromkeys(("embedding", "forward", "backward"), MemoryCategory.RESIDUAL),
     **dict.fromkeys(("projections", "attention", "exchange"), MemoryCategory.STAGE),
     **dict.fromkeys(("loss forward", "loss backward"), MemoryCategory.LOSS),
@@ -36,19 +36,19 @@ HOLDER_OF_PHASE = {
 
 
 class Listener:
-    """Callbacks, called after the change. `path` is the phase entered or left; either may change the holder."""
+    """Callbacks, called after the change. `path` is the phase entered or left; either may change the category."""
 
     def enter(self, path: PhasePath) -> None: ...
 
     def leave(self, path: PhasePath) -> None: ...
 
-    def holder_changed(self) -> None: ...
+    def category_changed(self) -> None: ...
 
     def set_category(self, tensor: Tensor, category: str) -> None: ...
 
 
 class PhaseState:
-    """The open phases and the holder of new allocations, shared by all threads."""
+    """The open phases and the memory category of new allocations, shared by all threads."""
 
     listeners: tuple[Listener, ...] = ()
     path: PhasePath = ()
@@ -70,7 +70,7 @@ def phase(name: str) -> Iterator[None]:
 
 def _enter(name: str) -> tuple[PhasePath, str]:
     outer = PhaseState.path, PhaseState.category
-    _set_state((*PhaseState.path, name), HOLDER_OF_PHASE.get(name, PhaseState.category))
+    _set_state((*PhaseState.path, name), CATEGORY_OF_PHASE.get(name, PhaseState.category))
     for listener in PhaseState.listeners:
         listener.enter(PhaseState.path)
     return outer
@@ -86,7 +86,7 @@ def _leave(outer: tuple[PhasePath, str]) -> None:
 def _set_state(path: PhasePath, category: str) -> None:
     PhaseState.path, PhaseState.category = path, category
     for listener in PhaseState.listeners:
-        listener.holder_changed()
+        listener.category_changed()
 
 
 def mark_backward(y: Tensor, *names: str) -> Tensor:
@@ -108,7 +108,7 @@ def mark_backward(y: Tensor, *names: str) -> Tensor:
 
 @contextmanager
 def allocating_for(category: str) -> Iterator[None]:
-    """Attribute allocations inside to `holder`."""
+    """Attribute allocations inside to `category`."""
     if not PhaseState.listeners:
         yield
         return
@@ -121,7 +121,7 @@ def allocating_for(category: str) -> Iterator[None]:
 
 
 def set_category(tensor: Tensor, category: str) -> Tensor:
-    """Attribute `tensor`'s memory to `holder` from now on. Returns `tensor`."""
+    """Attribute `tensor`'s memory to `category` from now on. Returns `tensor`."""
     for listener in PhaseState.listeners:
         listener.set_category(tensor, category)
     return tensor
@@ -129,7 +129,7 @@ def set_category(tensor: Tensor, category: str) -> Tensor:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Report every phase and holder inside to `listener`."""
+    """Report every phase and memory category inside to `listener`."""
     PhaseState.listeners = (*PhaseState.listeners, listener)
     try:
         yield

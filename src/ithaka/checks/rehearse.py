@@ -38,7 +38,7 @@ from ithaka.plan.seconds import Seconds, layer_seconds
 from ithaka.plan.shape import AttentionKind
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.timeline import PhaseTimer
-from ithaka.run.resolve import STORE_HOLDERS
+from ithaka.run.resolve import STORE_CATEGORIES
 from ithaka.train.loop import OutOfMemoryError
 from ithaka.train.preferences import use_reference
 from ithaka.train.step import make_optimizer
@@ -145,9 +145,9 @@ def _measure_step(
         return timer.seconds(), timer.peaks
     with LiveBytes() as live:
         model, optimizer, reference = step.args
-        live.tag_states(model, optimizer)
+        live.set_state_categories(model, optimizer)
         if reference not in (None, model):
-            live.tag_states(reference, None)
+            live.set_state_categories(reference, None)
         step(inputs)
     return timer.seconds(), live.phase_peaks()
 
@@ -333,7 +333,7 @@ def compare_with_plan(plan: Plan, truncated: TruncatedPlan, measured: RehearsalR
     """Rows for the rehearsed layers, then, on a GPU and with full attention, for the full model's step or forward."""
     ledger, node_gib = truncated.ledger, GIB * truncated.hardware.gpus_per_node
     peak_bytes = ledger.gpu_peak - ledger.gpu["reserve"]
-    host_bytes = sum(ledger.host[holder] for holder in STORE_HOLDERS)
+    host_bytes = sum(ledger.host[name] for name in STORE_CATEGORIES)
     rows: list[Row] = [
         ("peak without reserve", peak_bytes / GIB, measured.peak_bytes / GIB, "GiB"),
         ("layer peak above parameters and gradients", None, measured.layer_bytes / measured.x_bytes, "X"),

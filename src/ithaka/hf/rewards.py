@@ -87,7 +87,7 @@ class ReferenceMixin(Base):
 
     def _shard_reference(self, reference: Any) -> Any:
         base = getattr(self.model, "get_base_model", lambda: self.model)()
-        layout = base.model.layers[0].forward.layout
+        layout = base.ithaka_root.layout
         vars(reference).pop("forward", None)  # TRL's and accelerate's patches
         if layout.dtype is not None:
             reference.to(getattr(torch, layout.dtype))

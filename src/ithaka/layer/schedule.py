@@ -50,7 +50,7 @@ class SavedActivations:
     policy: ActivationPolicy = ActivationPolicy()
     outputs: list[StageOutput] = field(default_factory=list)  # per stage
     mixing: Any = None  # the mixer's state of this call
-    mixer_inputs: deque[list[TensorHandle]] = field(default_factory=deque)  # per stage: q, and k and v of a new load
+    mixer_inputs: deque[list[TensorHandle]] = field(default_factory=deque)  # per stage: q, and k and v if they are new
     residuals: deque[Tensor] = field(default_factory=deque)  # per tile: x + attention, rounded
     mlp: deque[MlpActivations] = field(default_factory=deque)  # per tile; for a black-box MLP, results of `run_tile`
     chosen: deque[Tensor] = field(default_factory=deque)  # per tile of an MoE layer: the experts of its tokens
@@ -98,8 +98,6 @@ class LayerSchedule:
             raise NotImplementedError(f"{self.name} has {len(self.spec.mixers)} mixers; layers run with at most one")
         self.packed = list(packed_weights(self.layer).values())
         self.mixer = next((mixer.make(self) for mixer in self.spec.mixers), None)
-        # Why a call may not have `parents`, as part of an error: "with ...".
-        self.no_parents = next(filter(None, (mixer.why_not("parents") for mixer in self.spec.mixers)), "")
 
     def __call__(self, x: Tensor, inputs: LayerInputs, call: CallState) -> Tensor:
         """x: [s, D], or with leading dims of size 1, as `batch_dims` of the output."""

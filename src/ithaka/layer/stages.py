@@ -86,7 +86,7 @@ class ProjectionsBackward:
     ) -> Tensor:
         """Return dh_tD. Adds weight gradients to the sums and norm gradients to `grads`.
 
-        `head_grads`: for each projection, the gradients [c, t, n, K] of each stage or load, in order.
+        `head_grads`: for each projection, the gradients [c, t, n, K] of each stage or kv transfer, in order.
         """
         d_tM = h_tD.new_empty(len(h_tD), len(self.weight_MD))
         first, adapter_grads, dropped_grads, inverse = 0, [], [], positions.inverse
@@ -144,7 +144,7 @@ def join_slots(outs_ctnK: Sequence[Tensor]) -> Tensor:
 
 
 class StagedAttention:
-    """Attention of this rank's heads, stage by stage. Holds k and v of each load from its first to its last stage.
+    """Attention of this rank's heads, stage by stage. Holds a kv transfer from its first to its last stage.
 
     `ring`: the ranks with the same heads of other tokens.
     """
@@ -155,8 +155,8 @@ class StagedAttention:
         self._kv_grads: dict[int, list[Tensor]] = {}  # dk and dv, in fp32 if several calls add to them
 
     def attend(self, stage: Stage, q_SnK: Tensor, *kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out_SnK and lse_nS of this rank's slots, 0 in empty slots. `kv`: k_SmK and v_SmK of a new load."""
-        self._add_load(stage, kv)
+        """Return out_SnK and lse_nS of this rank's slots, 0 in empty slots. `kv`: k_SmK and v_SmK of a new transfer."""
+        self._add_kv(stage, kv)
         reads = stage.reads[self.rank]
         if len(reads) == 1 and stage.is_full(self.rank):
             return ring_attention(q_SnK, *self._slots(self._kv, reads[0]), self.ring, self.spec)
@@ -171,10 +171,10 @@ class StagedAttention:
     def attend_backward(self, stage: Stage, q: Tensor, out: Tensor, dout: Tensor, *kv_and_lse: Tensor) -> Tensor:
         """Return dq_SnK of this rank's slots, written over `out` (empty slots stay 0), and accumulate dk and dv.
 
-        `kv_and_lse`: k_SmK and v_SmK of a new load, if there is one, and lse_nS.
+        `kv_and_lse`: k_SmK and v_SmK of a new kv transfer, if there is one, and lse_nS.
         """
         *kv, lse_nS = kv_and_lse
-        self._add_load(stage, kv)
+        self._add_kv(stage, kv)
         for read in stage.reads[self.rank]:
             slots = slice(read.first, read.last)
             inputs = (dout[:, slots], q[:, slots], *self._slots(self._kv, read), out[:, slots], lse_nS[slots])
@@ -190,7 +190,7 @@ class StagedAttention:
         del self._kv[kv_transfer]
 
     def take_grads(self, kv_transfer: int) -> Iterator[Tensor]:
-        """Yield dk_SmK, then dv_SmK, rounded once to the dtype of the load; drop the load."""
+        """Yield dk_SmK, then dv_SmK, rounded once to the dtype of the kv transfer; drop it."""
         sums = self._kv_grads.pop(kv_transfer, None) or self._zeros(kv_transfer)
         dtype = self._kv.pop(kv_transfer)[0].dtype
         while sums:
@@ -198,13 +198,13 @@ class StagedAttention:
                 d_SmK = [sums.pop(0).to(dtype)]
             yield d_SmK.pop()
 
-    def _add_load(self, stage: Stage, kv: Sequence[Tensor]) -> None:
+    def _add_kv(self, stage: Stage, kv: Sequence[Tensor]) -> None:
         if kv:
             assert stage.kv_transfer is not None
             self._kv[stage.kv_transfer] = list(kv)
 
     def _is_only_read(self, read: KvRead) -> bool:
-        """Whether no other read uses this load, and this one uses all of it."""
+        """Whether no other read uses this kv transfer, and this one uses all of it."""
         reads = [
             other
             for stage in self.table.stages

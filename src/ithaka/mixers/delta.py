@@ -25,7 +25,7 @@ from ithaka.blocks.tiles import GradSum
 from ithaka.comm.exchange import all_gather
 from ithaka.layer.inputs import LayerInputs
 from ithaka.layer.mixer import MixerSpec, ProbedLayer, StageOutput
-from ithaka.mixers.delta_call import DeltaCall, DeltaTap
+from ithaka.mixers.delta_call import DeltaCall, DeltaTap, calls_rule
 from ithaka.ops.delta_rule import DeltaInputs, DeltaRule, LocalDocs, run_delta_rule
 from ithaka.phases import phase
 
@@ -43,7 +43,7 @@ class DeltaSpec(MixerSpec):
 
     @classmethod
     def find_tap(cls, layer: nn.Module) -> DeltaTap | None:
-        return DeltaTap.find(layer)
+        return next((DeltaTap(module) for module in layer.modules() if calls_rule(module)), None)
 
     @classmethod
     def read(cls, call: DeltaCall, layer: ProbedLayer) -> "DeltaSpec":

@@ -27,7 +27,6 @@ CONVOLUTION = "causal_conv1d_fn"
 class DeltaCall(NamedTuple):
     """One call of the rule, and the earlier tokens that the convolutions before it read."""
 
-    module: nn.Module
     inputs: DeltaInputs
     options: dict[str, Any]
     halo: int
@@ -46,11 +45,6 @@ class DeltaTap:
         self.replayed_tHV: Tensor | None = None
         functions = {CONVOLUTION: self._convolve} | dict.fromkeys(RULES, self._apply_rule)
         self._forward = self._with_functions(functions)
-
-    @classmethod
-    def find(cls, layer: nn.Module) -> "DeltaTap | None":
-        """The tap of the module in `layer` that calls the rule, if there is one."""
-        return next((cls(module) for module in layer.modules() if _calls_rule(module)), None)
 
     @contextmanager
     def capture(self, inputs: LayerInputs, dtype: torch.dtype, traced: bool) -> Iterator[LayerInputs]:
@@ -111,7 +105,7 @@ class DeltaTap:
         wide = torch.promote_types(self.dtype, torch.float32)
         q, k, v, g, beta = (t.squeeze(0) for t in (q, k, v, g, beta))
         inputs = DeltaInputs(*(t.to(self.dtype) for t in (q, k, v)), *(t.to(wide) for t in (g, beta)))
-        self.call = DeltaCall(self.module, inputs, options, self.halo)
+        self.call = DeltaCall(inputs, options, self.halo)
         if not self.traced:
             raise EndPass
         return torch.zeros_like(v)[None], None
@@ -121,6 +115,6 @@ class DeltaTap:
         return call
 
 
-def _calls_rule(module: nn.Module) -> bool:
+def calls_rule(module: nn.Module) -> bool:
     forward: Any = inspect.unwrap(type(module).forward)
     return isinstance(forward, FunctionType) and any(name in forward.__code__.co_names for name in RULES)

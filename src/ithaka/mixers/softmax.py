@@ -106,7 +106,7 @@ def wait_all(in_flight: InFlight) -> list[Tensor]:
 
 
 class HeadGradExchange:
-    """Sends the head gradients of one projection, by stage or load, back to the ranks of the tokens."""
+    """Sends the head gradients of one projection, by stage or kv transfer, back to the ranks of the tokens."""
 
     def __init__(self, group: dist.ProcessGroup, overlap: bool, store: Store) -> None:
         self.group, self.overlap, self.store = group, overlap, store
@@ -115,7 +115,7 @@ class HeadGradExchange:
 
     @phase("exchange")
     def add(self, key: int, d_SnK: Tensor, tier: str | None = None) -> None:
-        """Send the gradients of a stage or load. `tier`: where to keep the result until `take`; None: on the device."""
+        """Send gradients. `tier`: where to keep the result until `take`; None: on the device."""
         self._exchanges[key] = start_heads_to_tokens(d_SnK, self.group)
         if not self.overlap:
             self.wait(tier)
@@ -242,7 +242,7 @@ class SoftmaxMixer:
             self.heads.project_backward(saved, [dq.take(), dk.take(), dv.take()], dy_sD, grads)
 
     def _send_backward(self, saved: SavedActivations, stage: Stage, output: StageOutput, dy_sD: Tensor) -> InFlight:
-        """Send q, the attention output and its gradient, and k and v of a new load. lse, and q, k and v that were saved
+        """Send q, the attention output and its gradient, and a new kv transfer. lse, and q, k and v that were saved
         after their exchange, are already on the right rank."""
         with phase("projections"):
             makers: list[Callable[[], Tensor]] = [
@@ -340,7 +340,7 @@ class CapturedHeads:
         self.layer: Any = mixer.layer
 
     def project(self, saved: Any, stage: Stage) -> deque[Tensor]:
-        """Return q of a stage, and k and v of its new load, in exchange layout [c, s, n, K]."""
+        """Return q of a stage, and k and v of its new kv transfer, in exchange layout [c, s, n, K]."""
         mixing, table = saved.mixing, self.mixer.table
         if mixing.projected is None:
             mixing.projected, others = self.layer.project(saved, self._tiles(saved))
@@ -363,7 +363,7 @@ class CapturedHeads:
     def project_backward(
         self, saved: Any, head_grads: Sequence[list[TensorHandle]], dy_sD: Tensor, grads: GradSum
     ) -> None:
-        """Add the gradient through q, k and v to dy. `head_grads`: for each of them, those of each stage or load."""
+        """Add the gradient through q, k and v to dy. `head_grads`: for each, those of each stage or kv transfer."""
         mixer, spec, mixing = self.mixer, self.mixer.spec, saved.mixing
         all_heads = mixer.query_heads, mixer.kv_heads, mixer.kv_heads
         counts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)

@@ -72,7 +72,7 @@ def measure_model(values: Mapping[str, Any], source: str) -> ModelShape:
 
 def measure_layers(model: Any) -> ModelShape:
     root: Any = find_root(model)
-    config, recorder = root.base.config, Recorder(model)
+    config, recorder = root.base.config, Recorder(model, root.layers_name)
     calls, shorter = (recorder.call(length) for length in LENGTHS)
     measured: dict[Any, tuple[LayerSpec, MeasuredLayer]] = {}
     layers = []

@@ -23,19 +23,19 @@ HOST_RESERVE_SHARE = 0.05  # fraction of a node's memory for the system and file
 HOST_PROCESS_BYTES = 6 * 10**9  # per rank: Python, torch, data
 DISK_STAGING_LAYERS = 3  # layers staged in host memory on their way to or from disk
 
-CHECKPOINT_COPY = "copy to save"  # holder of a background checkpoint's copy
+CHECKPOINT_COPY = "copy to save"  # category of a background checkpoint's copy
 
-Holders = dict[str, int]  # holder -> bytes
+Sizes = dict[str, int]  # memory category -> bytes
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """Bytes by holder at the peak of a step. gpu: per GPU. host, disk: per node."""
+    """Bytes by category at the peak of a step. gpu: per GPU. host, disk: per node."""
 
     phase: str
-    gpu: Holders
-    host: Holders
-    disk: Holders
+    gpu: Sizes
+    host: Sizes
+    disk: Sizes
     gpu_peak: int  # sums of the above, reserves included
     host_peak: int
     disk_peak: int
@@ -106,8 +106,8 @@ class _LayerGroup(NamedTuple):
     kept_up_to: int  # bytes kept by all layers up to the last of this group
 
 
-def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> list[tuple[str, Holders]]:
-    """Return (phase, holders) on one GPU, without the reserve, for each phase that can be the peak. Weights are
+def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> list[tuple[str, Sizes]]:
+    """Return (phase, sizes) on one GPU, without the reserve, for each phase that can be the peak. Weights are
     gathered in the compute dtype, gradients are reduced in the sum dtype."""
     gpu = _GpuPhases(shape, layout, hardware, work)
     phases = [("forward", gpu.forward()), ("loss", gpu.loss())]
@@ -122,7 +122,7 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Step
         *gpu.backward(),
         ("backward, first layer", gpu.backward_first_layer()),
         ("backward, embedding", gpu.backward_embedding()),
-        ("update", gpu.holders(MemoryPoint("update"), gpu.root, shape.num_trained)),
+        ("update", gpu.bytes_at(MemoryPoint("update"), gpu.root, shape.num_trained)),
     ]
 
 
@@ -167,13 +167,13 @@ class _GpuPhases:
             groups.append(_LayerGroup(count, kept, forward, backward, kept_up_to))
         return groups
 
-    def holders(self, point: MemoryPoint, weights: int, reduced: int = 0, pending: int = 0, kept: int = 0) -> Holders:
-        """Return the holders at a point. `weights`: gathered bytes. `reduced`: parameters whose gradients are sharded.
+    def bytes_at(self, point: MemoryPoint, weights: int, reduced: int = 0, pending: int = 0, kept: int = 0) -> Sizes:
+        """Return the sizes at a point. `weights`: gathered bytes. `reduced`: parameters whose gradients are sharded.
         `pending`: bytes of other gradients."""
         trained, frozen = self.shards
         has_optimizer = self.work.trains or self.work.between_steps  # fp32 weights and two moments
         grads = 4 * trained * min(reduced, self.shape.num_trained) // self.shape.num_trained
-        holders = {
+        sizes = {
             "parameters": (4 if has_optimizer else self.e) * trained + frozen,
             "gradients": grads + pending + point.grad_bytes,
             "optimizer": self.moments * has_optimizer,
@@ -184,52 +184,52 @@ class _GpuPhases:
             "kept activations": kept + min(point.heads, 0),  # less what was freed before the peak
         }
         for _ in self.shape.trained_encoders:
-            holders["pixels"] = self.pixels * self.work.trains
-        return holders
+            sizes["pixels"] = self.pixels * self.work.trains
+        return sizes
 
-    def forward_encoder(self, encoder: Encoder) -> Holders:
+    def forward_encoder(self, encoder: Encoder) -> Sizes:
         """Features of this rank's frames, and of its tokens; on one rank, these may be the same."""
         return self._encoder(encoder, encoder.forward_bytes, 2 * self.x) | {"pixels": self.pixels}
 
-    def backward_encoder(self, encoder: Encoder) -> Holders:
+    def backward_encoder(self, encoder: Encoder) -> Sizes:
         """Gradients of features, and the graph of one tile. Parameter gradients are summed over tiles."""
         pending = encoder.parameters * (self.sum_bytes + self.e)
         return self._encoder(encoder, encoder.graph_bytes, 0, self.shape.num_trained - encoder.parameters, pending)
 
     def _encoder(
         self, encoder: Encoder, bytes_per_patch: int, stream: int, reduced: int = 0, pending: int = 0
-    ) -> Holders:
+    ) -> Sizes:
         stream += (1 if self.layout.cp == 1 else 2) * encoder.outputs * self.x
         tile = min(self.s * encoder.patches, PATCHES_PER_TILE) * bytes_per_patch * self.e // 2
         point = MemoryPoint("encoder", stream, tile_bytes=tile)
-        return self.holders(point, self.root + encoder.parameters * self.e, reduced, pending)
+        return self.bytes_at(point, self.root + encoder.parameters * self.e, reduced, pending)
 
-    def forward(self) -> Holders:
+    def forward(self) -> Sizes:
         # A layer's own kept bytes are part of its forward point.
         points = [(group.kept_up_to - group.kept, group.forward) for group in self.groups]
         if self.deepstack:  # its first layers still have features to add
             points[0] = points[0][0], points[0][1]._replace(stream=points[0][1].stream + self.deepstack + self.x)
         kept, point = max(points, key=lambda entry: entry[0] + entry[1].live)
-        return self.holders(point, self.root + self.layer + self.next_layer, kept=kept if self.work.trains else 0)
+        return self.bytes_at(point, self.root + self.layer + self.next_layer, kept=kept if self.work.trains else 0)
 
-    def loss(self) -> Holders:
+    def loss(self) -> Sizes:
         tokens = logits_tile_tokens(self.layout.tile_tokens, self.s, self.shape.vocab * self.e)
         logits, normed = tokens * self.shape.vocab * self.e, tokens * self.shape.hidden * self.e
         if not self.work.trains:
             # FSDP2 holds the last all-gather twice: as received, and as parameters.
             lm_head = self.root + self.next_layer if self.shape.tied else self.head * (1 if self.is_single else 2)
-            return self.holders(MemoryPoint("loss", self.x), lm_head) | {"loss tile": logits + normed}
-        holders = self.holders(
+            return self.bytes_at(MemoryPoint("loss", self.x), lm_head) | {"loss tile": logits + normed}
+        sizes = self.bytes_at(
             MemoryPoint("loss", 2 * self.x),
             self.head + self.other + self.next_layer,
             kept=self.groups[-1].kept_up_to,
         )
         head = self.shape.trained_head
         computed = max(logits + 2 * normed, head * self.e)  # normed and its gradient
-        holders["loss tile"] = head * self.sum_bytes + computed
-        return holders
+        sizes["loss tile"] = head * self.sum_bytes + computed
+        return sizes
 
-    def backward(self) -> list[tuple[str, Holders]]:
+    def backward(self) -> list[tuple[str, Sizes]]:
         """The last layer of each group, when the group keeps the most. The gradients of the module above are being
         reduced: lm_head, or the next layer."""
         prefetched = self.prefetched if self.last_layer else 0 if self.is_single or self.shape.tied else self.head
@@ -241,25 +241,25 @@ class _GpuPhases:
             phase = f"backward, layer {self.last_layer - num_done}" if num_done else "backward, last layer"
             weights = self.root + self.layer + prefetched
             reduced = self.trained_lm_head + num_done * self.shape.trained_layer
-            phases.append((phase, self.holders(group.backward, weights, reduced, pending, group.kept_up_to)))
+            phases.append((phase, self.bytes_at(group.backward, weights, reduced, pending, group.kept_up_to)))
             num_done += group.num_layers
         return phases
 
-    def backward_first_layer(self) -> Holders:
+    def backward_first_layer(self) -> Sizes:
         weights = self.layer + self.other + (0 if self.is_single and not self.shape.tied else self.head)
         reduced = self.trained_lm_head + self.last_layer * self.shape.trained_layer
         pending = self.layer_grads * (self.last_layer > 0 and self.reduces) + self.root_grad
         waiting = self.deepstack * bool(self.shape.trained_encoder)  # gradients of features, for the encoder
         point = self.groups[0].backward
         point = point._replace(stream=point.stream + waiting)
-        return self.holders(point, weights, reduced, pending, self.groups[0].kept)
+        return self.bytes_at(point, weights, reduced, pending, self.groups[0].kept)
 
-    def cast_first_layer(self) -> Holders:
+    def cast_first_layer(self) -> Sizes:
         """Without a reduction: the first layer's gradients, and those that they are cast to."""
         reduced = self.trained_lm_head + self.shape.num_layers * self.shape.trained_layer
-        return self.holders(MemoryPoint("cast", self.x), self.root, reduced, self.layer_grads + self.root_grad)
+        return self.bytes_at(MemoryPoint("cast", self.x), self.root, reduced, self.layer_grads + self.root_grad)
 
-    def backward_embedding(self) -> Holders:
+    def backward_embedding(self) -> Sizes:
         """First the dense gradient and its kernel's buffer, while the first layer's gradients are reduced; for tied
         weights, two gradients and their sum. Then the gradient, its wide copy to send, and the received shard."""
         shape, grad, sent = self.shape, self.embedded * self.e, self.embedded * self.sum_bytes
@@ -271,14 +271,14 @@ class _GpuPhases:
         reducing = (self.root, grad + sent + shard)
         weights, pending = max(computed, reducing, key=sum)
         reduced = self.trained_lm_head + shape.num_layers * shape.trained_layer
-        return self.holders(MemoryPoint("embedding", self.x), weights, reduced, pending)
+        return self.bytes_at(MemoryPoint("embedding", self.x), weights, reduced, pending)
 
 
 # ---- host memory and disk
 
 
-def _host_and_disk(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> tuple[Holders, Holders]:
-    """Holders in a node's host memory and on its disk."""
+def _host_and_disk(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> tuple[Sizes, Sizes]:
+    """Bytes by category in a node's host memory and on its disk."""
     s, ranks = work.local_tokens(layout.cp), hardware.gpus_per_node
     inputs, outputs = {"device": 0, "host": 0, "disk": 0}, {None: 0, "device": 0, "host": 0, "disk": 0}
     for policy, count in layout.policy_groups(shape.num_layers, shape.first_trained):

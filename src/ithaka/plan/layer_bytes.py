@@ -25,8 +25,8 @@ BLOCK_TOKENS = {"attend": 128 * 1024, "attend backward": 264 * 1024}
 # WHOLE_TOKENS long. A call of fa4 costs about 0.5 ms of host time, enough for a GPU to attend to 200 documents of 2K
 # tokens, and full documents up to 128K run 1 to 4 % faster than blocks of them. At 256K there is no difference.
 CALL_TOKENS, WHOLE_TOKENS = 512 * 1024, 256 * 1024
-# Bytes of a compiled measured layer relative to eager execution: what run 1 and run 2 save for backward, and other
-# temporaries.
+# Bytes of a compiled measured layer relative to eager execution: what the capture and resume passes save for
+# backward, and other temporaries.
 COMPILED_GRAPH_SHARES, COMPILED_SHARE = (0.2, 0.62), 0.3
 BLOCK_BUFFERS = 4  # buffers of a block inside attention, in the sum dtype
 
@@ -84,7 +84,7 @@ class LayerBytes:
         self.gate_up = 2 * s * shape.mlp * layout.element_bytes * policy.mlp
         self.projected = self.douts = self.graphs = 0
         if shape.measured:
-            self.gate_up = s * self._graph_bytes(shape.measured, 2) * policy.mlp
+            self.gate_up = s * self._graph_bytes(shape.measured, resumes=True) * policy.mlp
             if not shape.measured.is_streamed:
                 self._add_general(shape.measured, policy)
         is_stored = policy.input != "device"
@@ -106,20 +106,22 @@ class LayerBytes:
 
     def _add_general(self, layer: MeasuredLayer, policy: ActivationPolicy) -> None:
         """Add what layer/general.py holds in addition to the tensors of stages: q, k and v of all heads until the last
-        stage is sent, and in backward the gradients of all heads and, with overlap, the graphs of run 1."""
+        stage is sent, and in backward the gradients of all heads and, with overlap, the graphs of capture passes."""
         shape, e = self.shape, self.layout.element_bytes
         self.residual = 0
         head = self.s * shape.head_dim * e
         self.projected, self.douts = (shape.heads + 2 * shape.kv_heads) * head, shape.heads * head
-        self.graphs = self.s * self._graph_bytes(layer, 1) * (self.layout.overlap and not policy.projections)
+        self.graphs = (
+            self.s * self._graph_bytes(layer, resumes=False) * (self.layout.overlap and not policy.projections)
+        )
 
-    def _graph_bytes(self, layer: MeasuredLayer, run: int) -> int:
-        """Bytes per token that run 1 or 2 of a measured layer saves for backward, in the layout's dtype."""
-        per_token = (layer.project_graph, layer.finish_graph)[run - 1] * self.layout.element_bytes / 2
+    def _graph_bytes(self, layer: MeasuredLayer, resumes: bool) -> int:
+        """Bytes per token that a capture or resume pass saves for backward, in the layout's dtype."""
+        per_token = (layer.project_graph, layer.finish_graph)[resumes] * self.layout.element_bytes / 2
         if self.shape.adapter and self.shape.adapter.dropout:  # each adapter saves its own input
             widths = (self.shape.linears[name][0] for name in self.shape.most_adapted if name in self.shape.linears)
             per_token += sum(widths) * self.layout.element_bytes
-        return int(per_token * (COMPILED_GRAPH_SHARES[run - 1] if self.layout.compile else 1))
+        return int(per_token * (COMPILED_GRAPH_SHARES[resumes] if self.layout.compile else 1))
 
     def unsent(self, num_sent: int, held: int) -> int:
         """Bytes of all heads, kept until the last stage is sent. With one stage on one rank, the stage aliases them."""
@@ -252,7 +254,7 @@ class LayerBytes:
         per_token = int((total - saved) * e / 2 * (COMPILED_SHARE if self.layout.compile else 1))
         is_kept = self.gate_up if work == "mlp backward" else self.graphs  # and counted for all tokens
         if saved and not is_kept:
-            per_token += self._graph_bytes(layer, 2 if work == "mlp backward" else 1)
+            per_token += self._graph_bytes(layer, resumes=work == "mlp backward")
         return min(self.layout.tile_tokens or self.s, self.s) * (per_token + self.fetched_tiles * self.shape.hidden * e)
 
     def _block_bytes(self, work: str) -> int:

@@ -29,7 +29,7 @@ FLOP_SHARE = 0.886  # fraction of the peak rate that large matmuls reach: 700 TF
 GENERAL_SHARE, EAGER_MOVES, COMPILED_MOVES = 0.8, 2.0, 0.42
 # Grouped matmuls of experts: (fraction of the matmul rate with many rows per expert, rows per expert at which the rate
 # is half of that; with fewer, reading weights dominates). EXPERT_SUM_SHARE: the kernel that adds a tile's weight
-# gradients to a sum. Within 20 % of `python benchmarks/experts.py` on one H200, from 32 to 2048 rows.
+# gradients to a sum. Within 20 % of measurements on one H200, from 32 to 2048 rows.
 EXPERTS_SHARE, EXPERT_SUM_SHARE = (0.91, 170), (0.68, 500)
 ENCODER_SHARE = 0.65  # matmuls of image encoders, whose matrices are small
 COPY_SHARE = 0.88  # fraction of the PCIe rate that tile-by-tile copies reach
@@ -200,7 +200,7 @@ class LayerSeconds:
         return (num_matmuls + recomputed) * matmul + output + moved + self.sum_grads(self.shape.mlp_parameters)
 
     def _measured_projections(self, layer: MeasuredLayer, projects: bool, backward: bool) -> float:
-        """Run 1 of a measured layer. Backward keeps its graphs if it projects and overlaps, otherwise it runs again."""
+        """The capture pass of a measured layer. Backward keeps its graphs if it projects and overlaps, or repeats."""
         stages = (self.num_stages - 1) * STAGE_SECONDS  # the first is part of what was fitted
         if not backward:
             return self._measured_run(layer.projection_macs, 1, layer.project_moved) + stages
@@ -211,7 +211,7 @@ class LayerSeconds:
         return seconds + self.sum_grads(layer.projection_macs) + stages
 
     def _measured_rest(self, layer: MeasuredLayer, backward: bool) -> float:
-        """Run 2 of a measured layer, and all adapters. Backward runs it again unless its graphs were kept."""
+        """The resume pass of a measured layer, and all adapters. Backward runs it again unless its graphs were kept."""
         adapters = self.adapters(tuple(self.shape.linears), backward)
         dense = layer.other_macs - layer.expert_macs
         if not backward:

@@ -30,7 +30,7 @@ def has_moment_blocks(shape: Sequence[int]) -> bool:
 class MeasuredLayer:
     """A decoder layer without a formula, measured by model/shape.py: the largest layer's bytes, the mean of costs.
 
-    Run 1 projects, run 2 finishes the layer (layer/runs.py). Bytes are per token, in 16 bits.
+    The capture pass projects, the resume pass finishes the layer (layer/passes.py). Bytes are per token, in 16 bits.
     """
 
     parameters: int

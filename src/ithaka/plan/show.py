@@ -364,17 +364,17 @@ def _explain_rejected(plan: Plan, name: str, **changes: Any) -> str:
 
 
 def _format_costs(plan: Plan) -> Iterator[str]:
-    """Memory by tier and holder, and time."""
+    """Memory by tier and category, and time."""
     ledger = plan.ledger
     tiers = {
         f"GPU memory, per GPU (peak in {ledger.phase})": (ledger.gpu, ledger.gpu_bytes),
         "Host memory, per node": (ledger.host, ledger.host_bytes),
         "Disk, per node": (ledger.disk, ledger.disk_bytes),
     }
-    for title, (holders, have) in tiers.items():
-        if need := sum(holders.values()):
+    for title, (sizes, have) in tiers.items():
+        if need := sum(sizes.values()):
             yield f"{title}: {need / GIB:.1f} of {have / GIB:.1f} GiB"
-            yield from wrap_list(f"{name} {held / GIB:.1f}" for name, held in holders.items() if held >= GIB / 20)
+            yield from wrap_list(f"{name} {held / GIB:.1f}" for name, held in sizes.items() if held >= GIB / 20)
     yield f"Time per step: {format_duration(plan.step_s)}"
     parts = vars(plan.seconds).items()
     yield from wrap_list(f"{name} {format_duration(s)} ({s / plan.step_s:.1%})" for name, s in parts)

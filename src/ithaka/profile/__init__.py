@@ -1,1 +1,1 @@
-"""Where memory and time go: live bytes by holder, phase timers, traces and progress."""
+"""Where memory and time go: live bytes by category, phase timers, traces and progress."""

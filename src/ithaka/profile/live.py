@@ -1,4 +1,4 @@
-"""Record allocations with holder, phase and source line: on a CPU every storage, on a GPU the allocator's history."""
+"""Record allocations by category, phase and source line: on a CPU every storage, on a GPU the allocator's history."""
 
 import math
 import sys
@@ -28,7 +28,7 @@ ROUND_BYTES = 512  # the allocator's granularity
 
 class LiveBytes(MemoryMap):
     """Records each new CPU storage once, until it is freed, while entered. Views and autograd keep a storage live;
-    FSDP2's resizing is tracked. Older storages count only if tagged. Buffers inside a C++ operator are invisible."""
+    FSDP2's resizing is tracked. Older storages count if they get a category. Buffers inside operators are invisible."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,13 +116,13 @@ def _cpu_tensors(tree: Any) -> Iterator[Tensor]:
 
 class AllocatorHistory(MemoryMap):
     """Records the CUDA allocator's events while entered, and builds the map on exit. The allocator has sizes, not
-    shapes: only tagged tensors have a shape. `snapshot` is for PyTorch's memory viewer."""
+    shapes: only tensors with a category have a shape. `snapshot` is for PyTorch's memory viewer."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
         self.snapshot: dict[str, Any] = {}
-        self._categories: list[tuple[int, Allocation]] = []  # address, tag
+        self._categories: list[tuple[int, Allocation]] = []  # address, category and shape
         self._initial_bytes: dict[int, int] = {}  # by address, live before recording
         self._start_ns = 0
 
@@ -138,7 +138,7 @@ class AllocatorHistory(MemoryMap):
         self._start_ns = time.time_ns()
         self.push(self._stop)
         self.enter_context(listening(self))
-        self.holder_changed()
+        self.category_changed()
         return self
 
     def _stop(self, *error: Any) -> None:
@@ -155,12 +155,12 @@ class AllocatorHistory(MemoryMap):
             mark = Allocation(0, time.time_ns(), category, **dtype_and_shape(local))
             self._categories.append((local.untyped_storage().data_ptr(), mark))
 
-    def holder_changed(self) -> None:
-        """Attach holder and phase to this thread's next allocations; the memory viewer shows them."""
+    def category_changed(self) -> None:
+        """Attach category and phase to this thread's next allocations; the memory viewer shows them."""
         torch.cuda.memory._set_memory_metadata(f"{PhaseState.category}: {'/'.join(PhaseState.path)}")
 
     def _build(self) -> None:
-        """Replay the allocator's events and the tags in order of time."""
+        """Replay the allocator's events and the categories in order of time."""
         newest = {address: Allocation(num_bytes, self._start_ns) for address, num_bytes in self._initial_bytes.items()}
         self.allocations.extend(newest.values())
         trace = self.snapshot["device_traces"][self.device.index or 0]
@@ -170,7 +170,7 @@ class AllocatorHistory(MemoryMap):
         for at_ns, address, event in sorted(events, key=lambda event: event[0]):
             allocation = newest.get(address)
             if isinstance(event, Allocation):
-                # A tag belongs to the newest allocation at its address, unless that was freed before.
+                # It belongs to the newest allocation at its address, unless that was freed before.
                 if allocation is not None and allocation.stop_ns + CLOCK_SLACK_NS >= event.start_ns:
                     newest[address] = self._apply_category(allocation, event)
             elif event["action"] == "alloc":
@@ -189,7 +189,7 @@ class AllocatorHistory(MemoryMap):
         return self.allocations[-1]
 
     def _apply_category(self, allocation: Allocation, mark: Allocation) -> Allocation:
-        """Keep the shape of the largest tagged tensor; a new holder starts a new allocation."""
+        """Keep the shape of the largest tensor; a new category starts a new allocation."""
         if not allocation.dtype or math.prod(mark.shape) > math.prod(allocation.shape):
             allocation.dtype, allocation.shape = mark.dtype, mark.shape
         if mark.category == allocation.category:
@@ -207,7 +207,7 @@ _GRADIENT_FUNCTIONS = ("reduce", "post_backward", "to_accumulated_grad", "unshar
 
 
 def attribute_stack(frames: Iterable[tuple[str, int, str]]) -> tuple[str, MemoryCategory | None]:
-    """The innermost line of our or user code, and the holder if FSDP2 allocated. `frames`: innermost first."""
+    """The innermost line of our or user code, and the category if FSDP2 allocated. `frames`: innermost first."""
     category = None
     for file, line, function in frames:
         name = _display_name(file)

@@ -1,4 +1,4 @@
-"""The memory map of one step: live bytes by holder over time, and what was live at the peak."""
+"""The memory map of one step: live bytes by category over time, and what was live at the peak."""
 
 import time
 from bisect import bisect_right
@@ -50,7 +50,7 @@ class PhaseLog(Listener):
 
 @dataclass
 class Allocation:
-    """Bytes that belong to one holder from `start_ns` to `stop_ns`."""
+    """Bytes that belong to one category from `start_ns` to `stop_ns`."""
 
     num_bytes: int
     start_ns: int
@@ -78,7 +78,7 @@ class MemoryMap(PhaseLog, ExitStack):
         super().__init__()
         self.allocations: list[Allocation] = []
 
-    def tag_states(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+    def set_state_categories(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         """Attribute memory that is live before the step: parameters, buffers and optimizer states."""
         for tensor in (*model.parameters(), *model.buffers()):
             self.set_category(tensor, MemoryCategory.PARAMETERS)
@@ -94,7 +94,7 @@ class MemoryMap(PhaseLog, ExitStack):
         return sorted(events, key=lambda event: event[:2])
 
     def peak(self) -> tuple[int, int]:
-        """Peak bytes, and the last time in ns at which they were live: by then, new tensors are tagged."""
+        """Peak bytes, and the last time in ns at which they were live: by then, new tensors have a category."""
         events = self.events()
         totals = accumulate(num_bytes for _, num_bytes, _ in events)
         return max(((total, at_ns) for total, (at_ns, _, _) in zip(totals, events, strict=True)), default=(0, 0))
@@ -119,11 +119,11 @@ class MemoryMap(PhaseLog, ExitStack):
     def describe(self, planned: dict[str, int]) -> dict[str, Any]:
         """The map for profile.json; times are seconds since the first phase.
 
-        `time_s`, `holders` and `moments`: samples of bytes by holder, and their phases. `phases`: spans of each layer's
-        forward and backward, the loss and the optimizer. `peak`: when it was, what was live, and `planned` bytes.
+        `time_s`, `holders` and `moments`: samples of bytes by category, and their phases. `phases`: spans of each
+        layer's forward and backward, the loss and the optimizer. `peak`: when it was, what was live, and the plan.
         """
         times = [at_ns for at_ns, _ in self.phase_changes] + [at_ns for at_ns, _, _ in self.events()]
-        start_ns, stop_ns = times[0], max(times)  # tagged states are older than the first phase
+        start_ns, stop_ns = times[0], max(times)  # states are older than the first phase
         samples = self._sample(start_ns, stop_ns)
         used = [category for category in MemoryCategory if any(sizes[category] for _, sizes in samples)]
         peak_ns, at_peak = max(samples, key=lambda sample: (sample[1].total(), sample[0]))
@@ -149,7 +149,7 @@ class MemoryMap(PhaseLog, ExitStack):
         }
 
     def _sample(self, start_ns: int, stop_ns: int) -> list[tuple[int, Counter[str]]]:
-        """Time and bytes by holder at the highest point of each of MAP_POINTS intervals, so the peak is included."""
+        """Time and bytes by category at the highest point of each of MAP_POINTS intervals, so the peak is included."""
         width_ns = max((stop_ns - start_ns) / MAP_POINTS, 1)
         sizes: Counter[str] = Counter()
         highest: dict[int, tuple[int, Counter[str]]] = {}
@@ -161,21 +161,21 @@ class MemoryMap(PhaseLog, ExitStack):
         return list(highest.values())
 
 
-def sum_planned_by_holder(plan: Plan) -> dict[str, int]:
-    """Bytes by holder on one rank at the planned peak."""
-    holders = {
+def sum_planned_by_category(plan: Plan) -> dict[str, int]:
+    """Bytes by category on one rank at the planned peak."""
+    categories = {
         "layer weights": MemoryCategory.UNSHARDED,
         "tiles": MemoryCategory.MLP,
         "kept activations": MemoryCategory.KEPT,
     }
     planned: Counter[str] = Counter()
     for name, num_bytes in plan.ledger.gpu.items():
-        planned[holders.get(name, name)] += num_bytes if name != "reserve" else 0
+        planned[categories.get(name, name)] += num_bytes if name != "reserve" else 0
     return {category: num_bytes for category, num_bytes in planned.items() if num_bytes}
 
 
 def _group_largest(live: list[Allocation]) -> list[dict[str, Any]]:
-    """The largest groups of allocations with the same holder, line, and shape (size, if the shape is not known)."""
+    """The largest groups of allocations with the same category, line, and shape (size, if the shape is not known)."""
     groups: dict[tuple[str, str, str], list[Allocation]] = {}
     for item in live:
         form = f"{item.dtype} {list(item.shape)}" if item.dtype else format_bytes(item.num_bytes)
@@ -201,7 +201,7 @@ def format_peak(peak: dict[str, Any]) -> str:
     for number, row in enumerate(peak["largest"], 1):
         size = f"{format_bytes(row['num_bytes'])} ({100 * row['num_bytes'] / max(total, 1):.0f}%)"
         lines.append(f"{number:>3}. {size} {row['holder']}: {row['what']}, {row['made_by']}")
-    table = [("holder", "measured", "planned")]
+    table = [("category", "measured", "planned")]
     for category in dict.fromkeys([*peak["holders"], *planned]):
         planned_size = format_bytes(planned[category]) if category in planned else "-"
         table.append((category, format_bytes(peak["holders"].get(category, 0)), planned_size))

@@ -165,14 +165,14 @@ class StepProfile(ExitStack):
 
     def __enter__(self) -> "StepProfile":
         self.enter_context(self.memory)
-        self.memory.tag_states(self.model, self.optimizer)
+        self.memory.set_state_categories(self.model, self.optimizer)
         if self._records_times:
             self.enter_context(self.times)  # last, so the step does not include exiting `memory`
         return self
 
     def write(self, folder: Path, step: int, plain_s: float | None, planned: dict[str, int]) -> str:
         """Write all files to `folder` and return the summary of the peak. `plain_s`: time of a step without profiling.
-        `planned`: bytes by holder at the planned peak."""
+        `planned`: bytes by category at the planned peak."""
         folder.mkdir(parents=True, exist_ok=True)
         if isinstance(self.memory, AllocatorHistory):
             (folder / "memory.pickle").write_bytes(pickle.dumps(self.memory.snapshot))

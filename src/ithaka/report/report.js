@@ -1,5 +1,5 @@
 // Draws the report. Sizes are bytes, times are seconds.
-const HOLDER_COLOURS = {
+const CATEGORY_COLOURS = {
   "parameters": "#4e79a7", "gradients": "#f28e2b", "optimizer": "#76b7b2", "unsharded weights": "#edc948",
   "residual stream": "#59a14f", "stage buffers": "#e15759", "kept on device": "#b07aa1", "MLP tile": "#ff9da7",
   "loss tile": "#9c755f", "other": "#8f979e",
@@ -50,7 +50,7 @@ function summary() {
       ["host peak per rank", run.device_peak_bytes ? null : ifSet(run.host_peak_bytes, bytes)],
       ["device peak", ifSet(run.device_peak_bytes, bytes)],
     ].filter(([, value]) => value != null);
-    if (peak && peak.largest.length) cards.push(["largest holder", Object.entries(peak.holders).sort((a, b) => b[1] - a[1])[0][0]]);
+    if (peak && peak.largest.length) cards.push(["largest category", Object.entries(peak.holders).sort((a, b) => b[1] - a[1])[0][0]]);
     box.append(make("p", { class: "note" }, modelNote(run.config)));
     box.append(make("div", { class: "cards" }, ...cards.map(([name, value]) =>
       make("div", { class: "card" }, make("b", {}, String(value)), make("span", {}, name)))));
@@ -197,7 +197,7 @@ function noteNotProfiled(box) {
 function memory() {
   if (!runs.some(run => run.profile)) return;
   const into = section("Memory map",
-    "Live bytes on rank 0 during the profiled step, by holder. Tap a name to hide it; drag or pinch to zoom.");
+    "Live bytes on rank 0 during the profiled step, by category. Tap a name to hide it; drag or pinch to zoom.");
   perRun(into, (run, box) => {
     if (!run.profile) { noteNotProfiled(box); return; }
     const map = run.profile.memory, peak = map.peak;
@@ -206,23 +206,23 @@ function memory() {
     const share = 100 * peak.time_s / Math.max(peak.step_s, 1e-9);
     box.append(make("p", {}, `${bytes(peak.num_bytes)} in phase ${peak.phase || "none"}, ${seconds(peak.time_s)} into a step of ${seconds(peak.step_s)} (${share.toFixed(0)}%).`
       + (peak.measured_bytes == null ? "" : ` The allocator measured ${bytes(peak.measured_bytes)}.`)));
-    table(box, ["holder", { name: "size", kind: "number" }, { name: "shape", kind: "code below" }, { name: "allocated by", kind: "code below" }],
+    table(box, ["category", { name: "size", kind: "number" }, { name: "shape", kind: "code below" }, { name: "allocated by", kind: "code below" }],
       peak.largest.map(one => [
-        swatch(HOLDER_COLOURS[one.holder] || "#888", one.holder), bytes(one.num_bytes), one.what, one.made_by,
+        swatch(CATEGORY_COLOURS[one.holder] || "#888", one.holder), bytes(one.num_bytes), one.what, one.made_by,
       ]));
     const planned = peak.planned;
     const names = [...new Set([...Object.keys(peak.holders), ...Object.keys(planned || {})])];
-    box.append(make("h3", {}, planned ? "Peak by holder, measured and planned" : "Peak by holder"));
+    box.append(make("h3", {}, planned ? "Peak by category, measured and planned" : "Peak by category"));
     const total = o => Object.values(o).reduce((a, b) => a + b, 0);
     const number = name => ({ name, kind: "number" });
-    table(box, ["holder", number("measured"), ...(planned ? [number("planned")] : [])],
-      [...names.map(n => [swatch(HOLDER_COLOURS[n] || "#888", n), bytes(peak.holders[n] || 0), ...(planned ? [planned[n] == null ? "-" : bytes(planned[n])] : [])]),
+    table(box, ["category", number("measured"), ...(planned ? [number("planned")] : [])],
+      [...names.map(n => [swatch(CATEGORY_COLOURS[n] || "#888", n), bytes(peak.holders[n] || 0), ...(planned ? [planned[n] == null ? "-" : bytes(planned[n])] : [])]),
         ["total", bytes(peak.num_bytes), ...(planned ? [bytes(total(planned))] : [])]]);
   });
 }
 function memoryOption(map, c, narrow) {
   const stacked = Object.entries(map.holders).map(([name, values]) => ({
-    name, type: "line", stack: "live", symbol: "none", color: HOLDER_COLOURS[name] || "#888", step: "end",
+    name, type: "line", stack: "live", symbol: "none", color: CATEGORY_COLOURS[name] || "#888", step: "end",
     lineStyle: { width: 0 }, areaStyle: { opacity: 0.9 }, emphasis: { disabled: true },
     data: values.map((v, i) => [map.time_s[i], v]),
   }));

@@ -38,7 +38,7 @@ class GeneralDecoder(Decoder):
         model = self.model
         if any(hasattr(module, "A_log") and hasattr(module, "D") for module in model.modules()):
             raise refusal(model, "mixes tokens with Mamba's recurrence, whose states are not passed between ranks")
-        recorder = Recorder(model)
+        recorder = Recorder(model, self.layers_name)
         self.specs = probe_layers(model, recorder, device)
         self.norm, self.has_linear_head = recorder.find_norm(self.base), _has_linear_head(model)
         self.balancing = _find_balancing_loss(model, len(self.layers))

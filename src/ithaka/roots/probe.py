@@ -335,7 +335,7 @@ def probe_layers(model: PreTrainedModel, recorder: Recorder, device: torch.devic
     """Probe one layer of each kind, one after the other, then two layers together; return the specs of all layers."""
     calls, shorter = (recorder.call(length) for length in LENGTHS)
     kinds: dict[Any, list[int]] = {}
-    for index, layer in enumerate(find_decoder(model).layers):
+    for index, layer in enumerate(recorder.layers):
         dims = token_dims(model, f"model.layers.{index}", calls[index], shorter[index])
         kinds.setdefault((describe_layer(layer), _describe_arguments(calls, index), dims), []).append(index)
     specs: dict[int, LayerSpec] = {}
@@ -344,7 +344,7 @@ def probe_layers(model: PreTrainedModel, recorder: Recorder, device: torch.devic
             specs |= _probe_kind(model, indices, dims, recorder, device)
             indices = [index for index in indices if index not in specs]
     ordered = [specs[index] for index in range(len(specs))]
-    for layer, spec in zip(recorder.base.layers, ordered, strict=True):
+    for layer, spec in zip(recorder.recorded, ordered, strict=True):
         layer.num_outputs = spec.num_outputs
     _probe_without_layers(model, recorder)
     _probe_together(model, ordered, recorder, device)
@@ -356,7 +356,7 @@ def _probe_kind(
 ) -> dict[int, LayerSpec]:
     """Probe the first of some layers; return its spec for all of them that compute the same."""
     first, *others = indices
-    inputs = model, find_decoder(model).layers[first], first, dims, recorder, device
+    inputs = model, recorder.layers[first], first, dims, recorder, device
     probe = _Probe(*inputs)
     try:
         probe.run()
@@ -383,7 +383,7 @@ def _probe_together(model: PreTrainedModel, specs: list[LayerSpec], recorder: Re
     pair = range(first, min(first + 2, len(specs)))
     where = f"in a run of {' and '.join(f'model.layers.{i}' for i in pair)}"
     for is_small in (True, False):
-        copies = [_copy_layer(model, find_decoder(model).layers[i], recorder, device, is_small) for i in pair]
+        copies = [_copy_layer(model, recorder.layers[i], recorder, device, is_small) for i in pair]
         layers = {i: layer for i, (layer, _) in zip(pair, copies, strict=True)}
         try:
             theirs = _run_layers(recorder, layers, device, "eager")
@@ -410,11 +410,11 @@ def _run_layers(
 ) -> dict[str, Tensor | None]:
     """Run the recorder's model with some layers; return its output and the gradients of all trained parameters and of
     the embeddings, by name."""
-    base, recorded, num_tokens = recorder.base, recorder.base.layers, LENGTHS[0]
+    base, recorded, num_tokens = recorder.base, recorder.recorded, LENGTHS[0]
     embeddings = [module for module in base.modules() if isinstance(module, nn.Embedding)]
     recorder.config._attn_implementation = attention
     recorder.start(num_tokens)
-    base.layers = nn.ModuleList(layers.get(i, layer) for i, layer in enumerate(recorded))
+    setattr(base, recorder.list_name, nn.ModuleList(layers.get(i, layer) for i, layer in enumerate(recorded)))
     try:
         base.to(device)
         for module in embeddings:
@@ -430,7 +430,7 @@ def _run_layers(
         named = {f"gradient of {name}": grad for name, grad in zip(params, grads, strict=True)}
         return {"output": y.detach(), **named}
     finally:
-        base.layers = recorded
+        setattr(base, recorder.list_name, recorded)
         for module in embeddings:
             module.weight.requires_grad_(False)
         base.to("cpu")

@@ -66,17 +66,19 @@ class _RecordedLayer(nn.Module):
 class Recorder:
     """A copy of the model without its layers, on the CPU, with random parameters and a small vocabulary."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.config, self.current = model, copy_config(find_decoder(model).config), CurrentCall()
+    def __init__(self, model: PreTrainedModel, layers_name: str = "model.layers") -> None:
+        path, _, self.list_name = layers_name.rpartition(".")
+        base: Any = model.get_submodule(path)
+        self.model, self.config, self.current = model, copy_config(base.config), CurrentCall()
         self.calls: list[Any] = []
-        base = find_decoder(model)
-        layers = base.layers
+        self.layers = layers = getattr(base, self.list_name)  # of the model
         self.memo = {id(param): param for param in model.parameters()} | {id(base.config): self.config}
-        base.layers = nn.ModuleList(_RecordedLayer(layer, self.calls) for layer in layers)
+        self.recorded = nn.ModuleList(_RecordedLayer(layer, self.calls) for layer in layers)
+        setattr(base, self.list_name, self.recorded)
         try:
-            self.base = copy.deepcopy(base, self.memo | {id(m): m for m in base.layers})
+            self.base = copy.deepcopy(base, self.memo | {id(m): m for m in self.recorded})
         finally:
-            base.layers = layers
+            setattr(base, self.list_name, layers)
         for module in self.base.modules():
             if isinstance(module, nn.Embedding):
                 module.weight = nn.Parameter(module.weight[:SMALL_VOCABULARY], requires_grad=False)
@@ -91,7 +93,6 @@ class Recorder:
         self.calls.clear()
         self.config._attn_implementation = attention
         self.start(end or first + length)
-        num_layers = len(find_decoder(self.model).layers)
         try:
             with torch.no_grad():
                 self.output = self.base(**self.inputs(length, first)).last_hidden_state
@@ -99,8 +100,8 @@ class Recorder:
             raise
         except Exception as error:
             raise refusal(self.model, f"does not run without its layers ({type(error).__name__}: {error})") from error
-        if len(self.calls) != num_layers:
-            raise refusal(self.model, f"calls {len(self.calls)} layers, but has {num_layers}")
+        if len(self.calls) != len(self.layers):
+            raise refusal(self.model, f"calls {len(self.calls)} layers, but has {len(self.layers)}")
         return list(self.calls)
 
     def start(self, num_positions: int) -> None:

@@ -21,7 +21,7 @@ from ithaka.config import (
 )
 from ithaka.config.units import format_bytes
 from ithaka.layout import Layout, format_choices
-from ithaka.plan.bytes import CHECKPOINT_COPY, Holders, Ledger, build_ledger, saved_bytes
+from ithaka.plan.bytes import CHECKPOINT_COPY, Ledger, Sizes, build_ledger, saved_bytes
 from ithaka.plan.hardware import GPUS, Hardware, available_memory, find_gpu, free_disk, gpu_named
 from ithaka.plan.read_config import read_json
 from ithaka.plan.search import Plan, SearchSpace, make_search_space, shape_to_train, work_from_config
@@ -29,7 +29,7 @@ from ithaka.plan.shape import ModelShape, StepShape
 from ithaka.run.shapes import read_shape, shape_from_config
 
 FALLBACK_GPU = "H100"  # its rates rank plans for a GPU that is not in the table
-STORE_HOLDERS = ("layer inputs", "kept attention", "on the way to disk")  # names in the ledger
+STORE_CATEGORIES = ("layer inputs", "kept attention", "on the way to disk")  # names in the ledger
 
 
 @dataclass(frozen=True)
@@ -202,13 +202,13 @@ def plan_run(
 # ---- memory
 
 
-def drop_reserve(holders: Holders, times: int = 1) -> Holders:
+def drop_reserve(sizes: Sizes, times: int = 1) -> Sizes:
     """Leave out the reserve, which nothing allocates."""
-    return {name: times * num_bytes for name, num_bytes in holders.items() if num_bytes and name != "reserve"}
+    return {name: times * num_bytes for name, num_bytes in sizes.items() if num_bytes and name != "reserve"}
 
 
-def certain_needs(run: Run, ledger: Ledger | None = None) -> tuple[Holders, Holders]:
-    """Bytes per holder that all ranks of a node certainly need in (host memory, disk). Without a GPU, the host also
+def certain_needs(run: Run, ledger: Ledger | None = None) -> tuple[Sizes, Sizes]:
+    """Bytes by category that all ranks of a node certainly need in (host memory, disk). Without a GPU, the host also
     holds the device's planned peak."""
     ledger = ledger or run.ledger
     on_device = drop_reserve(ledger.gpu, run.hardware.gpus_per_node) if run.hardware.gpu.name == "CPU" else {}
@@ -233,9 +233,9 @@ def _check_tiers(run: Run, ledger: Ledger, setting: str, find_fixes: Callable[[R
         "host memory": (host, ledger.host_bytes, per_node),
         "disk": (disk, ledger.disk_bytes, per_node),
     }
-    for tier, (holders, available, unit) in tiers.items():
-        if (needed := sum(holders.values())) > available:
-            parts = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in holders.items() if num_bytes)
+    for tier, (sizes, available, unit) in tiers.items():
+        if (needed := sum(sizes.values())) > available:
+            parts = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in sizes.items() if num_bytes)
             fixes = find_fixes(run, tier) | {"memory.plan=off to try anyway": planned}
             choices = format_choices(fix for fix, helps in fixes.items() if helps)
             problem = f"{setting} needs {format_bytes(needed)} of {tier} {unit} ({parts})"
@@ -289,7 +289,7 @@ def _evaluation_fixes(run: Run, tier: str) -> dict[str, bool]:
 def store_host_bytes(run: Run) -> int | None:
     """Host memory that one rank's store may use: its share of what is free. With the disk tier, only what is in flight
     to disk, so that a slow disk slows the run down instead of filling the memory."""
-    stored, ranks = sum(run.ledger.host.get(name, 0) for name in STORE_HOLDERS), run.hardware.gpus_per_node
+    stored, ranks = sum(run.ledger.host.get(name, 0) for name in STORE_CATEGORIES), run.hardware.gpus_per_node
     to_disk = bool(drop_reserve(run.ledger.disk))
     if not stored and not to_disk:
         return None

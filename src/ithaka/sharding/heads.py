@@ -1,9 +1,9 @@
 """The head table: which rank attends to which heads in which stage. Built once, read by everything else.
 
 A rank owns consecutive query heads of the checkpoint, a few slots per stage (Hugging Face pairs query head h with kv
-head h // (H / G)). The kv heads it needs arrive in *loads* just before their first use and stay until their last, so
-k and v of a group move once. Where the ranks do not divide the heads, some slots are EMPTY_SLOT: the exchange carries
-them as padding, and nothing is computed for them.
+head h // (H / G)). The kv heads it needs arrive in *kv transfers* just before their first use and stay until their
+last, so k and v of a group move once. Where the ranks do not divide the heads, some slots are EMPTY_SLOT: the exchange
+carries them as padding, and nothing is computed for them.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Heads = tuple[tuple[int, ...], ...]  # [rank][slot]
 
 @dataclass(frozen=True)
 class KvRead:
-    """Query slots [first, last) of a stage attend to kv slots [kv_slot, kv_slot + num_kv) of load `load`, in equal
+    """Query slots [first, last) of a stage attend to kv slots [kv_slot, kv_slot + num_kv) of a kv transfer, in equal
     groups."""
 
     first: int
@@ -53,7 +53,7 @@ class KvTransfer:
 @dataclass(frozen=True)
 class Stage:
     query_heads: Heads
-    kv_transfer: int | None  # the load that arrives with this stage
+    kv_transfer: int | None  # the one that arrives with this stage
     reads: tuple[tuple[KvRead, ...], ...]  # [rank]
 
     @property
@@ -79,7 +79,7 @@ def flatten_heads(heads: Heads) -> list[int]:
 
 
 def concat_heads(parts: list[Heads]) -> Heads:
-    """Concatenate stages or loads, rank by rank."""
+    """Concatenate stages or kv transfers, rank by rank."""
     return tuple(tuple(head for heads in rank_parts for head in heads) for rank_parts in zip(*parts, strict=True))
 
 
@@ -96,11 +96,11 @@ def head_table(num_heads: int, num_kv_heads: int, cp: int, heads_per_stage: int 
     group_size = num_heads // num_kv_heads
     padded = [[*range(bounds[r], bounds[r + 1]), *[EMPTY_SLOT] * slots * num_stages] for r in range(cp)]
     query_heads = [tuple(tuple(row[i * slots :][:slots]) for row in padded) for i in range(num_stages)]
-    return _add_loads(query_heads, cp, group_size)
+    return _add_kv_transfers(query_heads, cp, group_size)
 
 
-def _add_loads(query_heads: list[Heads], cp: int, group_size: int) -> HeadTable:
-    held: list[dict[int, tuple[int, int]]] = [{} for _ in range(cp)]  # per rank: kv head -> (load, slot)
+def _add_kv_transfers(query_heads: list[Heads], cp: int, group_size: int) -> HeadTable:
+    held: list[dict[int, tuple[int, int]]] = [{} for _ in range(cp)]  # per rank: kv head -> (kv transfer, slot)
     arrivals: list[tuple[Heads, int]] = []
     stages: list[Stage] = []
     for i, stage_heads in enumerate(query_heads):
@@ -142,7 +142,7 @@ class StageSlots:
     new_kv: int  # kv slots that arrive with the stage
     held_kv: int  # kv slots held while it attends
     left_kv: int  # kv slots that later stages still need
-    summed_kv: int  # held kv slots that have gradient sums already: their load was read
+    summed_kv: int  # held kv slots that have gradient sums already: their transfer was read
     left_summed_kv: int  # subset that later stages still need
     partial_query: int  # query slots of the widest read that is only a part of the stage's output; 0: there is none
     widest_read: int  # query slots of the widest read
@@ -166,7 +166,7 @@ def _stage_slots(table: HeadTable, i: int) -> StageSlots:
     arrived = {n for n, kv_transfer in kv_transfers if kv_transfer.first_stage <= i}
 
     def count(numbers: set[int], needed_at: int) -> int:
-        """Slots of these loads that stage `needed_at` or a later one reads."""
+        """Slots of these transfers that stage `needed_at` or a later one reads."""
         return sum(
             kv_transfer.num_slots
             for n, kv_transfer in kv_transfers

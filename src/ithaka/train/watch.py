@@ -25,7 +25,7 @@ from ithaka.log.metrics import read_metrics
 from ithaka.phases import Listener, PhasePath
 from ithaka.plan.hardware import DISK_BYTES_S, gpu_named, join_kernels, peak_flops
 from ithaka.plan.search import Plan
-from ithaka.profile.memory import sum_planned_by_holder
+from ithaka.profile.memory import sum_planned_by_category
 from ithaka.profile.step import StepProfile, StepTimes, describe_machine
 from ithaka.profile.timeline import Progress
 from ithaka.run.resolve import Run, drop_reserve
@@ -99,7 +99,7 @@ class Watch:
         values = {
             "layout": dataclasses.asdict(plan.layout),
             "stages": len(count_slots(*heads)),
-            "peak_bytes": sum_planned_by_holder(plan),
+            "peak_bytes": sum_planned_by_category(plan),
             "gpus": plan.hardware.name,  # nodes x ranks
         }
         if gpu_named(plan.hardware.gpu.name):
@@ -123,7 +123,7 @@ class Watch:
             plain, folder = self._plain_s[WARM_UP_STEPS:], self.run.run_dir / "profile" / f"step-{number}"
             plain_s = statistics.median(plain) if plain else None
             with nullcontext() if self.only_profile else self.console.writing("profile"):
-                summary = recorder.write(folder, number, plain_s, sum_planned_by_holder(self.plan))
+                summary = recorder.write(folder, number, plain_s, sum_planned_by_category(self.plan))
                 self.console.print(f"Profile of step {number}, in {folder}:\n{summary}")
 
     def _recorder(self, number: int) -> StepProfile | StepTimes | None:
@@ -224,9 +224,9 @@ def _planned_lines(plan: Run | Plan, error: Exception, tracker: OutOfMemoryTrack
     on_host = isinstance(error, MemoryError | OSError) or "DefaultCPUAllocator" in str(error)
     tier = error.tier if isinstance(error, StoreError) else "host" if on_host and on_gpu else "GPU"
     if tier != "GPU":
-        holders, max_bytes = {"host": (ledger.host, ledger.host_bytes), "disk": (ledger.disk, ledger.disk_bytes)}[tier]
-        parts = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in drop_reserve(holders).items())
-        planned = format_bytes(sum(drop_reserve(holders).values()))
+        sizes, max_bytes = {"host": (ledger.host, ledger.host_bytes), "disk": (ledger.disk, ledger.disk_bytes)}[tier]
+        parts = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in drop_reserve(sizes).items())
+        planned = format_bytes(sum(drop_reserve(sizes).values()))
         yield f"  planned per node: {planned} of {format_bytes(max_bytes)} ({parts})"
         return
     reserve, scope = ledger.gpu["reserve"], "" if on_gpu else " for the process, including Python and its libraries"
