@@ -344,8 +344,8 @@ def probe_layers(model: PreTrainedModel, recorder: Recorder, device: torch.devic
             specs |= _probe_kind(model, indices, dims, recorder, device)
             indices = [index for index in indices if index not in specs]
     ordered = [specs[index] for index in range(len(specs))]
-    for layer, spec in zip(recorder.recorded, ordered, strict=True):
-        layer.num_outputs = spec.num_outputs
+    for recorded, spec in zip(recorder.recorded, ordered, strict=True):
+        recorded.num_outputs = spec.num_outputs
     _probe_without_layers(model, recorder)
     _probe_together(model, ordered, recorder, device)
     return ordered
