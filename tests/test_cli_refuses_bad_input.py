@@ -183,6 +183,7 @@ TRAIN = [
     ("--set train.batch=1000000000", "data.context=4096 with train.batch=1000000000", "a smaller train.batch"),
     ("--set adapter.rank=100000", "adapter.rank=100000", "hidden size 256", "16"),
     ("--set 'optim.lr_factors={banana: 0.5}'", "optim.lr_factors=banana", "embed_tokens"),
+    ("--set 'optim.lr_factors={embed:0.5}'", "optim.lr_factors={embed:0.5} has embed:0.5", "a space after the colon"),
     ("--set adapter.base=mxfp4", "adapter.base=mxfp4", "nf4"),
     ("--set adapter.unquantized=[none,up_proj,1.mlp.up_proj]", "adapter.unquantized=none", "o_proj"),
     ("--set data.path=nowhere.txt", "data.path=nowhere.txt", "data.path=hf://org/name"),
@@ -233,6 +234,8 @@ HTML = [("--html mine.txt", "--html=mine.txt", "--force")]
 DATA = [
     *HTML,
     ("--set 'data.sources=[{path: file}, {path: file}]'", "data.sources", "path=file twice", "larger weight"),
+    ("--set 'data.sources=[{path:file}]'", "data.sources=[{path:file}] has path:file", "a space after the colon"),
+    ("--set data.chat_template=qwen5", "data.chat_template=qwen5", "chatml, llama3"),
     ("--set data.path=loop", "data.path=loop", "symbolic links", "another path"),
     ("--set data.path=dangling", "data.path=dangling", "not a regular file", "a file"),
 ]

@@ -543,7 +543,7 @@ BAD = {
     ),
     "with invalid Unicode": ({"messages": [says("user", "x"), says("assistant", "\ud800")]}, "has half of a surrogate"),
     "with a partial weight": ({"messages": [says("user", "x", weight=0.5)]}, "message 1 has weight=0.5; use 0 or 1"),
-    "without messages": ({"messages": []}, "messages is .*list"),
+    "without messages": ({"messages": json.dumps(TALK)}, "messages is .*list.*write a JSON list, not its text"),
     "tools that are not JSON": ({"messages": TALK, "tools": "{x"}, "tools is .*JSON schema"),
     "without text": ({"prompt": "x", "completion": 3}, "completion is int, not a string"),
     "refused by the chat template": (

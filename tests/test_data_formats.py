@@ -99,6 +99,8 @@ def test_one_json_object_is_refused_as_a_path_and_read_as_a_source(tmp_path):
     write(tmp_path, package_dot_json='{\n  "name": "x"\n}\n', main_dot_py="print()\n", rows_dot_json='[{"a": 1}]')
     assert_refused(tmp_path / "package.json", "package.json line 1: not JSON .*one JSON object per line")
     assert len(documents_of(tmp_path)) == 3
+    (tmp_path / "a.jsonl").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
+    assert_refused(tmp_path / "a.jsonl", "a.jsonl line 1: .*Git LFS pointer; run `git lfs pull`")
 
 
 def test_other_files_in_a_folder_of_conversations_are_refused(tmp_path):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 from typer.testing import CliRunner
 
 import templates
@@ -44,6 +44,7 @@ from ithaka.layout import Layout
 from ithaka.log.trackers import rename_metrics
 from ithaka.model.build import build_model, parallelize_model
 from ithaka.report.page import read_run
+from ithaka.weights.pretrained import load_pretrained
 from models import tiny_config, tiny_model
 from refusals import assert_command_refused, assert_refused
 from runs import metrics, run, tiny_run
@@ -425,3 +426,13 @@ def test_the_page_draws_the_loss_by_position_and_has_no_blank_rows():
     assert [model["name"] for model in drawn_models(page)] == ["A: a", "B: runs/a"], "the names differ"
     assert "not measured for a: --samples 0" in page and "Share of correct answers" in page
     assert "stopped early" in render_results([{**result, "partial": True}])
+
+
+def test_encoders_are_refused(tmp_path):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    BertForMaskedLM(BertConfig(**sizes, vocab_size=16)).save_pretrained(tmp_path / "bert")
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    T5ForConditionalGeneration(T5Config(**sizes, vocab_size=16)).save_pretrained(tmp_path / "t5")
+    for name in ("bert", "t5"):
+        refused = partial(load_pretrained, tmp_path / name)
+        assert_refused(refused, f"MODEL={tmp_path / name}", f"model_type={name}", "not a decoder", fix="such as llama")

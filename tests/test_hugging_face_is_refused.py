@@ -22,8 +22,9 @@ import ithaka
 from ithaka import parallel
 from ithaka.checkpoint.save import trained_weights
 from ithaka.comm.mesh import make_mesh, start_process_group
-from ithaka.config import parse_config
+from ithaka.config import ConfigError, parse_config
 from ithaka.hf import trainer as hf
+from ithaka.hf.rewards import check_rollout
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model import build
 from ithaka.run.resolve import detect_machine, plan_run
@@ -103,6 +104,9 @@ def test_objects_and_classes_are_refused(tmp_path):
     ):
         assert_refused(partial(trainer, tmp_path, **kwargs), *kwargs, fix=fix)
     assert_refused(lambda: trainer(tmp_path, {"cpus": 2}), "'cpus'", fix="cp, ring, context, layout")
+    assert_refused(lambda: trainer(tmp_path, model="gpt2"), "model='gpt2'", fix="from_pretrained")
+    make = partial(hf.long_context(DPOTrainer), "model", ref_model="gpt2")
+    assert_refused(make, "ref_model='gpt2'", fix="from_pretrained")
     assert_refused(lambda: trainer(tmp_path, 8), "ithaka=8", "dictionary", fix="{'cp': 8}")
     assert_refused(lambda: trainer(tmp_path, {"layout": {}}), "layout={}", "dict", fix="ithaka.Layout(")
     assert_refused(lambda: hf.long_context(hf.long_context(Trainer)), "LongContextTrainer", fix="directly")
@@ -178,9 +182,38 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, monkeypatch):
     dcp.save({"model": trained_weights(made.model)}, checkpoint_id=tmp_path / hf.STATE_FOLDER)
     (tmp_path / hf.STATE_FOLDER / ".metadata").write_bytes(pickle.dumps(Planted()))
     reason = r"\.metadata .*posix\.mkdir|metadata is None"  # the latter in torch 2.11
-    with pytest.raises(dcp.CheckpointException, match=reason):
+    with pytest.raises(ConfigError, match=reason):
         made.train(resume_from_checkpoint=str(tmp_path))
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_checkpoint_that_is_truncated_or_of_another_model_is_refused(tmp_path):
+    made = trainer(tmp_path, train_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}])
+    resume = partial(made.train, resume_from_checkpoint=str(tmp_path))
+    names = f"resume_from_checkpoint={tmp_path} cannot be loaded"
+    dcp.save({"model": {"lm_head.weight": torch.zeros(3, 3)}}, checkpoint_id=tmp_path / hf.STATE_FOLDER)
+    assert_refused(resume, names, fix="use the model, adapter and optimizer that wrote it")
+    dcp.save({"model": trained_weights(made.model)}, checkpoint_id=tmp_path / hf.STATE_FOLDER)
+    for file in (tmp_path / hf.STATE_FOLDER).glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:100])
+    assert_refused(resume, names, fix="an earlier checkpoint")
+
+
+ROLLOUT = {"prompt_ids": [[1], [1]], "completion_ids": [[2, 3], [4]], "logprobs": [[-1.0, -1.0], [-1.0]]}
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"completion_ids": [[2, 3]]}, "completion_ids has 1 rows for 2 prompts"),
+        ({"logprobs": [[-1.0], [-1.0]]}, "logprobs[0] has 1 values for 2 completion_ids"),
+        ({"env_mask": [[1, 1], [1, 0]]}, "env_mask[1] has 2 values for 1 completion_ids"),
+    ],
+)
+def test_rollouts_of_other_lengths_are_refused(changes, named):
+    check_rollout(ROLLOUT, 2)
+    with pytest.raises(ValueError, match=re.escape(named)):
+        check_rollout(ROLLOUT | changes, 2)
 
 
 def test_gradient_checkpointing_is_left_to_the_layers(tmp_path):

@@ -198,6 +198,13 @@ def test_a_truncated_file_is_named(ranks, tmp_path, num_bytes):
     assert_refused(message, "model.path", "model.safetensors", fix="copy it again")
 
 
+def test_a_git_lfs_pointer_is_named(ranks, tmp_path):
+    save(tmp_path)
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n")
+    (message,) = ranks.run(1, build_error, tmp_path)
+    assert_refused(message, "model.path", "a Git LFS pointer", fix="git lfs pull")
+
+
 def test_a_missing_shard_is_named(ranks, tmp_path):
     save(tmp_path, max_shard_size="8KB")
     shard = sorted(tmp_path.glob("*.safetensors"))[1]

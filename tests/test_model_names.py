@@ -104,6 +104,14 @@ def test_a_failed_fetch_names_the_model_the_reason_and_a_fix(monkeypatch, error,
     assert all(fragment in str(refused.value) for fragment in ["model=someone/their-model", *fragments])
 
 
+def test_a_file_that_is_not_json_gets_no_download_command(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("models").mkdir()
+    Path("models/q4.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match=r"not valid JSON\); give a model directory"):
+        read_shape(Path("models/q4.gguf"))
+
+
 @pytest.mark.parametrize(("path", "hub"), [("Qwen/Qwen3-4B", "Qwen/Qwen3-4B"), ("models/Qwen3-4B", "ORG/Qwen3-4B")])
 def test_a_missing_directory_that_looks_like_a_hub_id_gets_a_download_command(path, hub, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

@@ -341,3 +341,9 @@ def test_the_progress_bar_names_work_between_steps(tmp_path, monkeypatch):
     console._bar.refresh()
     assert "loss 2.5000" in output.getvalue() and "saving" not in output.getvalue()
     console.close()
+
+
+def test_a_cooldown_longer_than_the_run_is_reported(tmp_path, capfd):
+    optim = {"schedule": "wsd", "cooldown_steps": 50, "warmup_steps": 0}
+    run(tiny_run(tmp_path, train={"steps": 2}, optim=optim))
+    assert "optim.cooldown_steps=50 exceeds the 2 steps after the warm-up" in " ".join(capfd.readouterr().out.split())

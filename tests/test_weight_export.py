@@ -55,6 +55,11 @@ def test_a_base_in_four_bits_is_not_merged():
     assert_refused(lambda: next(iterate_weights(model)), "4 bits", fix="merge=False")
 
 
+def test_a_model_without_an_adapter_has_nothing_but_its_weights():
+    model = ithaka.parallelize(tiny_model(tiny_config("llama")))
+    assert_refused(lambda: next(iterate_weights(model, merge=False)), "merge=False", fix="leave merge out")
+
+
 def test_adapters_are_merged_or_separate(tmp_path):
     plain = adapted_model()
     check(plain, get_peft_model_state_dict(plain), merge=False)

@@ -27,6 +27,9 @@ class ConfigError(ValueError):
     exit_code = ExitCode.WRONG_INPUT
 
 
+LFS_POINTER = b"version https://git-lfs"  # the first bytes of a file that `git lfs` did not download
+
+
 def input_error(message: str, error: BaseException) -> ConfigError | TransientError:
     """The exception to raise when `error` prevented reading an input: TransientError if a retry may succeed."""
     return TransientError(message) if is_transient(error) else ConfigError(message)

@@ -51,20 +51,23 @@ def to_yaml(config: Config) -> str:
     return yaml.safe_dump(to_dict(config), sort_keys=False)
 
 
-class _DuplicateKey(yaml.YAMLError): ...
+class _WrongKey(yaml.YAMLError): ...
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses duplicate keys, of which SafeLoader keeps the last."""
+    """Refuses duplicate keys, of which SafeLoader keeps the last, and {a:b}, which is a key without a value."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         """Check before merge keys (<<) are expanded, so that a key may override a merged one."""
         node, lines = super().compose_mapping_node(anchor), dict[tuple[str, str], int]()
-        for key, _ in node.value:
+        for key, value in node.value:
             name, line = (key.tag, str(key.value)), key.start_mark.line + 1
             if name in lines:
-                raise _DuplicateKey(f"has {key.value} twice, in line {lines[name]} and line {line}; write it once")
+                raise _WrongKey(f"has {key.value} twice, in line {lines[name]} and line {line}; write it once")
             lines[name] = line
+            if isinstance(key.value, str) and ":" in key.value and value.value == "":
+                fix = f"write {{{key.value.replace(':', ': ', 1)}}}, with a space after the colon"
+                raise _WrongKey(f"has {key.value} without a value, in line {line}; {fix}")
         return node
 
 
@@ -82,7 +85,7 @@ for _tag in ("int", "float"):
 def _read_yaml(path: Path) -> Tree:
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader) or {}
-    except _DuplicateKey as error:
+    except _WrongKey as error:
         raise ConfigError(f"config={path} {error}") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         message = f"config={path} cannot be read ({' '.join(str(error).split())}); give a YAML file"
@@ -115,7 +118,7 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
         raise ConfigError(f"{section}.{key}= has no value; give one, or null for none")
     try:
         return section, key, yaml.load(text, _Loader)
-    except _DuplicateKey as error:
+    except _WrongKey as error:
         raise ConfigError(f"{section}.{key}={text} {error}") from None
     except yaml.YAMLError:
         raise ConfigError(f"{section}.{key}={text} is not valid YAML; quote it: {section}.{key}='\"...\"'") from None

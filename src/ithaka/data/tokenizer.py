@@ -163,7 +163,7 @@ def load_tokenizer(name: str | None, model_path: Path | None, chat_template: Pat
             if not tokenizer.hf.chat_template.strip():
                 raise ValueError("it is empty")
         except (OSError, ValueError) as error:
-            fix = "set it to a UTF-8 text file or a built-in template"
+            fix = f"set it to a UTF-8 text file or a built-in template: {', '.join(BUILTIN_TEMPLATES)}"
             message = f"data.chat_template={chat_template} cannot be read ({error}); {fix}"
             raise input_error(message, error) from error
     if isinstance(template := tokenizer.hf.chat_template, str):

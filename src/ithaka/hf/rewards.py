@@ -167,6 +167,7 @@ class GRPOMixin(ReferenceMixin):
         if mesh.rank % mesh.cp_size == 0:
             try:
                 outcome = [rollout_func(prompts, trainer)]
+                check_rollout(outcome[0], len(prompts))
             except Exception as error:
                 failure = RankError(RuntimeError, f"{type(error).__name__}: {error}")
         raise_first(gather_objects(failure), "rollout_func")
@@ -226,3 +227,18 @@ class GRPOMixin(ReferenceMixin):
         kl, num_clipped, count = self.accelerator.reduce(torch.stack([x.double() for x in sums]), "sum").tolist()
         self._metrics["train"]["sampling/kl"].append(kl / max(count, 1))
         self._metrics["train"]["sampling/clipped_fraction"].append(num_clipped / max(count, 1))
+
+
+def check_rollout(result: Any, num_prompts: int) -> None:
+    """Refuse lists of other lengths, which TRL would pad or blame on the rewards. TRL checks the names."""
+    given = result if isinstance(result, dict) else {}
+    for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask"):
+        if (rows := given.get(name)) is None:
+            continue
+        if len(rows) != num_prompts:
+            raise ValueError(f"{name} has {len(rows)} rows for {num_prompts} prompts; return one per prompt")
+        tokens = rows if name == "prompt_ids" else given.get("completion_ids") or rows
+        for n, (row, ids) in enumerate(zip(rows, tokens, strict=False)):
+            if row is not None and len(row) != len(ids):
+                fix = "return one value per completion token"
+                raise ValueError(f"{name}[{n}] has {len(row)} values for {len(ids)} completion_ids; {fix}")

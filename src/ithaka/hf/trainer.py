@@ -27,7 +27,7 @@ from ithaka.checkpoint.safe_load import load_into
 from ithaka.checkpoint.save import plain_moments, trained_weights
 from ithaka.comm.agree import raise_on_all_ranks
 from ithaka.comm.mesh import Mesh
-from ithaka.config import ConfigError, parse_count
+from ithaka.config import ConfigError, input_error, parse_count
 from ithaka.hf.rewards import DPOMixin, GRPOMixin, KTOMixin, group_processes
 from ithaka.inputs.calls import KERNEL_ARGUMENTS
 from ithaka.layer.loss import IGNORE_INDEX
@@ -147,6 +147,9 @@ class LongContext(Trainer):
         arguments = dict(zip(names, positional, strict=False)) | named
         self._check_arguments(arguments)
         _check_context(settings, arguments.get("args"))
+        for name in ("model",) * (super().__init__.__module__ == "transformers.trainer") + ("ref_model",):
+            if isinstance(value := arguments.get(name), str):
+                raise ConfigError(f"{name}={value!r} is a str; load it with AutoModelForCausalLM.from_pretrained")
         # model may also be a path or a name, which TRL loads.
         own_forward = "forward" in getattr(base_model(arguments.get("model")), "__dict__", ())
         super().__init__(*positional, **named)
@@ -390,13 +393,12 @@ class LongContext(Trainer):
         raise_on_all_ranks(save_scheduler if self.args.should_save else lambda: None)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        folder = Path(resume_from_checkpoint, STATE_FOLDER)
-        if not folder.is_dir():
+        if not Path(resume_from_checkpoint, STATE_FOLDER).is_dir():
             rule = f"resume_from_checkpoint={resume_from_checkpoint} has no folder {STATE_FOLDER}"
             raise ConfigError(f"{rule}; use one that long_context wrote without save_only_model, or from_pretrained")
         base, options = base_model(self.model), state_dicts.StateDictOptions(strict=False)  # without the frozen weights
         weights = trained_weights(base)
-        load_into({"model": weights}, folder)
+        _load_state({"model": weights}, resume_from_checkpoint)
         state_dicts.set_model_state_dict(base, weights, options=options)
 
     def _load_best_model(self) -> None:
@@ -406,7 +408,7 @@ class LongContext(Trainer):
         if checkpoint is None:
             return
         moments = self._moments()
-        load_into({"moments": plain_moments(moments["state"])}, Path(checkpoint, STATE_FOLDER))
+        _load_state({"moments": plain_moments(moments["state"])}, checkpoint)
         # In torch 2.13 these already alias the optimizer's tensors, but that is not guaranteed.
         state_dicts.set_optimizer_state_dict(base_model(self.model), self.optimizer.optimizer, moments)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True))
@@ -415,6 +417,17 @@ class LongContext(Trainer):
 
     def _moments(self) -> dict[str, Any]:
         return state_dicts.get_optimizer_state_dict(base_model(self.model), self.optimizer.optimizer)
+
+
+def _load_state(state: dict[str, Any], checkpoint: str) -> None:
+    """Fill `state` from a checkpoint. torch raises the failures of all ranks on every rank."""
+    try:
+        load_into(state, Path(checkpoint, STATE_FOLDER))
+    except dcp.CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        rule = f"resume_from_checkpoint={checkpoint} cannot be loaded ({str(cause).partition('. ')[0]})"
+        fix = "use the model, adapter and optimizer that wrote it, or an earlier checkpoint"
+        raise input_error(f"{rule}; {fix}", cause) from error
 
 
 @contextlib.contextmanager

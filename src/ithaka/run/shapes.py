@@ -25,7 +25,8 @@ def read_shape(path: Path) -> ModelShape:
     """Return the shape of the model in a Hugging Face directory or a `config.json` file."""
     file = path / "config.json" if path.is_dir() else path
     hub = f"ORG/{path.name}" if path.parts[:1] == ("models",) else path  # directory names of the documentation
-    fetch = f"fetch it with `hf download {hub} --local-dir {path}`, or " if re.fullmatch(HUB_ID, str(path)) else ""
+    is_hub_id = re.fullmatch(HUB_ID, str(path)) and not path.is_file()
+    fetch = f"fetch it with `hf download {hub} --local-dir {path}`, or " if is_hub_id else ""
     return shape_from_config(read_json(file, fix=fetch + GIVE_MODEL), str(path))
 
 

@@ -115,6 +115,11 @@ def _run_steps(
         if optim.warmup_steps > num_steps and not only_profile:
             reached = f"the learning rate reaches {num_steps / optim.warmup_steps:.0%} of optim.lr"
             console.print(f"optim.warmup_steps={optim.warmup_steps} exceeds train.steps={num_steps}: {reached}")
+        cooldown, stable = optim.cooldown_steps or 0, (optim.decay_steps or num_steps) - optim.warmup_steps
+        if optim.schedule == "wsd" and cooldown > stable > 0 and not only_profile:
+            console.print(
+                f"optim.cooldown_steps={cooldown} exceeds the {stable} steps after the warm-up: the decay takes all"
+            )
         watch = Watch(trainer, heartbeat, only_profile)
         note_startup("run directory and trackers")
         if trainer.step == 0 and settings.validate_every:

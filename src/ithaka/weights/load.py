@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
 )
 
 from ithaka.comm.agree import SharedError, gather_objects
-from ithaka.config import ConfigError, input_error
+from ithaka.config import LFS_POINTER, ConfigError, input_error
 from ithaka.plan.read_config import read_json
 from ithaka.weights.adapters import adapter_tensor_name, base_tensor_name
 from ithaka.weights.formats import DenseWeight, base_weights, find_blocks, read_blocks, read_packed
@@ -325,7 +325,9 @@ def _open(path: Path, source: str) -> dict[str, Any]:
         path.open("rb").close()  # safetensors reports any failure to open a file as a missing file
         file = safe_open(path, framework="pt")
     except Exception as error:
-        message = f"{source}: {path} is not a complete safetensors file ({error}); copy it again"
+        is_pointer = path.is_file() and path.stat().st_size < 1024 and path.read_bytes().startswith(LFS_POINTER)
+        reason, fix = ("a Git LFS pointer", "run `git lfs pull`") if is_pointer else (error, "copy it again")
+        message = f"{source}: {path} is not a complete safetensors file ({reason}); {fix}"
         raise input_error(message, error) from error
     return dict.fromkeys(file.keys(), file)
 

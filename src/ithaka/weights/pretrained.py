@@ -9,12 +9,15 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 from ithaka.config import AdapterConfig, ConfigError, input_error
 from ithaka.plan.read_config import read_json
 from ithaka.weights.adapters import auto_class
 from ithaka.weights.formats import file_format, round_weights
+
+USE_DECODER = "use one that AutoModelForCausalLM builds, such as llama"
 
 
 def load_pretrained(folder: Path, config: Any = None, **options: Any) -> Any:
@@ -29,9 +32,13 @@ def load_pretrained(folder: Path, config: Any = None, **options: Any) -> Any:
         model, loaded = auto_class(config.model_type).from_pretrained(folder, config=config, **options)
     except (OSError, ValueError, SafetensorError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
+        if reason.startswith("Unrecognized configuration class"):
+            reason, fix = f"model_type={config.model_type} is not a decoder", USE_DECODER
         raise input_error(f"MODEL={folder}: the model cannot be loaded ({reason}); {fix}", error) from None
     finally:
         logging.set_verbosity(verbosity)
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(config, "is_decoder", None) is False:
+        raise ConfigError(f"MODEL={folder}: model_type={config.model_type} is an encoder, not a decoder; {USE_DECODER}")
     if missing := sorted(loaded["missing_keys"]):
         raise ConfigError(f"MODEL={folder} has no tensor {missing[0]} ({len(missing)} missing in total); {fix}")
     if mismatched := sorted(loaded["mismatched_keys"]):

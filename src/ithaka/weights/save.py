@@ -98,6 +98,8 @@ def iterate_weights(model: Any, merge: bool = True) -> Iterator[tuple[str, Tenso
         raise ConfigError(f"iterate_weights got a {type(model).__name__} that is not parallel; {fix}")
     base.reshard()
     adapter, params = find_active_adapter(base), named_tensors(base)
+    if not adapter and not merge:
+        raise ConfigError("iterate_weights(merge=False) yields an adapter, and the model has none; leave merge out")
     if adapter and not merge:
         params = {name: param for name, param in params.items() if param.requires_grad or f".{adapter}." in name}
     else:

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from ithaka.config import ConfigError, ReadingConfig, input_error
+from ithaka.config import LFS_POINTER, ConfigError, ReadingConfig, input_error
 from ithaka.data import pack
 from ithaka.data.documents.files import File, count_bytes, is_streamed, open_dataset, open_file
 from ithaka.data.documents.formats import BadRecord
@@ -214,6 +214,8 @@ def _parse_json(record: Any) -> Any:
     except BadRecord:
         raise
     except (ValueError, RecursionError) as error:
+        if record.startswith(LFS_POINTER):
+            raise BadRecord("not JSON", "not JSON but a Git LFS pointer; run `git lfs pull`") from error
         raise BadRecord("not JSON", f"not JSON ({error}); write one JSON object per line") from error
 
 

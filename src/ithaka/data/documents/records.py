@@ -148,7 +148,8 @@ def _parse_conversation(
 ) -> list[Document]:  # fmt: skip
     """Render messages. Those of the `prompt` are not trained on unless data.train_on=all."""
     if not isinstance(completion, list) or not completion:
-        raise BadRecord("without messages", "messages is not a list, or an empty one; drop the record")
+        fix = "write a JSON list, not its text" if isinstance(completion, str) else "drop the record"
+        raise BadRecord("without messages", f"messages is not a list, or an empty one; {fix}")
     messages: list[Message] = []
     trainable: list[bool] = []
     notes = Counter[str]()
