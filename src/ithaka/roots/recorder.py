@@ -73,7 +73,7 @@ class Recorder:
         self.calls: list[Any] = []
         self.layers = layers = getattr(base, self.list_name)  # of the model
         self.memo = {id(param): param for param in model.parameters()} | {id(base.config): self.config}
-        self.recorded = nn.ModuleList(_RecordedLayer(layer, self.calls) for layer in layers)
+        self.recorded: Any = nn.ModuleList(_RecordedLayer(layer, self.calls) for layer in layers)
         setattr(base, self.list_name, self.recorded)
         try:
             self.base = copy.deepcopy(base, self.memo | {id(m): m for m in self.recorded})
