@@ -5,7 +5,7 @@ to its mixer, and, after mixing over the full sequence, from there to its end (l
 two passes per tile under local autograd; with overlap, it keeps the graphs of its capture passes until the gradients of
 the mixer's inputs arrive, instead of recomputing them.
 
-Shapes as in layer/schedule.py; H query heads.
+Shapes as in layer/schedule.py and layer/inputs.py; H query heads, E experts.
 """
 
 from collections import deque

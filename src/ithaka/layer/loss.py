@@ -3,7 +3,7 @@
 The gradient overwrites the tile's logits. For the summed loss it is computed in forward, so that each tile takes three
 matrix products. For per-token results it depends on the gradients of backward, which recomputes the logits.
 
-Shapes: s tokens on this rank, t tokens of a tile, D hidden size, V vocabulary.
+Shapes: s tokens on this rank, t tokens of a tile, e branch labels (inputs/batch.py), D hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence

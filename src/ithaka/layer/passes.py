@@ -7,7 +7,7 @@ without a mixer has a resume pass only.
 In 16 bits a tile computes like autocast: the residual, norms and rotations in fp32, matrix products in 16 bits; the
 layer's output is rounded once.
 
-Shapes: t tokens of a tile, D hidden size, H query heads, K head dim.
+Shapes: t tokens of a tile, D hidden size, H query heads, K head dim, V that of the output.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,6 +1,7 @@
 """Differentiable attention over a sequence that is sharded over ranks: a public function for any kind of model.
 
-Shapes: s tokens on this rank, S = c * s on c ranks, H query and G kv heads, K head dim, B sequences, Q = B * H.
+Shapes: s tokens on this rank, S = c * s on c ranks, H query and G kv heads, K head dim, B sequences, Q = B * H,
+n head slots per rank.
 """
 
 import math

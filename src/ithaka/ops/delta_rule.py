@@ -18,7 +18,8 @@ Segments of consecutive chunks bound the memory. Backward recomputes a segment f
 16-bit segments run in the kernels of ops/delta_kernels.py.
 
 Shapes: s tokens of this rank, t of a segment, n chunks, C tokens of a chunk, H value heads, J key heads, K and V their
-dims, X = K + V. States are [H, K, V], in fp32 or wider; affine maps are [H, K, X]: M and U side by side.
+dims, X = K + V; N channels and W tokens of the convolution. States are [H, K, V], in fp32 or wider; affine maps are
+[H, K, X]: M and U side by side.
 """
 
 import warnings

@@ -1,4 +1,4 @@
-"""Decoders like Llama, whose layers map to LayerParts: the fast path."""
+"""Decoders like Llama, whose layers map to LayerParts: the fast path. Shapes as in layer/schedule.py."""
 
 from typing import Any
 

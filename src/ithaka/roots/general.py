@@ -1,4 +1,7 @@
-"""Run any decoder of transformers on general layers: its own forward before, between and after them."""
+"""Run any decoder of transformers on general layers: its own forward before, between and after them.
+
+Shapes as in layer/schedule.py.
+"""
 
 import re
 from typing import Any

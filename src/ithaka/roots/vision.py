@@ -4,8 +4,8 @@ An image is one frame. The encoder attends within frames, so the ranks of a cp g
 Each rank encodes its frames in tiles, and one all-to-all sends the features to the ranks that have their tokens. Each
 rank embeds only its own tokens: no rank has the embeddings of the full sequence.
 
-Shapes: P patches; N features of all frames, M of them sent by this rank, n at this rank's tokens; f frames; others as
-in inputs/batch.py.
+Shapes: P patches; N features of all frames, M of them sent by this rank, n at this rank's tokens; f frames; C values
+per patch, H heads, K head dim; others as in inputs/batch.py and layer/schedule.py.
 """
 
 import hashlib
