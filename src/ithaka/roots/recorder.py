@@ -235,15 +235,13 @@ def _shrink_experts(block: nn.Module, experts: Any) -> None:
             if tensor is not None and module not in lora:
                 sizes = tensor.shape[:1] if module is experts else tensor.shape  # their widths may be equal
                 _resize(module, name, {dim: few for dim, size in enumerate(sizes) if size == num_experts})
-        vars(module).update({key: few for key, value in vars(module).items() if _is_count(value, num_experts)})
+        vars(module).update(
+            {key: few for key, value in vars(module).items() if type(value) is int and value == num_experts}
+        )
 
 
 def _adapters_of(wrapper: Any) -> tuple[list[Any], list[Any]]:
     return ([], []) if wrapper is None else ([*wrapper.lora_A.values()], [*wrapper.lora_B.values()])
-
-
-def _is_count(value: Any, count: int) -> bool:
-    return type(value) is int and value == count
 
 
 def _shrink_mlp(mlp: Any) -> None:
