@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from browser import Browser, find_browser
+from ithaka.cli import app
 from ithaka.cli.runs import train_rank
 from ithaka.config import ConfigError
 from ithaka.report import page
@@ -110,6 +112,8 @@ def test_the_page_has_valid_json(with_bad_losses):
     assert run["metrics"]["loss"] == [2.0, 1e3, None, 1.5, 1.25, None]
     assert run["metrics"]["val_loss"] == [3.0, None, 1e4, 2.5, None, None]
     assert run["evaluation"]["loss"] is run["config"]["extra"] is run["plan"] is None
+    result = CliRunner().invoke(app, ["report", str(with_bad_losses)])
+    assert result.exit_code == 0 and "has 1 line that is not valid JSON" in result.stderr
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path):

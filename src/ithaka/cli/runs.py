@@ -133,11 +133,16 @@ def report(
     force: Force = False,
 ) -> None:
     """Write a self-contained HTML page about one or more runs."""
+    from ithaka.log.metrics import count_damaged_lines
     from ithaka.report.page import write_report
 
     if out is not None:
         check_output("--out", out, force)
     print(write_report(run_dirs, out))
+    for path in (run_dir / "metrics.jsonl" for run_dir in run_dirs):
+        if num_lines := count_damaged_lines(path):
+            lines = "1 line that is" if num_lines == 1 else f"{num_lines} lines that are"
+            typer.echo(f"{path} has {lines} not valid JSON; the report leaves out what is damaged", err=True)
 
 
 def start_run(

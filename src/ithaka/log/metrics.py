@@ -109,6 +109,12 @@ def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield line, record
 
 
+def count_damaged_lines(path: Path) -> int:
+    """Count the complete lines that are not records."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return text.count("\n") - sum(1 for _ in _read_lines(path))
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the step records, without progress reports and events."""
     return [record for _, record in _read_lines(path) if not record.keys() & {"progress", "event"}]
