@@ -16,7 +16,7 @@ NF4_MERGED = (
 class BaseFormat:
     """A value of `adapter.base`: which weights of a layer are packed, and their size."""
 
-    row_bytes: int = 0  # of ROW packed weights
+    row_bytes: int = 0  # bytes that ROW packed weights take
     packs_linears: bool = False
     packs_experts: bool = False
     families: tuple[str, ...] = ()  # model types that can have it; empty: all

@@ -32,7 +32,7 @@ class EndPass(BaseException):
 class MixerTap(Protocol):
     """Takes the place of a mixer in a layer's own forward. Reusable."""
 
-    num_calls: int  # of the mixer in the last resume pass
+    num_calls: int  # how often the last resume pass called the mixer
 
     def capture(self, inputs: LayerInputs, dtype: torch.dtype, traced: bool) -> AbstractContextManager[LayerInputs]:
         """A context for one capture pass; yields the arguments to run the layer with. The mixer's call raises EndPass.

@@ -148,7 +148,7 @@ class DeltaMixer:
         s, w = len(dx_sD), len(dhalo_wD)
         gathered = _gather(dhalo_wD.contiguous(), self.group)
         for later in range(1, self.group.size() - self.rank):
-            end = later * s  # of that rank's halo, counted from this rank's first token
+            end = later * s  # where that rank's halo ends, counted from this rank's first token
             first, last = max(end - w, 0), min(end, s)
             if first < last:
                 dx_sD[first:last] += gathered[self.rank + later, first - end + w : last - end + w]

@@ -60,7 +60,7 @@ class RowLayout(NamedTuple):
     codes: str  # a key of TABLES
     scales: Scales
     block: int  # weights per scale
-    scale_bytes: int  # of all scales in a row
+    scale_bytes: int  # bytes of all scales in a row
     row_bytes: int
     is_transposed: bool = False  # gpt-oss stores the transpose of its experts
 

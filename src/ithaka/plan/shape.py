@@ -138,7 +138,7 @@ class ModelShape:
     adapter: AdapterConfig | None = None  # None: all parameters are trained
     measured: MeasuredLayer | None = None  # a family without a formula, whose layers were measured
     reference: bool = False  # whether a frozen copy of the base model is kept too
-    encoders: tuple[Encoder, ...] = ()  # of images; `measured` includes their parameters
+    encoders: tuple[Encoder, ...] = ()  # image encoders; `measured` includes their parameters
     optimizer: str = "adamw"  # as optim.name
 
     def __hash__(self) -> int:

@@ -71,7 +71,7 @@ class Recorder:
         base: Any = model.get_submodule(path)
         self.model, self.config, self.current = model, copy_config(base.config), CurrentCall()
         self.calls: list[Any] = []
-        self.layers = layers = getattr(base, self.list_name)  # of the model
+        self.layers = layers = getattr(base, self.list_name)  # the model's own
         self.memo = {id(param): param for param in model.parameters()} | {id(base.config): self.config}
         self.recorded: Any = nn.ModuleList(_RecordedLayer(layer, self.calls) for layer in layers)
         setattr(base, self.list_name, self.recorded)

@@ -48,13 +48,13 @@ class Root(ABC):
     uses_fast_path = False  # whether its layers map to LayerParts; others run their own forward
     predicts_tokens = True  # whether it has labels and a loss of its own
 
-    encoder: Any = None  # of images and videos, if it takes them with its tokens
+    encoder: Any = None  # encodes images and videos, for models that take them with tokens
     dropout: DropoutState | None = None
     balancing: LoadBalancingLoss | None = None  # if the model's configuration has it
     specs: Sequence[LayerSpec] = ()  # per layer
     mesh: Mesh  # set by `attach`, as are layout and dtype
     layout: Layout
-    dtype: torch.dtype  # of the layers' computations
+    dtype: torch.dtype  # in which layers compute
 
     def __init__(self, model: Any) -> None:
         self.model, self.current = model, CurrentCall()

@@ -134,7 +134,7 @@ class VideoTransformer(Root):
 
     @cached_property
     def spec(self) -> LayerSpec:
-        """Of every block."""
+        """The spec of every block."""
         config = self.model.config
         heads, head_dim = config.num_attention_heads, config.attention_head_dim
         sizes = heads, heads, head_dim, head_dim, head_dim**-0.5

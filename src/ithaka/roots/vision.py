@@ -400,7 +400,7 @@ class VisionDecoder(GeneralDecoder):
         super().__init__(model)
         self.encoder = model.model.visual
 
-    planned_target = Root.planned_target  # of its layers only
+    planned_target = Root.planned_target  # plans count adapters on layers only
 
     @property
     def units(self) -> list[nn.Module]:

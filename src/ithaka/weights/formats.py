@@ -227,7 +227,7 @@ def find_blocks(files: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tupl
     return blocks, [name for name in files if name not in parts and not STATE_TENSOR.fullmatch(name)]
 
 
-Check = Callable[[str, Sequence[int]], None]  # of the shape of a tensor in a file; raises ConfigError
+Check = Callable[[str, Sequence[int]], None]  # (name, shape) of a tensor in a file; raises ConfigError
 
 
 def read_packed(
