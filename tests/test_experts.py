@@ -281,7 +281,7 @@ def test_the_probe_uses_few_and_narrow_experts(family, adapted, monkeypatch):
 
     monkeypatch.setattr(probe, "randomize", watch)
     (spec,) = probe.probe_layers(model, Recorder(model), torch.device("cpu"))
-    assert spec.has_expert_block and spec.skips_experts
+    assert spec.has_expert_block and spec.skips_mlp
     assert len(sizes) == 2 and max(sizes) < 0.3 * sum(param.numel() for param in model.model.layers.parameters())
 
 

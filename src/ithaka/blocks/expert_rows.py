@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from ithaka.blocks.tiles import add_matmul, sum_dtype
-from ithaka.ops.fused import runs_in_triton
+from ithaka.ops.fused import launch, runs_kernels
 
 try:
     import triton
@@ -63,14 +62,14 @@ def multiply_groups(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
 def add_products(into_EDN: Tensor, a_nD: Tensor, b_nN: Tensor, ends_E: Tensor) -> None:
     """Add a^T @ b of each group of rows to `into`, which has `sum_dtype`, without rounding before the addition.
     PyTorch's grouped matmul would round to bfloat16."""
-    if a_nD.dtype == torch.bfloat16 and _runs_kernels(a_nD):
+    if a_nD.dtype == torch.bfloat16 and runs_kernels(a_nD):
         (num_experts, D, N), (a_nD, b_nN) = into_EDN.shape, (a_nD.contiguous(), b_nN.contiguous())
         # Two programs per multiprocessor: one adds its block while the other multiplies.
         block_d, block_n = (max(16, min(128, _power_of_two(size))) for size in (D, N))
         grid = (-(-D // block_d) * -(-N // block_n), num_experts)
         settings = {"BLOCK_D": block_d, "BLOCK_N": block_n, "BLOCK_R": 64, "num_stages": 3, "num_warps": 4}
         tensors = (into_EDN, a_nD, b_nN, ends_E)
-        _launch(_add_products_kernel, grid, *tensors, D, N, *into_EDN.stride(), **settings)
+        launch(_add_products_kernel, grid, *tensors, D, N, *into_EDN.stride(), **settings)
         return
     for e, rows in enumerate(_groups(ends_E)):
         add_matmul(into_EDN[e], a_nD[rows].t(), b_nN[rows])
@@ -96,22 +95,12 @@ def can_group(a: Tensor, b: Tensor) -> bool:
 def sum_choices(rows_nD: Tensor, rows: SortedAssignments, dtype: torch.dtype) -> Tensor:
     """Sum the rows of each token, [t, D], in fp32 or wider, and round once."""
     (t, k), D = rows.row_tk.shape, rows_nD.shape[1]
-    if not _runs_kernels(rows_nD):
+    if not runs_kernels(rows_nD):
         return rows_nD[rows.row_tk].sum(1, dtype=sum_dtype(rows_nD.dtype)).to(dtype)
     into_tD = rows_nD.new_empty(t, D, dtype=dtype)
     grid = (t, -(-D // _BLOCK))
-    _launch(_sum_choices_kernel, grid, into_tD, rows_nD, rows.row_tk, D, K=k, BLOCK=_BLOCK, num_warps=4)
+    launch(_sum_choices_kernel, grid, into_tD, rows_nD, rows.row_tk, D, K=k, BLOCK=_BLOCK, num_warps=4)
     return into_tD
-
-
-def _runs_kernels(x: Tensor) -> bool:
-    """Whether Triton kernels run. Fake tensors count as a GPU's: the planner measures what a layer allocates there."""
-    return runs_in_triton(x) or isinstance(x, FakeTensor)
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
-    if not isinstance(args[0], FakeTensor):
-        kernel[grid](*args, **settings)
 
 
 class Gate:
@@ -128,11 +117,11 @@ class Gate:
 
     def forward(self, h_nF: Tensor, bias_EF: Tensor | None, weight_n: Tensor, rows: SortedAssignments) -> Tensor:
         """Return the gate of h + bias, times the router's weights, [n, F]."""
-        if self.has_kernel and _runs_kernels(h_nF):
+        if self.has_kernel and runs_kernels(h_nF):
             n, width = len(h_nF), h_nF.shape[1] // 2
             a_nF = h_nF.new_empty(n, width)
             tensors = (a_nF, h_nF, *self._bias(h_nF, bias_EF), weight_n, rows.expert_n)
-            _launch(_gate_kernel, (n, -(-width // _BLOCK)), *tensors, width, **self._settings(bias_EF))
+            launch(_gate_kernel, (n, -(-width // _BLOCK)), *tensors, width, **self._settings(bias_EF))
             return a_nF
         parts = []
         for part in range(0, len(h_nF), _ROWS):
@@ -146,11 +135,11 @@ class Gate:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dh [n, 2 F], the output a [n, F] and dweight [n]. Overwrites h and da."""
         dweight_n = torch.empty_like(weight_n)
-        if self.has_kernel and _runs_kernels(h_nF):
+        if self.has_kernel and runs_kernels(h_nF):
             n, width = da_nF.shape
             tensors = (h_nF, da_nF, dweight_n, *self._bias(h_nF, bias_EF), weight_n, rows.expert_n)
             settings = {"BLOCKS": -(-width // _BLOCK), **self._settings(bias_EF)}
-            _launch(_gate_backward_kernel, (n,), *tensors, width, **settings)
+            launch(_gate_backward_kernel, (n,), *tensors, width, **settings)
             return h_nF, da_nF, dweight_n
         for part in range(0, len(h_nF), _ROWS):
             at = slice(part, part + _ROWS)

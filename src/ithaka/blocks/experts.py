@@ -15,12 +15,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ithaka.blocks.block import TileState
 from ithaka.blocks.expert_rows import Gate, SortedAssignments, add_products, multiply_groups, sum_choices
 from ithaka.blocks.tiles import GradSum, sum_dtype
 
@@ -91,26 +92,16 @@ class GroupedLinear:
         return self.b_NR.unflatten(1, (-1, len(self.weight))).permute(2, 1, 0).contiguous()
 
 
-class TileState(NamedTuple):
-    """How a block runs the current tile. LayerExperts sets it around each pass: the layer's own forward and autograd
-    are in between, so it cannot be an argument."""
-
-    grads: GradSum | None = None  # where backward adds weight gradients; None: autograd returns them
-    is_only_tile: bool = True  # in the layer's backward
-    skips_output: bool = False  # return zeros, because nothing needs the output
-
-
 class ExpertBlock:
     """Replaces the forward of an experts module: (x [t, D], chosen experts [t, k], weights [t, k]) -> y [t, D]."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, tile: TileState) -> None:
         """`module`: the experts, or the outermost PEFT wrapper around them. There is one per adapted weight."""
-        self.module, self.adapters = module, {}
+        self.module, self.tile, self.adapters = module, tile, {}
         while hasattr(module, "parameter_name"):
             self.adapters[module.parameter_name] = module
             module = module.base_layer
         self.experts, self.gate, self.num_experts = module, Gate(module), module.num_experts
-        self.tile = TileState()
         self.chosen_tk: Tensor | None = None  # in the last call
         self.ends_E = torch.empty(0)  # where each expert's rows end, in the last call
 
@@ -148,7 +139,7 @@ class _ExpertsFunction(torch.autograd.Function):
         ctx.block, ctx.dtypes, ctx.tensors = block, (x_tD.dtype, weight_tk.dtype), tensors
         ctx.kept = rows, inputs_tD, weight_n, h_nF
         ctx.choices = expert_tk, weight_tk.detach()
-        if block.tile.skips_output:
+        if block.tile.skips_mlp:
             return torch.zeros_like(x_tD, dtype=wide)
         y_tD = sum_choices(down(block.gate.forward(h_nF, up.bias_EN, weight_n, rows), rows), rows, wide)
         if down.bias_EN is not None:
@@ -206,11 +197,12 @@ class LayerExperts:
     """The experts of a decoder layer in forward, recomputation and backward of a tile. Does nothing for a layer without
     experts, or with experts that do not have transformers' standard layout: those run as they do in transformers."""
 
-    def __init__(self, layer: nn.Module, replaces: bool = True) -> None:
+    def __init__(self, layer: nn.Module, replaces: bool = True, tile: TileState | None = None) -> None:
         found = [module for module in layer.modules() if is_expert_module(module)] if replaces else []
         inner = {module.base_layer for module in found if hasattr(module, "parameter_name")}
         found = [module for module in found if module not in inner]
-        self.block = ExpertBlock(found[0]) if len(found) == 1 else None
+        self.tile = TileState() if tile is None else tile
+        self.block = ExpertBlock(found[0], self.tile) if len(found) == 1 else None
         if self.block is not None:
             found[0].forward = self.block
         self.counts_E: Tensor | None = None  # rows of each expert, in training, since `take_counts`
@@ -239,26 +231,15 @@ class LayerExperts:
         return counts_E
 
     @contextmanager
-    def repeat_tile(self, chosen: deque[Tensor], skips_output: bool) -> Iterator[None]:
-        """Recompute a tile with the next choices in `chosen`. `skips_output`: the experts return zeros."""
+    def repeat_tile(self, chosen: deque[Tensor], skips_mlp: bool) -> Iterator[None]:
+        """Recompute a tile with the next choices in `chosen`. `skips_mlp`: see TileState."""
         chosen_tk = chosen.popleft() if chosen and self.block is not None else None
-        with self._set_tile(TileState(skips_output=skips_output)), self._choose(chosen_tk):
+        with self.tile.set(skips_mlp=skips_mlp), self._choose(chosen_tk):
             yield
 
     def add_grads_to(self, sums: GradSum, is_only_tile: bool = False) -> AbstractContextManager:
         """Run the backward of a tile, which adds weight gradients to `sums`; if it is the only tile, rounded."""
-        return self._set_tile(TileState(sums, is_only_tile))
-
-    @contextmanager
-    def _set_tile(self, tile: TileState) -> Iterator[None]:
-        if self.block is None:
-            yield
-            return
-        self.block.tile = tile
-        try:
-            yield
-        finally:
-            self.block.tile = TileState()
+        return self.tile.set(grads=sums, is_only_tile=is_only_tile)
 
     def _choose(self, chosen_tk: Tensor | None) -> AbstractContextManager:
         if self.block is None or chosen_tk is None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ithaka.blocks.block import TileState, is_plain
 from ithaka.blocks.dropout import TokenDropout
 from ithaka.blocks.tiles import GradSum, add_matmul, sum_dtype, wide_matmul
 
@@ -152,3 +153,54 @@ def is_linear(module: Any) -> bool:
     if kind == "peft.utils.other.ModulesToSaveWrapper":
         return all(map(is_linear, (module.original_module, *module.modules_to_save.values())))
     return kind == "peft.tuners.lora.layer.Linear" and is_linear(module.base_layer)
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    path: str
+
+    def make(self, module: Any, tile: TileState) -> "LinearBlock":
+        return LinearBlock(module, tile)
+
+
+class LinearBlock:
+    """Replaces the forward of a linear map, with or without an adapter."""
+
+    selected: Linear | int | None = None  # some heads, for the current stage; a number: zeros of this width instead
+    is_wide = False  # the output has `sum_dtype`
+    is_projection = False  # to q, k or v
+
+    def __init__(self, module: Any, tile: TileState) -> None:
+        self.module, self.tile = module, tile
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if isinstance(self.selected, int):
+            return x.new_zeros(()).expand(*x.shape[:-1], self.selected)
+        linear = as_linear(self.module) if self.selected is None else self.selected
+        with torch.autocast(x.device.type, enabled=False):
+            return _LinearFunction.apply(x, self, linear, *linear.tensors)
+
+
+class _LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: LinearBlock, linear: Linear, *tensors: Tensor) -> Tensor:
+        x_tD = x.to(linear.weight_ND.dtype).flatten(0, -2)
+        ctx.block, ctx.x, ctx.tensors = block, (x.shape, x.dtype), tensors
+        ctx.save_for_backward(x_tD)
+        if block.is_projection and block.tile.skips_projections:
+            return x_tD.new_zeros(()).expand(*x.shape[:-1], len(linear.weight_ND))
+        y_tN = linear.apply_wide(x_tD) if block.is_wide else linear(x_tD)
+        return y_tN.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor) -> Any:
+        (x_tD,), (shape, dtype), returned = ctx.saved_tensors, ctx.x, GradSum()
+        linear, dy_tN = as_linear(ctx.block.module), douts[0].to(x_tD.dtype).flatten(0, -2)
+        dz_tr = linear.lora_down_grad(dy_tN)
+        linear.add_grads(dy_tN, x_tD, dz_tr, ctx.block.tile.grads or returned)
+        dx = linear.input_grad(dy_tN, dz_tr).view(shape).to(dtype) if ctx.needs_input_grad[0] else None
+        return dx, None, None, *map(returned.take_rounded, ctx.tensors)
+
+
+def find_linear(path: str, module: nn.Module) -> LinearSpec | None:
+    return LinearSpec(path) if is_linear(module) and is_plain(module) else None

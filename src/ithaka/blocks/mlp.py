@@ -1,74 +1,121 @@
-"""The gated MLP of Llama-like models, down(silu(gate(h)) * up(h)), with a hand-written backward.
+"""Gated MLPs as blocks: down(activation(gate(h)) * up(h)), with a hand-written backward.
 
-Autograd would rerun `down`, hold six tensors of the MLP's width and round each tile's weight gradients. This holds
-three, and on a GPU adds the weight gradients directly to their fp32 sums.
+Autograd would hold six tensors of the MLP's width. This holds three, and on a GPU adds the weight gradients directly to
+their fp32 sums.
 
 Shapes: t tokens of a tile, D hidden size, F width of the MLP.
 """
 
-from collections import deque
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ithaka.blocks.block import TileState, is_plain, random_rows, reproduces
 from ithaka.blocks.linear import Linear, as_linear, is_linear
-from ithaka.blocks.tiles import GradSum
-from ithaka.ops.fused import silu_mul, silu_mul_backward
-from ithaka.phases import MemoryCategory, set_category
-
-MlpActivations = tuple[Tensor, Tensor]  # gate and up
+from ithaka.blocks.tiles import GradSum, sum_dtype
+from ithaka.ops.token_wise import ACTIVATIONS, Activation, gate_mul, gate_mul_backward
 
 
 @dataclass(frozen=True)
-class GatedMlp:
-    gate: Linear
-    up: Linear
-    down: Linear
+class MlpSpec:
+    path: str
+    inputs: tuple[str, ...]  # the maps of gate and up, or the one of both
+    down: str
+    activation: Activation
+    up_first: bool  # if one map has both: up is its first half
 
-    def add_to(self, y_tD: Tensor, h_tD: Tensor, keep: bool) -> MlpActivations | None:
-        """y += down(silu(gate(h)) * up(h)), in place; y has `sum_dtype`. Not differentiable.
-
-        With `keep`, return gate and up for `backward`.
-        """
-        gate_tF, up_tF = self.gate(h_tD), self.up(h_tD)
-        a_tF = torch.empty_like(gate_tF) if keep else gate_tF
-        silu_mul(gate_tF, up_tF, a_tF)
-        kept = (set_category(gate_tF, MemoryCategory.KEPT), set_category(up_tF, MemoryCategory.KEPT)) if keep else None
-        del up_tF
-        self.down.add_to(y_tD, a_tF)
-        return kept
-
-    def backward(self, h_tD: Tensor, dy_tD: Tensor, grads: GradSum, kept: deque[MlpActivations]) -> Tensor:
-        """Return dh, add weight gradients to `grads`. Pops the tile's gate and up from `kept`, or recomputes them."""
-        dgate_tF, dup_tF = kept.popleft() if kept else (self.gate(h_tD), self.up(h_tD))
-        dz_tr = self.down.lora_down_grad(dy_tD)
-        a_tF = self.down.input_grad(dy_tD, dz_tr)
-        silu_mul_backward(dgate_tF, dup_tF, a_tF)  # in place: the names are right from here on
-        self.down.add_grads(dy_tD, a_tF, dz_tr, grads)
-        del a_tF
-        gate_tr, up_tr = self.gate.lora_down_grad(dgate_tF), self.up.lora_down_grad(dup_tF)
-        self.gate.add_grads(dgate_tF, h_tD, gate_tr, grads)
-        self.up.add_grads(dup_tF, h_tD, up_tr, grads)
-        return self.up.input_grad(dup_tF, up_tr, into_tD=self.gate.input_grad(dgate_tF, gate_tr))
+    def make(self, module: Any, tile: TileState) -> "MlpBlock":
+        return MlpBlock(self, module, tile)
 
 
-def as_gated_mlp(module: nn.Module) -> GatedMlp | None:
-    """Return a supported MLP as a GatedMlp; None for other modules, and if a forward is wrapped or hooked."""
-    if type(module).__name__ not in GATED_MLP_CLASSES or not _is_silu(module.act_fn):
+class MlpBlock:
+    """Replaces the forward of a gated MLP: [..., D] -> [..., D] in `sum_dtype`."""
+
+    def __init__(self, spec: MlpSpec, module: Any, tile: TileState) -> None:
+        self.spec, self.module, self.tile = spec, module, tile
+
+    def linears(self) -> tuple[list[Linear], Linear]:
+        """The maps of the input and of the output, read again in every pass: FSDP2 replaces parameters, and PEFT
+        switches adapters."""
+        maps = [as_linear(getattr(self.module, name)) for name in (*self.spec.inputs, self.spec.down)]
+        return maps[:-1], maps[-1]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        inputs, down = self.linears()
+        tensors = [t for linear in (*inputs, down) for t in linear.tensors]
+        with torch.autocast(x.device.type, enabled=False):
+            return _MlpFunction.apply(x, self, torch.is_grad_enabled(), *tensors)
+
+    def split(self, projected: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return gate and up, views of the results of the input maps."""
+        if len(projected) == 2:
+            return projected[0], projected[1]
+        first, second = projected[0].chunk(2, dim=-1)
+        return (second, first) if self.spec.up_first else (first, second)
+
+
+class _MlpFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: MlpBlock, keeps: bool, *tensors: Tensor) -> Tensor:
+        inputs, down = block.linears()
+        h_tD = x.to(down.weight_ND.dtype).flatten(0, -2)
+        projected = [linear(h_tD) for linear in inputs]
+        ctx.block, ctx.tensors, ctx.x = block, tensors, (x.shape, x.dtype)
+        ctx.kept = (h_tD, projected) if keeps else None
+        wide = sum_dtype(h_tD.dtype)
+        if block.tile.skips_mlp:
+            return torch.zeros((), dtype=wide, device=x.device).expand(x.shape)
+        gate_tF, up_tF = block.split(projected)
+        a_tF = torch.empty(gate_tF.shape, dtype=h_tD.dtype, device=x.device) if keeps or len(inputs) == 1 else gate_tF
+        gate_mul(gate_tF, up_tF, a_tF, block.spec.activation)
+        del gate_tF, up_tF, projected
+        return down.apply_wide(a_tF).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor) -> Any:
+        block, returned, (shape, dtype) = ctx.block, GradSum(), ctx.x
+        (inputs, down), grads = block.linears(), block.tile.grads or returned
+        h_tD, projected = ctx.kept
+        ctx.kept = None  # it is overwritten
+        dy_tD = douts[0].to(h_tD.dtype).flatten(0, -2)
+        dz_tr = down.lora_down_grad(dy_tD)
+        a_tF = down.input_grad(dy_tD, dz_tr)
+        gate_mul_backward(*block.split(projected), a_tF, block.spec.activation)
+        down.add_grads(dy_tD, a_tF, dz_tr, grads)  # now `a` has that of forward
+        del a_tF, dy_tD
+        dh_tD = None
+        for linear, d_tF in zip(inputs, projected, strict=True):
+            dz_tr = linear.lora_down_grad(d_tF)
+            linear.add_grads(d_tF, h_tD, dz_tr, grads)
+            dh_tD = linear.input_grad(d_tF, dz_tr, into_tD=dh_tD)
+        assert dh_tD is not None
+        return dh_tD.view(shape).to(dtype), None, None, *map(returned.take_rounded, ctx.tensors)
+
+
+def find_mlp(path: str, module: nn.Module) -> MlpSpec | None:
+    """Return the spec of a module that computes a gated MLP."""
+    maps = {name: as_linear(child) for name, child in module.named_children() if is_linear(child)}
+    others = [child for name, child in module.named_children() if name not in maps]
+    if len(maps) not in (2, 3) or module._parameters or any(True for child in others for _ in child.parameters()):
         return None
-    linears = [module.gate_proj, module.up_proj, module.down_proj]
-    modules = [module, *(part for linear in linears for part in linear.modules())]  # type: ignore[union-attr]
-    is_wrapped = any("forward" in vars(part) for part in modules)
-    is_hooked = any(getattr(part, hooks) for part in modules for hooks in HOOK_DICTS)
-    is_supported = all(map(is_linear, linears)) and not is_wrapped and not is_hooked
-    return GatedMlp(*map(as_linear, linears)) if is_supported else None  # type: ignore[arg-type]
-
-
-GATED_MLP_CLASSES = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
-HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def _is_silu(act: object) -> bool:
-    # transformers has its own class for SiLU.
-    return isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation"
+    if not is_plain(module):
+        return None
+    plain = copy.deepcopy(module).cpu()
+    for names in permutations(maps):
+        shapes = [maps[name].weight_ND.shape for name in names]
+        (width, D), down = shapes[0], shapes[-1]
+        is_possible = width == 2 * down[1] if len(maps) == 2 else shapes[0] == shapes[1] and width == down[1]
+        if not is_possible or down[0] != D:
+            continue
+        for activation in ACTIVATIONS:
+            for up_first in (False, True) if len(maps) == 2 else (False,):
+                spec = MlpSpec(path, names[:-1], names[-1], activation, up_first)
+                block: Callable[..., Any] = MlpBlock(spec, plain, TileState())
+                if reproduces(block, plain, [random_rows(D)], list(plain.parameters())):
+                    return spec
+    return None

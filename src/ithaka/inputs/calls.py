@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ithaka.blocks.mlp import HOOK_DICTS
+from ithaka.blocks.block import HOOK_DICTS
 from ithaka.blocks.tiles import PARAMETERS_CHANGED
 from ithaka.comm.agree import RankError, describe_error, gather_objects, raise_first
 from ithaka.comm.mesh import Mesh

@@ -47,6 +47,7 @@ class ResumeGraph(NamedTuple):
 
 @dataclass
 class GeneralActivations(SavedActivations):
+    is_backward: bool = False
     dout_sHK: Tensor | None = None  # in backward: the gradient of the mixer's output, until the mixer takes it
     resume_graphs: deque[ResumeGraph] = field(default_factory=deque)  # per tile
     capture_graphs: deque[CaptureGraph] = field(default_factory=deque)  # per tile, in backward with overlap
@@ -82,7 +83,7 @@ class GeneralLayer(LayerSchedule):
         """Make the capture passes; return the mixer's inputs for all tokens, [s, ...], and those without tokens."""
         count, projected, others = self.spec.mixers[0].num_token_inputs, list[Tensor](), list[Tensor]()
         for rows, x_tD, inputs in tiles:
-            if saved.dout_sHK is not None and self.layout.overlap:  # in backward
+            if saved.is_backward and self.layout.overlap:
                 captured, graph = self._capture_with_graph(x_tD, inputs)
                 saved.capture_graphs.append(graph)
             else:
@@ -103,10 +104,12 @@ class GeneralLayer(LayerSchedule):
             if saved.capture_graphs:
                 graph = saved.capture_graphs.popleft()
             else:
-                _, graph = self._capture_with_graph(x_tD, inputs)
+                with self.passes.tile.set(skips_projections=self.spec.skips_projections):
+                    _, graph = self._capture_with_graph(x_tD, inputs)
             edges = zip(graph.edges, grads_of(rows), strict=False)
             edges_and_grads = [(edge, d) for edge, d in edges if edge is not None]
-            (dx_tD,) = self._tile_backward(edges_and_grads, [graph.x_tD], graph.inputs, saved, rows, grads)
+            with self.passes.tile.set(grads=grads):
+                (dx_tD,) = self._tile_backward(edges_and_grads, [graph.x_tD], graph.inputs, saved, rows, grads)
             yield rows, dx_tD
 
     def _capture_with_graph(self, x_tD: Tensor, inputs: LayerInputs) -> tuple[list[Tensor], CaptureGraph]:
@@ -138,27 +141,28 @@ class GeneralLayer(LayerSchedule):
 
     def _resume_with_graph(self, x_tD: Tensor, outs_tHK: Sequence[Tensor], inputs: LayerInputs) -> ResumeGraph:
         with torch.enable_grad():
-            x_tD, *outs = (t.detach().requires_grad_() for t in (x_tD, *outs_tHK))
-            inputs = inputs.detach()
+            x_tD, inputs = x_tD.detach().requires_grad_(), inputs.detach()
+            outs = [t.detach().requires_grad_(not self.spec.output) for t in outs_tHK]
             y_tD = self.passes.resume(x_tD, outs, inputs)
         return ResumeGraph(x_tD, outs, inputs, y_tD, self.passes.take_router_logits())
 
     def _mlp_backward(self, saved: Any, outputs: Sequence[StageOutput], dy_sD: Tensor, grads: GradSum) -> None:
         balancing = saved.call.balancing
-        for mixer in self.spec.mixers:
+        saved.is_backward = True
+        for mixer in self.spec.mixers if not self.spec.output else ():
             saved.dout_sHK = dy_sD.new_empty(len(dy_sD), mixer.num_heads, mixer.head_dim)
         for rows, x_tD, outs_ctnK in self._tiles_with_outputs(saved, outputs):
             if saved.resume_graphs:
                 graph = saved.resume_graphs.popleft()
             else:
-                with self.experts.repeat_tile(saved.chosen, self.spec.skips_experts):
+                with self.experts.repeat_tile(saved.chosen, self.spec.skips_mlp):
                     graph = self._resume_with_graph(x_tD, self._join(outs_ctnK), saved.inputs.tile(rows))
-            outputs_and_grads = [(graph.y_tD, dy_sD[rows])]
+            outputs_and_grads = [(graph.y_tD, dy_sD[rows].to(graph.y_tD.dtype))]
             if balancing is not None and balancing.grad_E is not None:
                 with torch.enable_grad():
                     logits = graph.router_logits
                     outputs_and_grads += [balancing.output_and_grad(logits_tE, rows) for logits_tE in logits]
-            leaves = [graph.x_tD, *graph.outs_tHK]
+            leaves = [t for t in (graph.x_tD, *graph.outs_tHK) if t.requires_grad]
             with self.experts.add_grads_to(grads, is_only_tile=len(x_tD) == len(dy_sD)):
                 dx_tD, *douts = self._tile_backward(outputs_and_grads, leaves, graph.inputs, saved, rows, grads)
             for dout_tHK in douts:  # before dy: it may alias it

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from ithaka.blocks.block import BlockSpec
 from ithaka.blocks.tiles import GradSum
 from ithaka.config import ConfigError
 from ithaka.layer.inputs import LayerInputs
@@ -110,8 +111,12 @@ class LayerSpec:
     token_dims: tuple[int | None, ...] = ()  # for each leaf of the arguments
     skippable: tuple[str, ...] = ()  # linear maps that only feed the mixer
     forward: Callable[..., Any] | None = None  # (layer, x, *args) -> y; None: the forward of the layer's class
+    blocks: tuple[BlockSpec, ...] = ()  # of its modules
     has_expert_block: bool = False  # an ExpertBlock computes what its experts do
-    skips_experts: bool = False  # no gradient depends on the experts' output
+    skips_mlp: bool = False  # no gradient depends on the output of its experts and MLPs
+    skips_projections: bool = False  # no gradient depends on q, k and v before the mixer
+    qkv: tuple[str, ...] = ()  # its maps to q, k and v, if they may run for some of the heads only
+    output: str = ""  # the map of the mixer's output, if the residual stream is the sum of its output and x
 
 
 class StageOutput(NamedTuple):

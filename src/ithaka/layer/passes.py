@@ -5,7 +5,7 @@ call, and continues to the layer's end. Linear maps that only feed the mixer are
 without a mixer has a resume pass only.
 
 In 16 bits a tile computes like autocast: the residual, norms and rotations in fp32, matrix products in 16 bits; the
-layer's output is rounded once.
+layer's output is rounded once. Modules for which there are blocks run those.
 
 Shapes: t tokens of a tile, D hidden size, H query heads, K head dim, V that of the output.
 """
@@ -21,7 +21,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ithaka.blocks.block import TileState
 from ithaka.blocks.experts import LayerExperts
+from ithaka.blocks.find import LayerBlocks
+from ithaka.blocks.linear import as_linear
+from ithaka.blocks.norm import NormSpec
 from ithaka.blocks.tiles import sum_dtype
 from ithaka.layer.inputs import LayerInputs
 from ithaka.layer.mixer import EndPass, LayerSpec, MixerTap
@@ -30,9 +34,9 @@ from ithaka.layer.mixer import EndPass, LayerSpec, MixerTap
 def run_layer(
     layer: nn.Module, x_tD: Tensor, args: tuple, kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
 ) -> Tensor:
-    """Run the forward of the layer's class, without hooks, on a residual stream in fp32 or wider."""
-    y = (forward or type(layer).forward)(layer, x_tD[None].to(sum_dtype(x_tD.dtype)), *args, **kwargs)
-    return (y[0] if isinstance(y, tuple) else y).squeeze(0).to(x_tD.dtype)
+    """Run the forward of the layer's class, without hooks."""
+    y = (forward or type(layer).forward)(layer, x_tD[None], *args, **kwargs)
+    return (y[0] if isinstance(y, tuple) else y).squeeze(0)
 
 
 def _run_without_result(*inputs: Any) -> None:
@@ -62,12 +66,26 @@ class LayerPasses:
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
             self._capture = torch.compile(self._capture, dynamic=False)
             self._resume = torch.compile(self._resume, dynamic=False)
-        self.experts = LayerExperts(layer, replaces=spec.has_expert_block and not compiles)
+        self.tile = TileState()
+        self.blocks = LayerBlocks(layer, () if compiles else spec.blocks, self.tile)
+        self.experts = LayerExperts(layer, spec.has_expert_block and not compiles, self.tile)
+        for path in spec.qkv:
+            self.blocks.by_path[path].is_projection = True
+        if spec.output:
+            self.blocks.by_path[spec.output].is_wide = True
+        # A block for a norm reads 16 bits, and computes in fp32.
+        self.widens_capture = not any(isinstance(block, NormSpec) for block in spec.blocks)
         self.routers: list[nn.Module] = []
         self.router_index = 0  # where the logits are in a router's output
         self.router_logits: list[Tensor] = []
         # Not if compiled: the compiler removes them as dead code.
-        self.skipped = [_SkippedLinear(layer.get_submodule(path)) for path in spec.skippable if not compiles]
+        self.skipped = [_SkippedLinear(module) for module in self._skippable() if not compiles]
+
+    def _skippable(self) -> Iterator[nn.Module]:
+        """The linear maps that only feed the mixer; where a block runs one with its adapter, the module of both."""
+        for path in self.spec.skippable:
+            outer = path.removesuffix(".base_layer")
+            yield self.layer.get_submodule(outer if outer in self.blocks.by_path else path)
 
     def find_call(self, x_tD: Tensor, inputs: LayerInputs) -> Any:
         """Run the capture pass; return the mixer's call, or None if the layer makes none."""
@@ -75,7 +93,8 @@ class LayerPasses:
             for tap in self.taps:
                 inputs = stack.enter_context(tap.capture(inputs, x_tD.dtype, self.compiles))
             with suppress(EndPass):
-                self._capture(self.layer, x_tD, *inputs.unpack(), self.spec.forward)
+                x = x_tD.to(sum_dtype(x_tD.dtype)) if self.widens_capture else x_tD
+                self._capture(self.layer, x, *inputs.unpack(), self.spec.forward)
         return next((call for tap in self.taps if (call := tap.take_call()) is not None), None)
 
     def capture(self, x_tD: Tensor, inputs: LayerInputs) -> list[Tensor]:
@@ -86,7 +105,7 @@ class LayerPasses:
         return mixer.inputs_of(call, len(inputs))
 
     def resume(self, x_tD: Tensor, outs_tHK: Sequence[Tensor], inputs: LayerInputs) -> Tensor:
-        """Run the resume pass: return the layer's output, given that of each mixer."""
+        """Run the resume pass: return the layer's output in `sum_dtype`, given that of each mixer."""
         with ExitStack() as stack:
             stack.enter_context(compute_like_autocast(x_tD))
             for linear in self.skipped:
@@ -97,7 +116,13 @@ class LayerPasses:
             for tap, mixer, out_tHK in zip(self.taps, self.spec.mixers, outs_tHK, strict=True):
                 out_tHV = out_tHK[..., : mixer.v_head_dim].contiguous()  # as transformers returns it
                 inputs = stack.enter_context(tap.resume(inputs, out_tHV))
-            return self._resume(self.layer, x_tD, *inputs.unpack(), self.spec.forward)
+            x = x_tD if self.spec.output else x_tD.to(sum_dtype(x_tD.dtype))
+            return self._resume(self.layer, x, *inputs.unpack(), self.spec.forward)
+
+    def restore(self) -> None:
+        """Give the layer's modules their own forwards again."""
+        self.blocks.restore()
+        self.experts.restore()
 
     def take_router_logits(self) -> list[Tensor]:
         """Return the router logits of the last resume pass, and drop them."""
@@ -133,10 +158,14 @@ class _SkippedLinear:
 
     def __init__(self, linear: nn.Module) -> None:
         self.linear = linear
+        self.num_outputs = as_linear(linear).weight_ND.shape[0]
+        self.forward = vars(linear).get("forward")  # of a block
 
     def __enter__(self) -> None:
-        num_outputs = self.linear.out_features
-        self.linear.forward = lambda x: x.new_zeros(()).expand(*x.shape[:-1], num_outputs)
+        self.linear.forward = lambda x: x.new_zeros(()).expand(*x.shape[:-1], self.num_outputs)
 
     def __exit__(self, *error: Any) -> None:
-        del self.linear.forward
+        if self.forward is None:
+            del self.linear.forward
+        else:
+            self.linear.forward = self.forward

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ithaka.blocks.dropout import DropoutState
-from ithaka.blocks.mlp import MlpActivations
+from ithaka.blocks.gated import MlpActivations
 from ithaka.blocks.tiles import (
     BACKWARD_RAN_TWICE,
     PARAMETERS_CHANGED,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ithaka.blocks.experts import LayerExperts
+from ithaka.blocks.gated import GatedMlp, MlpActivations, as_gated_mlp
 from ithaka.blocks.linear import Linear, as_linear
-from ithaka.blocks.mlp import GatedMlp, MlpActivations, as_gated_mlp
 from ithaka.blocks.tiles import GradSum, apply_norm, graph_backward, norm_backward, run_norm, run_tile, tile_slices
 from ithaka.layer.mixer import StageOutput
 from ithaka.layer.schedule import LayerSchedule, SavedActivations
@@ -156,7 +156,7 @@ class StreamedLayer(LayerSchedule):
             if saved.mlp:
                 x_y = saved.mlp.popleft()
             else:
-                with self.experts.repeat_tile(saved.chosen, skips_output=True):
+                with self.experts.repeat_tile(saved.chosen, skips_mlp=True):
                     x_y = run_tile(self._norm_and_mlp, residual_tD)
             with self.experts.add_grads_to(grads, is_only_tile=len(dy_tD) == len(saved.inputs)):
                 dy_tD += graph_backward(*x_y, params, dy_tD, grads)

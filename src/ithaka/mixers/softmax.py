@@ -1,7 +1,7 @@
 """Softmax attention over the tokens of all ranks, in stages of heads: exchange tokens for heads, attend, exchange back.
 
 The exchange of the next stage overlaps the attention of this one. Layers of the fast path project q, k and v stage by
-stage (layer/streamed.py); any other layer projects all heads at once (`CapturedHeads`).
+stage (layer/streamed.py); any other layer projects all heads at once (`LayerHeads`).
 
 Shapes as in layer/schedule.py; H query heads, G kv heads, Q slots of all ranks and stages.
 """
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from ithaka.attention.blocks import AttentionSpec
 from ithaka.attention.docs import Docs
 from ithaka.attention.kernels import KERNELS
+from ithaka.blocks.linear import Linear, LinearBlock, as_linear
 from ithaka.blocks.tiles import GradSum, sum_dtype, tile_slices
 from ithaka.comm.exchange import Exchange, start_heads_to_tokens, start_tokens_to_heads
 from ithaka.layer.inputs import LayerInputs
@@ -143,7 +144,7 @@ class Mixing:
 
 
 class SoftmaxMixer:
-    """Attention of one layer, stage by stage. `heads` projects the layer's input to heads, as `CapturedHeads`."""
+    """Attention of one layer, stage by stage. `heads` projects the layer's input to heads, as `LayerHeads`."""
 
     def __init__(self, spec: SoftmaxSpec, layer: LayerSchedule) -> None:
         self.spec, self.layer = spec, layer
@@ -152,9 +153,9 @@ class SoftmaxMixer:
         self.num_in_flight = 2 if self.layout.overlap else 1  # stages
         self.query_heads = concat_heads([stage.query_heads for stage in self.table.stages])
         self.kv_heads = concat_heads([kv_transfer.kv_heads for kv_transfer in self.table.kv_transfers])
-        self.heads: Any = layer if layer.projects_stages else CapturedHeads(self)
+        self.heads: Any = layer if layer.projects_stages else LayerHeads(self)
         # Without overlap, memory is scarce. Attention outputs that backward has used free room on the host.
-        self.stores_dq = layer.projects_stages and not self.layout.overlap
+        self.stores_dq = (layer.projects_stages or self.heads.is_sliced) and not self.layout.overlap
         self._indices = dict[tuple[int, ...], Tensor]()
 
     def start(self, x_sD: Tensor, saved: SavedActivations) -> Mixing:
@@ -275,13 +276,13 @@ class SoftmaxMixer:
         if mixing.dsinks_H is None:
             mixing.dsinks_H = torch.zeros_like(mixing.sinks_H, dtype=wide)
         heads = {slot: head for slot, head in enumerate(self.table.stages[i].query_heads[self.rank]) if head >= 0}
-        own_n = sums_n[self._index(heads, sums_n)]
-        mixing.dsinks_H.index_add_(0, self._index(heads.values(), sums_n), own_n)
+        own_n = sums_n[self.index(heads, sums_n)]
+        mixing.dsinks_H.index_add_(0, self.index(heads.values(), sums_n), own_n)
 
     def _own_sinks(self, sinks_H: Tensor, i: int) -> Tensor:
         """Return the sinks of this rank's heads in a stage, [n, 1]; empty slots have arbitrary values."""
         heads = flatten_heads((self.table.stages[i].query_heads[self.rank],))
-        return sinks_H[self._index(heads, sinks_H), None]
+        return sinks_H[self.index(heads, sinks_H), None]
 
     def _staged_attention(self, saved: SavedActivations) -> StagedAttention:
         spec, layout = self.spec, self.layout
@@ -294,7 +295,7 @@ class SoftmaxMixer:
 
     # ---- heads: [s, H, K] in the model's order, and the slots of ranks and stages
 
-    def _index(self, heads: Iterable[int], like: Tensor) -> Tensor:
+    def index(self, heads: Iterable[int], like: Tensor) -> Tensor:
         """Return heads or slots as an index on the device of `like`. Kept, because a copy from the host would wait for
         the GPU."""
         if (key := tuple(heads)) not in self._indices:
@@ -306,14 +307,14 @@ class SoftmaxMixer:
         """Return some heads in exchange layout [c, s, n, K]. May alias its input."""
         order = flatten_heads(heads)
         if order != list(range(t_sHK.shape[1])):
-            t_sHK = t_sHK.index_select(1, self._index(order, t_sHK))
+            t_sHK = t_sHK.index_select(1, self.index(order, t_sHK))
         return t_sHK.unflatten(1, (len(heads), -1)).transpose(0, 1).contiguous()
 
     def join(self, outs: Sequence[Tensor]) -> Tensor:
         """Return the heads of all ranks and stages, [t, H, K], from [c, t, n, K] of each stage."""
         joined_tQK = join_slots(outs)
         slots = self._query_slots
-        return joined_tQK if slots is None else joined_tQK.index_select(1, self._index(slots, joined_tQK))
+        return joined_tQK if slots is None else joined_tQK.index_select(1, self.index(slots, joined_tQK))
 
     @cached_property
     def _query_slots(self) -> list[int] | None:
@@ -328,36 +329,101 @@ class SoftmaxMixer:
         if order == list(range(num_heads)):
             return d_tQK
         sums_tHK = d_tQK.new_zeros(len(d_tQK), num_heads, d_tQK.shape[-1], dtype=sum_dtype(d_tQK.dtype))
-        sums_tHK.index_add_(1, self._index(order, d_tQK), d_tQK.to(sums_tHK.dtype))
+        sums_tHK.index_add_(1, self.index(order, d_tQK), d_tQK.to(sums_tHK.dtype))
         return sums_tHK
 
 
-class CapturedHeads:
-    """The heads of a GeneralLayer, whose capture pass projects all of them at once."""
+class LayerHeads:
+    """The heads of a layer. If its capture pass accepts some of the heads, it projects those of one stage at a time;
+    otherwise, all heads at once."""
 
     def __init__(self, mixer: SoftmaxMixer) -> None:
         self.mixer = mixer
         self.layer: Any = mixer.layer
+        self.is_sliced = bool(mixer.layer.spec.qkv)
+
+    # ---- forward
 
     def project(self, saved: Any, stage: Stage) -> deque[Tensor]:
         """Return q of a stage, and k and v of its new kv transfer, in exchange layout [c, s, n, K]."""
         mixing, table = saved.mixing, self.mixer.table
+        kv_heads = None if stage.kv_transfer is None else table.kv_transfers[stage.kv_transfer].kv_heads
+        if self.is_sliced:
+            return self._project_stage(saved, stage.query_heads, kv_heads)
         if mixing.projected is None:
             mixing.projected, others = self.layer.project(saved, self._tiles(saved))
             mixing.sinks_H = others[0] if others else None
         q_sHK, *kv = mixing.projected
         selected = [self.mixer.select_heads(q_sHK, stage.query_heads)]
-        if stage.kv_transfer is not None:
-            selected += [self.mixer.select_heads(t, table.kv_transfers[stage.kv_transfer].kv_heads) for t in kv]
+        if kv_heads is not None:
+            selected += [self.mixer.select_heads(t, kv_heads) for t in kv]
         if stage is table.stages[-1]:
             mixing.projected = None
         return deque(selected)
 
+    def _project_stage(self, saved: Any, query_heads: Heads, kv_heads: Heads | None) -> deque[Tensor]:
+        """Make the capture passes with some of the heads."""
+        mixer, passes, c = self.mixer, self.layer.passes, self.mixer.group.size()
+        heads = (query_heads, kv_heads, kv_heads)
+        counts = [len(flatten_heads(part)) // c for part in heads if part is not None]
+        K, weight_ND = mixer.spec.head_dim, as_linear(self._block(0).module).weight_ND
+        projected = deque(weight_ND.new_empty(c, len(saved.inputs), count, K) for count in counts)
+        captured: list[Tensor] = []
+        try:
+            for i, part in enumerate(heads):
+                self._block(i).selected = self._select(i, part)
+            for rows, x_tD, inputs in self._tiles(saved):
+                with torch.no_grad():
+                    captured = passes.capture(x_tD, inputs)
+                for into_csnK, t_tNK in zip(projected, captured, strict=False):
+                    into_csnK[:, rows] = t_tNK.unflatten(1, (c, -1)).transpose(0, 1)
+        finally:
+            for i in range(3):
+                self._block(i).selected = None
+        saved.mixing.sinks_H = captured[3] if mixer.spec.has_sinks else None
+        return projected
+
+    def _block(self, i: int) -> LinearBlock:
+        """The block of the map to q, k or v."""
+        return self.layer.passes.blocks.by_path[self.layer.spec.qkv[i]]
+
+    def _select(self, i: int, heads: Heads | None) -> Linear | int:
+        """Select heads of q, k or v; without any, zeros for one."""
+        head_dim = self.mixer.spec.v_head_dim if i == 2 else self.mixer.spec.head_dim
+        linear = as_linear(self._block(i).module)
+        return head_dim if heads is None else linear.select_heads(self._indices(heads, linear, 0, head_dim), head_dim)
+
+    def _indices(self, heads: Heads, linear: Linear, dim: int, head_dim: int) -> Tensor | None:
+        """The heads as an index; None if they are all heads of a map, in order."""
+        order, weight_ND = flatten_heads(heads), linear.weight_ND
+        is_all = order == list(range(weight_ND.shape[dim] // head_dim))
+        return None if is_all else self.mixer.index(order, weight_ND)
+
+    # ---- backward
+
     def output_grad(self, stage: Stage, saved: Any, dy_sD: Tensor) -> Tensor:
         """Return the gradient of a stage's attention output, [c, s, n, K]."""
+        if self.layer.spec.output:
+            return self._output_grad(stage, saved, dy_sD)
         dout_csnK = self.mixer.select_heads(saved.dout_sHK, stage.query_heads)
         if stage is self.mixer.table.stages[-1]:
             saved.dout_sHK = None
+        return dout_csnK
+
+    def _output_grad(self, stage: Stage, saved: Any, dy_sD: Tensor) -> Tensor:
+        """dy is the gradient of the output projection's result: multiply it with the columns of the stage's heads."""
+        layer, c, K = self.layer, self.mixer.group.size(), self.mixer.spec.head_dim
+        linear = as_linear(layer.passes.blocks.by_path[layer.spec.output].module)
+        linear = linear.select_heads(self._indices(stage.query_heads, linear, 1, K), K, dim=1)
+        dout_csnK = dy_sD.new_empty(c, len(dy_sD), stage.num_slots, K)
+        for rows in tile_slices(len(dy_sD), layer.layout.tile_tokens):
+            layer.start_tile(saved, rows)
+            dy_dz = dy_sD[rows], linear.lora_down_grad(dy_sD[rows])
+            if c == 1:
+                linear.input_grad(*dy_dz, dout_csnK[0, rows].flatten(1), adds=False)
+            else:
+                dout_tN = linear.input_grad(*dy_dz)
+                dout_csnK[:, rows] = dout_tN.unflatten(1, (c, -1, K)).transpose(0, 1)
         return dout_csnK
 
     def project_backward(

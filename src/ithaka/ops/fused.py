@@ -6,9 +6,11 @@ except `silu_mul` without Triton, which rounds twice, as Hugging Face does.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 try:
     import triton
@@ -20,6 +22,16 @@ except ImportError:  # CPU builds of PyTorch come without it
 def runs_in_triton(x: Tensor) -> bool:
     """Whether the functions below run in Triton for tensors like x."""
     return triton is not None and x.is_cuda and x.dtype != torch.float64
+
+
+def runs_kernels(x: Tensor) -> bool:
+    """Whether Triton kernels run. Fake tensors count as a GPU's: the planner measures what a layer allocates there."""
+    return runs_in_triton(x) or isinstance(x, FakeTensor)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
+    if not isinstance(args[0], FakeTensor):
+        kernel[grid](*args, **settings)
 
 
 def merge_softmax(sum_out_BhtK: Tensor, sum_lse_Bht: Tensor, out_BhtK: Tensor, lse_Bht: Tensor) -> None:

@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from ithaka.blocks.experts import is_expert_module
+from ithaka.blocks.find import find_blocks
+from ithaka.blocks.mlp import MlpSpec
 from ithaka.comm.loopback import LoopbackGroup
 from ithaka.comm.rank import is_rank_0
 from ithaka.config import ConfigError
@@ -42,6 +44,7 @@ from ithaka.roots.recorder import (
     token_dims,
 )
 from ithaka.roots.rotary import ExactRotary, rotary_modules
+from ithaka.roots.shortcuts import Shortcuts
 from ithaka.weights.adapters import find_decoder
 
 PROBE_CUT = 9  # the probe's tokens are cut here, into two unequal parts
@@ -114,8 +117,7 @@ class _Probe:
                 self.spec = replace(self.spec, skippable=())
             for first in (0, 1 + max(config_lengths(find_decoder(self.model).config), default=0)):
                 self._compare(first)
-            if any(map(is_expert_module, self.layer.modules())):
-                self._find_experts()
+            self._find_blocks()
             for slower in self.slower if is_rank_0() else ():
                 warnings.warn(f"{self.name} {slower}", stacklevel=2)
         except ConfigError:
@@ -126,21 +128,33 @@ class _Probe:
             problem = f"has a layer {self.name} that does not run ({type(error).__name__}: {error})"
             raise refusal(self.model, problem) from error
 
-    def _find_experts(self) -> None:
-        """Find out whether an ExpertBlock computes the same, and whether gradients need its output."""
-        for name, effect in (
-            ("has_expert_block", "runs its experts as transformers does, without ithaka's grouped matmuls"),
-            ("skips_experts", "computes its experts' outputs again in backward"),
-        ):
-            changes: dict[str, Any] = {name: True}
-            spec, self.spec = self.spec, replace(self.spec, **changes)
-            try:
-                self._compare(0)
-            except Exception as error:
-                self.spec = spec
-                if name == "has_expert_block" or not isinstance(error, ConfigError):
-                    self._note(effect, error)
-                return
+    def _find_blocks(self) -> None:
+        """Find the blocks that compute the same as the layer's modules, and what its passes may leave out."""
+        arguments = self._arguments(0, LENGTHS[0], LENGTHS[0])
+        plain = LayerPasses(self.name, self.layer, self.spec)
+        blocks = find_blocks(self.layer, lambda: plain.capture(self._input(), arguments))
+        has_experts = any(map(is_expert_module, self.layer.modules()))
+        self._try("runs its modules as transformers does, without ithaka's", blocks=blocks)
+        if has_experts:
+            self._try("runs its experts as transformers does, without ithaka's grouped matmuls", has_expert_block=True)
+        if self.spec.has_expert_block or any(isinstance(block, MlpSpec) for block in self.spec.blocks):
+            self._try("", skips_mlp=True)
+        arguments = self._arguments(0, LENGTHS[0], LENGTHS[0]).detach()  # selects our attention again
+        shortcuts = Shortcuts(self.layer, self.spec, self._input(), arguments).find()
+        self._try("projects all heads at once", qkv=shortcuts.qkv, skips_projections=shortcuts.skips_projections)
+        self._try("", output=shortcuts.output)
+
+    def _try(self, effect: str, **changes: Any) -> None:
+        """Change the spec, unless results would differ. `effect`: what that means for the layer, if it is a loss."""
+        spec, self.spec = self.spec, replace(self.spec, **changes)
+        if self.spec == spec:
+            return
+        try:
+            self._compare(0)
+        except Exception as error:
+            self.spec = spec
+            if effect or not isinstance(error, ConfigError):
+                self._note(effect or "computes more than it needs", error)
 
     def _note(self, effect: str, error: Exception) -> None:
         """Note why the layer runs slower than others. Raises the error if it says nothing about the layer."""
@@ -154,7 +168,7 @@ class _Probe:
         try:
             self._set_index(index)
             same = self._read_call() == replace(
-                self.spec, num_outputs=None, skippable=(), has_expert_block=False, skips_experts=False
+                LayerSpec(self.spec.mixers, token_dims=self.dims), forward=self.spec.forward
             )
             other = self._run_forward(0)[0]
         except Exception as error:
@@ -231,7 +245,7 @@ class _Probe:
         for name, buffer in self.layer.named_buffers():
             if name not in buffers or not torch.equal(buffer, buffers[name]):
                 raise refusal(self.model, f"changes the buffer {name} of {self.name} in its forward")
-        if self.spec.skips_experts:
+        if self.spec.skips_mlp:
             del theirs["output"]
         _compare_results(self.model, ours, theirs, f"of {self.name} at position {first}")
 
@@ -247,10 +261,10 @@ class _Probe:
                 for rows, args in zip(parts, arguments, strict=True)
             ]
             out = mixer.run_reference(captured)
-            with passes.experts.repeat_tile(deque(), spec.skips_experts):
+            with passes.experts.repeat_tile(deque(), spec.skips_mlp):
                 ys = [passes.resume(x[rows], [out[rows]], args) for rows, args in zip(parts, arguments, strict=True)]
         results = self._gradients(torch.cat(ys), x, arguments)
-        passes.experts.restore()
+        passes.restore()
         return results
 
     def _run_transformers(self, first: int) -> dict[str, Tensor | None]:

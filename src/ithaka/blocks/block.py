@@ -1,0 +1,96 @@
+"""Blocks: hand-written forwards and backwards of modules in a decoder layer.
+
+A block replaces a module's forward if it reproduces the module's output and gradients on random inputs, whatever the
+module's name. Blocks add weight gradients to the layer's fp32 sums, instead of returning them to autograd rounded.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ithaka.blocks.tiles import GradSum
+
+# Rows of random inputs: epsilons show in small ones, clamps in large ones.
+ROW_SCALES = (1.0, 0.03, 1e-3, 30.0, 1e3, 1e5)
+TOLERANCE = 1e-4  # in fp32, relative to the largest value of a row
+HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass
+class TileState:
+    """How a layer's blocks run the current tile. The layer's own forward and autograd are between the layer's schedule
+    and its blocks, so it cannot be an argument."""
+
+    grads: GradSum | None = None  # where backward adds weight gradients; None: autograd returns them
+    is_only_tile: bool = True  # in the layer's backward
+    skips_mlp: bool = False  # MLPs and experts return zeros, because no gradient depends on their output
+    skips_projections: bool = False  # the same of the maps to q, k and v, and their RoPE
+
+    @contextmanager
+    def set(self, **values: Any) -> Iterator[None]:
+        for name, value in values.items():
+            setattr(self, name, value)
+        try:
+            yield
+        finally:
+            for name in values:
+                setattr(self, name, getattr(TileState, name))
+
+
+class BlockSpec(Protocol):
+    """What a block computes, and for which module of the layer. Frozen."""
+
+    path: str
+
+    def make(self, module: Any, tile: TileState) -> Callable[..., Any]:
+        """The forward of the module."""
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether the module and those in it run the forwards of their classes, without hooks."""
+    return not any(
+        "forward" in vars(part) or any(getattr(part, hooks) for hooks in HOOK_DICTS) for part in module.modules()
+    )
+
+
+def random_rows(num_features: int) -> Tensor:
+    """Random inputs [1, t, D] for `reproduces`."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(1, len(ROW_SCALES), num_features, generator=generator, dtype=torch.float32)
+    return x * torch.tensor(ROW_SCALES)[:, None]
+
+
+def reproduces(
+    block: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[Tensor], params: Sequence[Tensor] = ()
+) -> bool:
+    """Whether a block returns the output and gradients of the reference."""
+    try:
+        ours, theirs = (_run(function, inputs, params) for function in (block, reference))
+    except Exception:
+        return False  # it computes something else
+    return len(ours) == len(theirs) and all(map(_is_close, ours, theirs))
+
+
+def _run(function: Callable[..., Any], inputs: Sequence[Tensor], params: Sequence[Tensor]) -> list[Tensor | None]:
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        leaves = [t.detach().clone().requires_grad_() for t in inputs]
+        outputs = function(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        generator = torch.Generator().manual_seed(6)
+        douts = [torch.randn(out.shape, generator=generator, dtype=out.dtype) for out in outputs]
+        trained = [param for param in params if param.requires_grad]
+        grads = torch.autograd.grad(outputs, [*leaves, *trained], douts, allow_unused=True)
+    return [*(out.detach() for out in outputs), *grads]
+
+
+def _is_close(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    if a.shape != b.shape:
+        return False
+    largest = b.abs().amax(-1, keepdim=True)
+    return bool(((a - b).abs() <= TOLERANCE * largest + 1e-30).all())

@@ -1,0 +1,72 @@
+"""RMS norm as a block: y = x / sqrt(mean(x^2) + eps) * (offset + weight), rounded once."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ithaka.blocks.block import TileState, is_plain, random_rows, reproduces
+from ithaka.ops.token_wise import rms_norm, rms_norm_backward
+
+EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
+OFFSETS = (0.0, 1.0)  # Gemma's norms multiply by 1 + weight
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    path: str
+    eps: float
+    offset: float
+
+    def make(self, module: Any, tile: TileState) -> "NormBlock":
+        return NormBlock(self, module, tile)
+
+
+class NormBlock:
+    """Replaces the forward of an RMS norm. Its output has the dtype of the weight. In fp64, the module runs: Hugging
+    Face's norms compute in fp32."""
+
+    def __init__(self, spec: NormSpec, module: Any, tile: TileState) -> None:
+        self.spec, self.module, self.tile = spec, module, tile
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.module.weight.dtype == torch.float64:
+            return type(self.module).forward(self.module, x)
+        return _NormFunction.apply(x, self.module.weight, self)
+
+
+class _NormFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, block: NormBlock) -> Tensor:
+        ctx.save_for_backward(x, weight_D)
+        ctx.block = block
+        return rms_norm(x, weight_D, block.spec.eps, block.spec.offset)
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> Any:
+        (x, weight_D), block = ctx.saved_tensors, ctx.block
+        dx, dweight_D = rms_norm_backward(x, dy[0], weight_D, block.spec.eps, block.spec.offset)
+        if not weight_D.requires_grad:
+            return dx, None, None
+        if block.tile.grads is None:
+            return dx, dweight_D.to(weight_D.dtype), None
+        block.tile.grads.add(block.module.weight, dweight_D)
+        return dx, None, None
+
+
+def find_norm(path: str, module: nn.Module) -> NormSpec | None:
+    """Return the spec of a module that computes an RMS norm over its last dim."""
+    eps = next((value for name in EPS_NAMES if isinstance(value := getattr(module, name, None), float)), None)
+    if eps is None or list(module._parameters) != ["weight"] or list(module.children()) or not is_plain(module):
+        return None
+    module = copy.deepcopy(module).cpu()
+    weight: Any = module.weight
+    if weight is None or weight.dim() != 1:
+        return None
+    for offset in OFFSETS:
+        block = NormBlock(spec := NormSpec(path, eps, offset), module, TileState())
+        if reproduces(block, module, [random_rows(len(weight))], [weight]):
+            return spec
+    return None

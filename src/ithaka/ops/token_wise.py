@@ -1,0 +1,272 @@
+"""Element-wise steps of decoder layers, for blocks/: RMS norm, gates of MLPs and RoPE, forward and backward.
+
+Each makes one pass over memory if Triton is installed. All compute in fp32 or wider and round once, except `gate_mul`
+without Triton, which rounds twice, as Hugging Face does.
+
+Shapes: t rows, D features, F width of an MLP, h heads, K head dim, R rotated dims, p programs.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ithaka.ops.fused import launch, runs_kernels
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of PyTorch come without it
+    triton = _norm_kernel = _norm_backward_kernel = _gate_kernel = _gate_backward_kernel = _rope_kernel = None
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+ACTIVATIONS: dict[Activation, Any] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+_BLOCK = 4096  # elements of a program
+_ROWS = 1024  # rows that a gate without a kernel differentiates at once
+_HEADS = 4  # heads of a program, which share cos and sin
+
+
+# ---- RMS norm
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, offset: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * (offset + weight) in the dtype of the weight."""
+    into = torch.empty(x.shape, dtype=weight_D.dtype, device=x.device)
+    if not runs_kernels(x):
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+        return into.copy_(normed * (offset + weight_D.to(wide.dtype)))
+    x_tD, D = x.reshape(-1, x.shape[-1]), x.shape[-1]
+    sizes, t = _norm_sizes(D), len(x_tD)
+    launch(_norm_kernel, (-(-t // sizes["ROWS"]),), into, x_tD, weight_D, eps, offset, t, D, x_tD.stride(0), **sizes)
+    return into
+
+
+def rms_norm_backward(x: Tensor, dy: Tensor, weight_D: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """Return dx in the dtype of x, and dweight in fp32 or wider."""
+    if not runs_kernels(x):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        factor = (x.to(wide).square().mean(-1, keepdim=True) + eps).rsqrt()
+        normed, d = x.to(wide) * factor, dy.to(wide)
+        dweight_D = (d * normed).flatten(0, -2).sum(0)
+        d = d * (offset + weight_D.to(wide))
+        return ((d - normed * (d * normed).mean(-1, keepdim=True)) * factor).to(x.dtype), dweight_D
+    D, dx = x.shape[-1], torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x_tD, dy_tD, sizes = x.reshape(-1, D), dy.reshape(-1, D), _norm_sizes(D)
+    programs = min(-(-len(x_tD) // sizes["ROWS"]), 8 * _num_multiprocessors(x))
+    dweight_pD = x.new_empty(programs, D, dtype=torch.float32)
+    scalars = eps, offset, len(x_tD), D, x_tD.stride(0), dy_tD.stride(0)
+    launch(_norm_backward_kernel, (programs,), dx, x_tD, dy_tD, weight_D, dweight_pD, *scalars, **sizes)
+    return dx, dweight_pD.sum(0)
+
+
+def _norm_sizes(num_features: int) -> dict[str, int]:
+    cols = 1 << (num_features - 1).bit_length()
+    return {"ROWS": max(1, _BLOCK // cols), "COLS": cols, "num_warps": 4 if cols <= _BLOCK else 16}
+
+
+def _num_multiprocessors(x: Tensor) -> int:
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 132
+
+
+# ---- gates
+
+
+def gate_mul(gate_tF: Tensor, up_tF: Tensor, into_tF: Tensor, activation: Activation) -> None:
+    """Write activation(gate) * up to `into`, which may alias gate."""
+    if runs_kernels(gate_tF):
+        _launch_gate(_gate_kernel, gate_tF, up_tF, into_tF, activation)
+    else:
+        torch.mul(ACTIVATIONS[activation](gate_tF), up_tF, out=into_tF)
+
+
+def gate_mul_backward(gate_tF: Tensor, up_tF: Tensor, da_tF: Tensor, activation: Activation) -> None:
+    """Backward of a = activation(gate) * up, in place: dgate into gate, dup into up, and a into da."""
+    if runs_kernels(gate_tF):
+        _launch_gate(_gate_backward_kernel, gate_tF, up_tF, da_tF, activation)
+        return
+    wide = torch.promote_types(gate_tF.dtype, torch.float32)
+    for gate, up, da in zip(*(t.split(_ROWS) for t in (gate_tF, up_tF, da_tF)), strict=True):
+        with torch.enable_grad():
+            g, u = (t.detach().to(wide).requires_grad_() for t in (gate, up))
+            a = ACTIVATIONS[activation](g) * u
+        dgate, dup = torch.autograd.grad(a, [g, u], da.to(wide))
+        for into, result in zip((gate, up, da), (dgate, dup, a.detach()), strict=True):
+            into.copy_(result)
+
+
+def _launch_gate(kernel: Any, gate_tF: Tensor, up_tF: Tensor, into_tF: Tensor, activation: Activation) -> None:
+    tensors, (t, width) = (gate_tF, up_tF, into_tF), gate_tF.shape
+    assert all(x.stride(1) == 1 for x in tensors)
+    scalars = width, *(x.stride(0) for x in tensors)
+    launch(kernel, (t, -(-width // _BLOCK)), *tensors, *scalars, ACTIVATION=activation, BLOCK=_BLOCK, num_warps=8)
+
+
+# ---- RoPE
+
+
+class RopeForm(NamedTuple):
+    """How RoPE pairs dims, and what of cos and sin it reads. `cos` has as many dims as are rotated, or half."""
+
+    reads_neighbors: bool  # dims 2 i and 2 i + 1 are a pair of the input; else i and i + R / 2
+    writes_neighbors: bool  # the same of the output
+    cos: Literal["halves", "neighbors", "first half", "half"]  # where those of a pair are; "half": there are R / 2
+
+
+def rotate(x_1htK: Tensor, cos_1tR: Tensor, sin_1tR: Tensor, form: RopeForm, backward: bool = False) -> Tensor:
+    """Rotate the first dims of x: (a, b) -> (a cos1 - b sin1, b cos2 + a sin2). `backward`: apply the transpose. Return
+    it in the dtype of x, in the memory order [1, t, h, K]."""
+    _, h, t, K = x_1htK.shape
+    into = torch.empty(1, t, h, K, dtype=x_1htK.dtype, device=x_1htK.device).transpose(1, 2)
+    half = cos_1tR.shape[-1] if form.cos == "half" else cos_1tR.shape[-1] // 2
+    stride, second = {"halves": (1, half), "neighbors": (2, 1)}.get(form.cos, (1, 0))
+    reads, writes = form.reads_neighbors, form.writes_neighbors
+    if backward:
+        reads, writes = writes, reads
+    if runs_kernels(x_1htK):
+        strides = *into.stride()[1:3], *x_1htK.stride()[1:], cos_1tR.stride(-2), sin_1tR.stride(-2)
+        scalars = {"h": h, "t": t, "K": K, "half": half, "second": second}
+        flags = {"COS_STRIDE": stride, "READS": reads, "WRITES": writes, "BACKWARD": backward, "HEADS": _HEADS}
+        cols = 1 << (half - 1).bit_length()
+        rows = max(1, 1024 // cols)
+        flags |= {"ROWS": rows, "COLS": cols, "REST": 1 << max(K - 2 * half - 1, 0).bit_length(), "num_warps": 4}
+        grid = (-(-t // rows), -(-h // _HEADS))
+        launch(_rope_kernel, grid, into, x_1htK, cos_1tR, sin_1tR, *strides, **scalars, **flags)
+        return into
+    wide = torch.promote_types(x_1htK.dtype, torch.float32)
+    cos, sin = (table.to(wide)[:, None] for table in (cos_1tR, sin_1tR))
+    at = torch.arange(half, device=cos.device) * stride
+    (c1, c2), (s1, s2) = ((table[..., at], table[..., at + second]) for table in (cos, sin))
+    a, b = (x_1htK[..., part].to(wide) for part in _pair_dims(half, reads))
+    into[..., 2 * half :] = x_1htK[..., 2 * half :]
+    first, other = _pair_dims(half, writes)
+    into[..., first] = (a * c1 + b * s2 if backward else a * c1 - b * s1).to(into.dtype)
+    into[..., other] = (b * c2 - a * s1 if backward else b * c2 + a * s2).to(into.dtype)
+    return into
+
+
+def _pair_dims(half: int, neighbors: bool) -> tuple[slice, slice]:
+    if neighbors:
+        return slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    return slice(0, half), slice(half, 2 * half)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _norm_kernel(into, x, weight, eps, offset, t, D, row_stride, ROWS: tl.constexpr, COLS: tl.constexpr):
+        rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        cols = tl.arange(0, COLS)
+        inside = (rows < t)[:, None] & (cols < D)[None, :]
+        v = tl.load(x + rows[:, None] * row_stride + cols[None, :], inside, other=0.0).to(tl.float32)
+        factor = tl.rsqrt(tl.sum(v * v, 1) / D + eps)
+        w = tl.load(weight + cols, cols < D, other=0.0).to(tl.float32) + offset
+        y = v * factor[:, None] * w[None, :]
+        tl.store(into + rows[:, None] * D + cols[None, :], y.to(into.dtype.element_ty), inside)
+
+    @triton.jit
+    def _norm_backward_kernel(
+        dx, x, dy, weight, dweight, eps, offset, t, D, x_stride, dy_stride, ROWS: tl.constexpr, COLS: tl.constexpr
+    ):
+        cols = tl.arange(0, COLS)
+        w = tl.load(weight + cols, cols < D, other=0.0).to(tl.float32) + offset
+        dw = tl.zeros((COLS,), tl.float32)
+        for first in range(tl.program_id(0) * ROWS, t, tl.num_programs(0) * ROWS):
+            rows = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
+            inside = (rows < t)[:, None] & (cols < D)[None, :]
+            v = tl.load(x + rows[:, None] * x_stride + cols[None, :], inside, other=0.0).to(tl.float32)
+            d = tl.load(dy + rows[:, None] * dy_stride + cols[None, :], inside, other=0.0).to(tl.float32)
+            factor = tl.rsqrt(tl.sum(v * v, 1) / D + eps)[:, None]
+            v *= factor
+            dw += tl.sum(d * v, 0)
+            d *= w[None, :]
+            d = (d - v * (tl.sum(d * v, 1) / D)[:, None]) * factor
+            tl.store(dx + rows[:, None] * D + cols[None, :], d.to(dx.dtype.element_ty), inside)
+        tl.store(dweight + tl.program_id(0) * D + cols, dw, cols < D)
+
+    @triton.jit
+    def _activate(g, ACTIVATION: tl.constexpr):
+        """Return the activation and its derivative."""
+        if ACTIVATION == "silu":
+            s = tl.sigmoid(g)
+            return g * s, s + g * s * (1 - s)
+        if ACTIVATION == "gelu_tanh":
+            inner = 0.7978845608028654 * (g + 0.044715 * g * g * g)
+            tanh = 2 * tl.sigmoid(2 * inner) - 1
+            slope = 0.7978845608028654 * (1 + 0.134145 * g * g)
+            return 0.5 * g * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * g * (1 - tanh * tanh) * slope
+        cdf = 0.5 * (1 + tl.erf(g * 0.7071067811865476))
+        return g * cdf, cdf + g * 0.3989422804014327 * tl.exp(-0.5 * g * g)
+
+    @triton.jit
+    def _gate_kernel(
+        gate, up, into, width, gate_stride, up_stride, into_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = cols < width
+        g = tl.load(gate + row * gate_stride + cols, inside, other=0.0).to(tl.float32)
+        u = tl.load(up + row * up_stride + cols, inside, other=0.0).to(tl.float32)
+        acted, _ = _activate(g, ACTIVATION)
+        tl.store(into + row * into_stride + cols, (acted * u).to(into.dtype.element_ty), inside)
+
+    @triton.jit
+    def _gate_backward_kernel(
+        gate, up, da, width, gate_stride, up_stride, da_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = cols < width
+        gate += row * gate_stride + cols
+        up += row * up_stride + cols
+        da += row * da_stride + cols
+        g = tl.load(gate, inside, other=0.0).to(tl.float32)
+        u = tl.load(up, inside, other=0.0).to(tl.float32)
+        d = tl.load(da, inside, other=0.0).to(tl.float32)
+        acted, slope = _activate(g, ACTIVATION)
+        tl.store(gate, (d * u * slope).to(gate.dtype.element_ty), inside)
+        tl.store(up, (d * acted).to(up.dtype.element_ty), inside)
+        tl.store(da, (acted * u).to(da.dtype.element_ty), inside)
+
+    @triton.jit
+    def _rope_kernel(
+        into, x, cos, sin, ih, it, xh, xt, xk, ct, st, h, t, K, half, second,
+        COS_STRIDE: tl.constexpr, READS: tl.constexpr, WRITES: tl.constexpr, BACKWARD: tl.constexpr,
+        HEADS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, REST: tl.constexpr,
+    ):  # fmt: skip
+        rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        cols = tl.arange(0, COLS)
+        rest = 2 * half + tl.arange(0, REST)
+        inside = (rows < t)[:, None] & (cols < half)[None, :]
+        cos += rows[:, None] * ct + (cols * COS_STRIDE)[None, :]
+        sin += rows[:, None] * st + (cols * COS_STRIDE)[None, :]
+        c1 = tl.load(cos, inside, other=0.0).to(tl.float32)
+        s1 = tl.load(sin, inside, other=0.0).to(tl.float32)
+        c2 = tl.load(cos + second, inside, other=0.0).to(tl.float32)
+        s2 = tl.load(sin + second, inside, other=0.0).to(tl.float32)
+        a_cols, b_cols = cols, cols + half
+        if READS:
+            a_cols, b_cols = 2 * cols, 2 * cols + 1
+        first_cols, other_cols = cols, cols + half
+        if WRITES:
+            first_cols, other_cols = 2 * cols, 2 * cols + 1
+        x += rows[:, None] * xt
+        into += rows[:, None] * it
+        start = tl.program_id(1) * HEADS
+        for head in range(start, tl.minimum(start + HEADS, h)):
+            a = tl.load(x + head * xh + a_cols[None, :] * xk, inside, other=0.0).to(tl.float32)
+            b = tl.load(x + head * xh + b_cols[None, :] * xk, inside, other=0.0).to(tl.float32)
+            if BACKWARD:
+                first, other = a * c1 + b * s2, b * c2 - a * s1
+            else:
+                first, other = a * c1 - b * s1, b * c2 + a * s2
+            tl.store(into + head * ih + first_cols[None, :], first.to(into.dtype.element_ty), inside)
+            tl.store(into + head * ih + other_cols[None, :], other.to(into.dtype.element_ty), inside)
+            copied = (rows < t)[:, None] & (rest < K)[None, :]
+            kept = tl.load(x + head * xh + rest[None, :] * xk, copied, other=0.0)
+            tl.store(into + head * ih + rest[None, :], kept, copied)
