@@ -61,6 +61,54 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "vocab_size": 151936,
     },
+    "llama3.2-3b": {
+        "model_type": "llama",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+    },
+    "phi4-mini": {
+        "model_type": "phi3",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+        "vocab_size": 200064,
+        "pad_token_id": 0,
+    },
+    "smollm3-3b": {
+        "model_type": "smollm3",
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "vocab_size": 128256,
+        "pad_token_id": 0,
+    },
+    "moonlight-16b-a3b": {
+        "model_type": "deepseek_v3",
+        "hidden_size": 2048,
+        "intermediate_size": 11264,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 1,
+        "vocab_size": 163840,
+    },
     "tiny-experts": {
         "model_type": "qwen3_moe",
         "hidden_size": 64,
@@ -107,7 +155,10 @@ def apply_liger(case: dict[str, Any]) -> None:
 
     # Without its own experts, which would replace those of --experts and tune their kernels for minutes.
     options = {"swiglu": False} if case["experts"] else {}
-    getattr(monkey_patch, f"apply_liger_kernel_to_{SHAPES[case['model']]['model_type']}")(**options)
+    patch = getattr(monkey_patch, f"apply_liger_kernel_to_{SHAPES[case['model']]['model_type']}", None)
+    case["liger"] = patch is not None
+    if patch is not None:
+        patch(**options)
 
 
 def run_hf(case: dict[str, Any], precision: str) -> Any:

@@ -167,7 +167,6 @@ class LinearBlock:
     """Replaces the forward of a linear map, with or without an adapter."""
 
     selected: Linear | int | None = None  # some heads, for the current stage; a number: zeros of this width instead
-    is_wide = False  # the output has `sum_dtype`
     is_projection = False  # to q, k or v
 
     def __init__(self, module: Any, tile: TileState) -> None:
@@ -189,8 +188,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(x_tD)
         if block.is_projection and block.tile.skips_projections:
             return x_tD.new_zeros(()).expand(*x.shape[:-1], len(linear.weight_ND))
-        y_tN = linear.apply_wide(x_tD) if block.is_wide else linear(x_tD)
-        return y_tN.view(*x.shape[:-1], -1)
+        return linear(x_tD).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> Any:

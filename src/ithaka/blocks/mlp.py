@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ithaka.blocks.block import TileState, is_plain, random_rows, reproduces
 from ithaka.blocks.linear import Linear, as_linear, is_linear
-from ithaka.blocks.tiles import GradSum, sum_dtype
+from ithaka.blocks.tiles import GradSum
 from ithaka.ops.token_wise import ACTIVATIONS, Activation, gate_mul, gate_mul_backward
 
 
@@ -34,7 +34,7 @@ class MlpSpec:
 
 
 class MlpBlock:
-    """Replaces the forward of a gated MLP: [..., D] -> [..., D] in `sum_dtype`."""
+    """Replaces the forward of a gated MLP."""
 
     def __init__(self, spec: MlpSpec, module: Any, tile: TileState) -> None:
         self.spec, self.module, self.tile = spec, module, tile
@@ -67,14 +67,13 @@ class _MlpFunction(torch.autograd.Function):
         projected = [linear(h_tD) for linear in inputs]
         ctx.block, ctx.tensors, ctx.x = block, tensors, (x.shape, x.dtype)
         ctx.kept = (h_tD, projected) if keeps else None
-        wide = sum_dtype(h_tD.dtype)
         if block.tile.skips_mlp:
-            return torch.zeros((), dtype=wide, device=x.device).expand(x.shape)
+            return h_tD.new_zeros(()).expand(x.shape)
         gate_tF, up_tF = block.split(projected)
         a_tF = torch.empty(gate_tF.shape, dtype=h_tD.dtype, device=x.device) if keeps or len(inputs) == 1 else gate_tF
         gate_mul(gate_tF, up_tF, a_tF, block.spec.activation)
         del gate_tF, up_tF, projected
-        return down.apply_wide(a_tF).view(x.shape)
+        return down(a_tF).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> Any:

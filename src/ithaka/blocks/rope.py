@@ -42,6 +42,8 @@ class RopeBlock:
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         if q.dtype == torch.float64 or cos.requires_grad or q.dim() != 4 or len(q) != 1:
             return self.original(q, k, cos, sin, *args, **kwargs)
+        if not any(q.stride()) and not q.requires_grad:
+            return q, k  # nothing reads them
         return tuple(_Rotate.apply(t, cos, sin, self.form, self.tile.skips_projections) for t in (q, k))
 
 

@@ -7,20 +7,18 @@ Shapes: s tokens on this rank, t tokens of a tile, e branch labels (inputs/batch
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ithaka.blocks.block import TileState
 from ithaka.blocks.linear import Linear
 from ithaka.blocks.tiles import (
     BACKWARD_RAN_TWICE,
     GradSum,
-    apply_norm,
     graph_backward,
-    norm_backward,
-    run_norm,
     run_tile,
     sum_dtype,
     tile_slices,
@@ -60,16 +58,17 @@ class LinearHead:
 
     norm: nn.Module
     linear: Linear
+    tile: TileState = field(default_factory=TileState)  # of the norm, if it is a block
 
     @property
     def params(self) -> Sequence[Tensor]:
         return (*self.linear.tensors, *self.norm.parameters())
 
     def logits(self, x_tD: Tensor) -> Tensor:
-        return self._project(apply_norm(self.norm, x_tD))
+        return self._project(self.norm(x_tD))
 
     def run(self, x_tD: Tensor) -> tuple[Any, Tensor]:
-        x_tD, h_tD = run_norm(self.norm, x_tD)
+        x_tD, h_tD = run_tile(self.norm, x_tD)
         return (x_tD, h_tD), self._project(h_tD.detach())
 
     def _project(self, h_tD: Tensor) -> Tensor:
@@ -86,7 +85,10 @@ class LinearHead:
         x_tD, h_tD = saved
         dz_tr = self.linear.lora_down_grad(dlogits_tV)
         self.linear.add_grads(dlogits_tV, h_tD.detach(), dz_tr, grads)
-        norm_backward(dx_tD, self.norm, x_tD, h_tD, self.linear.input_grad(dlogits_tV, dz_tr), grads)
+        with self.tile.set(grads=grads):
+            dx_tD += graph_backward(
+                x_tD, h_tD, self.norm.parameters(), self.linear.input_grad(dlogits_tV, dz_tr), grads
+            )
 
 
 @dataclass(frozen=True)

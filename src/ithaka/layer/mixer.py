@@ -109,7 +109,7 @@ class LayerSpec:
     mixers: tuple[MixerSpec, ...] = ()  # none: all its work is per token
     num_outputs: int | None = None  # length of the tuple that the forward returns; None: a tensor
     token_dims: tuple[int | None, ...] = ()  # for each leaf of the arguments
-    skippable: tuple[str, ...] = ()  # linear maps that only feed the mixer
+    skippable: tuple[str, ...] = ()  # linear maps and norms that only feed the mixer
     forward: Callable[..., Any] | None = None  # (layer, x, *args) -> y; None: the forward of the layer's class
     blocks: tuple[BlockSpec, ...] = ()  # of its modules
     has_expert_block: bool = False  # an ExpertBlock computes what its experts do

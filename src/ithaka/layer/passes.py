@@ -24,11 +24,11 @@ from torch.utils import _pytree as pytree
 from ithaka.blocks.block import TileState
 from ithaka.blocks.experts import LayerExperts
 from ithaka.blocks.find import LayerBlocks
-from ithaka.blocks.linear import as_linear
-from ithaka.blocks.norm import NormSpec
+from ithaka.blocks.linear import as_linear, is_linear
 from ithaka.blocks.tiles import sum_dtype
 from ithaka.layer.inputs import LayerInputs
 from ithaka.layer.mixer import EndPass, LayerSpec, MixerTap
+from ithaka.ops.token_wise import sum_rounded
 
 
 def run_layer(
@@ -71,18 +71,15 @@ class LayerPasses:
         self.experts = LayerExperts(layer, spec.has_expert_block and not compiles, self.tile)
         for path in spec.qkv:
             self.blocks.by_path[path].is_projection = True
-        if spec.output:
-            self.blocks.by_path[spec.output].is_wide = True
-        # A block for a norm reads 16 bits, and computes in fp32.
-        self.widens_capture = not any(isinstance(block, NormSpec) for block in spec.blocks)
+        self.has_blocks = bool(self.blocks.by_path)
         self.routers: list[nn.Module] = []
         self.router_index = 0  # where the logits are in a router's output
         self.router_logits: list[Tensor] = []
         # Not if compiled: the compiler removes them as dead code.
-        self.skipped = [_SkippedLinear(module) for module in self._skippable() if not compiles]
+        self.skipped = [_SkippedModule(module) for module in self._skippable() if not compiles]
 
     def _skippable(self) -> Iterator[nn.Module]:
-        """The linear maps that only feed the mixer; where a block runs one with its adapter, the module of both."""
+        """The modules that only feed the mixer; where a block runs a linear map with its adapter, the one of both."""
         for path in self.spec.skippable:
             outer = path.removesuffix(".base_layer")
             yield self.layer.get_submodule(outer if outer in self.blocks.by_path else path)
@@ -93,8 +90,7 @@ class LayerPasses:
             for tap in self.taps:
                 inputs = stack.enter_context(tap.capture(inputs, x_tD.dtype, self.compiles))
             with suppress(EndPass):
-                x = x_tD.to(sum_dtype(x_tD.dtype)) if self.widens_capture else x_tD
-                self._capture(self.layer, x, *inputs.unpack(), self.spec.forward)
+                self._capture(self.layer, self._widen(x_tD), *inputs.unpack(), self.spec.forward)
         return next((call for tap in self.taps if (call := tap.take_call()) is not None), None)
 
     def capture(self, x_tD: Tensor, inputs: LayerInputs) -> list[Tensor]:
@@ -105,7 +101,7 @@ class LayerPasses:
         return mixer.inputs_of(call, len(inputs))
 
     def resume(self, x_tD: Tensor, outs_tHK: Sequence[Tensor], inputs: LayerInputs) -> Tensor:
-        """Run the resume pass: return the layer's output in `sum_dtype`, given that of each mixer."""
+        """Run the resume pass: return the layer's output, given that of each mixer."""
         with ExitStack() as stack:
             stack.enter_context(compute_like_autocast(x_tD))
             for linear in self.skipped:
@@ -116,8 +112,13 @@ class LayerPasses:
             for tap, mixer, out_tHK in zip(self.taps, self.spec.mixers, outs_tHK, strict=True):
                 out_tHV = out_tHK[..., : mixer.v_head_dim].contiguous()  # as transformers returns it
                 inputs = stack.enter_context(tap.resume(inputs, out_tHV))
-            x = x_tD if self.spec.output else x_tD.to(sum_dtype(x_tD.dtype))
-            return self._resume(self.layer, x, *inputs.unpack(), self.spec.forward)
+            if self.has_blocks and x_tD.dtype.itemsize == 2:
+                stack.enter_context(ResidualSums())
+            return self._resume(self.layer, self._widen(x_tD), *inputs.unpack(), self.spec.forward)
+
+    def _widen(self, x_tD: Tensor) -> Tensor:
+        """Blocks for norms read 16 bits and compute in fp32; other modules get the residual stream in fp32."""
+        return x_tD if self.has_blocks else x_tD.to(sum_dtype(x_tD.dtype))
 
     def restore(self) -> None:
         """Give the layer's modules their own forwards again."""
@@ -153,19 +154,52 @@ class _WideLayerNorm(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-class _SkippedLinear:
-    """A context in which a linear map returns zeros without storage, because nothing reads its result."""
+class ResidualSums(TorchFunctionMode):
+    """Rounds sums of 16-bit tensors once: x + attention + mlp, instead of (x + attention) + mlp.
 
-    def __init__(self, linear: nn.Module) -> None:
-        self.linear = linear
-        self.num_outputs = as_linear(linear).weight_ND.shape[0]
-        self.forward = vars(linear).get("forward")  # of a block
+    The result of an addition remembers its terms, which a further addition to it sums again."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in ADDITIONS and len(args) == 2 and not kwargs:
+            a, b = args
+            if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype.itemsize == 2:
+                terms = [*getattr(a, "summed_terms", (a,)), *getattr(b, "summed_terms", (b,))]
+                result = _AddOnce.apply(a, b, [term.detach() for term in terms])
+                result.summed_terms = terms if len(terms) <= MAX_TERMS else (result,)
+                return result
+        return function(*args, **(kwargs or {}))
+
+
+ADDITIONS = (torch.add, Tensor.add, Tensor.__add__)
+MAX_TERMS = 3
+
+
+class _AddOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, terms: list[Tensor]) -> Tensor:
+        ctx.dtypes = a.dtype, b.dtype
+        if not any(b.stride()):
+            return a.new_zeros(()).expand(a.shape)  # it was skipped, because nothing reads the sum
+        return sum_rounded(terms)
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> Any:
+        return *(dy[0].to(dtype) for dtype in ctx.dtypes), None
+
+
+class _SkippedModule:
+    """A context in which a linear map or a norm returns zeros without storage, because nothing reads its result."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.num_outputs = len(as_linear(module).weight_ND) if is_linear(module) else None
+        self.forward = vars(module).get("forward")  # of a block
 
     def __enter__(self) -> None:
-        self.linear.forward = lambda x: x.new_zeros(()).expand(*x.shape[:-1], self.num_outputs)
+        self.module.forward = lambda x: x.new_zeros(()).expand(*x.shape[:-1], self.num_outputs or x.shape[-1])
 
     def __exit__(self, *error: Any) -> None:
         if self.forward is None:
-            del self.linear.forward
+            del self.module.forward
         else:
-            self.linear.forward = self.forward
+            self.module.forward = self.forward

@@ -375,8 +375,12 @@ class LayerHeads:
             for rows, x_tD, inputs in self._tiles(saved):
                 with torch.no_grad():
                     captured = passes.capture(x_tD, inputs)
-                for into_csnK, t_tNK in zip(projected, captured, strict=False):
-                    into_csnK[:, rows] = t_tNK.unflatten(1, (c, -1)).transpose(0, 1)
+                captured_ctnK = [t_tNK.unflatten(1, (c, -1)).transpose(0, 1) for t_tNK in captured[: len(projected)]]
+                if len(x_tD) == len(saved.inputs) and all(t.is_contiguous() for t in captured_ctnK):
+                    projected = deque(captured_ctnK)  # the only tile needs no copy
+                    continue
+                for into_csnK, t_ctnK in zip(projected, captured_ctnK, strict=True):
+                    into_csnK[:, rows] = t_ctnK
         finally:
             for i in range(3):
                 self._block(i).selected = None

@@ -6,6 +6,7 @@ without Triton, which rounds twice, as Hugging Face does.
 Shapes: t rows, D features, F width of an MLP, h heads, K head dim, R rotated dims, p programs.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,7 +19,10 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # CPU builds of PyTorch come without it
-    triton = _norm_kernel = _norm_backward_kernel = _gate_kernel = _gate_backward_kernel = _rope_kernel = None
+    triton = _norm_kernel = _norm_backward_kernel = _gate_kernel = _gate_backward_kernel = None
+    _rope_kernel = _sum_kernel = None
+        _sum_kernel
+    ) = None
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 ACTIVATIONS: dict[Activation, Any] = {
@@ -28,7 +32,8 @@ ACTIVATIONS: dict[Activation, Any] = {
 }
 _BLOCK = 4096  # elements of a program
 _ROWS = 1024  # rows that a gate without a kernel differentiates at once
-_HEADS = 4  # heads of a program, which share cos and sin
+_HEADS = 16  # heads of a program, which share cos and sin
+_TERMS = 4  # of one sum
 
 
 # ---- RMS norm
@@ -72,6 +77,22 @@ def _norm_sizes(num_features: int) -> dict[str, int]:
 
 def _num_multiprocessors(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 132
+
+
+# ---- sums
+
+
+def sum_rounded(terms: Sequence[Tensor]) -> Tensor:
+    """Return the sum of tensors of one shape in the dtype of the first, summed in fp32 or wider and rounded once."""
+    into, (first, *others) = torch.empty_like(terms[0], memory_format=torch.contiguous_format), terms
+    if runs_kernels(first) and len(terms) <= _TERMS and all(t.is_contiguous() for t in terms):
+        padded = [*terms, *[first] * (_TERMS - len(terms))]
+        launch(_sum_kernel, (-(-into.numel() // _BLOCK),), into, *padded, into.numel(), COUNT=len(terms), BLOCK=_BLOCK)
+        return into
+    total = first.to(torch.promote_types(first.dtype, torch.float32))
+    for term in others:
+        total = total + term
+    return into.copy_(total)
 
 
 # ---- gates
@@ -157,6 +178,17 @@ def _pair_dims(half: int, neighbors: bool) -> tuple[slice, slice]:
 
 
 if triton is not None:
+
+    @triton.jit
+    def _sum_kernel(into, a, b, c, d, count, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < count
+        total = tl.load(a + at, inside, other=0.0).to(tl.float32) + tl.load(b + at, inside, other=0.0).to(tl.float32)
+        if COUNT > 2:
+            total += tl.load(c + at, inside, other=0.0).to(tl.float32)
+        if COUNT > 3:
+            total += tl.load(d + at, inside, other=0.0).to(tl.float32)
+        tl.store(into + at, total.to(into.dtype.element_ty), inside)
 
     @triton.jit
     def _norm_kernel(into, x, weight, eps, offset, t, D, row_stride, ROWS: tl.constexpr, COLS: tl.constexpr):

@@ -7,7 +7,6 @@ from transformers import PreTrainedModel
 from ithaka.config import ConfigError
 from ithaka.layout import check_parallelism
 from ithaka.plan.read_config import VISION_FAMILIES
-from ithaka.roots.fast import FastDecoder
 from ithaka.roots.general import GeneralDecoder
 from ithaka.roots.root import Root
 from ithaka.roots.video_families import FAMILIES, JOINT_ATTENTION
@@ -33,7 +32,7 @@ def find_root(model: Any) -> Root:
         raise ConfigError(_refuse_class(model))
     if getattr(base.config, "model_type", None) in VISION_FAMILIES:
         return VisionDecoder(base)
-    return FastDecoder(base) if FastDecoder.supports(base.config) else GeneralDecoder(base)
+    return GeneralDecoder(base)
 
 
 def check_arguments(model: Any, cp: int | None, ring: int | None) -> Root:

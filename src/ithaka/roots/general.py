@@ -4,6 +4,8 @@ Shapes as in layer/schedule.py.
 """
 
 import re
+from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -11,7 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
+from ithaka.blocks.block import TileState
 from ithaka.blocks.linear import as_linear, is_linear
+from ithaka.blocks.norm import find_norm
 from ithaka.blocks.routing import LoadBalancingLoss
 from ithaka.blocks.tiles import sum_dtype
 from ithaka.comm.mesh import Mesh
@@ -23,7 +27,7 @@ from ithaka.layer.store import Store
 from ithaka.layout import Layout
 from ithaka.roots.decoder import Decoder
 from ithaka.roots.probe import probe_layers
-from ithaka.roots.recorder import Recorder, copy_config, refusal
+from ithaka.roots.recorder import Recorder, copy_config, randomized_copy, refusal
 from ithaka.roots.rotary import ExactRotary, rotary_modules
 from ithaka.weights.adapters import find_decoder
 
@@ -33,8 +37,9 @@ class GeneralDecoder(Decoder):
 
     # The layers run every module of theirs, once per tile.
     hookable = re.compile(r"model\.(language_model\.)?(embed_tokens|layers\.\d+)|")
-    patchable = re.compile(r"model\.(language_model\.)?(embed_tokens|layers\.\d+\..*)|.*rotary.*")
+    patchable = re.compile(r"model\.(language_model\.)?(embed_tokens|norm|layers\.\d+\..*)|.*rotary.*")
     norm: nn.Module | None  # the last module of the base model, which the head runs tile by tile
+    norm_forward: Callable[[Tensor], Tensor]  # its own forward, or a block
     has_linear_head: bool  # the logits are what lm_head returns for the base model's output, and it is linear
 
     def find_specs(self, device: torch.device) -> None:
@@ -44,6 +49,10 @@ class GeneralDecoder(Decoder):
         recorder = Recorder(model, self.layers_name)
         self.specs = probe_layers(model, recorder, device)
         self.norm, self.has_linear_head = recorder.find_norm(self.base), _has_linear_head(model)
+        self.head_tile = TileState()
+        if self.norm is not None:
+            block = find_norm("norm", randomized_copy(self.norm))
+            self.norm_forward = self.norm.forward if block is None else block.make(self.norm, self.head_tile)
         self.balancing = _find_balancing_loss(model, len(self.layers))
 
     def attach(self, mesh: Mesh, layout: Layout, dtype: torch.dtype, store: Store) -> None:
@@ -69,14 +78,15 @@ class GeneralDecoder(Decoder):
 
     def make_head(self) -> Head:
         model, lm_head = self.model, self.model.lm_head
-        norm = nn.Identity() if self.norm is None else _BareModule(self.norm)
+        norm = nn.Identity() if self.norm is None else _BareModule(self.norm, self.norm_forward)
         if self.has_linear_head:
-            return LinearHead(norm, as_linear(lm_head))
+            return LinearHead(norm, as_linear(lm_head), self.head_tile)
 
         def run(x_tD: Tensor) -> Tensor:
             with compute_like_autocast(x_tD):
                 h_1tD = norm(x_tD[None].to(sum_dtype(x_tD.dtype)))
-                return _run_after_layers(model, h_1tD, _BareModule(lm_head)).logits.squeeze(0)
+                head = _BareModule(lm_head, MethodType(type(lm_head).forward, lm_head))
+                return _run_after_layers(model, h_1tD, head).logits.squeeze(0)
 
         return GraphHead(run, [*lm_head.parameters(), *norm.parameters()])
 
@@ -152,14 +162,11 @@ class _BaseModelOutput(dict):
 
 
 class _BareModule(nn.Module):
-    """Runs the forward of another module's class, without its hooks."""
+    """Runs another module, without its hooks."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return type(self.module).forward(self.module, x)
+        self.module, self.forward = module, forward
 
 
 class _Constant(nn.Module):

@@ -8,7 +8,7 @@ outputs and gradients must agree. Experts and MLPs are small copies where their 
 import copy
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
+from ithaka.blocks.block import BlockSpec
 from ithaka.blocks.experts import is_expert_module
 from ithaka.blocks.find import find_blocks
 from ithaka.blocks.mlp import MlpSpec
+from ithaka.blocks.norm import NormSpec
 from ithaka.comm.loopback import LoopbackGroup
 from ithaka.comm.rank import is_rank_0
 from ithaka.config import ConfigError
@@ -106,7 +108,10 @@ class _Probe:
     def run(self) -> None:
         """Find the layer's spec; raise ConfigError if the general layer differs from transformers."""
         try:
-            self.spec = self._find_skippable(self._read_call())
+            spec = self._read_call()
+            passes, arguments = LayerPasses(self.name, self.layer, spec), self._arguments(0, LENGTHS[0], LENGTHS[0])
+            blocks = find_blocks(self.layer, lambda: passes.capture(self._input(), arguments))
+            self.spec = self._find_skippable(spec, [block.path for block in blocks if isinstance(block, NormSpec)])
             self.output, again = (self._run_forward(0)[0].detach() for _ in range(2))
             if not torch.equal(self.output, again):
                 raise refusal(self.model, f"draws random numbers in {self.name} (dropout or noise)")
@@ -117,7 +122,7 @@ class _Probe:
                 self.spec = replace(self.spec, skippable=())
             for first in (0, 1 + max(config_lengths(find_decoder(self.model).config), default=0)):
                 self._compare(first)
-            self._find_blocks()
+            self._use_blocks(blocks)
             for slower in self.slower if is_rank_0() else ():
                 warnings.warn(f"{self.name} {slower}", stacklevel=2)
         except ConfigError:
@@ -128,11 +133,8 @@ class _Probe:
             problem = f"has a layer {self.name} that does not run ({type(error).__name__}: {error})"
             raise refusal(self.model, problem) from error
 
-    def _find_blocks(self) -> None:
-        """Find the blocks that compute the same as the layer's modules, and what its passes may leave out."""
-        arguments = self._arguments(0, LENGTHS[0], LENGTHS[0])
-        plain = LayerPasses(self.name, self.layer, self.spec)
-        blocks = find_blocks(self.layer, lambda: plain.capture(self._input(), arguments))
+    def _use_blocks(self, blocks: tuple[BlockSpec, ...]) -> None:
+        """Use blocks where results stay the same, and find out what the passes may leave out."""
         has_experts = any(map(is_expert_module, self.layer.modules()))
         self._try("runs its modules as transformers does, without ithaka's", blocks=blocks)
         if has_experts:
@@ -208,10 +210,11 @@ class _Probe:
             raise refusal(self.model, f"has a layer {self.name} that makes no attention call")
         return replace(read_call(self.model, self.name, call, arguments), token_dims=self.dims)
 
-    def _find_skippable(self, spec: LayerSpec) -> LayerSpec:
-        """Find the linear maps that the layer's output does not depend on, given the mixer's output."""
+    def _find_skippable(self, spec: LayerSpec, norms: Sequence[str]) -> LayerSpec:
+        """Find the linear maps and norms that the layer's output does not depend on, given the mixer's output."""
         results: dict[str, Tensor] = {}
-        linears = {path: module for path, module in self.layer.named_modules() if type(module) is nn.Linear}
+        modules = dict(self.layer.named_modules())
+        paths = [*(path for path, module in modules.items() if type(module) is nn.Linear), *norms]
 
         def keep(path: str) -> Callable[..., Tensor]:
             def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
@@ -220,7 +223,7 @@ class _Probe:
 
             return hook
 
-        hooks = [module.register_forward_hook(keep(path)) for path, module in linears.items()]
+        hooks = [modules[path].register_forward_hook(keep(path)) for path in paths]
         arguments, mixer = self._arguments(0, LENGTHS[0], LENGTHS[0]), spec.mixers[0]
         out = torch.randn(LENGTHS[0], mixer.num_heads, mixer.v_head_dim, dtype=torch.float32, device=self.device)
         with torch.enable_grad(), ExitStack() as stack:

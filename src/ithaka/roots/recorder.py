@@ -155,6 +155,13 @@ def randomize(module: nn.Module, device: torch.device, seed: int = 0) -> None:
             submodule._buffers[name] = random if buffer.is_meta else buffer.to(device)
 
 
+def randomized_copy(module: nn.Module) -> nn.Module:
+    """Return a copy of a module with random parameters, on the CPU."""
+    copied = copy.deepcopy(module, {id(param): param for param in module.parameters()})
+    randomize(copied, torch.device("cpu"))
+    return copied
+
+
 def token_dims(model: PreTrainedModel, name: str, long: Any, short: Any) -> tuple[int | None, ...]:
     """For each leaf of a layer's arguments, return the dim of its tokens; None if it has none. `long` and `short` are
     recorded calls of LENGTHS tokens."""

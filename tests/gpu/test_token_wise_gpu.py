@@ -1,0 +1,64 @@
+"""The Triton kernels of ops/token_wise.py against the same functions in PyTorch."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from ithaka.blocks.rope import FORMS
+from ithaka.ops.token_wise import ACTIVATIONS, gate_mul, gate_mul_backward, rms_norm, rms_norm_backward, rotate
+
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
+
+
+def on_both(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    x = (torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))) * scale).to(dtype)
+    return x.cuda(), x.double()
+
+
+def assert_close(ours: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
+    error = (ours.cpu().double() - exact).abs().max() / exact.abs().max()
+    assert error < TOLERANCES[dtype], float(error)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("shape", [(7, 64), (300, 3072), (5, 5000), (2, 9, 128), (1, 33, 3, 96)])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm(shape, offset, dtype):
+    (x, exact_x), (w, exact_w), (dy, exact_dy) = (
+        on_both(*size, dtype=kind) for size, kind in ((shape, torch.float32), (shape[-1:], dtype), (shape, dtype))
+    )
+    assert_close(rms_norm(x, w, 1e-6, offset), rms_norm(exact_x, exact_w, 1e-6, offset), dtype)
+    ours, exact = rms_norm_backward(x, dy, w, 1e-6, offset), rms_norm_backward(exact_x, exact_dy, exact_w, 1e-6, offset)
+    for a, b in zip(ours, exact, strict=True):
+        assert_close(a, b, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("activation", "fused"), list(product(ACTIVATIONS, (False, True))))
+def test_gates(activation, fused, dtype):
+    gate, up, da = (on_both(50, 5000, dtype=dtype, scale=3 + i) for i in range(3))
+    gates = [list(torch.cat([g, u], 1).chunk(2, 1)) if fused else [g, u] for g, u in zip(gate, up, strict=True)]
+    intos = [torch.empty_like(d) for d in da]
+    for (g, u), into in zip(gates, intos, strict=True):
+        gate_mul(g, u, into, activation)
+    assert_close(intos[0], intos[1], dtype)
+    for (g, u), d in zip(gates, da, strict=True):
+        gate_mul_backward(g, u, d, activation)
+    for ours, exact in zip((*gates[0], da[0]), (*gates[1], da[1]), strict=True):
+        assert_close(ours, exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("backward", [False, True])
+def test_rope(form, backward, dtype):
+    for heads, tokens, head_dim, rotated in ((5, 70, 128, 128), (1, 9, 96, 72), (3, 40, 64, 32)):
+        width = rotated // 2 if form.cos == "half" else rotated
+        x = on_both(1, tokens, heads, head_dim, dtype=dtype)
+        tables = [on_both(1, tokens, width, dtype=torch.float32, scale=1 + i) for i in range(2)]
+        ours, exact = (
+            rotate(t.transpose(1, 2), *(table[i] for table in tables), form, backward) for i, t in enumerate(x)
+        )
+        assert_close(ours, exact, dtype)
+        assert ours.transpose(1, 2).is_contiguous()
