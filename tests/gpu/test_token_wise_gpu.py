@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from ithaka.blocks.rope import FORMS
-from ithaka.ops.token_wise import ACTIVATIONS, gate_mul, gate_mul_backward, rms_norm, rms_norm_backward, rotate
+from ithaka.ops.token_wise import (
+    ACTIVATIONS,
+    NormForm,
+    apply_norm,
+    gate_mul,
+    gate_mul_backward,
+    norm_backward,
+    rotate,
+    sum_rounded,
+)
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 
@@ -23,13 +32,13 @@ def assert_close(ours: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("shape", [(7, 64), (300, 3072), (5, 5000), (2, 9, 128), (1, 33, 3, 96)])
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_rms_norm(shape, offset, dtype):
+@pytest.mark.parametrize("form", [NormForm(1e-6, 0.0, False), NormForm(1e-6, 1.0, False), NormForm(1e-5, 0.0, True)])
+def test_norms(shape, form, dtype):
     (x, exact_x), (w, exact_w), (dy, exact_dy) = (
         on_both(*size, dtype=kind) for size, kind in ((shape, torch.float32), (shape[-1:], dtype), (shape, dtype))
     )
-    assert_close(rms_norm(x, w, 1e-6, offset), rms_norm(exact_x, exact_w, 1e-6, offset), dtype)
-    ours, exact = rms_norm_backward(x, dy, w, 1e-6, offset), rms_norm_backward(exact_x, exact_dy, exact_w, 1e-6, offset)
+    assert_close(apply_norm(x, w, form), apply_norm(exact_x, exact_w, form), dtype)
+    ours, exact = norm_backward(x, dy, w, form), norm_backward(exact_x, exact_dy, exact_w, form)
     for a, b in zip(ours, exact, strict=True):
         assert_close(a, b, dtype)
 
@@ -62,3 +71,12 @@ def test_rope(form, backward, dtype):
         )
         assert_close(ours, exact, dtype)
         assert ours.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_sums_are_rounded_once(count):
+    terms, exact = zip(
+        *(on_both(33, 100 + i, dtype=torch.bfloat16, scale=1 + 20 * i) for i in range(count)), strict=True
+    )
+    terms, exact = [t[:, :100].contiguous() for t in terms], [t[:, :100] for t in exact]
+    assert torch.equal(sum_rounded(terms).cpu(), sum(exact).float().bfloat16())

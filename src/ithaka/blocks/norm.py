@@ -1,14 +1,15 @@
-"""RMS norm as a block: y = x / sqrt(mean(x^2) + eps) * (offset + weight), rounded once."""
+"""Norms over the last dim as blocks, rounded once: RMS norm, and layer norm without a bias."""
 
 import copy
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ithaka.blocks.block import TileState, is_plain, random_rows, reproduces
-from ithaka.ops.token_wise import rms_norm, rms_norm_backward
+from ithaka.ops.token_wise import NormForm, apply_norm, norm_backward
 
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 OFFSETS = (0.0, 1.0)  # Gemma's norms multiply by 1 + weight
@@ -17,15 +18,14 @@ OFFSETS = (0.0, 1.0)  # Gemma's norms multiply by 1 + weight
 @dataclass(frozen=True)
 class NormSpec:
     path: str
-    eps: float
-    offset: float
+    form: NormForm
 
     def make(self, module: Any, tile: TileState) -> "NormBlock":
         return NormBlock(self, module, tile)
 
 
 class NormBlock:
-    """Replaces the forward of an RMS norm. Its output has the dtype of the weight. In fp64, the module runs: Hugging
+    """Replaces the forward of a norm. Its output has the dtype of the weight. In fp64, the module runs: Hugging
     Face's norms compute in fp32."""
 
     def __init__(self, spec: NormSpec, module: Any, tile: TileState) -> None:
@@ -42,12 +42,12 @@ class _NormFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, block: NormBlock) -> Tensor:
         ctx.save_for_backward(x, weight_D)
         ctx.block = block
-        return rms_norm(x, weight_D, block.spec.eps, block.spec.offset)
+        return apply_norm(x, weight_D, block.spec.form)
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> Any:
         (x, weight_D), block = ctx.saved_tensors, ctx.block
-        dx, dweight_D = rms_norm_backward(x, dy[0], weight_D, block.spec.eps, block.spec.offset)
+        dx, dweight_D = norm_backward(x, dy[0], weight_D, block.spec.form)
         if not weight_D.requires_grad:
             return dx, None, None
         if block.tile.grads is None:
@@ -57,7 +57,7 @@ class _NormFunction(torch.autograd.Function):
 
 
 def find_norm(path: str, module: nn.Module) -> NormSpec | None:
-    """Return the spec of a module that computes an RMS norm over its last dim."""
+    """Return the spec of a module that computes a norm over its last dim."""
     eps = next((value for name in EPS_NAMES if isinstance(value := getattr(module, name, None), float)), None)
     if eps is None or list(module._parameters) != ["weight"] or list(module.children()) or not is_plain(module):
         return None
@@ -65,8 +65,8 @@ def find_norm(path: str, module: nn.Module) -> NormSpec | None:
     weight: Any = module.weight
     if weight is None or weight.dim() != 1:
         return None
-    for offset in OFFSETS:
-        block = NormBlock(spec := NormSpec(path, eps, offset), module, TileState())
+    for offset, is_centered in product(OFFSETS, (False, True)):
+        block = NormBlock(spec := NormSpec(path, NormForm(eps, offset, is_centered)), module, TileState())
         if reproduces(block, module, [random_rows(len(weight))], [weight]):
             return spec
     return None

@@ -21,8 +21,6 @@ try:
 except ImportError:  # CPU builds of PyTorch come without it
     triton = _norm_kernel = _norm_backward_kernel = _gate_kernel = _gate_backward_kernel = None
     _rope_kernel = _sum_kernel = None
-        _sum_kernel
-    ) = None
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 ACTIVATIONS: dict[Activation, Any] = {
@@ -36,33 +34,47 @@ _HEADS = 16  # heads of a program, which share cos and sin
 _TERMS = 4  # of one sum
 
 
-# ---- RMS norm
+# ---- norms
 
 
-def rms_norm(x: Tensor, weight_D: Tensor, eps: float, offset: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * (offset + weight) in the dtype of the weight."""
+class NormForm(NamedTuple):
+    """y = x / sqrt(mean(x^2) + eps) * (offset + weight), with x minus its mean if it is centered."""
+
+    eps: float
+    offset: float
+    is_centered: bool
+
+
+def apply_norm(x: Tensor, weight_D: Tensor, form: NormForm) -> Tensor:
+    """Return y in the dtype of the weight."""
+    eps, offset, is_centered = form
     into = torch.empty(x.shape, dtype=weight_D.dtype, device=x.device)
     if not runs_kernels(x):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide - wide.mean(-1, keepdim=True) if is_centered else wide
         normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
         return into.copy_(normed * (offset + weight_D.to(wide.dtype)))
     x_tD, D = x.reshape(-1, x.shape[-1]), x.shape[-1]
-    sizes, t = _norm_sizes(D), len(x_tD)
+    sizes, t = _norm_sizes(D) | {"CENTERED": is_centered}, len(x_tD)
     launch(_norm_kernel, (-(-t // sizes["ROWS"]),), into, x_tD, weight_D, eps, offset, t, D, x_tD.stride(0), **sizes)
     return into
 
 
-def rms_norm_backward(x: Tensor, dy: Tensor, weight_D: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+def norm_backward(x: Tensor, dy: Tensor, weight_D: Tensor, form: NormForm) -> tuple[Tensor, Tensor]:
     """Return dx in the dtype of x, and dweight in fp32 or wider."""
+    eps, offset, is_centered = form
     if not runs_kernels(x):
         wide = torch.promote_types(x.dtype, torch.float32)
-        factor = (x.to(wide).square().mean(-1, keepdim=True) + eps).rsqrt()
-        normed, d = x.to(wide) * factor, dy.to(wide)
+        normed, d = x.to(wide), dy.to(wide)
+        normed = normed - normed.mean(-1, keepdim=True) if is_centered else normed
+        factor = (normed.square().mean(-1, keepdim=True) + eps).rsqrt()
+        normed = normed * factor
         dweight_D = (d * normed).flatten(0, -2).sum(0)
         d = d * (offset + weight_D.to(wide))
+        d = d - d.mean(-1, keepdim=True) if is_centered else d
         return ((d - normed * (d * normed).mean(-1, keepdim=True)) * factor).to(x.dtype), dweight_D
     D, dx = x.shape[-1], torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    x_tD, dy_tD, sizes = x.reshape(-1, D), dy.reshape(-1, D), _norm_sizes(D)
+    x_tD, dy_tD, sizes = x.reshape(-1, D), dy.reshape(-1, D), _norm_sizes(D) | {"CENTERED": is_centered}
     programs = min(-(-len(x_tD) // sizes["ROWS"]), 8 * _num_multiprocessors(x))
     dweight_pD = x.new_empty(programs, D, dtype=torch.float32)
     scalars = eps, offset, len(x_tD), D, x_tD.stride(0), dy_tD.stride(0)
@@ -191,11 +203,15 @@ if triton is not None:
         tl.store(into + at, total.to(into.dtype.element_ty), inside)
 
     @triton.jit
-    def _norm_kernel(into, x, weight, eps, offset, t, D, row_stride, ROWS: tl.constexpr, COLS: tl.constexpr):
+    def _norm_kernel(
+        into, x, weight, eps, offset, t, D, row_stride, ROWS: tl.constexpr, COLS: tl.constexpr, CENTERED: tl.constexpr
+    ):
         rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         cols = tl.arange(0, COLS)
         inside = (rows < t)[:, None] & (cols < D)[None, :]
         v = tl.load(x + rows[:, None] * row_stride + cols[None, :], inside, other=0.0).to(tl.float32)
+        if CENTERED:
+            v = tl.where(inside, v - (tl.sum(v, 1) / D)[:, None], 0.0)
         factor = tl.rsqrt(tl.sum(v * v, 1) / D + eps)
         w = tl.load(weight + cols, cols < D, other=0.0).to(tl.float32) + offset
         y = v * factor[:, None] * w[None, :]
@@ -203,8 +219,9 @@ if triton is not None:
 
     @triton.jit
     def _norm_backward_kernel(
-        dx, x, dy, weight, dweight, eps, offset, t, D, x_stride, dy_stride, ROWS: tl.constexpr, COLS: tl.constexpr
-    ):
+        dx, x, dy, weight, dweight, eps, offset, t, D, x_stride, dy_stride,
+        ROWS: tl.constexpr, COLS: tl.constexpr, CENTERED: tl.constexpr,
+    ):  # fmt: skip
         cols = tl.arange(0, COLS)
         w = tl.load(weight + cols, cols < D, other=0.0).to(tl.float32) + offset
         dw = tl.zeros((COLS,), tl.float32)
@@ -213,10 +230,14 @@ if triton is not None:
             inside = (rows < t)[:, None] & (cols < D)[None, :]
             v = tl.load(x + rows[:, None] * x_stride + cols[None, :], inside, other=0.0).to(tl.float32)
             d = tl.load(dy + rows[:, None] * dy_stride + cols[None, :], inside, other=0.0).to(tl.float32)
+            if CENTERED:
+                v = tl.where(inside, v - (tl.sum(v, 1) / D)[:, None], 0.0)
             factor = tl.rsqrt(tl.sum(v * v, 1) / D + eps)[:, None]
             v *= factor
             dw += tl.sum(d * v, 0)
             d *= w[None, :]
+            if CENTERED:
+                d -= (tl.sum(d, 1) / D)[:, None]
             d = (d - v * (tl.sum(d * v, 1) / D)[:, None]) * factor
             tl.store(dx + rows[:, None] * D + cols[None, :], d.to(dx.dtype.element_ty), inside)
         tl.store(dweight + tl.program_id(0) * D + cols, dw, cols < D)
