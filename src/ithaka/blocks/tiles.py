@@ -1,20 +1,16 @@
 """Token-wise modules in tiles of consecutive tokens, forward and backward.
 
-Modules without a hand-written backward (mixtures of experts, MLPs that blocks/mlp.py does not support, most norms) are
-black boxes, differentiated with autograd one tile at a time. Weight gradients are summed over tiles in fp32 and rounded
-once.
+Weight gradients are summed over tiles in fp32 and rounded once.
 
 Shapes: t tokens of a tile, D input features, N output features, n heads.
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from ithaka.ops.fused import rms_norm_backward, runs_in_triton
 from ithaka.phases import MemoryCategory, set_category
 
 BACKWARD_RAN_TWICE = (
@@ -108,6 +104,8 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def wide_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b in `sum_dtype`, never rounded to 16 bits."""
+    if isinstance(a, FakeTensor):  # allocate what a GPU would
+        return a.new_empty(a.shape[0], b.shape[1], dtype=sum_dtype(a.dtype))
     if _can_widen(a):
         return torch.mm(a, b, out_dtype=torch.float32)
     wide = sum_dtype(a.dtype)
@@ -116,6 +114,8 @@ def wide_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def add_matmul(into: Tensor, a: Tensor, b: Tensor) -> None:
     """into += a @ b, with `into` in `sum_dtype`; the product is not rounded before the addition."""
+    if isinstance(a, FakeTensor):
+        return
     if _can_widen(a) and into.dtype != a.dtype:
         torch.addmm(into, a, b, out_dtype=into.dtype, out=into)
     else:
@@ -129,31 +129,6 @@ def _can_widen(a: Tensor) -> bool:
 
 def _is_16_bit(x: Tensor) -> bool:
     return x.dtype in (torch.bfloat16, torch.float16)
-
-
-def apply_norm(module: nn.Module, x: Tensor) -> Tensor:
-    """Apply a norm. RMSNorm on a GPU or in 16 bits is PyTorch's: Hugging Face's makes seven passes and rounds twice."""
-    if (x.is_cuda or _is_16_bit(x)) and (eps := _rms_eps(module)) is not None:
-        return nn.functional.rms_norm(x, x.shape[-1:], module.weight, eps)  # type: ignore[arg-type]
-    return module(x)
-
-
-def run_norm(module: nn.Module, x_tD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x and h = norm(x) for `norm_backward`. Detach h before using it under autograd."""
-    fused = _rms_eps(module) is not None and (runs_in_triton(x_tD) or _is_16_bit(x_tD))
-    return (x_tD, apply_norm(module, x_tD)) if fused else run_tile(partial(apply_norm, module), x_tD)
-
-
-def norm_backward(
-    into_tD: Tensor, module: nn.Module, x_tD: Tensor, h_tD: Tensor, dh_tD: Tensor, grads: GradSum
-) -> None:
-    """Add dx to `into` and the norm's parameter gradients to `grads`. x and h: results of `run_norm`."""
-    if h_tD.requires_grad:  # it has a graph
-        into_tD += graph_backward(x_tD, h_tD, module.parameters(), dh_tD, grads)
-        return
-    weight: Any = module.weight
-    dweight_D = rms_norm_backward(into_tD, x_tD, dh_tD, weight, _rms_eps(module))
-    grads.add(weight, dweight_D if weight.requires_grad else None)
 
 
 def run_tile(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,8 +145,3 @@ def graph_backward(x: Tensor, y: Tensor, params: Iterable[nn.Parameter], dy: Ten
     for param, grad in zip(trained, dparams, strict=True):
         grads.add(param, grad)
     return dx
-
-
-def _rms_eps(module: nn.Module) -> Any:
-    """The epsilon of a Hugging Face RMSNorm; None for other norms and if its forward is wrapped."""
-    return None if "forward" in vars(module) else getattr(module, "variance_epsilon", None)

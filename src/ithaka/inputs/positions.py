@@ -3,11 +3,8 @@
 import math
 from typing import Any
 
-from torch import Tensor
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
 from ithaka.config import ConfigError, RopeConfig
-from ithaka.plan.read_config import FAMILIES, yarn_factor
+from ithaka.plan.read_config import yarn_factor
 
 # RoPE types -> their parameters other than rope_theta. "dynamic" is missing: its frequencies change with the length.
 ROPE_TYPES = {
@@ -21,34 +18,10 @@ TYPE_PARAMETERS = {"rope_type", "type", "rope_theta", *(name for names in ROPE_T
 PROPORTIONAL = "proportional"  # rotates part of each head; computed if the model has it, but not set by model.rope
 
 
-def compute_frequencies(rotary: Any, num_positions: int) -> Tensor:
-    """inv_freq for a batch with positions below `num_positions`; longrope has one set for short and one for long."""
-    if rotary.rope_type != "longrope":
-        return rotary.inv_freq
-    init_longrope = ROPE_INIT_FUNCTIONS["longrope"]
-    return init_longrope(rotary.config, rotary.inv_freq.device, seq_len=num_positions)[0]
-
-
 def rope_parameters(config: Any) -> dict[str, Any]:
     """Those of a transformers configuration; if windowed layers have their own, those of the other layers."""
     rope = getattr(config, "rope_parameters", None) or {}
     return rope.get("full_attention", rope)
-
-
-def check_rope(config: Any) -> None:
-    """Refuse RoPE types that the streamed layer does not compute. `config`: transformers'."""
-    rope = rope_parameters(config)
-    rope_type, fraction = rope.get("rope_type", "default"), rope.get("partial_rotary_factor") or 1.0
-    if rope_type not in (*ROPE_TYPES, PROPORTIONAL):
-        reason = "changes its frequencies with the length" if rope_type == "dynamic" else "is not supported"
-        raise ConfigError(f"rope_type={rope_type} {reason}; use one of {', '.join(ROPE_TYPES)} (model.rope.type)")
-    head_dim = _head_dim(config)
-    if rope_type not in ("default", PROPORTIONAL) and (num_rotated := int(head_dim * fraction)) != head_dim:
-        raise ConfigError(
-            f"partial_rotary_factor={fraction} with rope_type={rope_type} rotates {num_rotated} of the {head_dim} "
-            f"dimensions of a head, which neither transformers nor ithaka computes for model_type={config.model_type}; "
-            "remove it from rope_parameters in config.json"
-        )
 
 
 def check_positions(config: Any, name: str, num_positions: int) -> None:
@@ -93,8 +66,6 @@ def set_positions(config: Any, rope: RopeConfig | None, context: int, trained: b
             f"model.rope.factor={factor} gives {num_positions} positions, fewer than data.context={context}; use at "
             f"least {math.ceil(factor * context / num_positions)}"
         )
-    if config.model_type in FAMILIES:  # other families rotate by themselves
-        check_rope(config)
     config.max_position_embeddings = max(num_positions, context)
 
 

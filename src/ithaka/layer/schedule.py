@@ -1,8 +1,7 @@
 """The decoder layer as an explicit schedule: forward and backward are loops over tiles, around a mixer.
 
-`LayerSchedule` has the order of computations and the saved activations. layer/streamed.py adds the token-wise
-computations of Llama's layer and layers like it, layer/general.py those of any other decoder layer; mixers/ has what
-mixes tokens, with its exchanges between ranks.
+`LayerSchedule` has the order of computations and the saved activations. layer/general.py adds the token-wise
+computations; mixers/ has what mixes tokens, with its exchanges between ranks.
 
 Shapes: s tokens on this rank, S on this ring member (in the sequence, without a ring), t in a tile, D hidden size, c
 Ulysses ranks, n head slots per rank and stage, K head dim, N the width of several heads. Token-sharded tensors are
@@ -25,7 +24,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ithaka.blocks.dropout import DropoutState
-from ithaka.blocks.gated import MlpActivations
 from ithaka.blocks.tiles import (
     BACKWARD_RAN_TWICE,
     PARAMETERS_CHANGED,
@@ -51,8 +49,6 @@ class SavedActivations:
     outputs: list[StageOutput] = field(default_factory=list)  # per stage
     mixing: Any = None  # the mixer's state of this call
     mixer_inputs: deque[list[TensorHandle]] = field(default_factory=deque)  # per stage: q, and k and v if they are new
-    residuals: deque[Tensor] = field(default_factory=deque)  # per tile: x + attention, rounded
-    mlp: deque[MlpActivations] = field(default_factory=deque)  # per tile; for a black-box MLP, results of `run_tile`
     chosen: deque[Tensor] = field(default_factory=deque)  # per tile of an MoE layer: the experts of its tokens
     below: Callable[[], "SavedActivations | None"] = lambda: None  # the layer below, whose backward runs next
 
@@ -91,7 +87,6 @@ class LayerSchedule:
 
     saved_type: ClassVar[type[SavedActivations]] = SavedActivations
     batch_dims: ClassVar[tuple[int, ...]] = ()  # leading dims of the output
-    projects_stages: ClassVar[bool] = False  # it projects the heads of each stage, and reads their gradients by tile
 
     def __post_init__(self) -> None:
         if len(self.spec.mixers) > 1:

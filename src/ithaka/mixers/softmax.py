@@ -1,7 +1,6 @@
 """Softmax attention over the tokens of all ranks, in stages of heads: exchange tokens for heads, attend, exchange back.
 
-The exchange of the next stage overlaps the attention of this one. Layers of the fast path project q, k and v stage by
-stage (layer/streamed.py); any other layer projects all heads at once (`LayerHeads`).
+The exchange of the next stage overlaps the attention of this one.
 
 Shapes as in layer/schedule.py; H query heads, G kv heads, Q slots of all ranks and stages.
 """
@@ -24,11 +23,10 @@ from ithaka.blocks.linear import Linear, LinearBlock, as_linear
 from ithaka.blocks.tiles import GradSum, sum_dtype, tile_slices
 from ithaka.comm.exchange import Exchange, start_heads_to_tokens, start_tokens_to_heads
 from ithaka.layer.inputs import LayerInputs
-from ithaka.layer.mixer import LayerSpec, MixerSpec, ProbedLayer, StageOutput
+from ithaka.layer.mixer import MixerSpec, ProbedLayer, StageOutput
 from ithaka.layer.schedule import LayerSchedule, SavedActivations
 from ithaka.layer.stages import StagedAttention, join_slots
 from ithaka.layer.store import Store, TensorHandle
-from ithaka.layer.streamed import LayerParts
 from ithaka.mixers.attention_call import AttentionCall, AttentionTap, attends_to, read_mask
 from ithaka.phases import phase
 from ithaka.plan.shape import AttentionKind
@@ -92,12 +90,6 @@ class SoftmaxSpec(MixerSpec):
         return SoftmaxMixer(self, layer)
 
 
-def spec_of_parts(parts: LayerParts, num_heads: int, num_kv_heads: int) -> LayerSpec:
-    """The spec of a layer on the fast path."""
-    dims = parts.head_dim, parts.head_dim, parts.scale
-    return LayerSpec((SoftmaxSpec(num_heads, num_kv_heads, *dims, window=parts.window),))
-
-
 InFlight = deque[Callable[[], Tensor]]  # a stage's tensors in flight; each call waits for one
 
 
@@ -144,7 +136,7 @@ class Mixing:
 
 
 class SoftmaxMixer:
-    """Attention of one layer, stage by stage. `heads` projects the layer's input to heads, as `LayerHeads`."""
+    """Attention of one layer, stage by stage. `heads` projects the layer's input to heads."""
 
     def __init__(self, spec: SoftmaxSpec, layer: LayerSchedule) -> None:
         self.spec, self.layer = spec, layer
@@ -153,9 +145,9 @@ class SoftmaxMixer:
         self.num_in_flight = 2 if self.layout.overlap else 1  # stages
         self.query_heads = concat_heads([stage.query_heads for stage in self.table.stages])
         self.kv_heads = concat_heads([kv_transfer.kv_heads for kv_transfer in self.table.kv_transfers])
-        self.heads: Any = layer if layer.projects_stages else LayerHeads(self)
+        self.heads = LayerHeads(self)
         # Without overlap, memory is scarce. Attention outputs that backward has used free room on the host.
-        self.stores_dq = (layer.projects_stages or self.heads.is_sliced) and not self.layout.overlap
+        self.stores_dq = self.heads.is_sliced and not self.layout.overlap
         self._indices = dict[tuple[int, ...], Tensor]()
 
     def start(self, x_sD: Tensor, saved: SavedActivations) -> Mixing:

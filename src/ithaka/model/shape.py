@@ -24,13 +24,12 @@ from ithaka.layer.mixer import LayerSpec
 from ithaka.layer.passes import LayerPasses
 from ithaka.mixers.attention_call import PlaceholderMask
 from ithaka.mixers.delta import DeltaSpec
-from ithaka.mixers.kinds import find_taps
 from ithaka.plan.mixers import Attention, DeltaRule
 from ithaka.plan.roots import VIDEO_SCALES
 from ithaka.plan.shape import FRAME_PATCHES, Encoder, MeasuredLayer, Mixer, ModelShape
 from ithaka.roots.find import find_root
-from ithaka.roots.probe import describe_layer
-from ithaka.roots.recorder import LENGTHS, Recorder, read_call, refusal, token_dims
+from ithaka.roots.probe import describe_layer, probe_layer
+from ithaka.roots.recorder import LENGTHS, Recorder, token_dims
 from ithaka.roots.video import TOKEN_DIMS, SelfAttention, Tokens
 from ithaka.roots.vision import FrameAttention
 from ithaka.weights.adapters import auto_class, is_stacked
@@ -84,7 +83,8 @@ def measure_layers(model: Any) -> ModelShape:
         mask = next((id(leaf) for leaf in pytree.tree_leaves(calls[index][1:]) if hasattr(leaf, "local_size")), None)
         kind = describe_layer(layer), mask, dims
         if kind not in measured:
-            measured[kind] = _Measurement(root, recorder, index, dims).run()
+            spec = probe_layer(model, index, dims, recorder, torch.device("cpu"))
+            measured[kind] = spec, _Measurement(root, recorder, index, dims, spec).run()
         layers.append(measured[kind])
     specs, parts = zip(*layers, strict=True)
     mixers = [mixer for spec in specs for mixer in spec.mixers]
@@ -167,7 +167,8 @@ def combine_layers(layers: tuple[MeasuredLayer, ...], total_parameters: int, arg
         largest.parameters,
         total_parameters,
         tuple(linears.values()),
-        largest.is_streamed,
+        all(layer.slices_heads for layer in layers),
+        all(layer.slices_output for layer in layers),
         arguments=arguments,
         stacked=largest.stacked,
         **most,
@@ -178,11 +179,13 @@ def combine_layers(layers: tuple[MeasuredLayer, ...], total_parameters: int, arg
 class _Measurement:
     """A copy of one layer on fake tensors."""
 
-    def __init__(self, root: Any, recorder: Recorder, index: int, dims: tuple[int | None, ...]) -> None:
+    def __init__(
+        self, root: Any, recorder: Recorder, index: int, dims: tuple[int | None, ...], spec: LayerSpec
+    ) -> None:
         self.root, self.model, self.recorder, self.index, self.dims = root, root.model, recorder, index, dims
         self.name, self.mode = f"model.layers.{index}", FakeTensorMode()
         self.layer = copy.deepcopy(root.layers[index], dict(recorder.memo)).train()
-        self.spec = LayerSpec()
+        self.spec = spec
         self._make_fake(self.layer)
 
     def _make_fake(self, layer: nn.Module) -> None:
@@ -194,7 +197,7 @@ class _Measurement:
                             fake = torch.empty(t.shape, dtype=t.dtype)
                             tensors[name] = nn.Parameter(fake) if isinstance(t, nn.Parameter) else fake
 
-    def run(self) -> tuple[LayerSpec, MeasuredLayer]:
+    def run(self) -> MeasuredLayer:
         try:
             with torch.enable_grad():
                 return self._run()
@@ -206,17 +209,15 @@ class _Measurement:
                 f"without memory ({type(error).__name__}: {error}); call ithaka.parallelize with a layout"
             ) from error
 
-    def _run(self) -> tuple[LayerSpec, MeasuredLayer]:
+    def _run(self) -> MeasuredLayer:
         used: set[nn.Module] = set()
         hooks = [m.register_forward_hook(lambda m, *_: used.add(m)) for m in self.layer.modules()]
         with self.mode:
             x, arguments = self._inputs(TOKENS[0])
-            call = LayerPasses(self.name, self.layer, self.spec, taps=find_taps(self.layer)).find_call(x, arguments)
+            plain = replace(self.spec, blocks=(), qkv=(), output="")
+            LayerPasses(self.name, self.layer, plain).capture(x, arguments)
         for hook in hooks:
             hook.remove()
-        if call is None:
-            raise refusal(self.model, f"makes no attention call in {self.name}")
-        self.spec = self._read_spec(call, arguments)
         short, long = (self._measure_bytes(tokens) for tokens in TOKENS)
         per_token = {name: round((long[name] - short[name]) / (TOKENS[1] - TOKENS[0])) for name in long}
         projected = sum(sum(self._products(module)) for module in used)
@@ -231,15 +232,10 @@ class _Measurement:
         stacked = {name: p for name, p in self.layer.named_parameters() if is_stacked(p)}
         linears += tuple((name, len(p) * p.shape[1], len(p) * p.shape[2], True) for name, p in stacked.items())
         parameters = sum(param.numel() for param in self.layer.parameters())
-        is_streamed = self.root.uses_fast_path
+        slices = bool(self.spec.qkv), bool(self.spec.output)
         macs = {"projection_macs": projected, "other_macs": dense + experts - projected, "expert_macs": experts}
         sizes = tuple((name, param.numel()) for name, param in stacked.items())
-        return self.spec, MeasuredLayer(
-            parameters, parameters, linears, is_streamed, stacked=sizes, **per_token, **macs
-        )
-
-    def _read_spec(self, call: Any, arguments: LayerInputs) -> LayerSpec:
-        return read_call(self.model, self.name, call, arguments)
+        return MeasuredLayer(parameters, parameters, linears, *slices, stacked=sizes, **per_token, **macs)
 
     def _products(self, module: nn.Module) -> tuple[int, int]:
         """Multiply-adds per token with the module's own weights: dense ones, and those of the experts it is sent to."""
@@ -260,8 +256,8 @@ class _Measurement:
         return torch.empty(x.shape[1:], dtype=torch.bfloat16), replace(arguments, leaves=leaves)
 
     def _measure_bytes(self, num_tokens: int) -> dict[str, int]:
-        spec = replace(self.spec, has_expert_block=True)  # where the layer has experts of a known structure
-        passes, (mixer,) = LayerPasses(self.name, self.layer, spec), spec.mixers
+        passes, (mixer,) = LayerPasses(self.name, self.layer, self.spec), self.spec.mixers
+        skips = {"skips_mlp": self.spec.skips_mlp, "skips_projections": self.spec.skips_projections}
         with self.mode:
             x, arguments = self._inputs(num_tokens)
             out = torch.empty(num_tokens, mixer.num_heads, mixer.head_dim, dtype=x.dtype)
@@ -275,7 +271,7 @@ class _Measurement:
                     run(*inputs, arguments)
                 counts |= {f"{name}_bytes": live.peak, f"{name}_moved": live.moved}
                 leaves = [t.detach().requires_grad_() for t in inputs]
-                with _LiveBytes() as live:
+                with _LiveBytes() as live, passes.tile.set(**skips):
                     outputs = run(*leaves, arguments)
                     outputs = outputs if isinstance(outputs, list) else [outputs]
                     outputs = [t for t in outputs if t.requires_grad][: mixer.num_token_inputs]
@@ -285,6 +281,7 @@ class _Measurement:
                     counts[f"{name}_graph"] = live.now - sum(d.nbytes for d in douts)
                     torch.autograd.grad(edges, leaves, douts)  # weight gradients do not grow with the tokens
                 counts |= {f"{name}_backward_bytes": live.peak, f"{name}_backward_moved": live.moved}
+        passes.restore()
         return counts
 
 
@@ -302,8 +299,8 @@ def measure_video(values: Mapping[str, Any], source: str) -> ModelShape:
     root = find_root(model)
     root.check_model()
     blocks = root.layers
-    spec, layer = _BlockMeasurement(root).run()
-    (attention,) = spec.mixers
+    layer = _BlockMeasurement(root).run()
+    (attention,) = root.spec.mixers
     hidden, vocab = attention.num_heads * attention.head_dim, model.proj_out.out_features
     outer, num_layers = sum(param.numel() for param in model.parameters()) - layer.parameters, values["num_layers"]
     total = outer + num_layers * layer.parameters - 2 * vocab * hidden
@@ -336,9 +333,6 @@ class _BlockMeasurement(_Measurement):
             if isinstance(module, nn.RMSNorm):
                 module.forward = _FusedNorm.apply  # type: ignore[method-assign]
         self._make_fake(root.model.rope)
-
-    def _read_spec(self, call: Any, arguments: LayerInputs) -> LayerSpec:
-        return self.spec
 
     def _products(self, module: nn.Module) -> tuple[int, int]:
         cross: Any = self.layer.attn2

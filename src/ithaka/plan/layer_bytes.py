@@ -85,16 +85,15 @@ class LayerBytes:
         self.projected = self.douts = self.graphs = 0
         if shape.measured:
             self.gate_up = s * self._graph_bytes(shape.measured, resumes=True) * policy.mlp
-            if not shape.measured.is_streamed:
-                self._add_general(shape.measured, policy)
+            self._add_general(shape.measured, policy)
         is_stored = policy.input != "device"
         # With overlap, a stored input is fetched once and stays for all of backward; without, two tiles are fetched.
         self.fetched_input = self.x if layout.overlap and is_stored else 0
         self.fetched_tiles = 2 if is_stored and not layout.overlap else 0
         self.stages_ahead = 2 if layout.overlap else 1
         # dq of all stages but the last waits on the host (`stores_dq` in layer/schedule.py).
-        is_streamed = not shape.measured or shape.measured.is_streamed
-        self.stores_dq = is_streamed and not layout.overlap and self.fetches_attention
+        slices_heads = not shape.measured or shape.measured.slices_heads
+        self.stores_dq = slices_heads and not layout.overlap and self.fetches_attention
         self.has_exchange = layout.ulysses > 1  # an exchange receives into a separate buffer
         self.policy = policy
 
@@ -105,15 +104,16 @@ class LayerBytes:
         return stored + self.qkv + self.residual + self.gate_up
 
     def _add_general(self, layer: MeasuredLayer, policy: ActivationPolicy) -> None:
-        """Add what layer/general.py holds in addition to the tensors of stages: q, k and v of all heads until the last
-        stage is sent, and in backward the gradients of all heads and, with overlap, the graphs of capture passes."""
+        """Add what layers that do not project heads by stage hold: q, k and v of all heads until the last stage is
+        sent, and in backward the gradients of all heads and, with overlap, the graphs of capture passes."""
         shape, e = self.shape, self.layout.element_bytes
         self.residual = 0
         head = self.s * shape.head_dim * e
-        self.projected, self.douts = (shape.heads + 2 * shape.kv_heads) * head, shape.heads * head
-        self.graphs = (
-            self.s * self._graph_bytes(layer, resumes=False) * (self.layout.overlap and not policy.projections)
-        )
+        self.douts = 0 if layer.slices_output else shape.heads * head
+        if not layer.slices_heads:
+            self.projected = (shape.heads + 2 * shape.kv_heads) * head
+            keeps_graphs = self.layout.overlap and not policy.projections
+            self.graphs = self.s * self._graph_bytes(layer, resumes=False) * keeps_graphs
 
     def _graph_bytes(self, layer: MeasuredLayer, resumes: bool) -> int:
         """Bytes per token that a capture or resume pass saves for backward, in the layout's dtype."""
@@ -218,7 +218,7 @@ class LayerBytes:
         if work in BLOCK_TOKENS:
             return self._block_bytes(work)
         shape, c, hidden = self.shape, self.layout.ulysses, self.shape.hidden
-        if shape.measured and (work.startswith("mlp") or not shape.measured.is_streamed):
+        if shape.measured:
             return self._measured_tile_bytes(shape.measured, work)
         t, e = min(self.layout.tile_tokens or self.s, self.s), self.layout.element_bytes
         sum_bytes = self.layout.sum_bytes

@@ -171,7 +171,7 @@ class LayerSeconds:
         """The q, k and v projections. Backward projects again unless q, k and v were kept, and has the gradient of the
         output projection's input."""
         projects = not (backward and self.policy.projections)
-        if self.shape.measured and not self.shape.measured.is_streamed:
+        if self.shape.measured:
             return self._measured_projections(self.shape.measured, projects, backward)
         tiles = (self.num_stages * projects + backward) * TILE_LOOP_PASSES[backward] * self.x
         passes = HEAD_PASSES[backward] - HEAD_PASSES[0] * (not projects)
@@ -204,9 +204,12 @@ class LayerSeconds:
         stages = (self.num_stages - 1) * STAGE_SECONDS  # the first is part of what was fitted
         if not backward:
             return self._measured_run(layer.projection_macs, 1, layer.project_moved) + stages
-        again = projects and not self.layout.overlap
+        if layer.slices_heads:  # the pass for backward does not compute q, k and v
+            again, num_matmuls = projects, 2 + projects - self.is_frozen
+        else:
+            again = projects and not self.layout.overlap
+            num_matmuls = 3 + again - self.is_frozen
         moved = layer.project_backward_moved + again * layer.project_moved
-        num_matmuls = 3 + again - self.is_frozen
         seconds = self._measured_run(layer.projection_macs, num_matmuls, moved)
         return seconds + self.sum_grads(layer.projection_macs) + stages
 

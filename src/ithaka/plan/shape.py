@@ -37,7 +37,8 @@ class MeasuredLayer:
     total_parameters: int  # in the model, without embeddings and lm_head
     # Name, inputs, outputs, and whether it is part of a mixture of experts; of all layers.
     linears: tuple[tuple[str, int, int, bool], ...]
-    is_streamed: bool  # attention runs as in the families with a formula, and only the rest of the layer was measured
+    slices_heads: bool  # projects the heads of one stage at a time (`qkv` of a LayerSpec)
+    slices_output: bool  # computes the gradient of attention's output one stage at a time (`output`)
     # Peaks of a run without gradients, and of one with its backward; the graph in between.
     project_bytes: int
     finish_bytes: int

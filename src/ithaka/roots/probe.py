@@ -104,6 +104,7 @@ class _Probe:
         self.layer, self.is_small = _copy_layer(model, layer, recorder, device, is_small)
         self.taps = find_taps(self.layer)
         self.slower: list[str] = []
+        self.theirs: dict[str, Tensor | None] = {}  # what transformers computes at position 0, with all gradients
 
     def run(self) -> None:
         """Find the layer's spec; raise ConfigError if the general layer differs from transformers."""
@@ -120,8 +121,7 @@ class _Probe:
             except Exception as error:  # some code does not accept the stride of a skipped result
                 self._note("computes q, k and v a second time after its attention", error)
                 self.spec = replace(self.spec, skippable=())
-            for first in (0, 1 + max(config_lengths(find_decoder(self.model).config), default=0)):
-                self._compare(first)
+            self._compare(1 + max(config_lengths(find_decoder(self.model).config), default=0))
             self._use_blocks(blocks)
             for slower in self.slower if is_rank_0() else ():
                 warnings.warn(f"{self.name} {slower}", stacklevel=2)
@@ -136,27 +136,27 @@ class _Probe:
     def _use_blocks(self, blocks: tuple[BlockSpec, ...]) -> None:
         """Use blocks where results stay the same, and find out what the passes may leave out."""
         has_experts = any(map(is_expert_module, self.layer.modules()))
-        self._try("runs its modules as transformers does, without ithaka's", blocks=blocks)
+        self.theirs = self._run_transformers(0)
+        if not blocks or not self._try("runs its modules as transformers does, without ithaka's blocks", blocks=blocks):
+            self._compare(0)
         if has_experts:
             self._try("runs its experts as transformers does, without ithaka's grouped matmuls", has_expert_block=True)
         if self.spec.has_expert_block or any(isinstance(block, MlpSpec) for block in self.spec.blocks):
             self._try("", skips_mlp=True)
         arguments = self._arguments(0, LENGTHS[0], LENGTHS[0]).detach()  # selects our attention again
-        shortcuts = Shortcuts(self.layer, self.spec, self._input(), arguments).find()
-        self._try("projects all heads at once", qkv=shortcuts.qkv, skips_projections=shortcuts.skips_projections)
-        self._try("", output=shortcuts.output)
+        self.spec = Shortcuts(self.layer, self.spec, self._input(), arguments).find()
 
-    def _try(self, effect: str, **changes: Any) -> None:
+    def _try(self, effect: str, **changes: Any) -> bool:
         """Change the spec, unless results would differ. `effect`: what that means for the layer, if it is a loss."""
         spec, self.spec = self.spec, replace(self.spec, **changes)
-        if self.spec == spec:
-            return
         try:
             self._compare(0)
+            return True
         except Exception as error:
             self.spec = spec
             if effect or not isinstance(error, ConfigError):
                 self._note(effect or "computes more than it needs", error)
+            return False
 
     def _note(self, effect: str, error: Exception) -> None:
         """Note why the layer runs slower than others. Raises the error if it says nothing about the layer."""
@@ -244,7 +244,8 @@ class _Probe:
 
     def _compare(self, first: int) -> None:
         buffers = {name: buffer.clone() for name, buffer in self.layer.named_buffers()}
-        ours, theirs = self._run_general(first), self._run_transformers(first)
+        ours = self._run_general(first)
+        theirs = dict(self.theirs) if first == 0 and self.theirs else self._run_transformers(first)
         for name, buffer in self.layer.named_buffers():
             if name not in buffers or not torch.equal(buffer, buffers[name]):
                 raise refusal(self.model, f"changes the buffer {name} of {self.name} in its forward")
@@ -366,6 +367,13 @@ def probe_layers(model: PreTrainedModel, recorder: Recorder, device: torch.devic
     _probe_without_layers(model, recorder)
     _probe_together(model, ordered, recorder, device)
     return ordered
+
+
+def probe_layer(
+    model: PreTrainedModel, index: int, dims: tuple[int | None, ...], recorder: Recorder, device: torch.device
+) -> LayerSpec:
+    """Return the spec of one layer. `dims`: of its arguments (`token_dims`)."""
+    return _probe_kind(model, [index], dims, recorder, device)[index]
 
 
 def _probe_kind(

@@ -45,7 +45,6 @@ class Root(ABC):
     # Modules whose own forward still runs, so a replaced one takes effect.
     patchable: re.Pattern = re.compile(r"model\.embed_tokens|.*(norm|rotary|mlp).*")
     call_type: type  # what `make_call` returns
-    uses_fast_path = False  # whether its layers map to LayerParts; others run their own forward
     predicts_tokens = True  # whether it has labels and a loss of its own
 
     encoder: Any = None  # encodes images and videos, for models that take them with tokens
