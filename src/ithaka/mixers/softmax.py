@@ -320,6 +320,8 @@ class SoftmaxMixer:
         d_tQK, order = join_slots(ds_ctnK), flatten_heads(heads)
         if order == list(range(num_heads)):
             return d_tQK
+        if sorted(order) == list(range(num_heads)):
+            return d_tQK.index_select(1, self.index(map(order.index, range(num_heads)), d_tQK))
         sums_tHK = d_tQK.new_zeros(len(d_tQK), num_heads, d_tQK.shape[-1], dtype=sum_dtype(d_tQK.dtype))
         sums_tHK.index_add_(1, self.index(order, d_tQK), d_tQK.to(sums_tHK.dtype))
         return sums_tHK
@@ -429,11 +431,13 @@ class LayerHeads:
         mixer, spec, mixing = self.mixer, self.mixer.spec, saved.mixing
         all_heads = mixer.query_heads, mixer.kv_heads, mixer.kv_heads
         counts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        slices = tile_slices(len(dy_sD), self.layer.layout.tile_tokens)
+        tiles = [zip(*(handle.tiles(slices, dim=1) for handle in handles), strict=True) for handles in head_grads]
 
         def grads_of(rows: slice) -> list[Tensor]:
             douts = [
-                mixer.sum_heads([d.fetch()[:, rows] for d in ds], heads, count).to(dy_sD.dtype)
-                for ds, heads, count in zip(head_grads, all_heads, counts, strict=True)
+                mixer.sum_heads(next(ds_ctnK), heads, count).to(dy_sD.dtype)
+                for ds_ctnK, heads, count in zip(tiles, all_heads, counts, strict=True)
             ]
             if mixing.dsinks_H is not None and rows.start == 0:
                 douts.append(mixing.dsinks_H.to(mixing.sinks_H.dtype))
