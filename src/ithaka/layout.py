@@ -62,14 +62,16 @@ class Layout:
     dtype: Any = None  # compute dtype, by name or torch's; None: the parameters' own, planned as 16-bit
     kernel: str = "auto"  # attention kernel
     blocks: tuple[int, int] | None = None  # tokens per query and per key block of attention; None: sized to the cache
-    compile: bool = False  # torch.compile layers on the general path, and the MLP of others
+    compile: Any = "auto"  # torch.compile layers instead of using blocks; auto: on a GPU, those whose MLP has none
 
     def __post_init__(self) -> None:
         for name in ("cp", "ring", "replicas", "heads_per_stage", "tile_tokens"):
             check_size(f"layout.{name}", getattr(self, name))
-        for name in ("overlap", "offload_optimizer", "compile"):
+        for name in ("overlap", "offload_optimizer"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"layout.{name}={getattr(self, name)!r} is not a bool; use True or False")
+        if not isinstance(self.compile, bool) and self.compile != "auto":
+            raise ConfigError(f"layout.compile={self.compile!r} is unknown; use 'auto', True or False")
         if self.blocks is not None:
             if not isinstance(self.blocks, tuple | list) or len(self.blocks) != 2:
                 raise ConfigError(f"layout.blocks={self.blocks!r} is not a pair of sizes; use (1024, 1024), or None")

@@ -84,7 +84,8 @@ class _MlpFunction(torch.autograd.Function):
         dy_tD = douts[0].to(h_tD.dtype).flatten(0, -2)
         dz_tr = down.lora_down_grad(dy_tD)
         a_tF = down.input_grad(dy_tD, dz_tr)
-        gate_mul_backward(*block.split(projected), a_tF, block.spec.activation)
+        gate_tF, up_tF = block.split(projected)
+        gate_mul_backward(gate_tF, up_tF, a_tF, block.spec.activation)
         down.add_grads(dy_tD, a_tF, dz_tr, grads)  # now `a` has that of forward
         del a_tF, dy_tD
         dh_tD = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ithaka.blocks.block import TileState, reproduces
 from ithaka.ops.token_wise import RopeForm, rotate
 
-PAIRS = (False, True), (False, True), ("halves", "neighbors", "first half", "half")
-FORMS = [RopeForm(*values) for values in product(*PAIRS)]
+COS: tuple[Literal["halves", "neighbors", "first half", "half"], ...] = ("halves", "neighbors", "first half", "half")
+FORMS = [RopeForm(reads, writes, cos) for reads, writes, cos in product((False, True), (False, True), COS)]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> Any:
-        return rotate(dy[0], *ctx.saved_tensors, ctx.form, backward=True), None, None, None, None
+        cos_1tR, sin_1tR = ctx.saved_tensors
+        return rotate(dy[0], cos_1tR, sin_1tR, ctx.form, backward=True), None, None, None, None
 
 
 def find_rope(layer: nn.Module, run: Callable[[], Any]) -> list[RopeSpec]:

@@ -145,8 +145,9 @@ class TrainConfig(Section, name="train"):
     spike: float | None = setting(None, gt=1)
     # Seed of the initial weights and the data order.
     seed: int = setting(0, ge=0, le=2**63 - 1)
-    # Apply torch.compile to layers on the general path (docs/models.md), and to the MLP of others.
-    compile: bool = False
+    # Apply torch.compile to the layers, instead of ithaka's blocks (docs/models.md). auto: on a GPU, to layers without
+    # a block for their MLP.
+    compile: bool | Literal["auto"] = "auto"
     # Accumulate gradients in a fixed order: GPU runs are bitwise reproducible, the attention backward is 10 % slower.
     deterministic: bool = False
     # Experiment trackers to log to; each needs its package: [tensorboard, wandb].

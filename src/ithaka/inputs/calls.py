@@ -42,14 +42,14 @@ HOOK_KINDS = dict(
 )
 COMPILED = (
     "torch.compile cannot trace a parallel model, which has its own kernels and collectives; call the model without "
-    "it, and compile the MLP with Layout(compile=True) or train.compile"
+    "it, and compile its layers with Layout(compile=True) or train.compile"
 )
 # Methods that would break a parallel model -> what to do instead.
 REFUSED_METHODS = {
     "resize_token_embeddings": "resize first, then parallelize",
     "gradient_checkpointing_enable": "its layers already recompute; leave it out, or set gradient_checkpointing=False",
     "activation_checkpointing_enable": "its layers already recompute; leave it out",
-    "compile": "compile the MLP with Layout(compile=True) or train.compile",
+    "compile": "compile its layers with Layout(compile=True) or train.compile",
 }
 NOTHING_TRAINED = (
     "backward has no gradient to compute, because no parameter of the model requires one; call "

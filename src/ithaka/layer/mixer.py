@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ithaka.blocks.block import BlockSpec
+from ithaka.blocks.mlp import MlpSpec
 from ithaka.blocks.tiles import GradSum
 from ithaka.config import ConfigError
 from ithaka.layer.inputs import LayerInputs
@@ -117,6 +118,10 @@ class LayerSpec:
     skips_projections: bool = False  # no gradient depends on q, k and v before the mixer
     qkv: tuple[str, ...] = ()  # its maps to q, k and v, if they may run for some of the heads only
     output: str = ""  # the map of the mixer's output, if the residual stream is the sum of its output and x
+
+    @property
+    def has_mlp_block(self) -> bool:
+        return self.has_expert_block or any(isinstance(block, MlpSpec) for block in self.blocks)
 
 
 class StageOutput(NamedTuple):

@@ -62,10 +62,11 @@ class LayerPasses:
         self._capture: Callable[..., None] = _run_without_result
         self._resume: Callable[..., Tensor] = run_layer
         if compiles:
-            # Each kind of layer has two passes, with and without gradients, and maybe a shorter last tile.
+            # Each kind of layer has two passes, with and without gradients. A second length of tiles makes lengths
+            # dynamic, so further ones compile nothing.
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-            self._capture = torch.compile(self._capture, dynamic=False)
-            self._resume = torch.compile(self._resume, dynamic=False)
+            self._capture = torch.compile(self._capture)
+            self._resume = torch.compile(self._resume)
         self.tile = TileState()
         self.blocks = LayerBlocks(layer, () if compiles else spec.blocks, self.tile)
         self.experts = LayerExperts(layer, spec.has_expert_block and not compiles, self.tile)

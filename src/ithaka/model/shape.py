@@ -171,6 +171,7 @@ def combine_layers(layers: tuple[MeasuredLayer, ...], total_parameters: int, arg
         all(layer.slices_output for layer in layers),
         arguments=arguments,
         stacked=largest.stacked,
+        compiles=all(layer.compiles for layer in layers),
         **most,
         **mean,
     )
@@ -232,10 +233,11 @@ class _Measurement:
         stacked = {name: p for name, p in self.layer.named_parameters() if is_stacked(p)}
         linears += tuple((name, len(p) * p.shape[1], len(p) * p.shape[2], True) for name, p in stacked.items())
         parameters = sum(param.numel() for param in self.layer.parameters())
-        slices = bool(self.spec.qkv), bool(self.spec.output)
+        others: dict[str, Any] = {"slices_heads": bool(self.spec.qkv), "slices_output": bool(self.spec.output)}
+        others["compiles"] = not self.spec.has_mlp_block and self.root.predicts_tokens
         macs = {"projection_macs": projected, "other_macs": dense + experts - projected, "expert_macs": experts}
         sizes = tuple((name, param.numel()) for name, param in stacked.items())
-        return MeasuredLayer(parameters, parameters, linears, *slices, stacked=sizes, **per_token, **macs)
+        return MeasuredLayer(parameters, parameters, linears, stacked=sizes, **others, **per_token, **macs)
 
     def _products(self, module: nn.Module) -> tuple[int, int]:
         """Multiply-adds per token with the module's own weights: dense ones, and those of the experts it is sent to."""
@@ -300,7 +302,7 @@ def measure_video(values: Mapping[str, Any], source: str) -> ModelShape:
     root.check_model()
     blocks = root.layers
     layer = _BlockMeasurement(root).run()
-    (attention,) = root.spec.mixers
+    (attention,) = cast(Any, root).spec.mixers
     hidden, vocab = attention.num_heads * attention.head_dim, model.proj_out.out_features
     outer, num_layers = sum(param.numel() for param in model.parameters()) - layer.parameters, values["num_layers"]
     total = outer + num_layers * layer.parameters - 2 * vocab * hidden

@@ -121,7 +121,7 @@ class LayerBytes:
         if self.shape.adapter and self.shape.adapter.dropout:  # each adapter saves its own input
             widths = (self.shape.linears[name][0] for name in self.shape.most_adapted if name in self.shape.linears)
             per_token += sum(widths) * self.layout.element_bytes
-        return int(per_token * (COMPILED_GRAPH_SHARES[resumes] if self.layout.compile else 1))
+        return int(per_token * (COMPILED_GRAPH_SHARES[resumes] if self.shape.compiles(self.layout) else 1))
 
     def unsent(self, num_sent: int, held: int) -> int:
         """Bytes of all heads, kept until the last stage is sent. With one stage on one rank, the stage aliases them."""
@@ -198,7 +198,7 @@ class LayerBytes:
             if self.s <= (self.layout.tile_tokens or self.s):
                 return shape.mlp_parameters * e
             # A tile's gradients exist together, then they are added to the sums. Those of experts are added directly.
-            experts = 0 if self.layout.compile else shape.measured.expert_parameters
+            experts = 0 if shape.compiles(self.layout) else shape.measured.expert_parameters
             return shape.mlp_parameters * (e + sum_bytes) - experts * e
         if phase != "backward mlp" or shape.measured:
             return shape.trained_layer * sum_bytes
@@ -251,7 +251,7 @@ class LayerBytes:
             "mlp backward": (layer.finish_graph, layer.finish_backward_bytes),
         }[work]
         e = self.layout.element_bytes
-        per_token = int((total - saved) * e / 2 * (COMPILED_SHARE if self.layout.compile else 1))
+        per_token = int((total - saved) * e / 2 * (COMPILED_SHARE if self.shape.compiles(self.layout) else 1))
         is_kept = self.gate_up if work == "mlp backward" else self.graphs  # and counted for all tokens
         if saved and not is_kept:
             per_token += self._graph_bytes(layer, resumes=work == "mlp backward")

@@ -228,7 +228,7 @@ class LayerSeconds:
         return self._measured_run(dense, num_matmuls, moved) + experts + sums + adapters
 
     def _measured_run(self, dense: int, num_matmuls: int, moved: int) -> float:
-        moves = COMPILED_MOVES if self.layout.compile else EAGER_MOVES
+        moves = COMPILED_MOVES if self.shape.compiles(self.layout) else EAGER_MOVES
         return num_matmuls * self.matmul(dense, 1, GENERAL_SHARE) + self.move(self.s * moved * moves)
 
     def _experts(self, layer: MeasuredLayer, adds: bool = False) -> float:

@@ -56,6 +56,7 @@ class MeasuredLayer:
     expert_macs: int  # a part of `other_macs`, multiplied in groups
     arguments: int = 0  # bytes per token of all arguments of layers: position embeddings
     stacked: tuple[tuple[str, int], ...] = ()  # 3-D weights, of experts: name and parameters
+    compiles: bool = False  # with train.compile=auto, on a GPU
     root: int = 0  # parameters around the layers that stay gathered, in the sum dtype, for all of a step
 
     bytes_per_token: ClassVar = tuple(
@@ -363,6 +364,10 @@ class ModelShape:
         if self.adapter is None or self.trained_parameters("embed_tokens"):
             return 0
         return [*map(bool, self.adapter_parameters[:-1]), True].index(True)
+
+    def compiles(self, layout: Any) -> bool:
+        """Whether the layers are compiled. With train.compile=true, those with blocks are planned as with blocks."""
+        return bool(layout.compile and self.measured and self.measured.compiles)
 
     def with_adapter(self, adapter: AdapterConfig | None) -> ModelShape:
         """Return the shape with an adapter. Raise ConfigError for a target that matches no module, and for a tied

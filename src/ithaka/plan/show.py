@@ -428,18 +428,16 @@ def list_assumptions(plan: Plan) -> dict[str, str]:
         "images": "all tokens, in frames of 512 x 512 pixels; fewer need less time for the encoder",
     }
     known = {"host memory": not hardware.assumed_host, "disk": not hardware.disk_bytes}
-    known["compile"] = plan.shape.measured is None
+    known["compile"] = plan.shape.measured is None or not plan.shape.measured.compiles
     known |= {"attention": gpu.kernel not in KERNEL_NAMES, "images": not plan.shape.encoders}
     return {name: text for name, text in assumptions.items() if not known.get(name)}
 
 
 def _explain_compile(plan: Plan) -> str:
-    compiles = plan.layout.compile
+    compiles = plan.shape.compiles(plan.layout)
     changed = replace(plan, layout=replace(plan.layout, compile=not compiles))
     speed = f"{format_rate(changed.tokens_per_s_per_gpu)} tok/s per GPU"
-    stacked = plan.shape.measured.stacked if plan.shape.measured else ()
-    note = "; compiled layers run transformers' experts, which was not measured" if stacked else ""
-    return f"{'on; without it' if compiles else 'off; with train.compile=true'}: {speed}{note}"
+    return f"{'on; without it' if compiles else 'off; with train.compile=auto'}: {speed}"
 
 
 def _explain_kernel(plan: Plan) -> str:

@@ -60,7 +60,7 @@ class Decoder(Root):
     def check(self, layout: Layout, device: torch.device) -> None:
         self.dropout = replace_dropout(self.model)
         super().check(layout, device)
-        if self.dropout is not None and layout.compile:
+        if self.dropout is not None and layout.compile is True:
             raise ConfigError("train.compile=true cannot be used with adapter.dropout; set one of them to false or 0")
 
     def check_model(self) -> None:

@@ -42,7 +42,7 @@ def check_arguments(model: Any, cp: int | None, ring: int | None) -> Root:
         if name in getattr(model, "_modules", ()):
             raise ConfigError(
                 f"parallelize got a model wrapped in a {kind}; pass model.{name}: ithaka shards it, and "
-                "Layout(compile=True) compiles the MLP"
+                "Layout(compile=True) compiles its layers"
             )
     root = find_root(model)
     if root.predicts_tokens and getattr(root.model, "lm_head", None) is None:

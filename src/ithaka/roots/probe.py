@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from ithaka.blocks.block import BlockSpec
 from ithaka.blocks.experts import is_expert_module
 from ithaka.blocks.find import find_blocks
-from ithaka.blocks.mlp import MlpSpec
 from ithaka.blocks.norm import NormSpec
 from ithaka.comm.loopback import LoopbackGroup
 from ithaka.comm.rank import is_rank_0
@@ -141,7 +140,7 @@ class _Probe:
             self._compare(0)
         if has_experts:
             self._try("runs its experts as transformers does, without ithaka's grouped matmuls", has_expert_block=True)
-        if self.spec.has_expert_block or any(isinstance(block, MlpSpec) for block in self.spec.blocks):
+        if self.spec.has_mlp_block:
             self._try("", skips_mlp=True)
         arguments = self._arguments(0, LENGTHS[0], LENGTHS[0]).detach()  # selects our attention again
         self.spec = Shortcuts(self.layer, self.spec, self._input(), arguments).find()

@@ -156,16 +156,25 @@ class Root(ABC):
             layer.gradient_checkpointing = False
             adapted = next((n for n, module in layer.named_modules() if hasattr(module, "parameter_name")), None)
             if adapted is not None and layer.forward.experts.block is None:
-                rule, name = "train.compile=true" if layout.compile else "experts of this structure", f"layer {index}"
-                raise ConfigError(f"{name}: adapters on {adapted} are not supported with {rule}; leave out its targets")
+                rule = "train.compile=true" if layout.compile is True else "experts of this structure"
+                fix = "leave out its targets"
+                raise ConfigError(f"layer {index}: adapters on {adapted} are not supported with {rule}; {fix}")
         self.model.forward, self.model.gradient_checkpointing = MethodType(self.forward, self.model), False
 
     def make_layer(self, index: int, store: Store, keeps: ActivationPolicy) -> Any:
         """The forward of a layer, which runs the layer's own in tiles."""
         kernels = [kernel_for(self.layout.kernel, mixer.kind) for mixer in self.specs[index].mixers]
-        layout = replace(self.layout, kernel=kernels[0]) if kernels else self.layout
+        layout = replace(self.layout, compile=self.compiles(self.specs[index]))
+        layout = replace(layout, kernel=kernels[0]) if kernels else layout
         options = {"current": self.current, "balancing": self.balancing}
         return self.start_layer(GeneralLayer, index, store, keeps, layout, **options)
+
+    def compiles(self, spec: LayerSpec) -> bool:
+        """Whether a layer is compiled. With blocks for its norms and MLP, it is faster without."""
+        if self.layout.compile != "auto":
+            return self.layout.compile
+        is_possible = self.predicts_tokens and self.mesh.device.type == "cuda" and self.dropout is None
+        return is_possible and not spec.has_mlp_block
 
     def start_layer(
         self, kind: Any, index: int, store: Store, keeps: ActivationPolicy, layout: Layout, **options: Any

@@ -271,6 +271,8 @@ def describe_run(trainer: Trainer) -> dict[str, str]:
         "run": f"{trainer.run.run_dir}{f', resumed after step {trainer.step}' if trainer.step else ''}",
         **_describe_saving(trainer),
     }
+    if num_compiled := sum(layer.forward.passes.compiles for layer in model.ithaka_root.layers):
+        summary["compile"] = f"{num_compiled} of {len(model.ithaka_root.layers)} layers; the first step waits for it"
     if trainer.dpo is not None:
         frozen = "a frozen copy of the initial weights" if config.adapter is None else "the model without its adapter"
         summary["loss"] = f"dpo, beta {config.loss.beta:g}; the reference is {frozen}"
