@@ -234,10 +234,10 @@ class _Measurement:
         linears += tuple((name, len(p) * p.shape[1], len(p) * p.shape[2], True) for name, p in stacked.items())
         parameters = sum(param.numel() for param in self.layer.parameters())
         others: dict[str, Any] = {"slices_heads": bool(self.spec.qkv), "slices_output": bool(self.spec.output)}
-        others["compiles"] = not self.spec.has_mlp_block and self.root.predicts_tokens
-        macs = {"projection_macs": projected, "other_macs": dense + experts - projected, "expert_macs": experts}
+        others |= per_token | {"compiles": not self.spec.has_mlp_block and self.root.predicts_tokens}
+        others |= {"projection_macs": projected, "other_macs": dense + experts - projected, "expert_macs": experts}
         sizes = tuple((name, param.numel()) for name, param in stacked.items())
-        return MeasuredLayer(parameters, parameters, linears, stacked=sizes, **others, **per_token, **macs)
+        return MeasuredLayer(parameters, parameters, linears, stacked=sizes, **others)
 
     def _products(self, module: nn.Module) -> tuple[int, int]:
         """Multiply-adds per token with the module's own weights: dense ones, and those of the experts it is sent to."""
