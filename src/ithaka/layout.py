@@ -62,7 +62,7 @@ class Layout:
     dtype: Any = None  # compute dtype, by name or torch's; None: the parameters' own, planned as 16-bit
     kernel: str = "auto"  # attention kernel
     blocks: tuple[int, int] | None = None  # tokens per query and per key block of attention; None: sized to the cache
-    compile: Any = "auto"  # torch.compile layers instead of using blocks; auto: on a GPU, those whose MLP has none
+    compile: bool | str = "auto"  # torch.compile layers instead of using blocks; auto: `Root.compiles` decides
 
     def __post_init__(self) -> None:
         for name in ("cp", "ring", "replicas", "heads_per_stage", "tile_tokens"):

@@ -64,7 +64,7 @@ class GeneralLayer(LayerSchedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.passes = LayerPasses(self.name, self.layer, self.spec, self.layout.compile)
+        self.passes = LayerPasses(self.name, self.layer, self.spec, self.layout.compile is True)
         if self.balancing is not None:
             self.passes.routers = self.balancing.find_routers(self.layer)
             self.passes.router_index = self.balancing.recorder.index
