@@ -1,7 +1,8 @@
-"""Output head and cross-entropy in tiles: only one tile's logits exist at a time, for any context and vocabulary.
+"""Output head and loss in tiles: only one tile's logits exist at a time, for any context and vocabulary.
 
 The gradient overwrites the tile's logits. For the summed loss it is computed in forward, so that each tile takes three
-matrix products. For per-token results it depends on the gradients of backward, which recomputes the logits.
+matrix products. For per-token results it depends on the gradients of backward, which recomputes the logits. For
+distillation, a teacher's logits meet the student's in the tile.
 
 Shapes: s tokens on this rank, t tokens of a tile, e branch labels (inputs/batch.py), D hidden size, V vocabulary.
 """
@@ -25,6 +26,7 @@ from ithaka.blocks.tiles import (
     sum_dtype,
     tile_slices,
 )
+from ithaka.ops.divergence import Criterion, Distances, divergence_with_grad, topk_divergence_with_grad
 from ithaka.ops.fused import cross_entropy_with_grad, row_logsumexp, scale_in_place, softmax_grad
 from ithaka.phases import MemoryCategory, phase, set_category
 
@@ -39,6 +41,16 @@ class TokenResults(NamedTuple):
     entropies: Tensor  # entropy of the predicted distribution
     correct: Tensor  # bool: whether the label is the argmax (the first, if tied)
     mean_logits: Tensor  # mean over the vocabulary, without gradient
+
+
+class Distilled(NamedTuple):
+    """Per label, in fp32 or wider, without gradients; 0 where the label is IGNORE_INDEX."""
+
+    losses: Tensor
+    divergences: Tensor  # also 0 where the teacher predicts nothing
+    cross_entropies: Tensor
+    entropies: Tensor  # of the student, at the temperature
+    taught: Tensor  # bool: whether the teacher predicts the label; others have the cross-entropy as their loss
 
 
 class Head(Protocol):
@@ -151,6 +163,47 @@ def summed_cross_entropy(
     return _SummedCrossEntropy.apply(x, labels_s, head, tile, rows_e, divisor, needs_grad, *head.params)
 
 
+@dataclass(frozen=True)
+class Teacher:
+    """A teacher's predictions of this rank's labels: hidden states and the head that maps them to logits or, for some
+    tokens, stored log-probabilities. `taught`: bool, which labels they cover."""
+
+    taught_s: Tensor
+    x: Tensor | None = None
+    head: Head | None = None
+    ids_sk: Tensor | None = None  # -1: none
+    logprobs_sk: Tensor | None = None
+
+    def compare(self, rows: slice, rows_e: Tensor | None, student_tV: Tensor, *others: Any) -> Distances:
+        """Compare a student's logits of the labels `rows` with the teacher's. The other arguments are those of
+        `divergence_with_grad`."""
+        if self.x is None or self.head is None:
+            assert self.ids_sk is not None and self.logprobs_sk is not None
+            return topk_divergence_with_grad(student_tV, self.ids_sk[rows], self.logprobs_sk[rows], *others)
+        x_sD = self.x.view(self.x.shape[-2:])
+        branches = slice(rows.start - len(x_sD), rows.stop - len(x_sD))
+        x_tD = x_sD[rows] if rows_e is None or branches.start < 0 else x_sD[rows_e[branches]]
+        return divergence_with_grad(student_tV, self.head.logits(x_tD), *others)
+
+
+def summed_divergence(
+    x: Tensor,
+    labels_s: Tensor,
+    head: Head,
+    tile: int,
+    divisor: float,
+    rows_e: Tensor | None,
+    teacher: Teacher,
+    criterion: Criterion,
+) -> tuple[Tensor, Distilled]:
+    """As `summed_cross_entropy`, with the divergence from a teacher as the loss of the labels that it predicts. Also
+    returns the results per label."""
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *head.params))
+    how = divisor, teacher, criterion
+    loss, *results = _SummedDivergence.apply(x, labels_s, head, tile, rows_e, how, needs_grad, *head.params)
+    return loss, Distilled(*results)
+
+
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @phase("loss forward")
@@ -170,7 +223,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @phase("loss backward")
-    def backward(ctx, dloss):
+    def backward(ctx, dloss, *_):
         if ctx.grads is None:
             raise RuntimeError(BACKWARD_RAN_TWICE)
         (dx, *dparams), ctx.grads = ctx.grads, None
@@ -178,6 +231,34 @@ class _SummedCrossEntropy(torch.autograd.Function):
         for grad in {id(grad): grad for grad in (dx, *dparams) if grad is not None}.values():
             scale_in_place(grad, dloss)
         return dx, None, None, None, None, None, None, *dparams
+
+
+class _SummedDivergence(_SummedCrossEntropy):
+    @staticmethod
+    @phase("loss forward")
+    def forward(ctx, x, labels_s, head, tile, rows_e, how, needs_grad, *params):
+        divisor, teacher, criterion = how
+        sums, share = x.new_zeros(4, len(labels_s), dtype=sum_dtype(x.dtype)), criterion.cross_entropy
+        dx, grads = set_category(torch.zeros_like(x), MemoryCategory.RESIDUAL) if needs_grad else None, GradSum()
+        taught_s = teacher.taught_s & (labels_s != IGNORE_INDEX)
+        # Weights of the divergence and the cross-entropy of each label.
+        weights_2s = torch.stack([taught_s * (1 - share), torch.where(taught_s, share, 1)]).to(sums.dtype)
+        weights_2s *= labels_s != IGNORE_INDEX
+        for rows, x_tD, dx_tD in _tiles(x, dx, rows_e, tile):
+            saved, logits_tV = head.run(x_tD) if dx_tD is not None else (None, head.logits(x_tD))
+            valid_t, target_t1 = _valid_and_target(labels_s[rows])
+            scales_2t = None if dx_tD is None else weights_2s[:, rows] / divisor
+            values_3t = torch.stack(teacher.compare(rows, rows_e, logits_tV, target_t1[:, 0], criterion, scales_2t))
+            if dx_tD is not None:
+                head.backward(saved, logits_tV, dx_tD, grads)
+            sums[1:, rows] = torch.where(valid_t, values_3t, 0)
+            del saved, logits_tV  # before the next tile is allocated
+        sums[1] *= taught_s
+        sums[0] = (weights_2s * sums[1:3]).sum(0)
+        ctx.grads = [dx, *(grads.take_rounded(p) for p in params)] if needs_grad else None
+        results = *sums.unbind(), taught_s
+        ctx.mark_non_differentiable(*results)
+        return sums[0].sum() / divisor, *results
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
