@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 from ithaka.config.fields import ConfigError, Section, format_value, import_named, setting
 
-LOSSES = ("cross_entropy", "dpo")
+LOSSES = ("cross_entropy", "distill", "dpo")
+STORED_TEACHER = Path("data")  # a value of loss.teacher
+DISTILL_SETTINGS = ("teacher", "teacher_base", "temperature", "cross_entropy")
 
 
 @dataclass(frozen=True)
@@ -91,20 +93,47 @@ class LossConfig(Section, name="loss"):
     # its reference is the model without its adapter or, if all parameters are trained, a frozen copy of the initial
     # weights. package.module:function: a custom loss, (tokens, labels) -> one loss per label of a rank. tokens.logprobs
     # and tokens.entropies are differentiable; logits never exist in full. Validation still measures the cross-entropy.
+    # distill: the divergence from a teacher at every label, over the full vocabulary; validation as before.
     type: str = "cross_entropy"
-    # dpo: weight of the difference from the reference.
-    beta: float = setting(0.1, gt=0)
+    # dpo: weight of the difference from the reference; null is 0.1. distill: the divergence; null or 0 is the forward
+    # KL(teacher || model), 1 the reverse KL(model || teacher), between them the generalized Jensen-Shannon divergence.
+    beta: float | None = setting(None, ge=0)
     # dpo: assumed fraction of pairs whose answers are swapped (robust DPO; 0: plain DPO).
     label_smoothing: float = setting(0.0, ge=0, lt=0.5)
+    # distill: a model with the same vocabulary, as model.path; it keeps its own RoPE, and labels beyond its
+    # max_position_embeddings train with the cross-entropy. data: the columns teacher_ids and teacher_logprobs. null:
+    # the model without its adapter or, if all parameters are trained, a frozen copy of the initial weights.
+    teacher: Path | None = None
+    # distill: how the teacher's weights are stored, as adapter.base.
+    teacher_base: Literal["bf16", "nf4", "mxfp4"] = "bf16"
+    # distill: divides the logits of teacher and model. The loss is not multiplied by its square.
+    temperature: float = setting(1.0, gt=0)
+    # distill: fraction of the cross-entropy in the loss; the rest is the divergence.
+    cross_entropy: float = setting(0.0, ge=0, lt=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.type not in LOSSES and not re.fullmatch(r"\w+(\.\w+)*:\w+", self.type):
             losses = ", ".join(LOSSES)
             raise ConfigError(f"loss.type={self.type} is not a loss; use {losses} or package.module:function")
-        for name in ("beta", "label_smoothing") if self.type != "dpo" else ():
+        uses = {"dpo": ("beta", "label_smoothing"), "distill": ("beta", *DISTILL_SETTINGS)}
+        for name in {"beta", "label_smoothing", *DISTILL_SETTINGS}.difference(uses.get(self.type, ())):
             if (value := getattr(self, name)) != getattr(LossConfig, name):
-                raise ConfigError(f"loss.{name}={value} has no effect with loss.type={self.type}; set loss.type=dpo")
+                fix = "set loss.type=" + " or ".join(kind for kind, names in uses.items() if name in names)
+                raise ConfigError(f"loss.{name}={value} has no effect with loss.type={self.type}; {fix}")
+        if self.beta is None and self.type in uses:
+            object.__setattr__(self, "beta", 0.1 if self.type == "dpo" else 0.0)
+        if self.type == "dpo" and self.beta == 0 or self.type == "distill" and (self.beta or 0.0) > 1:
+            rule = "above 0" if self.type == "dpo" else "from 0 to 1"
+            raise ConfigError(f"loss.beta={self.beta} is out of range for loss.type={self.type}; use a number {rule}")
+        if self.teacher_base != "bf16" and self.teacher in (None, STORED_TEACHER):
+            rule = f"has no effect with loss.teacher={format_value(self.teacher)}"
+            raise ConfigError(f"loss.teacher_base={self.teacher_base} {rule}; name a model, or leave it out")
+
+    @property
+    def teacher_path(self) -> Path | None:
+        """The model that teaches, if it is another one."""
+        return self.teacher if self.teacher != STORED_TEACHER else None
 
     def import_function(self) -> Callable[..., Any] | None:
         """The custom loss, or None."""

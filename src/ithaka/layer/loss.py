@@ -170,14 +170,14 @@ class Teacher:
 
     taught_s: Tensor
     x: Tensor | None = None
-    head: Head | None = None
+    head: Any = None  # has Head.logits
     ids_sk: Tensor | None = None  # -1: none
     logprobs_sk: Tensor | None = None
 
     def compare(self, rows: slice, rows_e: Tensor | None, student_tV: Tensor, *others: Any) -> Distances:
         """Compare a student's logits of the labels `rows` with the teacher's. The other arguments are those of
         `divergence_with_grad`."""
-        if self.x is None or self.head is None:
+        if self.x is None:
             assert self.ids_sk is not None and self.logprobs_sk is not None
             return topk_divergence_with_grad(student_tV, self.ids_sk[rows], self.logprobs_sk[rows], *others)
         x_sD = self.x.view(self.x.shape[-2:])

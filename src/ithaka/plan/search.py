@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from ithaka.config import AdapterConfig, Config, ConfigError
+from ithaka.config import STORED_TEACHER, AdapterConfig, Config, ConfigError
 from ithaka.layout import (
     SETTINGS,
     Layout,
@@ -141,18 +141,24 @@ def forward_layout(shape: ModelShape, cp: int, tokens: int, dtype: str) -> Layou
 
 
 def work_from_config(config: Config) -> StepShape:
-    has_reference = config.loss.type == "dpo"
-    train = config.train
-    return StepShape(config.data.context, train.batch, accumulate=train.accumulate, reference=has_reference)
+    train, loss = config.train, config.loss
+    distills = loss.type == "distill" and loss.teacher != STORED_TEACHER
+    work = StepShape(config.data.context, train.batch, accumulate=train.accumulate, distills=distills)
+    return replace(work, reference=distills or loss.type == "dpo")
 
 
-def shape_to_train(shape: ModelShape, config: Config) -> ModelShape:
-    """The shape with the run's adapter, optimizer and reference, which is a copy if all parameters are trained."""
-    has_copy = config.loss.type == "dpo" and config.adapter is None
+def shape_to_train(shape: ModelShape, config: Config, teacher: ModelShape | None = None) -> ModelShape:
+    """The shape with the run's adapter, optimizer, teacher and reference, which is a copy if all parameters are trained
+    and there is no other teacher."""
+    has_copy = work_from_config(config).reference and config.adapter is None and teacher is None
     if config.adapter is not None and config.adapter.rank > shape.hidden:
         rule = f"exceeds the model's hidden size {shape.hidden}, the rank of a full update"
         raise ConfigError(f"adapter.rank={config.adapter.rank} {rule}; use 16, for example, or no adapter")
-    return replace(shape.with_adapter(config.adapter), reference=has_copy, optimizer=config.optim.name)
+    if teacher is not None and teacher.vocab != shape.vocab:
+        rule = f"predicts {teacher.vocab} tokens and the model {shape.vocab}: they cannot be compared"
+        raise ConfigError(f"loss.teacher={config.loss.teacher} {rule}; use a teacher with the same vocabulary")
+    others: Any = {"reference": has_copy, "teacher": teacher, "optimizer": config.optim.name}
+    return replace(shape.with_adapter(config.adapter), **others)
 
 
 def make_search_space(config: Config, explicit: Collection[str], shape: ModelShape, hardware: Hardware) -> SearchSpace:

@@ -316,7 +316,8 @@ def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: St
     if not work.trains:
         return total
     if work.reference:
-        total = total + step_seconds(shape, layout, hardware, replace(work, trains=False))
+        other = shape.teacher or shape
+        total = total + step_seconds(other, layout.for_teacher(), hardware, replace(work, trains=False))
     return total.times(work.accumulate) + _update_seconds(shape, layout, hardware)
 
 

@@ -54,6 +54,13 @@ class ParallelOutput(ModelOutput):
     distilled: Distilled | None = None  # this rank's share, of a call with a teacher
     hidden: Tensor | None = None  # this rank's share of the last layer's output, if the call asks for it
 
+    @property
+    def token_losses(self) -> Tensor | None:
+        """This rank's losses per label, of a call with per_token or a teacher."""
+        if self.distilled is not None:
+            return self.distilled.losses
+        return None if self.tokens is None else -self.tokens.logprobs
+
 
 class Decoder(Root):
     """A causal language model of transformers."""
@@ -140,9 +147,9 @@ class Decoder(Root):
     def make_call(self, named: dict[str, Any], inputs: Any, *totals: int) -> CheckedCall:
         (share, shape, items, chosen_sLk), (num_tokens, num_positions, _) = inputs, totals
         divisor = max(num_tokens, 1) if items is None else items or 1
-        options = bool(named.get("per_token")), named.get("temperature") or 1.0
-        options += chosen_sLk, bool(named.get("hidden_only")), named.get("distillation")
-        return CheckedCall(self.mesh, share, shape, num_tokens, num_positions, divisor, *options)
+        options = bool(named.get("per_token")), named.get("temperature") or 1.0, chosen_sLk
+        teaching = bool(named.get("hidden_only")), named.get("distillation")
+        return CheckedCall(self.mesh, share, shape, num_tokens, num_positions, divisor, *options, *teaching)
 
     def why_no_parents(self) -> str:
         """Why a call may not have `parents`; empty if it may."""

@@ -163,6 +163,7 @@ def build_run(config: Config, num_ranks: int, hardware: Hardware | None, resumes
     check_fits(run)
     if not resumes or run.needs_base:  # else the checkpoint has all weights
         check_weights(config.model.path)
+    check_weights(config.loss.teacher_path, "loss.teacher", "learn from")
     return run
 
 
@@ -237,7 +238,13 @@ def _pin_commits(config: Config, commits: dict[str, str], resume: Path | None) -
     path = fetch_model(model.path and Path(commits.get(str(model.path), model.path)))
     if path != model.path:
         commits[str(model.path)] = str(path)
-    return dataclasses.replace(config, model=dataclasses.replace(model, path=path))
+    config = dataclasses.replace(config, model=dataclasses.replace(model, path=path))
+    if (named := config.loss.teacher_path) is None:
+        return config
+    teacher = fetch_model(Path(commits.get(str(named), named)), "loss.teacher=")
+    if teacher != named:
+        commits[str(named)] = str(teacher)
+    return dataclasses.replace(config, loss=dataclasses.replace(config.loss, teacher=teacher))
 
 
 def _check_resumed(file: Path | None, changes: list[str], resume: Path, run_dir: Path | None) -> None:
@@ -282,7 +289,7 @@ def find_resume_point(run_dir: Path, config: Config, shape: ModelShape) -> tuple
         reason = f"cannot continue from the state of optim.name={saved.optim.name}"
         raise ConfigError(f"optim.name={config.optim.name} {reason}; leave it out, or start a new run")
     saved_model = run_dir / "model" / "config.json"
-    plain = dataclasses.replace(shape.with_adapter(None), optimizer="adamw", reference=False)
+    plain = dataclasses.replace(shape.with_adapter(None), optimizer="adamw", reference=False, teacher=None)
     if saved_model.is_file() and read_shape(saved_model) != plain:
         model = f"path={config.model.path}" if config.model.path else f"embedded={config.model.embedded}"
         reason = f"differs in shape from the model of {run_dir}"

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 # Sections of every run's config.yaml. A file that a user wrote rarely has them all.
 SAVED_SECTIONS = {"model", "data", "parallel", "memory", "attention", "optim", "train", "profile"}
-TOKEN_FILES = (".tokens", ".part", ".failed")  # in RUN_DIR/tokens, which is removed after the run
+TOKEN_FILES = (".tokens", ".part", ".failed", ".npy")  # in RUN_DIR/tokens, which is removed after the run
 LOG_FILES = (".log", ".out", ".err")  # a scheduler may write to the run directory before the run starts
 FINGERPRINT_BYTES, MAX_FINGERPRINT_FILES = 2**16, 256  # read at both ends of each file; of at most this many files
 
@@ -99,7 +99,11 @@ def check_weights(path: Path | None, name: str = "model.path", use: str = "train
 
 
 def check_base(run: Run) -> None:
-    """Refuse to resume a run with another base or reference model. Its files may have moved."""
+    """Refuse to resume a run with another base or reference model, or another teacher. Its files may have moved."""
+    teacher, pinned = run.config.loss.teacher_path, files.read_pins(run.run_dir).get("teacher")
+    if pinned and fingerprint_weights(teacher) != pinned:
+        rule = f"has other weights, or another config.json, than the teacher that {run.run_dir} started with"
+        raise ConfigError(f"loss.teacher={teacher} {rule}; restore its files, or start a new run")
     if not run.needs_base:
         return
     original, path = load_config(run.run_dir / "config.yaml").model.path, run.config.model.path
@@ -130,7 +134,23 @@ def check_inputs(run: Run) -> int:
     config = read_hf_config(model.path or embedded_model(model.embedded), model.rope, data.context)
     if optim.lr_factors:
         optim.find_lr_factors(trained_names(config, run.config.adapter))
+    check_teacher_tokens(run.config)
     return check_data(data, run.shape.vocab, model.path)
+
+
+def check_teacher_tokens(config: Config) -> None:
+    """Refuse a teacher whose tokenizer has other tokens than the data's; a directory without one is not checked."""
+    from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
+
+    path = config.loss.teacher_path
+    if path is None or not any((path / file).is_file() for file in TOKENIZER_FILES):
+        return
+    names = (None, path), (config.data.tokenizer, config.model.path)
+    theirs, ours = ({i: word for word, i in load_tokenizer(*name).hf.get_vocab().items()} for name in names)
+    if different := [i for i, word in ours.items() if theirs.get(i, word) != word]:
+        i = min(different)
+        rule = f"has another vocabulary: token {i} is {theirs[i]!r}, but the data's tokenizer has {ours[i]!r}"
+        raise ConfigError(f"loss.teacher={path} {rule}; use a teacher with the same tokenizer")
 
 
 def check_run_dir(run_dir: Path, auto: bool, force: bool) -> None:

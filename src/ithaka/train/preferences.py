@@ -26,7 +26,7 @@ class DPO:
     its adapter."""
 
     def __init__(self, settings: LossConfig, model: Any, mesh: Mesh, reference: Any = None) -> None:
-        self.beta, self.smoothing = settings.beta, settings.label_smoothing
+        self.beta, self.smoothing = settings.beta or 0.1, settings.label_smoothing
         self.model, self.mesh, self.reference = model, mesh, reference
         self._sums = torch.zeros(2 + len(METRICS), dtype=torch.float64, device=mesh.device)  # loss, METRICS, pairs
         if model.ithaka_root.balancing is not None:

@@ -20,7 +20,7 @@ from ithaka.comm.mesh import Mesh
 from ithaka.config import OptimConfig
 from ithaka.data.batch import Batch, num_valid
 from ithaka.inputs.batch import count_pairs, pack_batch, shard_label_values
-from ithaka.layer.loss import IGNORE_INDEX, TokenResults
+from ithaka.layer.loss import IGNORE_INDEX, Distilled
 from ithaka.phases import phase
 from ithaka.train.optimizers import MuonAndAdamW, adamw8bit_class
 from ithaka.train.preferences import DPO
@@ -113,11 +113,11 @@ class SourceSums:
         self.has_several, self.names, self.mesh = len(names) > 1, names, mesh
         self._sums = torch.zeros(2, len(names), dtype=torch.float64, device=mesh.device)
 
-    def add(self, batch: Batch, tokens: TokenResults | None) -> None:
-        if tokens is not None and batch.source_ids is not None:
+    def add(self, batch: Batch, losses_s: Tensor | None) -> None:
+        if losses_s is not None and batch.source_ids is not None:
             packing = pack_batch(batch.inputs, batch.labels, self.mesh)
             valid_s = shard_label_values(batch.labels, self.mesh, packing, IGNORE_INDEX) != IGNORE_INDEX
-            values_2s = torch.stack([-tokens.logprobs.detach().double(), valid_s.double()])
+            values_2s = torch.stack([losses_s.detach().double(), valid_s.double()])
             self._sums.index_add_(1, shard_label_values(batch.source_ids, self.mesh, packing), values_2s)
 
     def means(self, what: str) -> dict[str, float]:
@@ -127,6 +127,23 @@ class SourceSums:
         dist.all_reduce(self._sums)
         sums = zip(self.names, *self._sums.tolist(), strict=True)
         return {f"{what}/{name}": loss / count for name, loss, count in sums if count}
+
+
+class DistillationSums:
+    """Sums divergences and cross-entropies over labels."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
+
+    def add(self, results: Distilled | None) -> None:
+        if results is not None:
+            self._sums += torch.stack([x.sum().double() for x in (results[1], results[2], results.taught)])
+
+    def means(self, num_labels: int) -> dict[str, float]:
+        """Return the mean divergence over the labels that the teacher predicts, and the mean cross-entropy."""
+        dist.all_reduce(self._sums)
+        divergence, cross_entropy, num_taught = self._sums.tolist()
+        return {"divergence": divergence / max(num_taught, 1), "cross_entropy": cross_entropy / max(num_labels, 1)}
 
 
 @dataclass(frozen=True)
@@ -158,9 +175,11 @@ def train_step(
     seed_and_step: tuple[int, int] = (0, 0),
     accepts: Callable[[float, float], bool] = lambda loss, norm: True,
     dpo: DPO | None = None,
+    distill: Callable[[Batch, int], Any] | None = None,
 ) -> StepResult:
     """Run one update on this rank's micro-batches. `windows`: sliding window of each layer. `seed_and_step`: for
-    adapter.dropout. The update is skipped if `accepts(loss, gradient norm)` is false.
+    adapter.dropout. The update is skipped if `accepts(loss, gradient norm)` is false. `distill` calls the model with a
+    teacher.
 
     The global number of valid labels (for `dpo`, of preferences) is known before the first forward, so that every
     micro-batch is weighted by its number of labels."""
@@ -178,15 +197,20 @@ def train_step(
         dropout.start_step(*seed_and_step)
     total_loss, aux_loss = torch.zeros(2, dtype=torch.float64, device=mesh.device).unbind()
     sources, max_pairs, own_losses, ring_bytes = SourceSums(source_names, mesh), [], [], 0
+    distilled = DistillationSums(mesh)
     has_aux_loss = False
     for batch, own_pairs in zip(batches, pairs, strict=True):
-        if dpo is None:
-            out = model(**batch.inputs, num_items_in_batch=label_tokens, per_token=sources.has_several)
-            sources.add(batch, out.tokens)
-            part, own = out.loss, out.own_loss
-        else:
+        if dpo is not None:
             part, out = dpo.compute(batch, preferences)
             own = part.detach()
+        else:
+            if distill is not None:
+                out = distill(batch, label_tokens)
+                distilled.add(out.distilled)
+            else:
+                out = model(**batch.inputs, num_items_in_batch=label_tokens, per_token=sources.has_several)
+            sources.add(batch, out.token_losses)
+            part, own = out.loss, out.own_loss
         part.backward()
         total_loss += part.detach()
         own_losses.append(own)
@@ -211,6 +235,7 @@ def train_step(
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         balance, ring_bytes = float(maxima[1:].sum()) * mesh.dp_size / max(1, sum(all_pairs)), int(maxima[0])
     means = sources.means("loss") | expert_loads(model) | metrics
+    means |= distilled.means(label_tokens) if distill is not None else {}
     if has_aux_loss:
         dist.all_reduce(aux_loss)
         means["aux_loss"] = float(aux_loss) / mesh.world_size
@@ -247,7 +272,7 @@ def validation_loss(
             dpo.compute(batch, 1)
             continue
         out = model(**batch.inputs, per_token=sources.has_several)
-        sources.add(batch, out.tokens)
+        sources.add(batch, out.token_losses)
         total += out.loss.double() * out.num_tokens
         num_labels += out.num_tokens
     model.train(was_training)
