@@ -1,4 +1,4 @@
-"""TRL's preference and reward trainers with cp groups as processes: DPO, KTO, GRPO and RLOO.
+"""TRL's preference, reward and distillation trainers with cp groups as processes: DPO, KTO, GRPO, RLOO, distillation.
 
 These trainers average a loss over processes and gather rewards, lengths and counts from them. Here their processes are
 cp groups: all ranks of a group have the same prompts, completions and rewards, and count once.
@@ -8,18 +8,25 @@ import contextlib
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from ithaka.comm.agree import RankError, gather_objects, raise_first
 from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError
+from ithaka.layer.loss import IGNORE_INDEX
+from ithaka.layout import Layout
 from ithaka.model import build
+from ithaka.model.distillation import distill
 from ithaka.model.generate import check_uncached
+from ithaka.model.prefixes import pack_rows
+from ithaka.roots.find import find_root
 from ithaka.weights.save import check_merge, iterate_weights
 
 Base: Any = object  # For mypy; `long_context` sets the real base.
@@ -83,13 +90,12 @@ class ReferenceMixin(Base):
         if hasattr(self.model, "get_base_model"):  # TRL calls it for the reference, with the adapter disabled
             self.model.forward = partial(self._call, self.model.get_base_model())
         if self.ref_model is not None:
-            self.ref_model = partial(self._call, self._shard_reference(self.ref_model))
+            layout = find_root(self.model).layout
+            self.ref_model = partial(self._call, self._shard_reference(self.ref_model, layout))
 
-    def _shard_reference(self, reference: Any) -> Any:
-        base = getattr(self.model, "get_base_model", lambda: self.model)()
-        layout = base.ithaka_root.layout
+    def _shard_reference(self, reference: Any, layout: Layout) -> Any:
         vars(reference).pop("forward", None)  # TRL's and accelerate's patches
-        if layout.dtype is not None:
+        if layout.dtype is not None and not getattr(reference, "is_quantized", False):
             reference.to(getattr(torch, layout.dtype))
         reference.requires_grad_(False).eval()
         return build.parallelize_model(reference, mesh=self.ithaka_mesh, layout=layout)
@@ -142,6 +148,19 @@ class GRPOMixin(ReferenceMixin):
 
         super()._share_data()
         mesh, args = self.ithaka_mesh, self.args
+        rows_of_batch: Callable[[], deque] = partial(deque, maxlen=self._count_completions())
+        for name, logged in self._logs.items():
+            self._logs[name] = defaultdict(rows_of_batch) if isinstance(logged, dict) else rows_of_batch()
+        set_seed(args.seed + mesh.dp_rank)  # TRL adds the rank, but the ranks of a group must shuffle alike
+        if (rollout_func := getattr(self, "rollout_func", None)) is not None:
+            self.rollout_func = partial(self._roll_out, rollout_func)
+        if self.use_vllm:
+            check_merge(self.model)
+            self.vllm_generation._iter_named_params = partial(iterate_weights, self.model)
+
+    def _count_completions(self) -> int:
+        """Return the completions per generation, over all groups."""
+        mesh, args = self.ithaka_mesh, self.args
         args.generation_batch_size //= mesh.cp_size  # GRPOConfig counted ranks
         batches = {"generation": (args.generation_batch_size, args.num_generations)}
         if args.eval_strategy != "no":
@@ -151,15 +170,7 @@ class GRPOMixin(ReferenceMixin):
             if size % generations:
                 rule = f"the {name} batch of {mesh.dp_size} cp groups has {size} completions, not a multiple of"
                 raise ConfigError(f"{rule} num_generations={generations}; change the batch size per device")
-        rows_of_batch: Callable[[], deque] = partial(deque, maxlen=args.generation_batch_size)
-        for name, logged in self._logs.items():
-            self._logs[name] = defaultdict(rows_of_batch) if isinstance(logged, dict) else rows_of_batch()
-        set_seed(args.seed + mesh.dp_rank)  # TRL adds the rank, but the ranks of a group must shuffle alike
-        if (rollout_func := getattr(self, "rollout_func", None)) is not None:
-            self.rollout_func = partial(self._roll_out, rollout_func)
-        if self.use_vllm:
-            check_merge(self.model)
-            self.vllm_generation._iter_named_params = partial(iterate_weights, self.model)
+        return args.generation_batch_size
 
     def _roll_out(self, rollout_func: Callable, prompts: list, trainer: Any) -> dict[str, Any]:
         """Call the user's function on the first rank of each cp group, and broadcast its result to the group."""
@@ -227,6 +238,41 @@ class GRPOMixin(ReferenceMixin):
         kl, num_clipped, count = self.accelerator.reduce(torch.stack([x.double() for x in sums]), "sum").tolist()
         self._metrics["train"]["sampling/kl"].append(kl / max(count, 1))
         self._metrics["train"]["sampling/clipped_fraction"].append(num_clipped / max(count, 1))
+
+
+class DistillationMixin(GRPOMixin):
+    """For DistillationTrainer. The teacher is sharded like the model; None: the model without its adapter."""
+
+    ref_model, distills = None, True
+
+    def _share_data(self) -> None:
+        super()._share_data()
+        self._forward_redirection = lambda model, student, method, *args: method(*args)  # a call gathers parameters
+        if (teacher := self.teacher_model) is not None:
+            layout = find_root(self.model).layout.for_teacher()
+            self.teacher_model = self._shard_reference(teacher, replace(layout, kernel="auto"))
+
+    def _count_completions(self) -> int:
+        return self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.ithaka_mesh.dp_size
+
+    def _compute_loss(self, student: Any, inputs: Any, num_items: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this group's loss, and its sum of entropies and number of labels."""
+        ids, mask = (torch.cat([inputs[f"{part}_{kind}"] for part in ("prompt", "completion")], 1) for kind in
+                     ("ids", "mask"))  # fmt: skip
+        trained = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        labels = ids.masked_fill(F.pad(trained, (ids.shape[1] - trained.shape[1], 0)) == 0, IGNORE_INDEX)
+        models = self.model, self.teacher_model
+        with torch.autocast(self.ithaka_mesh.device.type, enabled=False):  # TRL enables it around some calls
+            rows = pack_rows([base for base in models if base is not None], ids, labels, mask)
+            out = distill(*models, **rows, beta=self.beta, temperature=self.temperature, num_items_in_batch=1)
+        sums = (
+            out.own_loss.new_zeros(2)
+            if out.distilled is None
+            else torch.stack([out.own_loss, out.distilled.entropies.sum()])
+        )
+        dist.all_reduce(sums, group=self.ithaka_mesh.cp_group)
+        loss, num_labels = out.loss - out.loss.detach() + sums[0], trained.sum()  # its gradient is this rank's part
+        return loss / (num_labels.clamp(min=1) if num_items is None else num_items), sums[1], num_labels
 
 
 def check_rollout(result: Any, num_prompts: int) -> None:
