@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
 
 from ithaka.config import ConfigError
-from ithaka.inputs.batch import Share, pack_batch, shard_label_values
+from ithaka.inputs.batch import GatherTokens, Share, pack_batch, shard_label_values
 from ithaka.layer.loss import Head, Teacher
 from ithaka.model.logprobs import get_mesh
 from ithaka.ops.divergence import Criterion
@@ -73,6 +74,17 @@ def distill(
             reference.train(was_training)
         distillation = _Taught(Criterion(beta, temperature, cross_entropy), model, teacher, hidden)
     return model(labels=labels, distillation=distillation, **rows)
+
+
+def token_divergences(model: Any, teacher: Any, input_ids: Tensor) -> Tensor:
+    """Return KL(teacher || model) at every token of [B, N], without gradients, equal on all ranks of a cp group; NaN
+    for the first token of a row, and where the teacher predicts nothing."""
+    with torch.no_grad():
+        results, mesh = distill(model, teacher, input_ids, input_ids).distilled, get_mesh(model)
+    assert results is not None
+    values_s1 = results.divergences.masked_fill(~results.taught, torch.nan)[:, None]
+    values_BN1 = GatherTokens.apply(values_s1, mesh, pack_batch({}, input_ids, mesh).sharding, input_ids.shape)
+    return F.pad(values_BN1[:, :-1, 0], (1, 0), value=torch.nan)
 
 
 def _base(model: Any) -> Any:

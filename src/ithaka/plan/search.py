@@ -131,10 +131,10 @@ def forward_plan(shape: ModelShape, hardware: Hardware, work: StepShape) -> Plan
     return Plan(shape, layout, hardware, replace(work, trains=False))
 
 
-def forward_layout(shape: ModelShape, cp: int, tokens: int, dtype: str) -> Layout:
+def forward_layout(shape: ModelShape, cp: int, tokens: int, dtype: str, ring: int | None = None) -> Layout:
     """The layout of an evaluation: all ranks share each sequence. All heads at once while their tensors are small,
     which is faster; otherwise one head per rank."""
-    ring = smallest_ring(cp, shape.heads)
+    ring = ring or smallest_ring(cp, shape.heads)
     is_long = tokens // cp * shape.heads * shape.head_dim > MAX_HEADS_ELEMENTS
     stage = cp // ring if is_long else None
     return make_layout(shape.num_layers, cp=cp, ring=ring, heads_per_stage=stage, tile_tokens=8192, dtype=dtype)
