@@ -80,14 +80,17 @@ def test_a_tiled_divergence_equals_that_of_full_logits(beta, stored):
     student, leaves, other, x, labels = heads()
     criterion, taught = Criterion(beta, 1.7, 0.25), torch.arange(23) % 7 != 2
     logits, targets = student.norm(leaves[0]) @ leaves[1].t(), other.logits(x).detach()
-    teacher, expected = Teacher(taught, x, other), plain_loss(logits, targets, labels, criterion, taught)
+    teacher, expected = (
+        Teacher(criterion, taught, x, other.logits),
+        plain_loss(logits, targets, labels, criterion, taught),
+    )
     if stored:
         ids = targets.topk(5).indices
         mine, theirs = coarsen(logits, ids, 1.7), coarsen(targets, ids, 1.7)
         stored_ids, logprobs = F.pad(ids, (0, 1), value=-1), F.pad(theirs[:, :-1], (0, 1), value=-math.inf)
-        teacher = Teacher(taught, ids_sk=stored_ids, logprobs_sk=logprobs)
+        teacher = Teacher(criterion, taught, stored=(stored_ids, logprobs))
         expected = plain_mean(logits, plain_divergence(mine, theirs, beta, 1.0), labels, 0.25, taught)
-    ours, results = summed_divergence(leaves[0], labels, student, 5, 18.0, None, teacher, criterion)
+    ours, results = summed_divergence(leaves[0], labels, student, 5, 18.0, None, teacher)
     assert relative(ours.detach(), expected.detach()) < TOLERANCE
     assert relative(results.losses.sum() / 18, expected.detach()) < TOLERANCE
     grads = [torch.autograd.grad(-3 * each, leaves) for each in (ours, expected)]
@@ -105,8 +108,8 @@ def test_stored_probabilities_of_all_tokens_equal_the_full_divergence():
     ids = torch.arange(37).expand(23, -1)
     for beta in BETAS:
         call = partial(summed_divergence, x, labels, student, 64, 1.0, None)
-        full, _ = call(Teacher(torch.tensor(True), hidden, other), Criterion(beta))
-        stored, _ = call(Teacher(torch.tensor(True), ids_sk=ids, logprobs_sk=log_p), Criterion(beta))
+        full, _ = call(Teacher(Criterion(beta), torch.tensor(True), hidden, other.logits))
+        stored, _ = call(Teacher(Criterion(beta), torch.tensor(True), stored=(ids, log_p)))
         assert relative(stored.detach(), full.detach()) < TOLERANCE
 
 
@@ -281,6 +284,6 @@ def test_teachers_that_do_not_match_are_refused():
     assert_refused(partial(ithaka.distill, model, None, ids, ids), "teacher=None", fix="pass a parallel teacher")
     stored = torch.zeros(1, 8, 3, dtype=torch.long), torch.zeros(1, 8, 3)
     assert_refused(partial(ithaka.distill, model, stored, ids, ids), "(1, 8, 3)", fix="[batch, tokens, k]")
-    assert_refused(partial(ithaka.distill, model, model, ids, ids, beta=1.5), "beta=1.5", fix="from 0 to 1")
+    assert_refused(partial(ithaka.distill, model, model, ids, ids, beta=1.5), "beta=1.5", fix="use 0 to 1")
     plain = tiny_model(tiny_config("llama"))
     assert_refused(partial(ithaka.distill, model, plain, ids, ids), "not parallel", fix="ithaka.parallelize(")

@@ -35,7 +35,6 @@ from ithaka.evaluate.tasks import (
     make_prompt,
     make_task,
     measure_all,
-    measure_divergence,
     read_prompts,
     read_text,
     summarize_turns,
@@ -165,7 +164,7 @@ def measure_on_rank(prompts):
         figures = measure_all(model, BYTES, text, [CONTEXT], 1, SHORT)
     gains = long_context_gains(model, text.long[0], token_losses(model, text.long[0][None])[0], SHORT)
     base = parallelize_model(tiny_model(BASE), mesh=make_mesh(2, ring=2), layout=layout)
-    figures["divergence_by_position"] = measure_divergence(model, base, text.long, CONTEXT)
+    figures["divergence_by_position"] = measuring.measure_divergence(model, base, text.long, CONTEXT)
     return figures, gains, [is_retrieved(model, *prompt) for prompt in prompts]
 
 

@@ -144,8 +144,6 @@ def plan_model_run(
     machine = raise_on_all_ranks(lambda: detect_machine(config, num_ranks, launch.detect_gpu()))
     least = raise_on_all_ranks(weakest_machine, gather_objects(machine))
     other = None if teacher is None else raise_on_all_ranks(shape_from_model, teacher)
-    if other is not None and other.adapter is None:
-        other = other.with_adapter(AdapterConfig(base=required_base(teacher.config.to_dict(), "bf16")))  # it is frozen
     shape = dataclasses.replace(raise_on_all_ranks(shape_from_model, model), reference=reference, teacher=other)
     if default_device().type == "cuda" and uses_planner(config, least):  # which kernel works is found by running it
         least = least.with_kernel(agree_on_kernel("auto", default_device(), torch.bfloat16, shape.attention_kinds))

@@ -21,4 +21,4 @@ from ithaka.config.sections import (
     SourceConfig,
     check_effects,
 )
-from ithaka.config.training import STORED_TEACHER, LossConfig, OptimConfig, TrainConfig
+from ithaka.config.training import LossConfig, OptimConfig, TrainConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from ithaka.config.fields import ConfigError, Section, check_keys, did_you_mean, format_value, setting
-from ithaka.config.training import STORED_TEACHER, EvaluateConfig, LossConfig, OptimConfig, ProfileConfig, TrainConfig
+from ithaka.config.training import EvaluateConfig, LossConfig, OptimConfig, ProfileConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -322,28 +322,23 @@ class Config(Section):
         if self.loss.type == "dpo":
             self._check_dpo()
             self._set_train_on("pairs")
-        elif self.loss.type == "distill":
-            self._check_distill()
+        elif self.loss.is_stored:
+            if self.data.long_documents in ("end", "turns", "shorten_tools"):
+                rule = f"data.long_documents={self.data.long_documents} cannot be combined with loss.teacher=data"
+                raise ConfigError(f"{rule}: stored predictions cannot be cut; use split, drop or refuse")
+            self._set_train_on("teacher")
+        elif self.loss.type == "distill" and self.adapter and self.adapter.modules_to_save and not self.loss.teacher:
+            rule = "adapter.modules_to_save cannot be combined with loss.teacher=null"
+            raise ConfigError(f"{rule}: the teacher needs their initial weights; set loss.teacher to model.path")
         chosen: set[str] = {each.train_on for each in self.data.all_sources()}
         if "pairs" in chosen and self.loss.type != "dpo":
             raise ConfigError("data.train_on=pairs needs loss.type=dpo; leave it out")
-        if "teacher" in chosen and self.loss.teacher != STORED_TEACHER:
+        if "teacher" in chosen and not self.loss.is_stored:
             raise ConfigError("data.train_on=teacher needs loss.teacher=data; leave it out")
 
     def _set_train_on(self, value: Literal["pairs", "teacher"]) -> None:
         sources = [dataclasses.replace(source, train_on=value) for source in self.data.sources]
         object.__setattr__(self, "data", dataclasses.replace(self.data, train_on=value, sources=tuple(sources)))
-
-    def _check_distill(self) -> None:
-        data, adapter = self.data, self.adapter
-        if self.loss.teacher == STORED_TEACHER:
-            if data.long_documents in ("end", "turns", "shorten_tools"):
-                rule = f"data.long_documents={data.long_documents} cannot be combined with loss.teacher=data"
-                raise ConfigError(f"{rule}: stored predictions cannot be cut; use split, drop or refuse")
-            self._set_train_on("teacher")
-        elif self.loss.teacher is None and adapter is not None and adapter.modules_to_save:
-            rule = "adapter.modules_to_save cannot be combined with loss.teacher=null"
-            raise ConfigError(f"{rule}: the teacher needs their initial weights; set loss.teacher to model.path")
 
     def _check_dpo(self) -> None:
         """Refuse what does not combine with pairs."""

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from ithaka.config.fields import ConfigError, Section, format_value, import_named, setting
 
 LOSSES = ("cross_entropy", "distill", "dpo")
-STORED_TEACHER = Path("data")  # a value of loss.teacher
-DISTILL_SETTINGS = ("teacher", "teacher_base", "temperature", "cross_entropy")
+LOSS_SETTINGS = {"beta": ("dpo", "distill"), "label_smoothing": ("dpo",)}  # -> values of loss.type that use them
+LOSS_SETTINGS |= dict.fromkeys(("teacher", "teacher_base", "temperature", "cross_entropy"), ("distill",))
 
 
 @dataclass(frozen=True)
@@ -116,24 +116,32 @@ class LossConfig(Section, name="loss"):
         if self.type not in LOSSES and not re.fullmatch(r"\w+(\.\w+)*:\w+", self.type):
             losses = ", ".join(LOSSES)
             raise ConfigError(f"loss.type={self.type} is not a loss; use {losses} or package.module:function")
-        uses = {"dpo": ("beta", "label_smoothing"), "distill": ("beta", *DISTILL_SETTINGS)}
-        for name in {"beta", "label_smoothing", *DISTILL_SETTINGS}.difference(uses.get(self.type, ())):
-            if (value := getattr(self, name)) != getattr(LossConfig, name):
-                fix = "set loss.type=" + " or ".join(kind for kind, names in uses.items() if name in names)
+        for name, types in LOSS_SETTINGS.items():
+            if self.type not in types and (value := getattr(self, name)) != getattr(LossConfig, name):
+                fix = f"set loss.type={' or '.join(types)}"
                 raise ConfigError(f"loss.{name}={value} has no effect with loss.type={self.type}; {fix}")
-        if self.beta is None and self.type in uses:
-            object.__setattr__(self, "beta", 0.1 if self.type == "dpo" else 0.0)
-        if self.type == "dpo" and self.beta == 0 or self.type == "distill" and (self.beta or 0.0) > 1:
-            rule = "above 0" if self.type == "dpo" else "from 0 to 1"
-            raise ConfigError(f"loss.beta={self.beta} is out of range for loss.type={self.type}; use a number {rule}")
-        if self.teacher_base != "bf16" and self.teacher in (None, STORED_TEACHER):
+        if self.type in LOSS_SETTINGS["beta"]:
+            is_dpo = self.type == "dpo"
+            beta = (0.1 if is_dpo else 0.0) if self.beta is None else self.beta
+            object.__setattr__(self, "beta", beta)
+            if beta == 0 if is_dpo else beta > 1:
+                rule = (
+                    f"is out of range for loss.type={self.type}; use a number {'above 0' if is_dpo else 'from 0 to 1'}"
+                )
+                raise ConfigError(f"loss.beta={beta} {rule}")
+        if self.teacher_base != "bf16" and self.teacher_path is None:
             rule = f"has no effect with loss.teacher={format_value(self.teacher)}"
             raise ConfigError(f"loss.teacher_base={self.teacher_base} {rule}; name a model, or leave it out")
 
     @property
+    def is_stored(self) -> bool:
+        """Whether the data has the teacher's log-probabilities."""
+        return str(self.teacher) == "data"
+
+    @property
     def teacher_path(self) -> Path | None:
         """The model that teaches, if it is another one."""
-        return self.teacher if self.teacher != STORED_TEACHER else None
+        return None if self.is_stored else self.teacher
 
     def import_function(self) -> Callable[..., Any] | None:
         """The custom loss, or None."""

@@ -21,16 +21,9 @@ from ithaka.comm.rank import is_local_rank_0, is_rank_0, local_rank_0
 from ithaka.config import ConfigError, input_error
 from ithaka.data.open import check_vocabulary
 from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
+from ithaka.evaluate import tasks as evaluation
 from ithaka.evaluate.compare import check_comparable, read_results
-from ithaka.evaluate.tasks import (
-    EvalText,
-    Prompt,
-    check_prompts,
-    measure_all,
-    measure_divergence,
-    read_prompts,
-    read_text,
-)
+from ithaka.evaluate.tasks import EvalText, Prompt, check_prompts, measure_all, read_prompts, read_text
 from ithaka.exits import ExitCode
 from ithaka.hub import fetch_model
 from ithaka.layout import default_dtype
@@ -59,8 +52,8 @@ def evaluate_all(sources: Sequence[Path], *options: Any) -> list[dict[str, Any]]
         fix = "write each result with --json, then give both files"
         raise ConfigError(f"{len(sources)} models cannot be evaluated in one torchrun; {fix}")
     for source in sources:
-        base = sources[0] if results and not stored else None
-        results += stored.get(source) or [evaluate(source, *options, base=base)]
+        base: Any = {"base": sources[0]} if results and not stored else {}
+        results += stored.get(source) or [evaluate(source, *options, **base)]
         check_comparable(results, source, sources[0])
     return results
 
@@ -173,7 +166,7 @@ def _evaluate_rank(
         check_finite(model, f"MODEL={directory}", directory)
     if other is not None:
         base = build_model(other, mesh, layouts[1], trains=False)
-        result["divergence_by_position"] = measure_divergence(model, base, text.long, max(contexts))
+        result["divergence_by_position"] = evaluation.measure_divergence(model, base, text.long, max(contexts))
     report(result, 1.0)
     end_process_group()
 

@@ -6,7 +6,6 @@ All figures come from forward passes of the parallel model, without gradients or
 import hashlib
 import itertools
 import json
-import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -255,23 +254,20 @@ def position_edges(end: int) -> list[int]:
     return [1, *itertools.takewhile(lambda edge: edge < end, (FIRST_BUCKET << i for i in itertools.count())), end]
 
 
-@torch.no_grad()
-def measure_divergence(model: Any, base: Any, documents: Sequence[np.ndarray], end: int) -> list[dict[str, Any]]:
-    """Return the mean KL(base || model) over documents by position, up to the positions of `base`. Collective."""
-    rows, divergences = [], []
-    for document in documents:
-        ids = torch.as_tensor(document).long()[None]
-        divergences.append(token_divergences(model, base, ids)[0].double().cpu())
-    for low, high in itertools.pairwise(position_edges(end)) if divergences else ():
-        mean, error = mean_and_error([each[low:high] for each in divergences])
-        rows.append({"from": low, "to": high, "divergence": mean, "error": error})
-    return [row for row in rows if not math.isnan(row["divergence"])]
-
-
 def mean_and_error(values: Sequence[Tensor]) -> tuple[float, float | None]:
     """Mean over documents of their means, and its standard error (None for a single document)."""
     means = torch.stack([document.mean() for document in values])
     return float(means.mean()), float(means.std() / len(means) ** 0.5) if len(means) > 1 else None
+
+
+def measure_divergence(model: Any, base: Any, documents: Sequence[np.ndarray], end: int) -> list[dict[str, Any]]:
+    """Return the mean KL(base || model) over documents by position, up to the positions of `base`. Collective."""
+    rows, tensors = [], (torch.as_tensor(document).long()[None] for document in documents)
+    divergences = [token_divergences(model, base, ids)[0].double().cpu() for ids in tensors]
+    for low, high in itertools.pairwise(position_edges(end)) if divergences else ():
+        mean, error = mean_and_error([each[low:high] for each in divergences])
+        rows += [] if mean != mean else [{"from": low, "to": high, "divergence": mean, "error": error}]
+    return rows
 
 
 def summarize_turns(

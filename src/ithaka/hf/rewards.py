@@ -244,6 +244,7 @@ class DistillationMixin(GRPOMixin):
     """For DistillationTrainer. The teacher is sharded like the model; None: the model without its adapter."""
 
     ref_model, distills = None, True
+    teacher_model: Any
 
     def _share_data(self) -> None:
         super()._share_data()
@@ -257,19 +258,16 @@ class DistillationMixin(GRPOMixin):
 
     def _compute_loss(self, student: Any, inputs: Any, num_items: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return this group's loss, and its sum of entropies and number of labels."""
-        ids, mask = (torch.cat([inputs[f"{part}_{kind}"] for part in ("prompt", "completion")], 1) for kind in
-                     ("ids", "mask"))  # fmt: skip
+        sides = [[inputs[f"{side}_{kind}"] for side in ("prompt", "completion")] for kind in ("ids", "mask")]
+        ids, mask = (torch.cat(side, 1) for side in sides)
         trained = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         labels = ids.masked_fill(F.pad(trained, (ids.shape[1] - trained.shape[1], 0)) == 0, IGNORE_INDEX)
         models = self.model, self.teacher_model
         with torch.autocast(self.ithaka_mesh.device.type, enabled=False):  # TRL enables it around some calls
-            rows = pack_rows([base for base in models if base is not None], ids, labels, mask)
-            out = distill(*models, **rows, beta=self.beta, temperature=self.temperature, num_items_in_batch=1)
-        sums = (
-            out.own_loss.new_zeros(2)
-            if out.distilled is None
-            else torch.stack([out.own_loss, out.distilled.entropies.sum()])
-        )
+            rows: Any = pack_rows([base for base in models if base is not None], ids, labels, mask)
+            out: Any = distill(*models, **rows, beta=self.beta, temperature=self.temperature, num_items_in_batch=1)
+        entropies = out.own_loss * 0 if out.distilled is None else out.distilled.entropies.sum()
+        sums = torch.stack([out.own_loss, entropies])
         dist.all_reduce(sums, group=self.ithaka_mesh.cp_group)
         loss, num_labels = out.loss - out.loss.detach() + sums[0], trained.sum()  # its gradient is this rank's part
         return loss / (num_labels.clamp(min=1) if num_items is None else num_items), sums[1], num_labels

@@ -26,7 +26,7 @@ from ithaka.blocks.tiles import (
     sum_dtype,
     tile_slices,
 )
-from ithaka.ops.divergence import Criterion, Distances, divergence_with_grad, topk_divergence_with_grad
+from ithaka.ops.divergence import Criterion, divergence_with_grad, topk_divergence_with_grad
 from ithaka.ops.fused import cross_entropy_with_grad, row_logsumexp, scale_in_place, softmax_grad
 from ithaka.phases import MemoryCategory, phase, set_category
 
@@ -48,8 +48,8 @@ class Distilled(NamedTuple):
 
     losses: Tensor
     divergences: Tensor  # also 0 where the teacher predicts nothing
-    cross_entropies: Tensor
     entropies: Tensor  # of the student, at the temperature
+    cross_entropies: Tensor
     taught: Tensor  # bool: whether the teacher predicts the label; others have the cross-entropy as their loss
 
 
@@ -165,42 +165,34 @@ def summed_cross_entropy(
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher's predictions of this rank's labels: hidden states and the head that maps them to logits or, for some
-    tokens, stored log-probabilities. `taught`: bool, which labels they cover."""
+    """A teacher's predictions of this rank's labels: hidden states and a function that maps a tile of them to logits,
+    or stored ids and log-probabilities, [s, k]. `taught`: bool, which labels they cover."""
 
+    criterion: Criterion
     taught_s: Tensor
     x: Tensor | None = None
-    head: Any = None  # has Head.logits
-    ids_sk: Tensor | None = None  # -1: none
-    logprobs_sk: Tensor | None = None
+    logits: Callable[[Tensor], Tensor] | None = None
+    stored: tuple[Tensor, ...] = ()
 
-    def compare(self, rows: slice, rows_e: Tensor | None, student_tV: Tensor, *others: Any) -> Distances:
-        """Compare a student's logits of the labels `rows` with the teacher's. The other arguments are those of
-        `divergence_with_grad`."""
-        if self.x is None:
-            assert self.ids_sk is not None and self.logprobs_sk is not None
-            return topk_divergence_with_grad(student_tV, self.ids_sk[rows], self.logprobs_sk[rows], *others)
+    def compare(self, rows: slice, rows_e: Tensor | None, student_tV: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        """Compare a student's logits of the labels `rows` with the teacher's, see `divergence_with_grad`."""
+        if self.x is None or self.logits is None:
+            ids_tk, logprobs_tk = (each[rows] for each in self.stored)
+            return topk_divergence_with_grad(student_tV, (ids_tk, logprobs_tk), *others)
         x_sD = self.x.view(self.x.shape[-2:])
         branches = slice(rows.start - len(x_sD), rows.stop - len(x_sD))
         x_tD = x_sD[rows] if rows_e is None or branches.start < 0 else x_sD[rows_e[branches]]
-        return divergence_with_grad(student_tV, self.head.logits(x_tD), *others)
+        return divergence_with_grad(student_tV, self.logits(x_tD), *others)
 
 
 def summed_divergence(
-    x: Tensor,
-    labels_s: Tensor,
-    head: Head,
-    tile: int,
-    divisor: float,
-    rows_e: Tensor | None,
-    teacher: Teacher,
-    criterion: Criterion,
+    x: Tensor, labels_s: Tensor, head: Head, tile: int, divisor: float, rows_e: Tensor | None, teacher: Teacher
 ) -> tuple[Tensor, Distilled]:
     """As `summed_cross_entropy`, with the divergence from a teacher as the loss of the labels that it predicts. Also
     returns the results per label."""
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *head.params))
-    how = divisor, teacher, criterion
-    loss, *results = _SummedDivergence.apply(x, labels_s, head, tile, rows_e, how, needs_grad, *head.params)
+    inputs = x, labels_s, head, tile, rows_e, (divisor, teacher), needs_grad
+    loss, *results = _SummedDivergence.apply(*inputs, *head.params)
     return loss, Distilled(*results)
 
 
@@ -236,29 +228,26 @@ class _SummedCrossEntropy(torch.autograd.Function):
 class _SummedDivergence(_SummedCrossEntropy):
     @staticmethod
     @phase("loss forward")
-    def forward(ctx, x, labels_s, head, tile, rows_e, how, needs_grad, *params):
-        divisor, teacher, criterion = how
-        sums, share = x.new_zeros(4, len(labels_s), dtype=sum_dtype(x.dtype)), criterion.cross_entropy
+    def forward(ctx, x, labels_s, head, tile, rows_e, divisor_and_teacher, needs_grad, *params):
+        divisor, teacher = divisor_and_teacher
+        share, valid_s = teacher.criterion.cross_entropy, labels_s != IGNORE_INDEX
         dx, grads = set_category(torch.zeros_like(x), MemoryCategory.RESIDUAL) if needs_grad else None, GradSum()
-        taught_s = teacher.taught_s & (labels_s != IGNORE_INDEX)
+        values_3s, taught_s = x.new_zeros(3, len(labels_s), dtype=sum_dtype(x.dtype)), teacher.taught_s & valid_s
         # Weights of the divergence and the cross-entropy of each label.
-        weights_2s = torch.stack([taught_s * (1 - share), torch.where(taught_s, share, 1)]).to(sums.dtype)
-        weights_2s *= labels_s != IGNORE_INDEX
+        weights_2s = torch.stack([taught_s * (1 - share), torch.where(taught_s, share, valid_s)]).to(values_3s.dtype)
         for rows, x_tD, dx_tD in _tiles(x, dx, rows_e, tile):
-            saved, logits_tV = head.run(x_tD) if dx_tD is not None else (None, head.logits(x_tD))
+            saved, logits_tV = (None, head.logits(x_tD)) if dx_tD is None else head.run(x_tD)
             valid_t, target_t1 = _valid_and_target(labels_s[rows])
-            scales_2t = None if dx_tD is None else weights_2s[:, rows] / divisor
-            values_3t = torch.stack(teacher.compare(rows, rows_e, logits_tV, target_t1[:, 0], criterion, scales_2t))
+            how = target_t1[:, 0], teacher.criterion, None if dx_tD is None else weights_2s[:, rows] / divisor
+            values_3s[:, rows] = torch.where(valid_t, torch.stack(teacher.compare(rows, rows_e, logits_tV, *how)), 0)
             if dx_tD is not None:
                 head.backward(saved, logits_tV, dx_tD, grads)
-            sums[1:, rows] = torch.where(valid_t, values_3t, 0)
             del saved, logits_tV  # before the next tile is allocated
-        sums[1] *= taught_s
-        sums[0] = (weights_2s * sums[1:3]).sum(0)
         ctx.grads = [dx, *(grads.take_rounded(p) for p in params)] if needs_grad else None
-        results = *sums.unbind(), taught_s
+        values_3s[0] = torch.where(taught_s, values_3s[0], 0)
+        results = (weights_2s * values_3s[::2]).sum(0), *values_3s, taught_s
         ctx.mark_non_differentiable(*results)
-        return sums[0].sum() / divisor, *results
+        return results[0].sum() / divisor, *results
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

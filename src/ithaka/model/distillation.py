@@ -8,7 +8,7 @@ Shapes: B rows of N tokens in the user's batch; s tokens on this rank; k stored 
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,12 @@ from torch.nn import functional as F
 
 from ithaka.config import ConfigError
 from ithaka.inputs.batch import GatherTokens, Share, pack_batch, shard_label_values
-from ithaka.layer.loss import Head, Teacher
+from ithaka.layer.loss import GraphHead, Teacher
 from ithaka.model.logprobs import get_mesh
 from ithaka.ops.divergence import Criterion
 from ithaka.roots.decoder import ParallelOutput
+from ithaka.roots.find import find_root
+from ithaka.weights.adapters import find_active_adapter
 
 STUDENT_ONLY = ("num_items_in_batch", "per_token", "expert_indices")  # arguments that a teacher does not get
 
@@ -42,38 +44,35 @@ def distill(
     `out.loss` are exact.
 
     `teacher`: a model from `parallelize` with the same vocabulary, cp and ring, of any type; None: `model` without its
-    adapter; or stored log-probabilities, (ids, logprobs) of shape [B, N, k], where token n has those of the tokens that
-    may follow token n - 1, at the temperature. Ids of -1 are ignored, and all tokens that are not stored are one
-    outcome with the remaining mass. A label that the teacher does not predict, because its position exceeds the
-    teacher's max_position_embeddings or no id is stored, has the cross-entropy as its loss.
+    adapter; or stored (ids, logprobs), [B, N, k], of tokens that may be token n, at the temperature: ids of -1 are
+    ignored, and all tokens that are not stored are one outcome with the remaining mass. A label has the cross-entropy
+    as its loss if its position exceeds the teacher's max_position_embeddings, or nothing is stored for it.
 
     `beta`: 0 is the forward KL(teacher || model), 1 the reverse KL(model || teacher), and a value between them the
     generalized Jensen-Shannon divergence, as in TRL. `temperature` divides the logits of both models; the loss is not
     multiplied by its square. `cross_entropy`: its fraction of the loss. Other arguments are as in a call of the model.
-    `out.distilled` has the losses, divergences, cross-entropies and entropies of this rank's labels.
+    `out.distilled` has the results of this rank's labels.
     """
-    for name, value, highest in (
-        ("beta", beta, 1),
-        ("cross_entropy", cross_entropy, 1),
-        ("temperature", temperature, 0),
-    ):
-        if not (value > 0 if name == "temperature" else 0 <= value <= highest):
-            rule = "above 0" if name == "temperature" else "from 0 to 1"
-            raise ConfigError(f"{name}={value} is out of range; use a number {rule}")
-    model, teacher = _base(model), _base(teacher)
-    mesh, rows = get_mesh(model), {"input_ids": input_ids, **inputs}
-    if isinstance(teacher, tuple | list):
-        stored = _shard_stored(teacher, input_ids, {"labels": labels, **rows}, mesh)
-        distillation: Any = _Stored(Criterion(beta, temperature, cross_entropy), stored)
+    if not (0 <= beta <= 1 and 0 <= cross_entropy <= 1 and temperature > 0):
+        rule = f"beta={beta}, cross_entropy={cross_entropy} or temperature={temperature} is out of range"
+        raise ConfigError(f"{rule}; use 0 to 1 for the first two, and a temperature above 0")
+    model, teacher = find_root(model).model, teacher if _is_stored(teacher) else teacher and find_root(teacher).model
+    rows = {"input_ids": input_ids, **inputs}
+    if _is_stored(teacher):
+        states = _shard_stored(teacher, input_ids, {"labels": labels, **rows}, get_mesh(model))
     else:
-        check_teacher(model, teacher)
+        _check_teacher(model, teacher)
         with torch.no_grad(), use_reference(model, teacher) as reference:
             was_training = reference.training
             reference.eval()
-            hidden = reference(hidden_only=True, **{k: v for k, v in rows.items() if k not in STUDENT_ONLY}).hidden
+            states = reference(hidden_only=True, **{k: v for k, v in rows.items() if k not in STUDENT_ONLY}).hidden
             reference.train(was_training)
-        distillation = _Taught(Criterion(beta, temperature, cross_entropy), model, teacher, hidden)
+    distillation = Distillation(Criterion(beta, temperature, cross_entropy), model, teacher, states)
     return model(labels=labels, distillation=distillation, **rows)
+
+
+def _is_stored(teacher: Any) -> bool:
+    return isinstance(teacher, tuple | list)
 
 
 def token_divergences(model: Any, teacher: Any, input_ids: Tensor) -> Tensor:
@@ -87,82 +86,55 @@ def token_divergences(model: Any, teacher: Any, input_ids: Tensor) -> Tensor:
     return F.pad(values_BN1[:, :-1, 0], (1, 0), value=torch.nan)
 
 
-def _base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def check_teacher(model: Any, teacher: Any) -> None:
+def _check_teacher(model: Any, teacher: Any) -> None:
     """Refuse a teacher whose predictions or shards do not match the model's."""
     if teacher is None:
-        if not adapter_layers(model):
+        if find_active_adapter(model) is None:
             raise ConfigError("teacher=None is the model without its adapter, but it has none; pass a parallel teacher")
         return
-    sizes = [(mesh.cp_size, mesh.ring_group.size(), mesh.dp_size) for mesh in map(get_mesh, (model, teacher))]
+    sizes = [f"cp={mesh.cp_size} and ring={mesh.ring_group.size()}" for mesh in map(get_mesh, (model, teacher))]
     if sizes[0] != sizes[1]:
-        (cp, ring, _), (other_cp, other_ring, _) = sizes
-        rule = f"the teacher has cp={other_cp} and ring={other_ring}, the model cp={cp} and ring={ring}"
+        rule = f"the teacher has {sizes[1]}, the model {sizes[0]}"
         raise ConfigError(f"{rule}; parallelize both in the same way")
     own, other = (each.get_output_embeddings().weight.shape[0] for each in (model, teacher))
-    check_vocabularies(own, other)
-
-
-def check_vocabularies(own: int, other: int, name: str = "the teacher") -> None:
     if own != other:
-        rule = f"{name} predicts {other} tokens, the model {own}: their distributions cannot be compared"
+        rule = f"the teacher predicts {other} tokens, the model {own}: their distributions cannot be compared"
         raise ConfigError(f"{rule}; use a teacher with the same vocabulary")
 
 
 @dataclass(frozen=True)
-class _Stored:
-    criterion: Criterion
-    stored: tuple[Tensor, Tensor]
-
-    @contextmanager
-    def teach(self, share: Share) -> Iterator[Teacher]:
-        ids_sk, logprobs_sk = self.stored
-        yield Teacher((ids_sk >= 0).any(-1), ids_sk=ids_sk, logprobs_sk=logprobs_sk)
-
-
-@dataclass(frozen=True)
-class _Taught:
-    """Hidden states of a teacher: another model, or None for the student without its adapter."""
+class Distillation:
+    """What a call of the student needs. `states`: the teacher's last hidden states, or stored ids and log-probabilities
+    of this rank's labels."""
 
     criterion: Criterion
     student: Any
     teacher: Any
-    hidden: Tensor
+    states: Any
 
     @contextmanager
     def teach(self, share: Share) -> Iterator[Teacher]:
-        """Gather the parameters of the teacher's head. Those of the student's are gathered already."""
-        model = self.student if self.teacher is None else self.teacher
-        units = [unit for unit in (model.lm_head, model) if isinstance(unit, FSDPModule) and self.teacher is not None]
+        """Gather the parameters of the teacher's head while the student's loss runs."""
+        if _is_stored(self.teacher):
+            yield Teacher(self.criterion, (self.states[0] >= 0).any(-1), stored=self.states)
+            return
+        model = self.teacher or self.student  # the student's head is gathered already
+        units = [unit for unit in (model.lm_head, model) if self.teacher and isinstance(unit, FSDPModule)]
         for unit in units:
             unit.unshard()
-        layers = adapter_layers(model) if self.teacher is None else []
-        with _disabled(layers):
+        with use_reference(model) if self.teacher is None else nullcontext():
             head = model.ithaka_root.make_head()
+        if self.teacher is None and isinstance(head, GraphHead) and hasattr(model.lm_head, "_disable_adapters"):
+            rule = "an adapter on lm_head cannot be disabled for the teacher, because the model changes its logits"
+            raise ConfigError(f"teacher=None: {rule}; leave lm_head out of the adapter's targets")
         positions_s, rows_e = share.positions_s, share.branch_rows_e
         if rows_e is not None:
             positions_s = torch.cat([positions_s, positions_s[rows_e]])
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        taught_s = positions_s < (limit or math.inf)
-        x = self.hidden.to(model.get_output_embeddings().weight.dtype).contiguous()
-        yield Teacher(taught_s, x, _BaseHead(head, layers) if layers else head)
+        x = self.states.to(model.get_output_embeddings().weight.dtype).contiguous()
+        yield Teacher(self.criterion, positions_s < (limit or math.inf), x, head.logits)
         for unit in units:
             unit.reshard()
-
-
-@dataclass(frozen=True)
-class _BaseHead:
-    """A head whose adapters are disabled in each call; the student's head runs in between."""
-
-    head: Head
-    layers: Sequence[Any]
-
-    def logits(self, x_tD: Tensor) -> Tensor:
-        with _disabled(self.layers):
-            return self.head.logits(x_tD)
 
 
 def _shard_stored(
@@ -180,13 +152,6 @@ def _shard_stored(
     return ids_sk.to(mesh.device), logprobs_sk.to(mesh.device)
 
 
-# ---- a frozen reference
-
-
-def adapter_layers(model: Any) -> list[Any]:
-    return [module for module in model.modules() if hasattr(module, "_disable_adapters")]
-
-
 @contextmanager
 def use_reference(model: Any, reference: Any = None) -> Iterator[Any]:
     """Yield the reference: the frozen copy, or the model with its adapter disabled."""
@@ -194,16 +159,11 @@ def use_reference(model: Any, reference: Any = None) -> Iterator[Any]:
         yield reference
         reference.reshard()  # after forward, the root keeps its parameters gathered for backward
         return
-    with _disabled(adapter_layers(model)):
-        yield model
-
-
-@contextmanager
-def _disabled(layers: Sequence[Any]) -> Iterator[None]:
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
     for layer in layers:  # PEFT's own method would also change requires_grad, which FSDP2 does not expect
         layer._disable_adapters = True
     try:
-        yield
+        yield model
     finally:
         for layer in layers:
             layer._disable_adapters = False

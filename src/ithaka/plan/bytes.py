@@ -112,7 +112,7 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Step
     gpu = _GpuPhases(shape, layout, hardware, work)
     phases = [("forward", gpu.forward()), ("loss", gpu.loss())]
     if work.trains and work.distills:
-        phases = [*gpu.with_states(phases), ("forward of the teacher", gpu.forward_teacher())]
+        phases = gpu.with_teacher(phases)
     phases += [("forward, encoder", gpu.forward_encoder(encoder)) for encoder in shape.encoders]
     if not work.trains:
         return phases
@@ -232,18 +232,15 @@ class _GpuPhases:
         sizes["loss tile"] = head * self.sum_bytes + computed
         return sizes
 
-    def with_states(self, phases: list[tuple[str, Sizes]]) -> list[tuple[str, Sizes]]:
-        """Add the teacher's last hidden states, and to the loss its gathered head."""
-        teacher = self.shape.teacher or self.shape
-        states = {"teacher states": self.layout.x_bytes(teacher.hidden, self.s)}
-        head = {"teacher head": teacher.vocab * teacher.hidden * self.e if self.shape.teacher else 0}
-        return [(phase, sizes | states | (head if phase == "loss" else {})) for phase, sizes in phases]
-
-    def forward_teacher(self) -> Sizes:
-        """Its weights are among the frozen parameters."""
-        work, layout = replace(self.work, trains=False, reference=False), self.layout.for_teacher()
-        found = _GpuPhases(self.shape.teacher or self.shape, layout, self.hardware, work).forward()
-        return found | {name: self.forward()[name] for name in ("parameters", "gradients", "optimizer")}
+    def with_teacher(self, phases: list[tuple[str, Sizes]]) -> list[tuple[str, Sizes]]:
+        """Add its forward, its last hidden states and, to the loss, its gathered head. Its weights are frozen ones."""
+        teacher, work = self.shape.teacher or self.shape, replace(self.work, trains=False, reference=False)
+        own = {name: phases[0][1][name] for name in ("parameters", "gradients", "optimizer")}
+        forward = _GpuPhases(teacher, self.layout.for_teacher(), self.hardware, work).forward() | own
+        states = {"teacher states": self.layout.x_bytes(teacher.hidden, self.s), "teacher head": 0}
+        phases = [("forward of the teacher", forward), *((phase, sizes | states) for phase, sizes in phases)]
+        phases[-1][1]["teacher head"] = teacher.vocab * teacher.hidden * self.e * bool(self.shape.teacher)
+        return phases
 
     def backward(self) -> list[tuple[str, Sizes]]:
         """The last layer of each group, when the group keeps the most. The gradients of the module above are being

@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from ithaka.config import STORED_TEACHER, AdapterConfig, Config, ConfigError
+from ithaka.config import AdapterConfig, Config, ConfigError
 from ithaka.layout import (
     SETTINGS,
     Layout,
@@ -142,7 +142,7 @@ def forward_layout(shape: ModelShape, cp: int, tokens: int, dtype: str, ring: in
 
 def work_from_config(config: Config) -> StepShape:
     train, loss = config.train, config.loss
-    distills = loss.type == "distill" and loss.teacher != STORED_TEACHER
+    distills = loss.type == "distill" and not loss.is_stored
     work = StepShape(config.data.context, train.batch, accumulate=train.accumulate, distills=distills)
     return replace(work, reference=distills or loss.type == "dpo")
 

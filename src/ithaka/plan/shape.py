@@ -138,7 +138,7 @@ class ModelShape:
     adapter: AdapterConfig | None = None  # None: all parameters are trained
     measured: MeasuredLayer | None = None  # a family without a formula, whose layers were measured
     reference: bool = False  # whether a frozen copy of the base model is kept too
-    teacher: ModelShape | None = None  # another frozen model, with an adapter if its base is packed
+    teacher: ModelShape | None = None  # another frozen model; an adapter has the format of its base
     encoders: tuple[Encoder, ...] = ()  # image encoders; `measured` includes their parameters
     optimizer: str = "adamw"  # as optim.name
 
@@ -268,8 +268,13 @@ class ModelShape:
         layers: float = self.num_layers
         if self.measured:
             layers = (self.measured.total_parameters - self.encoder_parameters) / self.measured.parameters
-        teacher = self.teacher.frozen_bytes(num_ranks, element_bytes) if self.teacher else 0
+        teacher = self.teacher.all_frozen.frozen_bytes(num_ranks, element_bytes) if self.teacher else 0
         return teacher + frozen * element_bytes - int(layers * (packed * element_bytes - num_bytes)) // num_ranks
+
+    @property
+    def all_frozen(self) -> ModelShape:
+        """The shape with all parameters of the base frozen."""
+        return self if self.adapter else self.with_adapter(AdapterConfig())
 
     def gathered_bytes(self, element_bytes: int) -> int:
         """Bytes of one layer's parameters with their adapters, gathered but not unpacked."""

@@ -22,17 +22,9 @@ from ithaka.config import ConfigError
 from ithaka.inputs.batch import GatherTokens, select_own_tokens, shard_batch
 from ithaka.inputs.calls import CheckedCall, fingerprint_call, parse_arguments, shard_expert_indices
 from ithaka.inputs.positions import check_positions
+from ithaka.layer import loss as losses
 from ithaka.layer.inputs import CallState
-from ithaka.layer.loss import (
-    IGNORE_INDEX,
-    Distilled,
-    Head,
-    ScaledHead,
-    TokenResults,
-    linear_cross_entropy,
-    summed_cross_entropy,
-    summed_divergence,
-)
+from ithaka.layer.loss import IGNORE_INDEX, Distilled, Head, ScaledHead, TokenResults
 from ithaka.layer.store import Store
 from ithaka.layout import Layout
 from ithaka.plan.bytes import logits_tile_tokens
@@ -53,13 +45,6 @@ class ParallelOutput(ModelOutput):
     aux_loss: Tensor | None = None  # the load-balancing loss of this cp group, without its coefficient
     distilled: Distilled | None = None  # this rank's share, of a call with a teacher
     hidden: Tensor | None = None  # this rank's share of the last layer's output, if the call asks for it
-
-    @property
-    def token_losses(self) -> Tensor | None:
-        """This rank's losses per label, of a call with per_token or a teacher."""
-        if self.distilled is not None:
-            return self.distilled.losses
-        return None if self.tokens is None else -self.tokens.logprobs
 
 
 class Decoder(Root):
@@ -243,10 +228,10 @@ class Decoder(Root):
         rows_e = call.share.branch_rows_e
         if call.distillation is not None:
             with call.distillation.teach(call.share) as teacher:
-                return summed_divergence(*inputs, call.divisor, rows_e, teacher, call.distillation.criterion)
+                return losses.summed_divergence(*inputs, call.divisor, rows_e, teacher)
         if call.per_token or (model.ithaka_loss and model.training):
-            return linear_cross_entropy(*inputs, rows_e), None
-        return summed_cross_entropy(*inputs, call.divisor, rows_e), None
+            return losses.linear_cross_entropy(*inputs, rows_e), None
+        return losses.summed_cross_entropy(*inputs, call.divisor, rows_e), None
 
     def _token_losses(self, tokens: TokenResults, labels_s: Tensor) -> Tensor:
         """Compute the cross-entropy or, in training, the custom loss per label; 0 where there is no label."""

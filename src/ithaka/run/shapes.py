@@ -32,12 +32,12 @@ def read_shape(path: Path) -> ModelShape:
 
 
 def teacher_shape(config: Config) -> ModelShape | None:
-    """Return the shape of loss.teacher, if it is another model. An adapter stands for its format."""
+    """Return the shape of loss.teacher, if it is another model."""
     if (path := config.loss.teacher_path) is None:
         return None
     values = find_config(str(path))
-    base = required_base(values, config.loss.teacher_base)
-    return shape_from_config(values, f"loss.teacher={path}").with_adapter(AdapterConfig(base=base))
+    format_ = AdapterConfig(base=required_base(values, config.loss.teacher_base))
+    return shape_from_config(values, f"loss.teacher={path}").with_adapter(format_)
 
 
 def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> ModelShape:

@@ -127,6 +127,7 @@ def check_inputs(run: Run) -> int:
     """Refuse a context that the model's positions do not cover, and unusable data. Returns the bytes of the data."""
     # Late: they import transformers, and the cheap checks come first.
     from ithaka.data.open import check_data
+    from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
     from ithaka.model.build import read_hf_config
     from ithaka.weights.adapters import trained_names
 
@@ -134,23 +135,15 @@ def check_inputs(run: Run) -> int:
     config = read_hf_config(model.path or embedded_model(model.embedded), model.rope, data.context)
     if optim.lr_factors:
         optim.find_lr_factors(trained_names(config, run.config.adapter))
-    check_teacher_tokens(run.config)
+    teacher = run.config.loss.teacher_path
+    if teacher is not None and any((teacher / file).is_file() for file in TOKENIZER_FILES):
+        theirs, ours = (
+            load_tokenizer(*each).hf.get_vocab() for each in ((None, teacher), (data.tokenizer, model.path))
+        )
+        if different := [word for word, i in ours.items() if theirs.get(word, i) != i]:
+            rule = f"has another vocabulary: {different[0]!r} is token {theirs[different[0]]}, not {ours[different[0]]}"
+            raise ConfigError(f"loss.teacher={teacher} {rule}; use a teacher with the same tokenizer")
     return check_data(data, run.shape.vocab, model.path)
-
-
-def check_teacher_tokens(config: Config) -> None:
-    """Refuse a teacher whose tokenizer has other tokens than the data's; a directory without one is not checked."""
-    from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
-
-    path = config.loss.teacher_path
-    if path is None or not any((path / file).is_file() for file in TOKENIZER_FILES):
-        return
-    names = (None, path), (config.data.tokenizer, config.model.path)
-    theirs, ours = ({i: word for word, i in load_tokenizer(*name).hf.get_vocab().items()} for name in names)
-    if different := [i for i, word in ours.items() if theirs.get(i, word) != word]:
-        i = min(different)
-        rule = f"has another vocabulary: token {i} is {theirs[i]!r}, but the data's tokenizer has {ours[i]!r}"
-        raise ConfigError(f"loss.teacher={path} {rule}; use a teacher with the same tokenizer")
 
 
 def check_run_dir(run_dir: Path, auto: bool, force: bool) -> None:

@@ -20,7 +20,7 @@ from ithaka.comm.mesh import Mesh
 from ithaka.config import OptimConfig
 from ithaka.data.batch import Batch, num_valid
 from ithaka.inputs.batch import count_pairs, pack_batch, shard_label_values
-from ithaka.layer.loss import IGNORE_INDEX, Distilled
+from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.phases import phase
 from ithaka.train.optimizers import MuonAndAdamW, adamw8bit_class
 from ithaka.train.preferences import DPO
@@ -129,23 +129,6 @@ class SourceSums:
         return {f"{what}/{name}": loss / count for name, loss, count in sums if count}
 
 
-class DistillationSums:
-    """Sums divergences and cross-entropies over labels."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._sums = torch.zeros(3, dtype=torch.float64, device=mesh.device)
-
-    def add(self, results: Distilled | None) -> None:
-        if results is not None:
-            self._sums += torch.stack([x.sum().double() for x in (results[1], results[2], results.taught)])
-
-    def means(self, num_labels: int) -> dict[str, float]:
-        """Return the mean divergence over the labels that the teacher predicts, and the mean cross-entropy."""
-        dist.all_reduce(self._sums)
-        divergence, cross_entropy, num_taught = self._sums.tolist()
-        return {"divergence": divergence / max(num_taught, 1), "cross_entropy": cross_entropy / max(num_labels, 1)}
-
-
 @dataclass(frozen=True)
 class StepResult:
     """Metrics of one step; all but `refused` are equal on every rank."""
@@ -197,19 +180,20 @@ def train_step(
         dropout.start_step(*seed_and_step)
     total_loss, aux_loss = torch.zeros(2, dtype=torch.float64, device=mesh.device).unbind()
     sources, max_pairs, own_losses, ring_bytes = SourceSums(source_names, mesh), [], [], 0
-    distilled = DistillationSums(mesh)
+    distilled = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # divergences, cross-entropies, their numbers
     has_aux_loss = False
     for batch, own_pairs in zip(batches, pairs, strict=True):
         if dpo is not None:
             part, out = dpo.compute(batch, preferences)
             own = part.detach()
         else:
-            if distill is not None:
-                out = distill(batch, label_tokens)
-                distilled.add(out.distilled)
-            else:
+            if distill is None:
                 out = model(**batch.inputs, num_items_in_batch=label_tokens, per_token=sources.has_several)
-            sources.add(batch, out.token_losses)
+                sources.add(batch, out.tokens and -out.tokens.logprobs)
+            elif (results := (out := distill(batch, label_tokens)).distilled) is not None:
+                sources.add(batch, results.losses)
+                values = results.divergences, results.cross_entropies, results.taught
+                distilled += torch.stack([value.sum().double() for value in values])
             part, own = out.loss, out.own_loss
         part.backward()
         total_loss += part.detach()
@@ -235,7 +219,10 @@ def train_step(
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         balance, ring_bytes = float(maxima[1:].sum()) * mesh.dp_size / max(1, sum(all_pairs)), int(maxima[0])
     means = sources.means("loss") | expert_loads(model) | metrics
-    means |= distilled.means(label_tokens) if distill is not None else {}
+    if distill is not None:
+        dist.all_reduce(distilled)
+        divergence, cross_entropy, num_taught = distilled.tolist()
+        means |= {"divergence": divergence / max(num_taught, 1), "cross_entropy": cross_entropy / max(label_tokens, 1)}
     if has_aux_loss:
         dist.all_reduce(aux_loss)
         means["aux_loss"] = float(aux_loss) / mesh.world_size
@@ -272,7 +259,7 @@ def validation_loss(
             dpo.compute(batch, 1)
             continue
         out = model(**batch.inputs, per_token=sources.has_several)
-        sources.add(batch, out.token_losses)
+        sources.add(batch, out.tokens and -out.tokens.logprobs)
         total += out.loss.double() * out.num_tokens
         num_labels += out.num_tokens
     model.train(was_training)

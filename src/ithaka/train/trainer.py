@@ -22,15 +22,7 @@ from ithaka.attention.choose import agree_on_kernel, kernel_for
 from ithaka.checkpoint import files, save
 from ithaka.comm.agree import SharedError, gather_objects, raise_on_all_ranks
 from ithaka.comm.mesh import Mesh, make_mesh, start_process_group
-from ithaka.config import (
-    CONFIG_FORMAT,
-    STORED_TEACHER,
-    AdapterConfig,
-    ConfigError,
-    embedded_model,
-    to_dict,
-    with_absolute_paths,
-)
+from ithaka.config import CONFIG_FORMAT, AdapterConfig, ConfigError, embedded_model, to_dict, with_absolute_paths
 from ithaka.config.units import format_json
 from ithaka.data.batch import Batch
 from ithaka.data.cache import decide_fills
@@ -145,21 +137,16 @@ class Trainer:
 
     def _build_teacher(self, build: Callable[..., Any]) -> Any:
         """Return another frozen model, a frozen copy, or None if the model teaches without its adapter."""
-        loss, run = self.config.loss, self.run
-        if loss.teacher_path is not None:
-            layout = dataclasses.replace(run.layout.for_teacher(), kernel=self.config.attention.kernel)
-            packing = AdapterConfig(base=loss.teacher_base)
-            teacher = build_model(loss.teacher_path, self.mesh, layout, seed=0, packing=packing, trains=False)
-        elif run.shape.reference:
-            teacher = build(trains=False)
-        else:
-            return None
-        return teacher.requires_grad_(False).eval()
+        if (path := self.config.loss.teacher_path) is None:
+            return build(trains=False).requires_grad_(False).eval() if self.run.shape.reference else None
+        layout = dataclasses.replace(self.run.layout.for_teacher(), kernel=self.config.attention.kernel)
+        packing = AdapterConfig(base=self.config.loss.teacher_base)
+        return build_model(path, self.mesh, layout, packing=packing, trains=False).requires_grad_(False).eval()
 
     def _distill(self, batch: Batch, num_items: int) -> ParallelOutput:
         loss = self.config.loss
-        teacher = batch.teacher if loss.teacher == STORED_TEACHER else self.teacher
-        how = {name: getattr(loss, name) for name in Criterion._fields}
+        how: Any = {name: getattr(loss, name) for name in Criterion._fields}
+        teacher = batch.teacher if loss.is_stored else self.teacher
         return distill(self.model, teacher, **batch.inputs, num_items_in_batch=num_items, **how)
 
     @phase("loading the checkpoint")

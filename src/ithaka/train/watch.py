@@ -275,7 +275,15 @@ def describe_run(trainer: Trainer) -> dict[str, str]:
         frozen = "a frozen copy of the initial weights" if config.adapter is None else "the model without its adapter"
         summary["loss"] = f"dpo, beta {config.loss.beta:g}; the reference is {frozen}"
     if config.loss.type == "distill":
-        summary["loss"] = _describe_distillation(trainer)
+        loss, teacher = (
+            config.loss,
+            "the model without its adapter" if config.loss.teacher is None else config.loss.teacher,
+        )
+        if trainer.teacher is not None:
+            positions = getattr(trainer.teacher.config.get_text_config(), "max_position_embeddings", None)
+            teacher = f"{loss.teacher or 'a copy of the initial weights'}{describe_packed(trainer.teacher)}"
+            teacher += f" up to position {positions}" * ((positions or config.data.context) < config.data.context)
+        summary["loss"] = f"distill, beta {loss.beta:g}, temperature {loss.temperature:g}; the teacher is {teacher}"
     if config.curriculum:
         summary["entry"] = f"{config.entry + 1} of {len(config.ends)}, steps {config.start + 1} to {config.train.steps}"
     if config.model.rope is not None:
@@ -286,18 +294,6 @@ def describe_run(trainer: Trainer) -> dict[str, str]:
         summary["rope"] = f"{shown}, for {text.max_position_embeddings} positions"
     data = {topic: text for topic, text in trainer.data_summary.items() if topic != "first tokens"}
     return summary | data | dict(trainer.run.changed)
-
-
-def _describe_distillation(trainer: Trainer) -> str:
-    loss, teacher = trainer.config.loss, trainer.teacher
-    kind = "stored log-probabilities" if loss.teacher_path is None else "the model without its adapter"
-    kind = "the model without its adapter" if loss.teacher is None else kind
-    if teacher is not None:
-        kind = f"{loss.teacher or 'a frozen copy of the initial weights'}{describe_packed(teacher)}"
-        positions = getattr(teacher.config.get_text_config(), "max_position_embeddings", None)
-        if positions and positions < trainer.config.data.context:
-            kind += f" up to position {positions}, cross-entropy beyond"
-    return f"distill, beta {loss.beta:g}, temperature {loss.temperature:g}; the teacher is {kind}"
 
 
 def _describe_planned_kernel(trainer: Trainer) -> str:

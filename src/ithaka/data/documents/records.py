@@ -255,16 +255,14 @@ def _parse_teacher(lists: Sequence[Any], num_tokens: int, vocab_size: int) -> np
     columns, kinds = [], ((-1, np.int32), (-np.inf, np.float32))
     try:
         for rows, (fill, dtype) in zip(lists, kinds, strict=True):
-            rows = [row if row is not None else () for row in rows]
-            column = np.full((len(rows), max(map(len, rows), default=0)), fill, dtype)
-            for target, row in zip(column, rows, strict=True):
-                target[: len(row)] = row
-            columns.append(column)
-        (stored, values), used = columns, columns[0] >= 0
-        mass = np.exp(values, where=used, out=np.zeros_like(values)).sum(1)
-        twice = (np.diff(np.sort(stored, 1), axis=1) == 0) & (np.sort(stored, 1)[:, 1:] >= 0)
-        is_valid = stored.shape == values.shape and len(stored) == num_tokens and np.isfinite(values[used]).all()
-        if not (is_valid and stored.max(initial=-1) < vocab_size and (mass <= MAX_MASS).all() and not twice.any()):
+            k = max(len(row or ()) for row in rows)
+            columns.append(np.array([[*(row or ()), *[fill] * (k - len(row or ()))] for row in rows], dtype))
+        stored, values = columns
+        ordered, is_valid = np.sort(stored, 1), np.isfinite(values[stored >= 0]).all() and len(stored) == num_tokens
+        masses, twice = np.where(stored >= 0, np.exp(values), 0).sum(1), (ordered[:, 1:] == ordered[:, :-1])
+        if not is_valid or ordered.max(initial=-1) >= vocab_size or masses.max(initial=0) > MAX_MASS:
+            raise ValueError
+        if (twice & (ordered[:, 1:] >= 0)).any():
             raise ValueError
     except (TypeError, ValueError, OverflowError, IndexError):
         rule = f"{' and '.join(TEACHER)} need, for each of the {num_tokens} tokens, a list of different ids below"
