@@ -148,19 +148,6 @@ class GRPOMixin(ReferenceMixin):
 
         super()._share_data()
         mesh, args = self.ithaka_mesh, self.args
-        rows_of_batch: Callable[[], deque] = partial(deque, maxlen=self._count_completions())
-        for name, logged in self._logs.items():
-            self._logs[name] = defaultdict(rows_of_batch) if isinstance(logged, dict) else rows_of_batch()
-        set_seed(args.seed + mesh.dp_rank)  # TRL adds the rank, but the ranks of a group must shuffle alike
-        if (rollout_func := getattr(self, "rollout_func", None)) is not None:
-            self.rollout_func = partial(self._roll_out, rollout_func)
-        if self.use_vllm:
-            check_merge(self.model)
-            self.vllm_generation._iter_named_params = partial(iterate_weights, self.model)
-
-    def _count_completions(self) -> int:
-        """Return the completions per generation, over all groups."""
-        mesh, args = self.ithaka_mesh, self.args
         args.generation_batch_size //= mesh.cp_size  # GRPOConfig counted ranks
         batches = {"generation": (args.generation_batch_size, args.num_generations)}
         if args.eval_strategy != "no":
@@ -170,7 +157,15 @@ class GRPOMixin(ReferenceMixin):
             if size % generations:
                 rule = f"the {name} batch of {mesh.dp_size} cp groups has {size} completions, not a multiple of"
                 raise ConfigError(f"{rule} num_generations={generations}; change the batch size per device")
-        return args.generation_batch_size
+        rows_of_batch: Callable[[], deque] = partial(deque, maxlen=args.generation_batch_size)
+        for name, logged in self._logs.items():
+            self._logs[name] = defaultdict(rows_of_batch) if isinstance(logged, dict) else rows_of_batch()
+        set_seed(args.seed + mesh.dp_rank)  # TRL adds the rank, but the ranks of a group must shuffle alike
+        if (rollout_func := getattr(self, "rollout_func", None)) is not None:
+            self.rollout_func = partial(self._roll_out, rollout_func)
+        if self.use_vllm:
+            check_merge(self.model)
+            self.vllm_generation._iter_named_params = partial(iterate_weights, self.model)
 
     def _roll_out(self, rollout_func: Callable, prompts: list, trainer: Any) -> dict[str, Any]:
         """Call the user's function on the first rank of each cp group, and broadcast its result to the group."""
@@ -247,14 +242,14 @@ class DistillationMixin(GRPOMixin):
     teacher_model: Any
 
     def _share_data(self) -> None:
+        args, self._forward_redirection = self.args, lambda model, student, method, *args: method(*args)
+        args.num_generations = args.num_generations_eval = 1
+        args.generation_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        args.generation_batch_size *= args.world_size
         super()._share_data()
-        self._forward_redirection = lambda model, student, method, *args: method(*args)  # a call gathers parameters
-        if (teacher := self.teacher_model) is not None:
-            layout = find_root(self.model).layout.for_teacher()
-            self.teacher_model = self._shard_reference(teacher, replace(layout, kernel="auto"))
-
-    def _count_completions(self) -> int:
-        return self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.ithaka_mesh.dp_size
+        if self.teacher_model is not None:
+            layout = replace(find_root(self.model).layout.for_teacher(), kernel="auto")
+            self.teacher_model = self._shard_reference(self.teacher_model, layout)
 
     def _compute_loss(self, student: Any, inputs: Any, num_items: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return this group's loss, and its sum of entropies and number of labels."""

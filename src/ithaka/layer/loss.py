@@ -26,7 +26,7 @@ from ithaka.blocks.tiles import (
     sum_dtype,
     tile_slices,
 )
-from ithaka.ops.divergence import Criterion, divergence_with_grad, topk_divergence_with_grad
+from ithaka.ops.divergence import Criterion, divergence_with_grad
 from ithaka.ops.fused import cross_entropy_with_grad, row_logsumexp, scale_in_place, softmax_grad
 from ithaka.phases import MemoryCategory, phase, set_category
 
@@ -174,15 +174,13 @@ class Teacher:
     logits: Callable[[Tensor], Tensor] | None = None
     stored: tuple[Tensor, ...] = ()
 
-    def compare(self, rows: slice, rows_e: Tensor | None, student_tV: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        """Compare a student's logits of the labels `rows` with the teacher's, see `divergence_with_grad`."""
+    def predict(self, rows: slice, rows_e: Tensor | None) -> Any:
+        """Return the teacher's logits of the labels `rows`, or what is stored for them."""
         if self.x is None or self.logits is None:
-            ids_tk, logprobs_tk = (each[rows] for each in self.stored)
-            return topk_divergence_with_grad(student_tV, (ids_tk, logprobs_tk), *others)
+            return tuple(each[rows] for each in self.stored)
         x_sD = self.x.view(self.x.shape[-2:])
         branches = slice(rows.start - len(x_sD), rows.stop - len(x_sD))
-        x_tD = x_sD[rows] if rows_e is None or branches.start < 0 else x_sD[rows_e[branches]]
-        return divergence_with_grad(student_tV, self.logits(x_tD), *others)
+        return self.logits(x_sD[rows] if rows_e is None or branches.start < 0 else x_sD[rows_e[branches]])
 
 
 def summed_divergence(
@@ -239,7 +237,8 @@ class _SummedDivergence(_SummedCrossEntropy):
             saved, logits_tV = (None, head.logits(x_tD)) if dx_tD is None else head.run(x_tD)
             valid_t, target_t1 = _valid_and_target(labels_s[rows])
             how = target_t1[:, 0], teacher.criterion, None if dx_tD is None else weights_2s[:, rows] / divisor
-            values_3s[:, rows] = torch.where(valid_t, torch.stack(teacher.compare(rows, rows_e, logits_tV, *how)), 0)
+            values = divergence_with_grad(logits_tV, teacher.predict(rows, rows_e), *how)
+            values_3s[:, rows] = torch.where(valid_t, torch.stack(values), 0)
             if dx_tD is not None:
                 head.backward(saved, logits_tV, dx_tD, grads)
             del saved, logits_tV  # before the next tile is allocated

@@ -56,11 +56,11 @@ def distill(
     if not (0 <= beta <= 1 and 0 <= cross_entropy <= 1 and temperature > 0):
         rule = f"beta={beta}, cross_entropy={cross_entropy} or temperature={temperature} is out of range"
         raise ConfigError(f"{rule}; use 0 to 1 for the first two, and a temperature above 0")
-    model, teacher = find_root(model).model, teacher if _is_stored(teacher) else teacher and find_root(teacher).model
-    rows = {"input_ids": input_ids, **inputs}
-    if _is_stored(teacher):
-        states = _shard_stored(teacher, input_ids, {"labels": labels, **rows}, get_mesh(model))
+    model, states, rows = find_root(model).model, None, {"input_ids": input_ids, **inputs}
+    if isinstance(teacher, tuple | list):
+        states, teacher = _shard_stored(teacher, input_ids, {"labels": labels, **rows}, get_mesh(model)), None
     else:
+        teacher = None if teacher is None else find_root(teacher).model
         _check_teacher(model, teacher)
         with torch.no_grad(), use_reference(model, teacher) as reference:
             was_training = reference.training
@@ -69,10 +69,6 @@ def distill(
             reference.train(was_training)
     distillation = Distillation(Criterion(beta, temperature, cross_entropy), model, teacher, states)
     return model(labels=labels, distillation=distillation, **rows)
-
-
-def _is_stored(teacher: Any) -> bool:
-    return isinstance(teacher, tuple | list)
 
 
 def token_divergences(model: Any, teacher: Any, input_ids: Tensor) -> Tensor:
@@ -115,7 +111,7 @@ class Distillation:
     @contextmanager
     def teach(self, share: Share) -> Iterator[Teacher]:
         """Gather the parameters of the teacher's head while the student's loss runs."""
-        if _is_stored(self.teacher):
+        if isinstance(self.states, tuple):
             yield Teacher(self.criterion, (self.states[0] >= 0).any(-1), stored=self.states)
             return
         model = self.teacher or self.student  # the student's head is gathered already

@@ -9,8 +9,7 @@ Shapes: t tokens of a tile, V vocabulary, n outcomes, k tokens whose probabiliti
 """
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,47 +38,25 @@ class Criterion(NamedTuple):
 
 
 def divergence_with_grad(
-    student_tV: Tensor, teacher_tV: Tensor, target_t: Tensor, criterion: Criterion, scales_2t: Tensor | None
+    student_tV: Tensor, teacher: Any, target_t: Tensor, criterion: Criterion, scales_2t: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Return each row's divergence and student's entropy, at the temperature, and cross-entropy, in fp32 or wider. With
-    `scales`, overwrite the student's logits by the gradient of divergence * scales[0] + cross-entropy * scales[1]."""
-    if runs_in_triton(student_tV):
-        return _launch(student_tV, teacher_tV, target_t, criterion, scales_2t)
+    `scales`, overwrite the student's logits by the gradient of divergence * scales[0] + cross-entropy * scales[1].
 
-    def outcomes(rows: slice, log_q_tV: Tensor) -> tuple[Tensor, Tensor]:
-        return log_q_tV, (teacher_tV[rows].to(log_q_tV.dtype) / criterion.temperature).log_softmax(-1)
-
-    return _compare_rows(student_tV, target_t, criterion, scales_2t, outcomes)
-
-
-def topk_divergence_with_grad(
-    student_tV: Tensor, stored: tuple[Tensor, Tensor], target_t: Tensor, criterion: Criterion, scales_2t: Tensor | None
-) -> tuple[Tensor, ...]:
-    """As `divergence_with_grad`, for stored ids (-1: none) and their log-probabilities at the temperature, [t, k]. All
+    `teacher`: logits [t, V]; or stored ids (-1: none) and their log-probabilities at the temperature, [t, k]. Then all
     other tokens are one outcome, with the mass that is left in both models."""
-
-    def outcomes(rows: slice, log_q_tV: Tensor) -> tuple[Tensor, Tensor]:
-        padded_tV = F.pad(log_q_tV, (0, 1), value=_NO_LOG)  # one more column, for ids of -1
-        at_tk, log_p_tk = stored[0][rows].remainder(padded_tV.shape[1]), stored[1][rows].to(log_q_tV.dtype)
-        left_t1 = (1 - log_p_tk.exp().sum(-1, keepdim=True)).clamp(min=math.exp(_MIN_LOG_REST))
-        others_t1 = padded_tV.scatter(1, at_tk, _NO_LOG).logsumexp(-1, keepdim=True).clamp(min=_MIN_LOG_REST)
-        log_q_tn = torch.cat([padded_tV.gather(1, at_tk), others_t1], -1)
-        return log_q_tn, torch.cat([log_p_tk, left_t1.log()], -1).clamp(min=_NO_LOG)
-
-    return _compare_rows(student_tV, target_t, criterion, scales_2t, outcomes)
-
-
-def _compare_rows(
-    student_tV: Tensor, target_t: Tensor, criterion: Criterion, scales_2t: Tensor | None, outcomes: Callable
-) -> tuple[Tensor, ...]:
-    """`outcomes(rows, log q)` returns the log-probabilities of the student and the teacher, [t, n]."""
+    if isinstance(teacher, Tensor) and runs_in_triton(student_tV):
+        return _launch(student_tV, teacher, target_t, criterion, scales_2t)
     found = []
     for start in range(0, len(student_tV), _ROWS):
         rows = slice(start, start + _ROWS)
         with torch.enable_grad():
             logits_tV = student_tV[rows].detach().to(torch.promote_types(student_tV.dtype, torch.float32))
-            log_q_tV = (logits_tV.requires_grad_() / criterion.temperature).log_softmax(-1)
-            log_q_tn, log_p_tn = outcomes(rows, log_q_tV)
+            log_q_tn = log_q_tV = (logits_tV.requires_grad_() / criterion.temperature).log_softmax(-1)
+            if isinstance(teacher, Tensor):
+                log_p_tn = (teacher[rows].to(log_q_tV.dtype) / criterion.temperature).log_softmax(-1)
+            else:
+                log_q_tn, log_p_tn = _stored_outcomes(log_q_tV, teacher[0][rows], teacher[1][rows].to(log_q_tV.dtype))
             divergence_t = _divergence(log_q_tn, log_p_tn, criterion.beta)
             losses = divergence_t, F.cross_entropy(logits_tV, target_t[rows], reduction="none")
         found.append((divergence_t.detach(), -(log_q_tV.exp() * log_q_tV).sum(-1).detach(), losses[1].detach()))
@@ -88,34 +65,39 @@ def _compare_rows(
     return tuple(map(torch.cat, zip(*found, strict=True)))
 
 
+def _stored_outcomes(log_q_tV: Tensor, ids_tk: Tensor, log_p_tk: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities of the stored tokens and of all others together, [t, k + 1], in both models."""
+    padded_tV = F.pad(log_q_tV, (0, 1), value=_NO_LOG)  # one more column, for ids of -1
+    at_tk = ids_tk.remainder(padded_tV.shape[1])
+    left_t1 = (1 - log_p_tk.exp().sum(-1, keepdim=True)).clamp(min=math.exp(_MIN_LOG_REST))
+    others_t1 = padded_tV.scatter(1, at_tk, _NO_LOG).logsumexp(-1, keepdim=True).clamp(min=_MIN_LOG_REST)
+    log_q_tn = torch.cat([padded_tV.gather(1, at_tk), others_t1], -1)
+    return log_q_tn, torch.cat([log_p_tk, left_t1.log()], -1).clamp(min=_NO_LOG)
+
+
 def _divergence(log_q_tn: Tensor, log_p_tn: Tensor, beta: float) -> Tensor:
     log_m_tn = log_q_tn if beta == 0 else log_p_tn
     if 0 < beta < 1:
         log_m_tn = torch.logaddexp(log_q_tn + math.log1p(-beta), log_p_tn + math.log(beta))
-    weight_p, weight_q = _weights(beta)
+    weight_p, weight_q = (beta, 1 - beta) if 0 < beta < 1 else (1 - beta, beta)
     of_p_tn, of_q_tn = (log_tn.exp() * (log_tn - log_m_tn) for log_tn in (log_p_tn, log_q_tn))
     return (weight_p * of_p_tn + weight_q * of_q_tn).sum(-1)
-
-
-def _weights(beta: float) -> tuple[float, float]:
-    """Return the weights of KL(p || m) and KL(q || m)."""
-    return (beta, 1.0 - beta) if 0 < beta < 1 else (1.0 - beta, float(beta))
 
 
 def _launch(
     student_tV: Tensor, teacher_tV: Tensor, target_t: Tensor, criterion: Criterion, scales_2t: Tensor | None
 ) -> tuple[Tensor, ...]:
-    (t, V), beta, scale = student_tV.shape, criterion.beta, 1 / criterion.temperature
+    (t, V), beta, scale = student_tV.shape, float(criterion.beta), 1 / criterion.temperature
     assert student_tV.stride(1) == 1 and teacher_tV.stride(1) == 1
     (lse_t,), (lse_y_t,) = row_logsumexp(student_tV), row_logsumexp(teacher_tV, scale=scale)
     lse_x_t = lse_t if scale == 1 else row_logsumexp(student_tV, scale=scale)[0]
     lses_3t, values_2t = torch.stack([lse_t, lse_x_t, lse_y_t]), lse_t.new_empty(2, t)
     cross_entropies_t = lse_t - student_tV.gather(1, target_t[:, None])[:, 0]
     tensors = target_t, lses_3t, values_2t if scales_2t is None else scales_2t.to(torch.float32).contiguous(), values_2t
-    sizes = t, V, student_tV.stride(0), teacher_tV.stride(0), scale, *_weights(beta)
-    logs = (math.log(beta), math.log1p(-beta)) if 0 < beta < 1 else (0.0, 0.0)
+    weights = (beta, 1 - beta, math.log(beta), math.log1p(-beta)) if 0 < beta < 1 else (1 - beta, beta, 0.0, 0.0)
+    sizes = t, V, student_tV.stride(0), teacher_tV.stride(0), scale, *weights
     options = {"MIXES": 0 < beta < 1, "FORWARD": beta == 0, "PASSES": 1 if scales_2t is None else 2}
-    _divergence_kernel[(t,)](student_tV, teacher_tV, *tensors, *sizes, *logs, **options, BLOCK=_BLOCK, num_warps=8)
+    _divergence_kernel[(t,)](student_tV, teacher_tV, *tensors, *sizes, **options, BLOCK=_BLOCK, num_warps=8)
     return *values_2t, cross_entropies_t
 
 

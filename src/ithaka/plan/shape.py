@@ -268,13 +268,11 @@ class ModelShape:
         layers: float = self.num_layers
         if self.measured:
             layers = (self.measured.total_parameters - self.encoder_parameters) / self.measured.parameters
-        teacher = self.teacher.all_frozen.frozen_bytes(num_ranks, element_bytes) if self.teacher else 0
+        other = self.teacher and self.teacher.with_adapter(
+            self.teacher.adapter or AdapterConfig()
+        )  # all of it is frozen
+        teacher = other.frozen_bytes(num_ranks, element_bytes) if other else 0
         return teacher + frozen * element_bytes - int(layers * (packed * element_bytes - num_bytes)) // num_ranks
-
-    @property
-    def all_frozen(self) -> ModelShape:
-        """The shape with all parameters of the base frozen."""
-        return self if self.adapter else self.with_adapter(AdapterConfig())
 
     def gathered_bytes(self, element_bytes: int) -> int:
         """Bytes of one layer's parameters with their adapters, gathered but not unpacked."""

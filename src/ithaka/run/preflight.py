@@ -235,16 +235,13 @@ def _pin_commits(config: Config, commits: dict[str, str], resume: Path | None) -
     tree, model = to_dict(config), config.model
     pinned = tree | {section: pin_data(tree[section], section) for section in ("data", "evaluate", "curriculum")}
     config = parse_config(pinned) if pinned != tree else config
-    path = fetch_model(model.path and Path(commits.get(str(model.path), model.path)))
-    if path != model.path:
-        commits[str(model.path)] = str(path)
-    config = dataclasses.replace(config, model=dataclasses.replace(model, path=path))
-    if (named := config.loss.teacher_path) is None:
-        return config
-    teacher = fetch_model(Path(commits.get(str(named), named)), "loss.teacher=")
-    if teacher != named:
-        commits[str(named)] = str(teacher)
-    return dataclasses.replace(config, loss=dataclasses.replace(config.loss, teacher=teacher))
+    fetched: list[Any] = []
+    for name, path in (("model.path=", model.path), ("loss.teacher=", config.loss.teacher_path)):
+        fetched.append(fetch_model(path and Path(commits.get(str(path), path)), name))
+        if fetched[-1] != path:
+            commits[str(path)] = str(fetched[-1])
+    loss = dataclasses.replace(config.loss, teacher=fetched[1] or config.loss.teacher)
+    return dataclasses.replace(config, model=dataclasses.replace(model, path=fetched[0]), loss=loss)
 
 
 def _check_resumed(file: Path | None, changes: list[str], resume: Path, run_dir: Path | None) -> None:
