@@ -125,17 +125,14 @@ class LossConfig(Section, name="loss"):
             beta = (0.1 if is_dpo else 0.0) if self.beta is None else self.beta
             object.__setattr__(self, "beta", beta)
             if beta == 0 if is_dpo else beta > 1:
-                rule = (
-                    f"is out of range for loss.type={self.type}; use a number {'above 0' if is_dpo else 'from 0 to 1'}"
-                )
-                raise ConfigError(f"loss.beta={beta} {rule}")
+                fix = f"use a number {'above 0' if is_dpo else 'from 0 to 1'}"
+                raise ConfigError(f"loss.beta={beta} is out of range for loss.type={self.type}; {fix}")
         if self.teacher_base != "bf16" and self.teacher_path is None:
             rule = f"has no effect with loss.teacher={format_value(self.teacher)}"
             raise ConfigError(f"loss.teacher_base={self.teacher_base} {rule}; name a model, or leave it out")
 
     @property
     def is_stored(self) -> bool:
-        """Whether the data has the teacher's log-probabilities."""
         return str(self.teacher) == "data"
 
     @property

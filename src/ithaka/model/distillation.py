@@ -7,7 +7,7 @@ Shapes: B rows of N tokens in the user's batch; s tokens on this rank; k stored 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,16 +30,9 @@ STUDENT_ONLY = ("num_items_in_batch", "per_token", "expert_indices")  # argument
 
 
 def distill(
-    model: Any,
-    teacher: Any,
-    input_ids: Tensor,
-    labels: Tensor,
-    *,
-    beta: float = 0.0,
-    temperature: float = 1.0,
-    cross_entropy: float = 0.0,
-    **inputs: Any,
-) -> ParallelOutput:
+    model: Any, teacher: Any, input_ids: Tensor, labels: Tensor, *, beta: float = 0.0, temperature: float = 1.0,
+    cross_entropy: float = 0.0, **inputs: Any,
+) -> ParallelOutput:  # fmt: skip
     """Call `model` with a loss that compares it with a teacher at every label, and return its output. Gradients of
     `out.loss` are exact.
 
@@ -90,12 +83,10 @@ def _check_teacher(model: Any, teacher: Any) -> None:
         return
     sizes = [f"cp={mesh.cp_size} and ring={mesh.ring_group.size()}" for mesh in map(get_mesh, (model, teacher))]
     if sizes[0] != sizes[1]:
-        rule = f"the teacher has {sizes[1]}, the model {sizes[0]}"
-        raise ConfigError(f"{rule}; parallelize both in the same way")
+        raise ConfigError(f"the teacher has {sizes[1]}, the model {sizes[0]}; parallelize both in the same way")
     own, other = (each.get_output_embeddings().weight.shape[0] for each in (model, teacher))
     if own != other:
-        rule = f"the teacher predicts {other} tokens, the model {own}: their distributions cannot be compared"
-        raise ConfigError(f"{rule}; use a teacher with the same vocabulary")
+        raise ConfigError(f"the teacher predicts {other} tokens, the model {own}; use one with the same vocabulary")
 
 
 @dataclass(frozen=True)
@@ -133,9 +124,7 @@ class Distillation:
             unit.reshard()
 
 
-def _shard_stored(
-    stored: Sequence[Tensor], input_ids: Tensor, inputs: dict[str, Any], mesh: Any
-) -> tuple[Tensor, Tensor]:
+def _shard_stored(stored: Any, input_ids: Tensor, inputs: dict[str, Any], mesh: Any) -> tuple[Tensor, Tensor]:
     """Return this rank's share of ids and log-probabilities, [s, k]; ids of -1 where there is no label."""
     ids_BNk, logprobs_BNk = stored
     if ids_BNk.shape != logprobs_BNk.shape or ids_BNk.shape[:2] != input_ids.shape or ids_BNk.dim() != 3:

@@ -268,9 +268,7 @@ class ModelShape:
         layers: float = self.num_layers
         if self.measured:
             layers = (self.measured.total_parameters - self.encoder_parameters) / self.measured.parameters
-        other = self.teacher and self.teacher.with_adapter(
-            self.teacher.adapter or AdapterConfig()
-        )  # all of it is frozen
+        other = self.teacher and self.teacher.with_adapter(self.teacher.adapter or AdapterConfig())  # it is frozen
         teacher = other.frozen_bytes(num_ranks, element_bytes) if other else 0
         return teacher + frozen * element_bytes - int(layers * (packed * element_bytes - num_bytes)) // num_ranks
 

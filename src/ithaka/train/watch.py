@@ -274,11 +274,8 @@ def describe_run(trainer: Trainer) -> dict[str, str]:
     if trainer.dpo is not None:
         frozen = "a frozen copy of the initial weights" if config.adapter is None else "the model without its adapter"
         summary["loss"] = f"dpo, beta {config.loss.beta:g}; the reference is {frozen}"
-    if config.loss.type == "distill":
-        loss, teacher = (
-            config.loss,
-            "the model without its adapter" if config.loss.teacher is None else config.loss.teacher,
-        )
+    if (loss := config.loss).type == "distill":
+        teacher = str(loss.teacher or "the model without its adapter")
         if trainer.teacher is not None:
             positions = getattr(trainer.teacher.config.get_text_config(), "max_position_embeddings", None)
             teacher = f"{loss.teacher or 'a copy of the initial weights'}{describe_packed(trainer.teacher)}"
