@@ -2,10 +2,12 @@
 runs."""
 
 import contextlib
+import importlib.util
 import io
 import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,6 +34,7 @@ from test_preferences_and_rewards import tokenizer
 from trainers import trainer_environment
 
 BETA, LR, STEPS = 0.4, 2e-3, 3
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def records():
@@ -222,3 +225,16 @@ def test_plans_have_room_and_time_for_the_teacher():
     assert packed.frozen_bytes(8, 2) < 0.4 * plan.shape.teacher.frozen_bytes(8, 2)
     refused = partial(make_request, "qwen3-8b", hardware, *args, distill)
     assert_refused(refused, "llama-3.1-8b predicts 128256 tokens", fix="the same vocabulary")
+
+
+@pytest.mark.slow
+def test_self_distillation_preserves_the_loss_on_short_text_of_an_extended_model(tmp_path, monkeypatch):
+    """As in examples/keep_short_text.py, with fewer steps."""
+    spec = importlib.util.spec_from_file_location("keep_short_text", EXAMPLES / "keep_short_text.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent / "src"))
+    plain, taught = example.main(tmp_path, 60, 12).values()
+    assert len(plain) == len(taught) == 6
+    assert taught[-1][1] < plain[-1][1] - 0.02, "the loss on short text"
+    assert taught[-1][2] < taught[0][2] and plain[-1][2] < plain[0][2], "both learn the long text"
