@@ -174,7 +174,7 @@ class TokenCache:
             num_tokens += len(part.tokens)
             notes.update(part.notes)
         if teachers:
-            np.save(_teacher_file(path), join_teachers(teachers))
+            np.save(path.with_suffix(".npy"), join_teachers(teachers))
         counts = json.dumps([skipped, notes, images]).encode()
         file.write(np.asarray([*lengths, *turns, *samples], np.int64).tobytes() + counts)
         file.write(np.asarray([len(counts), len(lengths), len(turns), len(samples)], np.int64).tobytes())
@@ -247,10 +247,6 @@ def _map_file(path: Path) -> Documents:
     lengths, turns, samples = np.split(integers, np.cumsum(counts)[:-1])
     skipped, notes, images = json.loads(np.fromfile(path, np.uint8, num_bytes, offset=end - num_bytes).tobytes())
     tokens = np.memmap(path, np.int32, "r", shape=num_tokens) if num_tokens else np.empty(0, np.int32)
-    teacher = np.load(_teacher_file(path), "r") if _teacher_file(path).is_file() else None
-    media = [Medium(*each) for each in images]
+    file, media = path.with_suffix(".npy"), [Medium(*each) for each in images]
+    teacher = np.load(file, "r") if file.is_file() else None
     return Documents(tokens, lengths, skipped, turns, notes, samples, images=media, teacher=teacher)
-
-
-def _teacher_file(path: Path) -> Path:
-    return path.with_suffix(".npy")

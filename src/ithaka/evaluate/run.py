@@ -69,8 +69,7 @@ def evaluate(
     chat_template: Path | None = None,
     base: Path | None = None,
 ) -> dict[str, Any]:
-    """Evaluate a Hugging Face directory, a run's latest checkpoint or an adapter, with all ranks in one cp group, and
-    its divergence from `base`, if set."""
+    """Evaluate a Hugging Face directory, a run's latest checkpoint or an adapter, and its divergence from `base`."""
     with tempfile.TemporaryDirectory(prefix="ithaka-evaluate-") as name:
         folder = Path(name)
         # Once per node, before the process group starts, in which an export would be collective.

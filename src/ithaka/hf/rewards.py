@@ -244,8 +244,7 @@ class DistillationMixin(GRPOMixin):
     def _share_data(self) -> None:
         args, self._forward_redirection = self.args, lambda model, student, method, *args: method(*args)
         args.num_generations = args.num_generations_eval = 1
-        args.generation_batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        args.generation_batch_size *= args.world_size
+        args.generation_batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         super()._share_data()
         if self.teacher_model is not None:
             layout = replace(find_root(self.model).layout.for_teacher(), kernel="auto")
@@ -261,8 +260,8 @@ class DistillationMixin(GRPOMixin):
         with torch.autocast(self.ithaka_mesh.device.type, enabled=False):  # TRL enables it around some calls
             rows: Any = pack_rows([base for base in models if base is not None], ids, labels, mask)
             out: Any = distill(*models, **rows, beta=self.beta, temperature=self.temperature, num_items_in_batch=1)
-        entropies = out.own_loss * 0 if out.distilled is None else out.distilled.entropies.sum()
-        sums = torch.stack([out.own_loss, entropies])
+        entropies = torch.zeros(1) if out.distilled is None else out.distilled.entropies
+        sums = torch.stack([out.own_loss, entropies.sum().to(out.own_loss)])
         dist.all_reduce(sums, group=self.ithaka_mesh.cp_group)
         loss, num_labels = out.loss - out.loss.detach() + sums[0], trained.sum()  # its gradient is this rank's part
         return loss / (num_labels.clamp(min=1) if num_items is None else num_items), sums[1], num_labels

@@ -1,8 +1,8 @@
 """Output head and loss in tiles: only one tile's logits exist at a time, for any context and vocabulary.
 
 The gradient overwrites the tile's logits. For the summed loss it is computed in forward, so that each tile takes three
-matrix products. For per-token results it depends on the gradients of backward, which recomputes the logits. For
-distillation, a teacher's logits meet the student's in the tile.
+matrix products. For per-token results it depends on the gradients of backward, which recomputes the logits. In
+distillation, teacher and student meet in the tile.
 
 Shapes: s tokens on this rank, t tokens of a tile, e branch labels (inputs/batch.py), D hidden size, V vocabulary.
 """

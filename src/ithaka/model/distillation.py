@@ -1,7 +1,6 @@
 """Distillation: train on a teacher's distribution of every label, over the full vocabulary.
 
-The teacher runs first, without gradients, and keeps its last layer's output. Its logits exist only in the tiles of the
-student's loss.
+The teacher runs first, without gradients. Its logits exist only in the tiles of the student's loss.
 
 Shapes: B rows of N tokens in the user's batch; s tokens on this rank; k stored log-probabilities per token.
 """
@@ -19,7 +18,7 @@ from torch.nn import functional as F
 
 from ithaka.config import ConfigError
 from ithaka.inputs.batch import GatherTokens, Share, pack_batch, shard_label_values
-from ithaka.layer.loss import GraphHead, Teacher
+from ithaka.layer.loss import Distilled, GraphHead, Teacher
 from ithaka.model.logprobs import get_mesh
 from ithaka.ops.divergence import Criterion
 from ithaka.roots.decoder import ParallelOutput
@@ -68,8 +67,7 @@ def token_divergences(model: Any, teacher: Any, input_ids: Tensor) -> Tensor:
     """Return KL(teacher || model) at every token of [B, N], without gradients, equal on all ranks of a cp group; NaN
     for the first token of a row, and where the teacher predicts nothing."""
     with torch.no_grad():
-        results, mesh = distill(model, teacher, input_ids, input_ids).distilled, get_mesh(model)
-    assert results is not None
+        results, mesh = Distilled(*distill(model, teacher, input_ids, input_ids).distilled or ()), get_mesh(model)
     values_s1 = results.divergences.masked_fill(~results.taught, torch.nan)[:, None]
     values_BN1 = GatherTokens.apply(values_s1, mesh, pack_batch({}, input_ids, mesh).sharding, input_ids.shape)
     return F.pad(values_BN1[:, :-1, 0], (1, 0), value=torch.nan)
@@ -91,13 +89,10 @@ def _check_teacher(model: Any, teacher: Any) -> None:
 
 @dataclass(frozen=True)
 class Distillation:
-    """What a call of the student needs. `states`: the teacher's last hidden states, or stored ids and log-probabilities
-    of this rank's labels."""
-
     criterion: Criterion
     student: Any
     teacher: Any
-    states: Any
+    states: Any  # this rank's: the teacher's last hidden states, or stored ids and log-probabilities
 
     @contextmanager
     def teach(self, share: Share) -> Iterator[Teacher]:

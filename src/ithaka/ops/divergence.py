@@ -30,8 +30,6 @@ _NO_LOG = -1e30  # log-probability of an outcome that does not exist; finite, be
 
 
 class Criterion(NamedTuple):
-    """What a student minimizes."""
-
     beta: float = 0.0
     temperature: float = 1.0  # divides the logits of both models
     cross_entropy: float = 0.0  # its fraction of the loss; the rest is the divergence
@@ -42,7 +40,6 @@ def divergence_with_grad(
 ) -> tuple[Tensor, ...]:
     """Return each row's divergence and student's entropy, at the temperature, and cross-entropy, in fp32 or wider. With
     `scales`, overwrite the student's logits by the gradient of divergence * scales[0] + cross-entropy * scales[1].
-
     `teacher`: logits [t, V]; or stored ids (-1: none) and their log-probabilities at the temperature, [t, k]. Then all
     other tokens are one outcome, with the mass that is left in both models."""
     if isinstance(teacher, Tensor) and runs_in_triton(student_tV):

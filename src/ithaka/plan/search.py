@@ -148,8 +148,7 @@ def work_from_config(config: Config) -> StepShape:
 
 
 def shape_to_train(shape: ModelShape, config: Config, teacher: ModelShape | None = None) -> ModelShape:
-    """The shape with the run's adapter, optimizer, teacher and reference, which is a copy if all parameters are trained
-    and there is no other teacher."""
+    """The shape with the run's adapter, optimizer, and teacher or reference, a copy if all parameters are trained."""
     has_copy = work_from_config(config).reference and config.adapter is None and teacher is None
     if config.adapter is not None and config.adapter.rank > shape.hidden:
         rule = f"exceeds the model's hidden size {shape.hidden}, the rank of a full update"

@@ -130,8 +130,8 @@ def as_text(plan: Plan, model: str, steps: int | None = None, notes: Sequence[st
         kind = "a frozen copy" if plan.shape.reference else "the model without its adapter"
         if (teacher := plan.shape.teacher) is not None:
             size = teacher.frozen_bytes(plan.hardware.num_gpus // plan.layout.replicas, plan.layout.element_bytes)
-            count = f"{format_count(teacher.num_parameters)} frozen parameters{teacher.format.note}"
-            kind = f"{count}, {size / GIB:.1f} GiB per GPU"
+            kind = f"{format_count(teacher.num_parameters)} frozen parameters{teacher.format.note}"
+            kind += f", {size / GIB:.1f} GiB per GPU"
         role = "teacher" if plan.work.distills else "reference"
         forward_s = plan.step_s - replace(plan, work=replace(plan.work, reference=False)).step_s
         texts.append(f"{role}: {kind}; its forward pass takes {format_duration(forward_s)} per step")

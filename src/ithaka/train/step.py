@@ -161,8 +161,7 @@ def train_step(
     distill: Callable[[Batch, int], Any] | None = None,
 ) -> StepResult:
     """Run one update on this rank's micro-batches. `windows`: sliding window of each layer. `seed_and_step`: for
-    adapter.dropout. The update is skipped if `accepts(loss, gradient norm)` is false. `distill` calls the model with a
-    teacher.
+    adapter.dropout. Skips the update if `accepts(loss, gradient norm)` is false. `distill` calls model and teacher.
 
     The global number of valid labels (for `dpo`, of preferences) is known before the first forward, so that every
     micro-batch is weighted by its number of labels."""

@@ -26,7 +26,6 @@ class RecordFormat(NamedTuple):
 LISTS = [f"{kind}s" for kind in MEDIA]  # columns that list images and videos outside the messages
 SIDES = "chosen", "rejected"  # the samples of a pair
 TEACHER = "teacher_ids", "teacher_logprobs"  # per token: lists of ids that may be at its place, and how likely
-MAX_MASS = 1.01  # of stored probabilities, for rounding
 FORMATS = {
     "messages": RecordFormat(["messages"], ["tools", "functions", "system", *LISTS], ["assistant", "all"]),
     "sharegpt": RecordFormat(["conversations"], ["tools", "system", *LISTS], ["assistant", "all"]),
@@ -260,9 +259,8 @@ def _parse_teacher(lists: Sequence[Any], num_tokens: int, vocab_size: int) -> np
         stored, values = columns
         ordered, is_valid = np.sort(stored, 1), np.isfinite(values[stored >= 0]).all() and len(stored) == num_tokens
         masses, twice = np.where(stored >= 0, np.exp(values), 0).sum(1), (ordered[:, 1:] == ordered[:, :-1])
-        if not is_valid or ordered.max(initial=-1) >= vocab_size or masses.max(initial=0) > MAX_MASS:
-            raise ValueError
-        if (twice & (ordered[:, 1:] >= 0)).any():
+        is_valid &= ordered.max(initial=-1) < vocab_size and masses.max(initial=0) <= 1.01  # rounded
+        if not is_valid or (twice & (ordered[:, 1:] >= 0)).any():
             raise ValueError
     except (TypeError, ValueError, OverflowError, IndexError):
         rule = f"{' and '.join(TEACHER)} need, for each of the {num_tokens} tokens, a list of different ids below"
