@@ -48,6 +48,7 @@ API = {
     "ithaka.hf.long_context": "ithaka.hf.trainer",
     "ithaka.token_logprobs": "ithaka.model.logprobs",
     "ithaka.label_share": "ithaka.model.logprobs",
+    "ithaka.distill": "ithaka.model.distillation",
     "ithaka.pack_prefixes": "ithaka.model.prefixes",
     "ithaka.iterate_weights": "ithaka.weights.save",
     "ithaka.Layout": "ithaka.layout",

@@ -40,6 +40,91 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = (
+    # ---- distillation
+    Mutation(
+        "the temperature applies to the student only",
+        "ops/divergence.py",
+        "log_p_tn = (teacher[rows].to(log_q_tV.dtype) / criterion.temperature).log_softmax(-1)",
+        "log_p_tn = teacher[rows].to(log_q_tV.dtype).log_softmax(-1)",
+        "test_distillation.py -k 'tiled and False'",
+    ),
+    Mutation(
+        "forward and reverse KL are swapped",
+        "ops/divergence.py",
+        "if 0 < beta < 1 else (1 - beta, beta)\n    of_p_tn",
+        "if 0 < beta < 1 else (beta, 1 - beta)\n    of_p_tn",
+        "test_distillation.py -k 'tiled and False'",
+    ),
+    Mutation(
+        "beta weights the wrong side of the Jensen-Shannon divergence",
+        "ops/divergence.py",
+        "weight_p, weight_q = (beta, 1 - beta) if 0 < beta < 1",
+        "weight_p, weight_q = (1 - beta, beta) if 0 < beta < 1",
+        "test_distillation.py -k 'tiled and 0.3'",
+    ),
+    Mutation(
+        "the mass of tokens that are not stored is dropped",
+        "ops/divergence.py",
+        "left_t1 = (1 - log_p_tk.exp().sum(-1, keepdim=True)).clamp(",
+        "left_t1 = (0 * log_p_tk.exp().sum(-1, keepdim=True)).clamp(",
+        "test_distillation.py -k 'tiled and True'",
+    ),
+    Mutation(
+        "the teacher runs in training mode",
+        "model/distillation.py",
+        "            reference.eval()\n",
+        "            reference.train()\n",
+        "test_distillation.py -k dropout",
+    ),
+    Mutation(
+        "stored probabilities belong to the token before",
+        "model/distillation.py",
+        "at_BN = torch.arange(input_ids.numel()).view(input_ids.shape)",
+        "at_BN = torch.arange(input_ids.numel()).view(input_ids.shape) - 1",
+        "test_distillation.py -k branches",
+    ),
+    Mutation(
+        "the adapter stays active in the teacher",
+        "model/distillation.py",
+        "        layer._disable_adapters = True",
+        "        layer._disable_adapters = False",
+        "test_distillation.py -k without_its_adapter",
+    ),
+    Mutation(
+        "the cross-entropy has the divergence's share of the loss",
+        "layer/loss.py",
+        "torch.stack([taught_s * (1 - share), torch.where(taught_s, share, valid_s)])",
+        "torch.stack([taught_s * share, torch.where(taught_s, 1 - share, valid_s)])",
+        "test_distillation.py -k 'tiled and False'",
+    ),
+    Mutation(
+        "the teacher predicts labels beyond its positions",
+        "model/distillation.py",
+        "positions_s < (limit or math.inf)",
+        "positions_s < math.inf",
+        "test_distillation.py -k positions",
+    ),
+    Mutation(
+        "the first label of a branch is compared with another token's prediction",
+        "layer/loss.py",
+        "x_sD[rows] if rows_e is None or branches.start < 0 else x_sD[rows_e[branches]]",
+        "x_sD[rows] if rows_e is None or branches.start < 0 else x_sD[rows_e[branches] - 1]",
+        "test_distillation.py -k branches",
+    ),
+    Mutation(
+        "a resumed run accepts another teacher",
+        "run/validate.py",
+        "if pinned and fingerprint_weights(teacher) != pinned:",
+        "if pinned and fingerprint_weights(teacher) is None:",
+        "test_distillation_runs.py -k four_bits",
+    ),
+    Mutation(
+        "the plan has no room for the teacher",
+        "plan/shape.py",
+        "teacher = other.frozen_bytes(num_ranks, element_bytes) if other else 0",
+        "teacher = 0",
+        "test_distillation_runs.py -k plans",
+    ),
     # ---- train
     Mutation(
         "MFU is doubled",

@@ -90,6 +90,7 @@ BAD_OVERRIDES = [
 
 def test_a_loss_may_be_set_by_its_type():
     assert load_config(overrides=["loss=dpo"]).loss.type == "dpo"
+    assert load_config(overrides=["loss.beta=0.3", "loss=dpo"]).loss.beta == 0.3  # each alone would be refused
 
 
 @pytest.mark.parametrize("override, named, fix", BAD_OVERRIDES)

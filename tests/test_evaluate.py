@@ -147,6 +147,7 @@ def test_prompts_are_read_with_their_answers(tmp_path):
 
 
 CONFIG = {"vocab_size": 264, "max_position_embeddings": 1024}
+BASE = tiny_config("qwen3", 8, 4, vocab_size=264, max_position_embeddings=256)
 
 
 def make_text() -> EvalText:
@@ -162,6 +163,8 @@ def measure_on_rank(prompts):
         patch.setattr(measuring, "DEPTHS", DEPTHS[::3])
         figures = measure_all(model, BYTES, text, [CONTEXT], 1, SHORT)
     gains = long_context_gains(model, text.long[0], token_losses(model, text.long[0][None])[0], SHORT)
+    base = parallelize_model(tiny_model(BASE), mesh=make_mesh(2, ring=2), layout=layout)
+    figures["divergence_by_position"] = measuring.measure_divergence(model, base, text.long, CONTEXT)
     return figures, gains, [is_retrieved(model, *prompt) for prompt in prompts]
 
 
@@ -189,6 +192,10 @@ def test_every_figure_matches_a_plain_script(ranks):
     prompts, matches = zip(*prompts_and_matches(plain), strict=True)
     losses, quarter = torch.stack([plain_losses(plain, document) for document in text.long]), SHORT // 4
     short = torch.stack([plain_losses(plain, document).mean() for document in text.short])
+    with torch.no_grad():
+        ids, models = torch.from_numpy(np.stack(text.long)).long(), (plain, tiny_model(BASE).eval())
+        log_q, log_p = (each(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1) for each in models)
+    divergences = (log_p.exp() * (log_p - log_q)).sum(-1)
     assert matches == (False, True, False) * len(TASKS)
     for figures, gains, retrieved in ranks.run(2, measure_on_rank, prompts):
         assert figures["loss"] == pytest.approx(float(losses.mean()), rel=1e-6)
@@ -197,6 +204,11 @@ def test_every_figure_matches_a_plain_script(ranks):
         for row in figures["loss_by_position"]:
             part = losses[:, row["from"] - 1 : row["to"] - 1].mean(1)
             assert row["loss"] == pytest.approx(float(part.mean()), rel=1e-6)
+            assert row["error"] == pytest.approx(float((part[0] - part[1]).abs() / 2), rel=1e-4)
+        assert [(row["from"], row["to"]) for row in figures["divergence_by_position"]] == edges[:3]
+        for row in figures["divergence_by_position"]:  # up to the positions of the base
+            part = divergences[:, row["from"] - 1 : row["to"] - 1].mean(1)
+            assert row["divergence"] == pytest.approx(float(part.mean()), rel=1e-6)
             assert row["error"] == pytest.approx(float((part[0] - part[1]).abs() / 2), rel=1e-4)
         assert figures["short_context_loss"] == pytest.approx(float(short.mean()), rel=1e-6)
         assert len(gains) == CONTEXT // quarter * quarter - SHORT
@@ -290,6 +302,30 @@ def test_a_run_is_evaluated_and_printed(ranks, tmp_path, monkeypatch, capfd):
     assert "task score A samples A" in " ".join(result.stdout.split())
     assert (tmp_path / "page.html").read_text().count("--score: ") == 2 * len(TASKS) * len(DEPTHS)
     assert len(drawn_models((tmp_path / "page.html").read_text())) == 2
+
+
+def test_two_models_are_compared_by_their_divergence(tmp_path, capsys):
+    """So is a stored comparison. Models with different vocabularies have none."""
+    for name, size in (("a", 264), ("b", 264), ("c", 272)):
+        model = tiny_model(tiny_config("llama", vocab_size=size, max_position_embeddings=1024), torch.float32)
+        with torch.no_grad():
+            model.model.norm.weight.mul_(1.5 if name == "b" else 1.0)
+        model.save_pretrained(tmp_path / name)
+        BYTES.hf.save_pretrained(tmp_path / name)
+    texts = tmp_path / "long.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"{n} and " * 40}) + "\n" for n in range(2)))
+    options = [[200], texts, 1, 2, 0]
+    results = evaluate_all([tmp_path / "a", tmp_path / "b"], *options)
+    rows = results[1]["divergence_by_position"]
+    assert [(row["from"], row["to"]) for row in rows] == [(1, 64), (64, 128), (128, 200)]
+    assert all(row["divergence"] > 0.01 for row in rows) and "divergence_by_position" not in results[0]
+    (tmp_path / "both").write_text(json.dumps(results))
+    shown = CliRunner().invoke(app, ["evaluate", str(tmp_path / "both")]).stdout
+    assert "divergence by position, KL(A || B)" in shown and "divergence by position" in render_results(results)
+    same = evaluate_all([tmp_path / "a", tmp_path / "a"], *options)[1]["divergence_by_position"]
+    assert all(abs(row["divergence"]) < 1e-6 for row in same)
+    assert "divergence_by_position" not in evaluate_all([tmp_path / "a", tmp_path / "c"], *options)[1]
+    assert "different vocabularies" in capsys.readouterr().err
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch):

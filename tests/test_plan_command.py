@@ -342,7 +342,7 @@ def test_yaml_is_printed_or_written_if_the_plan_fits(tmp_path):
 
 def test_a_planned_file_is_complete(tmp_path, monkeypatch):
     """Uncommenting its lines in place gives a valid configuration. A duplicate section is refused."""
-    monkeypatch.setattr("ithaka.run.preflight.fetch_model", lambda path: path)  # it names a model on the hub
+    monkeypatch.setattr("ithaka.run.preflight.fetch_model", lambda path, *_: path)  # it names a model on the hub
     file = tmp_path / "long.yaml"
     printed = run(*ARGS, "--out", str(file))
     assert "uncomment model.rope" in printed and printed.endswith(f": ithaka train {file}\n")

@@ -1,4 +1,4 @@
-"""TRL's DPO, KTO, GRPO and RLOO trainers on 2 x 2 ranks match one plain process in logs and weights, in fp64."""
+"""TRL's DPO, KTO, GRPO, RLOO and distillation trainers on 2 x 2 ranks match one process: logs and weights, in fp64."""
 
 import contextlib
 import importlib.util
@@ -20,10 +20,21 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.trainer_callback import PrinterCallback
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer
+from trl import (
+    DistillationConfig,
+    DistillationTrainer,
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer import grpo_trainer, rloo_trainer
+from trl.trainer import distillation_trainer, grpo_trainer, rloo_trainer
 
 from decoders import tiny_decoder
 from ithaka.hf.rewards import GRPOMixin
@@ -42,6 +53,7 @@ TRAINERS = {
     "kto": (KTOTrainer, KTOConfig),
     "grpo": (GRPOTrainer, GRPOConfig),
     "rloo": (RLOOTrainer, RLOOConfig),
+    "distillation": (DistillationTrainer, DistillationConfig),
 }
 SETTINGS = {
     "max_steps": 10,
@@ -126,7 +138,7 @@ def reward(completions, **columns):
 
 def in_order(groups, batch):
     """Replaces TRL's shuffle, so that micro-steps of one process have the rows of two groups."""
-    count = len(batch["advantages"])
+    count = len(batch["completion_ids"])
     order = torch.arange(count) if groups == 2 else torch.arange(count).view(2, 2, -1).transpose(0, 1).flatten()
     return {name: rows[order] if rows.dim() else rows for name, rows in batch.items()}
 
@@ -144,8 +156,8 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None, family="llama
     with trainer_environment(cp), pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpo_trainer, "VLLMGeneration", Server)
         patch.setattr(prefixes, "MIN_TOKENS", 3)
-        patch.setattr(prefixes, "pack_prefixes", lambda rows: packed.append(pack_prefixes(rows)) or packed[-1])
-        for module in (grpo_trainer, rloo_trainer):
+        patch.setattr(prefixes, "pack_prefixes", lambda *rows: packed.append(pack_prefixes(*rows)) or packed[-1])
+        for module in (grpo_trainer, rloo_trainer, distillation_trainer):
             patch.setattr(module, "shuffle_sequence_dict", partial(in_order, world // cp if cp else 1))
         path, tokens = folder.parent / family, tokenizer()
         options = {} if family == "llama" else {"experts_implementation": "eager"}  # grouped_mm has no fp64
@@ -157,6 +169,10 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None, family="llama
             arguments |= {"reward_funcs": reward, "train_dataset": Dataset.from_list(prompts)}
             if kind == "grpo" and not settings.get("use_vllm"):
                 arguments["rollout_func"] = answers
+        elif kind == "distillation":  # two prompts, which the rows of a batch share
+            prompts = [{"prompt": row["prompt"]} for row in pairs(16)]
+            teacher = AutoModelForCausalLM.from_pretrained(folder.parent / "teacher", dtype=torch.float64)
+            arguments |= {"teacher_model": teacher, "train_dataset": Dataset.from_list(prompts[:2] * 8)}
         elif kind == "kto":
             rows = [
                 {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
@@ -172,6 +188,8 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None, family="llama
         if kind == "rloo":  # RLOOTrainer has no rollout_func
             texts = trainer.processing_class.batch_decode
             trainer._generate_single_turn = lambda ids, *_: answers(texts(ids), trainer)["completion_ids"]
+        elif kind == "distillation":
+            trainer._generate_single_turn = lambda ids, *_: [row[::-1] * (1 + len(row) % 3) + [7] for row in ids]
         is_trained: list[bool] = []  # per pass through an embedding
         hook = register_module_forward_pre_hook(
             lambda module, _: is_trained.append(torch.is_grad_enabled()) if isinstance(module, nn.Embedding) else None
@@ -183,13 +201,13 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None, family="llama
             num_kl = int(getattr(trainer, "calculate_KL", False))  # passes of the model, and of the reference
             assert is_trained.index(True) == (1 + 2 * num_kl if cp else num_kl)
         if family == "llama":  # a load-balancing loss counts tokens, so nothing is shared
-            assert bool(packed) == bool(cp and kind in ("grpo", "rloo"))
+            assert bool(packed) == bool(cp and kind in ("grpo", "rloo", "distillation"))
         assert all(both[1] < both[0] for both in (each.num_tokens for each in packed))
         trainer.save_model(str(folder / "final"))
         if settings.get("use_vllm") and dist.get_rank() == 0:  # the weights before the last update
             assert trainer.vllm_generation.vllm_client.weights.keys() == dict(model.named_parameters()).keys()
         weights = full_weights(trainer.model)
-        if cp and kind in ("grpo", "rloo"):  # the ranks of a cp group shuffle alike
+        if cp and kind in ("grpo", "rloo", "distillation"):  # the ranks of a cp group shuffle alike
             assert random_seed == settings["seed"] + dist.get_rank() // cp
         return trainer.state.log_history, weights
 
@@ -238,6 +256,8 @@ def save_model(family, folder):
     sizes = {"vocab_size": 258, "num_hidden_layers": 1}
     model = tiny_model(tiny_config("llama", **sizes)) if family == "llama" else tiny_decoder(family, **sizes)
     model.save_pretrained(folder)
+    if family == "llama":
+        tiny_model(tiny_config("qwen3", 8, 4, vocab_size=258)).save_pretrained(folder.parent / "teacher")
 
 
 GRPO = {"per_device_train_batch_size": 4, "max_completion_length": 32, "temperature": 0.7, "num_generations": 4}
@@ -267,12 +287,15 @@ CASES = {
 CASES["grpo, two steps"] = ("grpo", True, {**CASES["grpo by batch"][2], "max_steps": 2, "save_steps": 1})
 CASES["kto, one group"] = ("kto", True, {"per_device_train_batch_size": 4, "max_steps": 6})
 CASES["grpo, vllm"] = ("grpo", False, {**GRPO, "use_vllm": True, "vllm_mode": "server", "max_steps": 4})
+DISTILLATION = {"per_device_train_batch_size": 8, "beta": 0.3, "temperature": 0.7, "max_completion_length": 32}
+CASES["distillation"] = ("distillation", False, DISTILLATION | {"gradient_accumulation_steps": 2})
+CASES["distillation, two steps"] = ("distillation", True, DISTILLATION | {"max_steps": 2, "save_steps": 1})
 # MoE models by default: TRL adds the load-balancing loss. minimax_m2 also has a persistent buffer.
 SHORT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2, "save_steps": 1}
-for kind, family in itertools.product(TRAINERS, EXPERTS):
+for kind, family in itertools.product(("dpo", "kto", "grpo", "rloo"), EXPERTS):
     settings = (GRPO if kind in ("grpo", "rloo") else {}) | SHORT
     CASES[f"{kind} on {family}"] = (kind, (kind, family) == ("kto", "qwen3_moe"), settings)
-FAST = ("grpo, two steps",)  # test_trainers_on_model_types.py has MoE models
+FAST = ("grpo, two steps", "distillation, two steps")  # test_trainers_on_model_types.py has MoE models
 
 
 @pytest.mark.parametrize(
@@ -281,7 +304,7 @@ FAST = ("grpo, two steps",)  # test_trainers_on_model_types.py has MoE models
 def test_steps_equal_those_of_one_process(ranks, saved_model, case):
     """So do the steps after a resume from the first checkpoint, on two ranks."""
     kind, lora, changes = CASES[case]
-    length = {} if kind in ("grpo", "rloo") else {"max_length": 64}
+    length = {} if kind in ("grpo", "rloo", "distillation") else {"max_length": 64}
     changes = {"per_device_eval_batch_size": 2, **length, **changes}
     family = case.rpartition(" on ")[2] if " on " in case else "llama"
     if not (saved_model / family).is_dir():

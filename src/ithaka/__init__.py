@@ -11,6 +11,7 @@ def __getattr__(name: str):
         "parallelize": "ithaka.parallel",
         "token_logprobs": "ithaka.model.logprobs",
         "label_share": "ithaka.model.logprobs",
+        "distill": "ithaka.model.distillation",
         "pack_prefixes": "ithaka.model.prefixes",
         "iterate_weights": "ithaka.weights.save",
         "Layout": "ithaka.layout",

@@ -92,6 +92,10 @@ class Layout:
         """Ranks that exchange tokens for heads."""
         return self.cp // self.ring
 
+    def for_teacher(self) -> Layout:
+        """The layout of another model, without backward, on the same ranks."""
+        return replace(self, kept=(), heads_per_stage=None if self.heads_per_stage is None else self.ulysses)
+
     @property
     def element_bytes(self) -> int:
         return ELEMENT_BYTES[self.dtype or "bfloat16"]

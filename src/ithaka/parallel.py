@@ -49,6 +49,7 @@ def parallelize(
     layout: Layout | None = None,
     store: Store | None = None,
     reference: bool = False,
+    teacher: Any = None,
 ) -> Any:
     """Parallelize a model in place, with a plan if `context` is set. See `ithaka.model.build.parallelize_model`.
 
@@ -57,7 +58,7 @@ def parallelize(
     Raises ConfigError if the context does not fit in memory or exceeds the model's positions. The planner keeps `cp`
     and `ring` if they are set, and chooses them if they are None (for cp, also "auto"). The compute `dtype`, by name or
     torch's, defaults to the model's; float16 is refused, because gradients underflow in it. `layout` replaces the plan.
-    With `reference`, the plan leaves room for a frozen copy of the model.
+    With `reference`, the plan leaves room for a frozen copy of the model; with `teacher`, for that model.
 
     Attention does not cross documents. Each row starts a document, as does each change of `document_ids`. Without
     `document_ids` and attention_mask, each position that is not its predecessor plus 1 starts one: transformers' rule
@@ -91,7 +92,7 @@ def parallelize(
         root.check_positions(f"context={context}", num_tokens)
         planned_dtype = str(compute_dtype(base, layout or Layout(dtype=dtype))).removeprefix("torch.")
         start_process_group()
-        run = plan_model_run(model, cp, ring, planned_dtype, layout, num_tokens, batch, reference)
+        run = plan_model_run(model, cp, ring, planned_dtype, layout, num_tokens, batch, reference, teacher)
         layout, plan = run.layout, run.plan
         store = store or Store(default_device(), host_bytes=store_host_bytes(run))
         if plan is not None and dist.get_rank() == 0:
@@ -133,6 +134,7 @@ def plan_model_run(
     context: int,
     batch: int,
     reference: bool = False,
+    teacher: Any = None,
 ) -> Run:
     """Plan a layout, or take the user's, and check that it fits on every rank's machine."""
     num_ranks = dist.get_world_size()
@@ -141,7 +143,8 @@ def plan_model_run(
     config, explicit = parse_config({"model": {"dtype": dtype}, **settings}), {f"parallel.{name}" for name in parallel}
     machine = raise_on_all_ranks(lambda: detect_machine(config, num_ranks, launch.detect_gpu()))
     least = raise_on_all_ranks(weakest_machine, gather_objects(machine))
-    shape = dataclasses.replace(raise_on_all_ranks(shape_from_model, model), reference=reference)
+    other = None if teacher is None else raise_on_all_ranks(shape_from_model, teacher)
+    shape = dataclasses.replace(raise_on_all_ranks(shape_from_model, model), reference=reference, teacher=other)
     if default_device().type == "cuda" and uses_planner(config, least):  # which kernel works is found by running it
         least = least.with_kernel(agree_on_kernel("auto", default_device(), torch.bfloat16, shape.attention_kinds))
 

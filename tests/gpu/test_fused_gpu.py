@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from ithaka.ops.divergence import Criterion, divergence_with_grad
 from ithaka.ops.fused import (
     Positions,
     add_and_round,
@@ -139,6 +140,29 @@ def test_gradients_of_logits_match_fp64(dtype, t, V, with_entropy):
     assert_gradient_close(logits, exact, exponent_error(lse))
     assert_gradient_close(at_once, exact, exponent_error(lse))
     assert (at_once[1] == 0).all()
+
+
+@pytest.mark.parametrize("beta, temperature", [(0.0, 1.0), (0.3, 1.7), (1.0, 0.8), (0.5, 1.0)])
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("t,V", [(3, 5), (130, 4097), only_gpu(65, 128256)])
+def test_divergences_of_logits_match_fp64(dtype, t, V, beta, temperature):
+    student, teacher = (draw(t, V, dtype=dtype) * 3 for _ in range(2))
+    target, scales = torch.randint(V, (t,), device=DEVICE), torch.rand(2, t).to(DEVICE)
+    scales[:, 1] = 0  # no label
+    leaf, criterion = student.double().requires_grad_(), Criterion(beta, temperature, 0.5)
+    exact = divergence_with_grad(leaf.detach().clone(), teacher.double(), target, criterion, None)
+    log_q, log_p = (x.div(temperature).log_softmax(-1) for x in (leaf, teacher.double()))
+    log_m = log_q if beta == 0 else (beta * log_p.exp() + (1 - beta) * log_q.exp()).log()
+    sides = [(1.0 if beta == 0 else beta * (beta < 1), log_p), (1.0 if beta == 1 else 1 - beta, log_q)]
+    divergences = sum(weight * (log.exp() * (log - log_m)).sum(-1) for weight, log in sides)
+    losses = torch.nn.functional.cross_entropy(leaf, target, reduction="none")
+    (grad,) = torch.autograd.grad((divergences, losses), leaf, tuple(scales.double()))
+    torch.testing.assert_close(exact[0], divergences.detach(), rtol=1e-9, atol=1e-12)
+    found = divergence_with_grad(student, teacher, target, criterion, scales)
+    for ours, theirs in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
+    assert_gradient_close(student, grad, 2e-5)
+    assert (student[1] == 0).all()
 
 
 def exponent_error(lse_t: torch.Tensor) -> float:

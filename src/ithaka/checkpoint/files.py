@@ -189,8 +189,9 @@ def read_best(state: dict[str, Any]) -> tuple[tuple[float, int] | None, int]:
     return best and (best[0], best[1]), state["stale"]
 
 
-def write_pins(run_dir: Path, commits: Mapping[str, str], base: str) -> None:
-    write_atomic(run_dir / PINS_FILE, json.dumps({"commits": dict(commits), "base": base}, indent=1))
+def write_pins(run_dir: Path, commits: Mapping[str, str], base: str, teacher: str = "") -> None:
+    pins = {"commits": dict(commits), "base": base, "teacher": teacher}
+    write_atomic(run_dir / PINS_FILE, json.dumps(pins, indent=1))
 
 
 def read_pins(run_dir: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from ithaka.config.units import format_bytes
 from ithaka.evaluate.tasks import token_losses
 from ithaka.layout import Layout, default_dtype
 from ithaka.model.build import build_model, read_hf_config
+from ithaka.model.distillation import use_reference
 from ithaka.model.truncate import (
     LayerGroup,
     choose_layers,
@@ -40,7 +41,6 @@ from ithaka.profile.live import LiveBytes
 from ithaka.profile.timeline import PhaseTimer
 from ithaka.run.resolve import STORE_CATEGORIES
 from ithaka.train.loop import OutOfMemoryError
-from ithaka.train.preferences import use_reference
 from ithaka.train.step import make_optimizer
 from ithaka.train.watch import OutOfMemoryTracker, explain_out_of_memory, ran_out_of_memory
 

@@ -20,7 +20,7 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = (), base: T
     trees = [("the defaults", base or {}), (str(path), _read_yaml(path) if path is not None else {})]
     changes = [("--set", {section: {key: value}}) for section, key, value in map(_parse_override, overrides)]
     for change in changes:
-        _merge([change])  # refuse a bad value even if a later override replaces it
+        _merge([*trees, *changes, change])  # refuse a bad value even if a later override replaces it
     return _merge([*trees, *changes])
 
 

@@ -13,7 +13,8 @@ from ithaka.config.fields import ConfigError, input_error
 from ithaka.exits import TransientError, is_disk_full
 
 PAGE_MARK = '<meta name="generator" content="ithaka">'  # in the <head> of every page that ithaka writes
-_PATH_KEYS = {"path", "validation_path", "chat_template", "tokenizer", "disk_path", "data"}  # data: of `evaluate`
+_PATH_KEYS = {"path", "validation_path", "chat_template", "tokenizer", "disk_path", "data", "teacher"}
+_NOT_PATHS = {"tokenizer": "bytes", "teacher": "data"}  # values of these keys
 
 
 def with_absolute_paths(tree: Any) -> Any:
@@ -23,7 +24,7 @@ def with_absolute_paths(tree: Any) -> Any:
     if not isinstance(tree, dict):
         return tree
     keys = {key for key, value in tree.items() if key in _PATH_KEYS and isinstance(value, str)}
-    keys -= {"tokenizer"} if tree.get("tokenizer") == "bytes" else set()
+    keys -= {key for key, value in _NOT_PATHS.items() if tree.get(key) == value}
     return {key: _absolute(value) if key in keys else with_absolute_paths(value) for key, value in tree.items()}
 
 

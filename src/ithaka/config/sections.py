@@ -140,8 +140,8 @@ class ReadingConfig(Section):
     # and rejected (trains on chosen), prompt and completion, instruction and output (Alpaca), input_ids, or text.
     format: RecordFormat = "auto"
     # Tokens with a loss; the others are context only. auto: assistant turns of messages, completions, or all tokens.
-    # loss.type=dpo sets it to pairs.
-    train_on: Literal["auto", "assistant", "completion", "all", "pairs"] = "auto"
+    # loss.type=dpo sets it to pairs, loss.teacher=data to teacher.
+    train_on: Literal["auto", "assistant", "completion", "all", "pairs", "teacher"] = "auto"
     # Include the token that ends an assistant turn, a completion or a text in the loss.
     train_on_eos: bool = True
     # For a record that cannot be trained on: stop with an error, or skip and count it.
@@ -321,11 +321,24 @@ class Config(Section):
         super().__post_init__()
         if self.loss.type == "dpo":
             self._check_dpo()
-            sources = [dataclasses.replace(source, train_on="pairs") for source in self.data.sources]
-            data = dataclasses.replace(self.data, train_on="pairs", sources=tuple(sources))
-            object.__setattr__(self, "data", data)
-        elif "pairs" in (each.train_on for each in self.data.all_sources()):
+            self._set_train_on("pairs")
+        elif self.loss.is_stored:
+            if self.data.long_documents in ("end", "turns", "shorten_tools"):
+                rule = f"data.long_documents={self.data.long_documents} cannot be combined with loss.teacher=data"
+                raise ConfigError(f"{rule}: stored predictions cannot be cut; use split, drop or refuse")
+            self._set_train_on("teacher")
+        elif self.loss.type == "distill" and self.adapter and self.adapter.modules_to_save and not self.loss.teacher:
+            rule = "adapter.modules_to_save cannot be combined with loss.teacher=null"
+            raise ConfigError(f"{rule}: the teacher needs their initial weights; set loss.teacher to model.path")
+        chosen: set[str] = {each.train_on for each in self.data.all_sources()}
+        if "pairs" in chosen and self.loss.type != "dpo":
             raise ConfigError("data.train_on=pairs needs loss.type=dpo; leave it out")
+        if "teacher" in chosen and not self.loss.is_stored:
+            raise ConfigError("data.train_on=teacher needs loss.teacher=data; leave it out")
+
+    def _set_train_on(self, value: Literal["pairs", "teacher"]) -> None:
+        sources = [dataclasses.replace(source, train_on=value) for source in self.data.sources]
+        object.__setattr__(self, "data", dataclasses.replace(self.data, train_on=value, sources=tuple(sources)))
 
     def _check_dpo(self) -> None:
         """Refuse what does not combine with pairs."""

@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 from ithaka.config.fields import ConfigError, Section, format_value, import_named, setting
 
-LOSSES = ("cross_entropy", "dpo")
+LOSSES = ("cross_entropy", "distill", "dpo")
+LOSS_SETTINGS = {"beta": ("dpo", "distill"), "label_smoothing": ("dpo",)}  # -> values of loss.type that use them
+LOSS_SETTINGS |= dict.fromkeys(("teacher", "teacher_base", "temperature", "cross_entropy"), ("distill",))
 
 
 @dataclass(frozen=True)
@@ -91,20 +93,52 @@ class LossConfig(Section, name="loss"):
     # its reference is the model without its adapter or, if all parameters are trained, a frozen copy of the initial
     # weights. package.module:function: a custom loss, (tokens, labels) -> one loss per label of a rank. tokens.logprobs
     # and tokens.entropies are differentiable; logits never exist in full. Validation still measures the cross-entropy.
+    # distill: the divergence from a teacher at every label, over the full vocabulary; validation as before.
     type: str = "cross_entropy"
-    # dpo: weight of the difference from the reference.
-    beta: float = setting(0.1, gt=0)
+    # dpo: weight of the difference from the reference; null is 0.1. distill: the divergence; null or 0 is the forward
+    # KL(teacher || model), 1 the reverse KL(model || teacher), between them the generalized Jensen-Shannon divergence.
+    beta: float | None = setting(None, ge=0)
     # dpo: assumed fraction of pairs whose answers are swapped (robust DPO; 0: plain DPO).
     label_smoothing: float = setting(0.0, ge=0, lt=0.5)
+    # distill: a model with the same vocabulary, as model.path; it keeps its own RoPE, and labels beyond its
+    # max_position_embeddings train with the cross-entropy. data: the columns teacher_ids and teacher_logprobs. null:
+    # the model without its adapter or, if all parameters are trained, a frozen copy of the initial weights.
+    teacher: Path | None = None
+    # distill: how the teacher's weights are stored, as adapter.base.
+    teacher_base: Literal["bf16", "nf4", "mxfp4"] = "bf16"
+    # distill: divides the logits of teacher and model. The loss is not multiplied by its square.
+    temperature: float = setting(1.0, gt=0)
+    # distill: fraction of the cross-entropy in the loss; the rest is the divergence.
+    cross_entropy: float = setting(0.0, ge=0, lt=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.type not in LOSSES and not re.fullmatch(r"\w+(\.\w+)*:\w+", self.type):
             losses = ", ".join(LOSSES)
             raise ConfigError(f"loss.type={self.type} is not a loss; use {losses} or package.module:function")
-        for name in ("beta", "label_smoothing") if self.type != "dpo" else ():
-            if (value := getattr(self, name)) != getattr(LossConfig, name):
-                raise ConfigError(f"loss.{name}={value} has no effect with loss.type={self.type}; set loss.type=dpo")
+        for name, types in LOSS_SETTINGS.items():
+            if self.type not in types and (value := getattr(self, name)) != getattr(LossConfig, name):
+                fix = f"set loss.type={' or '.join(types)}"
+                raise ConfigError(f"loss.{name}={value} has no effect with loss.type={self.type}; {fix}")
+        if self.type in LOSS_SETTINGS["beta"]:
+            is_dpo = self.type == "dpo"
+            beta = (0.1 if is_dpo else 0.0) if self.beta is None else self.beta
+            object.__setattr__(self, "beta", beta)
+            if beta == 0 if is_dpo else beta > 1:
+                fix = f"use a number {'above 0' if is_dpo else 'from 0 to 1'}"
+                raise ConfigError(f"loss.beta={beta} is out of range for loss.type={self.type}; {fix}")
+        if self.teacher_base != "bf16" and self.teacher_path is None:
+            rule = f"has no effect with loss.teacher={format_value(self.teacher)}"
+            raise ConfigError(f"loss.teacher_base={self.teacher_base} {rule}; name a model, or leave it out")
+
+    @property
+    def is_stored(self) -> bool:
+        return str(self.teacher) == "data"
+
+    @property
+    def teacher_path(self) -> Path | None:
+        """The model that teaches, if it is another one."""
+        return None if self.is_stored else self.teacher
 
     def import_function(self) -> Callable[..., Any] | None:
         """The custom loss, or None."""

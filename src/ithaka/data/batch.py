@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ithaka.data.pack import PackedSequence
+from ithaka.data.pack import PackedSequence, join_teachers
 from ithaka.layer.loss import IGNORE_INDEX
 
 
@@ -20,6 +20,7 @@ class Batch(NamedTuple):
     parents: torch.Tensor | None = None  # document_ids of parents, or -1; None: no document has a parent
     sample_ids: torch.Tensor | None = None  # at labels, if samples are pairs: 2 * pair, + 1 for rejected
     images: Mapping[str, Any] = {}  # pixels and sizes of images and videos, as arguments of the model
+    teacher: tuple[torch.Tensor, torch.Tensor] | None = None  # stored ids and log-probabilities, [B, S, k]
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -42,6 +43,11 @@ def collate(sequences: Sequence[PackedSequence], with_sources: bool = False) -> 
     batch = Batch(stack(lambda s: s.ids), stack(PackedSequence.labels), stack(PackedSequence.document_ids))
     if with_sources:
         batch = batch._replace(source_ids=stack(PackedSequence.source_ids))
+    if any(sequence.teacher is not None for sequence in sequences):
+        blank = np.empty((len(sequences[0].tokens), 2, 0), np.int32)
+        columns = join_teachers([blank if sequence.teacher is None else sequence.teacher for sequence in sequences])
+        ids, bits = torch.from_numpy(columns).unflatten(0, batch.labels.shape).unbind(2)
+        batch = batch._replace(teacher=(ids.long(), bits.contiguous().view(torch.float32)))
     if all(sequence.parents is None for sequence in sequences):
         return batch
     parents_BS, samples_BS = stack(PackedSequence.parent_ids), stack(PackedSequence.sample_ids)

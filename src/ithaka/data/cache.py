@@ -28,7 +28,7 @@ from ithaka.data.documents.files import is_streamed
 from ithaka.data.documents.images import Medium
 from ithaka.data.documents.read import Shard
 from ithaka.data.documents.records import Document
-from ithaka.data.pack import Documents, encode_turn, mark_images
+from ithaka.data.pack import Documents, encode_turn, join_teachers, mark_images
 from ithaka.data.tokenizer import Tokenizer
 from ithaka.exits import ExitCode, TransientError, is_transient
 
@@ -128,7 +128,7 @@ class TokenCache:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             with part.open("wb") as file:
-                self._write_tokens(shard, file)
+                self._write_tokens(shard, file, path)
             part.replace(path)
         except Exception as error:
             if isinstance(error, OSError) or is_transient(error):
@@ -145,15 +145,15 @@ class TokenCache:
                 part.replace(path.with_suffix(".failed"))
             raise error
 
-    def _write_tokens(self, shard: Shard, file: BinaryIO) -> None:
+    def _write_tokens(self, shard: Shard, file: BinaryIO, path: Path) -> None:
         """Write tokens (int32), document lengths, encoded turns and starts of further samples (int64), counts of
         skipped documents and of notes, images (JSON), and a footer (int64): bytes of JSON, numbers of
-        documents, turns and samples."""
+        documents, turns and samples. A teacher's columns have a file of their own."""
         lengths, skipped, notes = [], Counter[str](), Counter[str]()
         turns: list[int] = []
         samples: list[int] = []
         images: list[Medium] = []
-        num_tokens, is_new = 0, True
+        num_tokens, is_new, teachers = 0, True, list[np.ndarray]()
         for part in tokenize(shard, self.tokenizer):
             os.utime(self.directory)  # shows the waiting ranks that there is progress
             is_new |= part.is_record
@@ -165,6 +165,7 @@ class TokenCache:
                 tokens = mark_images(tokens, part.images, self.tokenizer.images.ids.values(), len(images))
                 images += part.images
             file.write(tokens.tobytes())
+            teachers += [] if part.teacher is None else [part.teacher]
             lengths += [0] if is_new else []
             samples += [num_tokens] if part.is_start and not is_new else []
             lengths[-1] += len(part.tokens)
@@ -172,6 +173,8 @@ class TokenCache:
             turns += [encode_turn(num_tokens + start, role) for start, role in part.turns]
             num_tokens += len(part.tokens)
             notes.update(part.notes)
+        if teachers:
+            np.save(path.with_suffix(".npy"), join_teachers(teachers))
         counts = json.dumps([skipped, notes, images]).encode()
         file.write(np.asarray([*lengths, *turns, *samples], np.int64).tobytes() + counts)
         file.write(np.asarray([len(counts), len(lengths), len(turns), len(samples)], np.int64).tobytes())
@@ -190,6 +193,7 @@ class TokenizedPart(NamedTuple):
     is_record: bool
     spans: list[tuple[int, str]]
     images: Sequence[Medium] = ()
+    teacher: np.ndarray | None = None
 
 
 def tokenize(
@@ -220,7 +224,7 @@ def tokenize(
             found = [(len(prefix) + i, *label[1:]) for i, label in zip(indices, labels, strict=False)]
             turns, spans = ([(i, label) for i, order, label in found if order == which] for which in (0, 1))
             is_record = document.is_start and document.is_record
-            others = turns, document.notes, is_record, spans, document.images
+            others = turns, document.notes, is_record, spans, document.images, document.teacher
             yield TokenizedPart(tokens, document.is_start, reason, *others)
 
 
@@ -243,4 +247,6 @@ def _map_file(path: Path) -> Documents:
     lengths, turns, samples = np.split(integers, np.cumsum(counts)[:-1])
     skipped, notes, images = json.loads(np.fromfile(path, np.uint8, num_bytes, offset=end - num_bytes).tobytes())
     tokens = np.memmap(path, np.int32, "r", shape=num_tokens) if num_tokens else np.empty(0, np.int32)
-    return Documents(tokens, lengths, skipped, turns, notes, samples, images=[Medium(*each) for each in images])
+    file, media = path.with_suffix(".npy"), [Medium(*each) for each in images]
+    teacher = np.load(file, "r") if file.is_file() else None
+    return Documents(tokens, lengths, skipped, turns, notes, samples, images=media, teacher=teacher)

@@ -45,6 +45,7 @@ class Documents:
     samples: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # starts of further samples
     nodes: np.ndarray = field(default_factory=lambda: np.empty(0, NODE_DTYPE))  # if the documents are forests
     images: Sequence[Any] = ()  # data.images.Medium; a token of number i is ~(IMAGE_BASE + i)
+    teacher: np.ndarray | None = None  # int32 [n, 2, k]: stored ids (-1: none), and the bits of their log-probabilities
 
 
 IMAGE_BASE = 1 << 30  # above all ids
@@ -58,6 +59,14 @@ def mark_images(tokens: np.ndarray, images: Sequence[Any], ids: Iterable[int], f
     counts = [image.num_tokens for image in images]
     tokens[places] = ~(IMAGE_BASE + first + np.repeat(np.arange(len(counts)), counts))
     return tokens
+
+
+def join_teachers(columns: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenate arrays [n, 2, k] of Documents.teacher to the largest k."""
+    joined = np.full((sum(map(len, columns)), 2, max(column.shape[2] for column in columns)), -1, np.int32)
+    for column, end in zip(columns, np.cumsum([*map(len, columns)]).tolist(), strict=True):
+        joined[end - len(column) : end, :, : column.shape[2]] = column
+    return joined
 
 
 def encode_turn(token: int, role: str) -> int:
@@ -95,6 +104,7 @@ class PackedSequence:
     parents: np.ndarray | None = None  # index of each document's parent, or -1; None: no forest
     samples: np.ndarray | None = None  # which sample of the sequence each document is part of
     images: tuple[Any, ...] = ()  # data.images.Medium
+    teacher: np.ndarray | None = None  # int32 [S, 2, k], as in Documents
 
     @property
     def borders(self) -> np.ndarray:

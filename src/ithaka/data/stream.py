@@ -250,6 +250,10 @@ class SequenceStream:
         num_documents, length = max(len(segments), 1), int(starts[-1])
         sequence = PackedSequence(tokens_S, starts[:num_documents], length, segments["source"], self.documents_together)
         sequence = replace(sequence, images=tuple(images)) if images else sequence
+        if len(segments) and self._documents[segments["shard"][0]].teacher is not None:  # then all have one
+            columns = [self._documents[shard].teacher[low : low + n] for shard, _, low, n in segments.tolist()]
+            padding = np.empty((self.context - length, 2, 0), np.int32)
+            sequence = replace(sequence, teacher=pack.join_teachers([*columns, padding]))
         return self._with_nodes(sequence, segments) if self.long.shares or self.long.pairs else sequence
 
     def _with_nodes(self, sequence: PackedSequence, segments: np.ndarray) -> PackedSequence:

@@ -77,6 +77,8 @@ def make_tables(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[d
     for title, name, keys in TABLES:
         if rows := _merge_columns([result.get(name) or [] for result in results], keys):
             yield title, rows
+    if "divergence_by_position" in results[-1]:
+        yield "divergence by position, KL(A || B)", results[-1]["divergence_by_position"]
     retrieval = [_depth_rows(result["retrieval"]) for result in results]
     yield "retrieval by depth", _merge_columns(retrieval, ("task", "context"))
 

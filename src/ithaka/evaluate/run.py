@@ -21,6 +21,7 @@ from ithaka.comm.rank import is_local_rank_0, is_rank_0, local_rank_0
 from ithaka.config import ConfigError, input_error
 from ithaka.data.open import check_vocabulary
 from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
+from ithaka.evaluate import tasks as evaluation
 from ithaka.evaluate.compare import check_comparable, read_results
 from ithaka.evaluate.tasks import EvalText, Prompt, check_prompts, measure_all, read_prompts, read_text
 from ithaka.exits import ExitCode
@@ -29,7 +30,7 @@ from ithaka.layout import default_dtype
 from ithaka.log.console import show_share
 from ithaka.model.build import build_model, has_weights
 from ithaka.plan.read_config import read_json
-from ithaka.plan.search import forward_layout
+from ithaka.plan.search import forward_layout, smallest_ring
 from ithaka.run import launch
 from ithaka.run.shapes import read_shape
 from ithaka.weights.formats import read_base_metadata
@@ -51,7 +52,8 @@ def evaluate_all(sources: Sequence[Path], *options: Any) -> list[dict[str, Any]]
         fix = "write each result with --json, then give both files"
         raise ConfigError(f"{len(sources)} models cannot be evaluated in one torchrun; {fix}")
     for source in sources:
-        results += stored.get(source) or [evaluate(source, *options)]
+        base: Any = {"base": sources[0]} if results and not stored else {}
+        results += stored.get(source) or [evaluate(source, *options, **base)]
         check_comparable(results, source, sources[0])
     return results
 
@@ -65,8 +67,9 @@ def evaluate(
     samples: int,
     tasks: Path | None = None,
     chat_template: Path | None = None,
+    base: Path | None = None,
 ) -> dict[str, Any]:
-    """Evaluate a Hugging Face directory, a run's latest checkpoint or an adapter, with all ranks in one cp group."""
+    """Evaluate a Hugging Face directory, a run's latest checkpoint or an adapter, and its divergence from `base`."""
     with tempfile.TemporaryDirectory(prefix="ithaka-evaluate-") as name:
         folder = Path(name)
         # Once per node, before the process group starts, in which an export would be collective.
@@ -84,6 +87,10 @@ def evaluate(
             return text, *(read_prompts(tasks, tokenizer) if tasks is not None else ([], None))
 
         text, prompts, digest = raise_on_all_ranks(read_inputs)
+        other = None if base is None else prepare_model(base, folder / "base")
+        if other is not None and read_shape(other).vocab != read_shape(model).vocab:
+            print(f"no divergence: {source} and {base} have different vocabularies", file=sys.stderr)
+            other = None
         longest = max([*contexts, *(len(prompt.tokens) for prompt in prompts)])
         positions = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
         if positions and longest > positions and is_rank_0():
@@ -92,7 +99,7 @@ def evaluate(
         # On a CPU, exchanges between ranks take longer than short sequences.
         is_small = not launch.num_gpus() and longest <= SMALL_CONTEXT
         num_ranks = launch.decide_ranks((1 if is_small else "auto") if ranks is None else ranks, launch.num_gpus())
-        work = model, folder, text, list(contexts), samples, prompts, longest
+        work = model, folder, text, list(contexts), samples, prompts, longest, other
         code = launch.run_ranks(_evaluate_rank, work, num_ranks)
         has_result = (folder / RESULT_FILE).is_file()  # under torchrun, only rank 0 has it
         if not has_result or code not in (ExitCode.DONE, ExitCode.SIGNALED + signal.SIGINT):
@@ -142,18 +149,23 @@ def _evaluate_rank(
     samples: int,
     prompts: Sequence[Prompt],
     longest: int,
+    other: Path | None = None,
 ) -> None:
     start_process_group()
-    shape, cp = read_shape(directory), dist.get_world_size()
-    layout = forward_layout(shape, cp, longest, default_dtype(default_device().type == "cuda"))
-    mesh = make_mesh(cp, ring=layout.ring)
-    model = build_model(directory, mesh, layout, trains=False)
+    shapes, cp = [read_shape(each) for each in (directory, other) if each is not None], dist.get_world_size()
+    ring = max(smallest_ring(cp, shape.heads) for shape in shapes)  # both models share each sequence in the same way
+    dtype = default_dtype(default_device().type == "cuda")
+    layouts, mesh = [forward_layout(shape, cp, longest, dtype, ring) for shape in shapes], make_mesh(cp, ring=ring)
+    model = build_model(directory, mesh, layouts[0], trains=False)
     report = Progress(folder / RESULT_FILE).report if mesh.rank == 0 else lambda result, share: None
     result = measure_all(
         model, load_tokenizer(None, directory), text, contexts, samples, report=report, prompts=prompts
     )
     if not math.isfinite(result["loss"] or 0.0):
         check_finite(model, f"MODEL={directory}", directory)
+    if other is not None:
+        base = build_model(other, mesh, layouts[1], trains=False)
+        result["divergence_by_position"] = evaluation.measure_divergence(model, base, text.long, max(contexts))
     report(result, 1.0)
     end_process_group()
 

@@ -22,6 +22,7 @@ from ithaka.data.documents.files import find_files
 from ithaka.data.documents.read import make_shards
 from ithaka.data.tokenizer import Tokenizer
 from ithaka.layer.loss import IGNORE_INDEX
+from ithaka.model.distillation import token_divergences
 from ithaka.model.logprobs import token_logprobs
 
 SHORT_CONTEXT = 4096  # tokens
@@ -248,10 +249,25 @@ def find_key_tokens(losses_N: Tensor, gains_M: Tensor, short: int) -> Tensor:
     return ((gains_M < KEY_GAIN) & (losses_M < KEY_LOSS)).double()
 
 
+def position_edges(end: int) -> list[int]:
+    """Return the edges of buckets of positions up to `end`."""
+    return [1, *itertools.takewhile(lambda edge: edge < end, (FIRST_BUCKET << i for i in itertools.count())), end]
+
+
 def mean_and_error(values: Sequence[Tensor]) -> tuple[float, float | None]:
     """Mean over documents of their means, and its standard error (None for a single document)."""
     means = torch.stack([document.mean() for document in values])
     return float(means.mean()), float(means.std() / len(means) ** 0.5) if len(means) > 1 else None
+
+
+def measure_divergence(model: Any, base: Any, documents: Sequence[np.ndarray], end: int) -> list[dict[str, Any]]:
+    """Return the mean KL(base || model) over documents by position, up to the positions of `base`. Collective."""
+    rows, tensors = [], (torch.as_tensor(document).long()[None] for document in documents)
+    divergences = [token_divergences(model, base, ids)[0].double().cpu() for ids in tensors]
+    for low, high in itertools.pairwise(position_edges(end)) if divergences else ():
+        mean, error = mean_and_error([each[low:high] for each in divergences])
+        rows += [] if mean != mean else [{"from": low, "to": high, "divergence": mean, "error": error}]
+    return rows
 
 
 def summarize_turns(
@@ -316,8 +332,7 @@ def measure_all(
     result |= {"text": text.digest, "loss_by_position": [], "loss_by_turn": [], "retrieval": [], "tasks": []}
     result |= dict.fromkeys(FIGURES)
     losses = [losses_of(document) for document in text.long]
-    end, doubled = max(contexts), (FIRST_BUCKET << i for i in itertools.count())
-    edges = [1, *itertools.takewhile(lambda edge: edge < end, doubled), end]
+    edges = position_edges(max(contexts))
     if losses:
         result["loss"], result["loss_error"] = mean_and_error([losses_N[1:] for losses_N in losses])
     for low, high in itertools.pairwise(edges) if losses else ():

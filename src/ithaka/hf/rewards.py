@@ -1,4 +1,4 @@
-"""TRL's preference and reward trainers with cp groups as processes: DPO, KTO, GRPO and RLOO.
+"""TRL's preference, reward and distillation trainers with cp groups as processes: DPO, KTO, GRPO, RLOO, distillation.
 
 These trainers average a loss over processes and gather rewards, lengths and counts from them. Here their processes are
 cp groups: all ranks of a group have the same prompts, completions and rewards, and count once.
@@ -8,18 +8,25 @@ import contextlib
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from ithaka.comm.agree import RankError, gather_objects, raise_first
 from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError
+from ithaka.layer.loss import IGNORE_INDEX
+from ithaka.layout import Layout
 from ithaka.model import build
+from ithaka.model.distillation import distill
 from ithaka.model.generate import check_uncached
+from ithaka.model.prefixes import pack_rows
+from ithaka.roots.find import find_root
 from ithaka.weights.save import check_merge, iterate_weights
 
 Base: Any = object  # For mypy; `long_context` sets the real base.
@@ -83,13 +90,12 @@ class ReferenceMixin(Base):
         if hasattr(self.model, "get_base_model"):  # TRL calls it for the reference, with the adapter disabled
             self.model.forward = partial(self._call, self.model.get_base_model())
         if self.ref_model is not None:
-            self.ref_model = partial(self._call, self._shard_reference(self.ref_model))
+            layout = find_root(self.model).layout
+            self.ref_model = partial(self._call, self._shard_reference(self.ref_model, layout))
 
-    def _shard_reference(self, reference: Any) -> Any:
-        base = getattr(self.model, "get_base_model", lambda: self.model)()
-        layout = base.ithaka_root.layout
+    def _shard_reference(self, reference: Any, layout: Layout) -> Any:
         vars(reference).pop("forward", None)  # TRL's and accelerate's patches
-        if layout.dtype is not None:
+        if layout.dtype is not None and not getattr(reference, "is_quantized", False):
             reference.to(getattr(torch, layout.dtype))
         reference.requires_grad_(False).eval()
         return build.parallelize_model(reference, mesh=self.ithaka_mesh, layout=layout)
@@ -227,6 +233,38 @@ class GRPOMixin(ReferenceMixin):
         kl, num_clipped, count = self.accelerator.reduce(torch.stack([x.double() for x in sums]), "sum").tolist()
         self._metrics["train"]["sampling/kl"].append(kl / max(count, 1))
         self._metrics["train"]["sampling/clipped_fraction"].append(num_clipped / max(count, 1))
+
+
+class DistillationMixin(GRPOMixin):
+    """For DistillationTrainer. The teacher is sharded like the model; None: the model without its adapter."""
+
+    ref_model, distills = None, True
+    teacher_model: Any
+
+    def _share_data(self) -> None:
+        args, self._forward_redirection = self.args, lambda model, student, method, *args: method(*args)
+        args.num_generations = args.num_generations_eval = 1
+        args.generation_batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        super()._share_data()
+        if self.teacher_model is not None:
+            layout = replace(find_root(self.model).layout.for_teacher(), kernel="auto")
+            self.teacher_model = self._shard_reference(self.teacher_model, layout)
+
+    def _compute_loss(self, student: Any, inputs: Any, num_items: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this group's loss, and its sum of entropies and number of labels."""
+        sides = [[inputs[f"{side}_{kind}"] for side in ("prompt", "completion")] for kind in ("ids", "mask")]
+        ids, mask = (torch.cat(side, 1) for side in sides)
+        trained = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        labels = ids.masked_fill(F.pad(trained, (ids.shape[1] - trained.shape[1], 0)) == 0, IGNORE_INDEX)
+        models = self.model, self.teacher_model
+        with torch.autocast(self.ithaka_mesh.device.type, enabled=False):  # TRL enables it around some calls
+            rows: Any = pack_rows([base for base in models if base is not None], ids, labels, mask)
+            out: Any = distill(*models, **rows, beta=self.beta, temperature=self.temperature, num_items_in_batch=1)
+        entropies = torch.zeros(1) if out.distilled is None else out.distilled.entropies
+        sums = torch.stack([out.own_loss, entropies.sum().to(out.own_loss)])
+        dist.all_reduce(sums, group=self.ithaka_mesh.cp_group)
+        loss, num_labels = out.loss - out.loss.detach() + sums[0], trained.sum()  # its gradient is this rank's part
+        return loss / (num_labels.clamp(min=1) if num_items is None else num_items), sums[1], num_labels
 
 
 def check_rollout(result: Any, num_prompts: int) -> None:

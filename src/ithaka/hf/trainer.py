@@ -28,7 +28,7 @@ from ithaka.checkpoint.save import plain_moments, trained_weights
 from ithaka.comm.agree import raise_on_all_ranks
 from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError, input_error, parse_count
-from ithaka.hf.rewards import DPOMixin, GRPOMixin, KTOMixin, group_processes
+from ithaka.hf.rewards import DistillationMixin, DPOMixin, GRPOMixin, KTOMixin, group_processes
 from ithaka.inputs.calls import KERNEL_ARGUMENTS
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.model.logprobs import token_logprobs_and_aux
@@ -82,6 +82,7 @@ TRL_TRAINERS: dict[str, tuple[type, ...]] = {
     "KTOTrainer": (KTOMixin,),
     "GRPOTrainer": (GRPOMixin,),
     "RLOOTrainer": (GRPOMixin,),
+    "DistillationTrainer": (DistillationMixin,),
 }
 # TRL's trainers -> sets of columns; train_dataset needs all of one set.
 COLUMNS = {
@@ -90,6 +91,7 @@ COLUMNS = {
     "KTOTrainer": ("prompt, completion, label", "chosen, rejected"),
     "GRPOTrainer": ("prompt",),
     "RLOOTrainer": ("prompt",),
+    "DistillationTrainer": ("prompt",),
 }
 REFUSED_OBJECTS = {
     "model_init": "pass model instead",
@@ -129,7 +131,7 @@ Trainer: Any = object  # For mypy; `long_context` sets the real base.
 class LongContext(Trainer):
     """Mixin that `long_context` adds in front of a trainer class."""
 
-    for_trl = shares_prefixes = False
+    for_trl = shares_prefixes = distills = False  # distills: its own loss calls the model
     loss_is_mean = False  # whether a group's loss is a mean over its rows, to be averaged over groups
     averages_batches = False  # whether micro-batches have equal weight, whatever their number of labels
     rows_per_example = 1
@@ -183,7 +185,8 @@ class LongContext(Trainer):
         batch = self.args.per_device_train_batch_size * self.rows_per_example
         has_copy = getattr(self, "ref_model", None) is not None
         with _router_logits(base.config.get_text_config(), getattr(self, "aux_loss_enabled", None)):
-            parallelize(self.model, batch=batch, dtype=dtype, reference=has_copy, **settings)
+            teacher = getattr(self, "teacher_model", None)
+            parallelize(self.model, batch=batch, dtype=dtype, reference=has_copy, teacher=teacher, **settings)
         self._share_data()
 
     def _check_arguments(self, arguments: dict[str, Any]) -> None:
@@ -297,7 +300,7 @@ class LongContext(Trainer):
     # ---- a step
 
     def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        result = super().compute_loss(partial(self._call, model), *args, **kwargs)
+        result = super().compute_loss(model if self.distills else partial(self._call, model), *args, **kwargs)
         if not model.training:
             return result
         if self.loss_is_mean:

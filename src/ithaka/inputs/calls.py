@@ -32,6 +32,7 @@ from ithaka.layout import Layout, check_dtype
 # What ranks exchange about a call: error, fingerprint, number of valid labels, of positions and of frames.
 Report = tuple[RankError | None, dict[str, Any], *tuple[int, ...]]
 ARGUMENTS = (*INPUTS, "num_items_in_batch", "per_token", "temperature", "expert_indices")
+INTERNAL_ARGUMENTS = ("hidden_only", "distillation")  # see CheckedCall
 # Arguments that collators add for FlashAttention and linear attention. Documents are read from cu_seq_lens_q.
 KERNEL_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _watch_optimizers = cache(register_optimizer_step_pre_hook)
@@ -73,6 +74,8 @@ class CheckedCall:
     per_token: bool  # return TokenResults for this rank's labels
     temperature: float = 1.0  # divides the logits, if per_token
     chosen_sLk: Tensor | None = None  # the experts of this rank's tokens in each layer, if the user gave them
+    hidden_only: bool = False  # return the last layer's output
+    distillation: Any = None  # a teacher and a criterion (model/distillation.py)
     media: Any = None  # this rank's images, for vision-language models
 
 
@@ -148,7 +151,7 @@ class CallChecker:
 
 def parse_arguments(input_ids: Any = None, **named: Any) -> tuple[dict[str, Tensor], float | None]:
     """Return the tensors among the arguments, on the host, where documents are read, and num_items_in_batch."""
-    for name in named.keys() - {*ARGUMENTS, *KERNEL_ARGUMENTS}:
+    for name in named.keys() - {*ARGUMENTS, *KERNEL_ARGUMENTS, *INTERNAL_ARGUMENTS}:
         value, no_effect = named[name], name == "return_dict"  # use_cache=False and return_dict=True change nothing
         if value is not None and (isinstance(value, Tensor) or value != no_effect):
             raise TypeError(

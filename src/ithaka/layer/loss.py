@@ -1,7 +1,8 @@
-"""Output head and cross-entropy in tiles: only one tile's logits exist at a time, for any context and vocabulary.
+"""Output head and loss in tiles: only one tile's logits exist at a time, for any context and vocabulary.
 
 The gradient overwrites the tile's logits. For the summed loss it is computed in forward, so that each tile takes three
-matrix products. For per-token results it depends on the gradients of backward, which recomputes the logits.
+matrix products. For per-token results it depends on the gradients of backward, which recomputes the logits. In
+distillation, teacher and student meet in the tile.
 
 Shapes: s tokens on this rank, t tokens of a tile, e branch labels (inputs/batch.py), D hidden size, V vocabulary.
 """
@@ -23,6 +24,7 @@ from ithaka.blocks.tiles import (
     sum_dtype,
     tile_slices,
 )
+from ithaka.ops.divergence import Criterion, divergence_with_grad
 from ithaka.ops.fused import cross_entropy_with_grad, row_logsumexp, scale_in_place, softmax_grad
 from ithaka.phases import MemoryCategory, phase, set_category
 
@@ -37,6 +39,16 @@ class TokenResults(NamedTuple):
     entropies: Tensor  # entropy of the predicted distribution
     correct: Tensor  # bool: whether the label is the argmax (the first, if tied)
     mean_logits: Tensor  # mean over the vocabulary, without gradient
+
+
+class Distilled(NamedTuple):
+    """Per label, in fp32 or wider, without gradients; 0 where the label is IGNORE_INDEX."""
+
+    losses: Tensor
+    divergences: Tensor  # also 0 where the teacher predicts nothing
+    entropies: Tensor  # of the student, at the temperature
+    cross_entropies: Tensor
+    taught: Tensor  # bool: whether the teacher predicts the label; others have the cross-entropy as their loss
 
 
 class Head(Protocol):
@@ -153,6 +165,37 @@ def summed_cross_entropy(
     return _SummedCrossEntropy.apply(x, labels_s, head, tile, rows_e, divisor, needs_grad, *head.params)
 
 
+@dataclass(frozen=True)
+class Teacher:
+    """A teacher's predictions of this rank's labels: hidden states and a function that maps a tile of them to logits,
+    or stored ids and log-probabilities, [s, k]. `taught`: bool, which labels they cover."""
+
+    criterion: Criterion
+    taught_s: Tensor
+    x: Tensor | None = None
+    logits: Callable[[Tensor], Tensor] | None = None
+    stored: tuple[Tensor, ...] = ()
+
+    def predict(self, rows: slice, rows_e: Tensor | None) -> Any:
+        """Return the teacher's logits of the labels `rows`, or what is stored for them."""
+        if self.x is None or self.logits is None:
+            return tuple(each[rows] for each in self.stored)
+        x_sD = self.x.view(self.x.shape[-2:])
+        branches = slice(rows.start - len(x_sD), rows.stop - len(x_sD))
+        return self.logits(x_sD[rows] if rows_e is None or branches.start < 0 else x_sD[rows_e[branches]])
+
+
+def summed_divergence(
+    x: Tensor, labels_s: Tensor, head: Head, tile: int, divisor: float, rows_e: Tensor | None, teacher: Teacher
+) -> tuple[Tensor, Distilled]:
+    """As `summed_cross_entropy`, with the divergence from a teacher as the loss of the labels that it predicts. Also
+    returns the results per label."""
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *head.params))
+    inputs = x, labels_s, head, tile, rows_e, (divisor, teacher), needs_grad
+    loss, *results = _SummedDivergence.apply(*inputs, *head.params)
+    return loss, Distilled(*results)
+
+
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @phase("loss forward")
@@ -172,7 +215,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @phase("loss backward")
-    def backward(ctx, dloss):
+    def backward(ctx, dloss, *_):
         if ctx.grads is None:
             raise RuntimeError(BACKWARD_RAN_TWICE)
         (dx, *dparams), ctx.grads = ctx.grads, None
@@ -180,6 +223,32 @@ class _SummedCrossEntropy(torch.autograd.Function):
         for grad in {id(grad): grad for grad in (dx, *dparams) if grad is not None}.values():
             scale_in_place(grad, dloss)
         return dx, None, None, None, None, None, None, *dparams
+
+
+class _SummedDivergence(_SummedCrossEntropy):
+    @staticmethod
+    @phase("loss forward")
+    def forward(ctx, x, labels_s, head, tile, rows_e, divisor_and_teacher, needs_grad, *params):
+        divisor, teacher = divisor_and_teacher
+        share, valid_s = teacher.criterion.cross_entropy, labels_s != IGNORE_INDEX
+        dx, grads = set_category(torch.zeros_like(x), MemoryCategory.RESIDUAL) if needs_grad else None, GradSum()
+        values_3s, taught_s = x.new_zeros(3, len(labels_s), dtype=sum_dtype(x.dtype)), teacher.taught_s & valid_s
+        # Weights of the divergence and the cross-entropy of each label.
+        weights_2s = torch.stack([taught_s * (1 - share), torch.where(taught_s, share, valid_s)]).to(values_3s.dtype)
+        for rows, x_tD, dx_tD in _tiles(x, dx, rows_e, tile):
+            saved, logits_tV = (None, head.logits(x_tD)) if dx_tD is None else head.run(x_tD)
+            valid_t, target_t1 = _valid_and_target(labels_s[rows])
+            how = target_t1[:, 0], teacher.criterion, None if dx_tD is None else weights_2s[:, rows] / divisor
+            values = divergence_with_grad(logits_tV, teacher.predict(rows, rows_e), *how)
+            values_3s[:, rows] = torch.where(valid_t, torch.stack(values), 0)
+            if dx_tD is not None:
+                head.backward(saved, logits_tV, dx_tD, grads)
+            del saved, logits_tV  # before the next tile is allocated
+        ctx.grads = [dx, *(grads.take_rounded(p) for p in params)] if needs_grad else None
+        values_3s[0] = torch.where(taught_s, values_3s[0], 0)
+        results = (weights_2s * values_3s[::2]).sum(0), *values_3s, taught_s
+        ctx.mark_non_differentiable(*results)
+        return results[0].sum() / divisor, *results
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

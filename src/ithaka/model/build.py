@@ -102,6 +102,7 @@ def build_model(
     seed: int = 0,
     vocab_size: int | None = None,
     adapter: AdapterConfig | None = None,
+    packing: AdapterConfig | None = None,
     rope: RopeConfig | None = None,
     context: int = 0,
     trains: bool = True,
@@ -111,8 +112,8 @@ def build_model(
     The model is built on the meta device. Weights are read from safetensors straight into this rank's shards; without
     files they are drawn from `seed`, with values that do not depend on the number of ranks. A `vocab_size` above the
     source's resizes the embeddings: each new row is the mean of the stored rows. With an adapter, all other parameters
-    are frozen, in the compute dtype; with `trains=False`, all parameters are. For `rope` and `context`, see
-    `read_hf_config`. A config dict may also be that of a video transformer.
+    are frozen, in the compute dtype; with `trains=False`, all parameters are, in the base format of `packing`, if set.
+    For `rope` and `context`, see `read_hf_config`. A config dict may also be that of a video transformer.
     """
     if isinstance(source, dict) and "_class_name" in source:
         return _build_transformer(source, mesh, layout or Layout(), adapter, trains)
@@ -125,7 +126,9 @@ def build_model(
         model = auto_class(config.model_type).from_config(config, dtype=stored_dtype)
         if adapter is not None:
             add_adapter(model, adapter, source if isinstance(source, Path) else None)
-        choose_packed(model, adapter, open_tensor_files(source) if has_weights(source) else {})
+        if packing is not None:
+            model.requires_grad_(False)
+        choose_packed(model, adapter or packing, open_tensor_files(source) if has_weights(source) else {})
     transforms = get_model_conversion_mapping(model)  # FSDP2 changes the model's class, which they depend on
     parallelize_model(model, mesh=mesh, layout=layout, store=store)
     model.to_empty(device=torch.device("cpu") if layout and layout.offload_optimizer else mesh.device)

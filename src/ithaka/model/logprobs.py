@@ -37,7 +37,7 @@ def token_logprobs(
     if inputs.get("shift_labels") is not None:
         raise TypeError("token_logprobs got labels and shift_labels, which would replace them; pass labels only")
     if share:
-        _get_mesh(model)
+        get_mesh(model)
         return model(input_ids=input_ids, labels=labels, per_token=True, **inputs).tokens
     return token_logprobs_and_aux(model, input_ids, labels, **inputs)[0]
 
@@ -46,7 +46,7 @@ def token_logprobs_and_aux(
     model: PreTrainedModel, input_ids: Tensor, labels: Tensor, **inputs: Any
 ) -> tuple[TokenResults, Tensor | None]:
     """`token_logprobs`, and the load-balancing loss of the cp group, if the configuration has one."""
-    mesh = _get_mesh(model)
+    mesh = get_mesh(model)
     out = model(input_ids=input_ids, labels=labels, per_token=True, **inputs)
     tokens = out.tokens
     values_s4 = torch.stack([x.to(tokens.logprobs.dtype) for x in tokens], dim=-1)
@@ -71,7 +71,7 @@ def label_share(model: PreTrainedModel, values_BN: Tensor, **inputs: Any) -> Ten
     Matches the order of `token_logprobs(..., share=True)` for the same `inputs`; in a ring, the order depends on the
     documents. 0 for tokens without a label.
     """
-    mesh = _get_mesh(model)
+    mesh = get_mesh(model)
     for name in inputs.keys() - {*ARGUMENTS, *KERNEL_ARGUMENTS}:
         raise TypeError(f"{name} is not an argument of a parallel model; pass the inputs of token_logprobs")
     if not isinstance(values_BN, Tensor) or values_BN.dim() != 2:
@@ -84,7 +84,7 @@ def label_share(model: PreTrainedModel, values_BN: Tensor, **inputs: Any) -> Ten
     return shard_label_values(values_BN, mesh, pack_batch(inputs, values_BN, mesh))
 
 
-def _get_mesh(model: PreTrainedModel) -> Mesh:
+def get_mesh(model: PreTrainedModel) -> Mesh:
     mesh = getattr(model, "ithaka_mesh", None)
     if mesh is None:
         raise ConfigError(f"the {type(model).__name__} is not parallel; call ithaka.parallelize(model) first")

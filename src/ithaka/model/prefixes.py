@@ -19,6 +19,7 @@ from ithaka.layer.loss import IGNORE_INDEX, TokenResults
 from ithaka.layout import check_size
 from ithaka.model.logprobs import token_logprobs_and_aux
 from ithaka.plan.shape import StepShape, span_pairs
+from ithaka.roots.find import find_root
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,7 @@ def shared_logprobs(
     themselves, or -100. Nothing is shared if the model does not support `parents`, with position_ids, or with
     a load-balancing loss, which counts tokens."""
     mask_BN = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    root = model.ithaka_root
-    if root.why_no_parents() or root.balancing is not None or inputs.keys() - {"temperature"}:
+    if not _shares(model) or inputs.keys() - {"temperature"}:
         return token_logprobs_and_aux(model, input_ids, labels, attention_mask=mask_BN, **inputs)
     ids_BN, is_real_BN = input_ids.cpu(), mask_BN.cpu().bool()
     packed = pack_prefixes([row[real] for row, real in zip(ids_BN, is_real_BN, strict=True)])
@@ -112,6 +112,22 @@ def shared_logprobs(
     index_BN, valid_BN = (x.to(results.logprobs.device) for x in (index_BN, labels != IGNORE_INDEX))
     shared = (torch.where(valid_BN, values_1N[0, index_BN], 0).to(values_1N.dtype) for values_1N in results)
     return TokenResults(*shared), aux
+
+
+def pack_rows(models: Sequence[Any], input_ids: Tensor, labels: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+    """Return the inputs of a call with these rows, whose common prefixes without labels are computed once if all
+    `models` support it."""
+    if not all(map(_shares, models)):
+        return {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}
+    ids_BN, labels_BN, is_real_BN = input_ids.cpu(), labels.cpu(), attention_mask.cpu().bool()
+    rows = [[row[real] for row, real in zip(each, is_real_BN, strict=True)] for each in (ids_BN, labels_BN)]
+    return pack_prefixes(*rows).inputs
+
+
+def _shares(model: Any) -> bool:
+    """Whether rows may share prefixes. A load-balancing loss counts tokens."""
+    root: Any = find_root(model)
+    return not root.why_no_parents() and root.balancing is None
 
 
 def _comparable_rows(

@@ -45,15 +45,15 @@ def merge_softmax(sum_out_BhtK: Tensor, sum_lse_Bht: Tensor, out_BhtK: Tensor, l
     sum_lse_Bht.copy_(new_lse)
 
 
-def row_logsumexp(logits_tV: Tensor, details: bool = False) -> tuple[Tensor, ...]:
-    """Return the log-sum-exp of every row and, with `details`, the mean of its logits under their softmax and the
-    plain mean.
+def row_logsumexp(logits_tV: Tensor, details: bool = False, scale: float = 1.0) -> tuple[Tensor, ...]:
+    """Return the log-sum-exp of every row of logits * scale and, with `details`, the mean of these logits under their
+    softmax and the plain mean.
 
     In fp32 or wider.
     """
     wide = torch.promote_types(logits_tV.dtype, torch.float32)
     if not runs_in_triton(logits_tV):
-        wide_tV = logits_tV.to(wide)
+        wide_tV = logits_tV.to(wide) * scale
         lse_t = wide_tV.logsumexp(-1)
         if not details:
             return (lse_t,)
@@ -62,7 +62,7 @@ def row_logsumexp(logits_tV: Tensor, details: bool = False) -> tuple[Tensor, ...
     t, V = logits_tV.shape
     values_nt = logits_tV.new_empty(3 if details else 1, t, dtype=wide)
     _logsumexp_kernel[(t,)](
-        logits_tV, values_nt, t, V, _row_stride(logits_tV), DETAILS=details, BLOCK=_FLAT_BLOCK, num_warps=8
+        logits_tV, values_nt, t, V, _row_stride(logits_tV), scale, DETAILS=details, BLOCK=_FLAT_BLOCK, num_warps=8
     )
     return values_nt.unbind()
 
@@ -176,7 +176,7 @@ if triton is not None:
         tl.store(sum_lse, total, seen)
 
     @triton.jit
-    def _logsumexp_kernel(logits, values, t, V, row_stride, DETAILS: tl.constexpr, BLOCK: tl.constexpr):
+    def _logsumexp_kernel(logits, values, t, V, row_stride, scale, DETAILS: tl.constexpr, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         cols = tl.arange(0, BLOCK)
         # Each lane keeps its own maximum and sums until the end; -1e30 and not -inf, because -inf - -inf is NaN.
@@ -185,7 +185,7 @@ if triton is not None:
         weighted = tl.zeros((BLOCK,), tl.float32)
         plain = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, V, BLOCK):
-            x = tl.load(logits + row * row_stride + start + cols, start + cols < V, other=-1e30).to(tl.float32)
+            x = tl.load(logits + row * row_stride + start + cols, start + cols < V, other=-1e30).to(tl.float32) * scale
             higher = tl.maximum(top, x)
             shrunk = tl.exp(tl.minimum(top, x) - higher)  # the other exponential is 1
             total = tl.where(x > top, total * shrunk + 1.0, total + shrunk)

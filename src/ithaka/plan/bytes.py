@@ -5,7 +5,7 @@ Letters as in plan/layer_bytes.py; V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ithaka.layout import Layout
@@ -111,6 +111,8 @@ def gpu_phases(shape: ModelShape, layout: Layout, hardware: Hardware, work: Step
     gathered in the compute dtype, gradients are reduced in the sum dtype."""
     gpu = _GpuPhases(shape, layout, hardware, work)
     phases = [("forward", gpu.forward()), ("loss", gpu.loss())]
+    if work.trains and work.distills:
+        phases = gpu.with_teacher(phases)
     phases += [("forward, encoder", gpu.forward_encoder(encoder)) for encoder in shape.encoders]
     if not work.trains:
         return phases
@@ -213,8 +215,9 @@ class _GpuPhases:
         return self.bytes_at(point, self.root + self.layer + self.next_layer, kept=kept if self.work.trains else 0)
 
     def loss(self) -> Sizes:
-        tokens = logits_tile_tokens(self.layout.tile_tokens, self.s, self.shape.vocab * self.e)
-        logits, normed = tokens * self.shape.vocab * self.e, tokens * self.shape.hidden * self.e
+        row_bytes = self.shape.vocab * self.e * (2 if self.work.distills and self.work.trains else 1)
+        tokens = logits_tile_tokens(self.layout.tile_tokens, self.s, row_bytes)
+        logits, normed = tokens * row_bytes, tokens * self.shape.hidden * self.e
         if not self.work.trains:
             # FSDP2 holds the last all-gather twice: as received, and as parameters.
             lm_head = self.root + self.next_layer if self.shape.tied else self.head * (1 if self.is_single else 2)
@@ -228,6 +231,16 @@ class _GpuPhases:
         computed = max(logits + 2 * normed, head * self.e)  # normed and its gradient
         sizes["loss tile"] = head * self.sum_bytes + computed
         return sizes
+
+    def with_teacher(self, phases: list[tuple[str, Sizes]]) -> list[tuple[str, Sizes]]:
+        """Add its forward, its last hidden states and, to the loss, its gathered head. Its weights are frozen ones."""
+        teacher, work = self.shape.teacher or self.shape, replace(self.work, trains=False, reference=False)
+        own = {name: phases[0][1][name] for name in ("parameters", "gradients", "optimizer")}
+        forward = _GpuPhases(teacher, self.layout.for_teacher(), self.hardware, work).forward() | own
+        states = {"teacher states": self.layout.x_bytes(teacher.hidden, self.s), "teacher head": 0}
+        phases = [("forward of the teacher", forward), *((phase, sizes | states) for phase, sizes in phases)]
+        phases[-1][1]["teacher head"] = teacher.vocab * teacher.hidden * self.e * bool(self.shape.teacher)
+        return phases
 
     def backward(self) -> list[tuple[str, Sizes]]:
         """The last layer of each group, when the group keeps the most. The gradients of the module above are being

@@ -213,7 +213,8 @@ def find_known_shape(values: Mapping[str, Any], source: str) -> ModelShape | Non
 
 
 def shape_to_json(shape: ModelShape) -> dict[str, Any]:
-    return asdict(shape) | {"mixers": mixers_to_json(shape.mixers)}
+    stored = asdict(shape) | {"mixers": mixers_to_json(shape.mixers)}
+    return {name: value for name, value in stored.items() if name != "teacher"}
 
 
 @lru_cache

@@ -131,28 +131,33 @@ def forward_plan(shape: ModelShape, hardware: Hardware, work: StepShape) -> Plan
     return Plan(shape, layout, hardware, replace(work, trains=False))
 
 
-def forward_layout(shape: ModelShape, cp: int, tokens: int, dtype: str) -> Layout:
+def forward_layout(shape: ModelShape, cp: int, tokens: int, dtype: str, ring: int | None = None) -> Layout:
     """The layout of an evaluation: all ranks share each sequence. All heads at once while their tensors are small,
     which is faster; otherwise one head per rank."""
-    ring = smallest_ring(cp, shape.heads)
+    ring = ring or smallest_ring(cp, shape.heads)
     is_long = tokens // cp * shape.heads * shape.head_dim > MAX_HEADS_ELEMENTS
     stage = cp // ring if is_long else None
     return make_layout(shape.num_layers, cp=cp, ring=ring, heads_per_stage=stage, tile_tokens=8192, dtype=dtype)
 
 
 def work_from_config(config: Config) -> StepShape:
-    has_reference = config.loss.type == "dpo"
-    train = config.train
-    return StepShape(config.data.context, train.batch, accumulate=train.accumulate, reference=has_reference)
+    train, loss = config.train, config.loss
+    distills = loss.type == "distill" and not loss.is_stored
+    work = StepShape(config.data.context, train.batch, accumulate=train.accumulate, distills=distills)
+    return replace(work, reference=distills or loss.type == "dpo")
 
 
-def shape_to_train(shape: ModelShape, config: Config) -> ModelShape:
-    """The shape with the run's adapter, optimizer and reference, which is a copy if all parameters are trained."""
-    has_copy = config.loss.type == "dpo" and config.adapter is None
+def shape_to_train(shape: ModelShape, config: Config, teacher: ModelShape | None = None) -> ModelShape:
+    """The shape with the run's adapter, optimizer, and teacher or reference, a copy if all parameters are trained."""
+    has_copy = work_from_config(config).reference and config.adapter is None and teacher is None
     if config.adapter is not None and config.adapter.rank > shape.hidden:
         rule = f"exceeds the model's hidden size {shape.hidden}, the rank of a full update"
         raise ConfigError(f"adapter.rank={config.adapter.rank} {rule}; use 16, for example, or no adapter")
-    return replace(shape.with_adapter(config.adapter), reference=has_copy, optimizer=config.optim.name)
+    if teacher is not None and teacher.vocab != shape.vocab:
+        rule = f"predicts {teacher.vocab} tokens and the model {shape.vocab}: they cannot be compared"
+        raise ConfigError(f"loss.teacher={config.loss.teacher} {rule}; use a teacher with the same vocabulary")
+    others: Any = {"reference": has_copy, "teacher": teacher, "optimizer": config.optim.name}
+    return replace(shape.with_adapter(config.adapter), **others)
 
 
 def make_search_space(config: Config, explicit: Collection[str], shape: ModelShape, hardware: Hardware) -> SearchSpace:

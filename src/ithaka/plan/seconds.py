@@ -319,7 +319,8 @@ def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: St
     if not work.trains:
         return total
     if work.reference:
-        total = total + step_seconds(shape, layout, hardware, replace(work, trains=False))
+        other = (shape.teacher, layout.for_teacher()) if shape.teacher else (shape, layout)
+        total = total + step_seconds(*other, hardware, replace(work, trains=False))
     return total.times(work.accumulate) + _update_seconds(shape, layout, hardware)
 
 

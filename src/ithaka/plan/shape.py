@@ -140,6 +140,7 @@ class ModelShape:
     adapter: AdapterConfig | None = None  # None: all parameters are trained
     measured: MeasuredLayer | None = None  # a family without a formula, whose layers were measured
     reference: bool = False  # whether a frozen copy of the base model is kept too
+    teacher: ModelShape | None = None  # another frozen model; an adapter has the format of its base
     encoders: tuple[Encoder, ...] = ()  # image encoders; `measured` includes their parameters
     optimizer: str = "adamw"  # as optim.name
 
@@ -269,7 +270,9 @@ class ModelShape:
         layers: float = self.num_layers
         if self.measured:
             layers = (self.measured.total_parameters - self.encoder_parameters) / self.measured.parameters
-        return frozen * element_bytes - int(layers * (packed * element_bytes - num_bytes)) // num_ranks
+        other = self.teacher and self.teacher.with_adapter(self.teacher.adapter or AdapterConfig())  # it is frozen
+        teacher = other.frozen_bytes(num_ranks, element_bytes) if other else 0
+        return teacher + frozen * element_bytes - int(layers * (packed * element_bytes - num_bytes)) // num_ranks
 
     def gathered_bytes(self, element_bytes: int) -> int:
         """Bytes of one layer's parameters with their adapters, gathered but not unpacked."""
@@ -402,7 +405,8 @@ class StepShape:
     spans: tuple[tuple[int, int], ...] = ()  # nodes of a forest in each sequence: tokens of ancestors, and its own
     accumulate: int = 1  # micro-steps per optimizer step
     trains: bool = True  # False: forward only, without gradients
-    reference: bool = False  # also a forward of a reference model
+    reference: bool = False  # also a forward of a reference model or a teacher
+    distills: bool = False  # its last hidden states stay until the loss
     between_steps: bool = False  # with trains=False: during a run, whose weights and optimizer state stay in memory
 
     @property

@@ -128,8 +128,13 @@ def as_text(plan: Plan, model: str, steps: int | None = None, notes: Sequence[st
         texts.append(_format_adapter(plan))
     if plan.work.reference:
         kind = "a frozen copy" if plan.shape.reference else "the model without its adapter"
+        if (teacher := plan.shape.teacher) is not None:
+            size = teacher.frozen_bytes(plan.hardware.num_gpus // plan.layout.replicas, plan.layout.element_bytes)
+            kind = f"{format_count(teacher.num_parameters)} frozen parameters{teacher.format.note}"
+            kind += f", {size / GIB:.1f} GiB per GPU"
+        role = "teacher" if plan.work.distills else "reference"
         forward_s = plan.step_s - replace(plan, work=replace(plan.work, reference=False)).step_s
-        texts.append(f"reference: {kind}; its forward pass takes {format_duration(forward_s)} per step")
+        texts.append(f"{role}: {kind}; its forward pass takes {format_duration(forward_s)} per step")
     if plan.shape.num_active < plan.shape.num_parameters:
         texts += _format_experts(plan)
     lines = [line for text in texts for line in wrap(text, rest="  ")]
@@ -198,7 +203,7 @@ def _format_forest(work: StepShape) -> str:
 def _adapter_savings(plan: Plan) -> dict[str, int | float]:
     """The trained and frozen parameters, and what freezing saves with the same settings."""
     shape = plan.shape
-    full = replace(plan, shape=replace(shape.with_adapter(None), reference=plan.work.reference))
+    full = replace(plan, shape=replace(shape.with_adapter(None), reference=plan.work.reference and not shape.teacher))
     return {
         "rank": shape.adapter.rank if shape.adapter else 0,
         "trained_parameters": shape.num_trained,

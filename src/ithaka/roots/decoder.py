@@ -22,8 +22,9 @@ from ithaka.config import ConfigError
 from ithaka.inputs.batch import GatherTokens, select_own_tokens, shard_batch
 from ithaka.inputs.calls import CheckedCall, fingerprint_call, parse_arguments, shard_expert_indices
 from ithaka.inputs.positions import check_positions
+from ithaka.layer import loss as losses
 from ithaka.layer.inputs import CallState
-from ithaka.layer.loss import IGNORE_INDEX, Head, ScaledHead, TokenResults, linear_cross_entropy, summed_cross_entropy
+from ithaka.layer.loss import IGNORE_INDEX, Distilled, Head, ScaledHead, TokenResults
 from ithaka.layer.store import Store
 from ithaka.layout import Layout
 from ithaka.plan.bytes import logits_tile_tokens
@@ -42,6 +43,8 @@ class ParallelOutput(ModelOutput):
     docs: Docs | None = None  # documents of the sequence, and what was exchanged for them
     own_loss: Tensor | None = None  # this rank's term of the loss
     aux_loss: Tensor | None = None  # the load-balancing loss of this cp group, without its coefficient
+    distilled: Distilled | None = None  # this rank's share, of a call with a teacher
+    hidden: Tensor | None = None  # this rank's share of the last layer's output, if the call asks for it
 
 
 class Decoder(Root):
@@ -129,8 +132,9 @@ class Decoder(Root):
     def make_call(self, named: dict[str, Any], inputs: Any, *totals: int) -> CheckedCall:
         (share, shape, items, chosen_sLk), (num_tokens, num_positions, _) = inputs, totals
         divisor = max(num_tokens, 1) if items is None else items or 1
-        options = bool(named.get("per_token")), named.get("temperature") or 1.0
-        return CheckedCall(self.mesh, share, shape, num_tokens, num_positions, divisor, *options, chosen_sLk)
+        options = bool(named.get("per_token")), named.get("temperature") or 1.0, chosen_sLk
+        teaching = bool(named.get("hidden_only")), named.get("distillation")
+        return CheckedCall(self.mesh, share, shape, num_tokens, num_positions, divisor, *options, *teaching)
 
     def why_no_parents(self) -> str:
         """Why a call may not have `parents`; empty if it may."""
@@ -167,7 +171,9 @@ class Decoder(Root):
             return self._make_zero_output(call)
         state = self._make_state(call)
         x = self.run_layers(call, state)
-        head = model.lm_head(x, call)
+        if call.hidden_only:
+            return ParallelOutput(hidden=x)
+        head, distilled = model.lm_head(x, call)
         if share.labels_s is None:
             self.guard_backward([head])
             return ParallelOutput(logits=head)
@@ -188,6 +194,7 @@ class Decoder(Root):
             docs=share.docs,
             own_loss=own.detach(),
             aux_loss=aux_loss,
+            distilled=distilled,
         )
 
     def _make_state(self, call: CheckedCall) -> CallState:
@@ -205,23 +212,26 @@ class Decoder(Root):
     def make_head(self) -> Head:
         """The model's own forward after its layers: last norm, output projection, scaling and softcap of the logits."""
 
-    def _run_head(self, x: Tensor, call: CheckedCall) -> TokenResults | Tensor:
-        """Return this rank's loss, or TokenResults if call.per_token, or logits if there are no labels. x: [s, D] or
-        [1, s, D]."""
+    def _run_head(self, x: Tensor, call: CheckedCall) -> tuple[TokenResults | Tensor, Distilled | None]:
+        """Return this rank's loss, or TokenResults if call.per_token, or logits if there are no labels; and what a
+        teacher adds. x: [s, D] or [1, s, D]."""
         model, labels_s, head = self.model, call.share.labels_s, self.make_head()
         x = x.to(model.get_output_embeddings().weight.dtype).contiguous()  # a user's hook may have replaced it
         if call.temperature != 1:
             head = ScaledHead(head, 1 / call.temperature)
         if labels_s is None:
             logits_sV = head.logits(x.view(x.shape[-2:]))
-            return GatherTokens.apply(logits_sV, call.mesh, call.share.docs.sharding, call.shape)
-        num_logits = model.get_output_embeddings().weight.shape[0]
-        tile = logits_tile_tokens(self.layout.tile_tokens, x.shape[-2], num_logits * x.element_size())
-        inputs = x, labels_s, head, tile
+            return GatherTokens.apply(logits_sV, call.mesh, call.share.docs.sharding, call.shape), None
+        row_bytes = model.get_output_embeddings().weight.shape[0] * x.element_size()
+        row_bytes *= 1 if call.distillation is None else 2  # a tile has the logits of both models
+        inputs = x, labels_s, head, logits_tile_tokens(self.layout.tile_tokens, x.shape[-2], row_bytes)
         rows_e = call.share.branch_rows_e
+        if call.distillation is not None:
+            with call.distillation.teach(call.share) as teacher:
+                return losses.summed_divergence(*inputs, call.divisor, rows_e, teacher)
         if call.per_token or (model.ithaka_loss and model.training):
-            return linear_cross_entropy(*inputs, rows_e)
-        return summed_cross_entropy(*inputs, call.divisor, rows_e)
+            return losses.linear_cross_entropy(*inputs, rows_e), None
+        return losses.summed_cross_entropy(*inputs, call.divisor, rows_e), None
 
     def _token_losses(self, tokens: TokenResults, labels_s: Tensor) -> Tensor:
         """Compute the cross-entropy or, in training, the custom loss per label; 0 where there is no label."""

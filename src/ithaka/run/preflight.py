@@ -163,6 +163,7 @@ def build_run(config: Config, num_ranks: int, hardware: Hardware | None, resumes
     check_fits(run)
     if not resumes or run.needs_base:  # else the checkpoint has all weights
         check_weights(config.model.path)
+    check_weights(config.loss.teacher_path, "loss.teacher", "learn from")
     return run
 
 
@@ -234,10 +235,13 @@ def _pin_commits(config: Config, commits: dict[str, str], resume: Path | None) -
     tree, model = to_dict(config), config.model
     pinned = tree | {section: pin_data(tree[section], section) for section in ("data", "evaluate", "curriculum")}
     config = parse_config(pinned) if pinned != tree else config
-    path = fetch_model(model.path and Path(commits.get(str(model.path), model.path)))
-    if path != model.path:
-        commits[str(model.path)] = str(path)
-    return dataclasses.replace(config, model=dataclasses.replace(model, path=path))
+    fetched: list[Any] = []
+    for name, path in (("model.path=", model.path), ("loss.teacher=", config.loss.teacher_path)):
+        fetched.append(fetch_model(path and Path(commits.get(str(path), path)), name))
+        if fetched[-1] != path:
+            commits[str(path)] = str(fetched[-1])
+    loss = dataclasses.replace(config.loss, teacher=fetched[1] or config.loss.teacher)
+    return dataclasses.replace(config, model=dataclasses.replace(model, path=fetched[0]), loss=loss)
 
 
 def _check_resumed(file: Path | None, changes: list[str], resume: Path, run_dir: Path | None) -> None:
@@ -282,7 +286,7 @@ def find_resume_point(run_dir: Path, config: Config, shape: ModelShape) -> tuple
         reason = f"cannot continue from the state of optim.name={saved.optim.name}"
         raise ConfigError(f"optim.name={config.optim.name} {reason}; leave it out, or start a new run")
     saved_model = run_dir / "model" / "config.json"
-    plain = dataclasses.replace(shape.with_adapter(None), optimizer="adamw", reference=False)
+    plain = dataclasses.replace(shape.with_adapter(None), optimizer="adamw", reference=False, teacher=None)
     if saved_model.is_file() and read_shape(saved_model) != plain:
         model = f"path={config.model.path}" if config.model.path else f"embedded={config.model.embedded}"
         reason = f"differs in shape from the model of {run_dir}"

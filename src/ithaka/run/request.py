@@ -11,7 +11,7 @@ from ithaka.plan.hardware import H200_ATTENTION, Hardware
 from ithaka.plan.models import find_config
 from ithaka.plan.request import PlanRequest
 from ithaka.plan.search import make_search_space, shape_to_train, work_from_config
-from ithaka.run.shapes import shape_from_config
+from ithaka.run.shapes import shape_from_config, teacher_shape
 
 # Settings that have an option of `ithaka plan`.
 OPTIONS = {"model.path": "the argument MODEL", "data.context": "--context", "train.batch": "--batch",
@@ -38,6 +38,7 @@ def make_request(
     explicit = explicit_settings(None, overrides)
     config = load_config(None, [*overrides, f"data.context={num_tokens}", f"train.batch={batch}"])  # finds typos
     planned = (*SETTINGS, "train.accumulate", "train.compile", "attention.kernel", "optim.name", "loss.type")
+    planned += "loss.teacher", "loss.teacher_base"
     for name in sorted(explicit.difference(planned, ADAPTER_SETTINGS)):
         if name in OPTIONS:
             raise ConfigError(f"--set {name} has its own option; use {OPTIONS[name]}")
@@ -50,7 +51,7 @@ def make_request(
             raise ConfigError(f"attention.kernel={kernel} {rule}; use {format_choices(('auto', *known))}")
         hardware = hardware.with_kernel(kernel)
     hf_config = find_config(model)
-    shape = shape_to_train(shape_from_config(hf_config, model), config)
+    shape = shape_to_train(shape_from_config(hf_config, model), config, teacher_shape(config))
     for name in sorted(explicit & shape.root.refuses.keys()):
         rule = f"does not apply to {model}: video transformers {shape.root.refuses[name]}"
         raise ConfigError(f"{name}={format_value(attrgetter(name)(config))} {rule}; leave it out")

@@ -26,7 +26,7 @@ from ithaka.plan.hardware import GPUS, Hardware, available_memory, find_gpu, fre
 from ithaka.plan.read_config import read_json
 from ithaka.plan.search import Plan, SearchSpace, make_search_space, shape_to_train, work_from_config
 from ithaka.plan.shape import ModelShape, StepShape
-from ithaka.run.shapes import read_shape, shape_from_config
+from ithaka.run.shapes import read_shape, shape_from_config, teacher_shape
 
 FALLBACK_GPU = "H100"  # its rates rank plans for a GPU that is not in the table
 STORE_CATEGORIES = ("layer inputs", "kept attention", "on the way to disk")  # names in the ledger
@@ -133,7 +133,7 @@ def model_shape(config: Config) -> ModelShape:
     """The model's shape, with the vocabulary that model.resize_embeddings gives it."""
     path, name = config.model.path, config.model.embedded
     shape = read_shape(path) if path else shape_from_config(embedded_model(name), f"model.embedded={name}")
-    shape = shape_to_train(shape, config)
+    shape = shape_to_train(shape, config, teacher_shape(config))
     if not config.model.resize_embeddings:
         return shape
     from ithaka.data.tokenizer import load_tokenizer  # late: it imports transformers

@@ -9,7 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ithaka.config.formats import check_quantization
+from ithaka.config import AdapterConfig, Config
+from ithaka.config.formats import check_quantization, required_base
 from ithaka.hub import HUB_ID
 from ithaka.plan.models import find_config, find_known_shape
 from ithaka.plan.read_config import GIVE_MODEL, check_values, read_json
@@ -28,6 +29,15 @@ def read_shape(path: Path) -> ModelShape:
     is_hub_id = re.fullmatch(HUB_ID, str(path)) and not path.is_file()
     fetch = f"fetch it with `hf download {hub} --local-dir {path}`, or " if is_hub_id else ""
     return shape_from_config(read_json(file, fix=fetch + GIVE_MODEL), str(path))
+
+
+def teacher_shape(config: Config) -> ModelShape | None:
+    """Return the shape of loss.teacher, if it is another model."""
+    if (path := config.loss.teacher_path) is None:
+        return None
+    values = find_config(str(path))
+    format_ = AdapterConfig(base=required_base(values, config.loss.teacher_base))
+    return shape_from_config(values, f"loss.teacher={path}").with_adapter(format_)
 
 
 def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> ModelShape:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 # Sections of every run's config.yaml. A file that a user wrote rarely has them all.
 SAVED_SECTIONS = {"model", "data", "parallel", "memory", "attention", "optim", "train", "profile"}
-TOKEN_FILES = (".tokens", ".part", ".failed")  # in RUN_DIR/tokens, which is removed after the run
+TOKEN_FILES = (".tokens", ".part", ".failed", ".npy")  # in RUN_DIR/tokens, which is removed after the run
 LOG_FILES = (".log", ".out", ".err")  # a scheduler may write to the run directory before the run starts
 FINGERPRINT_BYTES, MAX_FINGERPRINT_FILES = 2**16, 256  # read at both ends of each file; of at most this many files
 
@@ -99,7 +99,11 @@ def check_weights(path: Path | None, name: str = "model.path", use: str = "train
 
 
 def check_base(run: Run) -> None:
-    """Refuse to resume a run with another base or reference model. Its files may have moved."""
+    """Refuse to resume a run with another base or reference model, or another teacher. Its files may have moved."""
+    teacher, pinned = run.config.loss.teacher_path, files.read_pins(run.run_dir).get("teacher")
+    if pinned and fingerprint_weights(teacher) != pinned:
+        rule = f"has other weights, or another config.json, than the teacher that {run.run_dir} started with"
+        raise ConfigError(f"loss.teacher={teacher} {rule}; restore its files, or start a new run")
     if not run.needs_base:
         return
     original, path = load_config(run.run_dir / "config.yaml").model.path, run.config.model.path
@@ -123,6 +127,7 @@ def check_inputs(run: Run) -> int:
     """Refuse a context that the model's positions do not cover, and unusable data. Returns the bytes of the data."""
     # Late: they import transformers, and the cheap checks come first.
     from ithaka.data.open import check_data
+    from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
     from ithaka.model.build import read_hf_config
     from ithaka.weights.adapters import trained_names
 
@@ -130,6 +135,14 @@ def check_inputs(run: Run) -> int:
     config = read_hf_config(model.path or embedded_model(model.embedded), model.rope, data.context)
     if optim.lr_factors:
         optim.find_lr_factors(trained_names(config, run.config.adapter))
+    teacher = run.config.loss.teacher_path
+    if teacher is not None and any((teacher / file).is_file() for file in TOKENIZER_FILES):
+        theirs, ours = (
+            load_tokenizer(*each).hf.get_vocab() for each in ((None, teacher), (data.tokenizer, model.path))
+        )
+        if different := [word for word, i in ours.items() if theirs.get(word, i) != i]:
+            rule = f"has another vocabulary: {different[0]!r} is token {theirs[different[0]]}, not {ours[different[0]]}"
+            raise ConfigError(f"loss.teacher={teacher} {rule}; use a teacher with the same tokenizer")
     return check_data(data, run.shape.vocab, model.path)
 
 

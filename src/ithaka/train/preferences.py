@@ -3,8 +3,6 @@
 Shapes: P pairs of a batch; B rows of S tokens; s labels of this rank.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError, LossConfig
 from ithaka.data.batch import Batch
 from ithaka.inputs.batch import pack_batch, shard_label_values
+from ithaka.model.distillation import use_reference
 from ithaka.roots.decoder import GlobalSum
 
 METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen",
@@ -27,7 +26,7 @@ class DPO:
     its adapter."""
 
     def __init__(self, settings: LossConfig, model: Any, mesh: Mesh, reference: Any = None) -> None:
-        self.beta, self.smoothing = settings.beta, settings.label_smoothing
+        self.beta, self.smoothing = settings.beta or 0.1, settings.label_smoothing
         self.model, self.mesh, self.reference = model, mesh, reference
         self._sums = torch.zeros(2 + len(METRICS), dtype=torch.float64, device=mesh.device)  # loss, METRICS, pairs
         if model.ithaka_root.balancing is not None:
@@ -69,20 +68,3 @@ class DPO:
         sums = torch.zeros(2 * max(1, batch.num_preferences), dtype=torch.float64, device=self.mesh.device)
         sums = sums.index_add(0, samples_s, out.tokens.logprobs.double())
         return GlobalSum.apply(sums, self.mesh.cp_group).view(-1, 2), out
-
-
-@contextmanager
-def use_reference(model: Any, reference: Any = None) -> Iterator[Any]:
-    """Yield the reference: the frozen copy, or the model with its adapter disabled."""
-    if reference is not None:
-        yield reference
-        reference.reshard()  # after forward, the root keeps its parameters gathered for backward
-        return
-    layers: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
-    for layer in layers:  # PEFT's own method would also change requires_grad, which FSDP2 does not expect
-        layer._disable_adapters = True
-    try:
-        yield model
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False

@@ -20,7 +20,7 @@ from ithaka.comm.mesh import Mesh
 from ithaka.config import OptimConfig
 from ithaka.data.batch import Batch, num_valid
 from ithaka.inputs.batch import count_pairs, pack_batch, shard_label_values
-from ithaka.layer.loss import IGNORE_INDEX, TokenResults
+from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.phases import phase
 from ithaka.train.optimizers import MuonAndAdamW, adamw8bit_class
 from ithaka.train.preferences import DPO
@@ -113,11 +113,11 @@ class SourceSums:
         self.has_several, self.names, self.mesh = len(names) > 1, names, mesh
         self._sums = torch.zeros(2, len(names), dtype=torch.float64, device=mesh.device)
 
-    def add(self, batch: Batch, tokens: TokenResults | None) -> None:
-        if tokens is not None and batch.source_ids is not None:
+    def add(self, batch: Batch, losses_s: Tensor | None) -> None:
+        if losses_s is not None and batch.source_ids is not None:
             packing = pack_batch(batch.inputs, batch.labels, self.mesh)
             valid_s = shard_label_values(batch.labels, self.mesh, packing, IGNORE_INDEX) != IGNORE_INDEX
-            values_2s = torch.stack([-tokens.logprobs.detach().double(), valid_s.double()])
+            values_2s = torch.stack([losses_s.detach().double(), valid_s.double()])
             self._sums.index_add_(1, shard_label_values(batch.source_ids, self.mesh, packing), values_2s)
 
     def means(self, what: str) -> dict[str, float]:
@@ -158,9 +158,10 @@ def train_step(
     seed_and_step: tuple[int, int] = (0, 0),
     accepts: Callable[[float, float], bool] = lambda loss, norm: True,
     dpo: DPO | None = None,
+    distill: Callable[[Batch, int], Any] | None = None,
 ) -> StepResult:
     """Run one update on this rank's micro-batches. `windows`: sliding window of each layer. `seed_and_step`: for
-    adapter.dropout. The update is skipped if `accepts(loss, gradient norm)` is false.
+    adapter.dropout. Skips the update if `accepts(loss, gradient norm)` is false. `distill` calls model and teacher.
 
     The global number of valid labels (for `dpo`, of preferences) is known before the first forward, so that every
     micro-batch is weighted by its number of labels."""
@@ -178,15 +179,21 @@ def train_step(
         dropout.start_step(*seed_and_step)
     total_loss, aux_loss = torch.zeros(2, dtype=torch.float64, device=mesh.device).unbind()
     sources, max_pairs, own_losses, ring_bytes = SourceSums(source_names, mesh), [], [], 0
+    distilled = torch.zeros(3, dtype=torch.float64, device=mesh.device)  # divergences, cross-entropies, their numbers
     has_aux_loss = False
     for batch, own_pairs in zip(batches, pairs, strict=True):
-        if dpo is None:
-            out = model(**batch.inputs, num_items_in_batch=label_tokens, per_token=sources.has_several)
-            sources.add(batch, out.tokens)
-            part, own = out.loss, out.own_loss
-        else:
+        if dpo is not None:
             part, out = dpo.compute(batch, preferences)
             own = part.detach()
+        else:
+            if distill is None:
+                out = model(**batch.inputs, num_items_in_batch=label_tokens, per_token=sources.has_several)
+                sources.add(batch, out.tokens and -out.tokens.logprobs)
+            elif (results := (out := distill(batch, label_tokens)).distilled) is not None:
+                sources.add(batch, results.losses)
+                values = results.divergences, results.cross_entropies, results.taught
+                distilled += torch.stack([value.sum().double() for value in values])
+            part, own = out.loss, out.own_loss
         part.backward()
         total_loss += part.detach()
         own_losses.append(own)
@@ -211,6 +218,10 @@ def train_step(
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         balance, ring_bytes = float(maxima[1:].sum()) * mesh.dp_size / max(1, sum(all_pairs)), int(maxima[0])
     means = sources.means("loss") | expert_loads(model) | metrics
+    if distill is not None:
+        dist.all_reduce(distilled)
+        divergence, cross_entropy, num_taught = distilled.tolist()
+        means |= {"divergence": divergence / max(num_taught, 1), "cross_entropy": cross_entropy / max(label_tokens, 1)}
     if has_aux_loss:
         dist.all_reduce(aux_loss)
         means["aux_loss"] = float(aux_loss) / mesh.world_size
@@ -247,7 +258,7 @@ def validation_loss(
             dpo.compute(batch, 1)
             continue
         out = model(**batch.inputs, per_token=sources.has_several)
-        sources.add(batch, out.tokens)
+        sources.add(batch, out.tokens and -out.tokens.logprobs)
         total += out.loss.double() * out.num_tokens
         num_labels += out.num_tokens
     model.train(was_training)

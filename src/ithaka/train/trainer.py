@@ -10,7 +10,7 @@ import statistics
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from ithaka.attention.choose import agree_on_kernel, kernel_for
 from ithaka.checkpoint import files, save
 from ithaka.comm.agree import SharedError, gather_objects, raise_on_all_ranks
 from ithaka.comm.mesh import Mesh, make_mesh, start_process_group
-from ithaka.config import CONFIG_FORMAT, ConfigError, embedded_model, to_dict, with_absolute_paths
+from ithaka.config import CONFIG_FORMAT, AdapterConfig, ConfigError, embedded_model, to_dict, with_absolute_paths
 from ithaka.config.units import format_json
 from ithaka.data.batch import Batch
 from ithaka.data.cache import decide_fills
@@ -35,9 +35,12 @@ from ithaka.layer.store import Store
 from ithaka.log.console import Console, status
 from ithaka.log.metrics import note_startup
 from ithaka.model.build import build_model, has_weights
+from ithaka.model.distillation import distill
+from ithaka.ops.divergence import Criterion
 from ithaka.ops.fourbit import packed_weights
 from ithaka.phases import phase
 from ithaka.plan.hardware import join_kernels
+from ithaka.roots.decoder import ParallelOutput
 from ithaka.run.resolve import Run, can_save_in_background, store_host_bytes
 from ithaka.run.validate import check_same_inputs, fingerprint_weights
 from ithaka.train.preferences import DPO
@@ -100,6 +103,7 @@ class Trainer:
             if config.loss.type == "dpo":
                 reference = build(trains=False).requires_grad_(False).eval() if run.shape.reference else None
                 self.dpo = DPO(config.loss, self.model, mesh, reference)
+            self.teacher = self._build_teacher(build) if config.loss.type == "distill" else None
         note_startup("model")
         self.model.ithaka_loss = config.loss.import_function()
         self.optimizer = make_optimizer(self.model, config.optim)
@@ -130,6 +134,20 @@ class Trainer:
             place = self.data_positions.pop(self.data.fingerprint(), None)
             if place is not None or not (config.curriculum and state["step"] == config.start):
                 self.data.load_state_dict(place or state["data"])
+
+    def _build_teacher(self, build: Callable[..., Any]) -> Any:
+        """Return another frozen model, a frozen copy, or None if the model teaches without its adapter."""
+        if (path := self.config.loss.teacher_path) is None:
+            return build(trains=False).requires_grad_(False).eval() if self.run.shape.reference else None
+        layout = dataclasses.replace(self.run.layout.for_teacher(), kernel=self.config.attention.kernel)
+        packing = AdapterConfig(base=self.config.loss.teacher_base)
+        return build_model(path, self.mesh, layout, packing=packing, trains=False).requires_grad_(False).eval()
+
+    def _distill(self, batch: Batch, num_items: int) -> ParallelOutput:
+        loss = self.config.loss
+        how: Any = {name: getattr(loss, name) for name in Criterion._fields}
+        teacher = batch.teacher if loss.is_stored else self.teacher
+        return distill(self.model, teacher, **batch.inputs, num_items_in_batch=num_items, **how)
 
     @phase("loading the checkpoint")
     def load(self) -> None:
@@ -258,6 +276,7 @@ class Trainer:
             seed_and_step=(config.train.seed, self.step + 1),
             accepts=self.accepts,
             dpo=self.dpo,
+            distill=self._distill if config.loss.type == "distill" else None,
         )
         result = compute()
         if result.refused is not None:
@@ -406,7 +425,7 @@ def _write_run_dir(trainer: Trainer) -> None:
     # First: it marks the directory as a run's, in which --resume auto may start again.
     files.write_atomic(run.run_dir / "config.yaml", f"format: {CONFIG_FORMAT}\n{settings}")
     base = fingerprint_weights(run.config.model.path) if run.needs_base else ""
-    files.write_pins(run.run_dir, run.commits, base)
+    files.write_pins(run.run_dir, run.commits, base, fingerprint_weights(run.config.loss.teacher_path))
     files.write_atomic(run.run_dir / "data.json", json.dumps(trainer.data_summary, indent=1))
     folder.mkdir(exist_ok=True)
     adapter = getattr(trainer.model, "peft_config", {}).get("default")

@@ -276,6 +276,13 @@ def describe_run(trainer: Trainer) -> dict[str, str]:
     if trainer.dpo is not None:
         frozen = "a frozen copy of the initial weights" if config.adapter is None else "the model without its adapter"
         summary["loss"] = f"dpo, beta {config.loss.beta:g}; the reference is {frozen}"
+    if (loss := config.loss).type == "distill":
+        teacher = str(loss.teacher or "the model without its adapter")
+        if trainer.teacher is not None:
+            positions = getattr(trainer.teacher.config.get_text_config(), "max_position_embeddings", None)
+            teacher = f"{loss.teacher or 'a copy of the initial weights'}{describe_packed(trainer.teacher)}"
+            teacher += f" up to position {positions}" * ((positions or config.data.context) < config.data.context)
+        summary["loss"] = f"distill, beta {loss.beta:g}, temperature {loss.temperature:g}; the teacher is {teacher}"
     if config.curriculum:
         summary["entry"] = f"{config.entry + 1} of {len(config.ends)}, steps {config.start + 1} to {config.train.steps}"
     if config.model.rope is not None:

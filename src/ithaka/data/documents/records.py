@@ -25,13 +25,14 @@ class RecordFormat(NamedTuple):
 
 LISTS = [f"{kind}s" for kind in MEDIA]  # columns that list images and videos outside the messages
 SIDES = "chosen", "rejected"  # the samples of a pair
+TEACHER = "teacher_ids", "teacher_logprobs"  # per token: lists of ids that may be at its place, and how likely
 FORMATS = {
     "messages": RecordFormat(["messages"], ["tools", "functions", "system", *LISTS], ["assistant", "all"]),
     "sharegpt": RecordFormat(["conversations"], ["tools", "system", *LISTS], ["assistant", "all"]),
     "preference": RecordFormat([*SIDES], ["prompt", "tools", *LISTS], ["completion", "all", "pairs"]),
     "prompt_completion": RecordFormat(["prompt", "completion"], ["tools", *LISTS], ["completion", "all"]),
     "alpaca": RecordFormat(["instruction", "output"], ["input", "system", "history", *LISTS], ["assistant", "all"]),
-    "input_ids": RecordFormat(["input_ids"], ["labels"], ["all"]),
+    "input_ids": RecordFormat(["input_ids"], ["labels", *TEACHER], ["all", "teacher"]),
 }
 FORMATS["anthropic"] = FORMATS["messages"]  # content blocks are recognized in each message
 
@@ -51,6 +52,7 @@ class Document(NamedTuple):
     is_record: bool = True  # False: another sample of the same record
     notes: Mapping[str, int] = {}  # counts of what was changed or left out
     images: Sequence[Medium] = ()
+    teacher: np.ndarray | None = None  # as in Documents
 
 
 def detect_format(record: Any, reading: ReadingConfig) -> tuple[str, list[str]]:
@@ -83,6 +85,9 @@ def check_train_on(reading: ReadingConfig, format_name: str, train_on: Sequence[
         if reading.train_on == "pairs":
             fix = "use such records, or loss.type=cross_entropy"
             raise ConfigError(f"loss.type=dpo needs chosen and rejected, not data of format {format_name}; {fix}")
+        if reading.train_on == "teacher":
+            rule = f"loss.teacher=data needs input_ids, {' and '.join(TEACHER)}, not data of format {format_name}"
+            raise ConfigError(f"{rule}; use such records, or a model as the teacher")
         fix = f"use {' or '.join(train_on)}, or auto"
         raise ConfigError(f"data.train_on={reading.train_on} does not apply to data of format {format_name}; {fix}")
 
@@ -111,12 +116,14 @@ def parse_record(
                 detail = f"{side} has nothing to train; end it with an assistant's message, or drop the record"
                 raise BadRecord("with nothing to train", detail)
         return [chosen, rejected._replace(is_record=False, notes={})]
-    values = [record[field] for field in fields]
+    values, uses_teacher = [record[field] for field in fields], reading.train_on == "teacher"
     if format_name == "text":
         text = _check_string(values[0], f"data.text_field={reading.text_field}")
         return [Document(text, add_bos_eos=True)]
     if format_name == "input_ids":
-        return [Document(ids=_parse_ids(values[0], values[1] if len(values) > 1 else None, vocab_size))]
+        ids = _parse_ids(values[0], record.get("labels"), vocab_size)
+        teacher = _parse_teacher([record.get(name) for name in TEACHER], len(ids), vocab_size) if uses_teacher else None
+        return [Document(ids=ids, teacher=teacher)]
     prompt: Any = []
     completion = formats.from_alpaca(record) if format_name == "alpaca" else values[0]
     if format_name == "prompt_completion":
@@ -240,3 +247,23 @@ def _parse_ids(ids: Any, labels: Any, vocab_size: int) -> np.ndarray:
         detail = f"labels must equal input_ids (unshifted), or be {IGNORE_INDEX} where a token is not trained on"
         raise BadRecord("labels that are not input_ids", detail)
     return np.where(targets == IGNORE_INDEX, ~tokens, tokens).astype(np.int32)
+
+
+def _parse_teacher(lists: Sequence[Any], num_tokens: int, vocab_size: int) -> np.ndarray:
+    """Return Documents.teacher. Shorter lists, and null at a token without any, are padded."""
+    columns, kinds = [], ((-1, np.int32), (-np.inf, np.float32))
+    try:
+        for rows, (fill, dtype) in zip(lists, kinds, strict=True):
+            k = max(len(row or ()) for row in rows)
+            columns.append(np.array([[*(row or ()), *[fill] * (k - len(row or ()))] for row in rows], dtype))
+        stored, values = columns
+        ordered, is_valid = np.sort(stored, 1), np.isfinite(values[stored >= 0]).all() and len(stored) == num_tokens
+        masses, twice = np.where(stored >= 0, np.exp(values), 0).sum(1), (ordered[:, 1:] == ordered[:, :-1])
+        is_valid &= ordered.max(initial=-1) < vocab_size and masses.max(initial=0) <= 1.01  # rounded
+        if not is_valid or (twice & (ordered[:, 1:] >= 0)).any():
+            raise ValueError
+    except (TypeError, ValueError, OverflowError, IndexError):
+        rule = f"{' and '.join(TEACHER)} need, for each of the {num_tokens} tokens, a list of different ids below"
+        detail = f"{rule} {vocab_size} and one of their log-probabilities, whose exponentials add up to at most 1"
+        raise BadRecord("with unusable teacher columns", f"{detail}; write them again, or drop the record") from None
+    return np.stack([stored, values.view(np.int32)], 1)

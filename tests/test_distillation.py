@@ -1,0 +1,289 @@
+"""Distillation in tiles equals the divergence of full logits, in loss and every gradient, for every kind of teacher."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ithaka
+from allocations import allocator_peak
+from decoders import tiny_decoder
+from general import add_lora
+from ithaka.blocks.linear import Linear
+from ithaka.comm.mesh import make_mesh
+from ithaka.layer.loss import IGNORE_INDEX, LinearHead, Teacher, summed_divergence
+from ithaka.layout import Layout
+from ithaka.model.build import parallelize_model
+from ithaka.ops.divergence import Criterion
+from ithaka.plan import bytes as plan_bytes
+from models import tiny_config, tiny_model
+from parity import TOLERANCE, check, gradient_errors, random_ids, relative
+from refusals import assert_refused
+from threads import run_on_threads
+
+LENGTHS = (7, 1, 9, 6)  # documents; on 2 and 4 ranks they end in the middle of shards
+BETAS = (0.0, 0.3, 1.0)
+
+
+def plain_divergence(student: Tensor, teacher: Tensor, beta: float, temperature: float) -> Tensor:
+    """Return the divergence of each row of logits, from its definition. `teacher` may also be log-probabilities."""
+    q, p = (x.div(temperature).softmax(-1) for x in (student, teacher))
+    if beta == 0:
+        return (p * (p / q).log()).sum(-1)
+    if beta == 1:
+        return (q * (q / p).log()).sum(-1)
+    m = beta * p + (1 - beta) * q
+    return beta * (p * (p / m).log()).sum(-1) + (1 - beta) * (q * (q / m).log()).sum(-1)
+
+
+def plain_loss(student: Tensor, teacher: Tensor, labels: Tensor, criterion: Criterion, taught: Tensor | bool = True):
+    """Return the mean loss of logits [n, V] over the labels that count."""
+    divergences = plain_divergence(student, teacher, criterion.beta, criterion.temperature)
+    return plain_mean(student, divergences, labels, criterion.cross_entropy, taught)
+
+
+def plain_mean(student: Tensor, divergences: Tensor, labels: Tensor, share: float, taught: Tensor | bool) -> Tensor:
+    losses = F.cross_entropy(student, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    mixed = torch.where(torch.as_tensor(taught), (1 - share) * divergences + share * losses, losses)
+    return torch.where(labels != IGNORE_INDEX, mixed, 0).sum() / (labels != IGNORE_INDEX).sum()
+
+
+def coarsen(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return log-probabilities of `ids` and of all other tokens together, at the temperature."""
+    p = logits.div(temperature).softmax(-1)
+    chosen = torch.zeros_like(p, dtype=torch.bool).scatter(-1, ids, True)
+    return torch.cat([p.gather(-1, ids), p.masked_fill(chosen, 0).sum(-1, keepdim=True)], -1).log()
+
+
+# ---- one tile after another
+
+
+def heads(dtype: torch.dtype = torch.float64) -> tuple[LinearHead, list[Tensor], LinearHead, Tensor, Tensor]:
+    """Return a student's head, its leaves (x, weight, norm), a teacher's head of another width and its x, and labels of
+    which some are ignored."""
+    torch.manual_seed(5)
+    norm, other = nn.RMSNorm(12, dtype=dtype), nn.RMSNorm(20, dtype=dtype)
+    x, weight = torch.randn(23, 12, dtype=dtype).requires_grad_(), torch.randn(37, 12, dtype=dtype).requires_grad_()
+    teacher = LinearHead(other, Linear(torch.randn(37, 20, dtype=dtype)))
+    labels = torch.randint(37, (23,)).index_fill(0, torch.arange(4, 9), IGNORE_INDEX)
+    return LinearHead(norm, Linear(weight)), [x, weight, norm.weight], teacher, torch.randn(23, 20, dtype=dtype), labels
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_tiled_divergence_equals_that_of_full_logits(beta, stored):
+    """With a temperature, a share of cross-entropy, and labels that the teacher does not predict."""
+    student, leaves, other, x, labels = heads()
+    criterion, taught = Criterion(beta, 1.7, 0.25), torch.arange(23) % 7 != 2
+    logits, targets = student.norm(leaves[0]) @ leaves[1].t(), other.logits(x).detach()
+    teacher, expected = (
+        Teacher(criterion, taught, x, other.logits),
+        plain_loss(logits, targets, labels, criterion, taught),
+    )
+    if stored:
+        ids = targets.topk(5).indices
+        mine, theirs = coarsen(logits, ids, 1.7), coarsen(targets, ids, 1.7)
+        stored_ids, logprobs = F.pad(ids, (0, 1), value=-1), F.pad(theirs[:, :-1], (0, 1), value=-math.inf)
+        teacher = Teacher(criterion, taught, stored=(stored_ids, logprobs))
+        expected = plain_mean(logits, plain_divergence(mine, theirs, beta, 1.0), labels, 0.25, taught)
+    ours, results = summed_divergence(leaves[0], labels, student, 5, 18.0, None, teacher)
+    assert relative(ours.detach(), expected.detach()) < TOLERANCE
+    assert relative(results.losses.sum() / 18, expected.detach()) < TOLERANCE
+    grads = [torch.autograd.grad(-3 * each, leaves) for each in (ours, expected)]
+    for mine, theirs in zip(*grads, strict=True):
+        assert theirs.norm() > 0 and relative(mine, theirs) < TOLERANCE
+    entropies = torch.distributions.Categorical(logits=logits.detach() / 1.7).entropy()
+    valid = labels != IGNORE_INDEX
+    assert relative(results.entropies, torch.where(valid, entropies, 0)) < TOLERANCE
+    assert torch.equal(results.taught, taught & valid) and not results.divergences[~results.taught].any()
+
+
+def test_stored_probabilities_of_all_tokens_equal_the_full_divergence():
+    student, (x, *_), other, hidden, labels = heads()
+    log_p = other.logits(hidden).log_softmax(-1)
+    ids = torch.arange(37).expand(23, -1)
+    for beta in BETAS:
+        call = partial(summed_divergence, x, labels, student, 64, 1.0, None)
+        full, _ = call(Teacher(Criterion(beta), torch.tensor(True), hidden, other.logits))
+        stored, _ = call(Teacher(Criterion(beta), torch.tensor(True), stored=(ids, log_p)))
+        assert relative(stored.detach(), full.detach()) < TOLERANCE
+
+
+# ---- parallel models
+
+
+def packed() -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, labels and document ids. The first half of each document has no labels."""
+    ids = random_ids(1, sum(LENGTHS))
+    documents = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))[None]
+    starts = torch.cat([torch.arange(n) <= n // 2 for n in LENGTHS])
+    return ids, ids.masked_fill(starts, IGNORE_INDEX), documents
+
+
+def full_logits(plain: nn.Module, ids: Tensor) -> Tensor:
+    """Return Hugging Face's logits of packed documents, each computed alone: [1, N, V]."""
+    return torch.cat([plain(input_ids=part, use_cache=False).logits for part in ids.split(LENGTHS, dim=1)], 1)
+
+
+def compare(student: nn.Module, teacher: nn.Module | None, layout: Layout, criteria, plain_teacher=None, limit=None):
+    """Return the errors of every rank, of loss and gradients, for each criterion."""
+    ids, labels, documents = packed()
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[:-1]
+    with torch.no_grad():
+        targets = full_logits(plain_teacher or teacher, ids)[0, :-1]
+    expected = []
+    for criterion in criteria:
+        student.zero_grad()
+        logits = full_logits(student, ids)[0, :-1]
+        taught = torch.tensor(True) if limit is None else positions < limit
+        loss = plain_loss(logits, targets, labels[0, 1:], criterion, taught)
+        loss.backward()
+        grads = {name: None if p.grad is None else p.grad.clone() for name, p in student.named_parameters()}
+        expected.append((loss.detach(), grads))
+    copies = [[copy.deepcopy(each) for each in (student, teacher)] for _ in range(layout.cp)]
+
+    def work():
+        mesh = make_mesh(layout.cp, ring=layout.ring)
+        model, other = copies[mesh.rank]
+        model = parallelize_model(model, mesh=mesh, layout=layout)
+        if other is not None:
+            other.requires_grad_(False)
+            other.train()  # `distill` runs it in evaluation mode
+            other = parallelize_model(other, mesh=make_mesh(layout.cp, ring=layout.ring), layout=layout)
+        errors = []
+        for criterion, (loss, grads) in zip(criteria, expected, strict=True):
+            model.zero_grad()
+            out = ithaka.distill(model, other, ids, labels, document_ids=documents, **criterion._asdict())
+            out.loss.backward()
+            for name, param in student.named_parameters():
+                param.grad = grads[name]
+            errors.append({"loss": relative(out.loss.detach(), loss), **gradient_errors(model, student)})
+        assert model.training and all(p.grad is None for p in ([] if other is None else other.parameters()))
+        return errors
+
+    return run_on_threads(layout.cp, work)
+
+
+CRITERIA = [Criterion(0.0), Criterion(0.3, 1.7, 0.25), Criterion(1.0, 0.8)]
+
+
+@pytest.mark.parametrize(
+    "layout, family, other",
+    [
+        (Layout(1, tile_tokens=5), "llama", "qwen3"),
+        (Layout(2, tile_tokens=5), "qwen3", "llama"),
+        (Layout(2, ring=2), "llama", "mistral"),
+        pytest.param(Layout(4, ring=2), "qwen3", "qwen2", marks=pytest.mark.slow),
+        (Layout(4), "mistral", "qwen3"),
+    ],
+)
+def test_losses_and_gradients_equal_those_of_full_logits(layout, family, other, monkeypatch):
+    """For packed documents and a teacher of another type and width; 2 and 4 ranks do not divide the tokens."""
+    monkeypatch.setattr(plan_bytes, "LOGITS_TILE_BYTES", (2**11, 2**11))
+    student, teacher = tiny_model(tiny_config(family)), tiny_model(tiny_config(other, 8, 4))
+    check(compare(student, teacher, layout, CRITERIA))
+
+
+def test_labels_beyond_the_teachers_positions_have_the_cross_entropy():
+    student, teacher = tiny_model(tiny_config("llama")), tiny_model(tiny_config("qwen3", max_position_embeddings=4))
+    check(compare(student, teacher, Layout(2), [Criterion(0.3)], limit=4))
+
+
+@pytest.mark.parametrize("layout", [Layout(1), Layout(2)])
+def test_the_model_without_its_adapter_is_a_teacher(layout):
+    """Adapters are disabled in layers and head, only while the teacher runs."""
+    base = tiny_model(tiny_config("qwen3"))
+    targets = ["q_proj", "down_proj", "lm_head"]
+    student = add_lora(copy.deepcopy(base), target_modules=targets, lora_dropout=0.0)
+    check(compare(student, None, layout, CRITERIA[:2], plain_teacher=base))
+
+
+def test_the_teacher_runs_without_dropout():
+    student, ids = tiny_model(tiny_config("llama")), random_ids(1, 9)
+    teacher = add_lora(tiny_model(tiny_config("qwen3")), target_modules=["q_proj"], lora_dropout=0.5)
+    teacher.requires_grad_(False)
+    with torch.no_grad():
+        targets = teacher.eval()(input_ids=ids, use_cache=False).logits[0, :-1]
+        expected = plain_loss(student(input_ids=ids, use_cache=False).logits[0, :-1], targets, ids[0, 1:], Criterion())
+    models = [parallelize_model(each.train()) for each in (student, teacher)]
+    loss = ithaka.distill(*models, ids, ids).loss
+    assert relative(loss.detach(), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite"])
+def test_any_decoder_can_teach(family):
+    """Those on the general path too, with softcaps and scaled logits; some of their modules compute in fp32."""
+    student, teacher = tiny_model(tiny_config("llama")), tiny_decoder(family, dtype=torch.float64)
+    errors = compare(student, teacher, Layout(2), [Criterion(0.3)])
+    assert all(error < 1e-6 for ranks in errors for each in ranks for error in each.values())
+
+
+def test_stored_probabilities_are_shared_by_ranks_and_branches():
+    """In a forest, a node's last token predicts the first token of each child."""
+    prompt, first, second = random_ids(3, 130)
+    sequences = [torch.cat([prompt, answer[:9]]) for answer in (first, second)]
+    labels = [ids.masked_fill(torch.arange(139) < 130, IGNORE_INDEX) for ids in sequences]
+    plain, teacher = tiny_model(tiny_config("llama")), tiny_model(tiny_config("qwen3"))
+    forest = ithaka.pack_prefixes(sequences, labels)
+    assert forest.num_tokens[1] == 148
+    ids = torch.stack(sequences)
+    with torch.no_grad():
+        targets = teacher(input_ids=ids, use_cache=False).logits
+    top = targets.topk(4).indices
+    mine, theirs = coarsen(plain(input_ids=ids, use_cache=False).logits, top), coarsen(targets, top)
+    plain_divergence(mine, theirs, 0.3, 1.0)[:, 129:-1].mean().backward()
+    # Token n has the probabilities that token n - 1 predicts.
+    stored_ids, stored = F.pad(top[:, :-1], (0, 0, 1, 0)), F.pad(theirs[:, :-1, :-1], (0, 0, 1, 0))
+    packed_ids, packed_logprobs = torch.zeros(1, 148, 4, dtype=torch.long), torch.zeros(1, 148, 4, dtype=torch.float64)
+    for number, index in enumerate(forest.indices):
+        packed_ids[0, index], packed_logprobs[0, index] = stored_ids[number], stored[number]
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    teachers = [copy.deepcopy(teacher).requires_grad_(False) for _ in range(2)]
+    plain_2 = copy.deepcopy(plain)
+    plain_2.zero_grad()
+    logits = plain_2(input_ids=ids, use_cache=False).logits
+    plain_divergence(logits, targets, 0.3, 1.0)[:, 129:-1].mean().backward()
+
+    def work():
+        mesh = make_mesh(2)
+        model, other = (parallelize_model(each[mesh.rank], mesh=mesh, layout=Layout(2)) for each in (models, teachers))
+        errors = []
+        for kind, expected in (((packed_ids, packed_logprobs), plain), (other, plain_2)):
+            model.zero_grad()
+            ithaka.distill(model, kind, **forest.inputs, beta=0.3).loss.backward()
+            errors.append(gradient_errors(model, expected))
+        return errors
+
+    check(run_on_threads(2, work))
+
+
+def test_memory_does_not_grow_with_tokens_times_vocabulary(monkeypatch):
+    """The logits of 256 more tokens, with a vocabulary of 4096, would take 8 MiB in each model."""
+    monkeypatch.setattr(plan_bytes, "LOGITS_TILE_BYTES", (2**18, 2**18))
+    models = [tiny_model(tiny_config(family, vocab_size=4096)) for family in ("llama", "qwen3")]
+    models[1].requires_grad_(False)
+    student, teacher = map(parallelize_model, models)
+
+    def peak(num_tokens: int) -> int:
+        ids = random_ids(1, num_tokens, vocab=4096)
+        return allocator_peak(lambda: ithaka.distill(student, teacher, ids, ids, beta=0.5).loss.backward())
+
+    peak(32)  # allocates the gradients, which stay
+    assert peak(288) - peak(32) < 2**20
+
+
+def test_teachers_that_do_not_match_are_refused():
+    model, ids = parallelize_model(tiny_model(tiny_config("llama"))), random_ids(1, 9)
+    other = parallelize_model(tiny_model(tiny_config("llama", vocab_size=64)).requires_grad_(False))
+    call = partial(ithaka.distill, model, other, ids, ids)
+    assert_refused(call, "64 tokens, the model 61", fix="the same vocabulary")
+    assert_refused(partial(ithaka.distill, model, None, ids, ids), "teacher=None", fix="pass a parallel teacher")
+    stored = torch.zeros(1, 8, 3, dtype=torch.long), torch.zeros(1, 8, 3)
+    assert_refused(partial(ithaka.distill, model, stored, ids, ids), "(1, 8, 3)", fix="[batch, tokens, k]")
+    assert_refused(partial(ithaka.distill, model, model, ids, ids, beta=1.5), "beta=1.5", fix="use 0 to 1")
+    plain = tiny_model(tiny_config("llama"))
+    assert_refused(partial(ithaka.distill, model, plain, ids, ids), "not parallel", fix="ithaka.parallelize(")
