@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ithaka.cli.options import AsJson, Force, Overrides, format_table, loading, parse_tokens, print_rows
+from ithaka.comm.rank import is_rank_0
 from ithaka.config import (
     ConfigError,
     check_output,
@@ -182,14 +183,18 @@ def rehearse(
     memory_only: Annotated[bool, typer.Option("--memory-only", help="Truncate attention to save time.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run rank 0 of these GPUs on this device, and compare measurements with the plan."""
+    """Run rank 0 of these GPUs on this device, or all under torchrun, and compare measurements with the plan."""
     from ithaka.config.units import format_bytes
     from ithaka.plan import show
     from ithaka.plan.hardware import find_hardware
     from ithaka.plan.models import find_config
+    from ithaka.run.launch import under_torchrun
     from ithaka.run.request import make_request
 
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
+    if under_torchrun() and hardware.num_gpus != (ranks := int(os.environ["WORLD_SIZE"])):
+        fix = f"use --gpus for {ranks}, or leave torchrun out to run rank 0 of {hardware.num_gpus}"
+        raise ConfigError(f"--gpus {gpus} has {hardware.num_gpus} GPUs, but torchrun started {ranks} ranks; {fix}")
     context = _count_tokens(model, video, context)
     request = make_request(model, hardware, context, batch, overrides or [], adapter)
     plan = request.forward_plan() if evaluate else request.plan()
@@ -203,7 +208,10 @@ def rehearse(
 
     with loading() as status:
         from ithaka.checks import rehearse as rehearsal
+        from ithaka.comm.mesh import end_process_group, start_process_group
 
+    if under_torchrun():
+        start_process_group()
     kernel = request.config.attention.kernel
     with status("trying attention kernels"):
         request = request.with_kernel(rehearsal.find_kernel(kernel, plan.shape.attention_kinds))
@@ -211,10 +219,12 @@ def rehearse(
     truncated = rehearsal.truncate_plan(plan, layers, memory_only, kernel, find_config(model))
     rehearsal.check_cpu_memory(truncated)
     header = rehearsal.describe_rehearsal(plan, truncated)
-    if not as_json:
+    prints = is_rank_0()
+    if prints and not as_json:
         decided = {name: format_value(value) for name, value in plan.settings.items() if value is not None}
         settings = ", ".join(f"{name}={value}" for name, value in decided.items())
-        print("rank 0 of {gpus}, {context} tokens, {layers} of {layers_of_model} layers, on {device}".format(**header))
+        print("all ranks of" if under_torchrun() else "rank 0 of", end=" ")
+        print("{gpus}, {context} tokens, {layers} of {layers_of_model} layers, on {device}".format(**header))
         for kind in header["kinds"] if len(header["kinds"]) > 1 else ():
             rehearsed, num_layers = ", ".join(map(str, kind["rehearsed"])), header["layers_of_model"]
             print(f"layer {rehearsed}: {kind['kind']} ({kind['layers_of_model']} of {num_layers} layers)")
@@ -222,6 +232,9 @@ def rehearse(
         print(f"settings: {settings}\nX: {header['x']}\n", flush=True)
     with status(f"rehearsing at {truncated.work.tokens} tokens"):
         rows, peak_phase = rehearsal.rehearse_plan(plan, truncated, model)
+    end_process_group()
+    if not prints:
+        return
     if as_json:
         print(json.dumps(header | {"rows": rows, "peak_phase": peak_phase}, indent=2))
         return
@@ -341,3 +354,48 @@ def doctor(
 
         findings = examine(disk)
     print(json.dumps(findings, indent=2) if as_json else format_findings(findings))
+
+
+def selftest(
+    model: Annotated[
+        str, typer.Option(help="Plan and measure this one; by default llama3-8b, or a small one on CPUs.")
+    ] = "",
+    context: Annotated[
+        str, typer.Option(help="Tokens per sequence; shortened to what fits in memory and time.")
+    ] = "1M",
+    disk: Annotated[Path, typer.Option(metavar="FOLDER", help="Where activations are offloaded to disk.")] = Path(
+        "/tmp"
+    ),
+    run_dir: Annotated[Path, typer.Option(metavar="FOLDER", help="Where runs save; shared by all nodes.")] = Path(),
+    rehearsed: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Show these figures of `rehearse --json`.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all results, to share.")
+    ] = None,
+    save_profile: Annotated[
+        bool, typer.Option("--save-profile", help="Plan with the measured rates from now on.")
+    ] = False,
+    force: Force = False,
+) -> None:
+    """Check this machine and all its ranks in ten minutes: devices, rates, exactness, faults, and a plan."""
+    from ithaka.plan.models import find_config
+    from ithaka.plan.read_config import read_json
+    from ithaka.run.launch import decide_ranks, num_gpus, run_ranks
+
+    num_tokens = parse_tokens(context, "--context")
+    found = read_json(rehearsed, "--rehearsed ", "use the output of `ithaka rehearse --json`") if rehearsed else {}
+    if model:
+        find_config(model)
+    for option, folder in {"--disk": disk, "--run-dir": run_dir}.items():
+        if not folder.is_dir():
+            raise ConfigError(f"{option} {folder} is not a directory; create it, or use another")
+        check_writable(option, folder, folder=True)
+    if json_file is not None and is_rank_0():
+        check_output("--json", json_file, force)
+    with loading():
+        from ithaka.checks.selftest import run_rank
+
+        ranks = decide_ranks("auto", num_gpus())
+    arguments = model, num_tokens, disk, run_dir.absolute(), found, json_file, save_profile
+    raise typer.Exit(run_ranks(run_rank, arguments, ranks))
