@@ -148,12 +148,9 @@ EXCHANGES = ("all-to-all", "send/recv")  # collectives of a layer's activations;
 
 def measure_network(device: torch.device, mebibytes: int) -> list[dict[str, Any]]:
     """Measure the bandwidth per rank within and between nodes, with all ranks sending at once. The slowest rank counts.
-    send/recv: send to the next rank, receive from the previous one. With several nodes, all ranks also form a group, as
-    for the weights of a layer."""
-    rows, groups = [], make_node_groups(device)
-    if all(group.size() > 1 for group in groups.values()):
-        groups["over all ranks"] = dist.group.WORLD
-    for where, group in groups.items():
+    send/recv: send to the next rank, receive from the previous one."""
+    rows = []
+    for where, group in make_node_groups(device).items():
         for what, (num_bytes, call) in _network_calls(group, device, mebibytes).items() if group.size() > 1 else ():
             seconds = gather_objects(_measure_collective(call, device))
             figures = {"ranks": group.size(), "GB/s": num_bytes / max(seconds) / 1e9}

@@ -68,11 +68,7 @@ class RehearsalResult:
     disk_bytes: int
     layer_s: list[list[float]]  # [forward, backward] of each layer
     step_s: float  # truncated model, including the optimizer
-    on_real_ranks: bool = False
-    exchange_s: float = (
-        0.0  # on real ranks: exchanges of the step that compute does not hide, and on a GPU those it does
-    )
-    hidden_s: float = 0.0
+    exchange_s: tuple[float, float] | None = None  # of a step on real ranks: not hidden by compute, and hidden
 
     @property
     def forward_s(self) -> float:
@@ -85,7 +81,7 @@ class RehearsalResult:
 
     def comparable(self, planned: Seconds) -> float:
         """The part of planned seconds that was measured."""
-        return planned.total if self.on_real_ranks else planned.without_exchange
+        return planned.total if self.exchange_s else planned.without_exchange
 
 
 def rehearse(
@@ -114,11 +110,10 @@ def rehearse(
     else:
         truncated = truncate_config(_read_config(config), layers or range(num_layers)).to_dict()
     with ExitStack() as stack:
-        if on_real_ranks := dist.is_initialized():
-            stack.callback(destroy_subgroups)
-        else:
+        is_real = dist.is_initialized()
+        if not is_real:
             start_loopback(ranks)
-            stack.callback(dist.destroy_process_group)
+        stack.callback(destroy_subgroups if is_real else dist.destroy_process_group)
         mesh = make_mesh(layout.cp, default_device(), ring=layout.ring, replicas=layout.replicas)
         with phase("building the model"):
             build = partial(build_model, truncated, mesh, layout, context=context)
@@ -134,9 +129,6 @@ def rehearse(
         seconds, peaks = _measure_step(step, root.example_inputs(context, document), mesh.device, steps)
         peak_path, store = max(peaks, key=lambda path: (peaks[path], len(path))), root.layers[0].forward.store
         layer_s = [[seconds.get(("step", f"layer {i}", name), 0.0) for name in DIRECTIONS] for i in range(num_layers)]
-        exchange_s, hidden_s = (
-            _measure_exchange(step, root.example_inputs(context, document)) if on_real_ranks else (0.0, 0.0)
-        )
         result = RehearsalResult(
             x_bytes=layout.x_bytes(root.hidden_size, s),
             layer_bytes=_layers_peak(peaks) - _layers_peak(tiny_peaks),
@@ -146,11 +138,9 @@ def rehearse(
             disk_bytes=store.disk.used_bytes,
             layer_s=layer_s,
             step_s=seconds[("step",)],
-            on_real_ranks=on_real_ranks,
-            exchange_s=exchange_s,
-            hidden_s=hidden_s,
+            exchange_s=_measure_exchange(step, root.example_inputs(context, document)) if is_real else None,
         )
-        return _slowest_and_largest(gather_objects(result)) if on_real_ranks else result
+        return max(gather_objects(result), key=lambda each: each.step_s) if is_real else result
 
 
 def _measure_exchange(step: Any, inputs: dict[str, Any]) -> tuple[float, float]:
@@ -160,13 +150,6 @@ def _measure_exchange(step: Any, inputs: dict[str, Any]) -> tuple[float, float]:
     with tempfile.TemporaryDirectory(prefix="ithaka-") as folder:
         found = times.write(Path(folder) / "trace.json.gz")
     return sum(row["exchange"] for row in found["phases"]), found["hidden"]["exchange"]
-
-
-def _slowest_and_largest(results: Sequence[RehearsalResult]) -> RehearsalResult:
-    """The slowest rank's result, with the largest peaks of any."""
-    slowest = max(results, key=lambda result: result.step_s)
-    largest = max(results, key=lambda result: result.peak_bytes)
-    return replace(slowest, peak_bytes=largest.peak_bytes, peak_phase=largest.peak_phase)
 
 
 def _read_config(config: dict[str, Any]) -> Any:
@@ -385,14 +368,14 @@ def compare_with_plan(plan: Plan, truncated: TruncatedPlan, measured: RehearsalR
         *_compare_layers(truncated, measured),
     ]
     exchange_s = mean(forward.exchange + backward.exchange for forward, backward in _layer_seconds(plan))
-    if measured.on_real_ranks:
-        rows.append(("exchange per layer", exchange_s, measured.exchange_s / len(measured.layer_s), "s"))
-    if total_s := measured.exchange_s + measured.hidden_s if _on_gpu() else 0.0:
-        rows.append(("exchange hidden by compute", None, 100 * measured.hidden_s / total_s, "%"))
+    if measured.exchange_s:
+        exposed_s, hidden_s = measured.exchange_s
+        rows.append(("exchange per layer", exchange_s, exposed_s / len(measured.layer_s), "s"))
+        rows.append(("exchange hidden by compute", None, 100 * hidden_s / (exposed_s + hidden_s or 1.0), "%"))
     if _on_gpu() and truncated.work == plan.work:  # CPU times and truncated attention cannot be extrapolated
         step_s, name = extrapolate_step(plan, truncated, measured), "step" if plan.work.trains else "forward"
         tokens_per_s = plan.work.tokens / plan.layout.cp / step_s
-        if not measured.on_real_ranks:
+        if not measured.exchange_s:
             rows.append(("exchange per layer (planned only)", exchange_s, exchange_s, "s"))
         rows += [
             (f"{name} of {plan.shape.num_layers} layers", plan.step_s, step_s, "s"),

@@ -1,54 +1,52 @@
-"""`ithaka selftest`: the machine, its rates with all ranks at once, exactness, faults, and a plan against measurements."""
+"""`ithaka selftest`: machine, rates with all ranks at once, exactness, faults, and a plan against measurements."""
 
+import faulthandler
 import json
+import math
 import os
 import re
+import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from ithaka.checkpoint.files import step_name
 from ithaka.checks import rehearse
 from ithaka.checks.bench import device_and_dtype, measure_device, measure_network, network_figures
-from ithaka.checks.drill import run_drill
-from ithaka.checks.machine import Finding, examine_rank, judge_machine
+from ithaka.checks.doctor import Finding, examine, examine_rank, judge_ranks, measure_disk
 from ithaka.checks.verify import verify_layouts
 from ithaka.comm.agree import gather_objects
-from ithaka.comm.mesh import end_process_group, start_process_group
-from ithaka.config import ConfigError, load_config
+from ithaka.comm.mesh import start_process_group
+from ithaka.comm.rank import is_local_rank_0
+from ithaka.config import load_config
 from ithaka.config.units import format_duration, format_tokens
 from ithaka.exits import ExitCode
 from ithaka.log.console import status
-from ithaka.plan.hardware import RATES, Hardware, profile_path
-from ithaka.plan.models import find_config
+from ithaka.log.metrics import read_metrics
+from ithaka.plan.hardware import FIGURES, RATES, profile_path
 from ithaka.plan.search import Plan
-from ithaka.run.launch import Outcome, detect_gpu, exit_rank
+from ithaka.run.launch import detect_gpu, num_gpus
 from ithaka.run.request import make_request
 from ithaka.run.resolve import detect_machine, weakest_machine
+from ithaka.train.heartbeat import BEAT_S, MAX_SILENCE_S
 
-LIMIT_S = 600.0
-ESTIMATES_S = {"machine": 20.0, "rates": 40.0, "exactness": 100.0, "faults": 100.0, "plan": 120.0}
-# By type of device: seconds per measurement, MiB per call on the network, and the share of its planned value below which
-# a rate is slow (a CPU is shared with other work).
-SECONDS, MEBIBYTES, SLOW = {"cuda": 1.0, "cpu": 0.2}, {"cuda": 256, "cpu": 16}, {"cuda": 0.85, "cpu": 0.5}
-MODELS, LAYERS, MIN_CONTEXT = {"cuda": "llama3-8b", "cpu": "smollm2-135m"}, 2, 1024
-# The planned rates are bursts. `ithaka bench device` sustains these shares of them on an H200 (LOG.md, 2026-11-15).
-SUSTAINED = {
-    "matmul_flops": 0.83,
-    "attention_forward_flops": 0.9,
-    "attention_backward_flops": 0.84,
-    "memory_bytes_s": 0.87,
-}
-NAMES = ("matmul", "attention forward", "attention backward", "device memory", "copies to and from host")  # of RATES
+LIMIT_S, MIN_CONTEXT = 600.0, 256
+SECTIONS = {"machine": 20.0, "rates": 40.0, "exactness": 100.0, "faults": 100.0, "plan": 120.0}  # estimated seconds
+# By type of device: the model, seconds per measurement, MiB per collective, and the share of its planned value below
+# which a rate is slow (other work shares the CPUs).
+DEFAULTS = {"cuda": ("llama3-8b", 1.0, 256, 0.85), "cpu": ("smollm2-135m", 0.2, 16, 0.5)}
+# Names of the first RATES, and the part of them, which are bursts, that an H200 sustains (LOG.md, 2026-11-15).
+SUSTAINED = {"matmul": 0.83, "attention forward": 0.9, "attention backward": 0.84, "device memory": 0.87}
 FIXES = {
     "pcie_bytes_s": "check `nvidia-smi -q -d PCIE`, and start with torchrun --numa-binding node",
     "link_bytes_s": "check `nvidia-smi topo -m` and `nvidia-smi nvlink -s`",
@@ -58,211 +56,238 @@ FIXES = {
 OTHER_FIX = "check `nvidia-smi -q -d PERFORMANCE`, and other jobs on the device"
 
 
-@dataclass
 class Selftest:
-    """All checks, on this rank. Collective; findings are valid on rank 0, which prints them."""
+    """All checks on this rank. Collective; findings are valid on rank 0, which prints them."""
 
-    model: str
-    context: int
-    disk: Path
-    run_dir: Path
-    rehearsed: dict[str, Any]  # of `ithaka rehearse --json`
-    json_file: Path | None
-    save_profile: bool
-
-    def run(self) -> int:
-        self.start_s, self.section, (self.device, self.dtype) = time.monotonic(), "machine", device_and_dtype()
-        self.content: dict[str, Any] = {"findings": []}  # for --json
-        threading.Thread(target=self._give_up, daemon=True).start()
+    def __init__(
+        self, model: str, context: int, disk: Path | None, run_dir: Path, rehearsed: Any, out: Path | None
+    ) -> None:
+        self.context, self.disk, self.run_dir, self.rehearsed, self.out = context, disk, run_dir, rehearsed, out
+        self.start_s, (self.device, self.dtype) = time.monotonic(), device_and_dtype()
+        default, self.seconds, self.mebibytes, self.slow = DEFAULTS[self.device.type]
+        self.model, self.on_gpu, self.findings = model or default, self.device.type == "cuda", list[Finding]()
         start_process_group(self.device)
+        self.rank, self.num_ranks, self.figures = dist.get_rank(), dist.get_world_size(), dict[str, Any]()
+        self.ranks_per_gpu = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // num_gpus()) if self.on_gpu else 1
+        self.names = {name for own in gather_objects((socket.gethostname(), Path.home().name)) for name in own}
+
+    def run(self, save_profile: bool) -> int:
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=sys.__stderr__)  # of a check that hangs
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # see `_settle_matmuls`
-        self.rank, self.num_ranks, self.kind = dist.get_rank(), dist.get_world_size(), self.device.type
-        self.model = self.model or MODELS[self.kind]
-        self.names = gather_objects((socket.gethostname(), os.environ.get("USER", ""), Path.home().name))
-        self._print(f"{self.num_ranks} ranks; about {format_duration(sum(ESTIMATES_S.values()))}, at most ten minutes")
-        for i, self.section in enumerate(ESTIMATES_S):
-            left, failure = format_duration(sum(list(ESTIMATES_S.values())[i:])), ""
-            with status(f"{self.section}, {i + 1} of {len(ESTIMATES_S)}; about {left} left"):
+        self._print(f"{self.num_ranks} ranks; about {format_duration(sum(SECTIONS.values()))}, at most ten minutes")
+        for i, section in enumerate(SECTIONS):
+            failure, left = "", format_duration(sum([*SECTIONS.values()][i:]))
+            with status(f"{section}, {i + 1} of {len(SECTIONS)}; about {left} left"):
                 try:
-                    for finding in getattr(self, f"check_{self.section}")():
+                    for finding in getattr(self, f"check_{section}")():
                         self._add(finding)
                 except Exception as error:  # ranks that wait for this one meet the time limit
-                    failure = f"{type(error).__name__}: {error}"
-                failures = [f"rank {rank}: {text}" for rank, text in enumerate(gather_objects(failure)) if text]
-            for text in failures[:1]:
-                self._add(Finding(self.section, "failed", text, "see docs/several-nodes.md"))
-        return self._finish()
-
-    def check_machine(self) -> Iterator[Finding]:
-        self.facts = self.content["facts"] = gather_objects(examine_rank(self.device, self.disk, self.run_dir))
-        num_gpus = len(self.facts[0]["gpus"])
-        self.ranks_per_gpu = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // num_gpus) if num_gpus else 1
-        yield from judge_machine(self.facts, self.ranks_per_gpu)
-
-    def check_rates(self) -> Iterator[Finding]:
-        devices = gather_objects(measure_device(self.device, self.dtype, SECONDS[self.kind]))
-        network, rows = measure_network(self.device, MEBIBYTES[self.kind]), list[tuple[str, str, list[float], int]]()
-        for check, name in zip(NAMES, RATES, strict=False):
-            rows.append((check, name, [float(found[name]) / SUSTAINED.get(name, 1.0) for found in devices], 0))
-        for check, key in {"disk for offloading": "disk", "disk for checkpoints": "checkpoints"}.items():
-            disks = [fact[key] for fact in self.facts if key in fact]  # one per node
-            rates = [min(disk.get("write_bytes_s", 1.0), disk.get("read_bytes_s", 1.0)) for disk in disks]
-            rows.append((check, "disk_bytes_s", rates, 0))
-        self.measured = {name: min(rates) for check, name, rates, _ in rows if check != "disk for checkpoints"}
-        self.measured |= {name: v for name, v in network_figures(network, self.device).items() if name in RATES}
-        for row in network:
-            name = "link_bytes_s" if row["where"] == "inside a node" else "network_bytes_s"
-            rows.append((f"{row['what']} {row['where']}", name, [row["GB/s"] * 1e9], row["slowest rank"]))
-        self.plan = self._choose_plan()
-        self.content["rates"] = self.measured
-        yield from (self._judge_rate(*row) for row in rows)
-        if self.kind == "cuda":
-            rate = min(fact.get("pin_bytes_s", 0.0) for fact in self.facts)
-            yield Finding("pinning host memory", "passed", f"{rate / 1e9:.3g} GB/s per rank, all at once")
-
-    def _choose_plan(self) -> Plan:
-        """The plan for this machine at the longest context that fits, up to `context`; by the measured rates if no others
-        are known, and if several ranks share a GPU."""
-        machine = weakest_machine(gather_objects(detect_machine(load_config(None, []), self.num_ranks, detect_gpu())))
-        gpu, context = machine.gpu, self.context
-        self.has_rates = (gpu.name != "CPU" or profile_path("CPU").is_file()) and self.ranks_per_gpu == 1
-        if not self.has_rates:
-            gpu = replace(gpu, memory_bytes=gpu.memory_bytes // self.ranks_per_gpu, **self.measured)
-        while not (plan := self._plan(replace(machine, gpu=gpu), context)).fits and context > MIN_CONTEXT:
-            context //= 2
-        return plan
-
-    def _plan(self, machine: Hardware, context: int) -> Plan:
-        return make_request(self.model, machine, str(context), 1, []).plan()
-
-    def _judge_rate(self, check: str, name: str, rates: list[float], first_rank: int) -> Finding:
-        """`rates`: by rank, from `first_rank`. The slowest counts: every rank waits for it."""
-        rate, rank, planned = min(rates), first_rank + rates.index(min(rates)), getattr(self.plan.hardware.gpu, name)
-        unit, scale = ("TFLOP/s", 1e12) if name.endswith("flops") else ("GB/s", 1e9)
-        scale /= SUSTAINED.get(name, 1.0)  # shows what was measured
-        text, figures = f"{rate / scale:.3g} {unit}, slowest on rank {rank}", {"rates": rates, "planned": planned}
-        if not self.has_rates:
-            return Finding(check, "passed", text, figures=figures)
-        text += f", planned {planned / scale:.3g}"
-        if rate >= SLOW[self.kind] * planned:
-            return Finding(check, "passed", text, figures=figures)
-        cost_s = self._with_rates({name: rate}).step_s - self.plan.step_s
-        step = f"{format_duration(self.plan.step_s)} of {self.model} at {format_tokens(self.plan.work.context)}"
-        text += f" (x{rate / planned:.2f}): adds {format_duration(cost_s)} to a step, {step}"
-        return Finding(check, "slower", text, FIXES.get(name, OTHER_FIX), figures | {"cost_s": cost_s})
-
-    def _with_rates(self, rates: dict[str, float]) -> Plan:
-        hardware = self.plan.hardware
-        return replace(self.plan, hardware=replace(hardware, gpu=replace(hardware.gpu, **rates)))
-
-    def check_exactness(self) -> Iterator[Finding]:
-        deadline_s = time.monotonic() + 1.5 * ESTIMATES_S["exactness"]
-        for row in verify_layouts(self.device, self.num_ranks, deadline_s):
-            text = "{layouts} of {of} layouts; largest error {error:.0e} at {where}, {allowed:.0e} allowed".format(
-                **row
+                    failure = f"rank {self.rank}: {type(error).__name__}: {error}"
+            for text in [*filter(None, gather_objects(failure))][:1]:
+                self._add(Finding(section, "failed", text, "see docs/several-nodes.md"))
+        if "rates" in self.figures:
+            changed = self._with_rates(self.measured)
+            step = (
+                f"{self.model} at {format_tokens(changed.work.context)}: {format_duration(self.plan.step_s)} per step"
             )
-            text += f"; wrong weights on rank {', '.join(map(str, row['ranks']))}" * bool(row["ranks"])
-            ok = row["ok"] and not row["ranks"]
-            fix = (
-                ""
-                if ok
-                else "test the node's GPU and memory: dcgmi diag -r 3"
-                if row["ranks"]
-                else "report it with --json"
-            )
-            yield Finding(row["part"], "passed" if ok else "failed", text, fix, row)
-
-    def check_faults(self) -> Iterator[Finding]:
-        with tempfile.TemporaryDirectory(prefix=".selftest-", dir=self.run_dir, ignore_cleanup_errors=True) as own:
-            yield from run_drill(Path(gather_objects(own)[0]))
-            gather_objects(0)  # rank 0 has read its folder
-
-    def check_plan(self) -> Iterator[Finding]:
-        """Run two layers, at the longest context that leaves time for five steps."""
-        kernel = rehearse.find_kernel("auto", self.plan.shape.attention_kinds)
-        machine, config, context = (
-            self.plan.hardware.with_kernel(kernel),
-            find_config(self.model),
-            self.plan.work.context,
-        )
-        budget_s, fits = min(ESTIMATES_S["plan"], self.start_s + LIMIT_S - 60 - time.monotonic()), False
-        while not fits:
-            truncated = rehearse.truncate_plan(plan := self._plan(machine, context), LAYERS, False, "auto", config)
-            with suppress(ConfigError):  # it exceeds a CPU's memory
-                rehearse.check_cpu_memory(truncated)
-                fits = 5 * truncated.step_s < budget_s or context <= MIN_CONTEXT
-            fits = all(gather_objects(fits))
-            context = context if fits else context // 2
-        rehearsed = {row["what"]: row["measured"] for row in self.rehearsed.get("rows", ())}
-        yield Finding(
-            "plan", "passed", f"{LAYERS} layers of {self.model} at {format_tokens(context)}, measured / planned:"
-        )
-        for row in rehearse.rehearse_plan(plan, truncated, self.model)[0]:
-            what, planned, measured, unit = row.values()
-            text = f"{measured:.4g} {unit}" + (f" / {planned:.4g}" if planned is not None else "")
-            text += f", rehearsed {rehearsed[what]:.4g}" if what in rehearsed else ""
-            is_worse = unit in ("s", "GiB") and planned and measured > planned / SLOW[self.kind] and self.kind == "cuda"
-            fix = "see the rates above, or report it with --json" if is_worse else ""
-            yield Finding(what, "slower" if is_worse else "passed", text, fix, row)
-
-    # ---- output
+            self._print(f"{step} planned, {format_duration(changed.step_s)} with the rates measured here")
+            if save_profile and self.rank == 0:
+                gpu, file = changed.hardware.gpu, profile_path(changed.hardware.gpu.name)
+                values = {name: getattr(gpu, name) for name in (*FIGURES, "name", "kernel")}
+                values["source"] = f"ithaka selftest, {self.num_ranks} ranks, {time.strftime('%Y-%m-%d')}"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+                self._print(f"wrote {file}: ithaka plan and ithaka train use its rates on this machine")
+        statuses = [finding.status for finding in self.findings]
+        text = ", ".join(f"{statuses.count(name)} {name}" for name in ("passed", "slower", "failed"))
+        self._print(f"{text} in {format_duration(time.monotonic() - self.start_s)}")
+        faulthandler.cancel_dump_traceback_later()
+        dist.destroy_process_group()
+        return int("failed" in statuses)
 
     def _print(self, text: str) -> None:
         if self.rank == 0:
             print(text, flush=True)
 
     def _add(self, finding: Finding) -> None:
-        self.content["findings"].append(asdict(finding))
-        self._print(f"{time.monotonic() - self.start_s:3.0f} s  {finding}")
+        """Print it, and write all findings so far without names of hosts and users, and without paths."""
+        self.findings.append(finding)
+        seconds, words = time.monotonic() - self.start_s, "; ".join(filter(None, finding[2:]))
+        self._print(f"{seconds:3.0f} s  {finding.status:<6}  {finding.check:<28}  {words}")
+        if self.rank == 0 and self.out is not None:
+            content = {"seconds": seconds, "findings": [each._asdict() for each in self.findings], **self.figures}
+            text = json.dumps(content, indent=1).replace("\\n", " ")
+            text = re.sub(rf"\b({'|'.join(map(re.escape, self.names))})\b", "NAME", text)
+            self.out.write_text(re.sub(r"(?<![\w/])[~/][\w.+-]+(/[\w.+-]*)*", "PATH", text) + "\n", encoding="utf-8")
 
-    def _finish(self) -> int:
-        statuses = [finding["status"] for finding in self.content["findings"]]
-        if self.rank == 0 and hasattr(self, "plan"):
-            plan, changed = self.plan, self._with_rates(self.measured)
-            step = (
-                f"{self.model} at {format_tokens(plan.work.context)}: {format_duration(plan.step_s)} per step planned"
+    def check_machine(self) -> Iterator[Finding]:
+        own = examine_rank(self.device, self.ranks_per_gpu)
+        own |= examine(self.disk) | {"checkpoints": measure_disk(self.run_dir)} if is_local_rank_0() else {}
+        self.facts = self.figures["ranks"] = gather_objects(own)
+        nodes = [fact for fact in self.facts if "gpus" in fact]
+        gpus = [gpu["name"] for node in nodes for gpu in node["gpus"]]
+        names = " and ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "CPUs"
+        driver = f", driver {nodes[0]['driver']}, CUDA {nodes[0]['cuda']}" * self.on_gpu
+        yield Finding("devices", "passed", f"{len(self.facts)} ranks on {len(nodes)} nodes, {names}{driver}")
+        for row in nodes[0]["missing"]:
+            if not row["feature"].startswith(("training", "memory.offload")):
+                yield Finding(row["feature"], "failed" if "wrong" in row["why"] else "slower", row["why"], row["fix"])
+        yield from judge_ranks(self.facts)
+
+    def check_rates(self) -> Iterator[Finding]:
+        devices, rows = gather_objects(measure_device(self.device, self.dtype, self.seconds)), list[Any]()
+        for check, name in zip((*SUSTAINED, "copies to and from host"), RATES, strict=False):
+            rates = {rank: float(found[name]) / SUSTAINED.get(check, 1.0) for rank, found in enumerate(devices)}
+            rows.append((check, name, rates))
+        for check, key in {"disk for checkpoints": "checkpoints", "disk for offloading": "disk"}.items():
+            disks = {rank: fact[key] for rank, fact in enumerate(self.facts) if key in fact}  # one per node
+            rates = {r: min(disk.get("write_bytes_s", 1.0), disk.get("read_bytes_s", 1.0)) for r, disk in disks.items()}
+            rows.append((check, "disk_bytes_s", rates))
+        network = measure_network(self.device, self.mebibytes)
+        self.measured = {name: min(rates.values()) for _, name, rates in rows}
+        self.measured |= {name: v for name, v in network_figures(network, self.device).items() if name in RATES}
+        for row in network:
+            name = "link_bytes_s" if row["where"] == "inside a node" else "network_bytes_s"
+            rows.append((f"{row['what']} {row['where']}", name, {row["slowest rank"]: row["GB/s"] * 1e9}))
+        self._choose_plan()
+        self.figures["rates"] = rows
+        yield from (self._judge_rate(*row) for row in rows)
+
+    def _choose_plan(self) -> None:
+        """Plan at the longest context that fits, with two layers of which five steps take the time of their section. By
+        measured rates if no others apply. On CPUs, all ranks share a sequence."""
+        machine = weakest_machine(gather_objects(detect_machine(load_config(None, []), self.num_ranks, detect_gpu())))
+        gpu, context, fits = machine.gpu, 2 * self.context, False
+        self.has_rates = (self.on_gpu or profile_path(gpu.name).is_file()) and self.ranks_per_gpu == 1
+        if not self.has_rates:
+            gpu = replace(gpu, memory_bytes=gpu.memory_bytes // self.ranks_per_gpu, **self.measured)
+        while not fits and context > MIN_CONTEXT:
+            context, changes = context // 2, [] if self.on_gpu else [f"parallel.cp={self.num_ranks}"]
+            request = make_request(self.model, replace(machine, gpu=gpu), str(context), 1, changes)
+            self.plan, config = request.plan(), dict(request.hf_config)
+            self.truncated = rehearse.truncate_plan(self.plan, 2, False, "auto", config)
+            fits = self.plan.fits and 5 * self.truncated.step_s < SECTIONS["plan"]
+
+    def _with_rates(self, rates: dict[str, float]) -> Plan:
+        hardware = self.plan.hardware
+        return replace(self.plan, hardware=replace(hardware, gpu=replace(hardware.gpu, **rates)))
+
+    def _judge_rate(self, check: str, name: str, rates: dict[int, float]) -> Finding:
+        """Compare the slowest rank, for which all others wait, with the plan."""
+        rank = min(rates, key=lambda rank: rates[rank])
+        rate, planned = rates[rank], getattr(self.plan.hardware.gpu, name)
+        unit, scale = ("TFLOP/s", 1e12) if name.endswith("flops") else ("GB/s", 1e9)
+        text = f"{rate / scale * SUSTAINED.get(check, 1.0):.3g} {unit} on rank {rank}, the slowest"
+        text += f"; planned {planned / scale * SUSTAINED.get(check, 1.0):.3g}" if self.has_rates else ""
+        if not self.has_rates or rate >= self.slow * planned:
+            return Finding(check, "passed", text)
+        cost_s = self._with_rates({name: rate}).step_s - self.plan.step_s
+        step = f"{format_duration(self.plan.step_s)} for {self.model} at {format_tokens(self.plan.work.context)}"
+        text += f", x{rate / planned:.2f}: adds {format_duration(cost_s)} per step ({step})"
+        return Finding(check, "slower", text, FIXES.get(name, OTHER_FIX))
+
+    def check_exactness(self) -> Iterator[Finding]:
+        for row in verify_layouts(self.device, self.num_ranks, time.monotonic() + 1.5 * SECTIONS["exactness"]):
+            text = "{layouts} of {of} layouts; largest error {error:.0e} at {where}, {allowed:.0e} allowed".format(
+                **row
             )
-            self._print(f"{step}, {format_duration(changed.step_s)} with the rates measured here")
-            if self.save_profile and "failed" not in statuses and self.ranks_per_gpu == 1:
-                file = profile_path(plan.hardware.gpu.name)
-                source = f"ithaka selftest, {self.num_ranks} ranks, {time.strftime('%Y-%m-%d')}"
-                values = {k: v for k, v in asdict(changed.hardware.gpu).items() if k not in ("kernels", "desktop")}
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(json.dumps(values | {"source": source}, indent=1) + "\n")
-                self._print(f"wrote {file}, whose rates ithaka plan and ithaka train use on this machine")
-        counts = ", ".join(f"{statuses.count(name)} {name}" for name in ("passed", "slower", "failed"))
-        self._print(f"{counts} in {format_duration(time.monotonic() - self.start_s)}")
-        self._write_json()
-        end_process_group()
-        return ExitCode.FAILED if "failed" in statuses else ExitCode.DONE
+            bad = f"; the weights of rank {', '.join(map(str, row['ranks']))} are wrong" if row["ranks"] else ""
+            fix = "test the GPU and memory of that node (dcgmi diag -r 3)" if bad else "report it with --json"
+            ok = row["ok"] and not bad
+            yield Finding(row["part"], "passed" if ok else "failed", text + bad, "" if ok else fix)
 
-    def _give_up(self) -> None:
-        time.sleep(LIMIT_S)
-        self.content["findings"].append(asdict(Finding(self.section, "failed", f"not finished after {LIMIT_S:.0f} s")))
-        self._write_json()
-        text = (
-            f"selftest: {self.section} is not finished after {LIMIT_S:.0f} s on rank {self.rank}; check NCCL_DEBUG=INFO"
-        )
-        exit_rank(Outcome(ExitCode.HANG, text))
+    def check_faults(self) -> Iterator[Finding]:
+        with tempfile.TemporaryDirectory(prefix=".selftest-", dir=self.run_dir, ignore_cleanup_errors=True) as own:
+            yield from run_drill(Path(gather_objects(own)[0]) / "run")
+            gather_objects(0)  # rank 0 has read it
 
-    def _write_json(self) -> None:
-        if self.rank == 0 and self.json_file is not None:
-            content = {"ranks": self.num_ranks, "seconds": time.monotonic() - self.start_s, **self.content}
-            names = {name for names in self.names for name in names if name}
-            self.json_file.write_text(json.dumps(anonymize(content, names), indent=1) + "\n", encoding="utf-8")
+    def check_plan(self) -> Iterator[Finding]:
+        rows = self.figures["plan"] = rehearse.rehearse_plan(self.plan, self.truncated, self.model)[0]
+        other = {row["what"]: row["measured"] for row in self.rehearsed.get("rows", ())}
+        at = f"2 layers of {self.model} at {format_tokens(self.plan.work.context)}"
+        for what, planned, measured, unit in (row.values() for row in rows):
+            is_worse = self.on_gpu and planned and unit in ("s", "GiB") and measured > planned / self.slow
+            text = f"{measured:.4g} {unit}" + (f", planned {planned:.4g}" if planned is not None else "")
+            text += (f", rehearsed {other[what]:.4g}" if what in other else "") + f" ({at})"
+            yield Finding(what, "slower" if is_worse else "passed", text, "compare the rates above" if is_worse else "")
 
 
-def anonymize(value: Any, names: set[str]) -> Any:
-    """Replace names (of hosts and users) and paths in all texts."""
-    if isinstance(value, dict):
-        return {key: anonymize(each, names) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [anonymize(each, names) for each in value]
-    if not isinstance(value, str):
-        return value
-    text = re.sub(rf"\b({'|'.join(map(re.escape, names))})\b", "NAME", value) if names else value
-    return re.sub(r"(?<![\w/])[~/][\w.+-]+(/[\w.+-]*)*", "PATH", text)
+def run_rank(save_profile: bool, *arguments: Any) -> int:
+    return Selftest(*arguments).run(save_profile)
 
 
-def run_rank(*arguments: Any) -> int:
-    return Selftest(*arguments).run()
+# ---- train a small model on all ranks, kill one, and resume on half of them
+
+EXIT_S = MAX_SILENCE_S + 4 * BEAT_S  # for all ranks to exit after one died (docs/running-for-weeks.md)
+START_S = 120.0  # for a run to start and take its steps
+SAVE_EVERY, STEPS = 4, 6  # a resumed run repeats the steps after the first save
+LOSS_TOLERANCE = 1e-4  # relative, in float32: fewer ranks sum in another order
+SETTINGS = ["model.embedded=small", "model.dtype=float32", "memory.plan=off", "data.context=128", "train.steps=1000000"]
+SETTINGS += [f"train.save_every={SAVE_EVERY}", "train.keep_last=1000000", "train.validate_every=0"]
+SETTINGS += ["optim.schedule=constant", f"data.path={Path(__file__).parent}"]
+
+
+def run_drill(run_dir: Path) -> Iterator[Finding]:
+    """Each rank starts a rank of `ithaka train`, without a launcher. `run_dir`: to create, shared by all nodes."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    per_node, victim, is_ready = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), num_ranks - 1, False
+    unit = 1 if num_ranks == per_node else per_node  # half of the nodes or, of one node, half of its ranks
+    fewer = max(n for n in range(unit, max(unit, num_ranks // 2) + 1, unit) if num_ranks % n == 0)
+    saved, cp = run_dir / "checkpoints" / step_name(SAVE_EVERY), math.gcd(4, fewer)  # the model has 4 heads
+    settings = [*SETTINGS, f"parallel.cp={cp}", f"train.global_batch={num_ranks // cp}"]
+    process, deadline_s = _start_rank(num_ranks, per_node, settings, "--run-dir", run_dir), time.monotonic() + START_S
+    while rank == 0 and not is_ready and process.poll() is None and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+        is_ready = saved.is_dir() and len(_read_losses(run_dir)) >= STEPS
+    runs = all(gather_objects(process.poll() is None and (rank > 0 or is_ready)))
+    if rank == victim or not runs:
+        process.kill()
+    codes, seconds, logs = zip(*gather_objects(_finish(process, EXIT_S)), strict=True)
+    if not runs:
+        text = f"`ithaka train` takes no {STEPS} steps within {START_S:.0f} s: {' '.join(logs).strip()[-500:]}"
+        yield Finding("train", "failed", text, "set --run-dir to a folder that all nodes share")
+        return
+    ok = all(code == ExitCode.HANG and f"rank {victim} on " in log for code, log in zip(codes[:-1], logs, strict=False))
+    end = "name it" if ok else f"their codes are {codes[:-1]}: {logs[0][-300:]}"
+    text = f"rank {victim} killed: the others exit after {max(seconds):.0f} s and {end}" if victim else "only one rank"
+    fix = "" if ok else f"expected: code {ExitCode.HANG:d} within {EXIT_S:.0f} s; report it with --json"
+    yield Finding("kill a rank", "passed" if ok else "failed", text, fix)
+    before = _read_losses(run_dir)
+    for later in run_dir.glob("checkpoints/step-*") if rank == 0 else ():
+        if later.name > saved.name:
+            shutil.rmtree(later)
+    resumed = _start_rank(fewer, min(per_node, fewer), [f"train.steps={STEPS}"], "--resume", run_dir)
+    ends = gather_objects(_finish(resumed, START_S) if resumed else (0, 0.0, ""))
+    problems, after = [log.strip()[-500:] for code, _, log in ends if code], _read_losses(run_dir)
+    error = max(abs(after.get(step, math.inf) / before.get(step, 1.0) - 1) for step in range(SAVE_EVERY + 1, STEPS + 1))
+    text = f"saved on {num_ranks} ranks, resumed on {fewer}: losses differ by {error:.0e}, {LOSS_TOLERANCE:.0e} allowed"
+    ok = error <= LOSS_TOLERANCE and not problems
+    yield Finding("save and resume", "passed" if ok else "failed", text, "".join(problems[:1]))
+
+
+def _read_losses(run_dir: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in read_metrics(run_dir / "metrics.jsonl") if row.get("loss") is not None}
+
+
+def _start_rank(num_ranks: int, per_node: int, settings: list[str], *arguments: Any) -> Any:
+    """Start this rank of `ithaka train` if it is one of `num_ranks`. Collective, for the port."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = gather_objects(free.getsockname()[1])[0]
+    values = {"RANK": dist.get_rank(), "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": per_node, "MASTER_PORT": port}
+    values |= {"TORCHELASTIC_USE_AGENT_STORE": False, "TORCHELASTIC_RUN_ID": "selftest"}  # it ends with this process
+    variables = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"} | os.environ | {k: str(v) for k, v in values.items()}
+    program = f"import sys; sys.path[:] = {sys.path!r}; from ithaka.cli import main; main()"
+    options = [*map(str, arguments), *(word for setting in settings for word in ("--set", setting))]
+    command, pipes = [sys.executable, "-c", program, "train", *options], (subprocess.DEVNULL, subprocess.PIPE)
+    mine = dist.get_rank() < num_ranks
+    return subprocess.Popen(command, env=variables, stdout=pipes[0], stderr=pipes[1], text=True) if mine else None
+
+
+def _finish(process: subprocess.Popen, limit_s: float) -> tuple[int, float, str]:
+    """Wait until the process ends, or kill it. Return its exit code, the seconds waited and its messages."""
+    start, killer = time.monotonic(), threading.Timer(limit_s, process.kill)
+    killer.start()
+    log = process.communicate()[1]
+    killer.cancel()
+    return process.returncode, time.monotonic() - start, log

@@ -219,12 +219,15 @@ def rehearse(
     truncated = rehearsal.truncate_plan(plan, layers, memory_only, kernel, find_config(model))
     rehearsal.check_cpu_memory(truncated)
     header = rehearsal.describe_rehearsal(plan, truncated)
-    prints = is_rank_0()
-    if prints and not as_json:
+    if not is_rank_0():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if not as_json:
         decided = {name: format_value(value) for name, value in plan.settings.items() if value is not None}
         settings = ", ".join(f"{name}={value}" for name, value in decided.items())
-        print("all ranks of" if under_torchrun() else "rank 0 of", end=" ")
-        print("{gpus}, {context} tokens, {layers} of {layers_of_model} layers, on {device}".format(**header))
+        print(
+            "all ranks" if under_torchrun() else "rank 0",
+            "of {gpus}, {context} tokens, {layers} of {layers_of_model} layers, on {device}".format(**header),
+        )
         for kind in header["kinds"] if len(header["kinds"]) > 1 else ():
             rehearsed, num_layers = ", ".join(map(str, kind["rehearsed"])), header["layers_of_model"]
             print(f"layer {rehearsed}: {kind['kind']} ({kind['layers_of_model']} of {num_layers} layers)")
@@ -233,8 +236,6 @@ def rehearse(
     with status(f"rehearsing at {truncated.work.tokens} tokens"):
         rows, peak_phase = rehearsal.rehearse_plan(plan, truncated, model)
     end_process_group()
-    if not prints:
-        return
     if as_json:
         print(json.dumps(header | {"rows": rows, "peak_phase": peak_phase}, indent=2))
         return
@@ -357,45 +358,26 @@ def doctor(
 
 
 def selftest(
-    model: Annotated[
-        str, typer.Option(help="Plan and measure this one; by default llama3-8b, or a small one on CPUs.")
-    ] = "",
-    context: Annotated[
-        str, typer.Option(help="Tokens per sequence; shortened to what fits in memory and time.")
-    ] = "1M",
-    disk: Annotated[Path, typer.Option(metavar="FOLDER", help="Where activations are offloaded to disk.")] = Path(
-        "/tmp"
-    ),
-    run_dir: Annotated[Path, typer.Option(metavar="FOLDER", help="Where runs save; shared by all nodes.")] = Path(),
-    rehearsed: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Show these figures of `rehearse --json`.")
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all results, to share.")
-    ] = None,
-    save_profile: Annotated[
-        bool, typer.Option("--save-profile", help="Plan with the measured rates from now on.")
-    ] = False,
+    model: Annotated[str, typer.Option(help="To plan and measure; by default llama3-8b, or a small one on CPUs.")] = "",
+    context: Annotated[str, typer.Option(help="Its tokens, shortened to what fits in memory and time.")] = "1M",
+    disk: Annotated[Path | None, typer.Option(metavar="FOLDER", help="For activations; by default /tmp.")] = None,
+    run_dir: Annotated[Path, typer.Option(metavar="FOLDER", help="For checkpoints; all nodes share it.")] = Path(),
+    rehearsed: Annotated[Path | None, typer.Option(metavar="FILE", help="Output of `rehearse --json`.")] = None,
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all results, to share.")] = None,
+    save_profile: Annotated[bool, typer.Option("--save-profile", help="Plan with the measured rates.")] = False,
     force: Force = False,
 ) -> None:
-    """Check this machine and all its ranks in ten minutes: devices, rates, exactness, faults, and a plan."""
-    from ithaka.plan.models import find_config
+    """Check devices, rates, exactness, faults and a plan on all ranks of this machine, in at most ten minutes."""
     from ithaka.plan.read_config import read_json
     from ithaka.run.launch import decide_ranks, num_gpus, run_ranks
 
     num_tokens = parse_tokens(context, "--context")
-    found = read_json(rehearsed, "--rehearsed ", "use the output of `ithaka rehearse --json`") if rehearsed else {}
-    if model:
-        find_config(model)
-    for option, folder in {"--disk": disk, "--run-dir": run_dir}.items():
-        if not folder.is_dir():
-            raise ConfigError(f"{option} {folder} is not a directory; create it, or use another")
-        check_writable(option, folder, folder=True)
-    if json_file is not None and is_rank_0():
-        check_output("--json", json_file, force)
+    figures = read_json(rehearsed, "--rehearsed ", "use the output of `ithaka rehearse --json`") if rehearsed else {}
+    check_writable("--run-dir", run_dir, folder=True)
+    if out is not None and is_rank_0():
+        check_output("--json", out, force)
     with loading():
         from ithaka.checks.selftest import run_rank
 
-        ranks = decide_ranks("auto", num_gpus())
-    arguments = model, num_tokens, disk, run_dir.absolute(), found, json_file, save_profile
-    raise typer.Exit(run_ranks(run_rank, arguments, ranks))
+    arguments = save_profile, model, num_tokens, disk, run_dir.absolute(), figures, out
+    raise typer.Exit(run_ranks(run_rank, arguments, decide_ranks("auto", num_gpus())))

@@ -325,8 +325,7 @@ def find_hardware(
 
 def profile_path(name: str) -> Path:
     """Where `ithaka selftest --save-profile` keeps the rates of this machine's GPUs: a file for --gpu-file."""
-    config = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
-    return config / "ithaka" / f"{name.replace(' ', '-')}.json"
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "ithaka" / f"{name}.json"
 
 
 def with_profile(gpu: Gpu) -> Gpu:
@@ -334,8 +333,7 @@ def with_profile(gpu: Gpu) -> Gpu:
     if not (file := profile_path(gpu.name)).is_file():
         return gpu
     saved = read_gpu(file)
-    rates = {name: getattr(saved, name) for name in (*RATES, "kernel", "source")}
-    return dataclasses.replace(gpu, **rates)
+    return dataclasses.replace(gpu, **{name: getattr(saved, name) for name in (*RATES, "kernel", "source")})
 
 
 def available_memory() -> int:
