@@ -210,9 +210,6 @@ def _rate(bytes_s: float) -> str:
     return f"{bytes_s / 1e9:.2g} GB/s"
 
 
-# ---- ranks
-
-
 class Finding(NamedTuple):
     """One check of `ithaka selftest`: passed, slower (than planned) or failed, and what to do next."""
 
@@ -226,20 +223,16 @@ def examine_rank(device: Any, ranks_per_gpu: int) -> dict[str, Any]:
     """What this rank has, and its checks: {name: (passed, text)}."""
     from ithaka.layer.store import Slab, StoreError
 
-    start, limit = time.perf_counter(), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    memory = (
-        f"{format_bytes(available_memory())} free, locked memory {'unlimited' if limit < 0 else format_bytes(limit)}"
-    )
-    own = {"versions": package_versions(), "clock": 0.0, "checks": {"host memory": (True, memory)}}
+    limit, on_gpu, start = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], device.type == "cuda", time.perf_counter()
+    memory = f"{format_bytes(available_memory())} free, {format_bytes(limit) if limit >= 0 else 'all'} may be locked"
     try:
-        Slab(PIN_BYTES, pin=device.type == "cuda")
+        Slab(PIN_BYTES, pin=on_gpu)
+        pinned = f", pinned at {_rate(PIN_BYTES / (time.perf_counter() - start))}" * on_gpu
+        checks = {"host memory": (True, memory + pinned)}
     except StoreError as error:
-        own["checks"] = {"host memory": (False, f"{error}; {memory}")}
-    own["pin_bytes_s"] = PIN_BYTES / (time.perf_counter() - start)
-    if device.type == "cuda":
-        clock, checks = _examine_gpu(device, ranks_per_gpu)
-        own |= {"clock": clock, "checks": own["checks"] | checks}
-    return own
+        checks = {"host memory": (False, f"{error}; {memory}")}
+    clock, gpu_checks = _examine_gpu(device, ranks_per_gpu) if on_gpu else (0.0, {})
+    return {"versions": package_versions(), "clock": clock, "checks": checks | gpu_checks}
 
 
 def _examine_gpu(device: Any, ranks_per_gpu: int) -> tuple[float, dict[str, tuple[bool, str]]]:
@@ -249,12 +242,12 @@ def _examine_gpu(device: Any, ranks_per_gpu: int) -> tuple[float, dict[str, tupl
     from ithaka.comm.mesh import ALLOCATOR_VARIABLES
 
     gpu: Any = torch.cuda.get_device_properties(device)
-    query = "--query-gpu=clocks.sm,power.limit,power.default_limit"
     a_nn, output = torch.ones(8192, 8192, device=device, dtype=torch.bfloat16), ""
     for _ in range(500):  # in flight while nvidia-smi runs: about a second
         a_nn @ a_nn
     with suppress(OSError, subprocess.SubprocessError):
-        command = ["nvidia-smi", f"--id=GPU-{gpu.uuid}", query, "--format=csv,noheader,nounits"]
+        query = ["--query-gpu=clocks.sm,power.limit,power.default_limit", "--format=csv,noheader,nounits"]
+        command = ["nvidia-smi", f"--id=GPU-{gpu.uuid}", *query]
         output = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
     clock, power, default = [*map(float, re.findall(r"\d+\.?\d*", output)), 0.0, 0.0, 0.0][:3]  # 0: not reported
     torch.cuda.synchronize(device)
@@ -283,19 +276,18 @@ def judge_ranks(facts: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     same = ", ".join(f"{name} {usual[name]}" for name in ("ithaka", "torch", "transformers"))
     median = statistics.median(fact["clock"] for fact in facts)
     for fact in facts:
-        odd = [
-            f"{name} {own} ({usual[name]} elsewhere)" for name, own in fact["versions"].items() if own != usual[name]
-        ]
+        odd = [f"{name} {own} ({usual[name]} elsewhere)" for name, own in fact["versions"].items() - usual.items()]
         fact["checks"]["versions"], clock = (not odd, ", ".join(odd) or same), fact["clock"]
         if clock:
-            slower = f", the median is {median:.0f}: steps may take x{median / clock:.2f}" * (
-                clock < LOW_CLOCK * median
+            is_low, slower = (
+                clock < LOW_CLOCK * median,
+                f"the median is {median:.0f}: steps may take x{median / clock:.2f}",
             )
-            fact["checks"]["clock"] = not slower, f"{clock:.0f} MHz under load{slower}"
+            fact["checks"]["clock"] = not is_low, f"{clock:.0f} MHz under load" + f", {slower}" * is_low
     for i, (check, fix) in enumerate(RANK_FIXES.items()):
         results = {rank: fact["checks"][check] for rank, fact in enumerate(facts) if check in fact["checks"]}
         if bad := [rank for rank, (passed, _) in results.items() if not passed]:
-            ranks = ", ".join(map(str, bad[:8]))
-            yield Finding(check, "failed" if i < 3 else "slower", f"rank {ranks}: {results[bad[0]][1]}", fix)
+            text = f"rank {', '.join(map(str, bad[:8]))}: {results[bad[0]][1]}"
+            yield Finding(check, "failed" if i < 3 else "slower", text, fix)
         elif results:
             yield Finding(check, "passed", results[0][1])

@@ -57,24 +57,23 @@ OTHER_FIX = "check `nvidia-smi -q -d PERFORMANCE`, and other jobs on the device"
 
 
 class Selftest:
-    """All checks on this rank. Collective; findings are valid on rank 0, which prints them."""
+    """All checks on this rank, for the options of the command. Collective; rank 0 prints the findings."""
 
-    def __init__(
-        self, model: str, context: int, disk: Path | None, run_dir: Path, rehearsed: Any, out: Path | None
-    ) -> None:
-        self.context, self.disk, self.run_dir, self.rehearsed, self.out = context, disk, run_dir, rehearsed, out
+    def __init__(self, model: str, *options: Any) -> None:
+        self.context, self.disk, self.run_dir, self.rehearsed, self.out = options
         self.start_s, (self.device, self.dtype) = time.monotonic(), device_and_dtype()
         default, self.seconds, self.mebibytes, self.slow = DEFAULTS[self.device.type]
         self.model, self.on_gpu, self.findings = model or default, self.device.type == "cuda", list[Finding]()
         start_process_group(self.device)
         self.rank, self.num_ranks, self.figures = dist.get_rank(), dist.get_world_size(), dict[str, Any]()
         self.ranks_per_gpu = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // num_gpus()) if self.on_gpu else 1
-        self.names = {name for own in gather_objects((socket.gethostname(), Path.home().name)) for name in own}
+        names = socket.gethostname(), Path.home().name, os.environ.get("USER", "")
+        self.names = {name for own in gather_objects(names) for name in own if name}
 
     def run(self, save_profile: bool) -> int:
         faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=sys.__stderr__)  # of a check that hangs
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # see `_settle_matmuls`
-        self._print(f"{self.num_ranks} ranks; about {format_duration(sum(SECTIONS.values()))}, at most ten minutes")
+        self._print(f"ranks: {self.num_ranks}; about {format_duration(sum(SECTIONS.values()))}, at most ten minutes")
         for i, section in enumerate(SECTIONS):
             failure, left = "", format_duration(sum([*SECTIONS.values()][i:]))
             with status(f"{section}, {i + 1} of {len(SECTIONS)}; about {left} left"):
@@ -87,10 +86,9 @@ class Selftest:
                 self._add(Finding(section, "failed", text, "see docs/several-nodes.md"))
         if "rates" in self.figures:
             changed = self._with_rates(self.measured)
-            step = (
-                f"{self.model} at {format_tokens(changed.work.context)}: {format_duration(self.plan.step_s)} per step"
-            )
-            self._print(f"{step} planned, {format_duration(changed.step_s)} with the rates measured here")
+            planned, measured = (format_duration(plan.step_s) for plan in (self.plan, changed))
+            what = f"{self.model} at {format_tokens(changed.work.context)}"
+            self._print(f"{what}: {planned} per step planned, {measured} with the rates measured here")
             if save_profile and self.rank == 0:
                 gpu, file = changed.hardware.gpu, profile_path(changed.hardware.gpu.name)
                 values = {name: getattr(gpu, name) for name in (*FIGURES, "name", "kernel")}
@@ -128,9 +126,9 @@ class Selftest:
         gpus = [gpu["name"] for node in nodes for gpu in node["gpus"]]
         names = " and ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "CPUs"
         driver = f", driver {nodes[0]['driver']}, CUDA {nodes[0]['cuda']}" * self.on_gpu
-        yield Finding("devices", "passed", f"{len(self.facts)} ranks on {len(nodes)} nodes, {names}{driver}")
+        yield Finding("devices", "passed", f"{names} on {len(nodes)} node{'s' * (len(nodes) > 1)}{driver}")
         for row in nodes[0]["missing"]:
-            if not row["feature"].startswith(("training", "memory.offload")):
+            if not row["feature"].endswith((" GPU", " speed")):  # CPUs are for testing; rates follow
                 yield Finding(row["feature"], "failed" if "wrong" in row["why"] else "slower", row["why"], row["fix"])
         yield from judge_ranks(self.facts)
 
@@ -188,7 +186,7 @@ class Selftest:
 
     def check_exactness(self) -> Iterator[Finding]:
         for row in verify_layouts(self.device, self.num_ranks, time.monotonic() + 1.5 * SECTIONS["exactness"]):
-            text = "{layouts} of {of} layouts; largest error {error:.0e} at {where}, {allowed:.0e} allowed".format(
+            text = "{layouts} of {of} layouts; largest error {error:.0e}, {allowed:.0e} allowed, at {where}".format(
                 **row
             )
             bad = f"; the weights of rank {', '.join(map(str, row['ranks']))} are wrong" if row["ranks"] else ""

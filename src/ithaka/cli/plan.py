@@ -224,10 +224,8 @@ def rehearse(
     if not as_json:
         decided = {name: format_value(value) for name, value in plan.settings.items() if value is not None}
         settings = ", ".join(f"{name}={value}" for name, value in decided.items())
-        print(
-            "all ranks" if under_torchrun() else "rank 0",
-            "of {gpus}, {context} tokens, {layers} of {layers_of_model} layers, on {device}".format(**header),
-        )
+        print("all ranks" if under_torchrun() else "rank 0", end=" ")
+        print("of {gpus}, {context} tokens, {layers} of {layers_of_model} layers, on {device}".format(**header))
         for kind in header["kinds"] if len(header["kinds"]) > 1 else ():
             rehearsed, num_layers = ", ".join(map(str, kind["rehearsed"])), header["layers_of_model"]
             print(f"layer {rehearsed}: {kind['kind']} ({kind['layers_of_model']} of {num_layers} layers)")
