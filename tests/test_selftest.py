@@ -107,7 +107,7 @@ def raise_on_rank_1(patch, rank: int) -> None:
             raise OSError("no route to host")
         return ()
 
-    patch.setattr(selftest, "verify_layouts", fail)
+    patch.setattr(verify, "verify_layouts", fail)
 
 
 def test_an_error_of_one_rank_is_a_finding(ranks, tmp_path):

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -21,10 +20,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ithaka.checkpoint.files import step_name
-from ithaka.checks import rehearse
-from ithaka.checks.bench import device_and_dtype, measure_device, measure_network, network_figures
-from ithaka.checks.doctor import Finding, examine, examine_rank, judge_ranks, measure_disk
-from ithaka.checks.verify import verify_layouts
+from ithaka.checks import bench, doctor, rehearse, verify
+from ithaka.checks.doctor import Finding
 from ithaka.comm.agree import gather_objects
 from ithaka.comm.mesh import start_process_group
 from ithaka.comm.rank import is_local_rank_0
@@ -35,9 +32,7 @@ from ithaka.log.console import status
 from ithaka.log.metrics import read_metrics
 from ithaka.plan.hardware import FIGURES, RATES, profile_path
 from ithaka.plan.search import Plan
-from ithaka.run.launch import detect_gpu, num_gpus
-from ithaka.run.request import make_request
-from ithaka.run.resolve import detect_machine, weakest_machine
+from ithaka.run import launch, request, resolve
 from ithaka.train.heartbeat import BEAT_S, MAX_SILENCE_S
 
 LIMIT_S, MIN_CONTEXT = 600.0, 256
@@ -61,17 +56,17 @@ class Selftest:
 
     def __init__(self, model: str, *options: Any) -> None:
         self.context, self.disk, self.run_dir, self.rehearsed, self.out = options
-        self.start_s, (self.device, self.dtype) = time.monotonic(), device_and_dtype()
+        self.start_s, (self.device, self.dtype) = time.monotonic(), bench.device_and_dtype()
         default, self.seconds, self.mebibytes, self.slow = DEFAULTS[self.device.type]
         self.model, self.on_gpu, self.findings = model or default, self.device.type == "cuda", list[Finding]()
         start_process_group(self.device)
         self.rank, self.num_ranks, self.figures = dist.get_rank(), dist.get_world_size(), dict[str, Any]()
-        self.ranks_per_gpu = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // num_gpus()) if self.on_gpu else 1
+        self.ranks_per_gpu = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // launch.num_gpus()) if self.on_gpu else 1
         names = socket.gethostname(), Path.home().name, os.environ.get("USER", "")
         self.names = {name for own in gather_objects(names) for name in own if name}
 
     def run(self, save_profile: bool) -> int:
-        faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=sys.__stderr__)  # of a check that hangs
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=2)  # of a check that hangs
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # see `_settle_matmuls`
         self._print(f"ranks: {self.num_ranks}; about {format_duration(sum(SECTIONS.values()))}, at most ten minutes")
         for i, section in enumerate(SECTIONS):
@@ -119,8 +114,10 @@ class Selftest:
             self.out.write_text(re.sub(r"(?<![\w/])[~/][\w.+-]+(/[\w.+-]*)*", "PATH", text) + "\n", encoding="utf-8")
 
     def check_machine(self) -> Iterator[Finding]:
-        own = examine_rank(self.device, self.ranks_per_gpu)
-        own |= examine(self.disk) | {"checkpoints": measure_disk(self.run_dir)} if is_local_rank_0() else {}
+        own = doctor.examine_rank(self.device, self.ranks_per_gpu)
+        own |= (
+            doctor.examine(self.disk) | {"checkpoints": doctor.measure_disk(self.run_dir)} if is_local_rank_0() else {}
+        )
         self.facts = self.figures["ranks"] = gather_objects(own)
         nodes = [fact for fact in self.facts if "gpus" in fact]
         gpus = [gpu["name"] for node in nodes for gpu in node["gpus"]]
@@ -130,10 +127,10 @@ class Selftest:
         for row in nodes[0]["missing"]:
             if not row["feature"].endswith((" GPU", " speed")):  # CPUs are for testing; rates follow
                 yield Finding(row["feature"], "failed" if "wrong" in row["why"] else "slower", row["why"], row["fix"])
-        yield from judge_ranks(self.facts)
+        yield from doctor.judge_ranks(self.facts)
 
     def check_rates(self) -> Iterator[Finding]:
-        devices, rows = gather_objects(measure_device(self.device, self.dtype, self.seconds)), list[Any]()
+        devices, rows = gather_objects(bench.measure_device(self.device, self.dtype, self.seconds)), list[Any]()
         for check, name in zip((*SUSTAINED, "copies to and from host"), RATES, strict=False):
             rates = {rank: float(found[name]) / SUSTAINED.get(check, 1.0) for rank, found in enumerate(devices)}
             rows.append((check, name, rates))
@@ -141,9 +138,9 @@ class Selftest:
             disks = {rank: fact[key] for rank, fact in enumerate(self.facts) if key in fact}  # one per node
             rates = {r: min(disk.get("write_bytes_s", 1.0), disk.get("read_bytes_s", 1.0)) for r, disk in disks.items()}
             rows.append((check, "disk_bytes_s", rates))
-        network = measure_network(self.device, self.mebibytes)
+        network = bench.measure_network(self.device, self.mebibytes)
         self.measured = {name: min(rates.values()) for _, name, rates in rows}
-        self.measured |= {name: v for name, v in network_figures(network, self.device).items() if name in RATES}
+        self.measured |= {name: v for name, v in bench.network_figures(network, self.device).items() if name in RATES}
         for row in network:
             name = "link_bytes_s" if row["where"] == "inside a node" else "network_bytes_s"
             rows.append((f"{row['what']} {row['where']}", name, {row["slowest rank"]: row["GB/s"] * 1e9}))
@@ -154,19 +151,20 @@ class Selftest:
     def _choose_plan(self) -> None:
         """Plan at the longest context that fits, with two layers of which five steps take the time of their section. By
         measured rates if no others apply. On CPUs, all ranks share a sequence."""
-        machine = weakest_machine(gather_objects(detect_machine(load_config(None, []), self.num_ranks, detect_gpu())))
+        own = resolve.detect_machine(load_config(None, []), self.num_ranks, launch.detect_gpu())
+        machine = resolve.weakest_machine(gather_objects(own))
         gpu, context, fits = machine.gpu, 2 * self.context, False
         self.has_rates = (self.on_gpu or profile_path(gpu.name).is_file()) and self.ranks_per_gpu == 1
         if not self.has_rates:
             gpu = replace(gpu, memory_bytes=gpu.memory_bytes // self.ranks_per_gpu, **self.measured)
         while not fits and context > MIN_CONTEXT:
             context, changes = context // 2, [] if self.on_gpu else [f"parallel.cp={self.num_ranks}"]
-            request = make_request(self.model, replace(machine, gpu=gpu), str(context), 1, changes)
-            self.plan, config = request.plan(), dict(request.hf_config)
+            wanted = request.make_request(self.model, replace(machine, gpu=gpu), str(context), 1, changes)
+            self.plan, config = wanted.plan(), dict(wanted.hf_config)
             self.truncated = rehearse.truncate_plan(self.plan, 2, False, "auto", config)
             fits = self.plan.fits and 5 * self.truncated.step_s < SECTIONS["plan"]
 
-    def _with_rates(self, rates: dict[str, float]) -> Plan:
+    def _with_rates(self, rates: dict[str, Any]) -> Plan:
         hardware = self.plan.hardware
         return replace(self.plan, hardware=replace(hardware, gpu=replace(hardware.gpu, **rates)))
 
@@ -185,7 +183,7 @@ class Selftest:
         return Finding(check, "slower", text, FIXES.get(name, OTHER_FIX))
 
     def check_exactness(self) -> Iterator[Finding]:
-        for row in verify_layouts(self.device, self.num_ranks, time.monotonic() + 1.5 * SECTIONS["exactness"]):
+        for row in verify.verify_layouts(self.device, self.num_ranks, time.monotonic() + 1.5 * SECTIONS["exactness"]):
             text = "{layouts} of {of} layouts; largest error {error:.0e}, {allowed:.0e} allowed, at {where}".format(
                 **row
             )
@@ -251,9 +249,7 @@ def run_drill(run_dir: Path) -> Iterator[Finding]:
     fix = "" if ok else f"expected: code {ExitCode.HANG:d} within {EXIT_S:.0f} s; report it with --json"
     yield Finding("kill a rank", "passed" if ok else "failed", text, fix)
     before = _read_losses(run_dir)
-    for later in run_dir.glob("checkpoints/step-*") if rank == 0 else ():
-        if later.name > saved.name:
-            shutil.rmtree(later)
+    (run_dir / "latest").write_text(saved.name)
     resumed = _start_rank(fewer, min(per_node, fewer), [f"train.steps={STEPS}"], "--resume", run_dir)
     ends = gather_objects(_finish(resumed, START_S) if resumed else (0, 0.0, ""))
     problems, after = [log.strip()[-500:] for code, _, log in ends if code], _read_losses(run_dir)
