@@ -63,7 +63,7 @@ def test_faults_of_the_machine_are_named_and_cost_seconds(ranks, tmp_path):
     file.parent.mkdir()
     file.write_text(json.dumps({name: rates.get(name, 1.0) for name in FIGURES}))
     (code, found, text), (_, _, silence) = ranks.run(2, run_sections, tmp_path, ("machine", "rates"), plant_faults)
-    assert text.startswith("ranks: 2; about ") and "per step planned" in text and silence == ""
+    assert text.startswith("machine (1 of 3), 2 ranks, about ") and "per step planned" in text and silence == ""
     assert code == 1 and re.search(r" \d+ slower, 2 failed in", text), text
     assert found["versions"][:2] == ["failed", f"rank 1: ithaka 0.1.9 ({ithaka.__version__} elsewhere)"]
     assert found["host memory"][0] == "failed" and found["host memory"][1].startswith("rank 1: cannot pin")
@@ -74,7 +74,8 @@ def test_faults_of_the_machine_are_named_and_cost_seconds(ranks, tmp_path):
         assert re.search(r"on rank \d, the slowest; planned .*, x0\.\d+: adds .* per step \(.* for smollm2-135m", words)
     assert found["send/recv inside a node"][0] == found["matmul"][0] == found["devices"][0] == "passed"
     saved = json.loads(file.read_text())
-    assert 1e5 < saved["link_bytes_s"] < 2.5e7 and saved["matmul_flops"] > 1e6 and "2 ranks" in saved["source"]
+    assert 1e5 < saved["link_bytes_s"] < 2.5e7 and 1e5 < saved["disk_bytes_s"] < 5e7
+    assert saved["matmul_flops"] > 1e6 and "2 ranks" in saved["source"]
     shared = (tmp_path / "result.json").read_text()
     assert json.loads(shared)["findings"] and "cannot pin 7 bytes in PATH on NAME" in shared
     assert str(tmp_path) not in shared and socket.gethostname() not in shared.replace("NAME", "")
@@ -124,11 +125,16 @@ class FakeGpu:
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
         patch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: peers)
-        patch.setattr(torch.cuda.nccl, "version", lambda: nccl)
+        patch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+        patch.setattr(doctor.ctypes, "CDLL", lambda name: SimpleNamespace(ncclGetVersion=self.set_version))
         patch.setattr(torch, "ones", lambda *shape, **options: torch.zeros(1, 1))
         patch.setattr(doctor.subprocess, "run", lambda *command, **options: SimpleNamespace(stdout=clocks))
-        patch.setattr(doctor, "requires", lambda name: ["nvidia-nccl-cu13==2.28.9; platform_system == 'Linux'"])
         patch.setattr(store, "Slab", lambda *args, **options: None)
+        self.nccl = nccl
+
+    def set_version(self, reference) -> None:
+        major, minor, patch = self.nccl
+        reference._obj.value = 10000 * major + 100 * minor + patch
 
     def examine(self, ranks_per_gpu=1) -> dict:
         return doctor.examine_rank(SimpleNamespace(type="cuda", index=0), ranks_per_gpu)

@@ -1,5 +1,6 @@
 """What this machine and its ranks have, and what is missing for which feature. Imports torch only where it is used."""
 
+import ctypes
 import os
 import platform
 import re
@@ -11,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -251,12 +252,14 @@ def _examine_gpu(device: Any, ranks_per_gpu: int) -> tuple[float, dict[str, tupl
         output = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
     clock, power, default = [*map(float, re.findall(r"\d+\.?\d*", output)), 0.0, 0.0, 0.0][:3]  # 0: not reported
     torch.cuda.synchronize(device)
-    nccl, shipped = torch.cuda.nccl.version(), re.search(r"nvidia-nccl\S*==([\d.]+)", " ".join(requires("torch") or ()))
-    least = tuple(map(int, (shipped[1] if shipped else "0").split(".")))
-    least = max(least, (2, 30)) if ranks_per_gpu > 1 else least  # the first that accepts several ranks on one GPU
+    number, built = ctypes.c_int(), torch.cuda.nccl.version()
+    with suppress(OSError):  # torch includes it
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    nccl = (number.value // 10000, number.value // 100 % 100, number.value % 100) if number.value else built
+    least = max(built, (2, 30)) if ranks_per_gpu > 1 else built  # the first that accepts several ranks on one GPU
     others = [i for i in range(torch.cuda.device_count()) if i != device.index]
     peers = [i for i in others if torch.cuda.can_device_access_peer(device.index, i)]
-    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    address = "{:04x}:{:02x}:{:02x}.0".format(*(getattr(gpu, f"pci_{i}_id", 0) for i in ("domain", "bus", "device")))
     file, cores = Path("/sys/bus/pci/devices") / address / "local_cpulist", os.sched_getaffinity(0)
     spans = re.findall(r"(\d+)-?(\d*)", file.read_text() if file.is_file() else "")
     near = {core for first, last in spans for core in range(int(first), int(last or first) + 1)} or cores

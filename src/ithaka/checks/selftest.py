@@ -28,7 +28,6 @@ from ithaka.comm.rank import is_local_rank_0
 from ithaka.config import load_config
 from ithaka.config.units import format_duration, format_tokens
 from ithaka.exits import ExitCode
-from ithaka.log.console import status
 from ithaka.log.metrics import read_metrics
 from ithaka.plan.hardware import FIGURES, RATES, profile_path
 from ithaka.plan.search import Plan
@@ -68,15 +67,14 @@ class Selftest:
     def run(self, save_profile: bool) -> int:
         faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=2)  # of a check that hangs
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # see `_settle_matmuls`
-        self._print(f"ranks: {self.num_ranks}; about {format_duration(sum(SECTIONS.values()))}, at most ten minutes")
         for i, section in enumerate(SECTIONS):
             failure, left = "", format_duration(sum([*SECTIONS.values()][i:]))
-            with status(f"{section}, {i + 1} of {len(SECTIONS)}; about {left} left"):
-                try:
-                    for finding in getattr(self, f"check_{section}")():
-                        self._add(finding)
-                except Exception as error:  # ranks that wait for this one meet the time limit
-                    failure = f"rank {self.rank}: {type(error).__name__}: {error}"
+            self._print(f"{section} ({i + 1} of {len(SECTIONS)}), {self.num_ranks} ranks, about {left} left")
+            try:
+                for finding in getattr(self, f"check_{section}")():
+                    self._add(finding)
+            except Exception as error:  # ranks that wait for this one meet the time limit
+                failure = f"rank {self.rank}: {type(error).__name__}: {error}"
             for text in [*filter(None, gather_objects(failure))][:1]:
                 self._add(Finding(section, "failed", text, "see docs/several-nodes.md"))
         if "rates" in self.figures:

@@ -420,6 +420,6 @@ def _verify_layout(folder: Path, device: torch.device, cp: int, ring: int, dtype
         if pair.plain is not None:
             shards = (each.float().chunk(param.device_mesh.size()) for each in (full, pair.plain.get_parameter(name)))
             wrong |= {rank for rank, (a, b) in enumerate(zip(*shards, strict=True)) if not torch.equal(a, b)}
-    gather_objects(float(full.sum()))  # every rank has received everything
+    gather_objects(full.detach().sum().item())  # every rank has received everything
     destroy_subgroups()
     return max(errors.values(), default=0.0), sorted(wrong)
