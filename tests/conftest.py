@@ -4,6 +4,7 @@ import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["XDG_CONFIG_HOME"] = os.devnull  # plans would use the rates that `ithaka selftest` saved
 os.environ.setdefault("DISABLE_MLFLOW_INTEGRATION", "TRUE")  # TRL would import it, which takes a second
 
 import pytest

@@ -26,6 +26,7 @@ from ithaka.layer import stages, store
 from ithaka.log.console import Console
 from ithaka.log.metrics import read_metrics
 from ithaka.phases import PhaseState
+from ithaka.plan.hardware import GPUS
 from ithaka.run import validate as checks
 from ithaka.train import heartbeat, loop, step, watch
 from ithaka.train import trainer as trainer_module
@@ -544,7 +545,7 @@ def slow_disk(patch, planned_bytes_s=1e9):
     pwrite = os.pwrite
     patch.setattr(store.os, "pwrite", lambda *args: time.sleep(0.1) or pwrite(*args))
     patch.setattr(watch, "SLOW_DISK_S", 0.02)
-    patch.setattr(watch, "DISK_BYTES_S", planned_bytes_s)
+    patch.setitem(GPUS, "CPU", dataclasses.replace(GPUS["CPU"], disk_bytes_s=planned_bytes_s))
 
 
 def disk_as_planned(patch):

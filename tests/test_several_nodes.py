@@ -61,12 +61,13 @@ def measured_here():
 def test_bench_network_writes_what_plan_reads(ranks, tmp_path):
     (rows, figures), *others = ranks.run(4, measured_here)
     assert all(rows == other_rows for other_rows, _ in others), "all report the slowest rank"
-    whats, places = ("all-to-all", "all-gather", "send/recv"), ("inside a node", "between nodes")
+    whats, places = ("all-to-all", "all-gather", "reduce-scatter", "send/recv"), ("inside a node", "between nodes")
     assert {(row["what"], row["where"], row["ranks"]) for row in rows} == {(w, p, 2) for w in whats for p in places}
     assert all(row["GB/s"] > 0 for row in rows)
     (tmp_path / "network.json").write_text(json.dumps(figures))
     gpu = find_hardware("2x2", tmp_path / "network.json").gpu
-    far = [row["GB/s"] * 1e9 for row in rows if row["where"] == "between nodes" and row["what"] != "all-gather"]
+    exchanges = [row for row in rows if row["what"] in ("all-to-all", "send/recv")]
+    far = [row["GB/s"] * 1e9 for row in exchanges if row["where"] == "between nodes"]
     assert gpu.network_bytes_s == min(far) and gpu.link_bytes_s == figures["link_bytes_s"]
     assert_command_refused(["bench", "network"], "bench network", "ranks", fix="torchrun")
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from ithaka.attention.blocks import attention, attention_backward, default_blocks
 from ithaka.attention.choose import resolve_kernel
-from ithaka.comm.exchange import all_gather
+from ithaka.comm.agree import gather_objects
+from ithaka.comm.exchange import all_gather, reduce_scatter
 from ithaka.comm.mesh import default_device, make_node_groups
 from ithaka.config import ConfigError
 from ithaka.config.units import format_bytes
@@ -142,6 +143,7 @@ def measure_device(device: torch.device, dtype: torch.dtype, seconds: float) -> 
 
 
 NETWORK_CALLS = 5  # per measurement; the median is reported
+EXCHANGES = ("all-to-all", "send/recv")  # collectives of a layer's activations; the others are FSDP2's
 
 
 def measure_network(device: torch.device, mebibytes: int) -> list[dict[str, Any]]:
@@ -150,10 +152,9 @@ def measure_network(device: torch.device, mebibytes: int) -> list[dict[str, Any]
     rows = []
     for where, group in make_node_groups(device).items():
         for what, (num_bytes, call) in _network_calls(group, device, mebibytes).items() if group.size() > 1 else ():
-            slowest_s = torch.tensor(_measure_collective(call, device))
-            dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
-            figures = {"ranks": group.size(), "GB/s": num_bytes / float(slowest_s) / 1e9}
-            rows.append({"what": what, "where": where, **figures})
+            seconds = gather_objects(_measure_collective(call, device))
+            figures = {"ranks": group.size(), "GB/s": num_bytes / max(seconds) / 1e9}
+            rows.append({"what": what, "where": where, **figures, "slowest rank": seconds.index(max(seconds))})
     return rows
 
 
@@ -174,6 +175,7 @@ def _network_calls(
     return {
         "all-to-all": (remote_bytes, lambda: dist.all_to_all_single(received, sent, group=group)),
         "all-gather": (remote_bytes, lambda: all_gather(received, sent[: len(sent) // n], group=group)),
+        "reduce-scatter": (remote_bytes, lambda: reduce_scatter(received[: len(sent) // n], sent, group=group)),
         "send/recv": (sent.nbytes, shift),
     }
 
@@ -197,6 +199,6 @@ def network_figures(rows: list[dict[str, Any]], device: torch.device) -> dict[st
     fields = {"inside a node": "link_bytes_s", "between nodes": "network_bytes_s"}
     values: dict[str, Any] = {"based_on": known.name, "name": known.name} if known else {}
     for where, field in fields.items():
-        rates = [row["GB/s"] * 1e9 for row in rows if row["where"] == where and row["what"] != "all-gather"]
+        rates = [row["GB/s"] * 1e9 for row in rows if row["where"] == where and row["what"] in EXCHANGES]
         values |= {field: min(rates)} if rates else {}
     return {**values, "source": f"ithaka bench network, {dist.get_world_size()} ranks; other rates from the GPU table"}

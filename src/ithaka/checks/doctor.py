@@ -1,13 +1,20 @@
-"""What this machine has, and what is missing for which feature. Imports torch only in `examine`."""
+"""What this machine and its ranks have, and what is missing for which feature. Imports torch only where it is used."""
 
+import ctypes
 import os
 import platform
 import re
+import resource
+import statistics
+import subprocess
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -34,6 +41,20 @@ PACKAGES = ("torch", "transformers", "flash-attn-4", "triton", *OPTIONAL)
 TOOLKIT = {"cuda": "CUDA", "cudnn": "cuDNN", "nccl": "NCCL"}
 WORKS, NEEDS_GPU, HEAD_DIM = "works", "needs a GPU", 128
 DISK_TEST_BYTES, CHUNK_BYTES = 2**28, 2**24
+
+
+# Checks of ranks, and what to do if one does not pass. The first three fail; the others make runs slower than planned.
+RANK_FIXES = {
+    "versions": "install the same versions on all nodes",
+    "host memory": "`ulimit -l unlimited`; Docker: --ulimit memlock=-1; Slurm: PropagateResourceLimitsExcept=MEMLOCK",
+    "NCCL": "remove the old one from LD_LIBRARY_PATH and LD_PRELOAD",
+    "peer access": "check `nvidia-smi topo -p2p r`, IOMMU and ACS settings, and the container",
+    "NUMA and affinity": "start with torchrun --numa-binding node",
+    "power limit": "raise it with `nvidia-smi -pl`",
+    "allocator": "plans assume expandable_segments:True; add it, or unset the variable",
+    "clock": "`nvidia-smi -q -d PERFORMANCE` shows why; reset it with `nvidia-smi -rgc`, or leave the GPU out",
+}
+PIN_BYTES, LOW_CLOCK = 2**28, 0.9  # clock: of the median of all ranks
 
 
 def package_versions() -> dict[str, str | None]:
@@ -188,3 +209,88 @@ def _describe_disk(disk: dict[str, Any]) -> str:
 
 def _rate(bytes_s: float) -> str:
     return f"{bytes_s / 1e9:.2g} GB/s"
+
+
+class Finding(NamedTuple):
+    """One check of `ithaka selftest`: passed, slower (than planned) or failed, and what to do next."""
+
+    check: str
+    status: str
+    text: str
+    fix: str = ""
+
+
+def examine_rank(device: Any, ranks_per_gpu: int) -> dict[str, Any]:
+    """What this rank has, and its checks: {name: (passed, text)}."""
+    from ithaka.layer.store import Slab, StoreError
+
+    limit, on_gpu, start = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], device.type == "cuda", time.perf_counter()
+    memory = f"{format_bytes(available_memory())} free, {format_bytes(limit) if limit >= 0 else 'all'} may be locked"
+    try:
+        Slab(PIN_BYTES, pin=on_gpu)
+        pinned = f", pinned at {_rate(PIN_BYTES / (time.perf_counter() - start))}" * on_gpu
+        checks = {"host memory": (True, memory + pinned)}
+    except StoreError as error:
+        checks = {"host memory": (False, f"{error}; {memory}")}
+    clock, gpu_checks = _examine_gpu(device, ranks_per_gpu) if on_gpu else (0.0, {})
+    return {"versions": package_versions(), "clock": clock, "checks": checks | gpu_checks}
+
+
+def _examine_gpu(device: Any, ranks_per_gpu: int) -> tuple[float, dict[str, tuple[bool, str]]]:
+    """The clock under load in MHz, and checks."""
+    import torch
+
+    from ithaka.comm.mesh import ALLOCATOR_VARIABLES
+
+    gpu: Any = torch.cuda.get_device_properties(device)
+    a_nn, output = torch.ones(8192, 8192, device=device, dtype=torch.bfloat16), ""
+    for _ in range(500):  # in flight while nvidia-smi runs: about a second
+        a_nn @ a_nn
+    with suppress(OSError, subprocess.SubprocessError):
+        query = ["--query-gpu=clocks.sm,power.limit,power.default_limit", "--format=csv,noheader,nounits"]
+        command = ["nvidia-smi", f"--id=GPU-{gpu.uuid}", *query]
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+    clock, power, default = [*map(float, re.findall(r"\d+\.?\d*", output)), 0.0, 0.0, 0.0][:3]  # 0: not reported
+    torch.cuda.synchronize(device)
+    number, built = ctypes.c_int(), torch.cuda.nccl.version()
+    with suppress(OSError):  # torch includes it
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    nccl = (number.value // 10000, number.value // 100 % 100, number.value % 100) if number.value else built
+    least = max(built, (2, 30)) if ranks_per_gpu > 1 else built  # the first that accepts several ranks on one GPU
+    others = [i for i in range(torch.cuda.device_count()) if i != device.index]
+    peers = [i for i in others if torch.cuda.can_device_access_peer(device.index, i)]
+    address = "{:04x}:{:02x}:{:02x}.0".format(*(getattr(gpu, f"pci_{i}_id", 0) for i in ("domain", "bus", "device")))
+    file, cores = Path("/sys/bus/pci/devices") / address / "local_cpulist", os.sched_getaffinity(0)
+    spans = re.findall(r"(\d+)-?(\d*)", file.read_text() if file.is_file() else "")
+    near = {core for first, last in spans for core in range(int(first), int(last or first) + 1)} or cores
+    setting = next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), "expandable_segments:True")
+    return clock, {
+        "NCCL": (nccl >= least, f"{'.'.join(map(str, nccl))}, at least {'.'.join(map(str, least))} needed"),
+        "peer access": (peers == others, f"to {len(peers)} of {len(others)} other GPUs of the node"),
+        "NUMA and affinity": (cores <= near, f"{len(cores & near)} of {len(cores)} cores are near the GPU"),
+        "power limit": (power >= default, f"{power:.0f} of {default:.0f} W"),
+        "allocator": ("expandable_segments:True" in setting, setting),
+    }
+
+
+def judge_ranks(facts: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+    """One finding per check, from what `examine_rank` returned on each rank. Names the ranks that do not pass."""
+    usual = dict(Counter(tuple(fact["versions"].items()) for fact in facts).most_common(1)[0][0])
+    same = ", ".join(f"{name} {usual[name]}" for name in ("ithaka", "torch", "transformers"))
+    median = statistics.median(fact["clock"] for fact in facts)
+    for fact in facts:
+        odd = [f"{name} {own} ({usual[name]} elsewhere)" for name, own in fact["versions"].items() - usual.items()]
+        fact["checks"]["versions"], clock = (not odd, ", ".join(odd) or same), fact["clock"]
+        if clock:
+            is_low, slower = (
+                clock < LOW_CLOCK * median,
+                f"the median is {median:.0f}: steps may take x{median / clock:.2f}",
+            )
+            fact["checks"]["clock"] = not is_low, f"{clock:.0f} MHz under load" + f", {slower}" * is_low
+    for i, (check, fix) in enumerate(RANK_FIXES.items()):
+        results = {rank: fact["checks"][check] for rank, fact in enumerate(facts) if check in fact["checks"]}
+        if bad := [rank for rank, (passed, _) in results.items() if not passed]:
+            text = f"rank {', '.join(map(str, bad[:8]))}: {results[bad[0]][1]}"
+            yield Finding(check, "failed" if i < 3 else "slower", text, fix)
+        elif results:
+            yield Finding(check, "passed", results[0][1])

@@ -1,13 +1,17 @@
-"""Run rank 0 of N on one device: real shards, buffers, copies, kernels and optimizer; collectives are local copies.
+"""Run rank 0 of N on one device: real shards, buffers, copies, kernels and optimizer; collectives are local copies. If
+torch.distributed is initialized, as under torchrun, run all N ranks with real collectives instead.
 
 X is the bytes of one residual-stream tensor on one rank: s * D * 2 in bf16.
 """
 
 import copy
+import os
+import tempfile
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -16,8 +20,9 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ithaka.attention.choose import agree_on_kernel, kernel_for
+from ithaka.comm.agree import gather_objects
 from ithaka.comm.loopback import start_loopback
-from ithaka.comm.mesh import default_device, make_mesh
+from ithaka.comm.mesh import default_device, destroy_subgroups, make_mesh
 from ithaka.config import AdapterConfig, ConfigError, OptimConfig
 from ithaka.config.units import format_bytes
 from ithaka.evaluate.tasks import token_losses
@@ -38,6 +43,7 @@ from ithaka.plan.search import Plan
 from ithaka.plan.seconds import Seconds, layer_seconds
 from ithaka.plan.shape import AttentionKind
 from ithaka.profile.live import LiveBytes
+from ithaka.profile.step import StepTimes
 from ithaka.profile.timeline import PhaseTimer
 from ithaka.run.resolve import STORE_CATEGORIES
 from ithaka.train.loop import OutOfMemoryError
@@ -62,6 +68,7 @@ class RehearsalResult:
     disk_bytes: int
     layer_s: list[list[float]]  # [forward, backward] of each layer
     step_s: float  # truncated model, including the optimizer
+    exchange_s: tuple[float, float] | None = None  # of a step on real ranks: not hidden by compute, and hidden
 
     @property
     def forward_s(self) -> float:
@@ -71,6 +78,10 @@ class RehearsalResult:
     @property
     def backward_s(self) -> float:
         return mean(backward for _, backward in self.layer_s)
+
+    def comparable(self, planned: Seconds) -> float:
+        """The part of planned seconds that was measured."""
+        return planned.total if self.exchange_s else planned.without_exchange
 
 
 def rehearse(
@@ -98,9 +109,11 @@ def rehearse(
         truncated = {**config, "num_layers": num_layers}
     else:
         truncated = truncate_config(_read_config(config), layers or range(num_layers)).to_dict()
-    start_loopback(ranks)
     with ExitStack() as stack:
-        stack.callback(dist.destroy_process_group)
+        is_real = dist.is_initialized()
+        if not is_real:
+            start_loopback(ranks)
+        stack.callback(destroy_subgroups if is_real else dist.destroy_process_group)
         mesh = make_mesh(layout.cp, default_device(), ring=layout.ring, replicas=layout.replicas)
         with phase("building the model"):
             build = partial(build_model, truncated, mesh, layout, context=context)
@@ -116,7 +129,7 @@ def rehearse(
         seconds, peaks = _measure_step(step, root.example_inputs(context, document), mesh.device, steps)
         peak_path, store = max(peaks, key=lambda path: (peaks[path], len(path))), root.layers[0].forward.store
         layer_s = [[seconds.get(("step", f"layer {i}", name), 0.0) for name in DIRECTIONS] for i in range(num_layers)]
-        return RehearsalResult(
+        result = RehearsalResult(
             x_bytes=layout.x_bytes(root.hidden_size, s),
             layer_bytes=_layers_peak(peaks) - _layers_peak(tiny_peaks),
             peak_bytes=peaks[peak_path],
@@ -125,7 +138,18 @@ def rehearse(
             disk_bytes=store.disk.used_bytes,
             layer_s=layer_s,
             step_s=seconds[("step",)],
+            exchange_s=_measure_exchange(step, root.example_inputs(context, document)) if is_real else None,
         )
+        return max(gather_objects(result), key=lambda each: each.step_s) if is_real else result
+
+
+def _measure_exchange(step: Any, inputs: dict[str, Any]) -> tuple[float, float]:
+    """Seconds in exchanges of one more step: (not hidden, hidden by compute)."""
+    with StepTimes(default_device()) as times:
+        step(inputs)
+    with tempfile.TemporaryDirectory(prefix="ithaka-") as folder:
+        found = times.write(Path(folder) / "trace.json.gz")
+    return sum(row["exchange"] for row in found["phases"]), found["hidden"]["exchange"]
 
 
 def _read_config(config: dict[str, Any]) -> Any:
@@ -240,6 +264,7 @@ def check_cpu_memory(truncated: TruncatedPlan) -> None:
     ledger = truncated.ledger
     host_bytes = (ledger.host_needed - ledger.host["reserve"]) // truncated.hardware.gpus_per_node
     need_bytes, free_bytes = ledger.gpu_peak - ledger.gpu["reserve"] + host_bytes, available_memory()
+    need_bytes *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # real ranks
     if need_bytes > free_bytes and not _on_gpu():
         fewer = " or fewer --layers" if len(truncated.layers) > len(truncated.groups) else ""
         raise ConfigError(
@@ -306,23 +331,24 @@ def _layer_seconds(plan: Plan) -> list[tuple[Seconds, Seconds]]:
 
 
 def _compare_layers(truncated: TruncatedPlan, measured: RehearsalResult) -> Iterator[Row]:
-    """Yield mean seconds per layer of each kind, without exchanges."""
+    """Yield mean seconds per layer of each kind, without exchanges unless they were real."""
     planned = _layer_seconds(truncated)
     for name, rehearsed, layers in truncated.groups:
         suffix = f", {name} ({len(layers)} of {len(truncated.kinds)} layers)" if len(truncated.groups) > 1 else ""
         for index, direction in enumerate(DIRECTIONS[: 1 + truncated.work.trains]):
-            planned_s = mean(planned[i][index].without_exchange for i in rehearsed)
+            planned_s = mean(measured.comparable(planned[i][index]) for i in rehearsed)
             yield f"layer {direction}{suffix}", planned_s, mean(measured.layer_s[i][index] for i in rehearsed), "s"
 
 
 def extrapolate_step(plan: Plan, truncated: TruncatedPlan, measured: RehearsalResult) -> float:
-    """Seconds of the full model's step: the measured one with all layers of each kind, and planned exchanges."""
+    """Seconds of the full model's step: the measured one with all layers of each kind, and planned exchanges unless
+    they were real."""
     few, full = _layer_seconds(truncated), _layer_seconds(plan)
-    step_s = measured.step_s + sum(forward.exchange + backward.exchange for forward, backward in full)
+    step_s = measured.step_s + sum(part.total - measured.comparable(part) for layer in full for part in layer)
     for _, rehearsed, layers in truncated.groups:
         # Scale by planned seconds, not by layer count: layers may have different activation policies.
         planned_few, planned_full = (
-            sum(part.without_exchange for i in indices for part in seconds[i])
+            sum(measured.comparable(part) for i in indices for part in seconds[i])
             for seconds, indices in ((few, rehearsed), (full, layers))
         )
         step_s += (planned_full / planned_few - 1) * sum(sum(measured.layer_s[i]) for i in rehearsed)
@@ -341,12 +367,17 @@ def compare_with_plan(plan: Plan, truncated: TruncatedPlan, measured: RehearsalR
         ("disk", ledger.disk_peak / node_gib, measured.disk_bytes / GIB, "GiB"),
         *_compare_layers(truncated, measured),
     ]
+    exchange_s = mean(forward.exchange + backward.exchange for forward, backward in _layer_seconds(plan))
+    if measured.exchange_s:
+        exposed_s, hidden_s = measured.exchange_s
+        rows.append(("exchange per layer", exchange_s, exposed_s / len(measured.layer_s), "s"))
+        rows.append(("exchange hidden by compute", None, 100 * hidden_s / (exposed_s + hidden_s or 1.0), "%"))
     if _on_gpu() and truncated.work == plan.work:  # CPU times and truncated attention cannot be extrapolated
-        exchange_s = mean(forward.exchange + backward.exchange for forward, backward in _layer_seconds(plan))
         step_s, name = extrapolate_step(plan, truncated, measured), "step" if plan.work.trains else "forward"
         tokens_per_s = plan.work.tokens / plan.layout.cp / step_s
+        if not measured.exchange_s:
+            rows.append(("exchange per layer (planned only)", exchange_s, exchange_s, "s"))
         rows += [
-            ("exchange per layer (planned only)", exchange_s, exchange_s, "s"),
             (f"{name} of {plan.shape.num_layers} layers", plan.step_s, step_s, "s"),
             ("tokens/s per GPU", round(plan.tokens_per_s_per_gpu), round(tokens_per_s), ""),
         ]

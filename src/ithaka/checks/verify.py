@@ -12,6 +12,7 @@ import math
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -28,7 +29,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ithaka.comm.mesh import Mesh, end_process_group, make_mesh
+from ithaka.comm.agree import gather_objects, shared_temporary_path
+from ithaka.comm.mesh import Mesh, destroy_subgroups, end_process_group, make_mesh
+from ithaka.comm.rank import is_local_rank_0
 from ithaka.config import AdapterConfig, Config, ConfigError
 from ithaka.inputs.batch import MEDIA
 from ithaka.layer.loss import IGNORE_INDEX
@@ -209,6 +212,7 @@ class ModelPair:
         self.direction_errors: Errors = {}  # per-head gradient direction errors, by name
         self.plain = load_truncated_model(directory, adapter).to(mesh.device) if mesh.rank == 0 else None
         model = load_truncated_model(directory, adapter)
+        model = model if layout.dtype == "float64" else model.float()
         attention = [layer.self_attn for layer in find_root(model).layers if hasattr(layer, "self_attn")]
         self.head_dim = getattr(attention[0], "head_dim", None) if attention else None
         self.model = parallelize_model(model, mesh=mesh, layout=layout)
@@ -367,3 +371,55 @@ def _direction_error(actual: Tensor, expected: Tensor, head_dim: int, min_norm: 
 def _worst_check(part: str, errors: Errors) -> dict[str, Any]:
     where = max(errors, key=lambda name: errors[name], default="")
     return make_check(part, where.replace("model.", "", 1), errors.get(where, 0.0))
+
+
+# ---- small models on all layouts of the ranks at hand
+
+SIZES = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 64}
+SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+DELTA: dict[str, Any] = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32}
+DELTA |= {"linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"]}
+KINDS: dict[str, dict[str, Any]] = {"dense": {"model_type": "llama"}, "experts": {"model_type": "qwen3_moe", **EXPERTS}}
+KINDS["hybrid"] = {"model_type": "qwen3_5_text", **DELTA}
+# A wrong index or a missing part of a sum gives about 1. In float32 the decays of the gated delta rule lose digits; in
+# bfloat16 a token may choose another expert.
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.5}
+
+
+def verify_layouts(device: torch.device, num_ranks: int, deadline_s: float) -> Checks:
+    """Compare each kind of model, in each dtype and with each cp and ring, with plain transformers in fp64 on rank 0;
+    after the deadline, with one cp. `ranks`: those with wrong weights. Collective."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    sizes, heads = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0], SIZES["num_attention_heads"]
+    pairs = [(cp, ring) for cp in sizes for ring in sizes if cp % ring == 0 and cp // ring <= heads]
+    for kind, config in KINDS.items():
+        layouts = [(cp, ring) for cp, ring in pairs if ring == 1 or kind != "hybrid"]
+        with shared_temporary_path("ithaka-selftest-") as folder:
+            if is_local_rank_0():
+                write_truncated_model(SIZES | config, folder)
+            for dtype, allowed in TOLERANCES.items():
+                results = list[tuple[float, list[int], str]]()
+                for cp, ring in layouts:
+                    if gather_objects(time.monotonic() < deadline_s or not results)[0]:
+                        results.append((*_verify_layout(folder, device, cp, ring, dtype), f"cp={cp}, ring={ring}"))
+                error, wrong, worst = max(results)
+                check = make_check(f"{kind}, {dtype}", worst, error, allowed)
+                yield check | {"ranks": wrong, "layouts": len(results), "of": len(layouts)}
+
+
+def _verify_layout(folder: Path, device: torch.device, cp: int, ring: int, dtype: str) -> tuple[float, list[int]]:
+    """Return the largest error of the loss and the gradients, and the ranks with wrong weights. Valid on rank 0."""
+    layout = replace(make_layout(None, cp // ring, SIZES["num_attention_heads"]), cp=cp, ring=ring, dtype=dtype)
+    pair, wrong = ModelPair(folder, make_mesh(cp, device, ring=ring), layout), set[int]()
+    ids = torch.randint(SIZES["vocab_size"], (1, 8 * cp + 3), generator=torch.Generator().manual_seed(2))
+    errors = pair.compare_losses(ids, ids)
+    for name, param in pair.model.named_parameters():
+        full = param.full_tensor()
+        if pair.plain is not None:
+            shards = (each.float().chunk(param.device_mesh.size()) for each in (full, pair.plain.get_parameter(name)))
+            wrong |= {rank for rank, (a, b) in enumerate(zip(*shards, strict=True)) if not torch.equal(a, b)}
+    gather_objects(full.detach().sum().item())  # every rank has received everything
+    destroy_subgroups()
+    return max(errors.values(), default=0.0), sorted(wrong)

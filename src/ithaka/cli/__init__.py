@@ -16,7 +16,7 @@ from ithaka.comm.rank import is_rank_0, leave_launcher
 from ithaka.exits import ExitCode, is_disk_full, is_transient
 
 # Commands that run on all ranks of torchrun. The others run on rank 0 only.
-ON_ALL_RANKS = (["train"], ["profile"], ["evaluate"], ["bench", "network"])
+ON_ALL_RANKS = (["train"], ["profile"], ["evaluate"], ["rehearse"], ["selftest"], ["bench", "network"])
 
 logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao registers its enums on import
 
@@ -56,7 +56,7 @@ app = typer.Typer(
     help="Train standard transformers on sequences of 100 thousand to 10 million tokens.",
 )
 commands: list[Callable[..., None]] = [runs.train, runs.profile, runs.report, runs.data, plan.plan, plan.rehearse]
-commands += [runs.evaluate, runs.sample, runs.verify, runs.export, plan.doctor]
+commands += [runs.evaluate, runs.sample, runs.verify, runs.export, plan.doctor, plan.selftest]
 for command in commands:
     app.command()(command)
 bench = typer.Typer(no_args_is_help=True, help="Measure this machine.")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ithaka.cli.options import AsJson, Force, Overrides, format_table, loading, parse_tokens, print_rows
+from ithaka.comm.rank import is_rank_0
 from ithaka.config import (
     ConfigError,
     check_output,
@@ -182,14 +183,18 @@ def rehearse(
     memory_only: Annotated[bool, typer.Option("--memory-only", help="Truncate attention to save time.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run rank 0 of these GPUs on this device, and compare measurements with the plan."""
+    """Run rank 0 of these GPUs on this device, or all under torchrun, and compare measurements with the plan."""
     from ithaka.config.units import format_bytes
     from ithaka.plan import show
     from ithaka.plan.hardware import find_hardware
     from ithaka.plan.models import find_config
+    from ithaka.run.launch import under_torchrun
     from ithaka.run.request import make_request
 
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
+    if under_torchrun() and hardware.num_gpus != (ranks := int(os.environ["WORLD_SIZE"])):
+        fix = f"use --gpus for {ranks}, or leave torchrun out to run rank 0 of {hardware.num_gpus}"
+        raise ConfigError(f"--gpus {gpus} has {hardware.num_gpus} GPUs, but torchrun started {ranks} ranks; {fix}")
     context = _count_tokens(model, video, context)
     request = make_request(model, hardware, context, batch, overrides or [], adapter)
     plan = request.forward_plan() if evaluate else request.plan()
@@ -203,7 +208,10 @@ def rehearse(
 
     with loading() as status:
         from ithaka.checks import rehearse as rehearsal
+        from ithaka.comm.mesh import end_process_group, start_process_group
 
+    if under_torchrun():
+        start_process_group()
     kernel = request.config.attention.kernel
     with status("trying attention kernels"):
         request = request.with_kernel(rehearsal.find_kernel(kernel, plan.shape.attention_kinds))
@@ -211,10 +219,13 @@ def rehearse(
     truncated = rehearsal.truncate_plan(plan, layers, memory_only, kernel, find_config(model))
     rehearsal.check_cpu_memory(truncated)
     header = rehearsal.describe_rehearsal(plan, truncated)
+    if not is_rank_0():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if not as_json:
         decided = {name: format_value(value) for name, value in plan.settings.items() if value is not None}
         settings = ", ".join(f"{name}={value}" for name, value in decided.items())
-        print("rank 0 of {gpus}, {context} tokens, {layers} of {layers_of_model} layers, on {device}".format(**header))
+        print("all ranks" if under_torchrun() else "rank 0", end=" ")
+        print("of {gpus}, {context} tokens, {layers} of {layers_of_model} layers, on {device}".format(**header))
         for kind in header["kinds"] if len(header["kinds"]) > 1 else ():
             rehearsed, num_layers = ", ".join(map(str, kind["rehearsed"])), header["layers_of_model"]
             print(f"layer {rehearsed}: {kind['kind']} ({kind['layers_of_model']} of {num_layers} layers)")
@@ -222,6 +233,7 @@ def rehearse(
         print(f"settings: {settings}\nX: {header['x']}\n", flush=True)
     with status(f"rehearsing at {truncated.work.tokens} tokens"):
         rows, peak_phase = rehearsal.rehearse_plan(plan, truncated, model)
+    end_process_group()
     if as_json:
         print(json.dumps(header | {"rows": rows, "peak_phase": peak_phase}, indent=2))
         return
@@ -341,3 +353,29 @@ def doctor(
 
         findings = examine(disk)
     print(json.dumps(findings, indent=2) if as_json else format_findings(findings))
+
+
+def selftest(
+    model: Annotated[str, typer.Option(help="To plan and measure; by default llama3-8b, or a small one on CPUs.")] = "",
+    context: Annotated[str, typer.Option(help="Its tokens, shortened to what fits in memory and time.")] = "1M",
+    disk: Annotated[Path | None, typer.Option(metavar="FOLDER", help="For activations; by default /tmp.")] = None,
+    run_dir: Annotated[Path, typer.Option(metavar="FOLDER", help="For checkpoints; all nodes share it.")] = Path(),
+    rehearsed: Annotated[Path | None, typer.Option(metavar="FILE", help="Output of `rehearse --json`.")] = None,
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all results, to share.")] = None,
+    save_profile: Annotated[bool, typer.Option("--save-profile", help="Plan with the measured rates.")] = False,
+    force: Force = False,
+) -> None:
+    """Check devices, rates, exactness, faults and a plan on all ranks of this machine, in at most ten minutes."""
+    from ithaka.plan.read_config import read_json
+    from ithaka.run.launch import decide_ranks, num_gpus, run_ranks
+
+    num_tokens = parse_tokens(context, "--context")
+    figures = read_json(rehearsed, "--rehearsed ", "use the output of `ithaka rehearse --json`") if rehearsed else {}
+    check_writable("--run-dir", run_dir, folder=True)
+    if out is not None and is_rank_0():
+        check_output("--json", out, force)
+    with loading():
+        from ithaka.checks.selftest import run_rank
+
+    arguments = save_profile, model, num_tokens, disk, run_dir.absolute(), figures, out
+    raise typer.Exit(run_ranks(run_rank, arguments, decide_ranks("auto", num_gpus())))

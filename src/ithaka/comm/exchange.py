@@ -17,8 +17,9 @@ import torch.distributed as dist
 from ithaka.sharding.tokens import RingRound, TokenSharding
 
 SINGLE_RANK: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # stands in for a process group
-# The name in torch 2.13, or the earlier one.
+# The names in torch 2.13, or the earlier ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass

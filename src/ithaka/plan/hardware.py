@@ -107,6 +107,7 @@ class Gpu:
     pcie_bytes_s: float  # each way
     link_bytes_s: float  # each way, to the other GPUs of the node
     network_bytes_s: float = NETWORK_BYTES_S  # each way, to GPUs of other nodes
+    disk_bytes_s: float = DISK_BYTES_S  # each way, of its node
     source: str = field(default="not stated", compare=False)  # where the rates come from
     kernel: str = ""  # attention kernel of the rates; "": unknown
     kernels: tuple[str, ...] = ()  # kernels that run on it, fastest first
@@ -115,6 +116,7 @@ class Gpu:
 
 TEXTS = ("name", "source", "kernel", "based_on")  # text fields of a GPU file; the others are numbers
 FIGURES = tuple(entry.name for entry in dataclasses.fields(Gpu) if entry.name not in (*TEXTS, "kernels", "desktop"))
+RATES = FIGURES[1:]  # all but memory_bytes
 
 
 @dataclass(frozen=True)
@@ -295,7 +297,8 @@ def read_gpu(file: Path) -> Gpu:
         if not (isinstance(value, str) if key in TEXTS else type(value) in (int, float) and 0 < value < math.inf):
             kind = "text" if key in TEXTS else "a positive number"
             raise ConfigError(f"--gpu-file {file}: {key}={value} is not {kind}; correct it")
-    base: dict[str, Any] = {"network_bytes_s": NETWORK_BYTES_S, "desktop": _is_desktop(values.get("name", ""))}
+    base: dict[str, Any] = {"network_bytes_s": NETWORK_BYTES_S, "disk_bytes_s": DISK_BYTES_S}
+    base["desktop"] = _is_desktop(values.get("name", ""))
     if "based_on" in values:
         base = dict(vars(find_gpu(values.pop("based_on"), f"--gpu-file {file}: based_on=")))
         if "attention_forward_flops" in values:
@@ -313,10 +316,24 @@ def find_hardware(
     capacities: dict[str, Any] = {"disk_bytes": parse_bytes(disk, "--disk")} if disk is not None else {}
     if host_memory is not None:
         capacities |= {"host_bytes": parse_bytes(host_memory, "--host-memory"), "assumed_host": False}
-    return dataclasses.replace(parse_gpus(gpus, read_gpu(gpu_file) if gpu_file else None), **capacities)
+    hardware = parse_gpus(gpus, read_gpu(gpu_file) if gpu_file else None)
+    return dataclasses.replace(hardware, gpu=hardware.gpu if gpu_file else with_profile(hardware.gpu), **capacities)
 
 
-# ---- this machine: memory within the limits of its cgroups, cores and disk
+# ---- this machine: measured rates; memory within the limits of its cgroups, cores and disk
+
+
+def profile_path(name: str) -> Path:
+    """Where `ithaka selftest --save-profile` keeps the rates of this machine's GPUs: a file for --gpu-file."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "ithaka" / f"{name}.json"
+
+
+def with_profile(gpu: Gpu) -> Gpu:
+    """The GPU with the rates measured on this machine, if they were saved."""
+    if not (file := profile_path(gpu.name)).is_file():
+        return gpu
+    saved = read_gpu(file)
+    return dataclasses.replace(gpu, **{name: getattr(saved, name) for name in (*RATES, "kernel", "source")})
 
 
 def available_memory() -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ithaka.config import LAYER_LINEARS
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.bytes import logits_tile_tokens
-from ithaka.plan.hardware import DISK_BYTES_S, HOST_UPDATE_BYTES_S, REFERENCE_HEAD_DIM, Hardware
+from ithaka.plan.hardware import HOST_UPDATE_BYTES_S, REFERENCE_HEAD_DIM, Hardware
 from ithaka.plan.layer_bytes import layer_sizes
 from ithaka.plan.shape import AttentionKind, Encoder, MeasuredLayer, Mixer, ModelShape, StepShape
 
@@ -108,7 +108,7 @@ def layer_seconds(
     outputs = layer_sizes(shape, layout, layer.s, mixer.sizes).outputs if policy.attention in ("host", "disk") else 0
     stored = layer.x * is_stored + outputs
     to_disk = layer.x * (policy.input == "disk") + outputs * (policy.attention == "disk")
-    disk = to_disk * hardware.gpus_per_node / DISK_BYTES_S
+    disk = to_disk * hardware.gpus_per_node / gpu.disk_bytes_s
     # Without overlap, every loop over the tiles fetches the input again.
     fetches = layer.num_stages + 1 if is_stored and not layout.overlap else 0
     copies = max(0.0, stored / pcie - busy) + max(0.0, disk - busy)

@@ -21,7 +21,7 @@ from ithaka.config.units import (
 )
 from ithaka.layout import EVERYTHING, SETTINGS
 from ithaka.plan.bytes import HOST_PROCESS_BYTES, HOST_RESERVE_SHARE, RESERVE_BYTES, RESERVE_SHARE
-from ithaka.plan.hardware import DISK_BYTES_S, FA4_PACKAGE, GIB, KERNEL_NAMES, join_kernels
+from ithaka.plan.hardware import FA4_PACKAGE, GIB, KERNEL_NAMES, join_kernels
 from ithaka.plan.layer_bytes import LayerBytes
 from ithaka.plan.read_config import unscaled_positions
 from ithaka.plan.request import PlanRequest
@@ -424,7 +424,7 @@ def list_assumptions(plan: Plan) -> dict[str, str]:
         "attention": _explain_kernel(plan),
         "links": f"{gpu.link_bytes_s / 1e9:.0f} GB/s per GPU inside a node, "
         f"{gpu.network_bytes_s / 1e9:.3g} GB/s between nodes",
-        "disk": f"{DISK_BYTES_S / 1e9:.0f} GB/s per node",
+        "disk": f"{gpu.disk_bytes_s / 1e9:.3g} GB/s per node",
         "reserve": f"{RESERVE_BYTES / GIB:.0f} GiB + {RESERVE_SHARE:.0%} of each GPU (context, workspaces, "
         f"fragmentation), {HOST_PROCESS_BYTES / 1e9:.0f} GB per GPU + {HOST_RESERVE_SHARE:.0%} of host memory",
         "rates": f"{gpu.name}: {gpu.source}",

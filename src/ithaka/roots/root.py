@@ -172,7 +172,7 @@ class Root(ABC):
     def compiles(self, spec: LayerSpec) -> bool:
         """Whether a layer is compiled. With blocks for its norms and MLP, it is faster without."""
         if self.layout.compile != "auto":
-            return self.layout.compile
+            return self.layout.compile is True
         is_possible = self.predicts_tokens and self.mesh.device.type == "cuda" and self.dropout is None
         return is_possible and not spec.has_mlp_block
 

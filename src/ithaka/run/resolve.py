@@ -22,7 +22,7 @@ from ithaka.config import (
 from ithaka.config.units import format_bytes
 from ithaka.layout import Layout, format_choices
 from ithaka.plan.bytes import CHECKPOINT_COPY, Ledger, Sizes, build_ledger, saved_bytes
-from ithaka.plan.hardware import GPUS, Hardware, available_memory, find_gpu, free_disk, gpu_named
+from ithaka.plan.hardware import GPUS, Hardware, available_memory, find_gpu, free_disk, gpu_named, with_profile
 from ithaka.plan.read_config import read_json
 from ithaka.plan.search import Plan, SearchSpace, make_search_space, shape_to_train, work_from_config
 from ithaka.plan.shape import ModelShape, StepShape
@@ -156,7 +156,7 @@ def detect_machine(config: Config, num_ranks: int, gpu: tuple[str, int] | None) 
     entry = GPUS["CPU"] if gpu is None else gpu_named(name) or dataclasses.replace(find_gpu(FALLBACK_GPU), name=name)
     memory_bytes = gpu_bytes if gpu_named(name) is None else min(entry.memory_bytes, gpu_bytes)
     disk_bytes = free_disk(disk) if disk or "disk" in (settings.offload, settings.attention_offload) else 0
-    entry = dataclasses.replace(entry, memory_bytes=memory_bytes)
+    entry = dataclasses.replace(with_profile(entry), memory_bytes=memory_bytes)
     machine = Hardware(entry, ranks, num_ranks // ranks, host_bytes=host_bytes, disk_bytes=disk_bytes)
     return machine.with_kernel(expected_kernel(config.attention.kernel, entry.kernels))
 

@@ -23,7 +23,7 @@ from ithaka.inputs.positions import rope_parameters
 from ithaka.layer.store import StoreError
 from ithaka.log.metrics import read_metrics
 from ithaka.phases import Listener, PhasePath
-from ithaka.plan.hardware import DISK_BYTES_S, gpu_named, join_kernels, peak_flops
+from ithaka.plan.hardware import gpu_named, join_kernels, peak_flops
 from ithaka.plan.search import Plan
 from ithaka.profile.memory import sum_planned_by_category
 from ithaka.profile.step import StepProfile, StepTimes, describe_machine
@@ -80,7 +80,8 @@ class Watch:
         self.run, self.device, self.console = trainer.run, trainer.mesh.device, trainer.console
         self.device_peak_bytes = 0  # up to the last profile, which resets the allocator's count
         self._slow_ranks, self._reported_disk = SlowRanks(), False
-        self._planned_disk_bytes_s = DISK_BYTES_S / self.run.hardware.gpus_per_node  # this rank's share
+        hardware = self.run.hardware
+        self._planned_disk_bytes_s = hardware.gpu.disk_bytes_s / hardware.gpus_per_node  # this rank's share
         self._plain_s: list[float] = []
         self._times: StepTimes | None = None  # recorded in the step before a profile
         self._progress: Progress | None = None
