@@ -110,7 +110,7 @@ def _runs_kernels(x: Tensor) -> bool:
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
-    if not isinstance(args[0], FakeTensor):
+    if not (args[0].is_meta or isinstance(args[0], FakeTensor)):
         kernel[grid](*args, **settings)
 
 

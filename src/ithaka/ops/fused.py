@@ -6,6 +6,7 @@ except `silu_mul` without Triton, which rounds twice, as Hugging Face does.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +15,32 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # CPU builds of PyTorch come without it
-    triton = None
+    triton = _merge_kernel = _rotate_kernel = _add_rounded_kernel = _rms_norm_backward_kernel = None
+    _silu_mul_kernel = _silu_mul_backward_kernel = _logsumexp_kernel = _softmax_grad_kernel = None
+    _cross_entropy_kernel = _scale_kernel = None
+
+TRACED_SMS = 132  # multiprocessors of the GPU that a trace counts the bytes of: an H200's
 
 
 def runs_in_triton(x: Tensor) -> bool:
-    """Whether the functions below run in Triton for tensors like x."""
-    return triton is not None and x.is_cuda and x.dtype != torch.float64
+    """Whether the functions below run in Triton for tensors like x. On the meta device, traces count what the kernels
+    allocate on a GPU."""
+    return (x.is_meta or (triton is not None and x.is_cuda)) and x.dtype != torch.float64
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
+    """Launch a Triton kernel, unless its first tensor has no memory."""
+    if not args[0].is_meta:
+        kernel[grid](*args, **settings)
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    return TRACED_SMS if device.type == "meta" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def power_of_two(size: int) -> int:
+    """Return the smallest power of two that is at least `size`."""
+    return 1 << (size - 1).bit_length()
 
 
 def merge_softmax(sum_out_BhtK: Tensor, sum_lse_Bht: Tensor, out_BhtK: Tensor, lse_Bht: Tensor) -> None:
@@ -96,11 +117,11 @@ def rms_norm_backward(into_tD: Tensor, x_tD: Tensor, dy_tD: Tensor, weight_D: Te
         into_tD.copy_(d_tD.mul_(factor_t1).add_(into_tD))
         return dweight_D
     assert all(x.is_contiguous() for x in (into_tD, x_tD, dy_tD))
-    (t, D), block = x_tD.shape, triton.next_power_of_2(x_tD.shape[1])
-    programs = min(t, 8 * torch.cuda.get_device_properties(x_tD.device).multi_processor_count)
+    (t, D), block = x_tD.shape, power_of_two(x_tD.shape[1])
+    programs = min(t, 8 * num_multiprocessors(x_tD.device))
     dweight_pD = x_tD.new_empty(programs, D, dtype=torch.float32)
     tensors, warps = (into_tD, x_tD, dy_tD, weight_D, dweight_pD), 4 if block <= 4096 else 32
-    _rms_norm_backward_kernel[(programs,)](*tensors, eps, t, D, BLOCK=block, num_warps=warps)
+    launch(_rms_norm_backward_kernel, (programs,), *tensors, eps, t, D, BLOCK=block, num_warps=warps)
     return dweight_pD.sum(0)
 
 
@@ -148,8 +169,17 @@ def row_logsumexp(logits_tV: Tensor, details: bool = False) -> tuple[Tensor, ...
         return lse_t, lse_t + log_p_tV.exp().mul_(log_p_tV).sum(-1), wide_tV.mean(-1)
     t, V = logits_tV.shape
     values_nt = logits_tV.new_empty(3 if details else 1, t, dtype=wide)
-    _logsumexp_kernel[(t,)](
-        logits_tV, values_nt, t, V, _row_stride(logits_tV), DETAILS=details, BLOCK=_FLAT_BLOCK, num_warps=8
+    launch(
+        _logsumexp_kernel,
+        (t,),
+        logits_tV,
+        values_nt,
+        t,
+        V,
+        _row_stride(logits_tV),
+        DETAILS=details,
+        BLOCK=_FLAT_BLOCK,
+        num_warps=8,
     )
     return values_nt.unbind()
 
@@ -164,8 +194,10 @@ def softmax_grad(
     if runs_in_triton(logits_tV):
         (t, V), values = logits_tV.shape, (target_t, lse_t, scale_t.to(torch.float32))
         more = (lse_t, lse_t) if entropy is None else (entropy[0].to(torch.float32), entropy[1])
-        grid = (t, triton.cdiv(V, _FLAT_BLOCK))
-        _softmax_grad_kernel[grid](
+        grid = (t, -(-V // _FLAT_BLOCK))
+        launch(
+            _softmax_grad_kernel,
+            grid,
             logits_tV,
             *values,
             *more,
@@ -191,8 +223,15 @@ def cross_entropy_with_grad(logits_tV: Tensor, target_t: Tensor, scale_t: Tensor
     if runs_in_triton(logits_tV):
         loss_t = scale_t.new_empty(len(logits_tV), dtype=torch.float32)
         values = (target_t, scale_t.to(torch.float32), loss_t, logits_tV.shape[1], _row_stride(logits_tV))
-        _cross_entropy_kernel[(len(logits_tV),)](
-            logits_tV, *values, LOG2E=_LOG2E, BLOCK=_LOGITS_BLOCK, LANE=8, num_warps=32
+        launch(
+            _cross_entropy_kernel,
+            (len(logits_tV),),
+            logits_tV,
+            *values,
+            LOG2E=_LOG2E,
+            BLOCK=_LOGITS_BLOCK,
+            LANE=8,
+            num_warps=32,
         )
         return loss_t
     (lse_t,) = row_logsumexp(logits_tV)
@@ -209,8 +248,14 @@ def _row_stride(logits_tV: Tensor) -> int:
 def scale_in_place(x: Tensor, factor: Tensor) -> None:
     """x *= factor, a scalar tensor. On a GPU, x is not touched if the factor is 1."""
     if runs_in_triton(x) and x.is_contiguous():
-        _scale_kernel[(triton.cdiv(x.numel(), _FLAT_BLOCK),)](
-            x, factor.to(torch.float32), x.numel(), BLOCK=_FLAT_BLOCK, num_warps=8
+        launch(
+            _scale_kernel,
+            (-(-x.numel() // _FLAT_BLOCK),),
+            x,
+            factor.to(torch.float32),
+            x.numel(),
+            BLOCK=_FLAT_BLOCK,
+            num_warps=8,
         )
     else:
         x.mul_(factor)
@@ -227,9 +272,9 @@ def _launch(kernel, *tensors: Tensor) -> None:
     B, h, t, K = tensors[0].shape
     assert all(x.stride(-1) == 1 for x in tensors if x.dim() == 4)
     strides = [s for x in tensors for s in x.stride()[:3]]
-    tiles = triton.cdiv(t, _TILE_ROWS)
-    kernel[(tiles * B * h,)](
-        *tensors, *strides, h, t, tiles, K, ROWS=_TILE_ROWS, COLS=triton.next_power_of_2(K), num_warps=4
+    tiles = -(-t // _TILE_ROWS)
+    launch(
+        kernel, (tiles * B * h,), *tensors, *strides, h, t, tiles, K, ROWS=_TILE_ROWS, COLS=power_of_two(K), num_warps=4
     )
 
 
@@ -241,21 +286,23 @@ def _launch_rotate(into_BhtK: Tensor, x_BhtK: Tensor, positions: Positions) -> N
     scales = float(positions.scaling), float(positions.scaling * positions.sign)
     strides = *into_BhtK.stride()[:3], *x_BhtK.stride()[:3]
     rows, half = _TILE_ROWS // 2, K // 2  # half the rows: 56 registers per thread at K = 128, not 107
-    tiles, groups = triton.cdiv(t, rows), triton.cdiv(h, _HEADS_PER_PROGRAM)
+    tiles, groups = -(-t // rows), -(-h // _HEADS_PER_PROGRAM)
     sizes = {
         "ROWS": rows,
         "HEADS": _HEADS_PER_PROGRAM,
         "HALF": half,
-        "COLS": triton.next_power_of_2(half),
+        "COLS": power_of_two(half),
         "TURN": _TWO_PI,
     }
-    _rotate_kernel[(tiles * B * groups,)](*tensors, *scales, *strides, h, t, tiles, groups, **sizes, num_warps=4)
+    launch(
+        _rotate_kernel, (tiles * B * groups,), *tensors, *scales, *strides, h, t, tiles, groups, **sizes, num_warps=4
+    )
 
 
 def _launch_flat(kernel, *tensors: Tensor) -> None:
     assert all(x.is_contiguous() for x in tensors)
     count = tensors[0].numel()
-    kernel[(triton.cdiv(count, _FLAT_BLOCK),)](*tensors, count, BLOCK=_FLAT_BLOCK, num_warps=8)
+    launch(kernel, (-(-count // _FLAT_BLOCK),), *tensors, count, BLOCK=_FLAT_BLOCK, num_warps=8)
 
 
 if triton is not None:
