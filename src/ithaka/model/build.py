@@ -74,7 +74,7 @@ def parallelize_model(
     start_process_group(device)
     layout = resolve_layout(cp, ring, mesh, layout)
     dtype = compute_dtype(model, layout)
-    raise_on_all_ranks(root.check, layout, device)
+    raise_on_all_ranks(root.check, layout, torch.device("cpu") if device.type == "meta" else device)
     root.check_ring(layout.ring)
     sizes = {name: getattr(layout, name) for name in ("cp", "ring", "replicas", "heads_per_stage")}
     check_parallelism(num_heads=root.num_heads, **sizes)
@@ -115,7 +115,7 @@ def build_model(
     `read_hf_config`. A config dict may also be that of a video transformer.
     """
     if isinstance(source, dict) and "_class_name" in source:
-        return _build_transformer(source, mesh, layout or Layout(), adapter, trains)
+        return _build_transformer(source, mesh, layout or Layout(), store, adapter, trains)
     dtype = getattr(torch, layout.dtype or "float32") if layout else torch.float32
     config = read_hf_config(source, rope, context)
     text = config.get_text_config()
@@ -129,7 +129,8 @@ def build_model(
     transforms = get_model_conversion_mapping(model)  # FSDP2 changes the model's class, which they depend on
     parallelize_model(model, mesh=mesh, layout=layout, store=store)
     model.to_empty(device=torch.device("cpu") if layout and layout.offload_optimizer else mesh.device)
-    init_weights(model, seed, mesh.device, has_files=has_weights(source))
+    if mesh.device.type != "meta":
+        init_weights(model, seed, mesh.device, has_files=has_weights(source))
     if has_weights(source):
         load_weights(model, source, stored_vocab, transforms)
     if adapter is not None and adapter.path is not None:
@@ -142,7 +143,12 @@ def build_model(
 
 
 def _build_transformer(
-    config: dict[str, Any], mesh: Mesh, layout: Layout, adapter: AdapterConfig | None, trains: bool
+    config: dict[str, Any],
+    mesh: Mesh,
+    layout: Layout,
+    store: Store | None,
+    adapter: AdapterConfig | None,
+    trains: bool,
 ) -> Any:
     """Build a parallel video transformer of diffusers, with random weights."""
     import diffusers
@@ -158,7 +164,7 @@ def _build_transformer(
 
         targets = "all-linear" if adapter.targets == "all-linear" else list(adapter.targets)
         model.add_adapter(LoraConfig(**lora_options(adapter), target_modules=targets))
-    return parallelize_model(model, mesh=mesh, layout=layout).train(trains)
+    return parallelize_model(model, mesh=mesh, layout=layout, store=store).train(trains)
 
 
 def has_weights(source: Path | dict) -> TypeGuard[Path]:
