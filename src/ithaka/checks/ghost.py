@@ -133,7 +133,7 @@ def find_worst_batch(file: Path, plan: Plan, rank: int = 0) -> dict[str, Any]:
     config = load_config(file, [f"data.context={work.context}"])
     tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.chat_template)
     with tempfile.TemporaryDirectory(prefix="ithaka-") as folder:
-        options = {"seed": config.train.seed, "batch": work.batch, "cp": (rank % cp, cp)}
+        options: dict[str, Any] = {"seed": config.train.seed, "batch": work.batch, "cp": (rank % cp, cp)}
         data = open_data(config.data, tokenizer=tokenizer, cache_dir=Path(folder), **options)
         try:
             sequences = sorted(

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.optim import Optimizer
@@ -75,6 +76,47 @@ def _can_cast(t: Any) -> bool:
     return isinstance(t, Tensor) and t.is_meta and t.is_floating_point() and t.dtype != torch.float64
 
 
+def _make_attention(original: Any) -> Any:
+    """PyTorch's attention for meta tensors, which would allocate the scores: with a kernel that does not."""
+
+    def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        if not query.is_meta:
+            options = {"scale": scale, "enable_gqa": enable_gqa}
+            return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        q, k, v = query, key, value
+        if GhostAutocast.is_enabled():
+            q, k, v = (t.to(GhostAutocast._open[-1].dtype) for t in (q, k, v))
+        if enable_gqa:
+            k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+        inputs = q, k, v, None, True, dropout_p, is_causal
+        return torch.ops.aten._scaled_dot_product_efficient_attention(*inputs, scale=scale)[0]
+
+    return attend
+
+
+class _RmsNorm(torch.autograd.Function):
+    """RMSNorm for meta tensors, in one operator as on a GPU."""
+
+    @staticmethod
+    def forward(ctx, x, weight, num_dims):
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-num_dims], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
+
+
+def _make_rms_norm(original: Any) -> Any:
+    def rms_norm(input, normalized_shape, weight=None, eps=None):
+        if not input.is_meta:
+            return original(input, normalized_shape, weight, eps)
+        return _RmsNorm.apply(input, weight, len(normalized_shape))
+
+    return rms_norm
+
+
 class _Event:
     def __init__(self, *args: Any, **options: Any) -> None: ...
 
@@ -129,6 +171,9 @@ def ghost_rank(num_ranks: int, rank: int = 0) -> Iterator[None]:
             (torch, "autocast", _make_autocast(torch.autocast)),
             (torch, "is_autocast_enabled", _for_ghost(GhostAutocast.is_enabled, torch.is_autocast_enabled)),
             (torch, "get_autocast_dtype", _for_ghost(lambda: torch.bfloat16, torch.get_autocast_dtype)),
+            (F, "scaled_dot_product_attention", _make_attention(F.scaled_dot_product_attention)),
+            (F, "rms_norm", _make_rms_norm(F.rms_norm)),
+            (torch.accelerator, "current_stream", lambda *args: _Stream()),
             (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
             (
                 sys.modules[Optimizer.__module__],

@@ -1,11 +1,13 @@
 """Apply parallelism to a model: meta init, FSDP2, streamed layers, weights."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from types import MethodType
 from typing import Any, TypeGuard, cast
+from unittest.mock import patch
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -83,6 +85,8 @@ def parallelize_model(
     kernel = agree_on_kernel(layout.kernel, mesh.device, dtype, root.attention_kinds)
     layout = replace(layout, kernel=kernel)
     pack_weights(model, dtype)
+    if mesh.device.type == "meta":
+        model.to(mesh.device)
     apply_fsdp(model, root.units, mesh, layout, dtype, root.outer_dtype(dtype))
     root.attach(mesh, layout, dtype, store or Store(mesh.device))
     CallChecker(root)
@@ -153,7 +157,7 @@ def _build_transformer(
     """Build a parallel video transformer of diffusers, with random weights."""
     import diffusers
 
-    with torch.device(mesh.device):
+    with _parameters_on_meta() if mesh.device.type == "meta" else torch.device(mesh.device):
         model = getattr(diffusers, config["_class_name"]).from_config(config)
     dtype = getattr(torch, layout.dtype or "float32")
     model.requires_grad_(trains and adapter is None)
@@ -165,6 +169,18 @@ def _build_transformer(
         targets = "all-linear" if adapter.targets == "all-linear" else list(adapter.targets)
         model.add_adapter(LoraConfig(**lora_options(adapter), target_modules=targets))
     return parallelize_model(model, mesh=mesh, layout=layout, store=store).train(trains)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Create parameters on the meta device, and buffers with their values, which the check of the model needs."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param if param is None else nn.Parameter(param.to("meta"), param.requires_grad))
+
+    with patch.object(nn.Module, "register_parameter", register_on_meta):
+        yield
 
 
 def has_weights(source: Path | dict) -> TypeGuard[Path]:

@@ -5,11 +5,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -32,6 +35,10 @@ aten: Any = torch.ops.aten
 # Matmuls, and the position of their first matrix.
 MATMULS = {**dict.fromkeys((aten.mm, aten.bmm, aten._grouped_mm), 0), **dict.fromkeys((aten.addmm, aten.addmm_), 1)}
 MATMULS |= dict.fromkeys((aten.baddbmm, aten.baddbmm_, aten.addbmm), 1)
+ATTENTION = {
+    aten._scaled_dot_product_efficient_attention: "forward",
+    aten._scaled_dot_product_efficient_attention_backward: "backward",
+}
 CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 
 
@@ -82,8 +89,8 @@ class _OpenSegment:
         self.peaks: dict[str, Amounts] = {}
         self.totals: Counter[str] = Counter()
         self.host_peak = self.host_start
-        self.flops: Counter[str] = Counter()
-        self.moved: Counter[str] = Counter()
+        self.flops: Amounts = {}
+        self.moved: Amounts = {}
 
     def observe(self) -> None:
         """Note the bytes that are live now."""
@@ -96,16 +103,16 @@ class _OpenSegment:
 
     def close(self) -> Segment:
         host = self.host_start, self.host_peak, self.recorder.host_bytes
-        return Segment(
-            self.name, self.start, self.recorder.sizes(), self.peaks, host, dict(self.flops), dict(self.moved)
-        )
+        return Segment(self.name, self.start, self.recorder.sizes(), self.peaks, host, self.flops, self.moved)
 
 
 class TraceRecorder(Listener, ExitStack):
-    """Records the storages of meta tensors while entered, by memory category and phase."""
+    """Records the storages of a device's tensors while entered, by memory category and phase: of the ghost device, or
+    of the CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = GHOST) -> None:
         super().__init__()
+        self.device = device
         self.live: dict[int, tuple[weakref.ref, int, str]] = {}  # by the address of the C++ storage
         self.live_bytes: Counter[str] = Counter()  # on the device, by category
         self.total_bytes = self.host_bytes = 0
@@ -118,7 +125,7 @@ class TraceRecorder(Listener, ExitStack):
 
         def resize_(storage: UntypedStorage, num_bytes: int) -> Any:
             result = original(storage, num_bytes)
-            if storage.device == GHOST:
+            if storage.device == self.device:
                 self.record(storage)
             return result
 
@@ -143,7 +150,8 @@ class TraceRecorder(Listener, ExitStack):
             self.open.observe()
 
     def count(self, what: str, amount: float) -> None:
-        (self.open.flops if what.startswith(("attention", "matmul", "grouped")) else self.open.moved)[what] += amount
+        amounts = self.open.flops if what.startswith(("attention", "matmul", "grouped")) else self.open.moved
+        amounts[what] = amounts.get(what, 0) + amount
 
     # ---- storages
 
@@ -153,7 +161,7 @@ class TraceRecorder(Listener, ExitStack):
 
     def set_category(self, tensor: Tensor, category: str) -> None:
         storage = local_tensor(tensor).untyped_storage()
-        if storage.device != GHOST:
+        if storage.device != self.device:
             return
         if storage._cdata in self.live:
             ref, size, before = self.live[storage._cdata]
@@ -192,6 +200,10 @@ class TraceRecorder(Listener, ExitStack):
         if num_bytes > 0:
             self.open.observe()
 
+    def is_on_device(self, t: Any) -> bool:
+        is_real = isinstance(t, Tensor) and not isinstance(t, FakeTensor)  # DTensor computes shapes with fake ones
+        return is_real and t.device == self.device and t.layout == torch.strided
+
     def is_host(self, tensor: Tensor) -> bool:
         entry = self.live.get(tensor.untyped_storage()._cdata)
         return entry is not None and entry[2] == HOST
@@ -211,13 +223,22 @@ class _RecordOperators(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # DTensor dispatches again, with local tensors
         recorder, kwargs = self.recorder, kwargs or {}
-        inputs = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if _is_ghost(t)}
-        workspace = _make_workspace(func.overloadpacket, args)
+        if func is aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
+            return True  # transformers asks whether all positions are consecutive
+        leaves = pytree.tree_leaves((args, kwargs))
+        inputs = {t.untyped_storage()._cdata for t in leaves if recorder.is_on_device(t)}
+        if (
+            recorder.device == GHOST
+            and inputs
+            and any(isinstance(t, Tensor) and t.dim() and not t.is_meta for t in leaves)
+        ):
+            args, kwargs = _move_to_ghost(func, args, kwargs)
+        workspace = _make_workspace(func.overloadpacket, args) if recorder.device == GHOST else None
         if workspace is not None:
             recorder.record(workspace.untyped_storage())
         out = func(*args, **kwargs)
         for tensor in pytree.tree_leaves(out):
-            if _is_ghost(tensor):
+            if recorder.is_on_device(tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata in recorder.live or storage._cdata not in inputs:  # else it is older than the step
                     recorder.record(storage)
@@ -226,9 +247,12 @@ class _RecordOperators(TorchDispatchMode):
         if packet in MATMULS:
             a, b = args[MATMULS[packet] :][:2]
             recorder.count("grouped matmul" if packet is aten._grouped_mm else "matmul", 2 * a.numel() * b.shape[-1])
+        elif packet in ATTENTION:
+            name = f"attention {ATTENTION[packet]}, efficient, head dim {args[1].shape[-1]}"
+            recorder.count(name, flop_registry[packet](*args, **kwargs, out_val=out))
         elif packet in CONVOLUTIONS:
             recorder.count("matmul", flop_registry[packet](*args, **kwargs, out_val=out))
-        elif packet is aten.copy_ and _is_ghost(args[0]) and _is_ghost(args[1]):
+        elif packet is aten.copy_ and all(map(recorder.is_on_device, args[:2])):
             if recorder.is_host(args[0]):
                 count("copy to host", args[0].nbytes)
             elif recorder.is_host(args[1]):
@@ -236,8 +260,12 @@ class _RecordOperators(TorchDispatchMode):
         return out
 
 
-def _is_ghost(t: Any) -> bool:
-    return isinstance(t, Tensor) and t.is_meta and t.layout == torch.strided
+def _move_to_ghost(func: Any, args: Any, kwargs: Any) -> Any:
+    """Move small tensors on the CPU, whose values are known: positions of images, for example."""
+    if func.overloadpacket in (aten.copy_, aten._to_copy, aten.index, aten.index_put_):
+        return args, kwargs
+    move = partial(pytree.tree_map_only, Tensor, lambda t: t.to(GHOST) if t.dim() else t)
+    return move(args), move(kwargs)
 
 
 def _make_workspace(packet: Any, args: tuple[Any, ...]) -> Tensor | None:
@@ -251,7 +279,8 @@ def _make_workspace(packet: Any, args: tuple[Any, ...]) -> Tensor | None:
 
 def _fsdp_category() -> MemoryCategory | None:
     """The category of memory that FSDP2 allocates, if it is the caller."""
-    frame, category = sys._getframe(2), None
+    frame: FrameType | None = sys._getframe(2)
+    category = None
     for _ in range(24):
         if frame is None:
             break
@@ -275,7 +304,7 @@ def trace_step(
     """Record `step(inputs)`, which opens the phase "step". The optimizer's states exist before it."""
     if optimizer is not None:
         _make_states(optimizer)
-    recorder = TraceRecorder()
+    recorder = TraceRecorder(model.ithaka_root.mesh.device)
     for tensor in (*model.parameters(), *model.buffers()):
         recorder.set_category(tensor, MemoryCategory.PARAMETERS)
     for tensor in _states(optimizer):
