@@ -1,5 +1,6 @@
 """Rehearse a plan without a GPU: trace one rank's step of a few layers, and extrapolate its memory to full depth."""
 
+import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,13 +18,12 @@ from ithaka.config import ConfigError, OptimConfig, load_config
 from ithaka.data.open import open_data
 from ithaka.data.pack import PackedSequence
 from ithaka.data.tokenizer import load_tokenizer
-from ithaka.layout import Layout
 from ithaka.model.build import build_model
 from ithaka.model.truncate import choose_neighbors, read_kinds, truncate_config
 from ithaka.plan.hardware import GIB
 from ithaka.plan.layer_bytes import CALL_TOKENS
 from ithaka.plan.search import Plan
-from ithaka.plan.trace import Amounts, LinearTrace, Segment, Trace
+from ithaka.plan.trace import Amounts, LinearTrace, Segment, Trace, TraceRequest
 from ithaka.profile.trace import ghost_store, trace_step
 from ithaka.train.step import make_optimizer
 
@@ -34,22 +34,36 @@ UNSEEN = "does not see fragmentation, the CUDA context or buffers of NCCL, for w
 def trace_plan(plan: Plan, config: dict[str, Any], rank: int = 0, inputs: dict[str, Any] | None = None) -> Trace:
     """The trace of a planned step on this rank, at full depth. `config`: the model's config.json; `inputs`: arguments
     of a call, by default random tokens."""
-    num_ranks, layout = plan.hardware.num_gpus, plan.layout
-    if not 0 <= rank < num_ranks:
+    if not 0 <= rank < (num_ranks := plan.hardware.num_gpus):
         raise ConfigError(f"--rank {rank} is not one of the {num_ranks} ranks; use 0 to {num_ranks - 1}")
-    policies = layout.layer_policies(plan.shape.num_layers)
+    request, representatives = request_trace(plan, config, rank)
+    if inputs is not None:
+        found = trace_model(request, inputs["input_ids"].numel(), inputs)
+    else:
+        found = _trace_lengths(request, plan.work.tokens)
+    found = found.unroll(representatives)
+    return _offload_states(found) if plan.layout.offload_optimizer else found
+
+
+def request_trace(plan: Plan, config: dict[str, Any], rank: int = 0) -> tuple[TraceRequest, list[int]]:
+    """What to trace for a plan, and the traced layer that is like each layer of the model."""
+    layout, work, shape = plan.layout, plan.work, plan.shape
+    policies = layout.layer_policies(shape.num_layers)
     truncated, layers, representatives = _truncate(plan, config, policies)
-    few = replace(
+    layout = replace(
         layout,
         kept=tuple(policies[i] for i in layers),
         dtype="bfloat16",
         kernel=plan.hardware.gpu.kernel,
         offload_optimizer=False,  # `_offload_states` does it
     )
-    trace = partial(trace_model, truncated, few, num_ranks, rank, plan)
-    found = trace(inputs=inputs) if inputs is not None else _trace_lengths(trace, plan.work.tokens, few)
-    found = found.unroll(representatives)
-    return _offload_states(found) if layout.offload_optimizer else found
+    options: dict[str, Any] = {"adapter": shape.adapter, "optimizer": shape.optimizer, "trains": work.trains}
+    document = work.context if work.batch > 1 else work.document_tokens
+    ranks = plan.hardware.num_gpus, rank
+    request = TraceRequest(
+        json.dumps(truncated), layout, *ranks, work.context, document, reference=work.reference, **options
+    )
+    return request, representatives
 
 
 def _truncate(plan: Plan, config: dict[str, Any], policies: Any) -> tuple[dict[str, Any], tuple[int, ...], list[int]]:
@@ -66,40 +80,40 @@ def _truncate(plan: Plan, config: dict[str, Any], policies: Any) -> tuple[dict[s
     return full.to_dict(), tuple(range(len(kinds))), list(range(len(kinds)))  # a kind depends on the layer's index
 
 
-def _trace_lengths(trace: Any, tokens: int, layout: Layout) -> Trace:
+def _trace_lengths(request: TraceRequest, tokens: int) -> Trace:
     """Trace a sequence of this length or, if it is long, two shorter ones."""
+    layout = request.layout
     tile = layout.cp * (layout.tile_tokens or tokens)
     # Attention takes several heads per call in shorter sequences than CALL_TOKENS, whose buffers are not linear.
     short = -(-max(MAX_TILES // 4 * tile, CALL_TOKENS) // tile) * tile
     if tokens <= 2 * short:
-        return trace(tokens=tokens)
-    return LinearTrace(trace(tokens=short), trace(tokens=2 * short)).at(tokens)
+        return cached_trace(request, tokens)
+    return LinearTrace(cached_trace(request, short), cached_trace(request, 2 * short)).at(tokens)
 
 
-def trace_model(
-    config: dict[str, Any],
-    layout: Layout,
-    num_ranks: int,
-    rank: int,
-    plan: Plan,
-    tokens: int = 0,
-    inputs: dict[str, Any] | None = None,
-) -> Trace:
-    """Trace a step of a model with all layers of `config`. The layout has a kernel by name."""
-    work, adapter = plan.work, plan.shape.adapter
-    with ghost_rank(num_ranks, rank), ghost_store() as store:
+def cached_trace(request: TraceRequest, tokens: int) -> Trace:
+    trace = request.read(tokens)
+    if trace is None:
+        trace = trace_model(request, tokens)
+        request.write(trace)
+    return trace
+
+
+def trace_model(request: TraceRequest, tokens: int, inputs: dict[str, Any] | None = None) -> Trace:
+    """Trace a step of `tokens` tokens, or of the model's arguments `inputs`."""
+    layout, trains, adapter = request.layout, request.trains, request.adapter
+    with ghost_rank(request.num_ranks, request.rank), ghost_store() as store:
         mesh = make_mesh(layout.cp, GHOST, ring=layout.ring, replicas=layout.replicas)
-        context = tokens if inputs is None else inputs["input_ids"].shape[-1]
-        build = partial(build_model, config, mesh, layout, store=store, context=max(context, work.context))
-        model = build(adapter=adapter, trains=work.trains)
-        other = build(trains=False) if work.reference and not adapter else None
-        optimizer = None
-        if work.trains:
-            optimizer = make_optimizer(model, OptimConfig(name=plan.shape.optimizer, lr=0.0))  # type: ignore[arg-type]
-        document = work.context if work.batch > 1 else work.document_tokens
-        given = inputs if inputs is not None else model.ithaka_root.example_inputs(tokens, document)
-        step = partial(run_step, model, optimizer, (other or model) if work.reference else None)
-        return replace(trace_step(model, optimizer, step, given), tokens=tokens or context)
+        options: dict[str, Any] = {"store": store, "context": max(tokens, request.context)}
+        build = partial(build_model, json.loads(request.config), mesh, layout, **options)
+        model = build(adapter=adapter, trains=trains)
+        other = build(trains=False) if request.reference and not adapter else None
+        optim: Any = OptimConfig(name=request.optimizer, lr=0.0)  # type: ignore[arg-type]
+        optimizer = make_optimizer(model, optim) if trains else None
+        if inputs is None:
+            inputs = model.ithaka_root.example_inputs(tokens, request.document_tokens)
+        step = partial(run_step, model, optimizer, (other or model) if request.reference else None)
+        return replace(trace_step(model, optimizer, step, inputs), tokens=tokens)
 
 
 def _offload_states(trace: Trace) -> Trace:

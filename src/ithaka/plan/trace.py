@@ -7,14 +7,22 @@ FLOPs grow linearly with the tokens, so `fit` makes a trace of any length from t
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ithaka.config import AdapterConfig
+from ithaka.layout import Layout
+
 Amounts = dict[str, float]  # by name; for bytes, by memory category
-VERSION = 1  # of the file format
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,7 @@ class Trace:
                     yield by_name[f"layer {traced} {direction}"], f"layer {layer} {direction}", state
 
     def to_json(self) -> dict[str, Any]:
-        return {"version": VERSION, **asdict(self)}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Trace:
@@ -181,13 +189,57 @@ def _subtract(a: Amounts, b: Amounts) -> Amounts:
     return _combine(lambda x, y: x - y, a, b)
 
 
-# ---- the cache
+# ---- what to trace, and the cache
 
 
-def read_cached(path: Path) -> Any:
-    """Return the traces in a file; None if there is none, or if another version wrote it."""
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return values if values.get("version") == VERSION else None
+@dataclass(frozen=True)
+class TraceRequest:
+    """A model and one rank of a mesh."""
+
+    config: str  # config.json of a model with the layers to trace
+    layout: Layout  # with a policy for each of them, and a kernel by name
+    num_ranks: int
+    rank: int = 0
+    context: int = 0  # positions that the model must have
+    document_tokens: int | None = None  # length of packed documents; None: one
+    adapter: AdapterConfig | None = None
+    optimizer: str = "adamw"
+    trains: bool = True
+    reference: bool = False  # also run a reference model
+
+    def file(self, tokens: int) -> Path:
+        """Where the trace of a sequence of this length is cached: for this request, these packages and this code."""
+        values = json.dumps([asdict(self), tokens, *_versions()], sort_keys=True, default=str)
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ithaka" / "traces"
+        return folder / f"{hashlib.sha256(values.encode()).hexdigest()[:32]}.json"
+
+    def read(self, tokens: int) -> Trace | None:
+        """Return the cached trace, if there is one."""
+        try:
+            return Trace.from_json(json.loads(self.file(tokens).read_text()))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, trace: Trace) -> None:
+        """Cache a trace. A cache that cannot be written is left out."""
+        file = self.file(trace.tokens)
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
+                json.dump(trace.to_json(), new)
+            os.replace(new.name, file)
+
+
+@cache
+def _versions() -> tuple[str, ...]:
+    """The versions of the packages that a step runs, and a digest of this one's code."""
+    versions = []
+    for package in ("torch", "transformers", "peft", "diffusers", "torchao"):
+        try:
+            versions.append(version(package))
+        except PackageNotFoundError:
+            versions.append("")
+    digest, root = hashlib.sha256(), Path(__file__).parent.parent
+    for file in sorted(root.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return (*versions, digest.hexdigest())

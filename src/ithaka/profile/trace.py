@@ -208,9 +208,6 @@ class TraceRecorder(Listener, ExitStack):
         entry = self.live.get(tensor.untyped_storage()._cdata)
         return entry is not None and entry[2] == HOST
 
-    def finish(self, tokens: int, states: tuple[Amounts, ...]) -> Trace:
-        return Trace(tokens, (*self.segments, self.open.close()), states)
-
 
 class _RecordOperators(TorchDispatchMode):
     """Records the outputs of every operator, its FLOPs, and copies to and from the host."""
@@ -301,7 +298,8 @@ def _fsdp_category() -> MemoryCategory | None:
 def trace_step(
     model: Any, optimizer: Optimizer | None, step: Callable[[dict[str, Any]], None], inputs: dict[str, Any]
 ) -> Trace:
-    """Record `step(inputs)`, which opens the phase "step". The optimizer's states exist before it."""
+    """Record `step(inputs)`, which opens the phase "step". The optimizer's states exist before it. The caller knows the
+    number of tokens."""
     if optimizer is not None:
         _make_states(optimizer)
     recorder = TraceRecorder(model.ithaka_root.mesh.device)
@@ -313,14 +311,14 @@ def trace_step(
     with recorder:
         step(inputs)
     layers = (_layer_states(layer, optimizer) for layer in model.ithaka_root.layers)
-    return recorder.finish(_count_tokens(inputs), tuple(layers))
+    return Trace(0, (*recorder.segments, recorder.open.close()), tuple(layers))
 
 
 def _make_states(optimizer: Optimizer) -> None:
     """Run an update, which allocates the states."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for param in params:
-        param.grad = torch.empty_like(param)
+        param.grad = torch.zeros_like(param)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -340,8 +338,3 @@ def _layer_states(layer: nn.Module, optimizer: Optimizer | None) -> Amounts:
         str(MemoryCategory.PARAMETERS): sum(local_tensor(t).nbytes for t in (*params, *layer.buffers())),
         str(MemoryCategory.OPTIMIZER): sum(local_tensor(t).nbytes for t in _states(optimizer, params)),
     }
-
-
-def _count_tokens(inputs: dict[str, Any]) -> int:
-    ids = inputs.get("input_ids")
-    return ids.numel() if isinstance(ids, Tensor) else 0
