@@ -1,0 +1,72 @@
+"""Compare traced peaks with those of the planner's formulas: `python tests/traced.py [MODEL...]` prints a table.
+
+Needs no GPU. One layer of each kind is traced at 64Ki tokens per rank; peaks are those of all layers, in GiB and in X.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ithaka.checks.ghost import trace_plan
+from ithaka.layout import ActivationPolicy, Layout
+from ithaka.plan.bytes import gpu_phases
+from ithaka.plan.hardware import GIB, parse_gpus
+from ithaka.plan.models import find_config
+from ithaka.plan.search import Plan
+from ithaka.plan.shape import StepShape
+from ithaka.run.shapes import find_shape
+
+MODELS = ("llama3-8b", "qwen3-8b", "gemma-3-4b", "gpt-oss-20b", "qwen3-30b-a3b", "qwen3.5-9b")
+LOCAL_TOKENS = 2**16
+# policy, fraction of the heads per stage, tile, overlap
+LAYOUTS = (
+    (ActivationPolicy("device", "device"), 1, 8192, True),
+    (ActivationPolicy("host", "host"), 4, 8192, False),
+    (ActivationPolicy("host", None), 4, 16384, True),
+    (ActivationPolicy("device", "device", True, True), 1, 16384, True),
+)
+
+
+def plans(model: str) -> Iterator[tuple[str, Plan]]:
+    shape = find_shape(model)
+    for cp in (1, 8):
+        for policy, stages, tile, overlap in LAYOUTS:
+            heads = max(shape.heads // stages, cp)
+            layout = Layout(cp, heads, tile, (policy,) * shape.num_layers, overlap=overlap)
+            kept = f"{policy.input}/{policy.attention}{'+all' if policy.mlp else ''}"
+            name = f"cp {cp}, {kept}, {heads} heads, tile {tile}{'' if overlap else ', no overlap'}"
+            yield name, Plan(shape, layout, parse_gpus(f"{cp}xH200"), StepShape(cp * LOCAL_TOKENS))
+
+
+def compare(model: str, plan: Plan) -> tuple[dict[str, tuple[float, float]], float]:
+    """(traced, planned) bytes of the highest forward, loss and backward; and X."""
+    trace = trace_plan(plan, find_config(model))
+    peaks = {"forward": [0.0, 0.0], "loss": [0.0, 0.0], "backward": [0.0, 0.0]}
+    for segment in trace.segments:
+        kind = "loss" if segment.name.startswith("loss") else segment.name.rpartition(" ")[2]
+        if kind in peaks and segment.name.startswith(("loss", "layer")):
+            peaks[kind][0] = max(peaks[kind][0], segment.peak_bytes)
+    for phase, sizes in gpu_phases(plan.shape, plan.layout, plan.hardware, plan.work):
+        kind = "backward" if phase.startswith("backward,") and "embedding" not in phase else phase
+        if kind in peaks:
+            peaks[kind][1] = max(peaks[kind][1], sum(sizes.values()))
+    x = plan.layout.x_bytes(plan.shape.hidden, plan.work.local_tokens(plan.layout.cp))
+    return {kind: (traced, planned) for kind, (traced, planned) in peaks.items()}, x
+
+
+def main() -> None:
+    print(f"{'model':14} {'layout':50} {'traced / planned GiB, and the difference in X':70}")
+    for model in sys.argv[1:] or MODELS:
+        for name, plan in plans(model):
+            plan = replace(plan, layout=replace(plan.layout, dtype="bfloat16"))
+            peaks, x = compare(model, plan)
+            cells = [
+                f"{kind} {traced / GIB:6.1f} / {planned / GIB:6.1f} "
+                f"({traced / planned - 1:+.1%}, {(traced - planned) / x:+.2f} X)"
+                for kind, (traced, planned) in peaks.items()
+            ]
+            print(f"{model:14} {name:50} {'  '.join(cells)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
