@@ -276,6 +276,22 @@ def test_a_ghost_rehearsal_prints_peaks_by_phase(tmp_path):
     assert refused.exit_code == 2 and "--rank needs --ghost" in refused.output
 
 
+def test_the_worst_packed_batch_is_traced(tmp_path):
+    """The sequence with the longest document, of the run's data."""
+    texts, run, model = tmp_path / "texts", tmp_path / "run.yaml", tmp_path / "config.json"
+    texts.mkdir()
+    for number, length in enumerate((40, 40, 300, 40, 90)):
+        (texts / f"{number}.txt").write_text("x" * length)
+    model.write_text(json.dumps(tiny_config(vocab_size=300)))
+    run.write_text(f"model: {{path: {model}}}\ndata: {{path: {texts}, tokenizer: bytes, context: 64}}\n")
+    plan = tiny_plan(tiny_config(vocab_size=300), context=320)
+    inputs = ghost.find_worst_batch(run, plan)
+    assert inputs["input_ids"].shape == (1, 320) and inputs["document_ids"].flatten().bincount().max() >= 300
+    command = ["rehearse", str(model), "--gpus", "2xH100", "--context", "320", "--ghost", "--data", str(run)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0 and "320 tokens" in result.stdout, result.output
+
+
 # ---- autocast
 
 
