@@ -261,7 +261,7 @@ def test_a_plan_is_traced_at_full_depth():
         trace_plan(plan, tiny_config(), rank=2)
 
 
-def test_a_ghost_rehearsal_prints_peaks_by_phase(tmp_path):
+def test_a_ghost_rehearsal_prints_peaks_by_phase(tmp_path, monkeypatch):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(tiny_config(num_layers=3, max_position_embeddings=4096)))
     command = ["rehearse", str(file), "--gpus", "2xH100", "--context", "1K", "--ghost", "--rank", "1"]
@@ -272,6 +272,11 @@ def test_a_ghost_rehearsal_prints_peaks_by_phase(tmp_path):
     report = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
     names = [row["phase"].partition(",")[0] for row in report["phases"]]
     assert names[0] == "embedding" and any(name.endswith(" backward") for name in names) and report["fits"]
+    found = trace_plan(tiny_plan(tiny_config()), tiny_config())
+    huge = replace(found.segments[0], peaks={"": {"other": 80.0 * 2**30}})
+    monkeypatch.setattr(ghost, "trace_plan", lambda *args: replace(found, segments=(huge,)))
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 3 and "does not fit in 79.1" in result.stdout
     refused = CliRunner().invoke(app, ["rehearse", str(file), "--gpus", "2xH100", "--rank", "1"])
     assert refused.exit_code == 2 and "--rank needs --ghost" in refused.output
 

@@ -253,10 +253,12 @@ def _rehearse_ghost(plan: Any, config: dict[str, Any], rank: int, data: Path | N
             inputs = ghost.find_worst_batch(data, plan, rank)
     with status("tracing a step"):
         result = ghost.describe_ghost(plan, ghost.trace_plan(plan, config, rank, inputs), rank)
-    if as_json:
-        print(json.dumps(result, indent=2))
-        return
-    print("rank {rank} of {gpus}, {tokens} tokens, all layers, on no device\n".format(**result))
+    print(json.dumps(result, indent=2) if as_json else _format_ghost(result))
+    if not result["fits"]:
+        raise typer.Exit(ExitCode.OUT_OF_MEMORY)
+
+
+def _format_ghost(result: dict[str, Any]) -> str:
     rows = [
         {
             "phase": row["phase"],
@@ -266,13 +268,14 @@ def _rehearse_ghost(plan: Any, config: dict[str, Any], rank: int, data: Path | N
         }
         for row in result["phases"]
     ]
-    print(format_table(rows))
-    device, host = result["device_gib"], result["host_gib"]
-    print(
-        f"\npeak in {result['peak_phase']}: {device['traced']:.2f} GiB, planned {device['planned']:.2f}; "
-        f"with {device['reserve']:.1f} reserved, it {'fits' if result['fits'] else 'does not fit'} in "
-        f"{device['capacity']:.1f}\nhost, per rank: {host['traced']:.2f} GiB, planned {host['planned']:.2f}\n"
-        f"{result['note'][0].upper()}{result['note'][1:]}."
+    device, host, note = result["device_gib"], result["host_gib"], result["note"]
+    verdict = "fits" if result["fits"] else "does not fit"
+    return (
+        f"rank {result['rank']} of {result['gpus']}, {result['tokens']} tokens, all layers, on no device\n\n"
+        f"{format_table(rows)}\n\n"
+        f"peak in {result['peak_phase']}: {device['traced']:.2f} GiB, planned {device['planned']:.2f}; "
+        f"with {device['reserve']:.1f} reserved, it {verdict} in {device['capacity']:.1f}\n"
+        f"host, per rank: {host['traced']:.2f} GiB, planned {host['planned']:.2f}\n{note[0].upper()}{note[1:]}."
     )
 
 
