@@ -173,6 +173,16 @@ def test_copies_to_the_host_are_counted():
     assert trace.find("loss forward").start.get("kept on device", 0) == 0 and kept > 4 * X
 
 
+def test_disks_and_rings_are_traced():
+    """A disk saves host memory, not device memory; a ring also sends k and v, among its members."""
+    host, disk = (trace_model(tiny_request(policy=ActivationPolicy(tier, tier)), TOKENS) for tier in ("host", "disk"))
+    assert disk.peak_bytes == host.peak_bytes and disk.host_bytes < host.host_bytes
+    request = tiny_request()
+    ring = replace(request, layout=replace(request.layout, cp=4, ring=2), num_ranks=4)
+    moved = trace_model(ring, TOKENS).total("moved")
+    assert moved["all-to-all of 2 ranks"] > 0 and moved["all-gather of 4 ranks"] > 0
+
+
 def test_every_rank_can_be_traced(usual):
     """With as many tokens and heads, they need as much."""
     other = trace_model(tiny_request(rank=1), TOKENS)

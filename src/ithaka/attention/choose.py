@@ -111,10 +111,9 @@ _unusable: set[str] = set()  # kernels that failed a test on some rank as a mode
 def kernel_for(name: str, kind: AttentionKind) -> str:
     """Return the kernel of a layer in a model with kernel `name`: this one or, if it does not compute the layer's
     attention, the next that does so on the same device; the reference if there is none."""
-    others = (
-        kernel for kernel in (_SECOND_KERNELS if KERNELS[name].device == "cuda" else ()) if kernel not in _unusable
-    )
-    return next((each for each in (name, *others) if _why_not_computed(KERNELS[each], kind) is None), "reference")
+    others = _SECOND_KERNELS if KERNELS[name].device == "cuda" else ()
+    names = (name, *(other for other in others if other not in _unusable))
+    return next((each for each in names if _why_not_computed(KERNELS[each], kind) is None), "reference")
 
 
 def _warn_if_slow(chosen: str, device: torch.device, dtype: torch.dtype, kinds: Kinds) -> None:

@@ -13,7 +13,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -217,22 +216,19 @@ class _RecordOperators(TorchDispatchMode):
         self.recorder = recorder
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # DTensor dispatches again, with local tensors
+        if any(hasattr(t, "__tensor_flatten__") for t in types):
+            return NotImplemented  # DTensors and quantized moments dispatch again, with their parts
         recorder, kwargs = self.recorder, kwargs or {}
         if func is aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
             return True  # transformers asks whether all positions are consecutive
         leaves = pytree.tree_leaves((args, kwargs))
         inputs = {t.untyped_storage()._cdata for t in leaves if recorder.is_on_device(t)}
-        if (
-            recorder.device == GHOST
-            and inputs
-            and any(isinstance(t, Tensor) and t.dim() and not t.is_meta for t in leaves)
-        ):
-            args, kwargs = _move_to_ghost(func, args, kwargs)
-        workspace = _make_workspace(func.overloadpacket, args) if recorder.device == GHOST else None
-        if workspace is not None:
-            recorder.record(workspace.untyped_storage())
+        workspace = None
+        if recorder.device == GHOST and inputs:
+            if any(isinstance(t, Tensor) and t.dim() and not t.is_meta for t in leaves):
+                args, kwargs = _move_to_ghost(func, args, kwargs)
+            if (workspace := _make_workspace(func.overloadpacket, args)) is not None:
+                recorder.record(workspace.untyped_storage())
         out = func(*args, **kwargs)
         for tensor in pytree.tree_leaves(out):
             if recorder.is_on_device(tensor):
@@ -326,7 +322,17 @@ def _make_states(optimizer: Optimizer) -> None:
 def _states(optimizer: Optimizer | None, params: set[Any] | None = None) -> Iterator[Tensor]:
     for param, state in optimizer.state.items() if optimizer is not None else ():
         if params is None or param in params:
-            yield from (value for value in state.values() if isinstance(value, Tensor))
+            for value in state.values():
+                yield from _parts(local_tensor(value)) if isinstance(value, Tensor) else ()
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors of a wrapper, such as quantized moments."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))
 
 
 def _layer_states(layer: nn.Module, optimizer: Optimizer | None) -> Amounts:
