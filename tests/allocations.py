@@ -51,7 +51,7 @@ def rehearsed_peaks(config: dict[str, Any], layout: Layout, tokens: int) -> Call
     start_loopback(layout.cp)
     try:
         model = build_model(config, make_mesh(layout.cp, device), layout, context=tokens)
-        step = partial(rehearse._run_step, model, make_optimizer(model, OptimConfig(lr=0.0)), None)
+        step = partial(rehearse.run_step, model, make_optimizer(model, OptimConfig(lr=0.0)), None)
         inputs = model.ithaka_root.example_inputs(tokens, rehearse.MEMORY_ONLY_DOCUMENT)
         _, peaks = rehearse._measure_step(step, inputs, device, 1)
     finally:

@@ -6,6 +6,7 @@ import socket
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -269,17 +270,63 @@ def test_layers_with_larger_heads_than_the_kernel_takes_run_in_the_reference(mon
     torch.testing.assert_close(loss, parallelize_model(plain)(input_ids=ids, labels=ids).loss, rtol=1e-6, atol=0)
 
 
-def test_a_gpu_without_a_fast_kernel_for_the_head_dim_warns(recwarn):
-    """No GPU is needed to check the head dim."""
+def test_a_gpu_runs_large_heads_and_softcaps_in_16_bits(monkeypatch, recwarn):
+    """No GPU is needed: the test of each kernel is replaced. A second kernel that fails is left out."""
+    failures = dict.fromkeys(("fa4", "cudnn"), "is not here")
+    monkeypatch.setattr(choose, "_test_kernel", lambda kernel, *case: failures.get(kernel.name))
+    monkeypatch.setattr(choose, "_unusable", set())
+    choose._choose_kernel.cache_clear()
+    device, usual = torch.device("cuda"), AttentionKind(128, 2)
+    large, capped = AttentionKind(512, 2), AttentionKind(128, 2, softcap=50.0)
+    agree = partial(agree_on_kernel, "auto", device, torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert [agree([usual, large, capped]), kernel_for("flash", large), kernel_for("flash", capped)] == [
+        "flash",
+        "efficient",
+        "eager",
+    ]
+    assert agree([large]) == "efficient" and agree([capped]) == "eager"
+    assert not [warning for warning in recwarn.list if "reference" in str(warning.message)]
+    failures["efficient"] = "is wrong"
+    with pytest.warns(UserWarning, match="head dim 512 cannot use efficient, which is wrong"):
+        assert agree([usual, large]) == "flash" and kernel_for("flash", large) == "eager"
+    choose._choose_kernel.cache_clear()
+
+
+def test_a_gpu_whose_kernels_all_fail_warns(recwarn):
+    """No GPU is needed: without one, the kernels fail their tests."""
     device, kinds = torch.device("cuda"), [AttentionKind(512, 2)]
     with pytest.warns(UserWarning, match="head dim 512 runs in the reference .*: fa4 takes head dims up to 256"):
         assert agree_on_kernel("auto", device, torch.bfloat16, kinds) == "reference"
+    recwarn.clear()
     assert agree_on_kernel("reference", device, torch.bfloat16, [AttentionKind(512, 4)]) == "reference"
     assert agree_on_kernel("auto", CPU, torch.bfloat16, kinds) == "cpu"
     assert not recwarn.list
 
 
-@pytest.mark.parametrize("head_dim, softcap", [(64, None), (256, None), (256, 50.0), (512, None), (60, None)])
+def test_the_memory_efficient_kernel_is_called_as_pytorch_declares_it():
+    """On the meta device, which checks names, order and shapes. It pads lse to a multiple of 32 rows."""
+    q, k, v = (torch.empty(1, 2, rows, 512, device="meta", dtype=torch.bfloat16) for rows in (70, 90, 90))
+    out, lse = KERNELS["efficient"].forward(q, k, v, 0.1, False)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (1, 2, 70), torch.float32)
+    grads = KERNELS["efficient"].backward(out, q, k, v, out, lse, 0.1, False)
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_the_eager_kernel_computes_in_fp32(softcap):
+    """Without TF32, which needs a GPU."""
+    dout, q, k, v = torch.randn(4, 1, 2, 17, 24)
+    exact = choose._run_reference(dout, q, k, v, 0.3, True, softcap=softcap)
+    ours = KERNELS["eager"].forward(q, k, v, 0.3, True, softcap=softcap)
+    grads = KERNELS["eager"].backward(dout, q, k, v, *ours, 0.3, True, softcap=softcap)
+    for a, b in zip((*ours, *grads), exact, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "head_dim, softcap", [(64, None), (256, None), (256, 50.0), (512, None), (512, 50.0), (60, None)]
+)
 def test_plans_use_the_rates_of_the_kernel_that_runs(head_dim, softcap):
     hardware = parse_gpus("1xH200")
     for name in ("fa4", "cudnn"):
@@ -341,7 +388,7 @@ def test_a_trial_uses_no_random_numbers_and_passes_in_inference_mode(dtype):
 
 
 def test_head_dims_a_kernel_does_not_take_are_refused():
-    with pytest.raises(ConfigError, match="head dims up to 256 in steps of 8, not 20; use reference"):
+    with pytest.raises(ConfigError, match="head dims up to 256 in steps of 8, not 20; use eager"):
         resolve_kernel("flash", torch.device("cuda"), torch.bfloat16, 20)
 
 

@@ -171,9 +171,19 @@ def test_a_run_reports_a_kernel_that_differs_from_the_plan():
     "gpu, kind, kernels, description",
     [
         ("H200", AttentionKind(256, 2), "fa4", ""),
-        ("H200", AttentionKind(512, 2), "fa4 and reference", "FlashAttention 4; the fp64 reference for head dim 512, "),
+        (
+            "H200",
+            AttentionKind(512, 2),
+            "fa4 and efficient",
+            "FlashAttention 4; PyTorch's memory-efficient kernel for head dim 512, ",
+        ),
         ("H200", AttentionKind(256, 2, softcap=50.0), "fa4", ""),
-        ("A100-80GB", AttentionKind(256, 2, softcap=50.0), "cudnn and reference", "head dim 256 and softcap 50, "),
+        (
+            "A100-80GB",
+            AttentionKind(256, 2, softcap=50.0),
+            "cudnn and eager",
+            "matmuls in TF32 for head dim 256 and softcap 50, ",
+        ),
     ],
 )
 def test_attention_is_planned_with_the_kernel_that_computes_it(gpu, kind, kernels, description):
@@ -182,15 +192,15 @@ def test_attention_is_planned_with_the_kernel_that_computes_it(gpu, kind, kernel
     mixers = tuple(mixer if mixer.kind.window else Attention(kind) for mixer in usual.shape.mixers)
     plan = dataclasses.replace(usual, shape=dataclasses.replace(usual.shape, mixers=mixers))
     assert as_dict(plan, "gemma")["kernel"] == kernels and description in list_assumptions(plan)["attention"]
-    assert (plan.seconds.attention > 20 * usual.seconds.attention) == bool(description)
+    assert (plan.seconds.attention > 2 * usual.seconds.attention) == bool(description)
     headline, *below = as_text(plan, "gemma").splitlines()
     warning = " ".join("\n".join(below[:2]).split())
     assert warning.startswith("Slow attention: ") == bool(description)
     kinds = (description.partition(" for ")[2] or description).rstrip(", ")
-    layers = rf"5 of 34 layers \({kinds}\) run the fp64 reference, which takes (\d+)% of the step"
-    # The same layers are fast in `usual`, where they take little time.
-    slow = 100 * (plan.seconds.attention - usual.seconds.attention) / plan.step_s
-    assert not description or slow <= int(re.search(layers, warning)[1]) < slow + 2
+    layers = rf"5 of 34 layers \({kinds}\) run [^,]+, which takes (\d+)% of the step"
+    # All layers with these attend for longer than the layers with windows take in addition.
+    least, most = plan.seconds.attention - usual.seconds.attention, plan.seconds.attention
+    assert not description or least <= int(re.search(layers, warning)[1]) / 100 * plan.step_s <= most
 
 
 def test_ranks_plan_with_the_slowest_kernel():

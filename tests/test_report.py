@@ -14,8 +14,14 @@ from browser import Browser, find_browser
 from ithaka.cli import app
 from ithaka.cli.runs import train_rank
 from ithaka.config import ConfigError
+from ithaka.layout import make_layout
+from ithaka.plan.hardware import parse_gpus
+from ithaka.plan.search import Plan
+from ithaka.plan.shape import StepShape
 from ithaka.report import page
 from ithaka.report.page import live_report, read_run, write_report
+from ithaka.run.shapes import find_shape
+from ithaka.train.watch import describe_plan
 from refusals import assert_refused
 from runs import metrics, tiny_run, validate, wait_for
 
@@ -45,6 +51,16 @@ def test_a_finished_run_has_a_complete_report(run_dir):
     assert run["machine"]["torch"] and run["plan"]["layout"]["cp"] == 1
     assert "67 sequences" in run["data"]["data"] and None not in run["metrics"]["lr"][1:]
     assert run["profile"]["step"] == 3 and run["profile"]["memory"]["holders"]
+
+
+def test_the_report_has_the_planned_speed_of_a_gpu():
+    """Over all ranks, with the update once per step."""
+    plan = Plan(find_shape("llama3-8b"), make_layout(32, cp=4), parse_gpus("8xH100"), StepShape(2**16))
+    once, twice = (describe_plan(plan, accumulate) for accumulate in (1, 2))
+    assert (
+        once["tokens_per_s"] == pytest.approx(2 * 2**16 / plan.step_s) and once["tokens_per_s"] < twice["tokens_per_s"]
+    )
+    assert sum(once["peak_bytes"].values()) == plan.ledger.gpu_peak - plan.ledger.gpu["reserve"]
 
 
 def test_a_pipe_is_written_to_and_not_replaced(run_dir, tmp_path, monkeypatch):
@@ -200,6 +216,17 @@ def test_a_long_run_is_drawn(run_dir, browser, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     browser.open(write_report([tmp_path]))
     assert browser.complaints() == []
+
+
+@in_browser
+def test_planned_and_measured_speed_and_peak_are_shown_together(run_dir, browser, tmp_path):
+    (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text())
+    (tmp_path / "plan.json").write_text(json.dumps({"tokens_per_s": 3440, "peak_bytes": {"parameters": 3 * 2**30}}))
+    record = {"step": 1, "loss": 0.7, "tokens_per_s": 3410, "device_peak_bytes": 2 * 2**30}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    browser.open(write_report([tmp_path]))
+    shown = " ".join(browser.evaluate("document.body.innerText").lower().split())
+    assert "tokens/s (median), planned 3.44k" in shown and "device peak, planned 3 gib" in shown
 
 
 @in_browser

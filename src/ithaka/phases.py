@@ -46,6 +46,8 @@ class Listener:
 
     def set_category(self, tensor: Tensor, category: str) -> None: ...
 
+    def count(self, what: str, amount: float) -> None: ...
+
 
 class PhaseState:
     """The open phases and the memory category of new allocations, shared by all threads."""
@@ -125,6 +127,12 @@ def set_category(tensor: Tensor, category: str) -> Tensor:
     for listener in PhaseState.listeners:
         listener.set_category(tensor, category)
     return tensor
+
+
+def count(what: str, amount: float) -> None:
+    """Report work of one rank: bytes sent or received, or FLOPs that no operator of PyTorch shows."""
+    for listener in PhaseState.listeners:
+        listener.count(what, amount)
 
 
 @contextmanager

@@ -38,6 +38,14 @@ def test_other_head_dims_are_as_good_as_plain_pytorch(device, kernel, head_dim):
 
 
 @gpu
+@pytest.mark.parametrize("kernel", ["efficient", "eager"])
+def test_large_heads_are_as_good_as_plain_pytorch(device, kernel):
+    """FlashAttention and cuDNN take head dims up to 256."""
+    masks = ("causal", "window", "ragged documents")
+    assert_as_good_as_plain([errors(kernel, mask, device, (2, 1), 512) for mask in masks], device)
+
+
+@gpu
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_fp16_is_as_good_as_plain_pytorch(device, kernel):
     assert_as_good_as_plain([errors(kernel, mask, device, dtype=torch.float16) for mask in MASKS], device)

@@ -22,13 +22,15 @@ from torch import Tensor
 
 from ithaka.attention.choose import resolve_kernel
 from ithaka.attention.docs import BlockMask, Docs, VarlenChunk
-from ithaka.attention.kernels import Kernel
+from ithaka.attention.kernels import Kernel, trace_kernel
 from ithaka.attention.score_blocks import EDGE, FULL, SQUARES, WINDOW, QueryBlock, ScoreBlock
 from ithaka.config import ConfigError
-from ithaka.ops.fused import merge_softmax
+from ithaka.ops.fused import merge_softmax, num_multiprocessors
 from ithaka.plan.layer_bytes import CALL_TOKENS, WHOLE_TOKENS
 
 Tensors = tuple[Tensor, ...]
+SCORE_BLOCKS = {"reference": (1024, 1024), "eager": (4096, 8192)}  # of kernels that allocate the scores of a block
+TRACED_L2_BYTES = 60 * 10**6  # of the GPU that a trace counts the bytes of: an H200's
 MAX_ELEMENTS = 2**31 - 1  # that one kernel call may address
 # fa4 on Hopper: (largest head dim, rows in forward or keys in backward per SM).
 FA4_TILES = (((96, 192), (256, 128)), ((128, 128), (192, 96), (256, 48)))
@@ -123,17 +125,16 @@ def default_blocks(
     """
     if kernel.direct and reach <= WHOLE_TOKENS:
         return CALL_TOKENS, CALL_TOKENS
-    if kernel.name == "reference":
-        return 1024, 1024  # it allocates the scores of a block in fp64
-    if device.type != "cuda":
+    if kernel.name in SCORE_BLOCKS:
+        return SCORE_BLOCKS[kernel.name]
+    if device.type not in ("cuda", "meta"):
         return 8192, 8192
-    gpu = torch.cuda.get_device_properties(device)
-    tokens = max(8192, int(0.6 * gpu.L2_cache_size) // (2 * row_bytes))
+    l2_bytes = TRACED_L2_BYTES if device.type == "meta" else torch.cuda.get_device_properties(device).L2_cache_size
+    tokens = max(8192, int(0.6 * l2_bytes) // (2 * row_bytes))
     block_kv = 1 << (tokens.bit_length() - 1)
     if kernel.name == "fa4":
-        wave = gpu.multi_processor_count * next(
-            tile for head_dim, tile in FA4_TILES[backward] if row_bytes <= 2 * head_dim
-        )
+        tile = next(tile for head_dim, tile in FA4_TILES[backward] if row_bytes <= 2 * head_dim)
+        wave = num_multiprocessors(device) * tile
         block_kv = max(1, round(block_kv / wave)) * wave
         return (4 if backward else 1) * block_kv, block_kv
     return (4 if backward else 2) * block_kv, block_kv
@@ -207,7 +208,7 @@ def _plan_call(
         raise ConfigError(f"attention.block_q, block_kv={blocks} must be at least 1 token each; use auto")
     group = num_heads // num_kv_heads
     if isinstance(kernel, Kernel):
-        chosen = kernel.with_softcap(softcap)
+        chosen = (trace_kernel(kernel) if q.is_meta else kernel).with_softcap(softcap)
     else:
         chosen = resolve_kernel(kernel, q.device, q.dtype, head_dim, softcap, group)
     reach = min(docs.longest, window or docs.longest)

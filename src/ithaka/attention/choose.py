@@ -22,6 +22,7 @@ from ithaka.ops.fused import merge_softmax
 from ithaka.plan.shape import AttentionKind
 
 Kinds = tuple[AttentionKind, ...]
+_SECOND_KERNELS = ("efficient", "eager")  # of layers that a GPU's fast kernels do not compute; they need no package
 DEFAULT_GROUP = 2  # query heads per kv head in tests for no model in particular
 
 
@@ -64,12 +65,24 @@ def resolve_kernel(
 
 def agree_on_kernel(name: str, device: torch.device, dtype: torch.dtype, kinds: Iterable[AttentionKind]) -> str:
     """Return the name of the kernel that all ranks use for a model, which passes a test of every kind of attention that
-    it supports; layers of other kinds use the reference (`kernel_for`), and rank 0 warns about them. If "auto" differs
-    between ranks, it is the first kernel that passes on all of them, and rank 0 warns. Collective."""
+    it supports; layers of other kinds use another (`kernel_for`), and rank 0 warns if that is the reference. If "auto"
+    differs between ranks, it is the first kernel that passes on all of them, and rank 0 warns. Collective."""
+    if device.type == "meta":
+        return name
     kinds = tuple(sorted(set(kinds), key=repr))
     chosen = raise_on_all_ranks(_resolve, name, device, dtype, kinds).name
-    if name == "auto" and dist.is_initialized() and dist.get_world_size() > 1:
+    is_parallel = dist.is_initialized() and dist.get_world_size() > 1
+    if name == "auto" and is_parallel:
         chosen = _agree(chosen, device, dtype, kinds)
+    for kind in kinds:
+        while (other := kernel_for(chosen, kind)) not in (chosen, "reference"):
+            problem = _why_unusable(KERNELS[other], device, dtype, (kind,))
+            problems = list(filter(None, gather_objects(problem) if is_parallel else [problem]))
+            if not problems:
+                break
+            _unusable.add(other)
+            if is_rank_0():
+                _warn_once(f"attention with head dim {kind.head_dim} cannot use {other}, which {problems[0]}")
     if name != "reference" and is_rank_0():
         _warn_if_slow(chosen, device, dtype, kinds)
     return chosen
@@ -92,10 +105,15 @@ def _agree(chosen: str, device: torch.device, dtype: torch.dtype, kinds: Kinds) 
     return common
 
 
+_unusable: set[str] = set()  # kernels that failed a test on some rank as a model's second kernel
+
+
 def kernel_for(name: str, kind: AttentionKind) -> str:
-    """Return the kernel of a layer in a model with kernel `name`: this one, or the reference if it does not compute the
-    layer's attention."""
-    return name if _why_not_computed(KERNELS[name], kind) is None else "reference"
+    """Return the kernel of a layer in a model with kernel `name`: this one or, if it does not compute the layer's
+    attention, the next that does so on the same device; the reference if there is none."""
+    others = _SECOND_KERNELS if KERNELS[name].device == "cuda" else ()
+    names = (name, *(other for other in others if other not in _unusable))
+    return next((each for each in names if _why_not_computed(KERNELS[each], kind) is None), "reference")
 
 
 def _warn_if_slow(chosen: str, device: torch.device, dtype: torch.dtype, kinds: Kinds) -> None:
@@ -169,7 +187,7 @@ def _why_not_computed(kernel: Kernel, kind: AttentionKind) -> str | None:
     """Return why the kernel does not compute this attention on any device; None if it does."""
     largest, multiple = kernel.head_dims
     if kind.head_dim > largest or kind.head_dim % multiple:
-        return f"takes head dims up to {largest} in steps of {multiple}, not {kind.head_dim}; use reference"
+        return f"takes head dims up to {largest} in steps of {multiple}, not {kind.head_dim}; use eager"
     if kind.softcap is not None and not kernel.has_softcap:
         able = ", ".join(kernel.name for kernel in KERNELS.values() if kernel.has_softcap)
         return f"does not compute softcap={kind.softcap}; use one of {able}"

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ithaka.attention.compiled import import_fa4, start_helpers
 from ithaka.config import ConfigError
-from ithaka.plan.hardware import HEAD_DIMS
+from ithaka.phases import count
+from ithaka.plan.hardware import EFFICIENT_HEAD_DIMS, HEAD_DIMS
 
 aten: Any = torch.ops.aten
 DTYPES_16_BIT = (torch.bfloat16, torch.float16)
@@ -89,9 +90,9 @@ def _cpu_backward(dout, q, k, v, out, lse, scale, causal):
     )
 
 
-def _scores(q, k, scale, causal, softcap=None):
-    """Return the scores in fp64. `causal` may also be a mask, True where a row attends to a key."""
-    scores = q.double() @ k.double().mT * scale
+def _scores(q, k, scale, causal, softcap=None, dtype=torch.float64):
+    """Return the scores in `dtype`. `causal` may also be a mask, True where a row attends to a key."""
+    scores = q.to(dtype) @ k.to(dtype).mT * scale
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if causal is False:
@@ -100,23 +101,37 @@ def _scores(q, k, scale, causal, softcap=None):
     return scores.masked_fill_(~visible, float("-inf"))
 
 
-def _reference_forward(q, k, v, scale, causal, softcap=None):
-    scores = _scores(q, k, scale, causal, softcap)
+def _reference_forward(q, k, v, scale, causal, softcap=None, dtype=torch.float64):
+    scores = _scores(q, k, scale, causal, softcap, dtype)
     lse = scores.logsumexp(-1)
-    out = (scores - lse[..., None]).exp() @ v.double()
+    out = (scores - lse[..., None]).exp() @ v.to(dtype)
     return out.to(q.dtype), lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 
-def _reference_backward(dout, q, k, v, out, lse, scale, causal, softcap=None):
-    scores = _scores(q, k, scale, causal, softcap)
-    probs = (scores - lse.double()[..., None]).exp()
-    dout64 = dout.double()
-    dv = probs.mT @ dout64
-    dprobs = dout64 @ v.double().mT
-    dscores = probs * (dprobs - (dout64 * out.double()).sum(-1, keepdim=True)) * scale
+def _reference_backward(dout, q, k, v, out, lse, scale, causal, softcap=None, dtype=torch.float64):
+    scores = _scores(q, k, scale, causal, softcap, dtype)
+    probs = (scores - lse.to(dtype)[..., None]).exp()
+    wide_dout = dout.to(dtype)
+    dv = probs.mT @ wide_dout
+    dprobs = wide_dout @ v.to(dtype).mT
+    dscores = probs * (dprobs - (wide_dout * out.to(dtype)).sum(-1, keepdim=True)) * scale
     if softcap is not None:
         dscores *= 1 - scores.masked_fill(probs == 0, 0).div_(softcap).square_()  # -inf where a key is masked
-    return (dscores @ k.double()).to(q.dtype), (dscores.mT @ q.double()).to(k.dtype), dv.to(v.dtype)
+    return (dscores @ k.to(dtype)).to(q.dtype), (dscores.mT @ q.to(dtype)).to(k.dtype), dv.to(v.dtype)
+
+
+def _in_tf32(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """Run a reference function in fp32 with TF32 matmuls, which multiply 16-bit inputs without rounding them."""
+
+    def run(*inputs, softcap=None):
+        settings: Any = torch.backends.cuda.matmul
+        before, settings.fp32_precision = settings.fp32_precision, "tf32"
+        try:
+            return function(*inputs, softcap=softcap, dtype=torch.float32)
+        finally:
+            settings.fp32_precision = before
+
+    return run
 
 
 @cache
@@ -166,6 +181,26 @@ def _cudnn_backward(dout, q, k, v, out, lse, scale, causal):
     return aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse, seed, seed, None, None, None, rows, keys, 0.0, causal, scale=scale
     )
+
+
+_LSE_ROWS = 32  # the memory-efficient kernel reads lse in rows padded to a multiple of this many
+
+
+def _efficient_forward(q, k, v, scale, causal):
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse[..., : q.shape[2]]
+
+
+def _efficient_backward(dout, q, k, v, out, lse, scale, causal):
+    seed = _empty_rng_state(q.device, torch.int64)[0]
+    padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % _LSE_ROWS), value=float("inf")).contiguous()
+    # The kernel takes no stride of out's rows.
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    needs = [True, True, True, False]
+    grads = aten._scaled_dot_product_efficient_attention_backward(
+        dout, q, k, v, None, out, padded, seed, seed, 0.0, needs, causal, scale=scale
+    )
+    return grads[:3]
 
 
 # FlashAttention 4 uses the layout [B, q, h, K], and has no public function that takes lse or buffers.
@@ -292,9 +327,79 @@ _FLASH_VARLEN = Varlen(_flash_varlen_forward, _flash_varlen_backward)
 _FLASH = Kernel("flash", _flash_forward, _flash_backward, varlen=_FLASH_VARLEN)
 # cuDNN rejects a single row and key, and has crashed on other tiny blocks.
 _CUDNN = Kernel("cudnn", _cudnn_forward, _cudnn_backward, varlen=_FLASH_VARLEN, fallback=_FLASH, min_tokens=128)
+# Computes head dims that the others do not, in 16 bits like them. For softcaps, matmuls and a softmax in fp32.
+_EFFICIENT = Kernel("efficient", _efficient_forward, _efficient_backward, head_dims=EFFICIENT_HEAD_DIMS)
+_EAGER = Kernel(
+    "eager", _in_tf32(_reference_forward), _in_tf32(_reference_backward), head_dims=(1 << 20, 1), has_softcap=True
+)
 _CPU = Kernel("cpu", _cpu_forward, _cpu_backward, device="cpu", dtypes=ALL_DTYPES, head_dims=(1 << 20, 1))
 _REFERENCE = Kernel(
     "reference", _reference_forward, _reference_backward, "any", ALL_DTYPES, (1 << 20, 1), has_softcap=True
 )
 # In order of preference: `auto` takes the first that works.
-KERNELS = {kernel.name: kernel for kernel in (_FA4, _CUDNN, _FLASH, _CPU, _REFERENCE)}
+KERNELS = {kernel.name: kernel for kernel in (_FA4, _CUDNN, _FLASH, _EFFICIENT, _EAGER, _CPU, _REFERENCE)}
+
+
+# --- traces ------------------------------------------------------------------------------------------------
+
+
+def trace_kernel(kernel: Kernel) -> Kernel:
+    """The kernel for tensors without memory: allocates what it allocates on a GPU, and counts its FLOPs."""
+    varlen = kernel.varlen and Varlen(partial(_trace_varlen, kernel), partial(_trace_varlen_backward, kernel))
+    forward, backward = partial(_trace_forward, kernel), partial(_trace_backward, kernel)
+    return replace(kernel, forward=forward, backward=backward, varlen=varlen, fallback=None)
+
+
+def _trace_forward(kernel, q, k, v, scale, causal, window=None, into=(None, None), softcap=None):
+    _count_flops(kernel, "forward", q.shape[0] * q.shape[1], q.shape[-1], q.shape[2], k.shape[2], causal, window)
+    scores = _trace_scores(kernel, q, k)
+    out, lse = into
+    out = torch.empty_like(q) if out is None else out
+    del scores
+    return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse is None else lse
+
+
+def _trace_backward(kernel, dout, q, k, v, out, lse, scale, causal, window=None, into=(None, None, None), softcap=None):
+    _count_flops(kernel, "backward", q.shape[0] * q.shape[1], q.shape[-1], q.shape[2], k.shape[2], causal, window)
+    return _trace_grads(kernel, (q, k, v), q.shape[1] > k.shape[1], into)
+
+
+def _trace_varlen(kernel, q, k, v, ends, longest, scale, causal, window, into=(None, None), softcap=None):
+    _count_flops(kernel, "forward", q.shape[1] * len(q) / longest, q.shape[-1], longest, longest, causal, window)
+    out, lse = into
+    out = torch.empty_like(q) if out is None else out
+    return out, torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device) if lse is None else lse
+
+
+def _trace_varlen_backward(
+    kernel, dout, q, k, v, out, lse, ends, longest, scale, causal, window, into=(None, None, None), softcap=None
+):
+    _count_flops(kernel, "backward", q.shape[1] * len(q) / longest, q.shape[-1], longest, longest, causal, window)
+    return _trace_grads(kernel, (q, k, v), q.shape[1] > k.shape[1], into)
+
+
+def _trace_grads(kernel, qkv, is_grouped, into):
+    """All kernels sum dq in fp32; dk and dv too if they sum them over query heads, or if the head dim is large."""
+    sums_kv = is_grouped or kernel.name == "efficient"
+    scores = _trace_scores(kernel, *qkv[:2])
+    sums = [torch.empty_like(x, dtype=torch.float32) for x in (qkv if sums_kv else qkv[:1])]
+    grads = tuple(torch.empty_like(x) if to is None else to for x, to in zip(qkv, into, strict=True))
+    del scores, sums
+    return grads
+
+
+def _trace_scores(kernel, q, k):
+    """Scores, probabilities and their gradients, of the kernels that allocate them."""
+    width = {"eager": 4, "reference": 8}.get(kernel.name, 0)
+    shape = (*q.shape[:-1], k.shape[-2], 4 * width) if width else (0,)
+    return torch.empty(shape, dtype=torch.uint8, device=q.device)
+
+
+def _count_flops(kernel, direction, num_blocks, head_dim, rows, keys, causal, window):
+    """Count two matmuls per pair of a query and a key, in backward five. Short documents count as the longest."""
+    pairs = rows * keys
+    if causal:  # the rows are the last of the keys
+        reach = min(keys, window or keys)
+        pairs = rows * reach - rows * (rows - 1) // 2 * (reach == keys)
+    flops = (4 if direction == "forward" else 10) * head_dim * num_blocks * pairs
+    count(f"attention {direction}, {kernel.name}, head dim {head_dim}", flops)

@@ -74,6 +74,8 @@ class _Drop(torch.autograd.Function):
 
 
 def _drop(x: Tensor, keys_t: Tensor, keys_D: Tensor, p: float) -> Tensor:
+    if x.is_meta:
+        return torch.empty_like(x)
     return (_compile_drop() if runs_in_triton(x) else _drop_eagerly)(x, keys_t, keys_D, p)
 
 

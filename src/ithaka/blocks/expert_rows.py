@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from ithaka.blocks.tiles import add_matmul, sum_dtype
 from ithaka.ops.fused import launch, runs_kernels
+from ithaka.phases import count
 
 try:
     import triton
@@ -69,6 +70,7 @@ def add_products(into_EDN: Tensor, a_nD: Tensor, b_nN: Tensor, ends_E: Tensor) -
         grid = (-(-D // block_d) * -(-N // block_n), num_experts)
         settings = {"BLOCK_D": block_d, "BLOCK_N": block_n, "BLOCK_R": 64, "num_stages": 3, "num_warps": 4}
         tensors = (into_EDN, a_nD, b_nN, ends_E)
+        count("grouped matmul", 2 * a_nD.numel() * N)
         launch(_add_products_kernel, grid, *tensors, D, N, *into_EDN.stride(), **settings)
         return
     for e, rows in enumerate(_groups(ends_E)):

@@ -108,7 +108,7 @@ def rehearse(
             raise ConfigError("--memory-only cuts attention into documents, which a clip does not have; leave it out")
         truncated = {**config, "num_layers": num_layers}
     else:
-        truncated = truncate_config(_read_config(config), layers or range(num_layers)).to_dict()
+        truncated = truncate_config(read_config(config), layers or range(num_layers)).to_dict()
     with ExitStack() as stack:
         is_real = dist.is_initialized()
         if not is_real:
@@ -120,7 +120,7 @@ def rehearse(
             model = build(adapter=adapter, trains=trains)
             other = build(trains=False) if reference and not adapter else None
         optimizer = make_optimizer(model, OptimConfig(name=optimizer_name, lr=0.0)) if trains else None
-        root, step = model.ithaka_root, partial(_run_step, model, optimizer, (other or model) if reference else None)
+        root, step = model.ithaka_root, partial(run_step, model, optimizer, (other or model) if reference else None)
         s = context // mesh.cp_size
         tiny_s = TINY_TOKENS if s >= 16 * TINY_TOKENS else max(2, s // 64)  # at least two: one token has no label
         steps = 1 if memory_only else steps
@@ -152,7 +152,7 @@ def _measure_exchange(step: Any, inputs: dict[str, Any]) -> tuple[float, float]:
     return sum(row["exchange"] for row in found["phases"]), found["hidden"]["exchange"]
 
 
-def _read_config(config: dict[str, Any]) -> Any:
+def read_config(config: dict[str, Any]) -> Any:
     return read_hf_config(copy.deepcopy(config))  # transformers changes nested values
 
 
@@ -176,7 +176,7 @@ def _measure_step(
     return timer.seconds(), live.phase_peaks()
 
 
-def _run_step(model: Any, optimizer: Optimizer | None, reference: Any, inputs: dict[str, Any]) -> None:
+def run_step(model: Any, optimizer: Optimizer | None, reference: Any, inputs: dict[str, Any]) -> None:
     """Run a training step; without an optimizer, the forward pass of an evaluation. If the reference is the model, its
     adapter is disabled."""
     with phase("step"):
@@ -184,20 +184,21 @@ def _run_step(model: Any, optimizer: Optimizer | None, reference: Any, inputs: d
             with torch.set_grad_enabled(optimizer is not None):
                 loss = model(**inputs).sample.square().mean()
         elif optimizer is None:
-            others = {name: value for name, value in inputs.items() if name != "input_ids"}
+            others = {name: value for name, value in inputs.items() if name not in ("input_ids", "labels")}
             loss = token_losses(model, inputs["input_ids"], **others).mean()
         elif reference is not None:
-            options = {**inputs, "labels": inputs["input_ids"], "per_token": True}
+            options = {"labels": inputs["input_ids"], **inputs, "per_token": True}
             with torch.no_grad(), use_reference(model, None if reference is model else reference) as other:
                 before = other(**options).tokens.logprobs
             loss = -(model(**options).tokens.logprobs - before).exp().mean()
         else:
-            loss = model(**inputs, labels=inputs["input_ids"]).loss
+            loss = model(**{"labels": inputs["input_ids"], **inputs}).loss
         if optimizer is not None:
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    if not torch.isfinite(loss):
+            with phase("optimizer"):
+                optimizer.step()
+                optimizer.zero_grad()
+    if not loss.is_meta and not torch.isfinite(loss):
         raise RuntimeError(f"the rehearsal's loss is {loss.item()}; its timings are meaningless")
 
 
@@ -242,7 +243,7 @@ def truncate_plan(
     shape, kinds, dropped = plan.shape, tuple[Hashable, ...](plan.shape.mixers), None
     layers = choose_layers(kinds, num_layers)
     if config is not None and "_class_name" not in config:
-        of_config, layers = find_representative_layers(_read_config(config), num_layers)
+        of_config, layers = find_representative_layers(read_config(config), num_layers)
         dropped = sum(kind.num_parameters for i, kind in enumerate(of_config) if i not in layers)
         kinds = tuple(of_config)
     truncated = shape.keep_layers(layers, dropped)

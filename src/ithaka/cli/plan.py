@@ -181,6 +181,13 @@ def rehearse(
     gpu_file: GpuFile = None,
     evaluate: Annotated[bool, typer.Option("--evaluate", help="Forward only, as in `ithaka evaluate`.")] = False,
     memory_only: Annotated[bool, typer.Option("--memory-only", help="Truncate attention to save time.")] = False,
+    ghost: Annotated[
+        bool, typer.Option("--ghost", help="Only trace memory, of all layers, without a GPU: in seconds.")
+    ] = False,
+    rank: Annotated[int, typer.Option(min=0, help="With --ghost: the rank to trace.")] = 0,
+    data: Annotated[
+        Path | None, typer.Option(help="With --ghost: a run's configuration, whose worst packed batch is traced.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run rank 0 of these GPUs on this device, or all under torchrun, and compare measurements with the plan."""
@@ -205,6 +212,12 @@ def rehearse(
     if not plan.fits:
         print(show.answer_request(request, False, None, as_json)[0])
         raise typer.Exit(ExitCode.OUT_OF_MEMORY)
+
+    if ghost:
+        _rehearse_ghost(plan, find_config(model), rank, data, as_json)
+        return
+    if rank or data:
+        raise ConfigError(f"{'--rank' if rank else '--data'} needs --ghost: a rehearsal runs rank 0 on random tokens")
 
     with loading() as status:
         from ithaka.checks import rehearse as rehearsal
@@ -240,6 +253,42 @@ def rehearse(
     print(f"{format_table(rows)}\n\npeak in: {peak_phase}")
     if memory_only:
         print("memory only: attention was truncated, so its times do not apply to training")
+
+
+def _rehearse_ghost(plan: Any, config: dict[str, Any], rank: int, data: Path | None, as_json: bool) -> None:
+    with loading() as status:
+        from ithaka.checks import ghost
+
+    inputs = None
+    if data is not None:
+        with status("packing the data"):
+            inputs = ghost.find_worst_batch(data, plan, rank)
+    with status("tracing a step"):
+        result = ghost.describe_ghost(plan, ghost.trace_plan(plan, config, rank, inputs), rank)
+    print(json.dumps(result, indent=2) if as_json else _format_ghost(result))
+    if not result["fits"]:
+        raise typer.Exit(ExitCode.OUT_OF_MEMORY)
+
+
+def _format_ghost(result: dict[str, Any]) -> str:
+    rows = [
+        {
+            "phase": row["phase"],
+            "device GiB": f"{row['device_gib']:.2f}",
+            "host GiB": f"{row['host_gib']:.2f}",
+            "largest, GiB": ", ".join(f"{name} {size:.1f}" for name, size in row["largest"].items()),
+        }
+        for row in result["phases"]
+    ]
+    device, host, note = result["device_gib"], result["host_gib"], result["note"]
+    verdict = "fits" if result["fits"] else "does not fit"
+    return (
+        f"rank {result['rank']} of {result['gpus']}, {result['tokens']} tokens, all layers, on no device\n\n"
+        f"{format_table(rows)}\n\n"
+        f"peak in {result['peak_phase']}: {device['traced']:.2f} GiB, planned {device['planned']:.2f}; "
+        f"with {device['reserve']:.1f} reserved, it {verdict} in {device['capacity']:.1f}\n"
+        f"host, per rank: {host['traced']:.2f} GiB, planned {host['planned']:.2f}\n{note[0].upper()}{note[1:]}."
+    )
 
 
 def attention(

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from ithaka.phases import count
+
 BACKEND = "loopback"
 
 
@@ -34,7 +36,12 @@ class LoopbackGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return BACKEND
 
+    def _count(self, what: str, full: torch.Tensor) -> None:
+        """Report the bytes that this rank sends of `full`: all but its own share."""
+        count(f"{what} of {self._size} ranks", full.nbytes * (self._size - 1) // self._size)
+
     def allreduce(self, tensors, opts=None):  # type: ignore[override]
+        self._count("all-reduce", tensors[0])
         return _completed_work(tensors)
 
     def barrier(self, opts=None):
@@ -47,15 +54,18 @@ class LoopbackGroup(dist.ProcessGroup):
         return _completed_work(outputs)
 
     def all_gather_single(self, output, own, opts=None):
+        self._count("all-gather", output)
         output.detach().view(self._size, -1).copy_(own.detach().reshape(1, -1).expand(self._size, -1))
         return _completed_work([output])
 
     def reduce_scatter_single(self, output, full, opts=None):
+        self._count("reduce-scatter", full)
         output.detach().copy_(full.detach().view(-1)[: output.numel()].view_as(output))
         return _completed_work([output])
 
     def all_to_all_single(self, output, own, output_splits=None, input_splits=None, opts=None):
         """Fill the output with copies of the input: in a ring, a rank may receive more or less than it sends."""
+        self._count("all-to-all", own)
         output, own = output.detach(), own.detach()
         if len(own) == 0:
             output.normal_()
@@ -75,7 +85,7 @@ def start_loopback(num_ranks: int, rank: int = 0) -> None:
     """Initialize torch.distributed with this process as one of `num_ranks`."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(
-            BACKEND, lambda _, rank, size, __: LoopbackGroup(rank, size), devices=["cpu", "cuda"]
+            BACKEND, lambda _, rank, size, __: LoopbackGroup(rank, size), devices=["cpu", "cuda", "meta"]
         )
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=num_ranks)
 

@@ -399,9 +399,9 @@ class TrainData:
         is_mine = [i % self.dp_size == self.dp_rank for i in range(self.batch * self.dp_size)]
         rows = [self.stream.next_sequence(materialize=mine) for mine in is_mine]
         own = [row for row in rows if row is not None]
-        return self._collate(own, len(self.source_names) > 1), self.stream.position
+        return self.collate(own, len(self.source_names) > 1), self.stream.position
 
-    def _collate(self, sequences: Sequence[PackedSequence], with_sources: bool) -> Batch:
+    def collate(self, sequences: Sequence[PackedSequence], with_sources: bool = False) -> Batch:
         """Make a batch, and read its images."""
         batch, images = collate(sequences, with_sources), [image for each in sequences for image in each.images]
         return batch._replace(images=self.cache.tokenizer.images.load(images, *self.cp)) if images else batch
@@ -423,7 +423,7 @@ class TrainData:
         blank = self.stream.build_sequence(np.empty(0, SEGMENT_DTYPE))
         for low in range(0, len(sequences), self.batch * self.dp_size):
             rows = sequences[low : low + self.batch * self.dp_size][self.dp_rank :: self.dp_size]
-            yield self._collate(rows + [blank] * (self.batch - len(rows)), with_sources)
+            yield self.collate(rows + [blank] * (self.batch - len(rows)), with_sources)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the global position as JSON-compatible values; the same on every rank."""

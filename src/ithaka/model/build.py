@@ -1,11 +1,13 @@
 """Apply parallelism to a model: meta init, FSDP2, streamed layers, weights."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from types import MethodType
 from typing import Any, TypeGuard, cast
+from unittest.mock import patch
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -74,7 +76,7 @@ def parallelize_model(
     start_process_group(device)
     layout = resolve_layout(cp, ring, mesh, layout)
     dtype = compute_dtype(model, layout)
-    raise_on_all_ranks(root.check, layout, device)
+    raise_on_all_ranks(root.check, layout, torch.device("cpu") if device.type == "meta" else device)
     root.check_ring(layout.ring)
     sizes = {name: getattr(layout, name) for name in ("cp", "ring", "replicas", "heads_per_stage")}
     check_parallelism(num_heads=root.num_heads, **sizes)
@@ -83,6 +85,8 @@ def parallelize_model(
     kernel = agree_on_kernel(layout.kernel, mesh.device, dtype, root.attention_kinds)
     layout = replace(layout, kernel=kernel)
     pack_weights(model, dtype)
+    if mesh.device.type == "meta":
+        model.to(mesh.device)
     apply_fsdp(model, root.units, mesh, layout, dtype, root.outer_dtype(dtype))
     root.attach(mesh, layout, dtype, store or Store(mesh.device))
     CallChecker(root)
@@ -116,7 +120,7 @@ def build_model(
     For `rope` and `context`, see `read_hf_config`. A config dict may also be that of a video transformer.
     """
     if isinstance(source, dict) and "_class_name" in source:
-        return _build_transformer(source, mesh, layout or Layout(), adapter, trains)
+        return _build_transformer(source, mesh, layout or Layout(), store, adapter, trains)
     dtype = getattr(torch, layout.dtype or "float32") if layout else torch.float32
     config = read_hf_config(source, rope, context)
     text = config.get_text_config()
@@ -132,7 +136,8 @@ def build_model(
     transforms = get_model_conversion_mapping(model)  # FSDP2 changes the model's class, which they depend on
     parallelize_model(model, mesh=mesh, layout=layout, store=store)
     model.to_empty(device=torch.device("cpu") if layout and layout.offload_optimizer else mesh.device)
-    init_weights(model, seed, mesh.device, has_files=has_weights(source))
+    if mesh.device.type != "meta":
+        init_weights(model, seed, mesh.device, has_files=has_weights(source))
     if has_weights(source):
         load_weights(model, source, stored_vocab, transforms)
     if adapter is not None and adapter.path is not None:
@@ -145,12 +150,17 @@ def build_model(
 
 
 def _build_transformer(
-    config: dict[str, Any], mesh: Mesh, layout: Layout, adapter: AdapterConfig | None, trains: bool
+    config: dict[str, Any],
+    mesh: Mesh,
+    layout: Layout,
+    store: Store | None,
+    adapter: AdapterConfig | None,
+    trains: bool,
 ) -> Any:
     """Build a parallel video transformer of diffusers, with random weights."""
     import diffusers
 
-    with torch.device(mesh.device):
+    with _parameters_on_meta() if mesh.device.type == "meta" else torch.device(mesh.device):
         model = getattr(diffusers, config["_class_name"]).from_config(config)
     dtype = getattr(torch, layout.dtype or "float32")
     model.requires_grad_(trains and adapter is None)
@@ -161,7 +171,19 @@ def _build_transformer(
 
         targets = "all-linear" if adapter.targets == "all-linear" else list(adapter.targets)
         model.add_adapter(LoraConfig(**lora_options(adapter), target_modules=targets))
-    return parallelize_model(model, mesh=mesh, layout=layout).train(trains)
+    return parallelize_model(model, mesh=mesh, layout=layout, store=store).train(trains)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Create parameters on the meta device, and buffers with their values, which the check of the model needs."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param if param is None else nn.Parameter(param.to("meta"), param.requires_grad))
+
+    with patch.object(nn.Module, "register_parameter", register_on_meta):
+        yield
 
 
 def has_weights(source: Path | dict) -> TypeGuard[Path]:

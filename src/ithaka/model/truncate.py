@@ -99,6 +99,18 @@ def truncate_config(config: Any, layers: Sequence[int]) -> Any:
     return AutoConfig.for_model(**values)
 
 
+def choose_neighbors(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], list[int]]:
+    """Layers to trace: the first, the last, and for every pair of keys of consecutive layers one such pair. And, for
+    each layer, the index among them of one with the same key and the same next key."""
+    pairs: dict[Any, int] = {}
+    for i in range(1, len(keys) - 1):
+        pairs.setdefault((keys[i], keys[i + 1]), i)
+    ends = {0, min(1, len(keys) - 1), len(keys) - 1}
+    layers = sorted(ends.union(*((i, i + 1) for i in pairs.values())))
+    inner = [layers.index(pairs[keys[i], keys[i + 1]]) for i in range(1, len(keys) - 1)]
+    return tuple(layers), [0, *inner, len(layers) - 1][: len(keys)]
+
+
 def find_representative_layers(config: Any, count: int) -> tuple[list[LayerKind], tuple[int, ...]]:
     """The kind of each layer, and at least `count` layers with all kinds that `truncate_config` can keep. Some families
     compute a layer's kind from its index: then all layers up to the last of these."""

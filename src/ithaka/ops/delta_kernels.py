@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ithaka.ops.fused import launch, power_of_two, runs_in_triton
 from ithaka.plan.mixers import CHUNK_TOKENS
 
 try:
     import triton
     import triton.language as tl
 except ImportError:  # CPU builds of PyTorch come without it
-    triton = None
+    triton = _prepare_kernel = _gradient_kernel = _advance_kernel = _advance_grad_kernel = None
 
 NORM_EPS = 1e-6
 COLUMNS = 32  # each program updates this many columns of a state
@@ -34,7 +35,7 @@ CHUNK_OPTIONS = {"num_warps": 8, "num_stages": 1}
 def runs_in_kernels(k_sJK: Tensor, v_sHV: Tensor) -> bool:
     K, V = k_sJK.shape[-1], v_sHV.shape[-1]
     is_supported = v_sHV.dtype.itemsize == 2 and K <= 128 and K % COLUMNS == V % COLUMNS == 0
-    return triton is not None and v_sHV.is_cuda and is_supported
+    return runs_in_triton(v_sHV) and is_supported
 
 
 class FusedSegment:
@@ -44,7 +45,7 @@ class FusedSegment:
         self.inputs = inputs
         q, k, v, g, beta = (x.contiguous() for x in inputs)
         (t, J, K), H, C = k.shape, v.shape[1], CHUNK_TOKENS
-        self.K, self.padding, self.repeats = K, triton.next_power_of_2(K) - K, H // J
+        self.K, self.padding, self.repeats = K, power_of_two(K) - K, H // J
         if self.padding or self.repeats > 1:
             q, k = (F.pad(x, (0, self.padding)).repeat_interleave(self.repeats, 1) for x in (q, k))
         self.own = q, k, v, g, beta
@@ -55,9 +56,10 @@ class FusedSegment:
         factors = g.new_empty(4, H, n * C)  # b e k, e q, f k and p, for q and k before their normalization
         inverse, products = g.new_empty(2, H, n, C, C)  # (1 + L)^-1 and P
         self.prepared = factors, inverse, products
-        _prepare_kernel[(n * H,)](
-            q, k, g, beta, self.ids, *self.prepared, *self.sizes, **self.norm, **self.constants, **CHUNK_OPTIONS
-        )
+        launch(
+            _prepare_kernel, (n * H,), q, k, g, beta, self.ids, *self.prepared, *self.sizes, **self.norm,
+            **self.constants, **CHUNK_OPTIONS,
+        )  # fmt: skip
 
     def extend(self, map_HKX: Tensor) -> Tensor:
         matrix_HKK, added_HKV = map_HKX.tensor_split((self.K,), -1)
@@ -79,7 +81,8 @@ class FusedSegment:
         self._advance(state_HKV, kept=(states, y))
         dstate_HKV = self._advance_grad(dstate_HKV, dout_tHV, kept=(dstates, a))
         grads = [torch.empty_like(x, dtype=torch.float32 if self.repeats > 1 else None) for x in self.own]
-        _gradient_kernel[(n * H,)](
+        launch(
+            _gradient_kernel, (n * H,),
             *self.own, self.ids, self.prepared[2], y, a, states, dstates, dout_tHV, *grads, *self.sizes, **self.norm,
             V=v.shape[-1], **self.constants, **CHUNK_OPTIONS,
         )  # fmt: skip
@@ -96,7 +99,8 @@ class FusedSegment:
         v is 0."""
         (q, k, v, _, beta), (before, after, grid) = self.own, self._buffers(state_HKV)
         states, y = kept or (after, after)
-        _advance_kernel[grid](
+        launch(
+            _advance_kernel, grid,
             q, k, v, beta, *self.prepared, before, after, after if out is None else out, states, y, *self.sizes,
             V=state_HKV.shape[-1], **self.constants, IS_MAP=is_map, HAS_OUT=out is not None, KEEPS=kept is not None,
             **SCAN_OPTIONS,
@@ -110,7 +114,8 @@ class FusedSegment:
         chunk, and a. Without `dout`, it is 0."""
         after, before, grid = self._buffers(dstate_HKV)
         dstates, a = kept or (before, before)
-        _advance_grad_kernel[grid](
+        launch(
+            _advance_grad_kernel, grid,
             *self.own[:2], before if dout is None else dout.contiguous(), *self.prepared, after, before, dstates, a,
             *self.sizes, V=dstate_HKV.shape[-1], **self.constants, IS_MAP=dout is None, KEEPS=kept is not None,
             **SCAN_OPTIONS,

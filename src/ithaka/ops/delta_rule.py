@@ -272,7 +272,7 @@ def _segment_type(inputs: DeltaInputs, normalizes: bool, is_own: bool = False) -
     k, v = inputs.k_sJK, inputs.v_sHV
     kinds = [FlaSegment] * (_can_run_fla(v) and not is_own) + [FusedSegment] * runs_in_kernels(k, v)
     case = v.device, v.dtype, k.shape[1:], v.shape[1:], normalizes
-    return next((kind for kind in kinds if _try(kind, *case) is None), Segment)
+    return next((kind for kind in kinds if v.is_meta or _try(kind, *case) is None), Segment)
 
 
 def _can_run_fla(v_sHV: Tensor) -> bool:

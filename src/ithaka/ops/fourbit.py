@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ithaka.config.formats import BASE_FORMATS, ROW
-from ithaka.ops.fused import runs_in_triton
+from ithaka.ops.fused import launch, runs_in_triton
 from ithaka.phases import MemoryCategory, allocating_for
 
 try:
     import triton
     import triton.language as tl
 except ImportError:  # CPU builds of PyTorch come without it
-    triton = None
+    triton = _dequantize_kernel = None
 
 TABLES = {
     "nf4": (
@@ -148,7 +148,8 @@ def dequantize(packed: Tensor, layout: RowLayout, into: Tensor) -> None:
         # Without fused multiply-adds, for the same bits as bitsandbytes.
         options = {"KIND": int(layout.scales), "num_warps": 8, "enable_fp_fusion": False}
         counts = num_rows, matrices.shape[1]
-        _dequantize_kernel[grid](packed, packed.view(torch.float32), *tables, into, *counts, **sizes, **options)
+        tensors = packed, packed.view(torch.float32), *tables, into
+        launch(_dequantize_kernel, grid, *tensors, *counts, **sizes, **options)
         return
     for matrix, matrix_rows in zip(matrices, packed.split(num_rows), strict=True):
         chunks = zip(matrix.split(CHUNK_ROWS * ROW), matrix_rows.split(CHUNK_ROWS), strict=True)

@@ -16,22 +16,35 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # CPU builds of PyTorch come without it
-    triton = None
+    triton = _merge_kernel = _logsumexp_kernel = _softmax_grad_kernel = _cross_entropy_kernel = _scale_kernel = None
+
+TRACED_SMS = 132  # multiprocessors of the GPU that a trace counts the bytes of: an H200's
 
 
 def runs_in_triton(x: Tensor) -> bool:
-    """Whether the functions below run in Triton for tensors like x."""
-    return triton is not None and x.is_cuda and x.dtype != torch.float64
+    """Whether the functions below run in Triton for tensors like x. On the meta device, traces count what the kernels
+    allocate on a GPU."""
+    return (x.is_meta or (triton is not None and x.is_cuda)) and x.dtype != torch.float64
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
+    """Launch a Triton kernel, unless its first tensor has no memory."""
+    if not (args[0].is_meta or isinstance(args[0], FakeTensor)):
+        kernel[grid](*args, **settings)
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    return TRACED_SMS if device.type == "meta" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def power_of_two(size: int) -> int:
+    """Return the smallest power of two that is at least `size`."""
+    return 1 << (size - 1).bit_length()
 
 
 def runs_kernels(x: Tensor) -> bool:
     """Whether Triton kernels run. Fake tensors count as a GPU's: the planner measures what a layer allocates there."""
     return runs_in_triton(x) or isinstance(x, FakeTensor)
-
-
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
-    if not isinstance(args[0], FakeTensor):
-        kernel[grid](*args, **settings)
 
 
 def merge_softmax(sum_out_BhtK: Tensor, sum_lse_Bht: Tensor, out_BhtK: Tensor, lse_Bht: Tensor) -> None:
@@ -61,8 +74,18 @@ def row_logsumexp(logits_tV: Tensor, details: bool = False, scale: float = 1.0) 
         return lse_t, lse_t + log_p_tV.exp().mul_(log_p_tV).sum(-1), wide_tV.mean(-1)
     t, V = logits_tV.shape
     values_nt = logits_tV.new_empty(3 if details else 1, t, dtype=wide)
-    _logsumexp_kernel[(t,)](
-        logits_tV, values_nt, t, V, _row_stride(logits_tV), scale, DETAILS=details, BLOCK=_FLAT_BLOCK, num_warps=8
+    launch(
+        _logsumexp_kernel,
+        (t,),
+        logits_tV,
+        values_nt,
+        t,
+        V,
+        _row_stride(logits_tV),
+        scale,
+        DETAILS=details,
+        BLOCK=_FLAT_BLOCK,
+        num_warps=8,
     )
     return values_nt.unbind()
 
@@ -77,8 +100,10 @@ def softmax_grad(
     if runs_in_triton(logits_tV):
         (t, V), values = logits_tV.shape, (target_t, lse_t, scale_t.to(torch.float32))
         more = (lse_t, lse_t) if entropy is None else (entropy[0].to(torch.float32), entropy[1])
-        grid = (t, triton.cdiv(V, _FLAT_BLOCK))
-        _softmax_grad_kernel[grid](
+        grid = (t, -(-V // _FLAT_BLOCK))
+        launch(
+            _softmax_grad_kernel,
+            grid,
             logits_tV,
             *values,
             *more,
@@ -104,8 +129,15 @@ def cross_entropy_with_grad(logits_tV: Tensor, target_t: Tensor, scale_t: Tensor
     if runs_in_triton(logits_tV):
         loss_t = scale_t.new_empty(len(logits_tV), dtype=torch.float32)
         values = (target_t, scale_t.to(torch.float32), loss_t, logits_tV.shape[1], _row_stride(logits_tV))
-        _cross_entropy_kernel[(len(logits_tV),)](
-            logits_tV, *values, LOG2E=_LOG2E, BLOCK=_LOGITS_BLOCK, LANE=8, num_warps=32
+        launch(
+            _cross_entropy_kernel,
+            (len(logits_tV),),
+            logits_tV,
+            *values,
+            LOG2E=_LOG2E,
+            BLOCK=_LOGITS_BLOCK,
+            LANE=8,
+            num_warps=32,
         )
         return loss_t
     (lse_t,) = row_logsumexp(logits_tV)
@@ -122,8 +154,14 @@ def _row_stride(logits_tV: Tensor) -> int:
 def scale_in_place(x: Tensor, factor: Tensor) -> None:
     """x *= factor, a scalar tensor. On a GPU, x is not touched if the factor is 1."""
     if runs_in_triton(x) and x.is_contiguous():
-        _scale_kernel[(triton.cdiv(x.numel(), _FLAT_BLOCK),)](
-            x, factor.to(torch.float32), x.numel(), BLOCK=_FLAT_BLOCK, num_warps=8
+        launch(
+            _scale_kernel,
+            (-(-x.numel() // _FLAT_BLOCK),),
+            x,
+            factor.to(torch.float32),
+            x.numel(),
+            BLOCK=_FLAT_BLOCK,
+            num_warps=8,
         )
     else:
         x.mul_(factor)
@@ -140,9 +178,9 @@ def _launch(kernel, *tensors: Tensor) -> None:
     B, h, t, K = tensors[0].shape
     assert all(x.stride(-1) == 1 for x in tensors if x.dim() == 4)
     strides = [s for x in tensors for s in x.stride()[:3]]
-    tiles = triton.cdiv(t, _TILE_ROWS)
-    kernel[(tiles * B * h,)](
-        *tensors, *strides, h, t, tiles, K, ROWS=_TILE_ROWS, COLS=triton.next_power_of_2(K), num_warps=4
+    tiles = -(-t // _TILE_ROWS)
+    launch(
+        kernel, (tiles * B * h,), *tensors, *strides, h, t, tiles, K, ROWS=_TILE_ROWS, COLS=power_of_two(K), num_warps=4
     )
 
 

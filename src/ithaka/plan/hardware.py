@@ -40,20 +40,27 @@ LINK_SHARE = 0.8  # fraction of NVLink's published rate that large collectives r
 H200_MATMUL = 790e12
 # Attention FLOP/s by kernel, forward and backward (LOG.md; flash: at 256K). Other GPUs: the same ratios.
 # The reference computes in fp64 (here at head dim 512, 64K); it is slower still on GPUs with few fp64 units.
+# efficient and eager are estimates for head dim 512 that nobody has measured yet.
 H200_ATTENTION = {
     "fa4": (664e12, 628e12),
     "cudnn": (594e12, 534e12),
     "flash": (310e12, 325e12),
+    "efficient": (100e12, 60e12),
+    "eager": (60e12, 50e12),
     "reference": (5e12, 10e12),
 }
-REFERENCE_HEAD_DIM = 512
+SLOW_KERNELS = ("efficient", "eager", "reference")  # for attention that the others do not compute
+SLOW_HEAD_DIM = 512  # of their rates
 KERNEL_NAMES = {
     "fa4": "FlashAttention 4",
     "cudnn": "cuDNN",
     "flash": "FlashAttention 2",
+    "efficient": "PyTorch's memory-efficient kernel",
+    "eager": "matmuls in TF32",
     "reference": "the fp64 reference",
 }
-HEAD_DIMS = (256, 8)  # (maximum, required multiple) of all of them but the reference
+HEAD_DIMS = (256, 8)  # (maximum, required multiple) of FlashAttention and cuDNN
+EFFICIENT_HEAD_DIMS = (1024, 8)  # of the memory-efficient kernel
 FA4_PACKAGE = "pip install -e '.[gpu]'"
 B200_FA4_FORWARD = 1613e12  # published: arXiv 2603.05451, "up to"; backward: the H200's ratio
 H200_PCIE = 55e9
@@ -149,10 +156,12 @@ class Hardware:
         return dataclasses.replace(self, gpu=changed)
 
     def for_attention(self, head_dim: int, softcap: float | None = None) -> Hardware:
-        """A copy with the reference kernel's rates if this GPU's kernel does not compute such attention."""
-        largest, multiple = HEAD_DIMS
-        fits = head_dim <= largest and head_dim % multiple == 0
-        return self if fits and (softcap is None or self.gpu.kernel == "fa4") else self.with_kernel("reference")
+        """A copy with another kernel's rates if this GPU's kernel does not compute such attention (`kernel_for` in
+        attention/choose.py)."""
+        if _takes(HEAD_DIMS, head_dim) and (softcap is None or self.gpu.kernel == "fa4"):
+            return self
+        is_efficient = softcap is None and _takes(EFFICIENT_HEAD_DIMS, head_dim)
+        return self.with_kernel("efficient" if is_efficient else "eager")
 
     def with_gpus(self, gpus_per_node: int) -> Hardware:
         """A copy with `gpus_per_node`, and host memory to match if it is assumed."""
@@ -163,6 +172,11 @@ class Hardware:
     def name(self) -> str:
         nodes = f"{self.num_nodes}x" if self.num_nodes > 1 else ""
         return f"{nodes}{self.gpus_per_node}x{self.gpu.name}"
+
+
+def _takes(head_dims: tuple[int, int], head_dim: int) -> bool:
+    largest, multiple = head_dims
+    return head_dim <= largest and head_dim % multiple == 0
 
 
 def join_kernels(names: Iterable[str]) -> str:

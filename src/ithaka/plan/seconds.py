@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ithaka.config import LAYER_LINEARS
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.bytes import logits_tile_tokens
-from ithaka.plan.hardware import HOST_UPDATE_BYTES_S, REFERENCE_HEAD_DIM, Hardware
+from ithaka.plan.hardware import HOST_UPDATE_BYTES_S, SLOW_HEAD_DIM, SLOW_KERNELS, Hardware
 from ithaka.plan.layer_bytes import layer_sizes
 from ithaka.plan.shape import AttentionKind, Encoder, MeasuredLayer, Mixer, ModelShape, StepShape
 
@@ -140,8 +140,8 @@ class LayerSeconds:
         gpu = self.hardware.for_attention(head_dim, kind.softcap).gpu
         flops = 4 * head_dim * heads * work.pairs(window, causal) / self.layout.ring
         share, share_back = 1.0, 1.0
-        if gpu.kernel == "reference":  # its scores in fp64 dominate
-            share = share_back = head_dim / REFERENCE_HEAD_DIM
+        if gpu.kernel in SLOW_KERNELS:  # rates at head dim 512; except in the first, scores dominate
+            share = share_back = 1.0 if gpu.kernel == "efficient" else head_dim / SLOW_HEAD_DIM
         elif head_dim <= 64:
             share, share_back = NARROW_HEAD_SHARE
             share /= 1 + NARROW_HEAD_START / max(work.length, NARROW_HEAD_LEAST)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +21,12 @@ from ithaka.config.units import (
 )
 from ithaka.layout import EVERYTHING, SETTINGS
 from ithaka.plan.bytes import HOST_PROCESS_BYTES, HOST_RESERVE_SHARE, RESERVE_BYTES, RESERVE_SHARE
-from ithaka.plan.hardware import FA4_PACKAGE, GIB, KERNEL_NAMES, join_kernels
+from ithaka.plan.hardware import FA4_PACKAGE, GIB, KERNEL_NAMES, SLOW_KERNELS, join_kernels
 from ithaka.plan.layer_bytes import LayerBytes
 from ithaka.plan.read_config import unscaled_positions
 from ithaka.plan.request import PlanRequest
 from ithaka.plan.search import Plan, SearchSpace
-from ithaka.plan.shape import StepShape, span_pairs
+from ithaka.plan.shape import AttentionKind, StepShape, span_pairs
 
 # Nodes have a few percent less free memory than their nominal size, and `ithaka train` plans with what is free.
 TIGHT_SHARE = 0.95
@@ -180,13 +180,13 @@ def _warn_of_tight(plan: Plan) -> Iterator[str]:
 
 def _warn_of_slow_attention(plan: Plan) -> Iterator[str]:
     """Layers whose attention no fast kernel computes, and their part of the step."""
-    shape, kernels = plan.shape, plan.kernels
-    mixers = tuple(m for m in shape.mixers if "reference" in map(kernels.get, m.attention))
+    shape, slow = plan.shape, _slow_kernels(plan)
+    mixers = tuple(m for m in shape.mixers if any(kind in slow for kind in m.attention))
     if mixers:
         only_slow = replace(plan, shape=replace(shape, mixers=mixers))
         share = only_slow.flop_seconds.attention / plan.flop_seconds.attention * plan.seconds.attention / plan.step_s
         layers = f"{len(mixers)} of {shape.num_layers} layers ({_format_slow_kinds(plan)})"
-        yield f"Slow attention: {layers} run {KERNEL_NAMES['reference']}, which takes {share:.0%} of the step"
+        yield f"Slow attention: {layers} run {_name_kernels(slow.values())}, which takes {share:.0%} of the step"
 
 
 def _format_forest(work: StepShape) -> str:
@@ -449,9 +449,9 @@ def _explain_kernel(plan: Plan) -> str:
     """The attention kernel, and the speed with the alternative if FlashAttention 4 runs on this GPU."""
     gpu = plan.hardware.gpu
     name, other = KERNEL_NAMES.get(gpu.kernel, gpu.kernel), "cudnn" if gpu.kernel == "fa4" else "fa4"
-    if kinds := _format_slow_kinds(plan):
-        name = f"{name}; " * (set(plan.kernels.values()) != {"reference"})
-        return f"{name}{KERNEL_NAMES['reference']} for {kinds}, tens of times slower: no other kernel computes it"
+    if slow := _slow_kernels(plan):
+        name = f"{name}; " * (len(slow) < len(plan.kernels))
+        return f"{name}{_name_kernels(slow.values())} for {_format_slow_kinds(plan)}, which no faster kernel computes"
     if "fa4" not in gpu.kernels:
         return name
     changed = replace(plan, hardware=plan.hardware.with_kernel(other))
@@ -461,7 +461,15 @@ def _explain_kernel(plan: Plan) -> str:
     return f"{name} ({FA4_PACKAGE}); with {KERNEL_NAMES[other]}: {speed}"
 
 
+def _slow_kernels(plan: Plan) -> dict[AttentionKind, str]:
+    return {kind: kernel for kind, kernel in plan.kernels.items() if kernel in SLOW_KERNELS}
+
+
+def _name_kernels(kernels: Iterable[str]) -> str:
+    return " and ".join(dict.fromkeys(KERNEL_NAMES[kernel] for kernel in kernels))
+
+
 def _format_slow_kinds(plan: Plan) -> str:
-    slow = [kind for kind, kernel in plan.kernels.items() if kernel == "reference"]
+    slow = _slow_kernels(plan)
     softcaps = {kind: f" and softcap {kind.softcap:g}" if kind.softcap else "" for kind in slow}
     return ", ".join(dict.fromkeys(f"head dim {kind.head_dim}{softcaps[kind]}" for kind in slow))

@@ -36,6 +36,8 @@ function summary() {
     const val = run.failed_validations.includes(valStep) ? NaN : lastOf(m.val_loss);
     const digits = v => Number.isFinite(v) ? v.toFixed(4) : "not finite";
     const ifSet = (value, format) => value == null ? null : format(value);
+    const speed = run.plan?.tokens_per_s, planned = plannedPeak(run.plan);
+    const next = (value, format) => value ? `, planned ${format(value)}` : "";
     const cards = [
       ["steps" + (numSteps ? ` of ${numSteps}` : ""), step],
       ["tokens", ifSet(lastOf(m.tokens ?? []), amount)],
@@ -43,12 +45,12 @@ function summary() {
       ["validation loss" + (valStep < step ? ` at step ${valStep}` : ""), ifSet(val, digits)],
       ["lowest validation loss", best < (Number.isFinite(val) ? val : Infinity) ? best.toFixed(4) : null],
       ["validation perplexity", isDPO(run) ? null : ifSet(Number.isFinite(val) ? val : null, v => Math.exp(v).toPrecision(4))],
-      ["tokens/s (median)", ifSet(median(m.tokens_per_s), amount)],
+      ["tokens/s (median)" + next(speed, amount), ifSet(median(m.tokens_per_s), amount)],
       ["step (median)", ifSet(median(m.step_s), seconds)],
       ["MFU (median)", ifSet(mfu, v => (100 * v).toFixed(1) + "%")],
       ["context (tokens)", run.config.curriculum?.length ? run.config.curriculum.map(e => e.context).join(", ") : run.config.data.context],
       ["host peak per rank", run.device_peak_bytes ? null : ifSet(run.host_peak_bytes, bytes)],
-      ["device peak", ifSet(run.device_peak_bytes, bytes)],
+      ["device peak" + next(planned, bytes), ifSet(run.device_peak_bytes, bytes)],
     ].filter(([, value]) => value != null);
     if (peak && peak.largest.length) cards.push(["largest category", Object.entries(peak.holders).sort((a, b) => b[1] - a[1])[0][0]]);
     box.append(make("p", { class: "note" }, modelNote(run.config)));
@@ -337,6 +339,7 @@ function facts() {
   });
 }
 function asText(v) { return typeof v === "object" ? JSON.stringify(v) : v; }
+const plannedPeak = plan => Object.values(plan?.peak_bytes ?? {}).reduce((a, b) => a + b, 0);
 const WHERE = { device: "on the device", host: "in host memory", disk: "on disk" };
 const IF_NULL = { blocks: "chosen by cache size", dtype: "same as parameters" };
 function planTable(planned, into) {
@@ -350,7 +353,7 @@ function planTable(planned, into) {
     rows.push([last > i ? `activations of layers ${i} to ${last}` : `activations of layer ${i}`, describeKept(layer)]);
   });
   if (planned.stages) rows.push(["stages", String(planned.stages)]);
-  const peak = planned.peak_bytes && Object.values(planned.peak_bytes).reduce((a, b) => a + b, 0);
+  const peak = plannedPeak(planned);
   if (peak) rows.push(["planned peak per rank", bytes(peak)]);
   for (const [k, v] of Object.entries(planned.seconds || {})) rows.push([`planned ${k} per micro-step`, seconds(v)]);
   table(into, ["", ""], rows);

@@ -318,7 +318,8 @@ class TiledEncoder:
         sizes, counts = torch.unique_consecutive(grids_f3[:, 1:], dim=0, return_counts=True)
         videos = torch.cat([counts[:, None], sizes], dim=1)  # equal frames are one video: positions are computed once
         self.lengths = {len(grids_f3) + 1: grids_f3.prod(1).tolist()}
-        out = type(self.visual).forward(self.visual, pixels_PC, grid_thw=videos.to(pixels_PC.device))
+        videos = videos if pixels_PC.is_meta else videos.to(pixels_PC.device)  # a trace needs its values
+        out = type(self.visual).forward(self.visual, pixels_PC, grid_thw=videos)
         return [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
 
     def find_lengths(self, starts: Tensor) -> list[int]:

@@ -31,9 +31,9 @@ def adamw8bit_class() -> type[Optimizer]:
             )
 
         def step(self, closure: Any = None) -> Any:
-            on_cpu = all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
-            # It compiles a kernel for each shape, which takes minutes on a CPU.
-            with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
+            types = {p.device.type for group in self.param_groups for p in group["params"]}
+            # It compiles a kernel for each shape, which takes minutes on a CPU, and fails without values.
+            with torch.compiler.set_stance("force_eager") if types <= {"cpu", "meta"} else nullcontext():
                 return super().step(closure)
 
     return RowAdamW8bit

@@ -52,7 +52,7 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
         if p.requires_grad:
             by_muon = optim.name == "muon" and p.ndim == 2 and ".layers." in name
             groups.setdefault((factors[name], p.ndim >= 2, by_muon), []).append(p)
-    fused = all(p.device.type in ("cpu", "cuda") for params in groups.values() for p in params)
+    fused = all(p.device.type in ("cpu", "cuda", "meta") for params in groups.values() for p in params)
     settings = [
         {"params": params, "weight_decay": optim.weight_decay * is_matrix, "lr_factor": factor, "muon": by_muon}
         for (factor, is_matrix, by_muon), params in groups.items()

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -47,6 +47,22 @@ def what_to_record(number: int, every: int, times_before: bool) -> Literal["time
     if number % every == 0:
         return "profile"
     return "times" if times_before and (number + 1) % every == 0 else None
+
+
+def describe_plan(plan: Plan, accumulate: int) -> dict[str, Any]:
+    """What the report shows of a plan of one micro-step: plan.json."""
+    heads = plan.shape.heads, plan.shape.kv_heads, plan.layout.ulysses, plan.layout.heads_per_stage
+    values = {
+        "layout": dataclasses.asdict(plan.layout),
+        "stages": len(count_slots(*heads)),
+        "peak_bytes": sum_planned_by_category(plan),
+        "gpus": plan.hardware.name,  # nodes x ranks
+    }
+    if gpu_named(plan.hardware.gpu.name):
+        step = dataclasses.replace(plan, work=dataclasses.replace(plan.work, accumulate=accumulate))
+        values["seconds"] = dataclasses.asdict(plan.seconds)
+        values["tokens_per_s"] = step.tokens_per_s_per_gpu * plan.hardware.num_gpus
+    return values
 
 
 class SlowRanks:
@@ -94,18 +110,10 @@ class Watch:
 
     def _write_machine_and_plan(self) -> None:
         """Write machine.json and plan.json for the report."""
-        plan, machine = self.plan, describe_machine(self.device, self.trainer.mesh.world_size)
+        machine = describe_machine(self.device, self.trainer.mesh.world_size)
         write_atomic(self.run.run_dir / "machine.json", format_json(machine))
-        heads = plan.shape.heads, plan.shape.kv_heads, plan.layout.ulysses, plan.layout.heads_per_stage
-        values = {
-            "layout": dataclasses.asdict(plan.layout),
-            "stages": len(count_slots(*heads)),
-            "peak_bytes": sum_planned_by_category(plan),
-            "gpus": plan.hardware.name,  # nodes x ranks
-        }
-        if gpu_named(plan.hardware.gpu.name):
-            values["seconds"] = dataclasses.asdict(plan.seconds)
-        write_atomic(self.run.run_dir / "plan.json", format_json(values))
+        plan = describe_plan(self.plan, self.run.work.accumulate)
+        write_atomic(self.run.run_dir / "plan.json", format_json(plan))
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:

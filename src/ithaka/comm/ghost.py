@@ -1,0 +1,188 @@
+"""One process as any rank of N, on a device without memory: tensors on the meta device have shapes, but no values.
+
+FSDP2, autograd, the optimizer and the collectives of a loopback group run on it as on a GPU. What PyTorch lacks for the
+meta device is here: streams, events and autocast.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ithaka.comm.loopback import start_loopback
+
+GHOST = torch.device("meta")
+
+# What autocast does with these functions on a GPU. Others take their inputs as they come.
+_IN_16_BITS = re.compile(
+    "linear|matmul|__r?matmul__|mm|bmm|mv|addmm|addmv|addbmm|baddbmm|einsum|conv(_transpose)?[123]d|prelu|"
+    "scaled_dot_product_attention"
+)
+_IN_32_BITS = re.compile(
+    "exp|expm1|log|log10|log2|log1p|logsumexp|reciprocal|rsqrt|pow|__r?pow__|(log_)?softmax|softplus|(layer|group)_norm|"
+    "cosine_similarity|sum|prod|cumsum|cumprod|(vector_)?norm|erfinv|sinh|cosh|tan|acos|asin"
+)
+_IN_WIDEST = re.compile("cat|stack|addcdiv|addcmul|atan2|bilinear|cross|dot|index_put|scatter_add|tensordot")
+
+
+class GhostAutocast(TorchFunctionMode):
+    """torch.autocast for meta tensors."""
+
+    _open: "list[GhostAutocast]" = []  # noqa: RUF012 - the innermost decides
+
+    def __init__(self, dtype: torch.dtype, enabled: bool) -> None:
+        super().__init__()
+        self.dtype, self.enabled = dtype, enabled
+
+    def __enter__(self) -> Any:
+        self._open.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.remove(self)
+        super().__exit__(*error)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if self._open[-1] is self and self.enabled and "out" not in kwargs:
+            dtype = self.dtype if _IN_16_BITS.fullmatch(name) else None
+            if _IN_32_BITS.fullmatch(name):
+                dtype = torch.float32
+            elif _IN_WIDEST.fullmatch(name):
+                leaves = [t.dtype for t in pytree.tree_leaves((args, kwargs)) if _can_cast(t)]
+                dtype = torch.float32 if torch.float32 in leaves else None
+            if dtype is not None:
+                args, kwargs = pytree.tree_map(lambda t: t.to(dtype) if _can_cast(t) else t, (args, kwargs))
+        return function(*args, **kwargs)
+
+    @classmethod
+    def is_enabled(cls) -> bool:
+        return bool(cls._open) and cls._open[-1].enabled
+
+
+def _can_cast(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.is_meta and t.is_floating_point() and t.dtype != torch.float64
+
+
+def _make_attention(original: Any) -> Any:
+    """PyTorch's attention for meta tensors, which would allocate the scores: with a kernel that does not."""
+
+    def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        if not query.is_meta:
+            options = {"scale": scale, "enable_gqa": enable_gqa}
+            return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        q, k, v = query, key, value
+        if GhostAutocast.is_enabled():
+            q, k, v = (t.to(GhostAutocast._open[-1].dtype) for t in (q, k, v))
+        if enable_gqa:
+            k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+        inputs = q, k, v, None, True, dropout_p, is_causal
+        return torch.ops.aten._scaled_dot_product_efficient_attention(*inputs, scale=scale)[0]
+
+    return attend
+
+
+class _RmsNorm(torch.autograd.Function):
+    """RMSNorm for meta tensors, in one operator as on a GPU."""
+
+    @staticmethod
+    def forward(ctx, x, weight, num_dims):
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-num_dims], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
+
+
+def _make_rms_norm(original: Any) -> Any:
+    def rms_norm(input, normalized_shape, weight=None, eps=None):
+        if not input.is_meta:
+            return original(input, normalized_shape, weight, eps)
+        return _RmsNorm.apply(input, weight, len(normalized_shape))
+
+    return rms_norm
+
+
+class _Event:
+    def __init__(self, *args: Any, **options: Any) -> None: ...
+
+    def record(self, *args: Any) -> "_Event":
+        return self
+
+    def wait(self, *args: Any) -> None: ...
+
+    synchronize = wait
+
+
+class _Stream(_Event):
+    wait_event = wait_stream = synchronize = _Event.wait
+
+    def record_event(self, *args: Any) -> _Event:
+        return _Event()
+
+
+_DEVICE_MODULE = SimpleNamespace(
+    Event=_Event,
+    Stream=_Stream,
+    current_stream=lambda *args: _Stream(),
+    stream=lambda stream: nullcontext(),
+    current_device=lambda: 0,
+    set_device=lambda device: None,
+    device_count=lambda: 1,
+    is_available=lambda: True,
+    is_initialized=lambda: True,
+)
+
+
+def _make_autocast(original: Any) -> Any:
+    def autocast(
+        device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, cache_enabled: bool | None = None
+    ) -> Any:
+        if device_type == GHOST.type:
+            return GhostAutocast(dtype or torch.bfloat16, enabled)
+        return original(device_type, dtype, enabled, cache_enabled)
+
+    return autocast
+
+
+def _for_ghost(value: Any, original: Any) -> Any:
+    return lambda *args: value() if args and args[0] == GHOST.type else original(*args)
+
+
+@contextmanager
+def ghost_rank(num_ranks: int, rank: int = 0) -> Iterator[None]:
+    """Run as one of `num_ranks` on the meta device. No process group may be open."""
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (torch, "autocast", _make_autocast(torch.autocast)),
+            (torch, "is_autocast_enabled", _for_ghost(GhostAutocast.is_enabled, torch.is_autocast_enabled)),
+            (torch, "get_autocast_dtype", _for_ghost(lambda: torch.bfloat16, torch.get_autocast_dtype)),
+            (F, "scaled_dot_product_attention", _make_attention(F.scaled_dot_product_attention)),
+            (F, "rms_norm", _make_rms_norm(F.rms_norm)),
+            (torch.accelerator, "current_stream", lambda *args: _Stream()),
+            (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
+            (
+                sys.modules[Optimizer.__module__],
+                "_get_fused_kernels_supported_devices",
+                lambda: ["cpu", "cuda", GHOST.type],
+            ),
+        ):
+            stack.enter_context(patch.object(owner, name, value))
+        stack.enter_context(patch.object(torch, GHOST.type, _DEVICE_MODULE, create=True))
+        start_loopback(num_ranks, rank)
+        stack.callback(dist.destroy_process_group)
+        yield

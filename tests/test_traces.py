@@ -1,0 +1,322 @@
+"""Traces record the code that runs: bytes by category and phase, FLOPs, and bytes moved, on tensors without memory."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from decoders import DECODERS, HYBRIDS, SIZES
+from ithaka.attention import blocks
+from ithaka.checks import ghost
+from ithaka.checks.ghost import cached_trace, request_trace, trace_model, trace_plan
+from ithaka.checks.rehearse import run_step
+from ithaka.cli import app
+from ithaka.comm.ghost import GhostAutocast, ghost_rank
+from ithaka.comm.loopback import start_loopback
+from ithaka.comm.mesh import make_mesh
+from ithaka.config import ConfigError, OptimConfig
+from ithaka.layer import store as stores
+from ithaka.layout import ActivationPolicy, Layout
+from ithaka.mixers import softmax
+from ithaka.model.build import build_model
+from ithaka.model.truncate import choose_neighbors
+from ithaka.plan.hardware import parse_gpus
+from ithaka.plan.search import Plan
+from ithaka.plan.shape import StepShape
+from ithaka.plan.trace import LinearTrace, Segment, Trace, TraceRequest
+from ithaka.profile.trace import trace_step
+from ithaka.run.shapes import shape_from_config
+from ithaka.train.step import make_optimizer
+
+CP, TILE = 2, 64
+TOKENS = 4 * TILE * CP
+HIDDEN = 32
+X = TOKENS // CP * HIDDEN * 2
+KEEPS = ActivationPolicy("device", "device")
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def tiny_config(family="llama", num_layers=2, **changes):
+    sizes = {**SIZES, **DECODERS.get(family, {}), **HYBRIDS.get(family, {}), **changes}
+    sizes |= {"model_type": family, "num_hidden_layers": num_layers, "hidden_size": HIDDEN}
+    if "layer_types" in sizes:
+        sizes["layer_types"] = (list(sizes["layer_types"]) * num_layers)[:num_layers]
+    return sizes
+
+
+def tiny_request(family="llama", num_layers=2, policy=KEEPS, config=None, **options):
+    layout = Layout(CP, None, TILE, (policy,) * num_layers, dtype="bfloat16", kernel="cpu")
+    return TraceRequest(json.dumps(config or tiny_config(family, num_layers)), layout, CP, **options)
+
+
+def trace_on_cpu(request, tokens):
+    """Trace with real tensors on the CPU."""
+    start_loopback(request.num_ranks, request.rank)
+    try:
+        mesh = make_mesh(request.layout.cp, torch.device("cpu"))
+        model = build_model(json.loads(request.config), mesh, request.layout, context=tokens)
+        optimizer = make_optimizer(model, OptimConfig(lr=0.0))
+        inputs = model.ithaka_root.example_inputs(tokens)
+        return trace_step(model, optimizer, partial(run_step, model, optimizer, None), inputs)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("probes_once", "quiet_transformers")
+@pytest.mark.parametrize(
+    "family, policy",
+    [
+        ("llama", KEEPS),
+        ("gemma3_text", ActivationPolicy("device", "device", True, True)),
+        pytest.param("qwen3_moe", KEEPS, marks=pytest.mark.slow),
+    ],
+)
+def test_a_trace_has_the_bytes_that_are_live_on_a_cpu(family, policy):
+    """At the borders of all segments, in bf16, with autocast. Within a segment, a GPU's fused kernels allocate less."""
+    request, tokens = tiny_request(family, policy=policy), 2 * 16 * CP
+    request = replace(request, layout=replace(request.layout, tile_tokens=16))
+    for real, traced in zip(trace_on_cpu(request, tokens).segments, trace_model(request, tokens).segments, strict=True):
+        assert real.name == traced.name
+        assert (real.start, real.end) == (traced.start, traced.end), real.name
+        assert not real.name.startswith("layer ") or traced.peak_bytes <= real.peak_bytes * 1.02
+
+
+# ---- what is planted in the schedule is in the trace
+
+
+@pytest.fixture(scope="module")
+def usual():
+    return trace_model(tiny_request(), TOKENS)
+
+
+def test_an_allocation_in_the_schedule_raises_the_peak_of_its_phase(usual, monkeypatch):
+    """Of 1 X, while attention runs."""
+    plan_call = blocks._plan_call
+
+    def allocate(q, *inputs, **options):
+        call = plan_call(q, *inputs, **options)
+        object.__setattr__(call, "planted", q.new_empty(X // q.element_size()))
+        return call
+
+    monkeypatch.setattr(blocks, "_plan_call", allocate)
+    planted = trace_model(tiny_request(), TOKENS)
+    for direction in ("forward", "backward"):
+        before, after = (trace.find(f"layer 1 {direction}") for trace in (usual, planted))
+        phase = f"{direction}/attention"
+        assert sum(after.peaks[phase].values()) - sum(before.peaks[phase].values()) == X
+        assert after.end == before.end
+    attends = "backward/attention"
+    assert usual.peak.peak[0] != attends or planted.peak_bytes == usual.peak_bytes + X
+
+
+def test_an_extra_exchange_in_the_schedule_is_counted(usual, monkeypatch):
+    start, sent = softmax.start_tokens_to_heads, []
+
+    def send_twice(t_csnK, group):
+        sent.append(t_csnK.nbytes // CP)
+        start(t_csnK, group).wait()
+        return start(t_csnK, group)
+
+    monkeypatch.setattr(softmax, "start_tokens_to_heads", send_twice)
+    planted, name = trace_model(tiny_request(), TOKENS), f"all-to-all of {CP} ranks"
+    assert planted.total("moved")[name] - usual.total("moved")[name] == sum(sent) > 0
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_tensor_that_the_schedule_keeps_is_counted(usual, monkeypatch, tier):
+    """On the device or the host, for every layer, from its forward on."""
+    keep = stores.Store.keep
+
+    def keep_twice(store, tensor, where):
+        handle = keep(store, tensor, where)
+        if tensor.shape[-1] == HIDDEN and tensor.dim() == 2:
+            handle.another = keep(store, torch.empty_like(tensor), tier)
+        return handle
+
+    monkeypatch.setattr(stores.Store, "keep", keep_twice)
+    planted = trace_model(tiny_request(), TOKENS)
+    before, after = (trace.find("loss forward") for trace in (usual, planted))
+    kept = before.start["kept on device"] + 2 * X * (tier == "device")
+    assert (after.start["kept on device"], after.host[0]) == (kept, 2 * X * (tier == "host"))
+    assert sum(planted.segments[-1].end.values()) == sum(usual.segments[-1].end.values())
+
+
+# ---- FLOPs, copies and other ranks
+
+
+def test_flops_are_those_of_the_matmuls(usual):
+    """In forward: the projections, the MLP, and attention to half of the pairs."""
+    config, s = tiny_config(), TOKENS // CP
+    heads, kv_heads, K = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    width = 2 * heads * K + 2 * kv_heads * K + 3 * config["intermediate_size"]
+    flops = usual.find("layer 1 forward").flops
+    assert flops["matmul"] == 2 * s * HIDDEN * width
+    pairs = TOKENS * (TOKENS + 1) // 2
+    assert flops[f"attention forward, cpu, head dim {K}"] == 4 * K * heads // CP * pairs
+
+
+def test_copies_to_the_host_are_counted():
+    trace = trace_model(tiny_request(policy=ActivationPolicy("host", "host")), TOKENS)
+    kept, copied = trace.find("loss forward").host[0], 0
+    for segment in trace.segments[:3]:
+        copied += segment.moved.get("copy to host", 0)
+    assert kept == copied and trace.total("moved")["copy from host"] >= kept
+    assert trace.find("loss forward").start.get("kept on device", 0) == 0 and kept > 4 * X
+
+
+def test_disks_and_rings_are_traced():
+    """A disk saves host memory, not device memory; a ring also sends k and v, among its members."""
+    host, disk = (trace_model(tiny_request(policy=ActivationPolicy(tier, tier)), TOKENS) for tier in ("host", "disk"))
+    assert disk.peak_bytes == host.peak_bytes and disk.host_bytes < host.host_bytes
+    request = tiny_request()
+    ring = replace(request, layout=replace(request.layout, cp=4, ring=2), num_ranks=4)
+    moved = trace_model(ring, TOKENS).total("moved")
+    assert moved["all-to-all of 2 ranks"] > 0 and moved["all-gather of 4 ranks"] > 0
+
+
+def test_every_rank_can_be_traced(usual):
+    """With as many tokens and heads, they need as much."""
+    other = trace_model(tiny_request(rank=1), TOKENS)
+    assert other.peak_bytes == pytest.approx(usual.peak_bytes, rel=0.01)
+
+
+# ---- length and depth
+
+
+def test_bytes_are_linear_in_the_tokens(usual):
+    request = tiny_request()
+    fitted = LinearTrace(trace_model(request, TOKENS // 2), usual).at(3 * TOKENS // 2)
+    direct = trace_model(request, 3 * TOKENS // 2)
+    for a, b in zip(fitted.segments, direct.segments, strict=True):
+        assert sum(a.start.values()) == pytest.approx(sum(b.start.values()), rel=1e-3)
+        assert a.peak_bytes == pytest.approx(b.peak_bytes, rel=0.02), a.name
+    assert Trace.from_json(json.loads(json.dumps(fitted.to_json()))) == fitted
+
+
+def test_a_trace_of_few_layers_is_that_of_all():
+    """Layers with several policies: the peaks of all segments are those of the full model."""
+    policies = [ActivationPolicy("host", "host")] * 3 + [KEEPS] * 4
+    layers, representatives = choose_neighbors(policies)
+    assert len(layers) == 6 and [policies[layers[i]] for i in representatives] == policies
+    full, few = (
+        replace(tiny_request(num_layers=len(chosen)), layout=replace(tiny_request().layout, kept=tuple(chosen)))
+        for chosen in (policies, [policies[i] for i in layers])
+    )
+    expected, unrolled = trace_model(full, TOKENS // 4), trace_model(few, TOKENS // 4).unroll(representatives)
+    for a, b in zip(unrolled.segments, expected.segments, strict=True):
+        assert (a.name, a.peak_bytes, a.host) == (b.name, b.peak_bytes, b.host)
+
+
+def test_layers_with_the_same_neighbor_are_alike():
+    layers, alike = choose_neighbors("aabaabaab")
+    assert layers == (0, 1, 2, 3, 4, 8)
+    assert ["aabaabaab"[layers[i]] for i in alike] == list("aabaabaab")
+    assert choose_neighbors("a") == ((0,), [0]) and choose_neighbors("ab") == ((0, 1), [0, 1])
+
+
+# ---- the cache
+
+
+def test_a_trace_is_cached_for_one_configuration_and_version(cache_folder, monkeypatch):
+    trace, calls = Trace(8, (Segment("update", {}, {}, {"": {"other": 1.0}}),)), []
+    monkeypatch.setattr(
+        ghost, "trace_model", lambda request, tokens: calls.append(tokens) or replace(trace, tokens=tokens)
+    )
+    request = tiny_request()
+    assert cached_trace(request, 8) == cached_trace(request, 8) == trace and calls == [8]
+    cached_trace(request, 16)
+    cached_trace(replace(request, rank=1), 8)
+    monkeypatch.setattr("ithaka.plan.trace._versions", lambda: ("another torch",))
+    cached_trace(request, 8)
+    assert calls == [8, 16, 8, 8]
+    request.file(8).write_text("{")  # damaged
+    cached_trace(request, 8)
+    assert len(calls) == 5 and len(list(cache_folder.rglob("*.json"))) == 4
+
+
+# ---- the command
+
+
+def tiny_plan(config, context=TOKENS, **changes):
+    shape = shape_from_config(config)
+    layout = Layout(CP, None, TILE, (KEEPS,) * shape.num_layers, **changes)
+    return Plan(shape, layout, parse_gpus(f"{CP}xH100"), StepShape(context))
+
+
+def test_a_plan_is_traced_at_full_depth():
+    plan = tiny_plan(tiny_config(num_layers=9))
+    request, representatives = request_trace(plan, tiny_config(num_layers=9))
+    assert len(request.layout.kept) == 4 and request.layout.kernel == "fa4"
+    assert representatives == [0, *[1] * 7, 3]
+    trace = trace_plan(plan, tiny_config(num_layers=9))
+    assert (
+        [segment.name for segment in trace.segments].count("layer 8 forward")
+        == 1
+        == len([segment for segment in trace.segments if segment.name == "layer 7 backward"])
+    )
+    offloaded = trace_plan(
+        replace(plan, layout=replace(plan.layout, offload_optimizer=True)), tiny_config(num_layers=9)
+    )
+    assert offloaded.peak_bytes < trace.peak_bytes and offloaded.host_bytes > 0
+    with pytest.raises(ConfigError, match="--rank 2 is not one of the 2 ranks; use 0 to 1"):
+        trace_plan(plan, tiny_config(), rank=2)
+
+
+def test_a_ghost_rehearsal_prints_peaks_by_phase(tmp_path, monkeypatch):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(tiny_config(num_layers=3, max_position_embeddings=4096)))
+    command = ["rehearse", str(file), "--gpus", "2xH100", "--context", "1K", "--ghost", "--rank", "1"]
+    text = CliRunner().invoke(app, command)
+    assert text.exit_code == 0, text.output
+    assert "rank 1 of 2xH100-80GB, 1024 tokens, all layers" in text.stdout
+    assert "does not see fragmentation" in text.stdout and "fits in 79.1" in text.stdout
+    report = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    names = [row["phase"].partition(",")[0] for row in report["phases"]]
+    assert names[0] == "embedding" and any(name.endswith(" backward") for name in names) and report["fits"]
+    found = trace_plan(tiny_plan(tiny_config()), tiny_config())
+    huge = replace(found.segments[0], peaks={"": {"other": 80.0 * 2**30}})
+    monkeypatch.setattr(ghost, "trace_plan", lambda *args: replace(found, segments=(huge,)))
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 3 and "does not fit in 79.1" in result.stdout
+    refused = CliRunner().invoke(app, ["rehearse", str(file), "--gpus", "2xH100", "--rank", "1"])
+    assert refused.exit_code == 2 and "--rank needs --ghost" in refused.output
+
+
+def test_the_worst_packed_batch_is_traced(tmp_path):
+    """The sequence with the longest document, of the run's data."""
+    texts, run, model = tmp_path / "texts", tmp_path / "run.yaml", tmp_path / "config.json"
+    texts.mkdir()
+    for number, length in enumerate((40, 40, 300, 40, 90)):
+        (texts / f"{number}.txt").write_text("x" * length)
+    model.write_text(json.dumps(tiny_config(vocab_size=300)))
+    run.write_text(f"model: {{path: {model}}}\ndata: {{path: {texts}, tokenizer: bytes, context: 64}}\n")
+    plan = tiny_plan(tiny_config(vocab_size=300), context=320)
+    inputs = ghost.find_worst_batch(run, plan)
+    assert inputs["input_ids"].shape == (1, 320) and inputs["document_ids"].flatten().bincount().max() >= 300
+    command = ["rehearse", str(model), "--gpus", "2xH100", "--context", "320", "--ghost", "--data", str(run)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0 and "320 tokens" in result.stdout, result.output
+
+
+# ---- autocast
+
+
+def test_autocast_on_the_ghost_device_casts_as_on_a_gpu():
+    a, b = torch.empty(2, 4, device="meta"), torch.empty(4, 3, device="meta", dtype=torch.bfloat16)
+    with ghost_rank(1):
+        with torch.autocast("meta", torch.bfloat16):
+            assert (a @ b).dtype == torch.bfloat16 and b.softmax(-1).dtype == torch.float32
+            assert torch.cat([a, b.t()[:2].float()]).dtype == torch.float32
+            with torch.autocast("meta", enabled=False):
+                assert b.softmax(-1).dtype == torch.bfloat16 and not GhostAutocast.is_enabled()
+        assert b.softmax(-1).dtype == torch.bfloat16
+    assert not hasattr(torch, "meta")

@@ -1,0 +1,112 @@
+"""Compare traced peaks with those of the planner's formulas: `python tests/traced.py [MODEL...]` prints a table.
+
+Needs no GPU. One layer of each kind is traced at 64Ki tokens per rank; peaks are those of all layers, in GiB and in X.
+`python tests/traced.py rehearsed` compares traced peaks with those measured on an H200 (rehearsed.csv).
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import median
+
+import rehearsed
+from ithaka.checks.ghost import trace_model, trace_plan
+from ithaka.checks.rehearse import read_config
+from ithaka.config import parse_count
+from ithaka.layout import ActivationPolicy, Layout
+from ithaka.model.truncate import truncate_config
+from ithaka.plan.bytes import gpu_phases
+from ithaka.plan.hardware import GIB, parse_gpus
+from ithaka.plan.models import find_config
+from ithaka.plan.search import Plan
+from ithaka.plan.shape import StepShape
+from ithaka.plan.trace import TraceRequest
+from ithaka.run.shapes import find_shape
+
+MODELS = ("llama3-8b", "qwen3-8b", "gemma-3-4b", "gpt-oss-20b", "qwen3-30b-a3b", "qwen3.5-9b")
+LOCAL_TOKENS = 2**16
+# policy, fraction of the heads per stage, tile, overlap
+LAYOUTS = (
+    (ActivationPolicy("device", "device"), 1, 8192, True),
+    (ActivationPolicy("host", "host"), 4, 8192, False),
+    (ActivationPolicy("host", None), 4, 16384, True),
+    (ActivationPolicy("device", "device", True, True), 1, 16384, True),
+)
+
+
+def plans(model: str) -> Iterator[tuple[str, Plan]]:
+    shape = find_shape(model)
+    for cp in (1, 8):
+        for policy, stages, tile, overlap in LAYOUTS:
+            heads = max(shape.heads // stages, cp)
+            layout = Layout(cp, heads, tile, (policy,) * shape.num_layers, overlap=overlap)
+            kept = f"{policy.input}/{policy.attention}{'+all' if policy.mlp else ''}"
+            name = f"cp {cp}, {kept}, {heads} heads, tile {tile}{'' if overlap else ', no overlap'}"
+            yield name, Plan(shape, layout, parse_gpus(f"{cp}xH200"), StepShape(cp * LOCAL_TOKENS))
+
+
+def compare(model: str, plan: Plan) -> tuple[dict[str, tuple[float, float]], float]:
+    """(traced, planned) bytes of the highest forward, loss and backward; and X."""
+    trace = trace_plan(plan, find_config(model))
+    peaks = {"forward": [0.0, 0.0], "loss": [0.0, 0.0], "backward": [0.0, 0.0]}
+    for segment in trace.segments:
+        kind = "loss" if segment.name.startswith("loss") else segment.name.rpartition(" ")[2]
+        if kind in peaks and segment.name.startswith(("loss", "layer")):
+            peaks[kind][0] = max(peaks[kind][0], segment.peak_bytes)
+    for phase, sizes in gpu_phases(plan.shape, plan.layout, plan.hardware, plan.work):
+        kind = "backward" if phase.startswith("backward,") and "embedding" not in phase else phase
+        if kind in peaks:
+            peaks[kind][1] = max(peaks[kind][1], sum(sizes.values()))
+    x = plan.layout.x_bytes(plan.shape.hidden, plan.work.local_tokens(plan.layout.cp))
+    return {kind: (traced, planned) for kind, (traced, planned) in peaks.items()}, x
+
+
+def trace_row(row: dict[str, str]) -> float:
+    """Return the traced peak of a rehearsal in GiB."""
+    layers, cp, tokens = int(row["layers"]), int(row["cp"]), parse_count(row["context"]) or 0
+    keeps = ActivationPolicy(row["tier"], row["tier"] if row["kept"] == "1" else None)
+    sizes = int(row["heads_per_stage"]), int(row["tile_tokens"])
+    options = {"overlap": row["overlap"] == "1", "dtype": "bfloat16", "kernel": row["kernel"]}
+    layout = Layout(cp, *sizes, (keeps,) * layers, **options)
+    config = truncate_config(read_config(find_config(row["model"])), range(layers)).to_dict()
+    return trace_model(TraceRequest(json.dumps(config), layout, cp), tokens).peak_bytes / GIB
+
+
+def compare_rehearsed() -> None:
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in rehearsed.ROWS:
+        if row["peak_gib"]:
+            measured, traced, planned = float(row["peak_gib"]), trace_row(row), rehearsed.plan_row(row)[0]
+            found.setdefault(row["set"], []).append((traced / measured - 1, planned / measured - 1))
+            name = " ".join(row[key] for key in ("set", "kernel", "model", "cp", "context", "heads_per_stage", "tier"))
+            errors = "  ".join(f"{error:+.1%}" for error in found[row["set"]][-1])
+            print(
+                f"{name:50} measured {measured:6.2f}  traced {traced:6.2f}  planned {planned:6.2f}  {errors}",
+                flush=True,
+            )
+    for name, errors in found.items():
+        for i, what in enumerate(("traced", "planned")):
+            sizes = [abs(pair[i]) for pair in errors]
+            print(f"{name}, {what}: {len(sizes)} peaks, median {median(sizes):.1%}, max {max(sizes):.1%}")
+
+
+def main() -> None:
+    if sys.argv[1:] == ["rehearsed"]:
+        compare_rehearsed()
+        return
+    print(f"{'model':14} {'layout':50} {'traced / planned GiB, and the difference in X':70}")
+    for model in sys.argv[1:] or MODELS:
+        for name, plan in plans(model):
+            plan = replace(plan, layout=replace(plan.layout, dtype="bfloat16"))
+            peaks, x = compare(model, plan)
+            cells = [
+                f"{kind} {traced / GIB:6.1f} / {planned / GIB:6.1f} "
+                f"({traced / planned - 1:+.1%}, {(traced - planned) / x:+.2f} X)"
+                for kind, (traced, planned) in peaks.items()
+            ]
+            print(f"{model:14} {name:50} {'  '.join(cells)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
