@@ -30,7 +30,7 @@ from ithaka.plan.roots import VIDEO_SCALES
 from ithaka.plan.shape import FRAME_PATCHES, Encoder, MeasuredLayer, Mixer, ModelShape
 from ithaka.roots.find import find_root
 from ithaka.roots.probe import describe_layer
-from ithaka.roots.recorder import LENGTHS, Recorder, read_call, refusal, token_dims
+from ithaka.roots.recorder import LENGTHS, Recorder, read_calls, token_dims
 from ithaka.roots.video import TOKEN_DIMS, SelfAttention, Tokens
 from ithaka.roots.vision import FrameAttention
 from ithaka.weights.adapters import auto_class, is_stacked
@@ -207,16 +207,20 @@ class _Measurement:
             ) from error
 
     def _run(self) -> tuple[LayerSpec, MeasuredLayer]:
-        used: set[nn.Module] = set()
-        hooks = [m.register_forward_hook(lambda m, *_: used.add(m)) for m in self.layer.modules()]
-        with self.mode:
-            x, arguments = self._inputs(TOKENS[0])
-            call = LayerPasses(self.name, self.layer, self.spec, taps=find_taps(self.layer)).find_call(x, arguments)
-        for hook in hooks:
-            hook.remove()
-        if call is None:
-            raise refusal(self.model, f"makes no attention call in {self.name}")
-        self.spec = self._read_spec(call, arguments)
+        calls, used = [], set[nn.Module]()
+        passes = LayerPasses(self.name, self.layer, self.spec, taps=find_taps(self.layer))
+        for index in range(len(passes.taps)):
+            ran: set[nn.Module] = set()
+            hooks = [m.register_forward_hook(lambda m, *_, ran=ran: ran.add(m)) for m in self.layer.modules()]
+            with self.mode:
+                x, arguments = self._inputs(TOKENS[0])
+                call = passes.find_call(x, arguments, index)
+            for hook in hooks:
+                hook.remove()
+            if call is not None:
+                calls.append(call)
+                used |= ran
+        self.spec = self._read_spec(calls, arguments)
         short, long = (self._measure_bytes(tokens) for tokens in TOKENS)
         per_token = {name: round((long[name] - short[name]) / (TOKENS[1] - TOKENS[0])) for name in long}
         projected = sum(sum(self._products(module)) for module in used)
@@ -238,8 +242,8 @@ class _Measurement:
             parameters, parameters, linears, is_streamed, stacked=sizes, **per_token, **macs
         )
 
-    def _read_spec(self, call: Any, arguments: LayerInputs) -> LayerSpec:
-        return read_call(self.model, self.name, call, arguments)
+    def _read_spec(self, calls: list[Any], arguments: LayerInputs) -> LayerSpec:
+        return read_calls(self.model, self.name, calls, arguments)
 
     def _products(self, module: nn.Module) -> tuple[int, int]:
         """Multiply-adds per token with the module's own weights: dense ones, and those of the experts it is sent to."""
@@ -337,7 +341,7 @@ class _BlockMeasurement(_Measurement):
                 module.forward = _FusedNorm.apply  # type: ignore[method-assign]
         self._make_fake(root.model.rope)
 
-    def _read_spec(self, call: Any, arguments: LayerInputs) -> LayerSpec:
+    def _read_spec(self, calls: list[Any], arguments: LayerInputs) -> LayerSpec:
         return self.spec
 
     def _products(self, module: nn.Module) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 call of its mixer; shrink a layer."""
 
 import copy
+import re
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +33,8 @@ COMPUTED_OPTIONS = ("scaling", "sliding_window", "s_aux", "softcap", "use_qk_l2n
 def refusal(model: PreTrainedModel, problem: str) -> ConfigError:
     return ConfigError(
         f"model_type={model.config.model_type} {problem}, so its layers cannot be split over tokens exactly; use a "
-        "decoder whose layers mix tokens only through transformers' attention interface or the gated delta rule"
+        "decoder whose layers mix tokens only through transformers' attention interface, the gated delta rule, Mamba2 "
+        "or short convolutions"
     )
 
 
@@ -95,7 +98,7 @@ class Recorder:
         self.start(end or first + length)
         try:
             with torch.no_grad():
-                self.output = self.base(**self.inputs(length, first)).last_hidden_state
+                self.output = self._run(self.inputs(length, first))
         except ConfigError:
             raise
         except Exception as error:
@@ -103,6 +106,18 @@ class Recorder:
         if len(self.calls) != len(self.layers):
             raise refusal(self.model, f"calls {len(self.calls)} layers, but has {len(self.layers)}")
         return list(self.calls)
+
+    def _run(self, inputs: dict[str, Any]) -> Tensor:
+        try:
+            return self.base(**inputs).last_hidden_state
+        except ValueError as error:
+            expected = re.match(r"not enough values to unpack \(expected (\d+)", str(error))
+            if expected is None or self.recorded[0].num_outputs is not None:
+                raise
+        for layer in self.recorded:  # its layers return tuples, which it unpacks
+            layer.num_outputs = int(expected[1])
+        self.calls.clear()
+        return self._run(inputs)
 
     def start(self, num_positions: int) -> None:
         """Begin a call with one document. It stays current, for layers that run after it."""
@@ -176,15 +191,15 @@ def _token_dim(model: PreTrainedModel, name: str, long: Any, short: Any) -> int 
 # ---- the mixer's call
 
 
-def read_call(model: PreTrainedModel, name: str, call: Any, inputs: LayerInputs) -> LayerSpec:
-    """Return the spec of a layer, given its mixer's call. Raises ConfigError for options that we do not compute."""
-    for option, value in call.options.items():
+def read_calls(model: PreTrainedModel, name: str, calls: Sequence[Any], inputs: LayerInputs) -> LayerSpec:
+    """Return the spec of a layer, given its mixers' calls. Raises ConfigError for options that we do not compute."""
+    for option, value in (item for call in calls for item in call.options.items()):
         known = option in (*IGNORED_OPTIONS, *COMPUTED_OPTIONS) or value is None or value is False
         if not known and not (option == "dropout" and not value) and (option, value) != ("is_causal", True):
             shown = "a tensor" if isinstance(value, Tensor) else value
             raise refusal(model, f"passes {option}={shown} to the attention of {name}, which is not supported")
     layer = ProbedLayer(name, inputs, config_lengths(find_decoder(model).config), partial(refusal, model))
-    return LayerSpec((MIXERS[type(call)].read(call, layer),))
+    return LayerSpec(tuple(MIXERS[type(call)].read(call, layer) for call in calls))
 
 
 def config_lengths(config: Any) -> set[int]:
