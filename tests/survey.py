@@ -131,6 +131,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": QWEN4 | {"head_dim": 16},
     "qwen4_exp": {"text_config": QWEN4 | {"head_dim": 16}},
     "dots1": {"n_shared_experts": 1},
+    "bamba": {"attn_layer_indices": [1]},
     "mllama": {"text_config": {"cross_attention_layers": [1]}},
 }
 
@@ -375,7 +376,7 @@ def read_layers(model: PreTrainedModel) -> list[dict[str, Any]]:
     if root.uses_fast_path:
         parts = [map_layer(model, i) for i in range(len(root.layers))]
         return [{"head_dim": p.head_dim, "v_head_dim": p.head_dim, "window": p.window} for p in parts]
-    names = ["head_dim", "v_head_dim", "window", "chunk", "softcap", "has_sinks", "key_dim"]
+    names = ["head_dim", "v_head_dim", "window", "chunk", "softcap", "has_sinks", "name"]
     root.find_specs(torch.device("cpu"))
     return [{name: getattr(mixer, name, None) for name in names} for mixer in root.mixers]
 

@@ -431,7 +431,6 @@ def test_a_layer_that_reads_the_attention_weights_is_refused():
     "family, changes, reason",
     [
         ("mamba", {}, "no list of decoder layers"),
-        ("minimax", {"layer_types": ["full_attention", "linear_attention"]}, "layers.1 that makes no attention call"),
         ("bloom", {"n_head": 8}, "model.layers"),
         ("mpt", {"n_heads": 8, "d_model": 32, "n_layers": 2}, "model.layers"),
     ],

@@ -195,9 +195,9 @@ class ConvolutionTap(ScanTap):
     functions = (CONVOLUTION,)
 
     @classmethod
-    def is_called_by(cls, module: nn.Module) -> bool:
-        """A module with A_log has a recurrence after its convolution."""
-        return super().is_called_by(module) and not hasattr(module, "A_log")
+    def find(cls, layer: nn.Module) -> "ScanTap | None":
+        """A layer with A_log has a recurrence after its convolution."""
+        return None if any(hasattr(module, "A_log") for module in layer.modules()) else super().find(layer)
 
     def _read(
         self, x_1Nt: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **options: Any
