@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
+from fake_triton import kernel_modules
 from ithaka.checks.verify import InFloat64
-from ithaka.ops import scan
+from ithaka.ops import delta_rule, scan, ssd
 from ithaka.ops.delta_rule import DeltaInputs, DeltaRule
 from ithaka.ops.scan import Halos, LocalDocs, StateGraph, short_convolution
 from ithaka.ops.ssd import Ssd, SsdInputs
@@ -181,3 +182,22 @@ def test_resets_are_found_without_scanning_all_documents():
         (4, 5),
         (9, 12),
     ]
+
+
+def compare_kernels(kind: str) -> str | None:
+    """Run the trial of the kernels, on a CPU; return what is wrong."""
+    module = {"delta": delta_rule, "ssd": ssd}[kind]
+    module._try.cache_clear()
+    with kernel_modules("delta_kernels", "ssd_kernels") as modules, pytest.MonkeyPatch.context() as patch:
+        fused = next(each for each in modules if each.__name__.endswith(f"{kind}_kernels")).FusedSegment
+        patch.setattr(module, "FusedSegment", fused)
+        kinds = [fused] if kind == "delta" else []
+        sizes = [torch.device("cpu"), torch.bfloat16, (2, 24), (4, 32)]
+        found = module._try(*kinds, *sizes, *([True] if kind == "delta" else []))
+    module._try.cache_clear()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["delta", "ssd"])
+def test_kernels_compute_what_the_plain_recurrence_does(kind):
+    assert compare_kernels(kind) is None

@@ -15,18 +15,21 @@ dims, m columns of M; N channels and W tokens of a convolution. States are [H, K
 [H, K, m + V]: M and U next to each other.
 """
 
+import warnings
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ithaka.plan.mixers import CHUNK_TOKENS, SEGMENT_ROWS
+
+TRIAL_TOKENS, TRIAL_TOLERANCE = 150, 0.02  # relative norm of a difference; bf16 explains about a third
 
 # ---- documents
 
@@ -188,6 +191,8 @@ class Scan:
     inputs: Any  # [s, ...] each, among them k_sJK and v_sHV
     docs: LocalDocs
 
+    segment_size: ClassVar[int] = 1  # in SEGMENT_ROWS
+
     def make_segment(self, inputs: Any, ids: Tensor | None) -> Any:
         """The recurrence over a segment: forward, backward, extend and extend_grad, as in ops/delta_rule.py."""
         raise NotImplementedError
@@ -201,7 +206,7 @@ class Scan:
 
     def segments(self, piece: Piece) -> list[slice]:
         num_heads, first, stop = self.inputs.v_sHV.shape[1], piece.start - self.docs.first, piece.stop - self.docs.first
-        step = max(1, SEGMENT_ROWS // num_heads // CHUNK_TOKENS) * CHUNK_TOKENS
+        step = max(1, self.segment_size * SEGMENT_ROWS // num_heads // CHUNK_TOKENS) * CHUNK_TOKENS
         return [slice(a, min(a + step, stop)) for a in range(first, stop, step)]
 
     def zero_state(self) -> Tensor:
@@ -399,6 +404,48 @@ def matmul_precision(t: Tensor) -> Iterator[None]:
         yield
     finally:
         settings.fp32_precision = before
+
+
+# ---- tests of kernels
+
+
+def try_segment(
+    title: str, make: Callable[[Any, Tensor, bool], tuple[Any, dict[str, Tensor]]], inputs: Any
+) -> str | None:
+    """Compare output, states and gradients of a segment of TRIAL_TOKENS in two documents with a plain one in fp64.
+    Return what is wrong, after a warning, or None. Only a test shows what this version of Triton compiles correctly for
+    this GPU. `make` returns a segment and other gradients that its backward writes, given inputs, ids and whether it is
+    the plain one."""
+    failure: str | None
+    try:
+        with torch.inference_mode(False):
+            failure = _compare_segments(make, inputs)
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the kernels
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0][:160]
+        failure = f"does not run here ({type(error).__name__}: {reason})"
+    if failure:
+        warnings.warn(f"{title}, which {failure}", stacklevel=2)
+    return failure
+
+
+def _compare_segments(make: Any, inputs: Any) -> str | None:
+    draw, device, v = torch.Generator().manual_seed(1), inputs.v_sHV.device, inputs.v_sHV
+    state, dstate = torch.randn(2, v.shape[1], inputs.k_sJK.shape[-1], v.shape[-1], generator=draw).to(device)
+    dout = torch.randn(v.shape, generator=draw).to(v)
+    ids = (torch.arange(len(v) + 1, device=device) > 80).int()
+    found: list[dict[str, Tensor]] = []
+    for to in (None, torch.float64):
+        own = type(inputs)(*(t.to(device, to, copy=True) for t in inputs))
+        (segment, others), out = make(own, ids, to is not None), torch.empty_like(own.v_sHV)
+        results = {"out": out, "state": segment.forward(state.to(to), out)}
+        results["dstate"] = segment.backward(state.to(to), dout.to(to), dstate.to(to))
+        grads = {f"d{name.partition('_')[0]}": t for name, t in own._asdict().items()}
+        found.append({**results, **grads, **others})
+    errors = {name: float((t.double() - found[1][name]).norm() / found[1][name].norm()) for name, t in found[0].items()}
+    wrong = [f"{name} by {error:.1e}" for name, error in errors.items() if not error < TRIAL_TOLERANCE]
+    return f"is wrong here, off in {', '.join(wrong)}" if wrong else None
 
 
 # ---- the short convolution before the recurrence

@@ -14,12 +14,15 @@ Shapes as in ops/scan.py; X = m + V, m = 1.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ithaka.ops.scan import Decays, LocalDocs, Scan, from_chunks, to_chunks, wide
+from ithaka.ops.scan import TRIAL_TOKENS, Decays, LocalDocs, Scan, from_chunks, to_chunks, try_segment, wide
+from ithaka.ops.ssd_kernels import FusedSegment, runs_in_kernels
+from ithaka.plan.mixers import SSD_SEGMENT
 
 
 class SsdInputs(NamedTuple):
@@ -39,8 +42,12 @@ class Ssd(Scan):
     skip_H: Tensor  # D
     dskip_H: Tensor  # in fp32 or wider
 
+    segment_size: ClassVar[int] = SSD_SEGMENT
+
     def make_segment(self, inputs: SsdInputs, ids: Tensor | None) -> Any:
-        return Segment(inputs, ids, self.skip_H, self.dskip_H)
+        k, v = inputs.k_sJK, inputs.v_sHV
+        is_fused = runs_in_kernels(k, v) and _try(v.device, v.dtype, k.shape[1:], v.shape[1:]) is None
+        return (FusedSegment if is_fused else Segment)(inputs, ids, self.skip_H, self.dskip_H)
 
     def identity(self) -> Tensor:
         return torch.ones_like(self.zero_state()[..., :1])
@@ -126,3 +133,20 @@ class Chunks(NamedTuple):
             states.append(state_HKV)
             state_HKV = passing * state_HKV + added_HKV
         return torch.stack(states, 1), state_HKV
+
+
+@cache
+def _try(device: torch.device, dtype: torch.dtype, keys: Any, values: Any) -> str | None:
+    """Test the kernels; return what is wrong, or None."""
+    draw, t = torch.Generator().manual_seed(0), TRIAL_TOKENS
+    q, k, v = (torch.randn(t, *sizes, generator=draw).to(dtype) for sizes in (keys, keys, values))
+    dt, skip_H = torch.rand(t, values[0], generator=draw), torch.randn(values[0], generator=draw).to(device)
+    decay_H = torch.logspace(-3, 0, values[0])
+
+    def make(inputs: Any, ids: Tensor, is_plain: bool) -> tuple[Any, dict[str, Tensor]]:
+        skip = skip_H.to(wide(inputs.v_sHV))
+        dskip = torch.zeros_like(skip)
+        return (Segment if is_plain else FusedSegment)(inputs, ids, skip, dskip), {"dD": dskip}
+
+    inputs = SsdInputs(*(x.to(device) for x in (q, k / keys[1] ** 0.5, v, -dt * decay_H, dt)))
+    return try_segment("Mamba2 runs without ithaka's Triton code", make, inputs)

@@ -18,6 +18,7 @@ from ithaka.plan.shape import AttentionKind, Mixer, ModelShape, StepShape
 # segment's buffers in the sum dtype, forward and backward: vectors (K + V per row), states (K by K + V per chunk) and
 # chunk matrices. Counted by hand from the kernels for 16 bits, and on a CPU for the plain path.
 CHUNK_TOKENS, SEGMENT_ROWS = 64, 2**18
+SSD_SEGMENT = 2  # segments of Mamba2 (ops/ssd.py), in SEGMENT_ROWS: its kernels are short
 SEGMENT_BUFFERS = ((0.0, 0.0, 2.0), (1.75, 1.0, 2.0))
 PLAIN_SEGMENT_BUFFERS = ((3.0, 0.0, 5.2), (1.0, 1.8, 14.7))
 # Its kernels, as passes over [s, H, K + V] in the sum dtype, forward and backward; then the extra passes for a rank's
