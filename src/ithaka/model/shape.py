@@ -23,9 +23,11 @@ from ithaka.layer.inputs import LayerInputs
 from ithaka.layer.mixer import LayerSpec
 from ithaka.layer.passes import LayerPasses
 from ithaka.mixers.attention_call import PlaceholderMask
+from ithaka.mixers.convolution import ConvolutionSpec
 from ithaka.mixers.delta import DeltaSpec
 from ithaka.mixers.kinds import find_taps
-from ithaka.plan.mixers import Attention, DeltaRule
+from ithaka.mixers.ssd import SsdSpec
+from ithaka.plan.mixers import Attention, Convolution, DeltaRule, NoMixer, SideBySide, Ssd
 from ithaka.plan.roots import VIDEO_SCALES
 from ithaka.plan.shape import FRAME_PATCHES, Encoder, MeasuredLayer, Mixer, ModelShape
 from ithaka.roots.find import find_root
@@ -104,7 +106,7 @@ def measure_layers(model: Any) -> ModelShape:
         mlp=getattr(config, "intermediate_size", 0) or 0,
         vocab=config.vocab_size,
         tied=tied,
-        mixers=tuple(map(_plan_mixer, mixers)),
+        mixers=tuple(_plan_mixers(spec) for spec in specs),
         measured=combine_layers(parts, num_parameters, arguments),
         encoders=(measure_encoder(root.encoder),) if root.encoder is not None else (),
     )
@@ -151,10 +153,16 @@ def measure_encoder(visual: Any) -> Encoder:
     )
 
 
+def _plan_mixers(spec: LayerSpec) -> Mixer:
+    mixers: Any = [_plan_mixer(mixer) for mixer in spec.mixers]
+    return SideBySide(*mixers) if len(mixers) > 1 else next(iter(mixers), NoMixer())
+
+
 def _plan_mixer(spec: Any) -> Mixer:
-    if isinstance(spec, DeltaSpec):
-        return DeltaRule(spec.num_heads, spec.num_key_heads, spec.key_dim, spec.v_head_dim)
-    return Attention(spec.kind, spec.causal)
+    if isinstance(spec, DeltaSpec | SsdSpec):
+        kind = Ssd if isinstance(spec, SsdSpec) else DeltaRule
+        return kind(spec.num_heads, spec.num_key_heads, spec.key_dim, spec.v_head_dim)
+    return Convolution(spec.head_dim) if isinstance(spec, ConvolutionSpec) else Attention(spec.kind, spec.causal)
 
 
 def combine_layers(layers: tuple[MeasuredLayer, ...], total_parameters: int, arguments: int) -> MeasuredLayer:
@@ -265,16 +273,22 @@ class _Measurement:
 
     def _measure_bytes(self, num_tokens: int) -> dict[str, int]:
         spec = replace(self.spec, has_expert_block=True)  # where the layer has experts of a known structure
-        passes, (mixer,) = LayerPasses(self.name, self.layer, spec), spec.mixers
+        passes, mixers = LayerPasses(self.name, self.layer, spec), spec.mixers
         with self.mode:
             x, arguments = self._inputs(num_tokens)
-            out = torch.empty(num_tokens, mixer.num_heads, mixer.head_dim, dtype=x.dtype)
-            counts: dict[str, int] = {}
+            outs = [torch.empty(num_tokens, mixer.num_heads, mixer.head_dim, dtype=x.dtype) for mixer in mixers]
+
+            def capture(x: Tensor, arguments: LayerInputs) -> list[Tensor]:
+                captured = [passes.capture(x, arguments, i)[: mixer.num_token_inputs] for i, mixer in enumerate(mixers)]
+                return [t for tensors in captured for t in tensors]
+
+            names = [f"project_{what}" for what in ("bytes", "moved", "graph", "backward_bytes", "backward_moved")]
+            counts = dict.fromkeys(names, 0)  # of a layer without a mixer
             both: dict[str, tuple[Any, list[Tensor]]] = {
-                "project": (passes.capture, [x]),
-                "finish": (lambda x, out, arguments: passes.resume(x, [out], arguments), [x, out]),
+                "project": (capture, [x]),
+                "finish": (lambda x, *outs_and_inputs: passes.resume(x, outs_and_inputs[:-1], arguments), [x, *outs]),
             }
-            for name, (run, inputs) in both.items():
+            for name, (run, inputs) in both.items() if mixers else [("finish", both["finish"])]:
                 with torch.no_grad(), _LiveBytes() as live:
                     run(*inputs, arguments)
                 counts |= {f"{name}_bytes": live.peak, f"{name}_moved": live.moved}
@@ -282,7 +296,7 @@ class _Measurement:
                 with _LiveBytes() as live:
                     outputs = run(*leaves, arguments)
                     outputs = outputs if isinstance(outputs, list) else [outputs]
-                    outputs = [t for t in outputs if t.requires_grad][: mixer.num_token_inputs]
+                    outputs = [t for t in outputs if t.requires_grad]
                     douts = [torch.empty_like(t) for t in outputs]
                     edges = [get_gradient_edge(t) for t in outputs]
                     del outputs
@@ -322,7 +336,7 @@ def measure_video(values: Mapping[str, Any], source: str) -> ModelShape:
         mlp=next(module.out_features for name, module in blocks[0].named_modules() if name.endswith("net.0.proj")),
         vocab=vocab,
         tied=False,
-        mixers=(_plan_mixer(attention),) * num_layers,
+        mixers=(_plan_mixers(spec),) * num_layers,
         measured=replace(layer, **sizes),
     )
 

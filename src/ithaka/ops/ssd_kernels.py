@@ -30,7 +30,7 @@ PASS_SIZE = 1024  # elements of a state that one program of `_pass_kernel` updat
 
 
 def runs_in_kernels(k_sJK: Tensor, v_sHV: Tensor) -> bool:
-    is_supported = v_sHV.dtype.itemsize == 2 and 16 <= k_sJK.shape[-1] <= 256 and v_sHV.shape[-1] % 32 == 0
+    is_supported = v_sHV.dtype.itemsize == 2 and 16 <= k_sJK.shape[-1] <= 256 and v_sHV.shape[-1] % 16 == 0
     return triton is not None and v_sHV.is_cuda and is_supported
 
 
@@ -49,7 +49,7 @@ class FusedSegment:
         self.num_chunks = triton.cdiv(t, CHUNK)
         self.num_blocks = triton.cdiv(self.num_chunks, CHUNKS)
         self.sizes = t, H, H // J
-        columns = 64 if V % 64 == 0 else 32
+        columns = next(n for n in (64, 32, 16) if V % n == 0)
         self.constants = {"V": V, "COLUMNS": columns, "C": CHUNK, "K": K + self.padding, "WIDE": WIDE}
         self.grid = (self.num_blocks * H * (V // columns),)
 

@@ -108,14 +108,21 @@ class Recorder:
         return list(self.calls)
 
     def _run(self, inputs: dict[str, Any]) -> Tensor:
+        """Run the model. If its layers return tuples, it unpacks or indexes the tensors of recorded layers instead."""
+        num_outputs = 1
         try:
-            return self.base(**inputs).last_hidden_state
-        except ValueError as error:
-            expected = re.match(r"not enough values to unpack \(expected (\d+)", str(error))
-            if expected is None or self.recorded[0].num_outputs is not None:
+            output = self.base(**inputs).last_hidden_state
+            if all(x.dim() == 3 for x in (output, *(call[0] for call in self.calls))):
+                return output
+        except (ValueError, IndexError) as error:
+            if expected := re.match(r"not enough values to unpack \(expected (\d+)", str(error)):
+                num_outputs = int(expected[1])
+            elif all(call[0].dim() == 3 for call in self.calls):
                 raise
-        for layer in self.recorded:  # its layers return tuples, which it unpacks
-            layer.num_outputs = int(expected[1])
+        if self.recorded[0].num_outputs is not None:
+            raise ValueError(f"its layers do not return {self.recorded[0].num_outputs} values each")
+        for layer in self.recorded:
+            layer.num_outputs = num_outputs
         self.calls.clear()
         return self._run(inputs)
 
