@@ -76,7 +76,6 @@ RECURRENCES = [
     HYBRID,
     ("bamba", True, None, 256, 64, {**MAMBA, "attn_layer_indices": []}),
     ("falcon_h1", False, None, 256, 64, {**MAMBA, "mamba_d_ssm": 512}),
-    ("lfm2", True, None, 256, 64, {"hidden_size": 256, "layer_types": ["conv", "conv"]}),
 ]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in (*RECURRENCES, *CASES)]
 

@@ -216,7 +216,8 @@ class _Measurement:
 
     def _run(self) -> tuple[LayerSpec, MeasuredLayer]:
         calls, used = [], set[nn.Module]()
-        passes = LayerPasses(self.name, self.layer, self.spec, taps=find_taps(self.layer))
+        spec = replace(self.spec, has_expert_block=True)  # transformers' own code may not run on fake tensors
+        passes = LayerPasses(self.name, self.layer, spec, taps=find_taps(self.layer))
         for index in range(len(passes.taps)):
             ran: set[nn.Module] = set()
             hooks = [m.register_forward_hook(lambda m, *_, ran=ran: ran.add(m)) for m in self.layer.modules()]
@@ -228,6 +229,7 @@ class _Measurement:
             if call is not None:
                 calls.append(call)
                 used |= ran
+        passes.experts.restore()
         self.spec = self._read_spec(calls, arguments)
         short, long = (self._measure_bytes(tokens) for tokens in TOKENS)
         per_token = {name: round((long[name] - short[name]) / (TOKENS[1] - TOKENS[0])) for name in long}
