@@ -145,7 +145,8 @@ def apply_liger(case: dict[str, Any]) -> None:
 
     # Without its own experts, which would replace those of --experts and tune their kernels for minutes.
     options = {"swiglu": False} if case["experts"] else {}
-    getattr(monkey_patch, f"apply_liger_kernel_to_{SHAPES[case['model']]['model_type']}")(**options)
+    if apply := getattr(monkey_patch, f"apply_liger_kernel_to_{SHAPES[case['model']]['model_type']}", None):
+        apply(**options)  # Liger has no kernels for some hybrids
 
 
 def run_hf(case: dict[str, Any], precision: str) -> Any:
