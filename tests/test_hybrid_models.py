@@ -107,16 +107,22 @@ def test_fused_projections_and_experts():
     assert_equal(compare(tiny_decoder("qwen3_next"), Layout(2, tile_tokens=5), **documents(7, 1, 10)))
 
 
-def test_adapters_equal_peft():
-    names = ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "down_proj"]
-    plain = add_lora(tiny_decoder("qwen3_5_text"), target_modules=names)
+ADAPTED = {
+    "qwen3_5_text": ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "down_proj"],
+    "falcon_h1": ["mamba.in_proj", "mamba.out_proj", "q_proj", "o_proj", "down_proj"],
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", pytest.param("falcon_h1", marks=pytest.mark.slow)])
+def test_adapters_equal_peft(family):
+    plain = add_lora(tiny_decoder(family), target_modules=ADAPTED[family])
     errors = compare(plain, Layout(2, tile_tokens=5), **documents(7, 1, 10))
     assert_equal(errors)
     assert len(errors[0]) == 1 + sum(param.requires_grad for param in plain.parameters())
 
 
-def errors_over_gloo():
-    plain = tiny_decoder("qwen3_5_text", torch.float32)
+def errors_over_gloo(family):
+    plain = tiny_decoder(family, torch.float32)
     model = parallelize_model(copy.deepcopy(plain), mesh=make_mesh(2), layout=Layout(2, tile_tokens=5))
     ids = random_ids(1, 24)
     plain(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -126,7 +132,8 @@ def errors_over_gloo():
 
 def test_states_pass_between_processes(ranks):
     """Runs on gloo, which rejects some tensors that the threaded group accepts."""
-    assert_equal(ranks.run(2, errors_over_gloo), tolerance=1e-3)
+    for family in ("qwen3_5_text", "falcon_h1"):
+        assert_equal(ranks.run(2, errors_over_gloo, family), tolerance=1e-3)
 
 
 def _leak_states(monkeypatch):
