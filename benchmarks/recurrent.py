@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ithaka.ops import delta_rule, ssd, ssd_kernels
 from ithaka.ops.delta_rule import DeltaInputs, DeltaRule
-from ithaka.ops.scan import LocalDocs, Scan
+from ithaka.ops.scan import LocalDocs, Scan, zero_state
 from ithaka.ops.ssd import Ssd, SsdInputs
 
 SHAPES = {  # recurrence, key heads, heads, key dim, value dim
@@ -86,7 +86,7 @@ def needed_ms(shape: str, tokens: int, bytes_s: float, flops_s: float) -> tuple[
 def time_shape(shape: str, tokens: int, rates: tuple[float, float], repeats: int) -> dict[str, Any]:
     docs = LocalDocs((0, 3 * tokens), tokens, tokens, 1, "cuda")  # the middle of three ranks
     scan = make_scan(shape, tokens, docs)
-    state, dout = scan.zero_state(), torch.randn_like(scan.inputs.v_sHV)
+    state, dout = zero_state(scan.inputs), torch.randn_like(scan.inputs.v_sHV)
     (piece,) = docs.pieces
     segment = type(scan._segment(scan.segments(piece)[0]))
     assert segment in (ssd.FusedSegment, delta_rule.FusedSegment, delta_rule.FlaSegment), segment

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ithaka.layer.mixer import ProbedLayer
-from ithaka.mixers.recurrent import RecurrentMixer, RecurrentSpec
+from ithaka.mixers.recurrent import RecurrentSpec
 from ithaka.mixers.scan_call import DeltaCall, DeltaTap
 from ithaka.ops.delta_rule import DeltaInputs, DeltaRule, run_delta_rule
 from ithaka.ops.scan import LocalDocs
@@ -38,12 +38,5 @@ class DeltaSpec(RecurrentSpec):
         inputs = DeltaInputs(*(torch.cat(tensors) for tensors in zip(*tiles, strict=True)))
         return run_delta_rule(inputs, self.normalizes)
 
-    def make(self, layer: Any) -> "DeltaMixer":
-        return DeltaMixer(self, layer)
-
-
-class DeltaMixer(RecurrentMixer):
-    spec: DeltaSpec
-
     def make_scan(self, inputs: list[Tensor], others: list[Tensor], docs: LocalDocs) -> DeltaRule:
-        return DeltaRule(DeltaInputs(*inputs), docs, self.spec.normalizes)
+        return DeltaRule(DeltaInputs(*inputs), docs, self.normalizes)

@@ -35,6 +35,7 @@ class RecurrentSpec(MixerSpec):
     exchanges_heads: ClassVar[bool] = False
     tap: ClassVar[type[ScanTap]]
     name: ClassVar[str]  # in errors
+    make_scan: ClassVar[Any]  # (inputs, inputs without tokens, docs) -> Scan
 
     @classmethod
     def find_tap(cls, layer: nn.Module) -> ScanTap | None:
@@ -42,6 +43,9 @@ class RecurrentSpec(MixerSpec):
 
     def inputs_of(self, call: ScanCall, num_tokens: int) -> list[Tensor]:
         return [*(t[len(t) - num_tokens :] for t in call.inputs), *call.others]
+
+    def make(self, layer: Any) -> "RecurrentMixer":
+        return RecurrentMixer(self, layer)
 
     def why_not(self, feature: Literal["ring", "parents"]) -> str:
         if feature == "parents":
@@ -66,13 +70,6 @@ class RecurrentMixer:
     def __init__(self, spec: RecurrentSpec, layer: Any) -> None:
         self.spec, self.layer, self.group, self.rank = spec, layer, layer.group, layer.group.rank()
         self.num_halo = max(1, spec.halo)
-
-    def make_scan(self, inputs: list[Tensor], others: list[Tensor], docs: LocalDocs) -> Scan:
-        raise NotImplementedError
-
-    def grads_of_others(self, scan: Scan) -> list[Tensor]:
-        """The gradients of the inputs without tokens."""
-        return []
 
     def start(self, x_sD: Tensor, saved: Any) -> Mixing:
         return Mixing(self._local_docs(saved.call.docs, x_sD).halos.collect(x_sD.detach(), self._gather))
@@ -102,7 +99,7 @@ class RecurrentMixer:
             maps = self._gather(scan.summarize_grad(dout_sHV)) if scan.docs.graph.num_items else None
             # Inputs become their gradients.
             scan.backward(states, dout_sHV, {} if maps is None else scan.combine_grad(maps))
-        self.project_backward(saved, inputs, self.grads_of_others(scan), dy_sD, grads)
+        self.project_backward(saved, inputs, scan.other_grads, dy_sD, grads)
 
     def _project(self, saved: Any) -> list[Tensor]:
         with phase("projections"):
@@ -110,7 +107,7 @@ class RecurrentMixer:
             return inputs
 
     def _make_scan(self, inputs: list[Tensor], saved: Any) -> Scan:
-        return self.make_scan(inputs, saved.mixing.others, self._local_docs(saved.call.docs, inputs[0]))
+        return self.spec.make_scan(inputs, saved.mixing.others, self._local_docs(saved.call.docs, inputs[0]))
 
     @phase("exchange")
     def _gather(self, own: Tensor) -> Tensor:

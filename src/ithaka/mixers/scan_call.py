@@ -53,6 +53,7 @@ class ScanTap:
 
     functions: ClassVar[tuple[str, ...]]  # the names of the recurrence
     unused: ClassVar[tuple[str, ...]] = ()  # functions that return None in plain PyTorch
+    _read: ClassVar[Any]  # its arguments -> the call that they make, and zeros for its output
 
     @classmethod
     def find(cls, layer: nn.Module) -> "ScanTap | None":
@@ -60,7 +61,8 @@ class ScanTap:
 
     @classmethod
     def is_called_by(cls, module: nn.Module) -> bool:
-        return any(name in names_in_forward(module) for name in cls.functions)
+        forward = _own_forward(module)
+        return isinstance(forward, FunctionType) and any(name in forward.__code__.co_names for name in cls.functions)
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -105,16 +107,12 @@ class ScanTap:
         call, self.call = self.call, None
         return call
 
-    def _read(self, *args: Any, **kwargs: Any) -> tuple[ScanCall, Tensor]:
-        """Return the call that these arguments make, and zeros for its output."""
-        raise NotImplementedError
-
     def _result(self, out_1tHV: Tensor) -> Any:
         return out_1tHV
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        self.num_calls += 1
         if self.replayed_tHV is not None:
+            self.num_calls += 1  # not in capture passes: a compiler would make a graph for each value
             return self._result(self.replayed_tHV[None])
         self.call, zeros = self._read(*args, **kwargs)
         if not self.traced:
@@ -206,16 +204,9 @@ class ConvolutionTap(ScanTap):
         (y_tN,) = self._cast(y_1Nt.transpose(1, 2))
         return ConvolutionCall((y_tN[:, None],), options, self.halo), torch.zeros_like(x_1Nt)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if self.replayed_tHV is None:
-            return super()._run(*args, **kwargs)
-        self.num_calls += 1
-        return self.replayed_tHV.squeeze(1).t()[None]
-
-
-def names_in_forward(module: nn.Module) -> tuple[str, ...]:
-    forward = _own_forward(module)
-    return forward.__code__.co_names if isinstance(forward, FunctionType) else ()
+    def _result(self, out: Tensor) -> Any:
+        """Its zeros are [1, N, t]."""
+        return out.squeeze(2).transpose(1, 2) if self.replayed_tHV is not None else out
 
 
 def _own_forward(module: nn.Module) -> Any:

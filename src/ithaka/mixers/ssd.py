@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ithaka.layer.mixer import ProbedLayer
-from ithaka.mixers.recurrent import RecurrentMixer, RecurrentSpec
+from ithaka.mixers.recurrent import RecurrentSpec
 from ithaka.mixers.scan_call import SsdCall, SsdTap
 from ithaka.ops.scan import LocalDocs
 from ithaka.ops.ssd import Ssd, SsdInputs, run_ssd
@@ -38,14 +38,5 @@ class SsdSpec(RecurrentSpec):
         inputs = SsdInputs(*(torch.cat(tensors) for tensors in zip(*(tile[:5] for tile in tiles), strict=True)))
         return run_ssd(inputs, tiles[0][5])
 
-    def make(self, layer: Any) -> "SsdMixer":
-        return SsdMixer(self, layer)
-
-
-class SsdMixer(RecurrentMixer):
     def make_scan(self, inputs: list[Tensor], others: list[Tensor], docs: LocalDocs) -> Ssd:
-        (skip_H,) = others
-        return Ssd(SsdInputs(*inputs), docs, skip_H, torch.zeros_like(skip_H))
-
-    def grads_of_others(self, scan: Any) -> list[Tensor]:
-        return [scan.dskip_H]
+        return Ssd(SsdInputs(*inputs), docs, others[0], torch.zeros_like(others[0]))

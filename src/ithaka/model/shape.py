@@ -27,7 +27,7 @@ from ithaka.mixers.convolution import ConvolutionSpec
 from ithaka.mixers.delta import DeltaSpec
 from ithaka.mixers.kinds import find_taps
 from ithaka.mixers.ssd import SsdSpec
-from ithaka.plan.mixers import Attention, Convolution, DeltaRule, NoMixer, SideBySide, Ssd
+from ithaka.plan.mixers import Attention, Convolution, DeltaRule, SideBySide, Ssd
 from ithaka.plan.roots import VIDEO_SCALES
 from ithaka.plan.shape import FRAME_PATCHES, Encoder, MeasuredLayer, Mixer, ModelShape
 from ithaka.roots.find import find_root
@@ -155,7 +155,7 @@ def measure_encoder(visual: Any) -> Encoder:
 
 def _plan_mixers(spec: LayerSpec) -> Mixer:
     mixers: Any = [_plan_mixer(mixer) for mixer in spec.mixers]
-    return SideBySide(*mixers) if len(mixers) > 1 else next(iter(mixers), NoMixer())
+    return SideBySide(*mixers) if len(mixers) > 1 else next(iter(mixers), Convolution())
 
 
 def _plan_mixer(spec: Any) -> Mixer:
@@ -284,8 +284,8 @@ class _Measurement:
                 captured = [passes.capture(x, arguments, i)[: mixer.num_token_inputs] for i, mixer in enumerate(mixers)]
                 return [t for tensors in captured for t in tensors]
 
-            names = [f"project_{what}" for what in ("bytes", "moved", "graph", "backward_bytes", "backward_moved")]
-            counts = dict.fromkeys(names, 0)  # of a layer without a mixer
+            parts = "bytes", "moved", "graph", "backward_bytes", "backward_moved"
+            counts = {f"project_{part}": 0 for part in parts}  # of a layer without a mixer
             both: dict[str, tuple[Any, list[Tensor]]] = {
                 "project": (capture, [x]),
                 "finish": (lambda x, *outs_and_inputs: passes.resume(x, outs_and_inputs[:-1], arguments), [x, *outs]),

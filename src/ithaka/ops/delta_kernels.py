@@ -60,16 +60,13 @@ class FusedSegment:
         )
 
     def extend(self, map_HKX: Tensor) -> Tensor:
-        matrix_HKm, added_HKV = self._split(map_HKX)
+        matrix_HKm, added_HKV = map_HKX.tensor_split((-self.own[2].shape[-1],), -1)
         return torch.cat([self._advance(matrix_HKm, is_map=True), self._advance(added_HKV)], -1)
 
     def extend_grad(self, map_HKX: Tensor, dout_tHV: Tensor) -> Tensor:
-        matrix_HKm, added_HKV = self._split(map_HKX)
+        matrix_HKm, added_HKV = map_HKX.tensor_split((-self.own[2].shape[-1],), -1)
         added_HKV = self._advance_grad(added_HKV, dout_tHV)
         return torch.cat([self._advance_grad(matrix_HKm), added_HKV], -1) if matrix_HKm.numel() else added_HKV
-
-    def _split(self, map_HKX: Tensor) -> tuple[Tensor, ...]:
-        return map_HKX.tensor_split((map_HKX.shape[-1] - self.own[2].shape[-1],), -1)
 
     def forward(self, state_HKV: Tensor, out_tHV: Tensor) -> Tensor:
         assert out_tHV.is_contiguous()

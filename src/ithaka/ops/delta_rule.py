@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ithaka.ops.delta_kernels import NORM_EPS, FusedSegment, runs_in_kernels
-from ithaka.ops.scan import TRIAL_TOKENS, Decays, LocalDocs, Scan, from_chunks, to_chunks, try_segment, wide
+from ithaka.ops.scan import TRIAL_TOKENS, Decays, Scan, from_chunks, to_chunks, try_segment, wide, zero_state
 
 
 class DeltaInputs(NamedTuple):
@@ -47,7 +47,7 @@ class DeltaRule(Scan):
         return _segment_type(inputs, self.normalizes)(inputs, ids, self.normalizes)
 
     def identity(self) -> Tensor:
-        state_HKV = self.zero_state()
+        state_HKV = zero_state(self.inputs)
         return torch.eye(state_HKV.shape[1]).to(state_HKV).expand(len(state_HKV), -1, -1)
 
     def apply(self, matrix_HKm: Tensor, state_HKV: Tensor) -> Tensor:
@@ -56,9 +56,7 @@ class DeltaRule(Scan):
 
 def run_delta_rule(inputs: DeltaInputs, normalizes: bool = True) -> Tensor:
     """Run the rule over one short document, differentiably: [s, H, V]."""
-    s, device = len(inputs.v_sHV), inputs.v_sHV.device
-    state_HKV = DeltaRule(inputs, LocalDocs((0, s), 0, s, 1, device)).zero_state()
-    return Segment(inputs, None, normalizes).run(state_HKV)[0]
+    return Segment(inputs, None, normalizes).run(zero_state(inputs))[0]
 
 
 class Segment(NamedTuple):
@@ -70,18 +68,14 @@ class Segment(NamedTuple):
 
     def extend(self, map_HKX: Tensor) -> Tensor:
         """Return the affine map from the state before the tokens of `map_HKX` to the state after this segment."""
-        (matrix_HKm, added_HKV), chunks = self._split(map_HKX), self._prepare()
+        (matrix_HKm, added_HKV), chunks = map_HKX.tensor_split((-self.inputs.v_sHV.shape[-1],), -1), self._prepare()
         return torch.cat([chunks.without_values().advance(matrix_HKm)[1], chunks.advance(added_HKV)[1]], -1)
 
     def extend_grad(self, map_HKX: Tensor, dout_tHV: Tensor) -> Tensor:
         """Do the same for gradients, from that of the state after the tokens of `map_HKX`. It may have several M."""
-        (matrix_HKm, added_HKV), chunks = self._split(map_HKX), self._prepare()
+        (matrix_HKm, added_HKV), chunks = map_HKX.tensor_split((-self.inputs.v_sHV.shape[-1],), -1), self._prepare()
         dout = to_chunks(dout_tHV, map_HKX.dtype)
         return torch.cat([chunks.pull(matrix_HKm, torch.zeros_like(dout[..., :1])), chunks.pull(added_HKV, dout)], -1)
-
-    def _split(self, map_HKX: Tensor) -> tuple[Tensor, ...]:
-        V = self.inputs.v_sHV.shape[-1]
-        return map_HKX.split((map_HKX.shape[-1] - V, V), -1)
 
     def forward(self, state_HKV: Tensor, out_tHV: Tensor) -> Tensor:
         """Write `out_tHV`; return the state after the segment."""

@@ -69,6 +69,7 @@ class StateGraph:
         ]
         used = sorted({place for places in self.imports for place in places})
         self.exports = [[p for p in used if rank * num_local < p <= (rank + 1) * num_local] for rank in ranks]
+        self.num_items = max(len(places) for places in (*self.imports, *self.exports))  # the maps of each rank
         # Per place: the import of its rank that the state depends on; None: none.
         self.origins: dict[int, int | None] = {}
         for piece in pieces:
@@ -76,11 +77,6 @@ class StateGraph:
             if origin is not None and origin > piece.start // num_local * num_local:
                 origin = self.origins[origin]
             self.origins[piece.stop] = origin
-
-    @property
-    def num_items(self) -> int:
-        """The maps that each rank sends, at most."""
-        return max(len(places) for places in (*self.imports, *self.exports))
 
     def first_reset(self, piece: Piece) -> int | None:
         index = bisect_left(self.resets, piece.start)
@@ -108,6 +104,7 @@ class LocalDocs:
         self.graph = graph = StateGraph(starts, parents, num_tokens)
         self.first, self.num_tokens, self.rank, self.halo = first, num_tokens, first // num_tokens, halo
         self.pieces = graph.pieces[self.rank]
+        self.imports, self.exports = graph.imports[self.rank], graph.exports[self.rank]
         self.resets = [start - first for start in graph.resets if first <= start < first + num_tokens]
         ids = torch.bucketize(torch.arange(-1, num_tokens), torch.tensor(self.resets, dtype=torch.long), right=True)
         self._ids = ids.to(torch.int32).to(device)
@@ -192,33 +189,23 @@ class Scan:
     docs: LocalDocs
 
     segment_size: ClassVar[int] = 1  # in SEGMENT_ROWS
+    other_grads: ClassVar[Any] = ()  # after `backward`: the gradients of inputs without tokens
 
-    def make_segment(self, inputs: Any, ids: Tensor | None) -> Any:
-        """The recurrence over a segment: forward, backward, extend and extend_grad, as in ops/delta_rule.py."""
-        raise NotImplementedError
-
-    def identity(self) -> Tensor:
-        """M of the map that changes nothing: [H, K, m]."""
-        raise NotImplementedError
-
-    def apply(self, matrix_HKm: Tensor, state_HKV: Tensor) -> Tensor:
-        raise NotImplementedError
+    make_segment: ClassVar[Any]  # (inputs, ids) -> the recurrence over a segment, as in ops/delta_rule.py
+    identity: ClassVar[Any]  # () -> M of the map that changes nothing, [H, K, m]
+    apply: ClassVar[Any]  # (M, S) -> M S
 
     def segments(self, piece: Piece) -> list[slice]:
         num_heads, first, stop = self.inputs.v_sHV.shape[1], piece.start - self.docs.first, piece.stop - self.docs.first
         step = max(1, self.segment_size * SEGMENT_ROWS // num_heads // CHUNK_TOKENS) * CHUNK_TOKENS
         return [slice(a, min(a + step, stop)) for a in range(first, stop, step)]
 
-    def zero_state(self) -> Tensor:
-        k, v = self.inputs.k_sJK, self.inputs.v_sHV
-        return torch.zeros(v.shape[1], k.shape[2], v.shape[2], dtype=wide(v), device=v.device)
-
     # ---- forward
 
     def summarize(self) -> Tensor:
         """Return a map for each exported state, from the import that it depends on: [i, H, K, m + V]."""
-        graph, exports, known = self.docs.graph, self._exports, dict[int, Tensor]()
-        needed, identity, zeros = {*exports}, self.identity(), self.zero_state()
+        graph, exports, known = self.docs.graph, self.docs.exports, dict[int, Tensor]()
+        needed, identity, zeros = {*exports}, self.identity(), zero_state(self.inputs)
         for piece in self.docs.pieces[::-1]:
             if piece.stop in needed and graph.first_reset(piece) is None and piece.source is not None:
                 needed.add(piece.source)
@@ -228,7 +215,7 @@ class Scan:
                     continue
                 total = known.get(piece.source) if piece.source is not None else None
                 if total is None:
-                    matrix = identity if piece.source in self._imports else torch.zeros_like(identity)
+                    matrix = identity if piece.source in self.docs.imports else torch.zeros_like(identity)
                     total = torch.cat([matrix, zeros], -1)
                 last = bisect_left(graph.resets, piece.stop) - 1  # no state comes from before it
                 for rows in self.segments(piece):
@@ -239,17 +226,17 @@ class Scan:
 
     def combine(self, maps: Tensor) -> dict[int, Tensor]:
         """Return the states before this rank, by place, given the maps of all ranks, [c, i, H, K, m + V]."""
-        graph, V, states = self.docs.graph, self.inputs.v_sHV.shape[-1], dict[int, Tensor]()
+        graph, states = self.docs.graph, dict[int, Tensor]()
         for rank in range(self.docs.rank):
             for place, total in zip(graph.exports[rank], maps[rank], strict=False):
-                matrix, states[place] = total.split((total.shape[-1] - V, V), -1)
+                matrix, states[place] = total.tensor_split((-self.inputs.v_sHV.shape[-1],), -1)
                 if (origin := graph.origins[place]) is not None:
                     states[place] = self.apply(matrix, states[origin]) + states[place]
         return states
 
     def forward(self, states: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
         """Return out_sHV and the states before each segment, [., H, K, V]. `states`: the imported ones, by place."""
-        out_sHV, states, zeros, kept = torch.empty_like(self.inputs.v_sHV), dict(states), self.zero_state(), []
+        out_sHV, states, zeros, kept = torch.empty_like(self.inputs.v_sHV), dict(states), zero_state(self.inputs), []
         used = {piece.source for piece in self.docs.pieces}
         with torch.no_grad(), matmul_precision(out_sHV):
             for piece in self.docs.pieces:
@@ -266,8 +253,8 @@ class Scan:
     def summarize_grad(self, dout_sHV: Tensor) -> Tensor:
         """Return [i, H, K, m + V]: M^T of each exported state, and the gradient of each imported state if those of the
         exported ones are 0. A state that depends on no import has zeros."""
-        graph, exports, identity = self.docs.graph, self._exports, self.identity()
-        m, zeros = identity.shape[-1], self.zero_state()
+        graph, exports, identity = self.docs.graph, self.docs.exports, self.identity()
+        m, zeros = identity.shape[-1], zero_state(self.inputs)
         totals: dict[int, tuple[list[int], Tensor]] = {}  # by place: exports, and M^T of each next to the gradient
         with torch.no_grad(), matmul_precision(dout_sHV):
             for piece in self.docs.pieces[::-1]:
@@ -290,9 +277,9 @@ class Scan:
                 totals[piece.source] = places, total  # type: ignore[index]
         found = {place: total[..., i * m : (i + 1) * m] for of, total in totals.values() for i, place in enumerate(of)}
         items = []
-        for i in range(max(len(exports), len(self._imports))):
+        for i in range(max(len(exports), len(self.docs.imports))):
             matrix = found.get(exports[i]) if i < len(exports) else None
-            grad = totals.get(self._imports[i]) if i < len(self._imports) else None
+            grad = totals.get(self.docs.imports[i]) if i < len(self.docs.imports) else None
             parts = [torch.zeros_like(identity) if matrix is None else matrix]
             items.append(torch.cat([*parts, zeros if grad is None else grad[1][..., -zeros.shape[-1] :]], -1))
         return self._pad(items)
@@ -307,12 +294,12 @@ class Scan:
                     if graph.origins[export] == place and export in grads:
                         total = total + self.apply(matrix, grads[export])
                 grads[place] = grads[place] + total if place in grads else total
-        return {place: grad for place, grad in grads.items() if place in self._exports}
+        return {place: grad for place, grad in grads.items() if place in self.docs.exports}
 
     def backward(self, states: Tensor, dout_sHV: Tensor, grads: dict[int, Tensor]) -> dict[int, Tensor]:
         """Write the gradients of the inputs over the inputs; return those of the imported states. `grads`: those of the
         exported states."""
-        grads, kept, zeros = dict(grads), list(states), self.zero_state()
+        grads, kept, zeros = dict(grads), list(states), zero_state(self.inputs)
         with matmul_precision(dout_sHV):
             for piece in self.docs.pieces[::-1]:
                 dstate_HKV = grads.pop(piece.stop, zeros)
@@ -324,18 +311,10 @@ class Scan:
 
     # ---- helpers
 
-    @property
-    def _imports(self) -> list[int]:
-        return self.docs.graph.imports[self.docs.rank]
-
-    @property
-    def _exports(self) -> list[int]:
-        return self.docs.graph.exports[self.docs.rank]
-
     def _is_open(self, piece: Piece) -> bool:
         """Whether its first state depends on an import."""
         source = piece.source
-        return source in self._imports or (source is not None and self.docs.graph.origins[source] is not None)
+        return source in self.docs.imports or (source is not None and self.docs.graph.origins[source] is not None)
 
     def _segment(self, rows: slice) -> Any:
         return self.make_segment(type(self.inputs)(*(t[rows] for t in self.inputs)), self.docs.segment_ids(rows))
@@ -343,7 +322,7 @@ class Scan:
     def _pad(self, items: list[Tensor]) -> Tensor:
         """Return as many maps as on every other rank."""
         (H, K, m), V = self.identity().shape, self.inputs.v_sHV.shape[-1]
-        padded = self.zero_state().new_zeros(self.docs.graph.num_items, H, K, m + V)
+        padded = zero_state(self.inputs).new_zeros(self.docs.graph.num_items, H, K, m + V)
         for into, item in zip(padded, items, strict=False):
             into.copy_(item)
         return padded
@@ -389,6 +368,11 @@ def from_chunks(t_HnCK: Tensor, like: Tensor) -> Tensor:
     return t_HnCK.flatten(1, 2).transpose(0, 1)[: len(like)].to(like.dtype)
 
 
+def zero_state(inputs: Any) -> Tensor:
+    (_, H, V), K = inputs.v_sHV.shape, inputs.k_sJK.shape[-1]
+    return torch.zeros(H, K, V, dtype=wide(inputs.v_sHV), device=inputs.v_sHV.device)
+
+
 def wide(t: Tensor) -> torch.dtype:
     return torch.promote_types(t.dtype, torch.float32)
 
@@ -409,13 +393,10 @@ def matmul_precision(t: Tensor) -> Iterator[None]:
 # ---- tests of kernels
 
 
-def try_segment(
-    title: str, make: Callable[[Any, Tensor, bool], tuple[Any, dict[str, Tensor]]], inputs: Any
-) -> str | None:
-    """Compare output, states and gradients of a segment of TRIAL_TOKENS in two documents with a plain one in fp64.
-    Return what is wrong, after a warning, or None. Only a test shows what this version of Triton compiles correctly for
-    this GPU. `make` returns a segment and other gradients that its backward writes, given inputs, ids and whether it is
-    the plain one."""
+def try_segment(title: str, make: Callable[..., tuple[Any, dict[str, Tensor]]], inputs: Any) -> str | None:
+    """Compare output, states and gradients of a segment in two documents with a plain one in fp64. Return None, or what
+    is wrong, after a warning: only a test shows what this version of Triton compiles correctly for this GPU. `make`
+    returns a segment and other gradients of its backward, given inputs, ids and whether it is the plain one."""
     failure: str | None
     try:
         with torch.inference_mode(False):

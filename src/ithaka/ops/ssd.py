@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ithaka.ops.scan import TRIAL_TOKENS, Decays, LocalDocs, Scan, from_chunks, to_chunks, try_segment, wide
+from ithaka.ops.scan import TRIAL_TOKENS, Decays, Scan, from_chunks, to_chunks, try_segment, wide, zero_state
 from ithaka.ops.ssd_kernels import FusedSegment, runs_in_kernels
 from ithaka.plan.mixers import SSD_SEGMENT
 
@@ -44,13 +44,17 @@ class Ssd(Scan):
 
     segment_size: ClassVar[int] = SSD_SEGMENT
 
+    @property
+    def other_grads(self) -> list[Tensor]:
+        return [self.dskip_H]
+
     def make_segment(self, inputs: SsdInputs, ids: Tensor | None) -> Any:
         k, v = inputs.k_sJK, inputs.v_sHV
         is_fused = runs_in_kernels(k, v) and _try(v.device, v.dtype, k.shape[1:], v.shape[1:]) is None
         return (FusedSegment if is_fused else Segment)(inputs, ids, self.skip_H, self.dskip_H)
 
     def identity(self) -> Tensor:
-        return torch.ones_like(self.zero_state()[..., :1])
+        return torch.ones_like(zero_state(self.inputs)[..., :1])
 
     def apply(self, matrix_HKm: Tensor, state_HKV: Tensor) -> Tensor:
         return matrix_HKm * state_HKV
@@ -58,9 +62,7 @@ class Ssd(Scan):
 
 def run_ssd(inputs: SsdInputs, skip_H: Tensor) -> Tensor:
     """Run the recurrence over one short document, differentiably: [s, H, V]."""
-    s, device = len(inputs.v_sHV), inputs.v_sHV.device
-    state_HKV = Ssd(inputs, LocalDocs((0, s), 0, s, 1, device), skip_H, skip_H).zero_state()
-    return Segment(inputs, None, skip_H, skip_H).run(state_HKV)[0]
+    return Segment(inputs, None, skip_H, skip_H).run(zero_state(inputs))[0]
 
 
 class Segment(NamedTuple):
@@ -72,19 +74,15 @@ class Segment(NamedTuple):
     dskip_H: Tensor
 
     def extend(self, map_HKX: Tensor) -> Tensor:
-        (matrix_HKm, state_HKV), chunks = self._split(map_HKX), self._prepare()
+        (matrix_HKm, state_HKV), chunks = map_HKX.tensor_split((-self.inputs.v_sHV.shape[-1],), -1), self._prepare()
         return torch.cat([chunks.passing.prod(1) * matrix_HKm, chunks.states(state_HKV)[1]], -1)
 
     def extend_grad(self, map_HKX: Tensor, dout_tHV: Tensor) -> Tensor:
-        (matrix_HKm, dstate_HKV), chunks = self._split(map_HKX), self._prepare()
+        (matrix_HKm, dstate_HKV), chunks = map_HKX.tensor_split((-self.inputs.v_sHV.shape[-1],), -1), self._prepare()
         read = chunks.reads.mT @ to_chunks(dout_tHV, map_HKX.dtype)
         for passing, added_HKV in zip(chunks.passing.unbind(1)[::-1], read.unbind(1)[::-1], strict=True):
             dstate_HKV = passing * dstate_HKV + added_HKV
         return torch.cat([chunks.passing.prod(1) * matrix_HKm, dstate_HKV], -1)
-
-    def _split(self, map_HKX: Tensor) -> tuple[Tensor, ...]:
-        V = self.inputs.v_sHV.shape[-1]
-        return map_HKX.split((map_HKX.shape[-1] - V, V), -1)
 
     def forward(self, state_HKV: Tensor, out_tHV: Tensor) -> Tensor:
         out_tHV[:], state_HKV = self.run(state_HKV)

@@ -54,17 +54,14 @@ class FusedSegment:
         self.grid = (self.num_blocks * H * (V // columns),)
 
     def extend(self, map_HKX: Tensor) -> Tensor:
-        matrix_HKm, state_HKV = self._split(map_HKX)
+        matrix_HKm, state_HKV = map_HKX.tensor_split((-self.V,), -1)
         _, decays, state_HKV = self._states(state_HKV)
         return torch.cat([decays.prod(0)[:, None, None] * matrix_HKm, state_HKV[:, : self.K]], -1)
 
     def extend_grad(self, map_HKX: Tensor, dout_tHV: Tensor) -> Tensor:
-        matrix_HKm, dstate_HKV = self._split(map_HKX)
+        matrix_HKm, dstate_HKV = map_HKX.tensor_split((-self.V,), -1)
         _, decays, dstate_HKV = self._states(dstate_HKV, dout_tHV.contiguous())
         return torch.cat([decays.prod(0)[:, None, None] * matrix_HKm, dstate_HKV[:, : self.K]], -1)
-
-    def _split(self, map_HKX: Tensor) -> tuple[Tensor, ...]:
-        return map_HKX.split((map_HKX.shape[-1] - self.V, self.V), -1)
 
     def forward(self, state_HKV: Tensor, out_tHV: Tensor) -> Tensor:
         assert out_tHV.is_contiguous()

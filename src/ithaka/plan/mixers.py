@@ -122,33 +122,25 @@ class Ssd(DeltaRule):
 
 @dataclass(frozen=True)
 class Convolution(Mixer):
-    """A short convolution, which a layer computes with its projections."""
+    """A short convolution, which a layer computes with its projections. Without channels, the layer has no mixer."""
 
-    channels: int
+    channels: int = 0
 
-    name = "short convolution"
-    why_no_ring = DeltaRule.why_no_ring
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "short convolution" if self.channels else "no attention"
+
+    @property
+    def why_no_ring(self) -> str | None:  # type: ignore[override]
+        return DeltaRule.why_no_ring if self.channels else None
 
     def sizes(self, *arguments: Any) -> ConvolutionBytes:
         return ConvolutionBytes(self, *arguments)
 
-    def seconds(self, layer: LayerSeconds, work: StepShape) -> tuple[float, float]:
+    def seconds(self, *arguments: Any) -> tuple[float, float]:
         return 0.0, 0.0
 
-    def exchange_seconds(self, layer: LayerSeconds) -> tuple[float, float]:
-        return 0.0, 0.0
-
-
-@dataclass(frozen=True)
-class NoMixer(Mixer):
-    """A layer whose work is all per token."""
-
-    name = "no attention"
-
-    def sizes(self, *arguments: Any) -> ConvolutionBytes:
-        return ConvolutionBytes(None, *arguments)
-
-    seconds, exchange_seconds = Convolution.seconds, Convolution.exchange_seconds
+    exchange_seconds = seconds
 
 
 @dataclass(frozen=True)
@@ -226,12 +218,10 @@ class DeltaBytes(LayerBytes):
 class ConvolutionBytes(LayerBytes):
     """Sizes of a layer with a short convolution, whose output is what its capture pass projects, or without a mixer."""
 
-    def __init__(self, convolution: Convolution | None, *arguments: Any) -> None:
+    def __init__(self, convolution: Convolution, *arguments: Any) -> None:
         super().__init__(*arguments)
-        width = convolution.channels if convolution else 0
-        self.projected = self.douts = self.outputs = self.s * width * self.layout.element_bytes
-        self.graphs *= bool(width)
-        self.qkv = 0
+        self.projected = self.douts = self.outputs = self.s * convolution.channels * self.layout.element_bytes
+        self.graphs, self.qkv = self.graphs * bool(convolution.channels), 0
 
     def mix_points(self, phase: str, stream: int) -> Iterator[MemoryPoint]:
         if self.projected:
@@ -270,7 +260,7 @@ class SideBySideBytes(LayerBytes):
 
 # ---- JSON
 
-_TYPES: dict[str, Any] = {kind.__name__: kind for kind in (Ssd, Convolution, NoMixer, SideBySide)}
+_TYPES: dict[str, Any] = {kind.__name__: kind for kind in (Ssd, Convolution, SideBySide)}
 
 
 def mixers_to_json(mixers: Sequence[Any]) -> dict[str, Any]:

@@ -115,10 +115,10 @@ class Recorder:
             if all(x.dim() == 3 for x in (output, *(call[0] for call in self.calls))):
                 return output
         except (ValueError, IndexError) as error:
-            if expected := re.match(r"not enough values to unpack \(expected (\d+)", str(error)):
-                num_outputs = int(expected[1])
-            elif all(call[0].dim() == 3 for call in self.calls):
+            expected = re.match(r"not enough values to unpack \(expected (\d+)", str(error))
+            if expected is None and all(call[0].dim() == 3 for call in self.calls):
                 raise
+            num_outputs = int(expected[1]) if expected else 1
         if self.recorded[0].num_outputs is not None:
             raise ValueError(f"its layers do not return {self.recorded[0].num_outputs} values each")
         for layer in self.recorded:
