@@ -11,7 +11,11 @@ from decoders import HYBRIDS, RECURRENT, tiny_decoder
 from general import add_lora, assert_equal, compare, gradient_errors, worst_error
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError
+from ithaka.layer.inputs import LayerInputs
+from ithaka.layer.mixer import LayerSpec
+from ithaka.layer.passes import LayerPasses
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
+from ithaka.mixers.scan_call import SsdTap
 from ithaka.model.build import parallelize_model
 from ithaka.ops import scan
 from ithaka.ops.scan import Halos, LocalDocs
@@ -160,6 +164,17 @@ def test_injected_bugs_are_detected(plain, bug, monkeypatch):
     bug(monkeypatch)
     error, _ = worst_error(compare(plain, Layout(2), **documents(5, 10, 1, 4)))
     assert error > 1e-4
+
+
+def test_capture_passes_count_nothing():
+    """A compiler makes a graph for each value of a counter, so for each tile."""
+    layer = tiny_decoder("bamba", torch.float32).model.layers[0]
+    tap, counters = SsdTap.find(layer), []
+    passes = LayerPasses("layer 0", layer, LayerSpec(), taps=[tap])
+    for _ in range(3):
+        assert passes.find_call(torch.randn(5, 32), LayerInputs.pack((), {}, (), 5)) is not None
+        counters.append({name: value for name, value in vars(tap).items() if isinstance(value, int)})
+    assert counters[0] == counters[1] == counters[2]
 
 
 def test_rings_are_refused(plain):
