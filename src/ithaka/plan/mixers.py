@@ -137,10 +137,11 @@ class Convolution(Mixer):
     def sizes(self, *arguments: Any) -> ConvolutionBytes:
         return ConvolutionBytes(self, *arguments)
 
-    def seconds(self, *arguments: Any) -> tuple[float, float]:
+    def seconds(self, layer: LayerSeconds, work: StepShape) -> tuple[float, float]:
         return 0.0, 0.0
 
-    exchange_seconds = seconds
+    def exchange_seconds(self, layer: LayerSeconds) -> tuple[float, float]:
+        return 0.0, 0.0
 
 
 @dataclass(frozen=True)
