@@ -10,7 +10,7 @@ import torch
 from decoders import HYBRIDS, RECURRENT, tiny_decoder
 from general import add_lora, assert_equal, compare, gradient_errors, worst_error
 from ithaka.comm.mesh import make_mesh
-from ithaka.config import ConfigError
+from ithaka.config import AdapterConfig, ConfigError
 from ithaka.layer.inputs import LayerInputs
 from ithaka.layer.mixer import LayerSpec
 from ithaka.layer.passes import LayerPasses
@@ -21,6 +21,7 @@ from ithaka.ops import scan
 from ithaka.ops.scan import Halos, LocalDocs
 from ithaka.plan.hardware import parse_gpus
 from ithaka.run.request import make_request
+from ithaka.weights.adapters import make_lora_config
 from parity import plain_sum, random_ids
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers", "probes_once")
@@ -123,6 +124,14 @@ def test_adapters_equal_peft(family):
     errors = compare(plain, Layout(2, tile_tokens=5), **documents(7, 1, 10))
     assert_equal(errors)
     assert len(errors[0]) == 1 + sum(param.requires_grad for param in plain.parameters())
+
+
+def test_all_linear_leaves_out_what_peft_refuses():
+    adapter = AdapterConfig(targets="all-linear")
+    targets = make_lora_config(adapter, None, tiny_decoder("falcon_h1", torch.float32)).target_modules
+    assert "in_proj" in targets and "out_proj" not in targets
+    with pytest.raises(ConfigError, match="adapter.targets=all-linear leaves out .*use names such as"):
+        make_lora_config(adapter, None, tiny_decoder("nemotron_h", torch.float32))
 
 
 def errors_over_gloo(family):

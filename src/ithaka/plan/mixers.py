@@ -259,8 +259,6 @@ class SideBySideBytes(LayerBytes):
         return self.second.tile_bytes(work)
 
 
-# ---- JSON
-
 _TYPES: dict[str, Any] = {kind.__name__: kind for kind in (Ssd, Convolution, SideBySide)}
 
 
