@@ -101,13 +101,13 @@ def _show_error(finding: Finding) -> str:
 
 def describe(finding: Finding) -> str:
     """The kinds of attention in words."""
-    layers = finding.layers
+    layers = [each for each in finding.layers if not each.get("name")]
+    recurrences = sorted({each["name"].split(" ", 1)[-1] for each in finding.layers if each.get("name")})
     reach = {"window" if each["window"] else "chunk" if each.get("chunk") else "full" for each in layers}
     words = [" and ".join(sorted(reach, key=["full", "window", "chunk"].index))] if reach else [finding.why]
     if sinks := [bool(each.get("has_sinks")) for each in layers if each.get("has_sinks")]:
         words.append("sinks" if len(sinks) == len(layers) else "sinks in some layers")
-    if any(each.get("delta") for each in layers):
-        words.append("gated delta rule")
+    words += recurrences
     if any(each.get("softcap") for each in layers):
         words.append("softcap")
     if any(each["head_dim"] != each["v_head_dim"] for each in layers):

@@ -31,6 +31,24 @@ DECODERS: dict[str, dict] = {
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
 DELTA |= {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 HYBRIDS = dict.fromkeys(("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid"), DELTA)
+# Models with Mamba2 or short convolutions. Step sizes reach the limits.
+MAMBA = {"mamba_n_heads": 8, "mamba_num_heads": 8, "mamba_d_head": 8, "mamba_head_dim": 8, "mamba_n_groups": 2}
+MAMBA |= {"mamba_d_state": 6, "ssm_state_size": 6, "mamba_expand": 2, "mamba_d_ssm": 64, "mamba_chunk_size": 4}
+MAMBA |= {"time_step_min": 0.3, "time_step_limit": (0.3, 1.5), "num_hidden_layers": 2}
+CONVOLUTIONS = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
+RECURRENT: dict[str, dict] = {
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 20},
+    "nemotron_h": {
+        **MAMBA,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+        "moe_shared_expert_intermediate_size": 20,
+    },
+    "falcon_h1": MAMBA,
+    "lfm2": CONVOLUTIONS,
+    "lfm2_moe": {**CONVOLUTIONS, "num_dense_layers": 1},
+}
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -69,7 +87,7 @@ SIZES = {
 def tiny_decoder(family: str, dtype: torch.dtype = torch.float64, **changes) -> PreTrainedModel:
     if family not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    sizes = {**SIZES, **DECODERS.get(family, {}), **HYBRIDS.get(family, {}), **changes}
+    sizes = {**SIZES, **(DECODERS | HYBRIDS | RECURRENT).get(family, {}), **changes}
     return random_decoder(AutoConfig.for_model(family, **sizes), dtype)
 
 

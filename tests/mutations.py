@@ -125,6 +125,49 @@ MUTATIONS = (
         "teacher = 0",
         "test_distillation_runs.py -k plans",
     ),
+    # ---- recurrences
+    Mutation(
+        "a recurrent document starts with the state of the one before",
+        "ops/scan.py",
+        "return self._ids[rows.start : rows.stop + 1] if self.has_reset(rows.start, rows.stop) else None",
+        "return None",
+        "test_scan.py -k 'Mamba and packed'",
+    ),
+    Mutation(
+        "a recurrent halo comes from the wrong rank",
+        "ops/scan.py",
+        "rows = {token: q * self.num_sent + i for",
+        "rows = {token: (q + 1) % len(ranks) * self.num_sent + i for",
+        "test_scan.py -k halos",
+    ),
+    Mutation(
+        "a recurrent state decays twice",
+        "ops/ssd.py",
+        "            state_HKV = passing * state_HKV + added_HKV",
+        "            state_HKV = passing * passing * state_HKV + added_HKV",
+        "test_scan.py -k 'Mamba and document'",
+    ),
+    Mutation(
+        "the gradient of a recurrent child's first state is dropped",
+        "ops/scan.py",
+        "grads[source] = grads[source] + dstate_HKV if source in grads else dstate_HKV",
+        "grads[source] = dstate_HKV",
+        "test_scan.py -k 'Mamba and answers'",
+    ),
+    Mutation(
+        "the gradient of a recurrent child on another rank is dropped",
+        "ops/scan.py",
+        "grads[place] = grads[place] + total if place in grads else total",
+        "grads[place] = total",
+        "test_scan.py -k 'Delta and answers'",
+    ),
+    Mutation(
+        "a kernel of Mamba2 does not decay what leaves a chunk",
+        "ops/ssd_kernels.py",
+        "state = state * p + _dot(tl.trans(k_CK), y * f[:, None], WIDE)",
+        "state = state * p + _dot(tl.trans(k_CK), y, WIDE)",
+        "test_scan.py -k 'kernels and ssd'",
+    ),
     # ---- train
     Mutation(
         "MFU is doubled",

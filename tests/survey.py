@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from ithaka.roots.fast import map_layer
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
 
@@ -26,7 +27,6 @@ from ithaka.checks.verify import InFloat64
 from ithaka.config import ConfigError
 from ithaka.layer import schedule
 from ithaka.layout import Layout
-from ithaka.roots.fast import map_layer
 from ithaka.roots.find import find_root
 from parity import random_ids
 
@@ -131,6 +131,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": QWEN4 | {"head_dim": 16},
     "qwen4_exp": {"text_config": QWEN4 | {"head_dim": 16}},
     "dots1": {"n_shared_experts": 1},
+    "bamba": {"attn_layer_indices": [1]},
     "mllama": {"text_config": {"cross_attention_layers": [1]}},
 }
 
@@ -375,7 +376,7 @@ def read_layers(model: PreTrainedModel) -> list[dict[str, Any]]:
     if root.uses_fast_path:
         parts = [map_layer(model, i) for i in range(len(root.layers))]
         return [{"head_dim": p.head_dim, "v_head_dim": p.head_dim, "window": p.window} for p in parts]
-    names = ["head_dim", "v_head_dim", "window", "chunk", "softcap", "has_sinks", "key_dim"]
+    names = ["head_dim", "v_head_dim", "window", "chunk", "softcap", "has_sinks", "name"]
     root.find_specs(torch.device("cpu"))
     return [{name: getattr(mixer, name, None) for name in names} for mixer in root.mixers]
 

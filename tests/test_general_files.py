@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from decoders import DECODERS, HYBRIDS, tiny_decoder
+from decoders import DECODERS, HYBRIDS, RECURRENT, tiny_decoder
 from ithaka.checkpoint.export import export
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig, ConfigError, ModelConfig, RopeConfig, load_config, to_yaml
@@ -39,7 +39,8 @@ def save_decoder(folder, family, **changes):
     kinds = ["sliding_attention", "full_attention"]
     types = {"layer_types": kinds} if family in ("gpt_oss", "gemma2", "gemma3_text", "olmo3", "cohere2") else {}
     types |= {"layer_types": ["linear_attention", "full_attention"]} if family in HYBRIDS else {}
-    model = tiny_decoder(family, torch.float32, num_hidden_layers=2, **types, **changes)
+    types |= {} if family == "nemotron_h" else {"num_hidden_layers": 2}
+    model = tiny_decoder(family, torch.float32, **types, **changes)
     for name, buffer in model.named_buffers():
         if "correction" in name:
             buffer.copy_(torch.linspace(-0.1, 0.1, buffer.numel()).view_as(buffer))
@@ -94,7 +95,7 @@ ALWAYS = ("glm4_moe", "mixtral", "gemma2")
     "family",
     [
         pytest.param(family, marks=() if family in ALWAYS else pytest.mark.slow)
-        for family in (*DECODERS, *HYBRIDS, "mixtral", "qwen3_moe")
+        for family in (*DECODERS, *HYBRIDS, *RECURRENT, "mixtral", "qwen3_moe")
     ],
 )
 def test_loaded_files_are_saved_byte_for_byte(ranks, tmp_path, family):

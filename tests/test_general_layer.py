@@ -347,9 +347,9 @@ def test_layers_in_bf16_share_exact_angles(monkeypatch):
     model, tables = parallelize_model(plain, layout=Layout(dtype="bfloat16")), []
     find_call = LayerPasses.find_call
 
-    def record_angles(runs, x, arguments):
+    def record_angles(runs, x, arguments, mixer):
         tables.extend(t for t in arguments.leaves if isinstance(t, torch.Tensor) and t.is_floating_point())
-        call = find_call(runs, x, arguments)
+        call = find_call(runs, x, arguments, mixer)
         assert {t.dtype for t in (x, call.q_HtK, call.k_GtK, call.v_GtV)} == {torch.bfloat16}
         return call
 

@@ -378,13 +378,13 @@ def test_two_attention_calls_are_refused():
     assert_refuses(plant(AttendsTwice), "makes 2 attention calls in", "layers.0")
 
 
-class AttendsNever(Olmo2DecoderLayer):
+class MixesWithoutACall(Olmo2DecoderLayer):
     def forward(self, hidden_states, **kwargs):
-        return hidden_states + self.mlp(hidden_states)
+        return hidden_states + self.mlp(hidden_states.cumsum(1))
 
 
-def test_a_layer_without_an_attention_call_is_refused():
-    assert_refuses(plant(AttendsNever, slice(1, 2)), "layers.1 that makes no attention call")
+def test_a_layer_that_mixes_tokens_without_an_attention_call_is_refused():
+    assert_refuses(plant(MixesWithoutACall, slice(1, 2)), "layers.1 that makes no attention call")
 
 
 class PassesAnOption(Olmo2Attention):
@@ -431,7 +431,6 @@ def test_a_layer_that_reads_the_attention_weights_is_refused():
     "family, changes, reason",
     [
         ("mamba", {}, "no list of decoder layers"),
-        ("lfm2", {"layer_types": ["full_attention", "conv"]}, "layers.1 that makes no attention call"),
         ("bloom", {"n_head": 8}, "model.layers"),
         ("mpt", {"n_heads": 8, "d_model": 32, "n_layers": 2}, "model.layers"),
     ],

@@ -1,21 +1,27 @@
-"""Models with the gated delta rule: loss and every gradient equal those of each document alone in transformers."""
+"""Models with the gated delta rule, Mamba2 or short convolutions: loss and every gradient equal those of each document
+alone in transformers."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
-from decoders import HYBRIDS, tiny_decoder
+from decoders import HYBRIDS, RECURRENT, tiny_decoder
 from general import add_lora, assert_equal, compare, gradient_errors, worst_error
 from ithaka.comm.mesh import make_mesh
-from ithaka.config import ConfigError
+from ithaka.config import AdapterConfig, ConfigError
+from ithaka.layer.inputs import LayerInputs
+from ithaka.layer.mixer import LayerSpec
+from ithaka.layer.passes import LayerPasses
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
-from ithaka.mixers.delta import DeltaMixer
+from ithaka.mixers.scan_call import SsdTap
 from ithaka.model.build import parallelize_model
-from ithaka.ops import delta_rule
-from ithaka.ops.delta_rule import LocalDocs
+from ithaka.ops import scan
+from ithaka.ops.scan import Halos, LocalDocs
 from ithaka.plan.hardware import parse_gpus
 from ithaka.run.request import make_request
+from ithaka.weights.adapters import make_lora_config
 from parity import plain_sum, random_ids
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers", "probes_once")
@@ -27,8 +33,8 @@ PROJECTIONS = ActivationPolicy("device", "device", projections=True)
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Give every rank several chunks and segments."""
-    monkeypatch.setattr(delta_rule, "CHUNK_TOKENS", 2)
-    monkeypatch.setattr(delta_rule, "SEGMENT_ROWS", 4 * 4)
+    monkeypatch.setattr(scan, "CHUNK_TOKENS", 2)
+    monkeypatch.setattr(scan, "SEGMENT_ROWS", 4 * 4)
 
 
 def documents(*lengths: int):
@@ -53,18 +59,20 @@ def padding(left: int, right: int):
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
-CASES = {  # layout, inputs; each of four ranks has 6 of 24 tokens
+CASES = {  # layout, inputs; each layer keeps the same, and each of four ranks has 6 of 24 tokens
     "one document over four ranks, in tiles below the halo": (Layout(4, tile_tokens=2), {}),
     "ends around rank boundaries": (Layout(4, tile_tokens=4), documents(5, 7, 7, 5)),
     "ends within the convolution's reach": (Layout(4), documents(8, 2, 5, 9)),
     "one-token documents around a boundary, and one over three ranks": (
-        Layout(4, tile_tokens=5, kept=(HOST,) * 3),
+        Layout(4, tile_tokens=5, kept=(HOST,)),
         documents(4, 1, 1, 1, 15, 2),
     ),
-    "shares below the convolution's reach": (Layout(4, kept=(PROJECTIONS,) * 3), documents(3, 4, 1)),
-    "a rank with padding only": (Layout(4, kept=(EVERYTHING,) * 3), documents(5)),
+    "shares below the convolution's reach": (Layout(4, kept=(PROJECTIONS,)), documents(3, 4, 1)),
+    "a rank with padding only": (Layout(4, kept=(EVERYTHING,)), documents(5)),
     "padding before and after rows": (Layout(2, tile_tokens=5), padding(4, 6)),
     "without overlap, everything recomputed": (Layout(2, tile_tokens=5, overlap=False), documents(9, 10)),
+    "documents shorter than the convolution on three ranks": (Layout(3, tile_tokens=5), documents(8, 2, 1, 7, 6)),
+    "one rank": (Layout(1, tile_tokens=5), documents(7, 1, 10)),
 }
 
 
@@ -73,30 +81,61 @@ def plain():
     return tiny_decoder("qwen3_5_text")
 
 
+def compare_case(plain, case):
+    layout, inputs = CASES[case]
+    layout = replace(layout, kept=layout.kept[:1] * plain.config.num_hidden_layers)
+    assert_equal(compare(plain, layout, **inputs))
+
+
 ALWAYS = [case for case in CASES if case.startswith(("one-token", "padding"))]
 
 
 @pytest.mark.parametrize("case", ALWAYS)
 def test_packed_documents_equal_each_document_alone(plain, case):
-    layout, inputs = CASES[case]
     plain.zero_grad()
-    assert_equal(compare(plain, layout, **inputs))
+    compare_case(plain, case)
+
+
+QUICK = {  # of the six types, those whose layers differ the most
+    "nemotron_h": "one-token documents around a boundary, and one over three ranks",
+    "falcon_h1": "documents shorter than the convolution on three ranks",
+    "lfm2": "ends within the convolution's reach",
+}
+
+
+@pytest.mark.parametrize("family", QUICK)
+def test_mamba_and_short_convolutions_equal_each_document_alone(family):
+    compare_case(tiny_decoder(family), QUICK[family])
 
 
 def test_fused_projections_and_experts():
     assert_equal(compare(tiny_decoder("qwen3_next"), Layout(2, tile_tokens=5), **documents(7, 1, 10)))
 
 
-def test_adapters_equal_peft():
-    names = ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "down_proj"]
-    plain = add_lora(tiny_decoder("qwen3_5_text"), target_modules=names)
+ADAPTED = {
+    "qwen3_5_text": ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "down_proj"],
+    "falcon_h1": ["in_proj", "q_proj", "o_proj", "down_proj"],  # PEFT refuses out_proj, which mamba-ssm bypasses
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", pytest.param("falcon_h1", marks=pytest.mark.slow)])
+def test_adapters_equal_peft(family):
+    plain = add_lora(tiny_decoder(family), target_modules=ADAPTED[family])
     errors = compare(plain, Layout(2, tile_tokens=5), **documents(7, 1, 10))
     assert_equal(errors)
     assert len(errors[0]) == 1 + sum(param.requires_grad for param in plain.parameters())
 
 
-def errors_over_gloo():
-    plain = tiny_decoder("qwen3_5_text", torch.float32)
+def test_all_linear_leaves_out_what_peft_refuses():
+    adapter = AdapterConfig(targets="all-linear")
+    targets = make_lora_config(adapter, None, tiny_decoder("falcon_h1", torch.float32)).target_modules
+    assert "in_proj" in targets and "out_proj" not in targets
+    with pytest.raises(ConfigError, match="adapter.targets=all-linear leaves out .*use names such as"):
+        make_lora_config(adapter, None, tiny_decoder("nemotron_h", torch.float32))
+
+
+def errors_over_gloo(family):
+    plain = tiny_decoder(family, torch.float32)
     model = parallelize_model(copy.deepcopy(plain), mesh=make_mesh(2), layout=Layout(2, tile_tokens=5))
     ids = random_ids(1, 24)
     plain(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -106,21 +145,20 @@ def errors_over_gloo():
 
 def test_states_pass_between_processes(ranks):
     """Runs on gloo, which rejects some tensors that the threaded group accepts."""
-    assert_equal(ranks.run(2, errors_over_gloo), tolerance=1e-3)
+    for family in ("qwen3_5_text", "falcon_h1"):
+        assert_equal(ranks.run(2, errors_over_gloo, family), tolerance=1e-3)
 
 
 def _leak_states(monkeypatch):
-    has_start = LocalDocs.has_start
-    monkeypatch.setattr(LocalDocs, "has_start", lambda self, rows: rows.start < 0 and has_start(self, rows))
+    monkeypatch.setattr(LocalDocs, "segment_ids", lambda self, rows: None)
 
 
 def _convolve_across_documents(monkeypatch):
-    has_start = LocalDocs.has_start
-    monkeypatch.setattr(LocalDocs, "has_start", lambda self, rows: rows.start % 4 == 0 and has_start(self, rows))
+    monkeypatch.setattr(LocalDocs, "tile_ids", lambda self, rows: None)
 
 
 def _lose_halo_gradient(monkeypatch):
-    monkeypatch.setattr(DeltaMixer, "_return_halo_grad", lambda self, *tensors: None)
+    monkeypatch.setattr(Halos, "collect_backward", lambda self, *tensors: None)
 
 
 @pytest.mark.parametrize(
@@ -137,26 +175,41 @@ def test_injected_bugs_are_detected(plain, bug, monkeypatch):
     assert error > 1e-4
 
 
-def test_rings_and_shared_prefixes_are_refused(plain):
+def test_capture_passes_count_nothing():
+    """A compiler makes a graph for each value of a counter, so for each tile."""
+    layer = tiny_decoder("bamba", torch.float32).model.layers[0]
+    tap, counters = SsdTap.find(layer), []
+    passes = LayerPasses("layer 0", layer, LayerSpec(), taps=[tap])
+    for _ in range(3):
+        assert passes.find_call(torch.randn(5, 32), LayerInputs.pack((), {}, (), 5)) is not None
+        counters.append({name: value for name, value in vars(tap).items() if isinstance(value, int)})
+    assert counters[0] == counters[1] == counters[2]
+
+
+def test_rings_are_refused(plain):
     with pytest.raises(ConfigError, match=r"parallel.ring=2 is not supported for model_type=qwen3_5_text.*ring=1"):
         compare(plain, Layout(2, ring=2))
     with pytest.raises(ConfigError, match=r"parallel.ring=2 is not supported for model_type=qwen3_5_text.*use 1"):
         make_request("qwen3.5-9b", parse_gpus("8xH200"), "64K", 1, ["parallel.ring=2"])
-    inputs = documents(5, 10)
-    parents = torch.where(inputs["document_ids"] == 1, 0, -1)
-    with pytest.raises(ValueError, match="parents is not supported with the gated delta rule"):
-        compare(plain, Layout(), **inputs, parents=parents)
 
 
-def test_mamba_is_refused():
-    sizes = {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
-    with pytest.raises(ConfigError, match=r"model_type=bamba mixes tokens with Mamba's recurrence.*gated delta rule"):
-        parallelize_model(tiny_decoder("bamba", num_hidden_layers=2, **sizes))
+def test_shared_blocks_and_mamba_1_are_refused():
+    kinds = ["hybrid", "mamba", "hybrid", "mamba"]
+    sizes = {
+        "layers_block_type": kinds,
+        "mamba_d_state": 8,
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 8,
+        "num_mem_blocks": 1,
+    }
+    with pytest.raises(ConfigError, match=r"model_type=zamba2 shares parameters between layers.*gated delta rule"):
+        parallelize_model(tiny_decoder("zamba2", **sizes))
+    with pytest.raises(ConfigError, match=r"model_type=jamba mixes tokens with the recurrence of Mamba 1"):
+        parallelize_model(tiny_decoder("jamba", num_hidden_layers=2, mamba_d_state=4))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", [*HYBRIDS, *RECURRENT])
 @pytest.mark.parametrize("case", CASES)
 def test_every_family_and_case(family, case):
-    layout, inputs = CASES[case]
-    assert_equal(compare(tiny_decoder(family), layout, **inputs))
+    compare_case(tiny_decoder(family), case)

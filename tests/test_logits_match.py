@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from decoders import DECODERS, HYBRIDS, tiny_decoder
+from decoders import DECODERS, HYBRIDS, RECURRENT, tiny_decoder
 from grids import diagonal
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig
@@ -81,7 +81,7 @@ def test_each_data_parallel_rank_gets_the_logits_of_its_own_rows(ranks):
     "family",
     [
         name if name in ("gpt_oss", "qwen3_next") else pytest.param(name, marks=pytest.mark.slow)
-        for name in (*DECODERS, *HYBRIDS)
+        for name in (*DECODERS, *HYBRIDS, *RECURRENT)
     ],
 )
 def test_general_layers_generate_the_tokens_of_transformers(family, quiet_transformers):

@@ -7,12 +7,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from allocations import rehearsed_peaks
-from decoders import DECODERS, HYBRIDS, SIZES, tiny_decoder
+from decoders import DECODERS, HYBRIDS, RECURRENT, SIZES, tiny_decoder
 from ithaka.config import AdapterConfig
 from ithaka.layout import make_layout
 from ithaka.model.shape import measure_layers, measure_model
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import parse_gpus
+from ithaka.plan.mixers import mixers_from_json, mixers_to_json
 from ithaka.plan.models import built_in_decoders, find_config, shape_to_json
 from ithaka.plan.shape import AttentionKind, StepShape
 from ithaka.run.shapes import shape_from_config
@@ -70,7 +71,13 @@ CASES = [
 OLMO = ("olmo2", True, None, 128, 64, WIDE)
 DELTA = {"layer_types": ["linear_attention"] * 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
 HYBRID = ("qwen3_5_text", True, None, 256, 64, DELTA)
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in (HYBRID, *CASES)]
+MAMBA = {"hidden_size": 256, "intermediate_size": 400, "mamba_n_heads": 16, "mamba_d_head": 32, "mamba_d_state": 64}
+RECURRENCES = [
+    HYBRID,
+    ("bamba", True, None, 256, 64, {**MAMBA, "attn_layer_indices": []}),
+    ("falcon_h1", False, None, 256, 64, {**MAMBA, "mamba_d_ssm": 512}),
+]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in (*RECURRENCES, *CASES)]
 
 
 def test_head_dims_may_differ_between_kinds_of_layers():
@@ -81,14 +88,24 @@ def test_head_dims_may_differ_between_kinds_of_layers():
     assert measure_layers(model).attention_kinds == (AttentionKind(16, 4, 5), AttentionKind(32, 4))
 
 
+def test_recurrences_and_layers_without_attention_are_planned():
+    """Of Nemotron-H, which has layers of each kind, and Falcon-H1, with two mixers in a layer."""
+    names = ["Mamba2", "no attention", "full attention", "no attention"]
+    for family, wanted in (("nemotron_h", names), ("falcon_h1", ["full attention and Mamba2"] * 2)):
+        shape = measure_layers(tiny_decoder(family, torch.bfloat16))
+        assert [mixer.name for mixer in shape.mixers] == wanted
+        assert mixers_from_json(json.loads(json.dumps(mixers_to_json(shape.mixers)))) == shape.mixers
+        assert shape.why_no_ring and shape.attention_kinds == (AttentionKind(16, 4),)
+
+
 @pytest.mark.parametrize("family,overlap,stage,tokens,tile,changes", [OLMO, *SLOW])
 def test_general_layers_peak_as_planned(family, overlap, stage, tokens, tile, changes):
-    """Checks every layer of a step on rank 0 of 2. The plan assumes a GPU's kernels; a CPU needs a little more. The
-    gated delta rule runs in fp32 here: its bf16 kernels need a GPU."""
-    sizes = {**SIZES, **(DECODERS | HYBRIDS).get(family, {}), "model_type": family, **changes}
+    """Checks every layer of a step on rank 0 of 2. The plan assumes a GPU's kernels; a CPU needs a little more.
+    Recurrences run in fp32 here: their bf16 kernels need a GPU."""
+    sizes = {**SIZES, **(DECODERS | HYBRIDS | RECURRENT).get(family, {}), "model_type": family, **changes}
     sizes = AutoConfig.for_model(**sizes | {"num_hidden_layers": 2, "sliding_window": 64}).to_dict()
     counts = {"keep_attention": 1, "input_tier": "device" if overlap else "host"}
-    dtype = "float32" if family in HYBRIDS else "bfloat16"
+    dtype = "float32" if family in HYBRIDS | RECURRENT else "bfloat16"
     layout = make_layout(2, cp=2, heads_per_stage=stage, tile_tokens=tile, dtype=dtype, overlap=overlap, **counts)
     shape = measure_model(sizes, family)
     planned = {

@@ -169,6 +169,10 @@ GENERAL = {  # family, changes to its configuration, adapter, layout
     "experts": ("deepseek_v3", {"num_hidden_layers": 2}, None, Layout(4, tile_tokens=3)),
     "sinks, windows, experts": ("gpt_oss", {"num_hidden_layers": 2, "sliding_window": 5}, None, Layout(2)),
     "chunks": ("llama4_text", CHUNKS, None, Layout(2, tile_tokens=5)),
+    "gated delta rule": ("qwen3_5_text", {}, None, Layout(4, tile_tokens=3)),
+    "Mamba2": ("bamba", {}, None, Layout(2, tile_tokens=5)),
+    "short convolutions": ("lfm2", {}, None, Layout(3)),
+    "attention and Mamba2 side by side": ("falcon_h1", {}, None, Layout(3, tile_tokens=7)),
     "adapter": (
         "gemma3_text",
         {"num_hidden_layers": 2},
@@ -178,10 +182,11 @@ GENERAL = {  # family, changes to its configuration, adapter, layout
 }
 
 
+SLOW = ("experts", "short convolutions")
+
+
 @pytest.mark.usefixtures("quiet_transformers", "probes_once")
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "experts")) for case in GENERAL]
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in GENERAL])
 def test_forests_with_experts_adapters_and_other_masks(case):
     family, changes, adapter, layout = GENERAL[case]
     plain = tiny_decoder(family, **changes)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from decoders import DELTA, HYBRIDS, tiny_decoder
+from decoders import DELTA, HYBRIDS, RECURRENT, tiny_decoder
 from ithaka import cli
 from ithaka.attention.docs import Docs
 from ithaka.checks import verify
@@ -57,7 +57,7 @@ def saved(tmp_path_factory):
     def save(family: str, heads: int = 4, kv_heads: int = 2, **changes) -> Path:
         folder = tmp_path_factory.mktemp(family)
         sizes = {"vocab_size": 1100, "num_hidden_layers": 4, **changes}
-        if family in HYBRIDS:
+        if family in HYBRIDS | RECURRENT:
             # Freshly initialized weights make the gradients of decays small.
             model = AutoModelForCausalLM.from_config(tiny_decoder(family, torch.float32, **sizes).config)
         else:
@@ -97,6 +97,8 @@ CASES = [
     ("qwen2", 4, 2, 1, None, {"max_window_layers": 3}),  # the last layer alone has a window
     pytest.param("qwen3", 4, 1, 2, LORA, {}, marks=pytest.mark.slow),
     pytest.param("qwen3_5_text", 4, 2, 2, None, HYBRID, marks=pytest.mark.slow),
+    pytest.param("bamba", 4, 2, 2, None, {"attn_layer_indices": [2]}, marks=pytest.mark.slow),
+    pytest.param("falcon_h1", 4, 2, 1, None, {}, marks=pytest.mark.slow),
 ]
 
 
@@ -116,6 +118,19 @@ def test_correct_models_pass(saved, tmp_path, family, heads, kv_heads, cp, adapt
         assert cut["layer_types"] == ["full_attention", "sliding_attention"]
     if family == "qwen3_5_text":
         assert cut["layer_types"] == ["linear_attention", "full_attention"]
+
+
+@pytest.mark.slow
+def test_layers_without_attention_are_compared(tmp_path):
+    """Nemotron-H's configuration does not store the number of layers, and its files have other prefixes."""
+    kinds = ["mamba", "moe", "mamba", "attention", "mlp", "moe"]
+    model = tiny_decoder("nemotron_h", torch.float32, layers_block_type=kinds, num_hidden_layers=6, vocab_size=1100)
+    model.save_pretrained(tmp_path / "model")
+    *_, layers = verify.write_truncated_model(tmp_path / "model", tmp_path / "cut")
+    assert layers == [0, 1, 3, 4]
+    layout = verify.make_layout(None, 2, 8, len(layers))
+    checks = run_on_threads(2, lambda: list(verify.run_checks(tmp_path / "cut", make_mesh(2), layout, None)))[0]
+    assert not [check for check in checks if not check["ok"]]
 
 
 @pytest.mark.parametrize("runs", [False, pytest.param(True, marks=pytest.mark.slow)])

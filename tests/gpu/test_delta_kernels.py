@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from ithaka.ops import delta_rule
-from ithaka.ops.delta_rule import DeltaInputs, DeltaRule, LocalDocs
+from ithaka.ops import delta_rule, scan
+from ithaka.ops.delta_rule import DeltaInputs, DeltaRule
+from ithaka.ops.scan import LocalDocs
 from parity import relative
 
 TOKENS = 700
@@ -26,7 +27,7 @@ def own_kernels(monkeypatch):
 @pytest.mark.parametrize("key_heads", [16, 32])
 @pytest.mark.parametrize("normalizes", [True, False])
 def test_kernels_match_the_plain_rule(starts, key_heads, normalizes, monkeypatch):
-    monkeypatch.setattr(delta_rule, "SEGMENT_ROWS", 256 * 32)  # several segments
+    monkeypatch.setattr(scan, "SEGMENT_ROWS", 256 * 32)  # several segments
     check(LocalDocs(STARTS[starts], TOKENS, TOKENS, 1, "cuda"), (key_heads, 32), (128, 128), normalizes)
 
 
@@ -70,12 +71,13 @@ def check(
         inputs = DeltaInputs(*(t.to(dtype, copy=True) for t in (q, k, v, g, beta)))
         rule = DeltaRule(inputs, docs, normalizes)
         initial, dy, dlast = (t.to(dtype) for t in (state, dout, dstate))
-        segment = rule._segment(rule.segments[0])
+        (piece,) = docs.pieces
+        segment = rule._segment(rule.segments(piece)[0])
         assert type(segment) is (delta_rule.FusedSegment if dtype is None else delta_rule.Segment)
         results = {"map": rule.summarize(), "gradient's map": rule.summarize_grad(dy)}
-        results["out"], states = rule.forward(initial)
+        results["out"], states = rule.forward({} if piece.source is None else {piece.source: initial})
         results["states"] = states[1:]
-        results["state"] = rule.backward(states, dy, dlast)
+        results |= {f"state {place}": t for place, t in rule.backward(states, dy, {piece.stop: dlast}).items()}
         by_dtype.append(results | dict(zip(("q", "k", "v", "g", "beta"), inputs, strict=True)))
     ours, exact = by_dtype
     errors = {name: relative(ours[name].double(), exact[name]) for name in ours if exact[name].any()}

@@ -69,7 +69,7 @@ class Docs:
         self.starts, self.sharding, self.parents = starts, sharding or contiguous_sharding(starts[-1], 1), parents
         self.member, self.runs = member, self.sharding.members[member]
         self.sent_bytes = 0  # by this member, so far
-        self.local: dict[int, Any] = {}  # by halo: the LocalDocs of this rank (ops/delta_rule.py)
+        self.local: dict[int, Any] = {}  # by halo: the LocalDocs of this rank (ops/scan.py)
         if starts[0] != 0 or any(b < a for a, b in zip(starts, starts[1:], strict=False)):
             raise ConfigError(f"docs must ascend from 0, got {starts[:4]}...{starts[-2:]}")
         self.longest = max(b - a for a, b in zip(starts, starts[1:], strict=False))

@@ -4,6 +4,7 @@ A block replaces a module's forward if it reproduces the module's output and gra
 module's name. Blocks add weight gradients to the layer's fp32 sums, instead of returning them to autograd rounded.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,6 +56,11 @@ def is_plain(module: nn.Module) -> bool:
     return not any(
         "forward" in vars(part) or any(getattr(part, hooks) for hooks in HOOK_DICTS) for part in module.modules()
     )
+
+
+def takes_one_input(module: nn.Module) -> bool:
+    """Whether the module's forward has no other argument: a gate, for example."""
+    return len(inspect.signature(type(module).forward).parameters) == 2
 
 
 def random_rows(num_features: int) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ithaka.blocks.block import TileState, is_plain, random_rows, reproduces
+from ithaka.blocks.block import TileState, is_plain, random_rows, reproduces, takes_one_input
 from ithaka.blocks.linear import Linear, as_linear, is_linear
 from ithaka.blocks.tiles import GradSum
 from ithaka.ops.token_wise import ACTIVATIONS, Activation, gate_mul, gate_mul_backward
@@ -103,7 +103,7 @@ def find_mlp(path: str, module: nn.Module) -> MlpSpec | None:
     others = [child for name, child in module.named_children() if name not in maps]
     if len(maps) not in (2, 3) or module._parameters or any(True for child in others for _ in child.parameters()):
         return None
-    if not is_plain(module):
+    if not is_plain(module) or not takes_one_input(module):
         return None
     plain = copy.deepcopy(module).cpu()
     for names in permutations(maps):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ithaka.blocks.block import TileState, is_plain, random_rows, reproduces
+from ithaka.blocks.block import TileState, is_plain, random_rows, reproduces, takes_one_input
 from ithaka.ops.token_wise import NormForm, apply_norm, norm_backward
 
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
@@ -63,7 +63,7 @@ def find_norm(path: str, module: nn.Module) -> NormSpec | None:
         return None
     module = copy.deepcopy(module).cpu()
     weight: Any = module.weight
-    if weight is None or weight.dim() != 1:
+    if weight is None or weight.dim() != 1 or not takes_one_input(module):
         return None
     for offset, is_centered in product(OFFSETS, (False, True)):
         block = NormBlock(spec := NormSpec(path, NormForm(eps, offset, is_centered)), module, TileState())

@@ -151,7 +151,7 @@ def write_truncated_model(
     config.save_pretrained(out)
     tensors = {}
     for name, file in open_tensor_files(source).items():
-        layer = re.match(r"(model\.(?:language_model\.)?layers\.)(\d+)", name)
+        layer = re.match(r"((?:model|backbone)\.(?:language_model\.)?layers\.)(\d+)", name)
         if layer is None and text is not config and _without_prefix(name) not in known:
             continue  # an encoder block that was truncated
         if layer is None or int(layer[2]) in layers:
@@ -165,7 +165,7 @@ def write_truncated_model(
 
 
 def _without_prefix(name: str) -> str:
-    return re.sub(r"^(model\.|language_model\.)*", "", name)
+    return re.sub(r"^(model\.|backbone\.|language_model\.)*", "", name)
 
 
 def _truncate_encoder(config: Any, vocab_size: int) -> None:

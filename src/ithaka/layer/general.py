@@ -48,7 +48,8 @@ class ResumeGraph(NamedTuple):
 @dataclass
 class GeneralActivations(SavedActivations):
     is_backward: bool = False
-    dout_sHK: Tensor | None = None  # in backward: the gradient of the mixer's output, until the mixer takes it
+    # In backward: the gradient of the mixer's output, until the mixer takes it. Of several mixers, a list.
+    dout_sHK: Any = None
     resume_graphs: deque[ResumeGraph] = field(default_factory=deque)  # per tile
     capture_graphs: deque[CaptureGraph] = field(default_factory=deque)  # per tile, in backward with overlap
 
@@ -81,14 +82,14 @@ class GeneralLayer(LayerSchedule):
 
     def project(self, saved: Any, tiles: Tiles) -> tuple[list[Tensor], list[Tensor]]:
         """Make the capture passes; return the mixer's inputs for all tokens, [s, ...], and those without tokens."""
-        count, projected, others = self.spec.mixers[0].num_token_inputs, list[Tensor](), list[Tensor]()
+        count, projected, others = self.spec.mixers[saved.mixer].num_token_inputs, list[Tensor](), list[Tensor]()
         for rows, x_tD, inputs in tiles:
             if saved.is_backward and self.layout.overlap:
-                captured, graph = self._capture_with_graph(x_tD, inputs)
+                captured, graph = self._capture_with_graph(x_tD, inputs, saved.mixer)
                 saved.capture_graphs.append(graph)
             else:
                 with torch.no_grad():
-                    captured = self.passes.capture(x_tD, inputs)
+                    captured = self.passes.capture(x_tD, inputs, saved.mixer)
             if not projected:
                 projected = [t.new_empty(len(saved.inputs), *t.shape[1:]) for t in captured[:count]]
                 others = [t.detach() for t in captured[count:]]
@@ -105,24 +106,25 @@ class GeneralLayer(LayerSchedule):
                 graph = saved.capture_graphs.popleft()
             else:
                 with self.passes.tile.set(skips_projections=self.spec.skips_projections):
-                    _, graph = self._capture_with_graph(x_tD, inputs)
+                    _, graph = self._capture_with_graph(x_tD, inputs, saved.mixer)
             edges = zip(graph.edges, grads_of(rows), strict=False)
             edges_and_grads = [(edge, d) for edge, d in edges if edge is not None]
             with self.passes.tile.set(grads=grads):
                 (dx_tD,) = self._tile_backward(edges_and_grads, [graph.x_tD], graph.inputs, saved, rows, grads)
             yield rows, dx_tD
 
-    def _capture_with_graph(self, x_tD: Tensor, inputs: LayerInputs) -> tuple[list[Tensor], CaptureGraph]:
+    def _capture_with_graph(self, x_tD: Tensor, inputs: LayerInputs, mixer: int) -> tuple[list[Tensor], CaptureGraph]:
         with torch.enable_grad():
             x_tD, inputs = x_tD.detach().requires_grad_(), inputs.detach()
-            captured = self.passes.capture(x_tD, inputs)
+            captured = self.passes.capture(x_tD, inputs, mixer)
         edges = [get_gradient_edge(t) if t.requires_grad else None for t in captured]
         return captured, CaptureGraph(x_tD, inputs, edges)
 
     # ---- resume passes
 
     def _join(self, outs_ctnK: Sequence[Tensor]) -> list[Tensor]:
-        return [self.mixer.join(outs_ctnK)] if self.mixer else []
+        outs_tHK = self.mixer.join(outs_ctnK) if self.mixer else []
+        return outs_tHK if isinstance(outs_tHK, list) else [outs_tHK]
 
     def _finish(self, saved: Any, outputs: Sequence[StageOutput], y_sD: Tensor) -> None:
         balancing, chosen_sLk = saved.call.balancing, saved.call.chosen_sLk
@@ -147,10 +149,9 @@ class GeneralLayer(LayerSchedule):
         return ResumeGraph(x_tD, outs, inputs, y_tD, self.passes.take_router_logits())
 
     def _mlp_backward(self, saved: Any, outputs: Sequence[StageOutput], dy_sD: Tensor, grads: GradSum) -> None:
-        balancing = saved.call.balancing
+        balancing, mixers = saved.call.balancing, () if self.spec.output else self.spec.mixers
         saved.is_backward = True
-        for mixer in self.spec.mixers if not self.spec.output else ():
-            saved.dout_sHK = dy_sD.new_empty(len(dy_sD), mixer.num_heads, mixer.head_dim)
+        douts_sHK = [dy_sD.new_empty(len(dy_sD), mixer.num_heads, mixer.head_dim) for mixer in mixers]
         for rows, x_tD, outs_ctnK in self._tiles_with_outputs(saved, outputs):
             if saved.resume_graphs:
                 graph = saved.resume_graphs.popleft()
@@ -165,9 +166,10 @@ class GeneralLayer(LayerSchedule):
             leaves = [t for t in (graph.x_tD, *graph.outs_tHK) if t.requires_grad]
             with self.experts.add_grads_to(grads, is_only_tile=len(x_tD) == len(dy_sD)):
                 dx_tD, *douts = self._tile_backward(outputs_and_grads, leaves, graph.inputs, saved, rows, grads)
-            for dout_tHK in douts:  # before dy: it may alias it
-                saved.dout_sHK[rows] = dout_tHK
+            for dout_sHK, dout_tHK in zip(douts_sHK, douts, strict=True):  # before dy: it may alias it
+                dout_sHK[rows] = dout_tHK
             dy_sD[rows] = dx_tD
+        saved.dout_sHK = douts_sHK if len(mixers) > 1 else next(iter(douts_sHK), None)
 
     def _tile_backward(
         self,

@@ -8,6 +8,7 @@ Shapes: s tokens on this rank, t in a tile, H heads, V head dim of the output, D
 rank in exchange layout.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +46,9 @@ class MixerTap(Protocol):
 
     def resume(self, inputs: LayerInputs, out_tHV: Tensor) -> AbstractContextManager[LayerInputs]:
         """A context for one resume pass, in which the mixer's call returns `out_tHV`."""
+
+    def skip(self, inputs: LayerInputs) -> AbstractContextManager[LayerInputs]:
+        """A context for a capture pass of another mixer, in which this one's call returns zeros."""
 
     def run_plainly(self) -> AbstractContextManager[None]:
         """A context in which the mixer runs as in transformers, in plain PyTorch."""
@@ -139,6 +143,8 @@ class Mixer(Protocol):
     one call needs from `mix` to `mix_backward` is in `saved`, its own state in `saved.mixing`.
     """
 
+    num_stages: int
+
     def start(self, x_sD: Tensor, saved: Any) -> Any:
         """Return the state of a new call, before the first capture pass."""
 
@@ -151,3 +157,34 @@ class Mixer(Protocol):
     def mix_backward(self, saved: Any, outputs: deque[StageOutput], dy_sD: Tensor, grads: GradSum) -> None:
         """Add the gradient through the mixer and its capture pass to dy, and weight gradients to `grads`. Consumes
         `outputs`."""
+
+
+class SideBySide:
+    """Several mixers of one layer, none of which reads another's output. Each has its own copy of what a call saves."""
+
+    def __init__(self, mixers: Sequence[Mixer]) -> None:
+        self.mixers, self.num_stages = mixers, sum(mixer.num_stages for mixer in mixers)
+
+    def start(self, x_sD: Tensor, saved: Any) -> list[Any]:
+        copies = []
+        for index, mixer in enumerate(self.mixers):
+            own = copy.copy(saved)
+            own.mixer, own.mixer_inputs, own.capture_graphs = index, deque(), deque()
+            own.mixing = mixer.start(x_sD, own)
+            copies.append(own)
+        return copies
+
+    def mix(self, saved: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        for mixer, own in zip(self.mixers, saved.mixing, strict=True):
+            yield from mixer.mix(own)
+
+    def join(self, outs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the output of each mixer."""
+        rest = iter(outs)
+        return [mixer.join([next(rest) for _ in range(mixer.num_stages)]) for mixer in self.mixers]
+
+    def mix_backward(self, saved: Any, outputs: deque[StageOutput], dy_sD: Tensor, grads: GradSum) -> None:
+        for mixer, own in zip(self.mixers, saved.mixing, strict=True):
+            own.dout_sHK = saved.dout_sHK.pop(0)
+            own_outputs = deque(outputs.popleft() for _ in range(mixer.num_stages))
+            mixer.mix_backward(own, own_outputs, dy_sD, grads)

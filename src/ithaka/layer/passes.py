@@ -85,21 +85,21 @@ class LayerPasses:
             outer = path.removesuffix(".base_layer")
             yield self.layer.get_submodule(outer if outer in self.blocks.by_path else path)
 
-    def find_call(self, x_tD: Tensor, inputs: LayerInputs) -> Any:
-        """Run the capture pass; return the mixer's call, or None if the layer makes none."""
+    def find_call(self, x_tD: Tensor, inputs: LayerInputs, index: int = 0) -> Any:
+        """Run the capture pass of a tap; return its call, or None if the layer makes none."""
         with compute_like_autocast(x_tD), ExitStack() as stack:
-            for tap in self.taps:
-                inputs = stack.enter_context(tap.capture(inputs, x_tD.dtype, self.compiles))
+            for i, tap in enumerate(self.taps):
+                context = tap.capture(inputs, x_tD.dtype, self.compiles) if i == index else tap.skip(inputs)
+                inputs = stack.enter_context(context)
             with suppress(EndPass):
                 self._capture(self.layer, self._widen(x_tD), *inputs.unpack(), self.spec.forward)
-        return next((call for tap in self.taps if (call := tap.take_call()) is not None), None)
+        return self.taps[index].take_call()
 
-    def capture(self, x_tD: Tensor, inputs: LayerInputs) -> list[Tensor]:
-        """Run the capture pass; return the inputs of the mixer. x may begin with tokens before those of `inputs`."""
-        call = self.find_call(x_tD, inputs)
+    def capture(self, x_tD: Tensor, inputs: LayerInputs, index: int = 0) -> list[Tensor]:
+        """Run the capture pass; return the inputs of a mixer. x may begin with tokens before those of `inputs`."""
+        call = self.find_call(x_tD, inputs, index)
         assert call is not None
-        (mixer,) = self.spec.mixers
-        return mixer.inputs_of(call, len(inputs))
+        return self.spec.mixers[index].inputs_of(call, len(inputs))
 
     def resume(self, x_tD: Tensor, outs_tHK: Sequence[Tensor], inputs: LayerInputs) -> Tensor:
         """Run the resume pass: return the layer's output, given that of each mixer."""

@@ -31,7 +31,7 @@ from ithaka.blocks.tiles import (
     tile_slices,
 )
 from ithaka.layer.inputs import CallState, LayerInputs
-from ithaka.layer.mixer import LayerSpec, StageOutput
+from ithaka.layer.mixer import LayerSpec, SideBySide, StageOutput
 from ithaka.layer.store import Store, TensorHandle
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.ops.fourbit import packed_weights, unpacked
@@ -48,6 +48,7 @@ class SavedActivations:
     policy: ActivationPolicy = ActivationPolicy()
     outputs: list[StageOutput] = field(default_factory=list)  # per stage
     mixing: Any = None  # the mixer's state of this call
+    mixer: int = 0  # the index of the mixer that this belongs to, if there are several
     mixer_inputs: deque[list[TensorHandle]] = field(default_factory=deque)  # per stage: q, and k and v if they are new
     chosen: deque[Tensor] = field(default_factory=deque)  # per tile of an MoE layer: the experts of its tokens
     below: Callable[[], "SavedActivations | None"] = lambda: None  # the layer below, whose backward runs next
@@ -89,10 +90,9 @@ class LayerSchedule:
     batch_dims: ClassVar[tuple[int, ...]] = ()  # leading dims of the output
 
     def __post_init__(self) -> None:
-        if len(self.spec.mixers) > 1:
-            raise NotImplementedError(f"{self.name} has {len(self.spec.mixers)} mixers; layers run with at most one")
         self.packed = list(packed_weights(self.layer).values())
-        self.mixer = next((mixer.make(self) for mixer in self.spec.mixers), None)
+        mixers = [mixer.make(self) for mixer in self.spec.mixers]
+        self.mixer: Any = SideBySide(mixers) if len(mixers) > 1 else next(iter(mixers), None)
 
     def __call__(self, x: Tensor, inputs: LayerInputs, call: CallState) -> Tensor:
         """x: [s, D], or with leading dims of size 1, as `batch_dims` of the output."""

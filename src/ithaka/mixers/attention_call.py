@@ -49,9 +49,16 @@ class PlaceholderMask:
         raise RuntimeError(f"{type(call.module).__name__} of a parallel model was called directly; call the model")
 
 
-class CapturingMask(PlaceholderMask):
+class SkippingMask(PlaceholderMask):
+    """Returns zeros, which nothing reads."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        return call.v_GtV.new_zeros(call.q_HtK.shape[1], len(call.q_HtK), call.v_GtV.shape[-1])
+
+
+class CapturingMask(SkippingMask):
     """Stores the attention call, with q, k and v in a given dtype, then ends the pass. A traced one continues with
-    zeros instead, which nothing reads."""
+    zeros instead."""
 
     def __init__(self, dtype: torch.dtype, traced: bool = False) -> None:
         super().__init__()
@@ -63,7 +70,7 @@ class CapturingMask(PlaceholderMask):
         self.call = AttentionCall(call.module, q_HtK, k_GtK, v_GtV, call.options)
         if not self.traced:
             raise EndPass
-        return call.v_GtV.new_zeros(call.q_HtK.shape[1], len(call.q_HtK), call.v_GtV.shape[-1])
+        return super().attend(call)
 
 
 class ReplayingMask(PlaceholderMask):
@@ -126,6 +133,9 @@ class AttentionTap:
         mask = ReplayingMask(out_tHV)
         yield _replace_masks(inputs, mask)
         self.num_calls = mask.num_calls
+
+    def skip(self, inputs: LayerInputs) -> AbstractContextManager[LayerInputs]:
+        return nullcontext(_replace_masks(inputs, SkippingMask()))
 
     def run_plainly(self) -> AbstractContextManager[None]:
         return nullcontext()

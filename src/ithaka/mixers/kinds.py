@@ -4,11 +4,18 @@ from torch import nn
 
 from ithaka.layer.mixer import MixerSpec, MixerTap
 from ithaka.mixers.attention_call import AttentionCall
+from ithaka.mixers.convolution import ConvolutionSpec
 from ithaka.mixers.delta import DeltaSpec
-from ithaka.mixers.delta_call import DeltaCall
+from ithaka.mixers.scan_call import ConvolutionCall, DeltaCall, SsdCall
 from ithaka.mixers.softmax import SoftmaxSpec
+from ithaka.mixers.ssd import SsdSpec
 
-MIXERS: dict[type, type[MixerSpec]] = {AttentionCall: SoftmaxSpec, DeltaCall: DeltaSpec}
+MIXERS: dict[type, type[MixerSpec]] = {
+    AttentionCall: SoftmaxSpec,
+    DeltaCall: DeltaSpec,
+    SsdCall: SsdSpec,
+    ConvolutionCall: ConvolutionSpec,
+}
 
 
 def find_taps(layer: nn.Module) -> list[MixerTap]:

@@ -142,6 +142,7 @@ class SoftmaxMixer:
         self.spec, self.layer = spec, layer
         self.group, self.store, self.layout, self.rank = layer.group, layer.store, layer.layout, layer.group.rank()
         self.table = head_table(spec.num_heads, spec.num_kv_heads, self.layout.ulysses, self.layout.heads_per_stage)
+        self.num_stages = len(self.table.stages)
         self.num_in_flight = 2 if self.layout.overlap else 1  # stages
         self.query_heads = concat_heads([stage.query_heads for stage in self.table.stages])
         self.kv_heads = concat_heads([kv_transfer.kv_heads for kv_transfer in self.table.kv_transfers])

@@ -23,8 +23,10 @@ from ithaka.layer.inputs import LayerInputs
 from ithaka.layer.mixer import LayerSpec
 from ithaka.layer.passes import LayerPasses
 from ithaka.mixers.attention_call import PlaceholderMask
+from ithaka.mixers.convolution import ConvolutionSpec
 from ithaka.mixers.delta import DeltaSpec
-from ithaka.plan.mixers import Attention, DeltaRule
+from ithaka.mixers.ssd import SsdSpec
+from ithaka.plan.mixers import Attention, Convolution, DeltaRule, SideBySide, Ssd
 from ithaka.plan.roots import VIDEO_SCALES
 from ithaka.plan.shape import FRAME_PATCHES, Encoder, MeasuredLayer, Mixer, ModelShape
 from ithaka.roots.find import find_root
@@ -104,7 +106,7 @@ def measure_layers(model: Any) -> ModelShape:
         mlp=getattr(config, "intermediate_size", 0) or 0,
         vocab=config.vocab_size,
         tied=tied,
-        mixers=tuple(map(_plan_mixer, mixers)),
+        mixers=tuple(_plan_mixers(spec) for spec in specs),
         measured=combine_layers(parts, num_parameters, arguments),
         encoders=(measure_encoder(root.encoder),) if root.encoder is not None else (),
     )
@@ -151,10 +153,16 @@ def measure_encoder(visual: Any) -> Encoder:
     )
 
 
+def _plan_mixers(spec: LayerSpec) -> Mixer:
+    mixers: Any = [_plan_mixer(mixer) for mixer in spec.mixers]
+    return SideBySide(*mixers) if len(mixers) > 1 else next(iter(mixers), Convolution())
+
+
 def _plan_mixer(spec: Any) -> Mixer:
-    if isinstance(spec, DeltaSpec):
-        return DeltaRule(spec.num_heads, spec.num_key_heads, spec.key_dim, spec.v_head_dim)
-    return Attention(spec.kind, spec.causal)
+    if isinstance(spec, DeltaSpec | SsdSpec):
+        kind = Ssd if isinstance(spec, SsdSpec) else DeltaRule
+        return kind(spec.num_heads, spec.num_key_heads, spec.key_dim, spec.v_head_dim)
+    return Convolution(spec.head_dim) if isinstance(spec, ConvolutionSpec) else Attention(spec.kind, spec.causal)
 
 
 def combine_layers(layers: tuple[MeasuredLayer, ...], total_parameters: int, arguments: int) -> MeasuredLayer:
@@ -213,12 +221,14 @@ class _Measurement:
     def _run(self) -> MeasuredLayer:
         used: set[nn.Module] = set()
         hooks = [m.register_forward_hook(lambda m, *_: used.add(m)) for m in self.layer.modules()]
+        passes = LayerPasses(self.name, self.layer, replace(self.spec, blocks=(), qkv=(), output=""))
         with self.mode:
             x, arguments = self._inputs(TOKENS[0])
-            plain = replace(self.spec, blocks=(), qkv=(), output="")
-            LayerPasses(self.name, self.layer, plain).capture(x, arguments)
+            for index in range(len(self.spec.mixers)):
+                passes.capture(x, arguments, index)
         for hook in hooks:
             hook.remove()
+        passes.restore()
         short, long = (self._measure_bytes(tokens) for tokens in TOKENS)
         per_token = {name: round((long[name] - short[name]) / (TOKENS[1] - TOKENS[0])) for name in long}
         projected = sum(sum(self._products(module)) for module in used)
@@ -258,17 +268,23 @@ class _Measurement:
         return torch.empty(x.shape[1:], dtype=torch.bfloat16), replace(arguments, leaves=leaves)
 
     def _measure_bytes(self, num_tokens: int) -> dict[str, int]:
-        passes, (mixer,) = LayerPasses(self.name, self.layer, self.spec), self.spec.mixers
+        passes, mixers = LayerPasses(self.name, self.layer, self.spec), self.spec.mixers
         skips = {"skips_mlp": self.spec.skips_mlp, "skips_projections": self.spec.skips_projections}
         with self.mode:
             x, arguments = self._inputs(num_tokens)
-            out = torch.empty(num_tokens, mixer.num_heads, mixer.head_dim, dtype=x.dtype)
-            counts: dict[str, int] = {}
+            outs = [torch.empty(num_tokens, mixer.num_heads, mixer.head_dim, dtype=x.dtype) for mixer in mixers]
+
+            def capture(x: Tensor, arguments: LayerInputs) -> list[Tensor]:
+                captured = [passes.capture(x, arguments, i)[: mixer.num_token_inputs] for i, mixer in enumerate(mixers)]
+                return [t for tensors in captured for t in tensors]
+
+            parts = "bytes", "moved", "graph", "backward_bytes", "backward_moved"
+            counts = {f"project_{part}": 0 for part in parts}  # of a layer without a mixer
             both: dict[str, tuple[Any, list[Tensor]]] = {
-                "project": (passes.capture, [x]),
-                "finish": (lambda x, out, arguments: passes.resume(x, [out], arguments), [x, out]),
+                "project": (capture, [x]),
+                "finish": (lambda x, *outs_and_inputs: passes.resume(x, outs_and_inputs[:-1], arguments), [x, *outs]),
             }
-            for name, (run, inputs) in both.items():
+            for name, (run, inputs) in both.items() if mixers else [("finish", both["finish"])]:
                 with torch.no_grad(), _LiveBytes() as live:
                     run(*inputs, arguments)
                 counts |= {f"{name}_bytes": live.peak, f"{name}_moved": live.moved}
@@ -276,7 +292,7 @@ class _Measurement:
                 with _LiveBytes() as live, passes.tile.set(**skips):
                     outputs = run(*leaves, arguments)
                     outputs = outputs if isinstance(outputs, list) else [outputs]
-                    outputs = [t for t in outputs if t.requires_grad][: mixer.num_token_inputs]
+                    outputs = [t for t in outputs if t.requires_grad]
                     douts = [torch.empty_like(t) for t in outputs]
                     edges = [get_gradient_edge(t) for t in outputs]
                     del outputs
@@ -302,7 +318,8 @@ def measure_video(values: Mapping[str, Any], source: str) -> ModelShape:
     root.check_model()
     blocks = root.layers
     layer = _BlockMeasurement(root).run()
-    (attention,) = cast(Any, root).spec.mixers
+    spec = cast(Any, root).spec
+    (attention,) = spec.mixers
     hidden, vocab = attention.num_heads * attention.head_dim, model.proj_out.out_features
     outer, num_layers = sum(param.numel() for param in model.parameters()) - layer.parameters, values["num_layers"]
     total = outer + num_layers * layer.parameters - 2 * vocab * hidden
@@ -317,7 +334,7 @@ def measure_video(values: Mapping[str, Any], source: str) -> ModelShape:
         mlp=next(module.out_features for name, module in blocks[0].named_modules() if name.endswith("net.0.proj")),
         vocab=vocab,
         tied=False,
-        mixers=(_plan_mixer(attention),) * num_layers,
+        mixers=(_plan_mixers(spec),) * num_layers,
         measured=replace(layer, **sizes),
     )
 

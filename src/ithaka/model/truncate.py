@@ -13,7 +13,8 @@ from ithaka.roots.find import find_root
 from ithaka.weights.adapters import auto_class, is_stacked
 
 NUM_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")  # first layers without experts
-LAYER_INDICES = ("mlp_only_layers", "moe_layers")
+LAYER_INDICES = ("attn_layer_indices", "mlp_only_layers", "moe_layers")
+OTHER_LISTS = ("_token_id", "time_step_limit", "_multipliers")  # their lengths may equal the number of layers
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def read_kinds(config: Any) -> list[LayerKind]:
     """The kind of each layer of the model that a Hugging Face configuration describes."""
     with torch.device("meta"):
         layers = find_root(auto_class(config.model_type).from_config(config)).layers
-    lists = _layer_lists(config.get_text_config().to_dict()).values()
+    lists = _layer_lists(config.get_text_config().to_dict(), len(layers)).values()
     return [
         LayerKind(
             tuple(repr(values[i]) for values in lists),
@@ -46,11 +47,11 @@ def read_kinds(config: Any) -> list[LayerKind]:
     ]
 
 
-def _layer_lists(values: dict[str, Any]) -> dict[str, Sequence[Any]]:
+def _layer_lists(values: dict[str, Any], num_layers: int) -> dict[str, Sequence[Any]]:
     """The lists of a decoder's configuration that have one entry per layer."""
     lists = {name: value for name, value in values.items() if isinstance(value, list | tuple)}
-    names = [name for name in lists if name not in LAYER_INDICES and not name.endswith("_token_id")]
-    return {name: lists[name] for name in names if len(lists[name]) == values["num_hidden_layers"]}
+    names = [name for name in lists if name not in LAYER_INDICES and not name.endswith(OTHER_LISTS)]
+    return {name: lists[name] for name in names if len(lists[name]) == num_layers}
 
 
 def choose_layers(kinds: Sequence[Hashable], count: int) -> tuple[int, ...]:
@@ -88,7 +89,8 @@ def truncate_config(config: Any, layers: Sequence[int]) -> Any:
     """A Hugging Face configuration of a model with these layers of `config` only."""
     values = config.to_dict()
     text = values if config.get_text_config() is config else values["text_config"]
-    text |= {name: [value[i] for i in layers] for name, value in _layer_lists(text).items()}
+    num_layers = config.get_text_config().num_hidden_layers  # some configurations do not store it
+    text |= {name: [value[i] for i in layers] for name, value in _layer_lists(text, num_layers).items()}
     text |= {name: sum(i < text[name] for i in layers) for name in NUM_DENSE if text.get(name) is not None}
     for name in LAYER_INDICES:
         if text.get(name):

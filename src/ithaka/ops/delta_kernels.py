@@ -62,12 +62,13 @@ class FusedSegment:
         )  # fmt: skip
 
     def extend(self, map_HKX: Tensor) -> Tensor:
-        matrix_HKK, added_HKV = map_HKX.tensor_split((self.K,), -1)
-        return torch.cat([self._advance(matrix_HKK, is_map=True), self._advance(added_HKV)], -1)
+        matrix_HKm, added_HKV = map_HKX.tensor_split((-self.own[2].shape[-1],), -1)
+        return torch.cat([self._advance(matrix_HKm, is_map=True), self._advance(added_HKV)], -1)
 
     def extend_grad(self, map_HKX: Tensor, dout_tHV: Tensor) -> Tensor:
-        matrix_HKK, added_HKV = map_HKX.tensor_split((self.K,), -1)
-        return torch.cat([self._advance_grad(matrix_HKK), self._advance_grad(added_HKV, dout_tHV)], -1)
+        matrix_HKm, added_HKV = map_HKX.tensor_split((-self.own[2].shape[-1],), -1)
+        added_HKV = self._advance_grad(added_HKV, dout_tHV)
+        return torch.cat([self._advance_grad(matrix_HKm), added_HKV], -1) if matrix_HKm.numel() else added_HKV
 
     def forward(self, state_HKV: Tensor, out_tHV: Tensor) -> Tensor:
         assert out_tHV.is_contiguous()

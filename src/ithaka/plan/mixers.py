@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ithaka.layout import ActivationPolicy, Layout
-from ithaka.plan.layer_bytes import LayerBytes, MemoryPoint
+from ithaka.plan.layer_bytes import LayerBytes, MemoryPoint, attention_backward_points, attention_points
 from ithaka.plan.seconds import LayerSeconds
 from ithaka.plan.shape import AttentionKind, Mixer, ModelShape, StepShape
 
@@ -18,13 +18,18 @@ from ithaka.plan.shape import AttentionKind, Mixer, ModelShape, StepShape
 # segment's buffers in the sum dtype, forward and backward: vectors (K + V per row), states (K by K + V per chunk) and
 # chunk matrices. Counted by hand from the kernels for 16 bits, and on a CPU for the plain path.
 CHUNK_TOKENS, SEGMENT_ROWS = 64, 2**18
+SSD_SEGMENT = 2  # rows of a segment of Mamba2 (ops/ssd.py), in SEGMENT_ROWS
 SEGMENT_BUFFERS = ((0.0, 0.0, 2.0), (1.75, 1.0, 2.0))
 PLAIN_SEGMENT_BUFFERS = ((3.0, 0.0, 5.2), (1.0, 1.8, 14.7))
+PLAIN_SSD_BUFFERS = ((2.2, 1.5, 2.5), (2.5, 3.0, 5.0))
 # Its kernels, as passes over [s, H, K + V] in the sum dtype, forward and backward; then the extra passes for a rank's
 # affine maps, needed where another rank continues the document. Within 8 % of the 0.0087 and 0.0252 s per layer, and
 # 0.0096 and 0.0139 s for the maps, measured at 64K tokens, 32 heads of 128, on one H200 (LOG.md, "kernels of the gated
 # delta rule").
 RULE_PASSES, RULE_MAP_PASSES = (18, 58), (22, 31)
+# The same for Mamba2, estimated from the bytes and FLOPs of its kernels (ops/ssd_kernels.py), and not measured yet.
+# They keep states for blocks of 256 tokens and, in backward, for chunks.
+SSD_PASSES, SSD_MAP_PASSES, SSD_BLOCK_TOKENS = (2, 7), (1, 1), 256
 
 
 @dataclass(frozen=True)
@@ -65,26 +70,116 @@ class DeltaRule(Mixer):
 
     name = "gated delta rule"
     why_no_ring = "passes states from rank to rank in order"
+    passes: ClassVar[tuple[int, int]] = RULE_PASSES
+    map_passes: ClassVar[tuple[int, int]] = RULE_MAP_PASSES
+    segment_rows: ClassVar[int] = SEGMENT_ROWS
+
+    @property
+    def map_width(self) -> int:
+        return self.key_dim + self.value_dim
 
     def sizes(self, *arguments: Any) -> DeltaBytes:
         return DeltaBytes(self, *arguments)
 
     def seconds(self, layer: LayerSeconds, work: StepShape) -> tuple[float, float]:
         one_pass = layer.move(layer.s * self.heads * (self.key_dim + self.value_dim) * layer.layout.sum_bytes)
-        maps = RULE_MAP_PASSES if layer.layout.cp > 1 else (0, 0)
-        forward, backward = (passes + extra for passes, extra in zip(RULE_PASSES, maps, strict=True))
+        maps = self.map_passes if layer.layout.cp > 1 else (0, 0)
+        forward, backward = (passes + extra for passes, extra in zip(self.passes, maps, strict=True))
         return forward * one_pass, backward * one_pass
 
     def exchange_seconds(self, layer: LayerSeconds) -> tuple[float, float]:
         """Every rank gathers the maps of all ranks."""
-        size = self.heads * self.key_dim * (self.key_dim + self.value_dim) * layer.layout.sum_bytes
+        size = self.heads * self.key_dim * self.map_width * layer.layout.sum_bytes
         is_in_node = layer.layout.cp <= layer.hardware.gpus_per_node
         rate = layer.gpu.link_bytes_s if is_in_node else layer.gpu.network_bytes_s
         return ((layer.layout.cp - 1) * size / rate,) * 2
 
+    def segment_values(self, backward: bool, element_bytes: int) -> float:
+        """Values in the sum dtype that a segment needs for each row, in addition to its inputs and outputs."""
+        vectors, states, matrices = (SEGMENT_BUFFERS if element_bytes == 2 else PLAIN_SEGMENT_BUFFERS)[backward]
+        width = self.key_dim + self.value_dim
+        return vectors * width + states * self.key_dim * width / CHUNK_TOKENS + matrices * CHUNK_TOKENS
+
+
+@dataclass(frozen=True)
+class Ssd(DeltaRule):
+    """Mamba2."""
+
+    name = "Mamba2"
+    passes, map_passes, segment_rows = SSD_PASSES, SSD_MAP_PASSES, SSD_SEGMENT * SEGMENT_ROWS
+
+    @property
+    def map_width(self) -> int:
+        return 1 + self.value_dim
+
+    def segment_values(self, backward: bool, element_bytes: int) -> float:
+        state = self.key_dim * self.value_dim
+        if element_bytes == 2:  # states of blocks; in backward also of chunks, in 16 bits, and sums of dq and dk
+            return state / SSD_BLOCK_TOKENS + backward * (state / CHUNK_TOKENS + self.key_dim / 2)
+        vectors, states, matrices = PLAIN_SSD_BUFFERS[backward]
+        return vectors * (self.key_dim + self.value_dim) + states * state / CHUNK_TOKENS + matrices * CHUNK_TOKENS
+
+
+@dataclass(frozen=True)
+class Convolution(Mixer):
+    """A short convolution, which a layer computes with its projections. Without channels, the layer has no mixer."""
+
+    channels: int = 0
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "short convolution" if self.channels else "no attention"
+
+    @property
+    def why_no_ring(self) -> str | None:  # type: ignore[override]
+        return DeltaRule.why_no_ring if self.channels else None
+
+    def sizes(self, *arguments: Any) -> ConvolutionBytes:
+        return ConvolutionBytes(self, *arguments)
+
+    def seconds(self, layer: LayerSeconds, work: StepShape) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def exchange_seconds(self, layer: LayerSeconds) -> tuple[float, float]:
+        return 0.0, 0.0
+
+
+@dataclass(frozen=True)
+class SideBySide(Mixer):
+    """Softmax attention and a recurrence in one layer, one after the other."""
+
+    first: Attention
+    second: DeltaRule
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"{self.first.name} and {self.second.name}"
+
+    @property
+    def attention(self) -> tuple[AttentionKind, ...]:  # type: ignore[override]
+        return self.first.attention
+
+    @property
+    def why_no_ring(self) -> str | None:  # type: ignore[override]
+        return self.second.why_no_ring
+
+    def sizes(self, *arguments: Any) -> SideBySideBytes:
+        return SideBySideBytes(self.second, *arguments)
+
+    def seconds(self, layer: LayerSeconds, work: StepShape) -> tuple[float, float]:
+        (a, b), (c, d) = (mixer.seconds(layer, work) for mixer in (self.first, self.second))
+        return a + c, b + d
+
+    def exchange_seconds(self, layer: LayerSeconds) -> tuple[float, float]:
+        (a, b), (c, d) = (mixer.exchange_seconds(layer) for mixer in (self.first, self.second))
+        return a + c, b + d
+
+    def flop_seconds(self, layer: LayerSeconds, work: StepShape) -> float:
+        return self.first.flop_seconds(layer, work)
+
 
 class DeltaBytes(LayerBytes):
-    """Sizes of a layer with the gated delta rule."""
+    """Sizes of a layer with the gated delta rule or Mamba2."""
 
     def __init__(
         self, rule: DeltaRule, shape: ModelShape, layout: Layout, s: int, policy: ActivationPolicy | None = None
@@ -96,7 +191,7 @@ class DeltaBytes(LayerBytes):
         self.rule = rule
         self.projected = keys + rows * (rule.value_dim * element_bytes + 2 * sum_bytes)  # q, k, v, g and beta
         self.douts = rows * rule.value_dim * element_bytes
-        self.outputs = self.douts + -(-rows // SEGMENT_ROWS) * state
+        self.outputs = self.douts + -(-rows // rule.segment_rows) * state
         self.qkv = self.projected * self.policy.projections
 
     def mix_points(self, phase: str, stream: int) -> Iterator[MemoryPoint]:
@@ -117,22 +212,77 @@ class DeltaBytes(LayerBytes):
     def tile_bytes(self, work: str) -> int:
         if not work.startswith("rule"):
             return super().tile_bytes(work)
-        rule, buffers = self.rule, SEGMENT_BUFFERS if self.layout.element_bytes == 2 else PLAIN_SEGMENT_BUFFERS
-        vectors, states, matrices = buffers[work == "rule backward"]
-        width = rule.key_dim + rule.value_dim
-        per_row = vectors * width + states * rule.key_dim * width / CHUNK_TOKENS + matrices * CHUNK_TOKENS
-        return int(per_row * min(SEGMENT_ROWS, self.s * rule.heads) * self.layout.sum_bytes)
+        per_row = self.rule.segment_values(work == "rule backward", self.layout.element_bytes)
+        return int(per_row * min(self.rule.segment_rows, self.s * self.rule.heads) * self.layout.sum_bytes)
+
+
+class ConvolutionBytes(LayerBytes):
+    """Sizes of a layer with a short convolution, whose output is what its capture pass projects, or without a mixer."""
+
+    def __init__(self, convolution: Convolution, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.projected = self.douts = self.outputs = self.s * convolution.channels * self.layout.element_bytes
+        self.graphs, self.qkv = self.graphs * bool(convolution.channels), 0
+
+    def mix_points(self, phase: str, stream: int) -> Iterator[MemoryPoint]:
+        if self.projected:
+            yield MemoryPoint(f"{phase} projections", stream, self.projected, "project")
+
+    def mix_backward_points(self, outputs: int) -> Iterator[MemoryPoint]:
+        if self.projected:
+            live = outputs + self.douts - self.residual
+            yield MemoryPoint("backward projections", self.x + self.fetched_input, live, "project backward")
+
+
+class SideBySideBytes(LayerBytes):
+    """Sizes of a layer with attention and a recurrence: while one of them runs, the other's outputs are live."""
+
+    def __init__(self, rule: DeltaRule, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.second = DeltaBytes(rule, *arguments)
+        self.first_outputs = self.outputs
+        self.outputs += self.second.outputs
+        self.qkv += self.second.qkv
+
+    def mix_points(self, phase: str, stream: int) -> Iterator[MemoryPoint]:
+        yield from attention_points(self, phase, stream)
+        for point in self.second.mix_points(phase, stream):
+            yield point._replace(heads=point.heads + self.first_outputs)
+
+    def mix_backward_points(self, outputs: int) -> Iterator[MemoryPoint]:
+        for point in attention_backward_points(self, outputs):
+            yield point._replace(heads=point.heads + self.second.douts)
+        yield from self.second.mix_backward_points(0)
+
+    def tile_bytes(self, work: str) -> int:
+        self.second.layout = self.layout
+        return self.second.tile_bytes(work)
+
+
+_TYPES: dict[str, Any] = {kind.__name__: kind for kind in (Ssd, Convolution, SideBySide)}
 
 
 def mixers_to_json(mixers: Sequence[Any]) -> dict[str, Any]:
     """Each different mixer once, and the index of each layer's."""
     kinds = [*dict.fromkeys(mixers)]
-    return {"kinds": [asdict(mixer) for mixer in kinds], "layers": [kinds.index(mixer) for mixer in mixers]}
+    return {"kinds": [_to_json(mixer) for mixer in kinds], "layers": [kinds.index(mixer) for mixer in mixers]}
 
 
 def mixers_from_json(values: Mapping[str, Any]) -> tuple[Mixer, ...]:
-    kinds = [
-        Attention(AttentionKind(**fields["kind"]), fields["causal"]) if "kind" in fields else DeltaRule(**fields)
-        for fields in values["kinds"]
-    ]
+    kinds = [_from_json(fields) for fields in values["kinds"]]
     return tuple(kinds[index] for index in values["layers"])
+
+
+def _to_json(mixer: Any) -> dict[str, Any]:
+    name = type(mixer).__name__
+    if isinstance(mixer, SideBySide):
+        return {"type": name, "first": _to_json(mixer.first), "second": _to_json(mixer.second)}
+    return asdict(mixer) | ({"type": name} if name in _TYPES else {})
+
+
+def _from_json(fields: Mapping[str, Any]) -> Any:
+    values = {name: value for name, value in fields.items() if name != "type"}
+    kind = _TYPES.get(fields.get("type", ""), DeltaRule)
+    if "kind" in values:
+        return Attention(AttentionKind(**values["kind"]), values["causal"])
+    return kind(**{name: _from_json(value) if isinstance(value, dict) else value for name, value in values.items()})

@@ -99,7 +99,7 @@ class Decoder(Root):
 
     @property
     def units(self) -> list[nn.Module]:
-        ends = self.base.embed_tokens, self.model.lm_head
+        ends = self.model.get_input_embeddings(), self.model.lm_head
         is_tied = set.intersection(*(set(end.parameters()) for end in ends))  # tied weights belong to the root unit
         return [*self.layers, *(() if is_tied else ends)]
 
@@ -118,7 +118,7 @@ class Decoder(Root):
         fingerprint = fingerprint_call(tensors, items, named) if self.mesh.world_size > 1 else {}
         if "parents" in tensors and (reason := self.why_no_parents()):
             raise ValueError(f"parents is not supported {reason}; leave it out, and pass each branch as a row")
-        share = shard_batch(tensors, self.base.embed_tokens.num_embeddings, self.mesh)
+        share = shard_batch(tensors, self.model.get_input_embeddings().num_embeddings, self.mesh)
         is_number = isinstance(items, int | float) and not isinstance(items, bool) and math.isfinite(items)
         if items is not None and not (is_number and items >= min(share.num_valid, 1)):
             rule = f"divides the loss of {share.num_valid} valid labels, so it must be a number above 0"

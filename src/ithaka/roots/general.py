@@ -4,6 +4,7 @@ Shapes as in layer/schedule.py.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -25,6 +26,7 @@ from ithaka.layer.loss import GraphHead, Head, LinearHead
 from ithaka.layer.passes import compute_like_autocast
 from ithaka.layer.store import Store
 from ithaka.layout import Layout
+from ithaka.mixers.scan_call import SsdTap
 from ithaka.roots.decoder import Decoder
 from ithaka.roots.probe import probe_layers
 from ithaka.roots.recorder import Recorder, copy_config, randomized_copy, refusal
@@ -33,19 +35,23 @@ from ithaka.weights.adapters import find_decoder
 
 
 class GeneralDecoder(Decoder):
-    """Any decoder of transformers whose layers mix tokens through attention or the gated delta rule."""
+    """Any decoder of transformers whose layers mix tokens through the mixers of mixers/kinds.py, or not at all."""
 
     # The layers run every module of theirs, once per tile.
-    hookable = re.compile(r"model\.(language_model\.)?(embed_tokens|layers\.\d+)|")
-    patchable = re.compile(r"model\.(language_model\.)?(embed_tokens|norm|layers\.\d+\..*)|.*rotary.*")
+    hookable = re.compile(r"model\.(language_model\.)?(embed_tokens|embeddings|layers\.\d+)|")
+    patchable = re.compile(r"model\.(language_model\.)?(embed_tokens|embeddings|norm|layers\.\d+\..*)|.*rotary.*")
     norm: nn.Module | None  # the last module of the base model, which the head runs tile by tile
     norm_forward: Callable[[Tensor], Tensor]  # its own forward, or a block
     has_linear_head: bool  # the logits are what lm_head returns for the base model's output, and it is linear
 
     def find_specs(self, device: torch.device) -> None:
         model = self.model
-        if any(hasattr(module, "A_log") and hasattr(module, "D") for module in model.modules()):
-            raise refusal(model, "mixes tokens with Mamba's recurrence, whose states are not passed between ranks")
+        counts = Counter(id(param) for layer in self.layers for param in {*layer.parameters()})
+        if max(counts.values(), default=0) > 1:
+            raise refusal(model, "shares parameters between layers, which FSDP2 gathers one by one")
+        for module in model.modules():
+            if hasattr(module, "A_log") and hasattr(module, "D") and not SsdTap.is_called_by(module):
+                raise refusal(model, "mixes tokens with the recurrence of Mamba 1, which has a decay for each channel")
         recorder = Recorder(model, self.layers_name)
         self.specs = probe_layers(model, recorder, device)
         self.norm, self.has_linear_head = recorder.find_norm(self.base), _has_linear_head(model)

@@ -39,7 +39,7 @@ from ithaka.roots.recorder import (
     Recorder,
     config_lengths,
     randomize,
-    read_call,
+    read_calls,
     refusal,
     shrink,
     token_dims,
@@ -101,7 +101,6 @@ class _Probe:
         leaves = pytree.tree_leaves(recorder.call(LENGTHS[0])[index][1:])
         self.float_leaves = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
         self.layer, self.is_small = _copy_layer(model, layer, recorder, device, is_small)
-        self.taps = find_taps(self.layer)
         self.slower: list[str] = []
         self.theirs: dict[str, Tensor | None] = {}  # what transformers computes at position 0, with all gradients
 
@@ -110,7 +109,8 @@ class _Probe:
         try:
             spec = self._read_call()
             passes, arguments = LayerPasses(self.name, self.layer, spec), self._arguments(0, LENGTHS[0], LENGTHS[0])
-            blocks = find_blocks(self.layer, lambda: passes.capture(self._input(), arguments))
+            captures = range(len(spec.mixers))
+            blocks = find_blocks(self.layer, lambda: [passes.capture(self._input(), arguments, i) for i in captures])
             self.spec = self._find_skippable(spec, [block.path for block in blocks if isinstance(block, NormSpec)])
             self.output, again = (self._run_forward(0)[0].detach() for _ in range(2))
             if not torch.equal(self.output, again):
@@ -204,10 +204,11 @@ class _Probe:
         arguments = self._arguments(0, LENGTHS[0], LENGTHS[0])
         if len(find_masks(arguments)) > 1:
             raise refusal(self.model, f"passes several masks to {self.name}")
-        call = LayerPasses(self.name, self.layer, LayerSpec(), taps=self.taps).find_call(self._input(), arguments)
-        if call is None:
-            raise refusal(self.model, f"has a layer {self.name} that makes no attention call")
-        return replace(read_call(self.model, self.name, call, arguments), token_dims=self.dims)
+        passes = LayerPasses(self.name, self.layer, LayerSpec(), taps=find_taps(self.layer))
+        calls = [passes.find_call(self._input(), arguments, index) for index in range(len(passes.taps))]
+        self.taps = [tap for tap, call in zip(passes.taps, calls, strict=True) if call is not None]
+        spec = read_calls(self.model, self.name, [call for call in calls if call is not None], arguments)
+        return replace(spec, token_dims=self.dims)
 
     def _find_skippable(self, spec: LayerSpec, norms: Sequence[str]) -> LayerSpec:
         """Find the linear maps and norms that the layer's output does not depend on, given the mixer's output."""
@@ -223,18 +224,19 @@ class _Probe:
             return hook
 
         hooks = [modules[path].register_forward_hook(keep(path)) for path in paths]
-        arguments, mixer = self._arguments(0, LENGTHS[0], LENGTHS[0]), spec.mixers[0]
-        out = torch.randn(LENGTHS[0], mixer.num_heads, mixer.v_head_dim, dtype=torch.float32, device=self.device)
+        arguments = self._arguments(0, LENGTHS[0], LENGTHS[0])
         with torch.enable_grad(), ExitStack() as stack:
-            for tap in self.taps:
+            for tap, mixer in zip(self.taps, spec.mixers, strict=True):
+                sizes = LENGTHS[0], mixer.num_heads, mixer.v_head_dim
+                out = torch.randn(sizes, dtype=torch.float32, device=self.device)
                 arguments = stack.enter_context(tap.resume(arguments, out))
             args, kwargs = arguments.unpack()
             y = type(self.layer).forward(self.layer, self._input()[None], *args, **kwargs)
         for hook in hooks:
             hook.remove()
-        num_calls = sum(tap.num_calls for tap in self.taps)
-        if num_calls != 1:
-            raise refusal(self.model, f"makes {num_calls} attention calls in {self.name}")
+        for tap in self.taps:
+            if tap.num_calls != 1:
+                raise refusal(self.model, f"makes {tap.num_calls} attention calls in {self.name}")
         num_outputs = len(y) if isinstance(y, tuple) else None
         y = y[0] if isinstance(y, tuple) else y
         grads = torch.autograd.grad(y.sum(), list(results.values()), allow_unused=True)
@@ -250,22 +252,32 @@ class _Probe:
                 raise refusal(self.model, f"changes the buffer {name} of {self.name} in its forward")
         if self.spec.skips_mlp:
             del theirs["output"]
-        _compare_results(self.model, ours, theirs, f"of {self.name} at position {first}")
+        try:
+            _compare_results(self.model, ours, theirs, f"of {self.name} at position {first}")
+        except ConfigError:
+            if self.spec.mixers:
+                raise
+            raise refusal(self.model, f"has a layer {self.name} that makes no attention call") from None
 
     def _run_general(self, first: int) -> dict[str, Tensor | None]:
         num_tokens, spec, x = LENGTHS[0], self.spec, self._input()
-        passes, (mixer,) = LayerPasses(self.name, self.layer, spec), spec.mixers
+        passes = LayerPasses(self.name, self.layer, spec)
         parts = [slice(0, PROBE_CUT), slice(PROBE_CUT, num_tokens)]
         end = first + num_tokens
         arguments = [self._arguments(first + rows.start, rows.stop - rows.start, end) for rows in parts]
         with torch.enable_grad():
-            captured = [
-                passes.capture(x[max(0, rows.start - mixer.halo) : rows.stop], args)
-                for rows, args in zip(parts, arguments, strict=True)
-            ]
-            out = mixer.run_reference(captured)
+            outs = []
+            for index, mixer in enumerate(spec.mixers):
+                captured = [
+                    passes.capture(x[max(0, rows.start - mixer.halo) : rows.stop], args, index)
+                    for rows, args in zip(parts, arguments, strict=True)
+                ]
+                outs.append(mixer.run_reference(captured))
             with passes.experts.repeat_tile(deque(), spec.skips_mlp):
-                ys = [passes.resume(x[rows], [out[rows]], args) for rows, args in zip(parts, arguments, strict=True)]
+                ys = [
+                    passes.resume(x[rows], [out[rows] for out in outs], args)
+                    for rows, args in zip(parts, arguments, strict=True)
+                ]
         results = self._gradients(torch.cat(ys), x, arguments)
         passes.restore()
         return results

@@ -2,6 +2,8 @@
 call of its mixer; shrink a layer."""
 
 import copy
+import re
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +33,8 @@ COMPUTED_OPTIONS = ("scaling", "sliding_window", "s_aux", "softcap", "use_qk_l2n
 def refusal(model: PreTrainedModel, problem: str) -> ConfigError:
     return ConfigError(
         f"model_type={model.config.model_type} {problem}, so its layers cannot be split over tokens exactly; use a "
-        "decoder whose layers mix tokens only through transformers' attention interface or the gated delta rule"
+        "decoder whose layers mix tokens only through transformers' attention interface, the gated delta rule, Mamba2 "
+        "or short convolutions"
     )
 
 
@@ -95,7 +98,7 @@ class Recorder:
         self.start(end or first + length)
         try:
             with torch.no_grad():
-                self.output = self.base(**self.inputs(length, first)).last_hidden_state
+                self.output = self._run(self.inputs(length, first))
         except ConfigError:
             raise
         except Exception as error:
@@ -103,6 +106,25 @@ class Recorder:
         if len(self.calls) != len(self.layers):
             raise refusal(self.model, f"calls {len(self.calls)} layers, but has {len(self.layers)}")
         return list(self.calls)
+
+    def _run(self, inputs: dict[str, Any]) -> Tensor:
+        """Run the model. If its layers return tuples, it unpacks or indexes the tensors of recorded layers instead."""
+        num_outputs = 1
+        try:
+            output = self.base(**inputs).last_hidden_state
+            if all(x.dim() == 3 for x in (output, *(call[0] for call in self.calls))):
+                return output
+        except (ValueError, IndexError) as error:
+            expected = re.match(r"not enough values to unpack \(expected (\d+)", str(error))
+            if expected is None and all(call[0].dim() == 3 for call in self.calls):
+                raise
+            num_outputs = int(expected[1]) if expected else 1
+        if self.recorded[0].num_outputs is not None:
+            raise ValueError(f"its layers do not return {self.recorded[0].num_outputs} values each")
+        for layer in self.recorded:
+            layer.num_outputs = num_outputs
+        self.calls.clear()
+        return self._run(inputs)
 
     def start(self, num_positions: int) -> None:
         """Begin a call with one document. It stays current, for layers that run after it."""
@@ -183,15 +205,15 @@ def _token_dim(model: PreTrainedModel, name: str, long: Any, short: Any) -> int 
 # ---- the mixer's call
 
 
-def read_call(model: PreTrainedModel, name: str, call: Any, inputs: LayerInputs) -> LayerSpec:
-    """Return the spec of a layer, given its mixer's call. Raises ConfigError for options that we do not compute."""
-    for option, value in call.options.items():
+def read_calls(model: PreTrainedModel, name: str, calls: Sequence[Any], inputs: LayerInputs) -> LayerSpec:
+    """Return the spec of a layer, given its mixers' calls. Raises ConfigError for options that we do not compute."""
+    for option, value in (item for call in calls for item in call.options.items()):
         known = option in (*IGNORED_OPTIONS, *COMPUTED_OPTIONS) or value is None or value is False
         if not known and not (option == "dropout" and not value) and (option, value) != ("is_causal", True):
             shown = "a tensor" if isinstance(value, Tensor) else value
             raise refusal(model, f"passes {option}={shown} to the attention of {name}, which is not supported")
     layer = ProbedLayer(name, inputs, config_lengths(find_decoder(model).config), partial(refusal, model))
-    return LayerSpec((MIXERS[type(call)].read(call, layer),))
+    return LayerSpec(tuple(MIXERS[type(call)].read(call, layer) for call in calls))
 
 
 def config_lengths(config: Any) -> set[int]:

@@ -28,8 +28,7 @@ class Shortcuts:
 
     def find(self) -> LayerSpec:
         """Return the spec with `qkv`, `output` and `skips_projections`."""
-        (mixer,) = self.spec.mixers
-        if mixer.exchanges_heads and self.spec.blocks:
+        if len(self.spec.mixers) == 1 and self.spec.mixers[0].exchanges_heads and self.spec.blocks:
             qkv = self._find_qkv()
             self.spec = replace(self.spec, qkv=qkv, skips_projections=bool(qkv) and self._skips_projections(qkv))
             self.spec = replace(self.spec, output=self._find_output())

@@ -112,9 +112,13 @@ def _find_linears(model: Any) -> str | list[str]:
     mixtures = {part for part, child in parts if any(map(is_stacked, child.parameters()))}
     modules = [item for part, child in parts if part not in mixtures for item in child.named_modules(prefix=part)]
     linears = {name.rpartition(".")[2] for name, module in modules if isinstance(module, nn.Linear)}
+    refused = {"out_proj"} if model.config.model_type in ("falcon_h1", "nemotron_h") else set()  # by PEFT
+    if not linears - refused:
+        rule = "leaves out modules that are called as another layer's experts, here all of them"
+        raise ConfigError(f"adapter.targets=all-linear {rule}; use names such as [q_proj, o_proj, in_proj]")
     if vision:  # the encoder stays frozen
         return rf"model\.language_model\..*\.({'|'.join(sorted(linears))})"
-    return sorted(linears) if mixtures else "all-linear"
+    return sorted(linears - refused) if mixtures or refused else "all-linear"
 
 
 def _names_experts(target: str, model: Any) -> bool:

@@ -1,0 +1,45 @@
+"""A short convolution as a mixer: the capture pass convolves, with a halo of earlier tokens; nothing is left to mix."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ithaka.blocks.tiles import GradSum
+from ithaka.layer.mixer import ProbedLayer, StageOutput
+from ithaka.mixers.recurrent import RecurrentMixer, RecurrentSpec
+from ithaka.mixers.scan_call import ConvolutionCall, ConvolutionTap
+
+
+@dataclass(frozen=True)
+class ConvolutionSpec(RecurrentSpec):
+    """Its output is one head of all channels."""
+
+    num_token_inputs: ClassVar[int] = 1
+    tap = ConvolutionTap
+    name = "a short convolution"
+
+    @classmethod
+    def read(cls, call: ConvolutionCall, layer: ProbedLayer) -> "ConvolutionSpec":
+        num_channels = call.inputs[0].shape[-1]
+        return cls(1, 1, num_channels, num_channels, 1.0, halo=call.halo)
+
+    def run_reference(self, tiles: Sequence[list[Tensor]]) -> Tensor:
+        return torch.cat([y_t1N for (y_t1N,) in tiles])
+
+    def make(self, layer: Any) -> "ConvolutionMixer":
+        return ConvolutionMixer(self, layer)
+
+
+class ConvolutionMixer(RecurrentMixer):
+    def mix(self, saved: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        (y_s1N,) = self._project(saved)
+        yield y_s1N[None], y_s1N.new_empty(1)  # it has no state
+
+    def mix_backward(self, saved: Any, outputs: deque[StageOutput], dy_sD: Tensor, grads: GradSum) -> None:
+        outputs.popleft()
+        dout_s1N, saved.dout_sHK = saved.dout_sHK, None
+        self.project_backward(saved, [dout_s1N], [], dy_sD, grads)

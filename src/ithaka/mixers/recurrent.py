@@ -1,0 +1,162 @@
+"""Recurrent mixers over the tokens of all ranks: ranks pass states, not tokens.
+
+The residual stream is contiguous on each rank, so the recurrence runs where the tokens are. A rank reduces its tokens
+to affine maps of its incoming states (ops/scan.py); all maps are gathered, and each rank composes those before it. In
+backward the same is done for the gradients of outgoing states, with the ranks after it.
+
+The short convolution before the recurrence reads a few earlier tokens. A capture pass therefore starts with them (the
+*halo*): the last rows of the tile before, or those of the rank before or of a document's parent, to which their
+gradient is sent back.
+
+Shapes as in layer/schedule.py and ops/scan.py; w tokens of a halo.
+"""
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ithaka.attention.docs import Docs
+from ithaka.blocks.tiles import GradSum
+from ithaka.comm.exchange import all_gather
+from ithaka.layer.inputs import LayerInputs
+from ithaka.layer.mixer import MixerSpec, StageOutput
+from ithaka.mixers.scan_call import ScanCall, ScanTap
+from ithaka.ops.scan import LocalDocs, Scan
+from ithaka.phases import phase
+
+
+@dataclass(frozen=True)
+class RecurrentSpec(MixerSpec):
+    exchanges_heads: ClassVar[bool] = False
+    tap: ClassVar[type[ScanTap]]
+    name: ClassVar[str]  # in errors
+    make_scan: ClassVar[Any]  # (inputs, inputs without tokens, docs) -> Scan
+
+    @classmethod
+    def find_tap(cls, layer: nn.Module) -> ScanTap | None:
+        return cls.tap.find(layer)
+
+    def inputs_of(self, call: ScanCall, num_tokens: int) -> list[Tensor]:
+        return [*(t[len(t) - num_tokens :] for t in call.inputs), *call.others]
+
+    def make(self, layer: Any) -> "RecurrentMixer":
+        return RecurrentMixer(self, layer)
+
+    def why_not(self, feature: Literal["ring", "parents"]) -> str:
+        if feature == "parents":
+            return ""
+        rule = f"{self.name} passes its states from part to part in order"
+        return f"a ring gives each rank several parts of the sequence, but {rule}"
+
+
+@dataclass
+class Mixing:
+    """One call's state."""
+
+    halos: Tensor  # [., D]: w rows for each halo of this rank
+    others: list[Tensor] = field(default_factory=list)  # inputs without tokens
+
+
+class RecurrentMixer:
+    """The recurrence of one GeneralLayer. It saves the states before each segment of tokens."""
+
+    num_stages = 1
+
+    def __init__(self, spec: RecurrentSpec, layer: Any) -> None:
+        self.spec, self.layer, self.group, self.rank = spec, layer, layer.group, layer.group.rank()
+        self.num_halo = max(1, spec.halo)
+
+    def start(self, x_sD: Tensor, saved: Any) -> Mixing:
+        return Mixing(self._local_docs(saved.call.docs, x_sD).halos.collect(x_sD.detach(), self._gather))
+
+    def mix(self, saved: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield out_1sHV and the states before each segment."""
+        inputs = self._project(saved)
+        if saved.policy.projections:
+            saved.mixer_inputs.append([self.layer.store.keep(t, "device") for t in inputs])
+        scan = self._make_scan(inputs, saved)
+        with phase("attention"):
+            states = scan.combine(self._gather(scan.summarize())) if scan.docs.graph.num_items else {}
+            out_sHV, kept = scan.forward(states)
+        yield out_sHV[None], kept
+
+    def join(self, outs: Sequence[Tensor]) -> Tensor:
+        (out_1tHV,) = outs
+        return out_1tHV[0]
+
+    def mix_backward(self, saved: Any, outputs: deque[StageOutput], dy_sD: Tensor, grads: GradSum) -> None:
+        states = outputs.popleft().state.fetch()
+        kept = saved.mixer_inputs.popleft() if saved.mixer_inputs else None
+        inputs = [t.fetch() for t in kept] if kept else self._project(saved)
+        dout_sHV, saved.dout_sHK = saved.dout_sHK, None
+        scan = self._make_scan(inputs, saved)
+        with phase("attention"):
+            maps = self._gather(scan.summarize_grad(dout_sHV)) if scan.docs.graph.num_items else None
+            # Inputs become their gradients.
+            scan.backward(states, dout_sHV, {} if maps is None else scan.combine_grad(maps))
+        self.project_backward(saved, inputs, scan.other_grads, dy_sD, grads)
+
+    def _project(self, saved: Any) -> list[Tensor]:
+        with phase("projections"):
+            inputs, saved.mixing.others = self.layer.project(saved, self._tiles(saved))
+            return inputs
+
+    def _make_scan(self, inputs: list[Tensor], saved: Any) -> Scan:
+        return self.spec.make_scan(inputs, saved.mixing.others, self._local_docs(saved.call.docs, inputs[0]))
+
+    @phase("exchange")
+    def _gather(self, own: Tensor) -> Tensor:
+        """Return the tensors of all ranks, [c, ...]."""
+        gathered = own.new_empty(self.group.size(), *own.shape)
+        all_gather(gathered.flatten(0, 1), own.contiguous(), group=self.group)
+        return gathered
+
+    # ---- the halo
+
+    def _local_docs(self, docs: Docs, like: Tensor) -> LocalDocs:
+        s, w = docs.starts[-1] // self.group.size(), self.num_halo
+        if w not in docs.local:
+            docs.local[w] = LocalDocs(docs.starts, self.rank * s, s, w, like.device, docs.parents)
+        return docs.local[w]
+
+    def _tiles(self, saved: Any) -> Iterator[tuple[slice, Tensor, LayerInputs]]:
+        """Yield the capture passes' tiles, cut where a document continues a distant one. x starts with the halo."""
+        halos_fwD = saved.mixing.halos.unflatten(0, (-1, self.num_halo))
+        halo_wD = halos_fwD[0]
+        docs = self._local_docs(saved.call.docs, halos_fwD)
+        starts = docs.halos.starts
+        for tile, tile_tD in self.layer.input_tiles(saved):
+            cuts = [tile.start, *(a for a in starts if tile.start < a < tile.stop), tile.stop]
+            for first, stop in zip(cuts, cuts[1:], strict=False):
+                rows = slice(first, stop)
+                if first in starts:
+                    halo_wD = halos_fwD[starts.index(first)]
+                if len(cuts) > 2:
+                    self.layer.start_tile(saved, rows)
+                x_tD = torch.cat([halo_wD, tile_tD[first - tile.start : stop - tile.start]])
+                halo_wD = x_tD[-self.num_halo :].clone()
+                yield rows, x_tD, replace(saved.inputs.tile(rows), ids_t=docs.tile_ids(rows))
+
+    def project_backward(
+        self, saved: Any, douts: list[Tensor], dothers: list[Tensor], dy_sD: Tensor, grads: GradSum
+    ) -> None:
+        """Add the gradient through the capture passes to dy."""
+        w, dhalos = self.num_halo, torch.zeros_like(saved.mixing.halos)
+        halos = self._local_docs(saved.call.docs, dhalos).halos
+
+        def grads_of(rows: slice) -> list[Tensor]:
+            return [*(d[rows] for d in douts), *(dothers if rows.start == 0 else ())]
+
+        with phase("projections"):
+            for rows, dx_tD in self.layer.project_backward(saved, self._tiles(saved), grads_of, grads):
+                dy_sD[rows] += dx_tD[w:]
+                index = bisect_right(halos.starts, rows.start) - 1
+                inside = min(w, rows.start - halos.starts[index])  # tokens of the halo that follow its start
+                dy_sD[rows.start - inside : rows.start] += dx_tD[w - inside : w]
+                dhalos[index * w + inside : (index + 1) * w] += dx_tD[: w - inside]
+            halos.collect_backward(dhalos, dy_sD, self._gather)

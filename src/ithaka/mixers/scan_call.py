@@ -1,0 +1,218 @@
+"""The calls of recurrences and short convolutions in a layer's own forward: capture their inputs, or return their
+output.
+
+transformers has no registry for them, as it has for attention. A tap therefore finds the module whose forward calls the
+recurrence, and the short convolution before it, by their names; it runs with our functions under these names.
+
+Shapes as in ops/scan.py; t tokens of a tile, with those before it that the convolution reads.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType, MethodType
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+
+from ithaka.layer.inputs import LayerInputs
+from ithaka.layer.mixer import EndPass
+from ithaka.ops.scan import short_convolution
+
+CONVOLUTION = "causal_conv1d_fn"
+DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule")
+SSD, FUSED_SSD = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"
+
+
+class ScanCall(NamedTuple):
+    """One call: its inputs with tokens, those without, and the earlier tokens that convolutions before it read."""
+
+    inputs: tuple[Tensor, ...]
+    options: dict[str, Any]
+    halo: int
+    others: tuple[Tensor, ...] = ()
+
+
+class DeltaCall(ScanCall):
+    pass
+
+
+class SsdCall(ScanCall):
+    pass
+
+
+class ConvolutionCall(ScanCall):
+    """Its input is the convolution's output, because the capture pass convolves."""
+
+
+class ScanTap:
+    """Runs the module that calls a recurrence with our convolution and recurrence."""
+
+    functions: ClassVar[tuple[str, ...]]  # the names of the recurrence
+    unused: ClassVar[tuple[str, ...]] = ()  # functions that return None in plain PyTorch
+    _read: ClassVar[Any]  # its arguments -> the call that they make, and zeros for its output
+
+    @classmethod
+    def find(cls, layer: nn.Module) -> "ScanTap | None":
+        return next((cls(module) for module in layer.modules() if cls.is_called_by(module)), None)
+
+    @classmethod
+    def is_called_by(cls, module: nn.Module) -> bool:
+        forward = _own_forward(module)
+        return isinstance(forward, FunctionType) and any(name in forward.__code__.co_names for name in cls.functions)
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.call: Any = None
+        self.num_calls = self.halo = 0
+        self.dtype = torch.float32
+        self.traced = False
+        self.ids_t: Tensor | None = None
+        self.replayed_tHV: Tensor | None = None
+        functions = {CONVOLUTION: self._convolve} | dict.fromkeys(self.unused, lambda *args, **kwargs: None)
+        self._forward = self._with_functions(functions | dict.fromkeys(self.functions, self._run))
+
+    @contextmanager
+    def capture(self, inputs: LayerInputs, dtype: torch.dtype, traced: bool) -> Iterator[LayerInputs]:
+        self.dtype, self.ids_t, self.traced, self.replayed_tHV, self.halo = dtype, inputs.ids_t, traced, None, 0
+        with self._replace_forward(self._forward):
+            yield inputs
+
+    @contextmanager
+    def resume(self, inputs: LayerInputs, out_tHV: Tensor) -> Iterator[LayerInputs]:
+        """The convolution before the recurrence returns zeros, which nothing reads."""
+        self.replayed_tHV, self.num_calls = out_tHV, 0
+        with self._replace_forward(self._forward):
+            yield inputs
+        self.replayed_tHV = None
+
+    @contextmanager
+    def skip(self, inputs: LayerInputs) -> Iterator[LayerInputs]:
+        with self._replace_forward(_return_zeros):
+            yield inputs
+
+    @contextmanager
+    def run_plainly(self) -> Iterator[None]:
+        """Run transformers' own functions in plain PyTorch, also where a package replaces them."""
+        names, own = _own_forward(self.module).__globals__, (CONVOLUTION, *self.functions, *self.unused)
+        with self._replace_forward(
+            self._with_functions({name: inspect.unwrap(names[name]) for name in own if name in names})
+        ):
+            yield
+
+    def take_call(self) -> Any:
+        call, self.call = self.call, None
+        return call
+
+    def _result(self, out_1tHV: Tensor) -> Any:
+        return out_1tHV
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.replayed_tHV is not None:
+            self.num_calls += 1  # not in capture passes: a compiler would make a graph for each value
+            return self._result(self.replayed_tHV[None])
+        self.call, zeros = self._read(*args, **kwargs)
+        if not self.traced:
+            raise EndPass
+        return self._result(zeros)
+
+    def _with_functions(self, functions: dict[str, Any]) -> Callable[..., Any]:
+        own = _own_forward(self.module)
+        names = own.__globals__ | functions
+        del names["__name__"]  # so that a compiler does not look them up in the module
+        forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+        forward.__kwdefaults__ = own.__kwdefaults__
+        return MethodType(forward, self.module)
+
+    @contextmanager
+    def _replace_forward(self, forward: Callable[..., Any]) -> Iterator[None]:
+        self.module.forward = forward
+        try:
+            yield
+        finally:
+            del self.module.forward
+
+    def _convolve(
+        self, x_1Nt: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **others: Any
+    ) -> Tensor:
+        if self.replayed_tHV is not None:
+            return x_1Nt.new_zeros(()).expand(x_1Nt.shape)
+        self.halo = max(self.halo, weight.shape[-1] - 1)
+        y_tN = short_convolution(x_1Nt.squeeze(0).t(), weight, bias, self.ids_t)
+        y_tN = y_tN if activation is None else ACT2FN[activation](y_tN)
+        return y_tN.to(x_1Nt.dtype).t()[None]
+
+    def _cast(self, *tensors: Tensor, wide: bool = False) -> tuple[Tensor, ...]:
+        """Drop the batch dim; cast to the dtype of the pass, or to fp32 if that is narrower."""
+        dtype = torch.promote_types(self.dtype, torch.float32) if wide else self.dtype
+        return tuple(t.squeeze(0).to(dtype) for t in tensors)
+
+
+class DeltaTap(ScanTap):
+    functions = DELTA_RULES
+
+    def _read(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any
+    ) -> tuple[ScanCall, Tensor]:
+        inputs = *self._cast(q, k, v), *self._cast(g, beta, wide=True)
+        return DeltaCall(inputs, options, self.halo), torch.zeros_like(v)
+
+    def _result(self, out_1tHV: Tensor) -> Any:
+        return out_1tHV, None
+
+
+class SsdTap(ScanTap):
+    functions, unused = (SSD,), (FUSED_SSD,)
+
+    def _read(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        **options: Any,
+    ) -> tuple[ScanCall, Tensor]:
+        dt, A = self._cast(dt, A, wide=True)
+        dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+        dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+        inputs = *self._cast(C, B, x), dt * A, dt
+        skip_H = torch.zeros_like(A) if D is None else D.to(dt.dtype)
+        return SsdCall(inputs, options, self.halo, (skip_H,)), torch.zeros_like(x)
+
+
+class ConvolutionTap(ScanTap):
+    functions = (CONVOLUTION,)
+
+    @classmethod
+    def find(cls, layer: nn.Module) -> "ScanTap | None":
+        """A layer with A_log has a recurrence after its convolution."""
+        return None if any(hasattr(module, "A_log") for module in layer.modules()) else super().find(layer)
+
+    def _read(
+        self, x_1Nt: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **options: Any
+    ) -> tuple[ScanCall, Tensor]:
+        y_1Nt = self._convolve(x_1Nt, weight, bias, activation)
+        (y_tN,) = self._cast(y_1Nt.transpose(1, 2))
+        return ConvolutionCall((y_tN[:, None],), options, self.halo), torch.zeros_like(x_1Nt)
+
+    def _result(self, out: Tensor) -> Any:
+        """Its zeros are [1, N, t]."""
+        return out.squeeze(2).transpose(1, 2) if self.replayed_tHV is not None else out
+
+
+def _own_forward(module: nn.Module) -> Any:
+    return inspect.unwrap(type(module).forward)
+
+
+def _return_zeros(*args: Any, **kwargs: Any) -> Tensor:
+    x = args[0] if args else kwargs["hidden_states"]
+    return x.new_zeros(()).expand(x.shape)

@@ -1,0 +1,203 @@
+"""The gated delta rule and Mamba2's scan over ranks, packed documents and forests, against each branch alone in
+transformers, in fp64."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+
+from fake_triton import kernel_modules
+from ithaka.checks.verify import InFloat64
+from ithaka.ops import delta_rule, scan, ssd
+from ithaka.ops.delta_rule import DeltaInputs, DeltaRule
+from ithaka.ops.scan import Halos, LocalDocs, StateGraph, short_convolution
+from ithaka.ops.ssd import Ssd, SsdInputs
+
+TOKENS, KEY_HEADS, HEADS, K, V = 60, 2, 4, 5, 6
+# Starts of documents, and their parents. 60 tokens on 1 to 5 ranks, in chunks of 4: ends on, before and after the
+# boundaries of ranks (12, 15, 20, 30), chunks and segments.
+FORESTS = {
+    "one document": ((0, 60), ()),
+    "packed": ((0, 11, 12, 13, 19, 20, 21, 30, 44, 60), ()),
+    "answers": ((0, 20, 31, 32, 45, 60), (-1, 0, 0, 0, 0)),
+    "deep": ((0, 7, 8, 15, 16, 30, 33, 33, 41, 50, 52, 60), (-1, 0, 0, 2, 3, 2, 4, 6, -1, 8, 1)),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Give each rank several chunks and segments."""
+    monkeypatch.setattr(scan, "CHUNK_TOKENS", 4)
+    monkeypatch.setattr(scan, "SEGMENT_ROWS", 8 * HEADS)
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(TOKENS, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def log_decays() -> Tensor:
+    """Decays from 1e-6 to 1 - 1e-6."""
+    spread = torch.rand(TOKENS, HEADS, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return (1e-6 + (1 - 2e-6) * torch.where(spread > 0.5, 1 - (1 - spread) ** 6, spread**3)).log()
+
+
+class Delta:
+    def inputs(self) -> DeltaInputs:
+        q, k = (draw(KEY_HEADS, K, seed=seed) for seed in (0, 1))
+        return DeltaInputs(q, k, draw(HEADS, V, seed=2), log_decays(), draw(HEADS, seed=4).sigmoid())
+
+    def plain(self, inputs: list[Tensor]) -> Tensor:
+        q, k, v, g, beta = (t[None] for t in inputs[:5])
+        q, k = (t.repeat_interleave(HEADS // KEY_HEADS, 2) for t in (q, k))
+        return torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0][0]
+
+    def make(self, inputs: DeltaInputs, docs: LocalDocs, dskip: Tensor) -> DeltaRule:
+        return DeltaRule(inputs, docs)
+
+
+class Mamba:
+    def inputs(self) -> SsdInputs:
+        q, k = (draw(KEY_HEADS, K, seed=seed) for seed in (0, 1))
+        return SsdInputs(q, k, draw(HEADS, V, seed=2), log_decays(), draw(HEADS, seed=4).exp())
+
+    def plain(self, inputs: list[Tensor]) -> Tensor:
+        """Token by token: in transformers, g is a constant times dt."""
+        q, k, v, g, dt, skip = inputs
+        q, k = (t.repeat_interleave(HEADS // KEY_HEADS, 1) for t in (q, k))
+        state, outs = torch.zeros(HEADS, K, V, dtype=torch.float64), []
+        for i in range(len(q)):
+            state = g[i].exp()[:, None, None] * state + dt[i, :, None, None] * k[i, ..., None] * v[i, :, None]
+            outs.append((q[i, ..., None] * state).sum(1) + skip[:, None] * v[i])
+        return torch.stack(outs)
+
+    def make(self, inputs: SsdInputs, docs: LocalDocs, dskip: Tensor) -> Ssd:
+        return Ssd(inputs, docs, SKIP, dskip)
+
+
+SKIP = torch.linspace(-1, 2, HEADS, dtype=torch.float64)
+
+
+def paths(starts: tuple[int, ...], parents: tuple[int, ...]) -> list[list[int]]:
+    """Return the tokens from the root to the end of each document."""
+    tokens: list[list[int]] = []
+    for i, (a, b) in enumerate(pairwise(starts)):
+        tokens.append((tokens[parents[i]] if parents and parents[i] >= 0 else []) + list(range(a, b)))
+    return tokens
+
+
+def run_alone(kind, dout: Tensor, starts, parents) -> list[Tensor]:
+    """Return the output and all gradients, with each branch computed alone. Each token's output counts once."""
+    leaves = [t.clone().requires_grad_() for t in (*kind.inputs(), SKIP)]
+    out = [None] * TOKENS
+    for path in paths(starts, parents):
+        if path:
+            with InFloat64():
+                branch = kind.plain([*(t[path] for t in leaves[:-1]), leaves[-1]])
+            for i, token in enumerate(path):
+                out[token] = branch[i] if out[token] is None else out[token]
+    out = torch.stack(out)
+    grads = torch.autograd.grad(out, leaves, dout, materialize_grads=True, allow_unused=True)
+    return [out.detach(), *grads]
+
+
+def run_ranks(kind, dout: Tensor, starts, parents, cp: int) -> list[Tensor]:
+    """Return the same from `cp` ranks that pass on their maps."""
+    s, dskip = TOKENS // cp, torch.zeros_like(SKIP)
+    parts = [type(kind.inputs())(*(t[r * s : (r + 1) * s].clone() for t in kind.inputs())) for r in range(cp)]
+    docs = [LocalDocs(starts, r * s, s, 1, "cpu", parents) for r in range(cp)]
+    scans = [kind.make(part, own, dskip) for part, own in zip(parts, docs, strict=True)]
+    maps, outs, states = torch.stack([each.summarize() for each in scans]), [], []
+    for each in scans:
+        out, kept = each.forward(each.combine(maps))
+        outs.append(out)
+        states.append(kept)
+    maps = torch.stack([each.summarize_grad(d) for each, d in zip(scans, dout.split(s), strict=True)])
+    for each, kept, d in zip(scans, states, dout.split(s), strict=True):
+        each.backward(kept, d, each.combine_grad(maps))
+    return [torch.cat(outs), *(torch.cat(grads) for grads in zip(*parts, strict=True)), dskip]
+
+
+@pytest.mark.parametrize("forest", FORESTS)
+@pytest.mark.parametrize("kind", [Delta, Mamba])
+def test_output_and_gradients_match_each_branch_alone(kind, forest):
+    dout = draw(HEADS, V, seed=6)
+    wanted = run_alone(kind(), dout, *FORESTS[forest])
+    for cp in (1, 2, 3, 4, 5):
+        for got, expected in zip(run_ranks(kind(), dout, *FORESTS[forest], cp), wanted, strict=True):
+            assert float((got - expected).abs().max()) < 1e-10 * max(1e-20, float(expected.abs().max())), cp
+
+
+def test_a_convolution_reads_only_its_document():
+    x, weight = draw(5, seed=7), draw(5, seed=8)[:4].t()
+    starts = (0, 1, 2, 7, 12, 60)
+    ids = LocalDocs(starts, 0, TOKENS, 3, "cpu").tile_ids(slice(0, TOKENS))
+    assert ids is not None and ids[:3].tolist() == [0, 0, 0]
+    wanted = [
+        torch.nn.functional.conv1d(x[a:b].t()[None], weight[:, None], padding=3, groups=5)[0, :, : b - a].t()
+        for a, b in pairwise(starts)
+    ]
+    torch.testing.assert_close(short_convolution(x, weight, None, ids[3:]), torch.cat(wanted))
+
+
+@pytest.mark.parametrize("forest", FORESTS)
+@pytest.mark.parametrize("cp", [1, 3, 5])
+def test_halos_are_the_tokens_before_and_return_their_gradients(forest, cp):
+    """Every rank reads the last 3 tokens on the paths to its first token and to its forks."""
+    starts, parents = FORESTS[forest]
+    x, s, graph = 1 + draw(2, seed=9).abs(), TOKENS // cp, StateGraph(starts, parents, TOKENS // cp)
+    before = {path[i]: path[max(0, i - 3) : i] for path in paths(starts, parents) for i in range(len(path))}
+    halos, parts, sent, returned = [Halos(graph, rank, 3, "cpu") for rank in range(cp)], x.split(s), [], []
+    for each, part in zip(halos, parts, strict=True):  # what each rank sends
+        each.collect(part, lambda own: sent.append(own) or own.new_zeros(cp, *own.shape))
+    wanted_grad = torch.zeros_like(x)
+    for rank, each in enumerate(halos):
+        found = each.collect(parts[rank], lambda own: torch.stack(sent)).unflatten(0, (-1, 3))
+        firsts = {rank * s, *(a for a in graph.forks if a // s == rank)}
+        assert {rank * s + a for a in each.starts} == firsts
+        for start, halo in zip(each.starts, found, strict=True):
+            tokens = before[rank * s + start]
+            torch.testing.assert_close(halo, torch.cat([x.new_zeros(3 - len(tokens), 2), x[tokens]]))
+            wanted_grad[tokens] += halo[3 - len(tokens) :] * (start + 1)
+        scale = 1 + torch.tensor(each.starts)[:, None, None]
+        returned.append((found * scale).flatten(0, 1))
+    grad, width = torch.zeros_like(x), max(map(len, returned))
+    padded = torch.stack([torch.nn.functional.pad(d, (0, 0, 0, width - len(d))) for d in returned])
+    for rank, each in enumerate(halos):
+        each.collect_backward(returned[rank], grad[rank * s : (rank + 1) * s], lambda own: padded)
+    torch.testing.assert_close(grad, wanted_grad)
+
+
+class ListThatRefusesScans(list):
+    def __iter__(self):
+        raise AssertionError("all documents are scanned for one segment")
+
+
+def test_resets_are_found_without_scanning_all_documents():
+    docs = LocalDocs((0, 3, 4, 9, 20, 24), 0, 12, 3, "cpu")  # local starts are 0, 3, 4 and 9
+    docs.resets = ListThatRefusesScans(docs.resets)
+    assert [rows for rows in ((1, 3), (1, 4), (4, 5), (5, 9), (9, 12), (10, 12)) if docs.has_reset(*rows)] == [
+        (1, 4),
+        (4, 5),
+        (9, 12),
+    ]
+
+
+def compare_kernels(kind: str) -> str | None:
+    """Run the trial of the kernels, on a CPU; return what is wrong."""
+    module = {"delta": delta_rule, "ssd": ssd}[kind]
+    module._try.cache_clear()
+    with kernel_modules("delta_kernels", "ssd_kernels") as modules, pytest.MonkeyPatch.context() as patch:
+        fused = next(each for each in modules if each.__name__.endswith(f"{kind}_kernels")).FusedSegment
+        patch.setattr(module, "FusedSegment", fused)
+        kinds = [fused] if kind == "delta" else []
+        sizes = [torch.device("cpu"), torch.bfloat16, (2, 24), (4, 32)]
+        found = module._try(*kinds, *sizes, *([True] if kind == "delta" else []))
+    module._try.cache_clear()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["delta", "ssd"])
+def test_kernels_compute_what_the_plain_recurrence_does(kind):
+    assert compare_kernels(kind) is None
