@@ -259,17 +259,19 @@ class _Probe:
         parts = [slice(0, PROBE_CUT), slice(PROBE_CUT, num_tokens)]
         end = first + num_tokens
         arguments = [self._arguments(first + rows.start, rows.stop - rows.start, end) for rows in parts]
-        with torch.enable_grad():
-            captured = [
-                passes.capture(x[max(0, rows.start - mixer.halo) : rows.stop], args)
-                for rows, args in zip(parts, arguments, strict=True)
-            ]
-            out = mixer.run_reference(captured)
-            with passes.experts.repeat_tile(deque(), spec.skips_mlp):
-                ys = [passes.resume(x[rows], [out[rows]], args) for rows, args in zip(parts, arguments, strict=True)]
-        results = self._gradients(torch.cat(ys), x, arguments)
-        passes.restore()
-        return results
+        try:
+            with torch.enable_grad():
+                captured = [
+                    passes.capture(x[max(0, rows.start - mixer.halo) : rows.stop], args)
+                    for rows, args in zip(parts, arguments, strict=True)
+                ]
+                out = mixer.run_reference(captured)
+                with passes.experts.repeat_tile(deque(), spec.skips_mlp):
+                    pairs = zip(parts, arguments, strict=True)
+                    ys = [passes.resume(x[rows], [out[rows]], args) for rows, args in pairs]
+            return self._gradients(torch.cat(ys), x, arguments)
+        finally:
+            passes.restore()
 
     def _run_transformers(self, first: int) -> dict[str, Tensor | None]:
         y, x, arguments = self._run_forward(first)
