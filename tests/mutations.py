@@ -527,7 +527,7 @@ MUTATIONS = (
         "blocks/tiles.py",
         "added.to(sum_dtype(added.dtype), copy=True)",
         "added.to(sum_dtype(added.dtype))",
-        "test_gated_mlp.py -k two_parameters_share",
+        "test_blocks.py -k two_parameters_share",
     ),
     Mutation(
         "backward overwrites a gradient that something else holds",

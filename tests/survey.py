@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from ithaka.roots.fast import map_layer
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
 
@@ -138,7 +137,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Finding:
-    """One model type. `path`: fast, general, refused, broken (raises an error) or unknown; `why`: for the latter."""
+    """One model type. `path`: exact, refused, broken (raises an error) or unknown; `why`: for the latter."""
 
     model_type: str
     path: str
@@ -329,7 +328,6 @@ def examine(model_type: str) -> Finding:
 
 def examine_variant(variant: Small) -> Finding:
     model_type, model = variant.model_type, variant.build()
-    path = "fast" if find_root(model).uses_fast_path else "general"
     try:
         layers = read_layers(model)
         error, name = worst_error(compare_wide(variant.build(torch.float64)))
@@ -339,7 +337,7 @@ def examine_variant(variant: Small) -> Finding:
         return Finding(model_type, "broken", f"{type(failed).__name__}: {shorten(str(failed))}")
     kinds = list(dict.fromkeys(getattr(model.config, "layer_types", None) or []))
     distinct = [dict(pairs) for pairs in dict.fromkeys(tuple(layer.items()) for layer in layers)]
-    return Finding(model_type, path, "", distinct, kinds, count_experts(model.config), error, name)
+    return Finding(model_type, "exact", "", distinct, kinds, count_experts(model.config), error, name)
 
 
 def examine_structure(model_type: str, error: Exception) -> Finding:
@@ -373,9 +371,6 @@ def read_layers(model: PreTrainedModel) -> list[dict[str, Any]]:
     """Return the attention of each layer. Raises ConfigError if the model is refused."""
     root = find_root(model)
     root.check_model()
-    if root.uses_fast_path:
-        parts = [map_layer(model, i) for i in range(len(root.layers))]
-        return [{"head_dim": p.head_dim, "v_head_dim": p.head_dim, "window": p.window} for p in parts]
     names = ["head_dim", "v_head_dim", "window", "chunk", "softcap", "has_sinks", "name"]
     root.find_specs(torch.device("cpu"))
     return [{name: getattr(mixer, name, None) for name in names} for mixer in root.mixers]

@@ -134,9 +134,9 @@ def test_layers_below_the_first_adapter_keep_nothing_and_have_no_backward(tier, 
     model = with_lora(config, target_modules=["layers.1.mlp.up_proj"])
     for layer in model.get_base_model().model.layers:
         layer.register_forward_hook(lambda module, args, out: outputs.append(out.requires_grad))
+    parallel = parallelize_model(model, layout=Layout(kept=(ActivationPolicy(tier, tier),) * 3))
     keep = Store.keep
     monkeypatch.setattr(Store, "keep", lambda self, t, tier: kept.append(tier) or keep(self, t, tier))
-    parallel = parallelize_model(model, layout=Layout(kept=(ActivationPolicy(tier, tier),) * 3))
     loss = parallel(input_ids=ids, labels=ids).loss
     assert kept.count(tier) == 2 * 3, "two layers keep their input, attention output and lse"
     assert outputs == [False, True, True]

@@ -586,11 +586,13 @@ def test_gradient_checkpointing_before_parallelize_is_replaced(expected):
 
 
 def test_a_replaced_forward_is_refused():
-    model = tiny_model(tiny_config("llama"))
-    attn = model.model.layers[1].self_attn
-    attn.forward = MethodType(lambda self, *args, **kwargs: None, attn)
-    parallelize = partial(parallelize_model, model, mesh=make_mesh(1))
-    assert_refused(parallelize, "model.layers.1.self_attn", "forward", fix="without patches")
+    """Modules in a layer run as they are."""
+    for name in ("model.layers.1", "lm_head"):
+        model = tiny_model(tiny_config("llama"))
+        module = model.get_submodule(name)
+        module.forward = MethodType(lambda self, *args, **kwargs: None, module)
+        parallelize = partial(parallelize_model, model, mesh=make_mesh(1))
+        assert_refused(parallelize, name, "forward", fix="without patches")
 
 
 def test_evaluation_without_gradients_is_accepted(model, expected):

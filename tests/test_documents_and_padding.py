@@ -223,9 +223,9 @@ def test_documents_are_analyzed_once_per_batch(monkeypatch):
         walks.append(how["halve"])
         return plan_query_blocks(*args, **how)
 
+    model, _ = parallel(1, tiny_config("llama", 4, 2), Layout(heads_per_stage=1))
     plan_query_blocks = attention_docs.plan_query_blocks
     monkeypatch.setattr(attention_docs, "plan_query_blocks", count_walks)
-    model, _ = parallel(1, tiny_config("llama", 4, 2), Layout(heads_per_stage=1))
     ids = random_ids(1, 40)
     documents = torch.arange(40)[None] // 7
     for _ in range(2):

@@ -125,13 +125,13 @@ def after_attention(mix):
 )
 def test_token_mixing_outside_attention_is_refused(mix, where):
     model = plant(where(mix))
-    assert_refuses(model, "layers.0 at position 0")
+    assert_refuses(model, "layers.0 at position")
     assert error_without_comparison(model) > 1e-3
 
 
 def test_a_single_layer_that_mixes_tokens_is_refused():
     model = plant(before_attention(convolve), slice(1, 2))
-    assert_refuses(model, "layers.1 at position 0")
+    assert_refuses(model, "layers.1 at position")
 
 
 class MixesQueries(Olmo2Attention):
@@ -143,7 +143,7 @@ class MixesQueries(Olmo2Attention):
 
 def test_a_convolution_inside_the_attention_module_is_refused():
     model = plant_attention(MixesQueries)
-    assert_refuses(model, "layers.0 at position 0")
+    assert_refuses(model, "layers.0 at position")
     assert error_without_comparison(model) > 1e-3
 
 
@@ -157,7 +157,7 @@ class MixesGradients(Olmo2DecoderLayer):
 
 def test_token_mixing_in_gradients_is_refused():
     model = plant(MixesGradients)
-    assert_refuses(model, "gradient of the input of", "layers.0 at position 0")
+    assert_refuses(model, "gradient of the input of", "layers.0 at position")
     assert error_without_comparison(model) > 1e-3
 
 

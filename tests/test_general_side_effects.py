@@ -168,7 +168,7 @@ def test_an_error_inside_a_run_leaves_nothing_behind(fails_in):
     model(input_ids=IDS, labels=IDS).loss.backward()
     before = state_of(model)
     layer = model.model.layers[1]
-    module = layer.self_attn.q_norm if fails_in == "input" else layer.mlp.act_fn
+    module = layer.self_attn.q_norm if fails_in == "input" else layer.post_feedforward_layernorm
 
     class Broken(type(module)):
         def forward(self, x):

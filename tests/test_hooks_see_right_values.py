@@ -169,7 +169,7 @@ def test_a_debugger_does_not_change_the_reference_count():
     + [(lambda out, kept: out.retain_grad() or kept.append(out), 1)],  # PyTorch copies it
     ids=["none", "keeps nothing", "keeps it", "keeps a view", "retained"],
 )
-@pytest.mark.parametrize("make_one", [make, partial(tiny_decoder, "olmo2")], ids=["fast path", "general path"])
+@pytest.mark.parametrize("make_one", [make, partial(tiny_decoder, "olmo2")], ids=["qwen3", "olmo2"])
 def test_a_gradient_is_copied_only_if_something_else_holds_it(make_one, hook, num_copies):
     model, kept = parallelize_model(make_one(num_hidden_layers=3), mesh=make_mesh(1)), []
     if hook is not None:
@@ -192,7 +192,7 @@ def test_a_hook_may_change_an_output():
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
-@pytest.mark.parametrize("make_one", [make, partial(tiny_decoder, "olmo2")], ids=["fast path", "general path"])
+@pytest.mark.parametrize("make_one", [make, partial(tiny_decoder, "olmo2")], ids=["qwen3", "olmo2"])
 def test_a_hook_may_return_another_dtype(make_one):
     """Layers and the head still compute in their own dtype."""
     model = parallelize_model(make_one(), mesh=make_mesh(1), layout=Layout(dtype="bfloat16"))

@@ -13,6 +13,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from ithaka.layer.streamed import StreamedLayer
+from ithaka.roots.fast import map_layer
 from torch.autograd.graph import get_gradient_edge
 
 from allocations import rehearsed_peaks
@@ -23,7 +25,6 @@ from ithaka.config import AdapterConfig
 from ithaka.layer import schedule
 from ithaka.layer.inputs import CallState, LayerInputs
 from ithaka.layer.store import Store
-from ithaka.layer.streamed import StreamedLayer
 from ithaka.layout import ActivationPolicy, Layout, make_layout
 from ithaka.mixers.softmax import spec_of_parts
 from ithaka.ops.fused import Positions
@@ -34,7 +35,6 @@ from ithaka.plan.layer_bytes import LayerBytes, layer_peaks, layer_points
 from ithaka.plan.shape import ModelShape, StepShape
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.memory import MemoryMap
-from ithaka.roots.fast import map_layer
 from ithaka.run.shapes import shape_from_config
 from ithaka.sharding import tokens as ring_plan
 from ithaka.sharding.heads import head_table

@@ -6,9 +6,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ithaka.layer import stages
+from ithaka.blocks import rope
+from ithaka.layer.inputs import CurrentCall
 from ithaka.layout import Layout
-from ithaka.ops.fused import Positions, apply_rope
+from ithaka.ops.token_wise import RopeForm, rotate
+from ithaka.roots.rotary import ExactRotary
 from parity import parallel, random_ids
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -37,7 +39,8 @@ def rotary(kind: str = "default") -> torch.nn.Module:
 
 
 def tables(module: torch.nn.Module, positions: torch.Tensor, dtype=torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
-    return Positions(positions, module.inv_freq, module.attention_scaling).tables(dtype)
+    """Return cos and sin [1, t, K] for layers that compute in `dtype`."""
+    return ExactRotary(module, CurrentCall())(torch.zeros(1, dtype=dtype), positions[None])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,9 +49,7 @@ def test_short_positions_are_those_of_hugging_face(kind):
     cos, sin = module(torch.zeros(1, dtype=torch.float32), positions[None])
     ours_cos, ours_sin = tables(module, positions)
     assert ours_cos.dtype == ours_sin.dtype == torch.float32
-    torch.testing.assert_close(ours_cos, cos[0], rtol=0, atol=5e-5)
-    torch.testing.assert_close(ours_sin.chunk(2, -1)[1], sin[0].chunk(2, -1)[1], rtol=0, atol=5e-5)
-    torch.testing.assert_close(ours_sin.chunk(2, -1)[0], -sin[0].chunk(2, -1)[0], rtol=0, atol=5e-5)
+    torch.testing.assert_close((ours_cos, ours_sin), (cos, sin), rtol=0, atol=5e-5)
 
 
 def phases(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -65,7 +66,7 @@ def off_by(angles: torch.Tensor, exact: torch.Tensor) -> float:
 def test_phases_are_exact_at_ten_million_tokens():
     module, positions = rotary(), torch.arange(FAR - 1000, FAR)
     exact = (positions.double()[:, None] * module.inv_freq.double()) % (2 * math.pi)
-    theirs = off_by(phases(*(table[0] for table in module(torch.zeros(1), positions[None]))), exact)
+    theirs = off_by(phases(*module(torch.zeros(1), positions[None])), exact)
     ours = off_by(phases(*tables(module, positions)), exact)
     assert theirs > 0.1, "otherwise this test compares nothing"
     assert ours < 1e-6
@@ -77,26 +78,30 @@ def test_scores_depend_on_the_distance_alone():
     q, k = torch.randn(2, 1, 1, 1, 128)
 
     def score(position: int) -> float:
-        turned = []
-        for x, at in ((q, position), (k, position - 1000)):
-            turned.append(torch.empty_like(x, dtype=torch.float64))
-            apply_rope(turned[-1], x, Positions(torch.tensor([at]), module.inv_freq, module.attention_scaling))
-        return float((turned[0] * turned[1]).sum())
+        form = RopeForm(reads_neighbors=False, writes_neighbors=False, cos="halves")
+        rotated = [
+            rotate(x.double(), *tables(module, torch.tensor([at]), torch.float64), form)
+            for x, at in ((q, position), (k, position - 1000))
+        ]
+        return float((rotated[0] * rotated[1]).sum())
 
     assert score(FAR) == pytest.approx(score(1000), abs=1e-5)
 
 
-def frequencies_in_bfloat16() -> tuple[bool, torch.Tensor, torch.Tensor]:
-    """Return whether the layers' frequencies are wide, these frequencies, and the model's."""
+def tables_in_bfloat16() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return cos and sin of every rotation in a step of a bfloat16 model."""
     model, _ = parallel(1, layout=Layout(dtype="bfloat16"))
     used = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "apply_rope", lambda into, x, at: used.append(at.inv_freq_k) or apply_rope(into, x, at))
+        patch.setattr(rope, "rotate", lambda x, *args, **kwargs: used.append(args[:2]) or rotate(x, *args, **kwargs))
         model(input_ids=random_ids(1, 8), labels=random_ids(1, 8)).loss.backward()
-    return all(each.dtype != torch.bfloat16 for each in used), torch.stack(used), model.model.rotary_emb.inv_freq
+    exact = tables(model.model.rotary_emb, torch.arange(8), torch.float32)
+    return [exact, *used]
 
 
-def test_bf16_computation_does_not_round_frequencies(ranks):
+def test_bf16_computation_does_not_round_angles(ranks):
     """FSDP2 casts the tensors among a layer's arguments."""
-    ((are_wide, used, own),) = ranks.run(1, frequencies_in_bfloat16)
-    assert are_wide and len(used) > 2 and torch.equal(used, own.expand_as(used))
+    ((exact, *used),) = ranks.run(1, tables_in_bfloat16)
+    assert len(used) > 2
+    for pair in used:
+        assert all(map(torch.equal, pair, exact))

@@ -12,6 +12,7 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from general import fp64_tiles
 from ithaka.checkpoint.export import export
 from ithaka.checks import verify
 from ithaka.cli import app
@@ -55,6 +56,7 @@ def saved(folder, **changes):
     return folder
 
 
+@fp64_tiles()
 def errors_of(folder):
     """Return this rank's errors for every type, compared with a plain model whose rope_parameters are set by hand."""
     ids, mesh, errors = random_ids(1, CONTEXT), make_mesh(2), []
@@ -67,7 +69,7 @@ def errors_of(folder):
         plain = widen(AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float64).train())
         expected = plain_loss(plain, ids, ids)
         expected.backward()
-        model = widen(build_model(folder, mesh, layout, rope=RopeConfig(**rope), context=CONTEXT))
+        model = build_model(folder, mesh, layout, rope=RopeConfig(**rope), context=CONTEXT)
         assert model.config.rope_parameters == OWN | parameters
         assert model.config.max_position_embeddings == NUM_POSITIONS[parameters["rope_type"]]
         loss = model(input_ids=ids, labels=ids).loss
@@ -76,6 +78,7 @@ def errors_of(folder):
     return errors
 
 
+@fp64_tiles()
 def errors_of_longrope(folder):
     """Return this rank's errors for a model stored with longrope, like Phi: first two forwards, short and long, before
     one backward; then two data-parallel ranks, only one of them beyond the original positions."""
@@ -84,7 +87,7 @@ def errors_of_longrope(folder):
     def pair(cp):
         layout = Layout(cp, heads_per_stage=2, tile_tokens=5, dtype="float64")
         plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-        return widen(plain.train()), widen(build_model(folder, make_mesh(cp), layout, context=CONTEXT))
+        return widen(plain.train()), build_model(folder, make_mesh(cp), layout, context=CONTEXT)
 
     def append_errors(model, plain, loss, expected):
         loss.backward()
@@ -129,10 +132,11 @@ def test_rope_on_part_of_each_head_keeps_its_type(tmp_path):
     expected = plain_loss(plain, ids, ids)
     expected.backward()
     layout = Layout(tile_tokens=5, dtype="float64")
-    model = widen(build_model(tmp_path, make_mesh(1), layout, rope=RopeConfig(theta=9.0), context=CONTEXT))
+    model = build_model(tmp_path, make_mesh(1), layout, rope=RopeConfig(theta=9.0), context=CONTEXT)
     assert model.config.rope_parameters == moved and int((model.model.rotary_emb.inv_freq == 0).sum()) == 2
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
+    with fp64_tiles():
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
     check([{"loss": relative(loss.detach(), expected.detach()), **gradient_errors(model, plain)}])
     yarn = RopeConfig(type="yarn", factor=4)
     named = "model.rope.type=yarn", "rope_type=proportional"

@@ -51,8 +51,6 @@ def test_shape_agrees_with_transformers(case, tmp_path):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ithaka.roots.fast import map_layer
-
     (tmp_path / "config.json").write_text(json.dumps(SMALL | case))
     shape = read_shape(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
@@ -69,7 +67,7 @@ def test_shape_agrees_with_transformers(case, tmp_path):
     assert shape.out_bias == (attention.o_proj.bias is not None)
     assert shape.qk_norm == hasattr(attention, "q_norm")
     assert shape.tied == (model.lm_head.weight is model.model.embed_tokens.weight)
-    assert shape.windows == windows_of(config) == tuple(map_layer(model, i).window for i in range(3))
+    assert shape.windows == windows_of(config)
     # The configuration that transformers saves describes the same model.
     config.save_pretrained(tmp_path / "again")
     assert read_shape(tmp_path / "again" / "config.json") == shape
@@ -88,11 +86,13 @@ def test_a_layer_has_the_window_of_its_attention(case, window):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ithaka.roots.fast import map_layer
+    from ithaka.roots.find import find_root
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(SMALL | case)))
-    assert map_layer(model, 0).window == window
+    root = find_root(model)
+    root.find_specs(torch.device("cpu"))
+    assert {mixer.window for mixer in root.mixers} == {window}
 
 
 def test_llama3_8b_has_its_published_size():

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from ithaka.config import DataConfig
 from ithaka.data.documents import files
 from ithaka.data.open import check_data
-from ithaka.layer import stages, streamed
+from ithaka.layer import stages
+from ithaka.mixers.softmax import LayerHeads
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import GPUS, find_gpu
 from ithaka.train import heartbeat, watch
@@ -184,8 +185,7 @@ def slow_down(patch, where):
     for name in ("attend", "attend_backward"):
         attend = delay(getattr(stages.StagedAttention, name), 0.02 + late.get("attention", 0.0))
         patch.setattr(stages.StagedAttention, name, attend)
-    project = delay(streamed.StreamedLayer.project, late.get("projections", 0.0))
-    patch.setattr(streamed.StreamedLayer, "project", project)
+    patch.setattr(LayerHeads, "project", delay(LayerHeads.project, late.get("projections", 0.0)))
 
 
 def run_slowly(where, config):

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -27,7 +26,7 @@ from ithaka.layout import ActivationPolicy
 from ithaka.mixers import softmax
 from ithaka.plan.mixers import Attention
 from ithaka.plan.shape import AttentionKind
-from ithaka.roots import decoder, fast
+from ithaka.roots import decoder
 from models import CONSTRUCTING, tiny_config, tiny_model
 from refusals import assert_command_refused, assert_refused
 from runs import MODEL
@@ -181,8 +180,13 @@ def pair_wrong_heads(patch):
         )
         return replace(made, kv_transfers=swapped)
 
-    head_table = softmax.head_table
-    patch.setattr(softmax, "head_table", table)
+    def make_layer(self, *args):
+        with pytest.MonkeyPatch.context() as during:  # the probe's layers stay correct
+            during.setattr(softmax, "head_table", table)
+            return make(self, *args)
+
+    head_table, make = softmax.head_table, decoder.Decoder.make_layer
+    patch.setattr(decoder.Decoder, "make_layer", make_layer)
 
 
 def change_share(patch, change):
@@ -215,12 +219,16 @@ def halve_gradient(patch):
 
 
 def skip_norm(patch):
-    def parts(model, index):
-        made = map_layer(model, index)
-        return replace(made, norm1=nn.Identity()) if index == 1 else made
+    def make_layer(self, index, *args):
+        layer, norm = make(self, index, *args), self.layers[index].input_layernorm
+        if index == 1:
+            norm.forward = lambda x: x
+            for skipped in layer.passes.skipped:  # they restore forwards after a resume pass
+                skipped.forward = norm.forward if skipped.module is norm else skipped.forward
+        return layer
 
-    map_layer = fast.map_layer
-    patch.setattr(fast, "map_layer", parts)
+    make = decoder.Decoder.make_layer
+    patch.setattr(decoder.Decoder, "make_layer", make_layer)
 
 
 INJECTED = [

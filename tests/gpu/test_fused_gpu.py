@@ -6,18 +6,7 @@ import pytest
 import torch
 
 from ithaka.ops.divergence import Criterion, divergence_with_grad
-from ithaka.ops.fused import (
-    Positions,
-    add_and_round,
-    apply_rope,
-    cross_entropy_with_grad,
-    rms_norm_backward,
-    row_logsumexp,
-    scale_in_place,
-    silu_mul,
-    silu_mul_backward,
-    softmax_grad,
-)
+from ithaka.ops.fused import cross_entropy_with_grad, row_logsumexp, scale_in_place, softmax_grad
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 only_gpu = partial(pytest.param, marks=pytest.mark.gpu)
@@ -35,81 +24,9 @@ def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
-def assert_close(ours: torch.Tensor, exact: torch.Tensor, size: torch.Tensor | None = None) -> None:
-    """Compare relative to `size`, by default that of the results."""
-    error = (ours.double() - exact).abs() / (exact if size is None else size).abs().clamp_min(0.1)
+def assert_close(ours: torch.Tensor, exact: torch.Tensor) -> None:
+    error = (ours.double() - exact).abs() / exact.abs().clamp_min(0.1)
     assert error.max() < 2 * ROUNDING[ours.dtype]
-
-
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize(
-    "c,n,t,K",
-    [
-        only_gpu(8, 1, 100, 128),
-        (2, 3, 33, 64),
-        only_gpu(1, 5, 257, 80),
-        only_gpu(4, 2, 1, 256),
-        only_gpu(3, 4, 40, 80),
-        only_gpu(1, 9, 70, 128),
-    ],
-)
-@pytest.mark.parametrize("sign", [1, -1])
-def test_rope_between_layouts_matches_fp64(dtype, c, n, t, K, sign):
-    """Rotate from token layout into a slice of exchange layout, both ways, at far, packed and near positions."""
-    x_tnK, buffer_csnK = draw(t, c * n, K, dtype=dtype), torch.full((c, 2 * t, n, K), 7.0, device=DEVICE, dtype=dtype)
-    at_t = torch.arange(7_000_000, 7_000_000 + t, device=DEVICE)
-    at_t[t // 3 :] -= 5_000_000
-    at_t[t // 2 :] -= 2_000_000
-    inv_freq_k = 500_000.0 ** -(torch.arange(K // 2, device=DEVICE) / (K // 2))
-    positions = Positions(at_t, inv_freq_k, 1.25)
-    x_cntK = x_tnK.unflatten(1, (c, n)).permute(1, 2, 0, 3)
-    into_cntK = buffer_csnK[:, t:].transpose(1, 2)
-    apply_rope(into_cntK, x_cntK, positions if sign == 1 else positions.inverse)
-    angle_tk = sign * at_t.double()[:, None] * inv_freq_k.double()
-    cos_tk, sin_tk, (first, second) = angle_tk.cos() * 1.25, angle_tk.sin() * 1.25, x_cntK.double().chunk(2, -1)
-    exact = torch.cat((first * cos_tk - second * sin_tk, second * cos_tk + first * sin_tk), -1)
-    assert_close(into_cntK, exact, size=1.25 * torch.hypot(first, second).repeat(1, 1, 1, 2))
-    assert (buffer_csnK[:, :t] == 7).all()
-
-
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("shape", [(3, 5), only_gpu((129, 4096)), (1000, 333)])
-def test_gated_product_and_its_gradients_match_fp64(dtype, shape):
-    gate, up, da = (draw(*shape, dtype=dtype) for _ in range(3))
-    leaves = [gate.double().requires_grad_(), up.double().requires_grad_()]
-    a = torch.nn.functional.silu(leaves[0]) * leaves[1]
-    dgate, dup = torch.autograd.grad(a, leaves, da.double())
-    forward = gate.clone()
-    silu_mul(forward, up, forward)
-    silu_mul_backward(gate, up, da)
-    for ours, exact in [(forward, a), (gate, dgate), (up, dup), (da, a)]:
-        assert_close(ours, exact.detach())
-
-
-@pytest.mark.parametrize("shape", [(3, 5), only_gpu((129, 4096)), (1000, 333)])
-def test_sums_are_rounded_once(shape):
-    total, x = draw(*shape, dtype=torch.float32), draw(*shape, dtype=torch.bfloat16)
-    exact = total.double() + x.double()
-    rounded = add_and_round(total, x)
-    assert rounded.dtype == torch.bfloat16
-    assert_close(rounded, exact)
-    assert_close(total, exact)
-    assert add_and_round(total, exact.float()) is total
-    assert_close(total, 2 * exact)
-
-
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("t,D", [(3, 8), only_gpu(1, 3072), (1500, 333), only_gpu(700, 4096), only_gpu(33, 12288)])
-def test_norm_gradients_match_fp64(dtype, t, D):
-    x, dy, before = (draw(t, D, dtype=dtype) for _ in range(3))
-    x, weight = x * torch.rand(t, 1, device=DEVICE).to(dtype), 1 + draw(D, dtype=dtype) / 4
-    leaves = [x.double().requires_grad_(), weight.double().requires_grad_()]
-    y = torch.nn.functional.rms_norm(leaves[0], (D,), leaves[1], 1e-2)
-    dx, dweight = torch.autograd.grad(y, leaves, dy.double())
-    into = before.clone()
-    summed = rms_norm_backward(into, x, dy, weight, 1e-2)
-    assert_close(into, before.double() + dx, size=before.double().abs() + dx.abs())
-    assert summed.dtype == torch.float32 and (summed.double() - dweight).norm() < 1e-5 * dweight.norm()
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])

@@ -17,6 +17,7 @@ from ithaka.ops.token_wise import (
     sum_rounded,
 )
 
+pytestmark = pytest.mark.gpu
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 
 

@@ -243,7 +243,7 @@ def check_modules(model: nn.Module, hookable: re.Pattern, patchable: re.Pattern)
             if not hookable.fullmatch(name) or (name, kind) == ("", "forward pre-hook"):
                 raise ConfigError(
                     f"{where} has a {kind}, which a parallel model would ignore or call with other values; remove the "
-                    "hook, or put it on the decoder layer, its mlp or embed_tokens"
+                    "hook, or put it on the decoder layer or embed_tokens"
                 )
         if "forward" in vars(module) and not patchable.fullmatch(name) and not _is_trusted(module.forward):
             raise ConfigError(

@@ -10,7 +10,7 @@ Shapes as in layer/schedule.py and layer/inputs.py; H query heads, E experts.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +64,9 @@ class GeneralLayer(LayerSchedule):
     batch_dims = (1,)
 
     def __post_init__(self) -> None:
+        if self.layout.compile:  # compiled passes run the layer's own modules, for all heads
+            without = {"blocks": (), "qkv": (), "output": "", "has_expert_block": False}
+            self.spec = replace(self.spec, **without, skips_mlp=False, skips_projections=False)
         super().__post_init__()
         self.passes = LayerPasses(self.name, self.layer, self.spec, self.layout.compile is True)
         if self.balancing is not None:

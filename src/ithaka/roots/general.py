@@ -6,6 +6,7 @@ Shapes as in layer/schedule.py.
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -27,6 +28,7 @@ from ithaka.layer.passes import compute_like_autocast
 from ithaka.layer.store import Store
 from ithaka.layout import Layout
 from ithaka.mixers.scan_call import SsdTap
+from ithaka.phases import mark_backward, phase
 from ithaka.roots.decoder import Decoder
 from ithaka.roots.probe import probe_layers
 from ithaka.roots.recorder import Recorder, copy_config, randomized_copy, refusal
@@ -71,6 +73,8 @@ class GeneralDecoder(Decoder):
             module.forward = ExactRotary(module, self.current)
         if self.norm is not None:
             self.norm.forward = lambda x: x  # `make_head` runs it
+        if type(self).embed is GeneralDecoder.embed:
+            self.base.embed_tokens.forward = partial(_embed, self.base.embed_tokens.forward)
 
     def embed(self, call: CheckedCall) -> dict[str, Any]:
         """Return the arguments of the base model for this rank's tokens."""
@@ -95,6 +99,11 @@ class GeneralDecoder(Decoder):
                 return _run_after_layers(model, h_1tD, head).logits.squeeze(0)
 
         return GraphHead(run, [*lm_head.parameters(), *norm.parameters()])
+
+
+def _embed(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    with phase("embedding"):
+        return mark_backward(forward(*args, **kwargs), "embedding backward")
 
 
 def _run_after_layers(

@@ -265,22 +265,23 @@ class _Probe:
         parts = [slice(0, PROBE_CUT), slice(PROBE_CUT, num_tokens)]
         end = first + num_tokens
         arguments = [self._arguments(first + rows.start, rows.stop - rows.start, end) for rows in parts]
-        with torch.enable_grad():
-            outs = []
-            for index, mixer in enumerate(spec.mixers):
-                captured = [
-                    passes.capture(x[max(0, rows.start - mixer.halo) : rows.stop], args, index)
-                    for rows, args in zip(parts, arguments, strict=True)
-                ]
-                outs.append(mixer.run_reference(captured))
-            with passes.experts.repeat_tile(deque(), spec.skips_mlp):
-                ys = [
-                    passes.resume(x[rows], [out[rows] for out in outs], args)
-                    for rows, args in zip(parts, arguments, strict=True)
-                ]
-        results = self._gradients(torch.cat(ys), x, arguments)
-        passes.restore()
-        return results
+        try:
+            with torch.enable_grad():
+                outs = []
+                for index, mixer in enumerate(spec.mixers):
+                    captured = [
+                        passes.capture(x[max(0, rows.start - mixer.halo) : rows.stop], args, index)
+                        for rows, args in zip(parts, arguments, strict=True)
+                    ]
+                    outs.append(mixer.run_reference(captured))
+                with passes.experts.repeat_tile(deque(), spec.skips_mlp):
+                    ys = [
+                        passes.resume(x[rows], [out[rows] for out in outs], args)
+                        for rows, args in zip(parts, arguments, strict=True)
+                    ]
+            return self._gradients(torch.cat(ys), x, arguments)
+        finally:
+            passes.restore()
 
     def _run_transformers(self, first: int) -> dict[str, Tensor | None]:
         y, x, arguments = self._run_forward(first)

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from ithaka.attention.docs import Docs
+from ithaka.blocks.block import HOOK_DICTS
 from ithaka.blocks.experts import is_expert_module
 from ithaka.config import ConfigError
 from ithaka.layer.inputs import CallState, CurrentCall, LayerInputs
@@ -157,7 +158,8 @@ class Recorder:
 
 
 def randomize(module: nn.Module, device: torch.device, seed: int = 0) -> None:
-    """Replace all parameters, and buffers on the meta device, by random fp32 values on `device`."""
+    """Replace all parameters, and buffers on the meta device, by random fp32 values on `device`. Remove hooks: they
+    must only see the user's calls."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(t: Tensor) -> Tensor:
@@ -166,6 +168,8 @@ def randomize(module: nn.Module, device: torch.device, seed: int = 0) -> None:
 
     drawn: dict[int, nn.Parameter] = {}
     for submodule in module.modules():
+        for hooks in HOOK_DICTS:
+            getattr(submodule, hooks).clear()
         for name, param in submodule._parameters.items():
             if param is not None and id(param) not in drawn:
                 drawn[id(param)] = nn.Parameter(draw(param), param.requires_grad)

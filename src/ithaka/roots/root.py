@@ -89,7 +89,7 @@ class Root(ABC):
         """Check the model, and find out how to run its layers. Raises ConfigError if it cannot run."""
         self.check_model()
         check_modules(self.model, self.hookable, self.patchable)
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
             self.find_specs(device)
 
     def check_model(self) -> None:
