@@ -10,7 +10,7 @@ Shapes as in layer/schedule.py and layer/inputs.py; H query heads, E experts.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ithaka.blocks.routing import LoadBalancingLoss
 from ithaka.blocks.tiles import GradSum
 from ithaka.layer.inputs import CurrentCall, LayerInputs
-from ithaka.layer.mixer import StageOutput
+from ithaka.layer.mixer import LayerSpec, StageOutput
 from ithaka.layer.passes import LayerPasses
 from ithaka.layer.schedule import LayerSchedule, SavedActivations
 
@@ -64,9 +64,9 @@ class GeneralLayer(LayerSchedule):
     batch_dims = (1,)
 
     def __post_init__(self) -> None:
-        if self.layout.compile:  # compiled passes run the layer's own modules, for all heads
-            without = {"blocks": (), "qkv": (), "output": "", "has_expert_block": False}
-            self.spec = replace(self.spec, **without, skips_mlp=False, skips_projections=False)
+        if self.layout.compile is True:  # compiled passes run the layer's own modules, for all heads
+            facts = self.spec.mixers, self.spec.num_outputs, self.spec.token_dims, self.spec.skippable
+            self.spec = LayerSpec(*facts, forward=self.spec.forward)
         super().__post_init__()
         self.passes = LayerPasses(self.name, self.layer, self.spec, self.layout.compile is True)
         if self.balancing is not None:
