@@ -214,7 +214,7 @@ def test_the_teacher_runs_without_dropout():
     assert relative(loss.detach(), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["gemma2", "granite"])
+@pytest.mark.parametrize("family", ["gemma2", pytest.param("granite", marks=pytest.mark.slow)])
 def test_any_decoder_can_teach(family):
     """Those on the general path too, with softcaps and scaled logits; some of their modules compute in fp32."""
     student, teacher = tiny_model(tiny_config("llama")), tiny_decoder(family, dtype=torch.float64)
