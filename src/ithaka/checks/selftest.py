@@ -79,10 +79,10 @@ class Selftest:
                 self._add(Finding(section, "failed", text, "see docs/several-nodes.md"))
         if "rates" in self.figures:
             changed = self._with_rates(self.measured)
-            planned, measured = (format_duration(plan.step_s) for plan in (self.plan, changed))
+            planned, measured = (format_duration(plan.step_s) for plan in (self._with_rates(self.known), changed))
             what = f"{self.model} at {format_tokens(changed.work.context)}"
             self._print(f"{what}: {planned} per step planned, {measured} with the rates measured here")
-            if save_profile and self.rank == 0:
+            if save_profile and self.rank == 0 and self.ranks_per_gpu == 1:
                 gpu, file = changed.hardware.gpu, profile_path(changed.hardware.gpu.name)
                 values = {name: getattr(gpu, name) for name in (*FIGURES, "name", "kernel")}
                 values["source"] = f"ithaka selftest, {self.num_ranks} ranks, {time.strftime('%Y-%m-%d')}"
@@ -152,6 +152,7 @@ class Selftest:
         own = resolve.detect_machine(load_config(None, []), self.num_ranks, launch.detect_gpu())
         machine = resolve.weakest_machine(gather_objects(own))
         gpu, context, fits = machine.gpu, 2 * self.context, False
+        self.known = {name: getattr(gpu, name) for name in RATES}  # of the table, or saved
         self.has_rates = (self.on_gpu or profile_path(gpu.name).is_file()) and self.ranks_per_gpu == 1
         if not self.has_rates:
             gpu = replace(gpu, memory_bytes=gpu.memory_bytes // self.ranks_per_gpu, **self.measured)
