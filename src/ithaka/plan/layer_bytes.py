@@ -76,12 +76,13 @@ class LayerBytes:
         self.left_kv = [2 * stage.left_kv * self.slot for stage in self.slots]
         self.keeps_attention = policy.attention is not None
         self.fetches_attention = policy.attention in ("host", "disk")
-        # What a layer can keep in addition to its input: out and lse of all stages (with empty slots), q, k and v,
-        # x + attention, gate and up.
+        # What a layer can keep in addition to its input: out and lse of all stages (with empty slots), q, k and v, and
+        # the graphs of resume passes: gate and up, x + attention, its norm, y, and attention's output if it was copied.
         self.outputs = self.num_stages * (self.q + self.lse)
         self.qkv = (self.num_stages * self.q + sum(self.new_kv)) * policy.projections
-        self.residual = self.x * policy.projections
-        self.gate_up = 2 * s * shape.mlp * layout.element_bytes * policy.mlp
+        self.joined = 0 if self.num_stages == 1 and layout.ulysses == 1 else shape.heads * shape.head_dim
+        graph_width = 2 * shape.mlp + 3 * shape.hidden + self.joined
+        self.gate_up = s * graph_width * layout.element_bytes * policy.mlp
         self.projected = self.douts = self.graphs = 0
         if shape.measured:
             self.gate_up = s * self._graph_bytes(shape.measured, resumes=True) * policy.mlp
@@ -100,14 +101,14 @@ class LayerBytes:
     @property
     def kept(self) -> int:
         """Bytes that the layer keeps on the device."""
-        stored = self.x * (self.policy.input == "device") + self.outputs * (self.policy.attention == "device")
-        return stored + self.qkv + self.residual + self.gate_up
+        keeps_input = self.policy.input == "device" or self.policy.mlp  # graphs of resume passes read it
+        stored = self.x * keeps_input + self.outputs * (self.policy.attention == "device")
+        return stored + self.qkv + self.gate_up
 
     def _add_general(self, layer: MeasuredLayer, policy: ActivationPolicy) -> None:
         """Add what layers that do not project heads by stage hold: q, k and v of all heads until the last stage is
         sent, and in backward the gradients of all heads and, with overlap, the graphs of capture passes."""
         shape, e = self.shape, self.layout.element_bytes
-        self.residual = 0
         head = self.s * shape.head_dim * e
         self.douts = 0 if layer.slices_output else shape.heads * head
         if not layer.slices_heads:
@@ -225,20 +226,21 @@ class LayerBytes:
         rank = shape.adapter.rank if shape.adapter else 0  # width between an adapter's two matrices
         if shape.adapter and shape.adapter.dropout:  # and its input after dropout
             rank += max(shape.mlp, shape.heads * shape.head_dim) if work.startswith("mlp") else hidden
-        # Kept tensors are not temporaries: the rounded x + attention; gate and up, but then forward has a third [t, F].
-        rounded, gate_up = sum_bytes != e and not self.residual, 2 if self.gate_up else 0
-        if work == "mlp":  # x + attention as summed and as rounded, its norm, two of the MLP's width
-            return t * (sum_bytes * hidden + e * ((1 + rounded) * hidden + (2 - gate_up // 2) * shape.mlp + rank))
+        # Kept tensors are not temporaries: gate and up, but then forward has a third [t, F].
+        rounded, gate_up = sum_bytes != e, 2 if self.gate_up else 0
+        if work == "mlp":  # x + attention, its terms if they are rounded, its norm, two of the MLP's width
+            width = (2 + rounded) * hidden + (2 - gate_up // 2) * shape.mlp + self.joined + rank
+            return t * e * width
         if work == "mlp backward":
             # x + attention, its norm, and the three [t, F] of blocks/mlp.py. (Compiled, hooked or wrapped MLPs need up
             # to twice as much; the planner cannot see them.)
             heads = shape.heads * shape.head_dim * (3 if self.fetches_attention else 1)
-            width = (2 - bool(self.residual) + self.fetched_tiles) * hidden + heads
+            width = (2 + self.fetched_tiles) * hidden + heads
             return t * e * (width + (3 - gate_up) * shape.mlp + 2 * rank)
         if work == "project":
             width = c * self.query_slots * shape.head_dim
             kv_width = 2 * c * max(stage.new_kv for stage in self.slots) * shape.head_dim
-            return (width + kv_width) * hidden * e + t * e * ((2 + self.fetched_tiles) * hidden + 5 * width + rank)
+            return (width + kv_width) * hidden * e + t * e * ((3 + self.fetched_tiles) * hidden + 5 * width + rank)
         stored_dq = (self.num_stages - 1) * self.query_slots * c * shape.head_dim * self.stores_dq
         width = (4 + self.fetched_tiles) * hidden + 2 * self.qkv_width + 2 * stored_dq + 7 * rank
         return self.qkv_width * hidden * e + t * e * width
@@ -355,7 +357,7 @@ def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoi
 
 def layer_points(b: LayerBytes) -> Iterator[MemoryPoint]:
     """Every point of a layer's forward and backward on one rank."""
-    outputs, kept_later = b.outputs, b.residual + b.gate_up
+    outputs, kept_later = b.outputs, b.gate_up
     yield from b.mix_points("forward", b.x)
     # y, computed from x and the outputs of all stages
     yield MemoryPoint("forward mlp", 2 * b.x, outputs + b.qkv + kept_later, "mlp")

@@ -204,7 +204,7 @@ class DeltaBytes(LayerBytes):
         is_resident = self.keeps_attention and not self.fetches_attention
         # Kept outputs were used by the resume pass; without them, states are recomputed.
         states = -self.douts if is_resident else self.outputs - self.douts
-        live = projected + self.douts + states + self.graphs - self.residual - self.gate_up
+        live = projected + self.douts + states + self.graphs - self.gate_up
         yield MemoryPoint("backward projections", stream, live, "project")
         yield MemoryPoint("backward attention", stream, live, "rule backward")
         yield MemoryPoint("backward projections", stream, live - self.douts, "project backward")

@@ -355,7 +355,7 @@ def _explain_level(plan: Plan, level: str) -> str:
     saved_s = plan.with_changes(**above, **{level: 0}).step_s - plan.with_changes(**above).step_s
     effect = f"{'saves' if saved_s >= 0 else 'costs'} {format_duration(abs(saved_s))} per step"
     b = LayerBytes(plan.shape, plan.layout, plan.work.local_tokens(plan.layout.cp), EVERYTHING)
-    num_bytes = {"keep_projections": b.qkv + b.residual, "keep_everything": b.gate_up}.get(level, 0)
+    num_bytes = {"keep_projections": b.qkv, "keep_everything": b.gate_up}.get(level, 0)
     more = f" ({format_bytes(num_layers * num_bytes)} more)" if num_bytes else ""
     return f"{num_layers} of {plan.shape.num_layers} layers keep {kept}{more}: {effect}"
 
