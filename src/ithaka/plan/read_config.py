@@ -30,8 +30,7 @@ class Family:
     has_formula: bool = True  # False: a mixture of experts, whose layers are measured
 
 
-# To add a family: one entry here, one case in tests/test_shape.py and one in tests/models.py. roots/fast.py maps
-# its modules to the layer's parts.
+# To add a family: one entry here, one case in tests/test_shape.py and one in tests/models.py.
 FAMILIES: dict[str, Family] = {
     "llama": Family("attention_bias", "attention_bias", "mlp_bias", positions=2048),
     "mistral": Family(window="all", kv_heads=8, positions=131072),

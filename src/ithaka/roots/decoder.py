@@ -1,4 +1,4 @@
-"""The root of a language model: tokens in, their loss or logits out. How its layers run is in roots/fast.py and
+"""The root of a language model: tokens in, their loss or logits out. How its layers run is in
 roots/general.py.
 
 Shapes as in inputs/batch.py and layer/inputs.py; V vocabulary.
