@@ -64,8 +64,8 @@ class GeneralLayer(LayerSchedule):
 
     def __post_init__(self) -> None:
         if self.layout.compile:  # compiled passes run the layer's own modules, for all heads
-            without = {"blocks": (), "qkv": (), "output": "", "has_expert_block": False}
-            self.spec = replace(self.spec, **without, skips_mlp=False, skips_projections=False)
+            self.spec = replace(self.spec, blocks=(), qkv=(), output="", has_expert_block=False)
+            self.spec = replace(self.spec, skips_mlp=False, skips_projections=False)
         super().__post_init__()
         self.passes = LayerPasses(self.name, self.layer, self.spec, self.layout.compile)
         if self.balancing is not None:
