@@ -24,7 +24,7 @@ from survey import Finding, examine
 ROOT = Path(__file__).parent.parent
 MEMORY_BYTES = 8 * 2**30
 TIMEOUT_S = 300
-TABLE_HEAD = "| type | layers | attention | experts | error |\n|---|---|---|---|---|"
+TABLE_HEAD = "| type | attention | experts | error |\n|---|---|---|---|"
 
 
 # ---- findings
@@ -92,7 +92,7 @@ def find_wrong(findings: list[Finding]) -> list[Finding]:
 
 def _make_row(finding: Finding) -> str:
     experts = "yes" if finding.experts else ""
-    return f"| {finding.model_type} | {finding.path} | {describe(finding)} | {experts} | {_show_error(finding)} |"
+    return f"| {finding.model_type} | {describe(finding)} | {experts} | {_show_error(finding)} |"
 
 
 def _show_error(finding: Finding) -> str:

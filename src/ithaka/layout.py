@@ -26,7 +26,7 @@ class ActivationPolicy:
     input: Tier = "device"
     attention: Tier | None = None  # attention output; None: recomputed in backward
     # On the device, and only with the attention output:
-    projections: bool = False  # q, k, v and x + attention
+    projections: bool = False  # q, k and v
     mlp: bool = False  # gate and up projections
 
     def __post_init__(self) -> None:

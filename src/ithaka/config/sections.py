@@ -252,7 +252,7 @@ class MemoryConfig(Section, name="memory"):
     keep_attention: int | Literal["none", "all"] = setting("none", ge=0)
     # Where to keep these outputs. null: as memory.offload.
     attention_offload: Literal["none", "host", "disk"] | None = None
-    # Layers, counted from the last, that also keep q, k, v and the residual stream: all but the MLP activations.
+    # Layers, counted from the last, that also keep q, k and v: all but the activations after attention.
     keep_projections: int | Literal["none", "all"] = setting("none", ge=0)
     # Overlap communication and copies with computation, which takes more memory. Use false for the longest sequences.
     overlap: bool = True

@@ -1,8 +1,7 @@
 """Element-wise steps between the large kernels, each in one pass over memory if Triton is installed.
 
-Shapes: B score blocks in the batch (in `apply_rope`, ranks), h heads, t tokens of a block or tile, K head dim, D
-hidden, F MLP width, V vocabulary, p programs. Tensors may be strided except in K. All compute in fp32 and round once,
-except `silu_mul` without Triton, which rounds twice, as Hugging Face does.
+Shapes: B score blocks in the batch, h heads, t tokens of a block or tile, K head dim, V vocabulary. Tensors may be
+strided except in K. All compute in fp32 and round once.
 """
 
 import math
