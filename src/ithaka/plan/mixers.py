@@ -230,7 +230,7 @@ class ConvolutionBytes(LayerBytes):
 
     def mix_backward_points(self, outputs: int) -> Iterator[MemoryPoint]:
         if self.projected:
-            live = outputs + self.douts - self.residual
+            live = outputs + self.douts
             yield MemoryPoint("backward projections", self.x + self.fetched_input, live, "project backward")
 
 

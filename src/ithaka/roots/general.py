@@ -74,7 +74,8 @@ class GeneralDecoder(Decoder):
         if self.norm is not None:
             self.norm.forward = lambda x: x  # `make_head` runs it
         if type(self).embed is GeneralDecoder.embed:
-            self.base.embed_tokens.forward = partial(_embed, self.base.embed_tokens.forward)
+            embeddings = self.base.get_input_embeddings()
+            embeddings.forward = partial(_embed, embeddings.forward)
 
     def embed(self, call: CheckedCall) -> dict[str, Any]:
         """Return the arguments of the base model for this rank's tokens."""
