@@ -264,7 +264,8 @@ def test_a_context_is_planned_as_for_a_run(on_h200, capsys):
     shape = parallel.shape_from_model(model)
     _, expected = plan_run(config, set(), detect_machine(config, 1, H200), shape)
     assert model.ithaka_plan.layout == expected.layout and model.ithaka_plan.work == expected.work
-    planned_for = dataclasses.replace(expected.layout, dtype="bfloat16", heads_per_stage=None, kernel="cpu")
+    resolved = {"heads_per_stage": None, "kernel": "cpu", "compile": False}
+    planned_for = dataclasses.replace(expected.layout, dtype="bfloat16", **resolved)
     assert model.model.layers[0].forward.layout == planned_for
     printed = capsys.readouterr().out
     assert "64K tokens" in printed and printed.count("parallel.cp ") == 1
@@ -420,7 +421,7 @@ def test_wrong_settings_are_refused_and_a_layout_replaces_the_plan():
     for context in (None, 64):
         model = tiny_model(tiny_config("llama"))
         model = ithaka.parallelize(model, context=context, dtype="float32", layout=Layout(tile_tokens=7))
-        assert model.model.layers[0].forward.layout == Layout(tile_tokens=7, dtype="float32", kernel="cpu")
+        assert model.model.layers[0].forward.layout == Layout(tile_tokens=7, dtype="float32", kernel="cpu", compile=False)
     model = ithaka.parallelize(tiny_model(tiny_config("llama")), context=64)
     layout = model.model.layers[0].forward.layout
     assert model.ithaka_plan is None and layout.dtype == "float64" and layout.tile_tokens == 8192

@@ -141,7 +141,7 @@ def test_compile_compiles_both_passes_of_each_layer(monkeypatch):
             graph, inputs
         )
 
-    monkeypatch.setattr(torch, "compile", lambda f, dynamic: compiled.append(f) or compile_function(f, backend=backend))
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compiled.append(f) or compile_function(f, backend=backend))
     ids, gradients = random_ids(1, 24), []
     for value in ("true", "false"):
         layout = layout_from_config(parse_config({"train": {"compile": value == "true"}}), 2, 1, on_gpu=False)
