@@ -360,9 +360,8 @@ class LayerHeads:
         """Make the capture passes with some of the heads."""
         mixer, passes, c = self.mixer, self.layer.passes, self.mixer.group.size()
         heads = (query_heads, kv_heads, kv_heads)
-        counts = [len(flatten_heads(part)) // c for part in heads if part is not None]
-        K, weight_ND = mixer.spec.head_dim, as_linear(self._block(0).module).weight_ND
-        projected = deque(weight_ND.new_empty(c, len(saved.inputs), count, K) for count in counts)
+        count = 1 if kv_heads is None else 3
+        projected: deque[Tensor] = deque()
         captured: list[Tensor] = []
         try:
             for i, part in enumerate(heads):
@@ -370,16 +369,18 @@ class LayerHeads:
             for rows, x_tD, inputs in self._tiles(saved):
                 with torch.no_grad():
                     captured = passes.capture(x_tD, inputs)
-                captured_ctnK = [t_tNK.unflatten(1, (c, -1)).transpose(0, 1) for t_tNK in captured[: len(projected)]]
-                if len(x_tD) == len(saved.inputs) and all(t.is_contiguous() for t in captured_ctnK):
-                    projected = deque(captured_ctnK)  # the only tile needs no copy
-                    continue
-                for into_csnK, t_ctnK in zip(projected, captured_ctnK, strict=True):
+                tiles = [t_tNK.unflatten(1, (c, -1)).transpose(0, 1) for t_tNK in captured[:count]]
+                if len(x_tD) == len(saved.inputs):
+                    return deque(t_ctnK.contiguous() for t_ctnK in tiles)
+                if not projected:
+                    projected = deque(t.new_empty(c, len(saved.inputs), *t.shape[2:]) for t in tiles)
+                for into_csnK, t_ctnK in zip(projected, tiles, strict=True):
                     into_csnK[:, rows] = t_ctnK
         finally:
             for i in range(3):
                 self._block(i).selected = None
-        saved.mixing.sinks_H = captured[3] if mixer.spec.has_sinks else None
+            if mixer.spec.has_sinks and captured:
+                saved.mixing.sinks_H = captured[3]
         return projected
 
     def _block(self, i: int) -> LinearBlock:

@@ -65,7 +65,7 @@ def row_logsumexp(logits_tV: Tensor, details: bool = False, scale: float = 1.0) 
     """
     wide = torch.promote_types(logits_tV.dtype, torch.float32)
     if not runs_in_triton(logits_tV):
-        wide_tV = logits_tV.to(wide) * scale
+        wide_tV = logits_tV.to(wide) if scale == 1.0 else logits_tV.to(wide) * scale
         lse_t = wide_tV.logsumexp(-1)
         if not details:
             return (lse_t,)
@@ -166,9 +166,8 @@ def scale_in_place(x: Tensor, factor: Tensor) -> None:
         x.mul_(factor)
 
 
-_TWO_PI, _LOG2E = 2 * math.pi, math.log2(math.e)
+_LOG2E = math.log2(math.e)
 _TILE_ROWS = 32
-_HEADS_PER_PROGRAM = 4  # they share the angles
 _FLAT_BLOCK = 4096
 _LOGITS_BLOCK = 16384  # columns
 

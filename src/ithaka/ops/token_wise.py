@@ -29,7 +29,7 @@ ACTIVATIONS: dict[Activation, Any] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
 _BLOCK = 4096  # elements of a program
-_ROWS = 1024  # rows that a gate without a kernel differentiates at once
+_ROWS = 64  # rows that a gate without a kernel differentiates at once
 _HEADS = 16  # heads of a program, which share cos and sin
 _TERMS = 4  # of one sum
 
@@ -48,12 +48,12 @@ class NormForm(NamedTuple):
 def apply_norm(x: Tensor, weight_D: Tensor, form: NormForm) -> Tensor:
     """Return y in the dtype of the weight."""
     eps, offset, is_centered = form
-    into = torch.empty(x.shape, dtype=weight_D.dtype, device=x.device)
     if not runs_kernels(x):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide - wide.mean(-1, keepdim=True) if is_centered else wide
-        normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-        return into.copy_(normed * (offset + weight_D.to(wide.dtype)))
+        y = wide * _norm_factor(wide, eps)
+        return y.mul_(offset + weight_D.to(y.dtype)).to(weight_D.dtype)
+    into = torch.empty(x.shape, dtype=weight_D.dtype, device=x.device)
     x_tD, D = x.reshape(-1, x.shape[-1]), x.shape[-1]
     sizes, t = _norm_sizes(D) | {"CENTERED": is_centered}, len(x_tD)
     launch(_norm_kernel, (-(-t // sizes["ROWS"]),), into, x_tD, weight_D, eps, offset, t, D, x_tD.stride(0), **sizes)
@@ -67,12 +67,13 @@ def norm_backward(x: Tensor, dy: Tensor, weight_D: Tensor, form: NormForm) -> tu
         wide = torch.promote_types(x.dtype, torch.float32)
         normed, d = x.to(wide), dy.to(wide)
         normed = normed - normed.mean(-1, keepdim=True) if is_centered else normed
-        factor = (normed.square().mean(-1, keepdim=True) + eps).rsqrt()
+        factor = _norm_factor(normed, eps)
         normed = normed * factor
         dweight_D = (d * normed).flatten(0, -2).sum(0)
         d = d * (offset + weight_D.to(wide))
         d = d - d.mean(-1, keepdim=True) if is_centered else d
-        return ((d - normed * (d * normed).mean(-1, keepdim=True)) * factor).to(x.dtype), dweight_D
+        normed.mul_((d * normed).mean(-1, keepdim=True))
+        return d.sub_(normed).mul_(factor).to(x.dtype), dweight_D
     D, dx = x.shape[-1], torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x_tD, dy_tD, sizes = x.reshape(-1, D), dy.reshape(-1, D), _norm_sizes(D) | {"CENTERED": is_centered}
     programs = min(-(-len(x_tD) // sizes["ROWS"]), 8 * _num_multiprocessors(x))
@@ -80,6 +81,10 @@ def norm_backward(x: Tensor, dy: Tensor, weight_D: Tensor, form: NormForm) -> tu
     scalars = eps, offset, len(x_tD), D, x_tD.stride(0), dy_tD.stride(0)
     launch(_norm_backward_kernel, (programs,), dx, x_tD, dy_tD, weight_D, dweight_pD, *scalars, **sizes)
     return dx, dweight_pD.sum(0)
+
+
+def _norm_factor(x: Tensor, eps: float) -> Tensor:
+    return (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() / x.shape[-1] + eps).rsqrt_()
 
 
 def _norm_sizes(num_features: int) -> dict[str, int]:
@@ -115,7 +120,15 @@ def gate_mul(gate_tF: Tensor, up_tF: Tensor, into_tF: Tensor, activation: Activa
     if runs_kernels(gate_tF):
         _launch_gate(_gate_kernel, gate_tF, up_tF, into_tF, activation)
     else:
-        torch.mul(ACTIVATIONS[activation](gate_tF), up_tF, out=into_tF)
+        _activate_into(gate_tF, into_tF, activation)
+        into_tF.mul_(up_tF)
+
+
+def _activate_into(x: Tensor, into: Tensor, activation: Activation) -> None:
+    if activation == "silu":
+        torch.ops.aten.silu.out(x, out=into)
+    else:
+        torch.ops.aten.gelu.out(x, approximate="tanh" if activation == "gelu_tanh" else "none", out=into)
 
 
 def gate_mul_backward(gate_tF: Tensor, up_tF: Tensor, da_tF: Tensor, activation: Activation) -> None:
@@ -178,8 +191,8 @@ def rotate(x_1htK: Tensor, cos_1tR: Tensor, sin_1tR: Tensor, form: RopeForm, bac
     a, b = (x_1htK[..., part].to(wide) for part in _pair_dims(half, reads))
     into[..., 2 * half :] = x_1htK[..., 2 * half :]
     first, other = _pair_dims(half, writes)
-    into[..., first] = (a * c1 + b * s2 if backward else a * c1 - b * s1).to(into.dtype)
-    into[..., other] = (b * c2 - a * s1 if backward else b * c2 + a * s2).to(into.dtype)
+    into[..., first] = (a * c1).addcmul_(b, s2 if backward else s1, value=1 if backward else -1).to(into.dtype)
+    into[..., other] = (b * c2).addcmul_(a, s1 if backward else s2, value=-1 if backward else 1).to(into.dtype)
     return into
 
 
