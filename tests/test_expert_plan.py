@@ -28,15 +28,9 @@ def test_active_parameters_count_the_experts_of_one_token():
     assert llama.num_active == llama.num_parameters
 
 
-def test_expert_gradients_are_added_to_the_sums_without_a_copy():
-    others = QWEN.mlp_parameters - EXPERTS
-    for tile, compiles, expected in (
-        (8192, False, 4 * EXPERTS + 6 * others),
-        (8192, True, 6 * (EXPERTS + others)),
-        (TOKENS, False, 2 * (EXPERTS + others)),
-    ):
-        layout = make_layout(48, cp=8, tile_tokens=tile, compile=compiles)
-        assert LayerBytes(QWEN, layout, TOKENS).weight_grads("backward mlp") == expected
+def test_gradients_are_added_to_the_sums_without_a_copy():
+    layout = make_layout(48, cp=8, tile_tokens=8192)
+    assert LayerBytes(QWEN, layout, TOKENS).weight_grads("backward mlp") == 4 * QWEN.mlp_parameters
 
 
 def test_large_layers_are_not_gathered_ahead_without_overlap():
@@ -65,17 +59,18 @@ def test_adapters_of_experts_cost_only_what_a_tokens_experts_cost():
 @pytest.mark.parametrize(
     ("model", "tokens", "seconds"),
     [
-        ("qwen3-30b-a3b", 2**14, 0.2123),
-        ("qwen3-30b-a3b", 2**16, 1.3195),
-        ("qwen3-30b-a3b", 2**17, 4.1723),
-        ("gpt-oss-20b", 2**16, 1.6942),
-        ("gpt-oss-20b", 2**17, 4.200),
+        ("gemma-3-4b", 2**14, 0.2712),
+        ("gemma-3-4b", 2**17, 2.5321),
+        ("olmo-3-7b", 2**16, 1.9940),
+        ("olmo-3-7b", 2**17, 4.3585),
+        ("smollm3-3b", 2**14, 0.1828),
+        ("smollm3-3b", 2**17, 3.4327),
     ],
 )
 def test_planned_seconds_match_a_measured_step(model, tokens, seconds):
-    """Measured with four layers on one H200 (LOG.md). At 16K, gpt-oss waits for kernel launches, which plans ignore."""
-    layout = Layout(tile_tokens=16384, kept=(ActivationPolicy(attention="device"),) * 4, dtype="bfloat16")
-    plan = Plan(find_shape(model).keep_layers(range(4)), layout, H200.with_kernel("fa4"), StepShape(tokens))
+    """Measured with six layers on one H200 (LOG.md)."""
+    layout = Layout(tile_tokens=16384, kept=(ActivationPolicy(attention="device"),) * 6, dtype="bfloat16")
+    plan = Plan(find_shape(model).keep_layers(range(6)), layout, H200.with_kernel("fa4"), StepShape(tokens))
     assert plan.step_s == pytest.approx(seconds, rel=0.1)
 
 

@@ -421,7 +421,9 @@ def test_wrong_settings_are_refused_and_a_layout_replaces_the_plan():
     for context in (None, 64):
         model = tiny_model(tiny_config("llama"))
         model = ithaka.parallelize(model, context=context, dtype="float32", layout=Layout(tile_tokens=7))
-        assert model.model.layers[0].forward.layout == Layout(tile_tokens=7, dtype="float32", kernel="cpu", compile=False)
+        assert model.model.layers[0].forward.layout == Layout(
+            tile_tokens=7, dtype="float32", kernel="cpu", compile=False
+        )
     model = ithaka.parallelize(tiny_model(tiny_config("llama")), context=64)
     layout = model.model.layers[0].forward.layout
     assert model.ithaka_plan is None and layout.dtype == "float64" and layout.tile_tokens == 8192

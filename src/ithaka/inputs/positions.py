@@ -54,6 +54,8 @@ def set_positions(config: Any, rope: RopeConfig | None, context: int, trained: b
     num_positions = config.max_position_embeddings
     if rope is not None:
         num_positions = _apply_rope(config, rope, context)
+    elif not rope_parameters(config):  # it has no positions to extend
+        num_positions = max(num_positions, context)
     elif trained and context > num_positions:
         factor = yarn_factor(num_positions, rope_parameters(config), context)
         raise ConfigError(

@@ -196,11 +196,10 @@ class LayerBytes:
             return 0
         shape, e, sum_bytes = self.shape, self.layout.element_bytes, self.layout.sum_bytes
         if shape.measured and not shape.adapter and phase == "backward mlp":
-            if self.s <= (self.layout.tile_tokens or self.s):
-                return shape.mlp_parameters * e
-            # A tile's gradients exist together, then they are added to the sums. Those of experts are added directly.
-            experts = 0 if shape.compiles(self.layout) else shape.measured.expert_parameters
-            return shape.mlp_parameters * (e + sum_bytes) - experts * e
+            if shape.compiles(self.layout):  # a tile's gradients exist together, then they are added to the sums
+                is_only_tile = self.s <= (self.layout.tile_tokens or self.s)
+                return shape.mlp_parameters * (e if is_only_tile else e + sum_bytes)
+            return shape.mlp_parameters * sum_bytes  # blocks add to the sums
         if phase != "backward mlp" or shape.measured:
             return shape.trained_layer * sum_bytes
         if shape.adapter:

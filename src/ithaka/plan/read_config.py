@@ -42,6 +42,7 @@ FAMILIES: dict[str, Family] = {
 }
 # Vision-language models: an encoder whose frames are independent, and a language model with 3-D positions.
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+WITHOUT_ROPE = ("nemotron_h",)  # so max_position_embeddings is no limit
 PLANNED_FAMILIES = [name for name, family in FAMILIES.items() if family.has_formula]
 
 

@@ -19,7 +19,7 @@ from ithaka.config import (
 )
 from ithaka.config.units import format_tokens
 from ithaka.plan.models import hub_id
-from ithaka.plan.read_config import FAMILIES, Family, yarn_factor
+from ithaka.plan.read_config import FAMILIES, WITHOUT_ROPE, Family, yarn_factor
 from ithaka.plan.search import Plan, SearchSpace, forward_plan
 from ithaka.plan.shape import StepShape
 
@@ -87,7 +87,8 @@ class PlanRequest:
     def missing_rope(self, context: int) -> dict[str, Any] | None:
         """The model.rope that a context beyond a trained model's positions needs, unless the user set one."""
         from_scratch = Path(self.model).expanduser().is_file()
-        if context <= self.positions or from_scratch or "model.rope" in self.explicit:
+        has_rope = self._text_config.get("model_type") not in WITHOUT_ROPE
+        if context <= self.positions or from_scratch or "model.rope" in self.explicit or not has_rope:
             return None
         return {"type": "yarn", "factor": yarn_factor(self.positions, self.rope, context)}
 
