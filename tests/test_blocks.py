@@ -414,7 +414,7 @@ def test_sums_of_the_residual_stream_are_rounded_once():
     x, a, b = (draw(40, 30, dtype=torch.bfloat16, seed=seed).requires_grad_() for seed in range(3))
     exact = (x.float() + a.float() + b.float()).bfloat16()
     assert not torch.equal((x + a) + b, exact), "otherwise this test compares nothing"
-    with ResidualSums():
+    with ResidualSums(TileState()):
         y = (x + a) + b
     assert torch.equal(y, exact)
     dy = draw(40, 30, dtype=torch.bfloat16, seed=5)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ithaka.blocks.block import TileState, is_plain
 from ithaka.blocks.dropout import TokenDropout
-from ithaka.blocks.tiles import GradSum, add_matmul, sum_dtype, wide_matmul
+from ithaka.blocks.tiles import GradSum, sum_dtype
 
 
 @dataclass(frozen=True)
@@ -44,23 +44,6 @@ class Linear:
             torch.addmm(self.bias_N, x_tD, self.weight_ND.t(), out=y_tN)
         if self.b_Nr is not None:
             y_tN.addmm_(self.lora_down(x_tD), self.b_Nr.t())
-
-    def add_to(self, y_tN: Tensor, x_tD: Tensor) -> None:
-        """Add the output to y, which has `sum_dtype`, in place. Not differentiable."""
-        add_matmul(y_tN, x_tD, self.weight_ND.t())
-        self._add_bias_and_adapter(y_tN, x_tD)
-
-    def apply_wide(self, x_tD: Tensor) -> Tensor:
-        """Return the output in `sum_dtype`. Not differentiable."""
-        y_tN = wide_matmul(x_tD, self.weight_ND.t())
-        self._add_bias_and_adapter(y_tN, x_tD)
-        return y_tN
-
-    def _add_bias_and_adapter(self, y_tN: Tensor, x_tD: Tensor) -> None:
-        if self.bias_N is not None:
-            y_tN += self.bias_N
-        if self.b_Nr is not None:
-            add_matmul(y_tN, self.lora_down(x_tD), self.b_Nr.t())
 
     def lora_down(self, x_tD: Tensor) -> Tensor:
         """Return the input of B, scale drop(x) A^T [t, r], rounded once."""
@@ -115,13 +98,6 @@ class Linear:
                 heads_n[:, None] * head_dim + torch.arange(head_dim, device=heads_n.device)
             ).flatten()
         return replace(self, **selected)
-
-    def add_head_grads(
-        self, selected: "Linear", heads_n: Tensor | None, sums: GradSum, grads: GradSum, dim: int = 0
-    ) -> None:
-        """Move the gradients of `selected`, a result of `select_heads`, from `sums` to this map's in `grads`."""
-        for full, heads in zip(self.tensors, selected.tensors, strict=True):
-            grads.add_heads(full, None if heads is full else heads_n, sums.take(heads), dim)
 
 
 def as_linear(module: nn.Module) -> Linear:

@@ -54,19 +54,6 @@ class GradSum:
         else:
             self._put(param, wide_matmul(dout_tN.t(), in_tD))
 
-    def add_heads(self, param: Tensor, heads_n: Tensor | None, grad: Tensor | None, dim: int = 0) -> None:
-        """Add the gradient of selected heads (repeats allowed; None: all, in order) to the sum of `param`.
-
-        Heads are along `dim`, which has size H * K in `param` and n * K in `grad`.
-        """
-        if grad is None or heads_n is None:
-            self.add(param, grad)
-            return
-        total = self.sum_of(param)
-        head_dim = grad.shape[dim] // len(heads_n)
-        head_grads = grad.unflatten(dim, (-1, head_dim)).to(total.dtype)
-        total.unflatten(dim, (-1, head_dim)).index_add_(dim, heads_n, head_grads)
-
     def add_tile(self, full: Tensor, dim: int | None, rows: slice, grad: Tensor | None) -> None:
         """Add the gradient of the tokens `rows`, along `dim`, of an activation. Without a `dim`, of all of it."""
         if grad is None or dim is None:

@@ -114,7 +114,7 @@ class LayerPasses:
                 out_tHV = out_tHK[..., : mixer.v_head_dim].contiguous()  # as transformers returns it
                 inputs = stack.enter_context(tap.resume(inputs, out_tHV))
             if self.has_blocks and x_tD.dtype.itemsize == 2:
-                stack.enter_context(ResidualSums())
+                stack.enter_context(ResidualSums(self.tile))
             return self._resume(self.layer, self._widen(x_tD), *inputs.unpack(), self.spec.forward)
 
     def _widen(self, x_tD: Tensor) -> Tensor:
@@ -160,32 +160,36 @@ class ResidualSums(TorchFunctionMode):
 
     The result of an addition remembers its terms, which a further addition to it sums again."""
 
+    def __init__(self, tile: TileState) -> None:
+        super().__init__()
+        self.tile = tile
+
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in ADDITIONS and len(args) == 2 and not kwargs:
             a, b = args
-            if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype.itemsize == 2:
+            if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype in HALF_DTYPES:
                 terms = [*getattr(a, "summed_terms", (a,)), *getattr(b, "summed_terms", (b,))]
-                result = _AddOnce.apply(a, b, [term.detach() for term in terms])
+                is_skipped = self.tile.skips_mlp and not any(b.stride())
+                result = _AddOnce.apply(a, b, [term.detach() for term in terms], is_skipped)
                 result.summed_terms = terms if len(terms) <= MAX_TERMS else (result,)
                 return result
         return function(*args, **(kwargs or {}))
 
 
 ADDITIONS = (torch.add, Tensor.add, Tensor.__add__)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 MAX_TERMS = 3
 
 
 class _AddOnce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, terms: list[Tensor]) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, terms: list[Tensor], is_skipped: bool) -> Tensor:
         ctx.dtypes = a.dtype, b.dtype
-        if not any(b.stride()):
-            return a.new_zeros(()).expand(a.shape)  # it was skipped, because nothing reads the sum
-        return sum_rounded(terms)
+        return a.new_zeros(()).expand(a.shape) if is_skipped else sum_rounded(terms)
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> Any:
-        return *(dy[0].to(dtype) for dtype in ctx.dtypes), None
+        return *(dy[0].to(dtype) for dtype in ctx.dtypes), None, None
 
 
 class _SkippedModule:
