@@ -179,11 +179,11 @@ def randomize(module: nn.Module, device: torch.device, seed: int = 0) -> None:
                 continue
             random = draw(buffer) if buffer.is_floating_point() else torch.zeros_like(buffer, device=device)
             submodule._buffers[name] = random if buffer.is_meta else buffer.to(device)
-    submodule: Any
-    for submodule in module.modules():
-        # Adapters are as large as the map they adapt: fp32 would be inaccurate with values in the thousands.
-        for name, b in getattr(submodule, "lora_B", {}).items():
-            b.weight.data.div_(max(1.0, abs(submodule.scaling[name])))
+    # Adapters become as large as the maps they adapt: with values in the thousands, fp32 would be inaccurate.
+    adapted: list[Any] = [submodule for submodule in module.modules() if hasattr(submodule, "lora_B")]
+    for wrapper in adapted:
+        for name, b in wrapper.lora_B.items():
+            b.weight.data.div_(max(1.0, abs(wrapper.scaling[name])))
 
 
 def randomized_copy(module: nn.Module) -> nn.Module:
