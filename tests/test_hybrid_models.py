@@ -96,7 +96,7 @@ def test_packed_documents_equal_each_document_alone(plain, case):
     compare_case(plain, case)
 
 
-QUICK = {  # of the six types, those whose layers differ the most
+QUICK = {  # the types whose layers differ the most
     "nemotron_h": "one-token documents around a boundary, and one over three ranks",
     "falcon_h1": "documents shorter than the convolution on three ranks",
     "lfm2": "ends within the convolution's reach",

@@ -29,8 +29,8 @@ from ithaka.ops.fused import merge_softmax, num_multiprocessors
 from ithaka.plan.layer_bytes import CALL_TOKENS, WHOLE_TOKENS
 
 Tensors = tuple[Tensor, ...]
-SCORE_BLOCKS = {"reference": (1024, 1024), "eager": (4096, 8192)}  # of kernels that allocate the scores of a block
-TRACED_L2_BYTES = 60 * 10**6  # of the GPU that a trace counts the bytes of: an H200's
+SCORE_BLOCKS = {"reference": (1024, 1024), "eager": (4096, 8192)}  # kernels that allocate the scores of a block
+TRACED_L2_BYTES = 60 * 10**6  # the L2 cache that traces assume: an H200's
 MAX_ELEMENTS = 2**31 - 1  # that one kernel call may address
 # fa4 on Hopper: (largest head dim, rows in forward or keys in backward per SM).
 FA4_TILES = (((96, 192), (256, 128)), ((128, 128), (192, 96), (256, 48)))

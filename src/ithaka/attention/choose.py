@@ -22,7 +22,7 @@ from ithaka.ops.fused import merge_softmax
 from ithaka.plan.shape import AttentionKind
 
 Kinds = tuple[AttentionKind, ...]
-_SECOND_KERNELS = ("efficient", "eager")  # of layers that a GPU's fast kernels do not compute; they need no package
+_SECOND_KERNELS = ("efficient", "eager")  # for layers that the fast kernels do not compute; they need no package
 DEFAULT_GROUP = 2  # query heads per kv head in tests for no model in particular
 
 

@@ -24,7 +24,7 @@ FORMS = [RopeForm(reads, writes, cos) for reads, writes, cos in product((False, 
 
 @dataclass(frozen=True)
 class RopeSpec:
-    path: str  # of the attention module
+    path: str  # the attention module's
     function: str  # its name in the file of the module's class
     form: RopeForm
 

@@ -27,7 +27,7 @@ from ithaka.plan.trace import Amounts, LinearTrace, Segment, Trace, TraceRequest
 from ithaka.profile.trace import ghost_store, trace_step
 from ithaka.train.step import make_optimizer
 
-MAX_TILES = 24  # of a rank's tokens: a longer sequence is extrapolated from two shorter ones
+MAX_TILES = 24  # per rank; a longer sequence is extrapolated from two shorter ones
 UNSEEN = "does not see fragmentation, the CUDA context or buffers of NCCL, for which plans reserve {:.1f} GiB"
 
 

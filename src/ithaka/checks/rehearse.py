@@ -68,7 +68,7 @@ class RehearsalResult:
     disk_bytes: int
     layer_s: list[list[float]]  # [forward, backward] of each layer
     step_s: float  # truncated model, including the optimizer
-    exchange_s: tuple[float, float] | None = None  # of a step on real ranks: not hidden by compute, and hidden
+    exchange_s: tuple[float, float] | None = None  # on real ranks, per step: not hidden by compute, and hidden
 
     @property
     def forward_s(self) -> float:

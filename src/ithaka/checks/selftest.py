@@ -65,7 +65,7 @@ class Selftest:
         self.names = {name for own in gather_objects(names) for name in own if name}
 
     def run(self, save_profile: bool) -> int:
-        faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=2)  # of a check that hangs
+        faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=2)  # if a check hangs
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # see `_settle_matmuls`
         for i, section in enumerate(SECTIONS):
             failure, left = "", format_duration(sum([*SECTIONS.values()][i:]))
@@ -152,7 +152,7 @@ class Selftest:
         own = resolve.detect_machine(load_config(None, []), self.num_ranks, launch.detect_gpu())
         machine = resolve.weakest_machine(gather_objects(own))
         gpu, context, fits = machine.gpu, 2 * self.context, False
-        self.known = {name: getattr(gpu, name) for name in RATES}  # of the table, or saved
+        self.known = {name: getattr(gpu, name) for name in RATES}  # from the table or a saved profile
         self.has_rates = (self.on_gpu or profile_path(gpu.name).is_file()) and self.ranks_per_gpu == 1
         if not self.has_rates:
             gpu = replace(gpu, memory_bytes=gpu.memory_bytes // self.ranks_per_gpu, **self.measured)

@@ -46,7 +46,7 @@ class Distilled(NamedTuple):
 
     losses: Tensor
     divergences: Tensor  # also 0 where the teacher predicts nothing
-    entropies: Tensor  # of the student, at the temperature
+    entropies: Tensor  # the student's, at the temperature
     cross_entropies: Tensor
     taught: Tensor  # bool: whether the teacher predicts the label; others have the cross-entropy as their loss
 
@@ -70,7 +70,7 @@ class LinearHead:
 
     norm: nn.Module
     linear: Linear
-    tile: TileState = field(default_factory=TileState)  # of the norm, if it is a block
+    tile: TileState = field(default_factory=TileState)  # used if the norm is a block
 
     @property
     def params(self) -> Sequence[Tensor]:

@@ -116,7 +116,7 @@ class LayerSpec:
     token_dims: tuple[int | None, ...] = ()  # for each leaf of the arguments
     skippable: tuple[str, ...] = ()  # linear maps and norms that only feed the mixer
     forward: Callable[..., Any] | None = None  # (layer, x, *args) -> y; None: the forward of the layer's class
-    blocks: tuple[BlockSpec, ...] = ()  # of its modules
+    blocks: tuple[BlockSpec, ...] = ()  # they replace modules of the layer
     has_expert_block: bool = False  # an ExpertBlock computes what its experts do
     skips_mlp: bool = False  # no gradient depends on the output of its experts and MLPs
     skips_projections: bool = False  # no gradient depends on q, k and v before the mixer

@@ -198,7 +198,7 @@ class _SkippedModule:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.num_outputs = len(as_linear(module).weight_ND) if is_linear(module) else None
-        self.forward = vars(module).get("forward")  # of a block
+        self.forward = vars(module).get("forward")  # a block, if it has one
 
     def __enter__(self) -> None:
         self.module.forward = lambda x: x.new_zeros(()).expand(*x.shape[:-1], self.num_outputs or x.shape[-1])

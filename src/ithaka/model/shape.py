@@ -279,7 +279,7 @@ class _Measurement:
                 return [t for tensors in captured for t in tensors]
 
             parts = "bytes", "moved", "graph", "backward_bytes", "backward_moved"
-            counts = {f"project_{part}": 0 for part in parts}  # of a layer without a mixer
+            counts = {f"project_{part}": 0 for part in parts}  # stays 0 without a mixer
             both: dict[str, tuple[Any, list[Tensor]]] = {
                 "project": (capture, [x]),
                 "finish": (lambda x, *outs_and_inputs: passes.resume(x, outs_and_inputs[:-1], arguments), [x, *outs]),

@@ -151,7 +151,7 @@ class Halos:
         own = [(slot, t - rank * s) for slot, t in enumerate(tokens[rank]) if t >= 0 and t // s == rank]
         self._own, (self._sent, _) = index(own), index([(t - rank * s, 0) for t in sent[rank]])
         self._received = index([(slot, rows[t]) for slot, t in enumerate(tokens[rank]) if t in rows and t // s != rank])
-        # Of all ranks' slots: those of this rank's tokens, and which of them.
+        # The slots of this rank's tokens among those of all ranks, and which tokens they are.
         width = self.num_returned if self.num_sent else 0  # without an exchange, own slots only
         read = [(r * width + i, t) for r in ranks for i, t in enumerate(tokens[r]) if t >= 0 and t // s == rank]
         targets = sorted({t for _, t in read})

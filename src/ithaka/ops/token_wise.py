@@ -31,7 +31,7 @@ ACTIVATIONS: dict[Activation, Any] = {
 _BLOCK = 4096  # elements of a program
 _ROWS = 64  # rows that a gate without a kernel differentiates at once
 _HEADS = 16  # heads of a program, which share cos and sin
-_TERMS = 4  # of one sum
+_TERMS = 4  # a kernel sums at most this many tensors
 
 
 # ---- norms

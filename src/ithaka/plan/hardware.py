@@ -50,7 +50,7 @@ H200_ATTENTION = {
     "reference": (5e12, 10e12),
 }
 SLOW_KERNELS = ("efficient", "eager", "reference")  # for attention that the others do not compute
-SLOW_HEAD_DIM = 512  # of their rates
+SLOW_HEAD_DIM = 512  # the head dim for which their rates are stated
 KERNEL_NAMES = {
     "fa4": "FlashAttention 4",
     "cudnn": "cuDNN",
@@ -60,7 +60,7 @@ KERNEL_NAMES = {
     "reference": "the fp64 reference",
 }
 HEAD_DIMS = (256, 8)  # (maximum, required multiple) of FlashAttention and cuDNN
-EFFICIENT_HEAD_DIMS = (1024, 8)  # of the memory-efficient kernel
+EFFICIENT_HEAD_DIMS = (1024, 8)  # the memory-efficient kernel's limit, and what must divide a head dim
 FA4_PACKAGE = "pip install -e '.[gpu]'"
 B200_FA4_FORWARD = 1613e12  # published: arXiv 2603.05451, "up to"; backward: the H200's ratio
 H200_PCIE = 55e9

@@ -60,7 +60,7 @@ class Trace:
 
     tokens: int
     segments: tuple[Segment, ...]
-    states: tuple[Amounts, ...] = ()  # of each layer: bytes of parameters, gradients and optimizer on this rank
+    states: tuple[Amounts, ...] = ()  # per layer: bytes of parameters, gradients and optimizer on this rank
 
     @property
     def peak(self) -> Segment:

@@ -6,7 +6,8 @@ import sysconfig
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,24 @@ CLOCK_SLACK_NS = 20_000  # between the allocator's clock and Python's
 ROUND_BYTES = 512  # the allocator's granularity
 
 
+@contextmanager
+def recording_resizes(device_type: str, record: Callable[[UntypedStorage], Any]) -> Iterator[None]:
+    """Call `record` with each storage on a device that FSDP2 resizes, which dispatch does not see."""
+    original = UntypedStorage.resize_
+
+    def resize_(storage: UntypedStorage, num_bytes: int) -> Any:
+        result = original(storage, num_bytes)
+        if storage.device.type == device_type:
+            record(storage)
+        return result
+
+    UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
 class LiveBytes(MemoryMap):
     """Records each new CPU storage once, until it is freed, while entered. Views and autograd keep a storage live;
     FSDP2's resizing is tracked. Older storages count if they get a category. Buffers inside operators are invisible."""
@@ -36,16 +55,7 @@ class LiveBytes(MemoryMap):
 
     def __enter__(self) -> "LiveBytes":
         self.callback(self.live.clear)  # ignore storages freed later
-        original = UntypedStorage.resize_  # patched because dispatch does not see it
-
-        def resize_(storage: UntypedStorage, num_bytes: int) -> Any:
-            result = original(storage, num_bytes)
-            if storage.device.type == "cpu":
-                self.record(storage)
-            return result
-
-        self.callback(setattr, UntypedStorage, "resize_", original)
-        UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+        self.enter_context(recording_resizes("cpu", self.record))
         self.enter_context(listening(self))
         self.enter_context(_RecordOutputs(self))
         return self

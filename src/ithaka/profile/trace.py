@@ -24,7 +24,7 @@ from ithaka.layer.store import DiskFile, Slab, Store
 from ithaka.phases import Listener, MemoryCategory, PhasePath, PhaseState, allocating_for, count, listening
 from ithaka.plan.bytes import EMBEDDING_RUN
 from ithaka.plan.trace import Amounts, Segment, Trace
-from ithaka.profile.live import local_tensor
+from ithaka.profile.live import local_tensor, recording_resizes
 
 HOST = "host"  # category of pinned host memory, which is not the device's
 STARTS = ("embedding", "loss", "encoder", "optimizer")  # phases that start a segment, as a layer's directions do
@@ -120,16 +120,7 @@ class TraceRecorder(Listener, ExitStack):
 
     def __enter__(self) -> "TraceRecorder":
         self.callback(self.live.clear)
-        original = UntypedStorage.resize_
-
-        def resize_(storage: UntypedStorage, num_bytes: int) -> Any:
-            result = original(storage, num_bytes)
-            if storage.device == self.device:
-                self.record(storage)
-            return result
-
-        self.callback(setattr, UntypedStorage, "resize_", original)
-        UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+        self.enter_context(recording_resizes(self.device.type, self.record))
         self.enter_context(listening(self))
         self.enter_context(_RecordOperators(self))
         return self
