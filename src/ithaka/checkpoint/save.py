@@ -135,7 +135,7 @@ class Saver:
     def __init__(self, run_dir: Path, keep_last: int, background: bool, keep_best: bool = False) -> None:
         self.run_dir, self.keep_last, self.background, self.keep_best = run_dir, keep_last, background, keep_best
         self.group = dist.new_group(backend="gloo")
-        self.seconds = 0.0  # duration of the last save
+        self.seconds, self.num_bytes = 0.0, 0  # duration of the last save, and the size of its files
         self.step, self.started_at = 0, 0.0  # the last save's step, and its start by time.monotonic()
         self._host_copies: dict[str, Slab] = {}
         self._in_progress: Future[None] | None = None
@@ -152,14 +152,13 @@ class Saver:
         self.step, self.started_at = state["step"], time.monotonic()
 
         def write(tensors: dict[str, Any]) -> None:
-            start = time.monotonic()
             try:
                 use_device(device)
                 self._write(tensors, state)
+                self.seconds = time.monotonic() - self.started_at
                 done.set_result(None)
             except BaseException as error:
                 done.set_exception(error)
-            self.seconds = time.monotonic() - start
 
         if self.background:
             tensors = self._copy_to_host(tensors)
@@ -241,6 +240,7 @@ class Saver:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
         files_of_ranks = self._gather(what, own_files)
+        self.num_bytes = sum(num_bytes for files in files_of_ranks for num_bytes, _ in files.values())
         missing = self._gather(what, publish_when_visible if rank == 0 else _do_nothing)[0]
         if missing is not None:
             fix = "start again, or put it on a file system that all nodes share"

@@ -168,8 +168,10 @@ class Console:
         if record.val_loss is not None and not self._plain:
             self.print(f"step {record.step}/{self.num_steps}  validation loss {record.val_loss:.4f}")
 
-    def saved(self, step: int, checkpoint: Path) -> None:
-        """Tell callbacks that a checkpoint is complete."""
+    def saved(self, step: int, checkpoint: Path, seconds: float, num_bytes: int) -> None:
+        """Record a complete checkpoint in metrics.jsonl, and tell callbacks."""
+        if self.active:
+            self._metrics.write({"step": step, "event": "saved", "save_s": round(seconds, 3), "saved_bytes": num_bytes})
         for message in self._trackers.notify("on_save", step, checkpoint) if self._trackers is not None else ():
             self.print(message)
 

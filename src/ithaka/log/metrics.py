@@ -49,6 +49,8 @@ class Record:
     mfu: float | None  # None if the device's peak FLOPS are unknown
     device_peak_bytes: int | None  # maximum over ranks since the start; None on CPU
     host_peak_bytes: int  # maximum resident set size over ranks since the start
+    device_reserved_bytes: int | None = None  # peak of what the CUDA allocator holds, used or not; as device_peak_bytes
+    allocator_retries: int | None = None  # times that it had to free its cache; None on CPU
     balance: float | None = None  # attention work, maximum / mean over ranks; None: equal on all ranks
     ring_bytes: int = 0  # k, v, dk and dv sent in this step, maximum over the ring's ranks
     # "loss/NAME" and "val_loss/NAME" for each of several data sources, and metrics of DPO: keys in metrics.jsonl.

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from signal import SIGINT, Signals
 from threading import Timer
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from ithaka.comm.mesh import default_device, set_timeouts, start_process_group
 from ithaka.config import shell_command
 from ithaka.exits import ExitCode, exit_code_for, is_disk_full
 from ithaka.log.console import Console
-from ithaka.log.metrics import Record, host_peak_bytes, note_startup, startup_seconds
+from ithaka.log.metrics import Record, note_startup, startup_seconds
 from ithaka.log.trackers import FinalStatus, Trackers
 from ithaka.phases import listening, phase
 from ithaka.run.launch import Outcome, catch_stop_signals, exit_rank, handle_stop_signal
@@ -32,6 +33,7 @@ from ithaka.train.watch import (
     describe_run,
     explain_out_of_memory,
     flops_utilization,
+    measure_memory,
     ran_out_of_memory,
     summarize_run,
 )
@@ -135,10 +137,10 @@ def _run_steps(
                 step_s = shutdown.step_s = time.perf_counter() - start
             val_loss, sources, is_best = _validate_if_due(trainer) if advanced is not None else (None, {}, False)
             rank_figures = watch.measure(batches, step_s)
-            stop_signal, save_state, peaks, figures = _agree(stop, trainer, watch.device_peak_bytes, rank_figures)
+            stop_signal, save_state, memory, figures = _agree(stop, trainer, watch.device_peak_bytes, rank_figures)
             watch.report(*figures)
             if advanced is not None:  # else the batch was skipped, but the run may stop or save here
-                _record_step(trainer, *advanced, step_s, val_loss, sources, peaks)
+                _record_step(trainer, *advanced, step_s, val_loss, sources, memory)
             is_last = bool(stop_signal) or trainer.done
             _save_if_due(trainer, *save_state, is_best=is_best, is_last=is_last, only_profile=only_profile)
         final_status = "finished" if trainer.done else "killed"
@@ -186,22 +188,23 @@ def _record_step(
     step_s: float,
     val_loss: float | None,
     sources: dict[str, float],
-    peaks: tuple[int | None, int],
+    memory: dict[str, int | None],
 ) -> None:
     losses = result.loss, val_loss, lr, result.grad_norm
-    counts, ring = (trainer.tokens, result.label_tokens), (result.balance, result.ring_bytes)
+    counts, ring = (trainer.tokens, result.label_tokens), {"balance": result.balance, "ring_bytes": result.ring_bytes}
     speed = num_tokens / step_s, step_s, flops_utilization(trainer, num_tokens, result.num_pairs, step_s)
-    figures = result.source_losses | sources
-    trainer.console.step(Record(trainer.step, *losses, *counts, *speed, *peaks, *ring, figures))
+    figures: dict[str, Any] = {**memory, **ring, "sources": result.source_losses | sources}
+    trainer.console.step(Record(trainer.step, *losses, *counts, *speed, **figures))
     if trainer.step == max(1, trainer.first_step):
-        _report_startup(trainer.console)
+        _report_startup(trainer)
 
 
-def _report_startup(console: Console) -> None:
+def _report_startup(trainer: Trainer) -> None:
     note_startup("first step")
     seconds = startup_seconds()
     parts = ", ".join(f"{what} {part_s:.1f}" for what, part_s in seconds.items())
-    console.print(f"First step after {sum(seconds.values()):.1f} s: {parts}")
+    message = f"First step after {sum(seconds.values()):.1f} s: {parts}"
+    trainer.console.event(trainer.step, message, startup_s=seconds)
 
 
 def _validate_before_first_step(trainer: Trainer, stop: list[Signals]) -> None:
@@ -211,8 +214,9 @@ def _validate_before_first_step(trainer: Trainer, stop: list[Signals]) -> None:
         return
     with console.show_activity("validation before the first step"):
         val_loss, sources = trainer.validate()
-    _, _, peaks, _ = _agree(stop, trainer)
-    console.step(Record(0, None, val_loss, None, None, 0, 0, None, None, None, *peaks, sources=sources))
+    _, _, memory, _ = _agree(stop, trainer)
+    figures: dict[str, Any] = {**memory, "sources": sources}
+    console.step(Record(0, None, val_loss, None, None, 0, 0, None, None, None, **figures))
 
 
 def _validate_if_due(trainer: Trainer) -> tuple[float | None, dict[str, float], bool]:
@@ -270,22 +274,22 @@ def _finish_save(trainer: Trainer) -> None:
     was_in_progress, saver = trainer.saver.in_progress, trainer.saver
     saver.finish()
     if was_in_progress:
-        trainer.console.saved(saver.step, trainer.run.run_dir / "checkpoints" / files.step_name(saver.step))
+        checkpoint = trainer.run.run_dir / "checkpoints" / files.step_name(saver.step)
+        trainer.console.saved(saver.step, checkpoint, saver.seconds, saver.num_bytes)
 
 
 def _agree(
     stop: list[Signals], trainer: Trainer, earlier_peak: int = 0, rank_figures: tuple[float, ...] = ()
-) -> tuple[int, tuple[bool, bool], tuple[int | None, int], list[tuple[float, ...]]]:
+) -> tuple[int, tuple[bool, bool], dict[str, int | None], list[tuple[float, ...]]]:
     """Gather on the host after each step, so that all ranks make the same decisions. Returns the stop signal of any
-    rank, or 0; (a save is due, a save has finished); peak bytes (device, host); and for each of `rank_figures` its
-    values on all ranks."""
-    device = trainer.mesh.device
-    device_peak = max(torch.cuda.max_memory_allocated(device), earlier_peak) if device.type == "cuda" else None
+    rank, or 0; (a save is due, a save has finished); the memory fields of a Record, maximum over ranks; and for each of
+    `rank_figures` its values on all ranks."""
+    memory = measure_memory(trainer.mesh.device, earlier_peak)
     state = stop[0] if stop else 0, trainer.save_is_due, trainer.saver.is_done
-    gathered = gather_objects((*state, device_peak or 0, host_peak_bytes(), *rank_figures))
-    signals, due, finished, device_peaks, host_peaks, *figures = zip(*gathered, strict=True)
-    peaks = max(device_peaks) if device_peak is not None else None, max(host_peaks)
-    return max(signals), (any(due), any(finished)), peaks, figures
+    gathered = gather_objects((*state, *memory.values(), *rank_figures))
+    signals, due, finished, *figures = zip(*gathered, strict=True)
+    most = [None if values[0] is None else max(values) for values in figures[: len(memory)]]
+    return max(signals), (any(due), any(finished)), dict(zip(memory, most, strict=True)), figures[len(memory) :]
 
 
 class GracefulShutdown:

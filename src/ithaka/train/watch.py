@@ -21,7 +21,7 @@ from ithaka.exits import ExitCode, exit_code_for
 from ithaka.inputs.batch import count_pairs
 from ithaka.inputs.positions import rope_parameters
 from ithaka.layer.store import StoreError
-from ithaka.log.metrics import read_metrics
+from ithaka.log.metrics import host_peak_bytes, read_metrics
 from ithaka.phases import Listener, PhasePath
 from ithaka.plan.hardware import gpu_named, join_kernels, peak_flops
 from ithaka.plan.search import Plan
@@ -56,6 +56,7 @@ def describe_plan(plan: Plan, accumulate: int) -> dict[str, Any]:
         "layout": dataclasses.asdict(plan.layout),
         "stages": len(count_slots(*heads)),
         "peak_bytes": sum_planned_by_category(plan),
+        "host_bytes": sum(drop_reserve(plan.ledger.host).values()),
         "gpus": plan.hardware.name,  # nodes x ranks
     }
     if gpu_named(plan.hardware.gpu.name):
@@ -179,6 +180,17 @@ class Watch:
             message = f"Slow disk {disk}: rank {rank} gets {format_bytes(rate)}/s ({planned})"
             waiting = f"{len(slow)} of {len(disks)} ranks {'is' if len(slow) == 1 else 'are'} waiting"
             self.console.event(self.trainer.step + 1, f"{message}; {waiting}", slow_disks=slow)
+
+
+def measure_memory(device: torch.device, earlier_peak: int = 0) -> dict[str, int | None]:
+    """Return the memory fields of a Record for this rank. `earlier_peak`: of the device, before it was reset."""
+    values: dict[str, int | None] = {"device_peak_bytes": None, "host_peak_bytes": host_peak_bytes()}
+    values |= {"device_reserved_bytes": None, "allocator_retries": None}
+    if device.type == "cuda":
+        values["device_peak_bytes"] = max(torch.cuda.max_memory_allocated(device), earlier_peak)
+        values["device_reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+        values["allocator_retries"] = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
+    return values
 
 
 def ran_out_of_memory(error: BaseException | None) -> bool:
