@@ -510,7 +510,7 @@ MUTATIONS = (
     # ---- layer
     Mutation(
         "a slab's second tensor is not aligned",
-        "layer/store.py",
+        "layer/slabs.py",
         "start = -(-self._end // 16) * 16 if self.num_tensors else 0",
         "start = self._end if self.num_tensors else 0",
         "test_store.py -k aligned",

@@ -17,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ithaka.blocks.tiles import tile_slices
+from ithaka.layer import slabs
 from ithaka.layer import store as store_module
-from ithaka.layer.store import Slab, Store, StoreError
+from ithaka.layer.slabs import Slab, StoreError
+from ithaka.layer.store import Store
 
 TIERS = ("device", "host", "disk")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
@@ -185,8 +187,8 @@ def test_steps_of_changing_length_do_not_accumulate_memory(tier):
 @pytest.fixture
 def made(monkeypatch):
     """Record the sizes of new slabs."""
-    sizes, make = [], store_module.Slab.__init__
-    monkeypatch.setattr(store_module.Slab, "__init__", lambda self, n, pin: sizes.append(n) or make(self, n, pin))
+    sizes, make = [], Slab.__init__
+    monkeypatch.setattr(Slab, "__init__", lambda self, n, pin: sizes.append(n) or make(self, n, pin))
     return sizes
 
 
@@ -221,6 +223,76 @@ def test_several_short_sequences_at_once_fit_where_a_long_one_did(num_short, mad
         assert torch.equal(handles.pop().fetch(), numbers((length, 4), seed=i))
     one_step(store, "host", 1000)
     assert made == []
+
+
+def test_a_pass_uses_memory_that_was_pinned_ahead_and_waits_for_it(made, monkeypatch):
+    store, may_make = Store(), threading.Event()
+    make = Slab.__init__
+    monkeypatch.setattr(Slab, "__init__", lambda self, n, pin: may_make.wait() and make(self, n, pin))
+    store.pin_ahead(16 * 50, 6)
+    threading.Timer(0.05, may_make.set).start()
+    one_step(store, "host", 50)
+    assert made == [16 * 50] * 6 and store.pool.waited_for_slabs_s > 0
+    one_step(store, "host", 20)
+    assert made == [16 * 50] * 6
+    one_step(store, "host", 60)  # longer: the slabs are replaced
+    assert made[6:] == [16 * 60] * 6 and store.pool.used_bytes == 6 * 16 * 60
+
+
+@pytest.mark.parametrize(("budget", "refused"), [(2 * 800, False), (6 * 800, True)])
+def test_pinning_ahead_stops_at_the_budget_or_if_it_is_refused(budget, refused, made, monkeypatch):
+    store, make = Store(host_bytes=budget), Slab.__init__
+
+    def refuse(self, num_bytes, pin):
+        if refused:
+            raise StoreError("host", "cannot pin")
+        make(self, num_bytes, pin)
+
+    monkeypatch.setattr(Slab, "__init__", refuse)
+    store.pin_ahead(800, 6)
+    with pytest.raises(StoreError, match="cannot pin" if refused else "limit of 1600"):
+        one_step(store, "host", 50)
+    assert made == ([] if refused else [800] * 2)
+
+
+class Cudart:
+    """cudaHostRegister and cudaHostUnregister without a GPU; `status` is what the first returns."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status, self.registered = status, dict[int, int]()
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        self.registered |= {address: num_bytes} if self.status == 0 else {}
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.registered[address]
+        return 0
+
+
+@pytest.mark.parametrize("num_threads", [1, 8])
+def test_pages_are_provided_before_they_are_pinned_and_unpinned_with_the_slab(num_threads, monkeypatch):
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(slabs, "MIN_THREADED_BYTES", 0 if num_threads > 1 else 2**26)
+    num_bytes, before = 2**24 + 5, resident_bytes()
+    slab = Slab(num_bytes, pin=True)
+    assert cudart.registered == {slab.bytes.data_ptr(): num_bytes}
+    assert resident_bytes() - before > 0.9 * num_bytes
+    del slab
+    assert not cudart.registered
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_an_error_of_pinning_names_the_limit(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(status=2))
+    with pytest.raises(StoreError) as caught:
+        Slab(64, pin=True)
+    assert_store_error(caught.value, "host", "64 bytes", "CUDA error 2", fix="RLIMIT_MEMLOCK")
 
 
 def test_tensors_that_share_a_slab_are_aligned_for_every_dtype():

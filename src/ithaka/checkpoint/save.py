@@ -29,7 +29,7 @@ from ithaka.checkpoint.safe_load import SafeReader, load_into
 from ithaka.comm.agree import RankError, SharedTransientError, gather_objects, raise_first
 from ithaka.comm.mesh import default_device, use_device
 from ithaka.exits import causes, exit_code_for, is_out_of_memory
-from ithaka.layer.store import Slab
+from ithaka.layer.slabs import Slab
 from ithaka.phases import phase
 from ithaka.plan.shape import MOMENT_BLOCK, has_moment_blocks
 from ithaka.weights.adapters import find_active_adapter

@@ -6,168 +6,25 @@ streams; the compute stream waits for a copy only where its data is used. On a C
 tests run the same code.
 """
 
-import mmap
 import os
 import sys
 import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ithaka.comm.mesh import use_device
-from ithaka.exits import ExitCode
+from ithaka.layer.slabs import Event, SlabPool, SlabRange, StoreError
 from ithaka.phases import MemoryCategory, phase, set_category
-
-Event = torch.cuda.Event | None  # None on a CPU device
-
-
-class StoreError(RuntimeError):
-    """A tier is full or has failed. The message gives the tier, the request, the limit and a fix."""
-
-    exit_code = ExitCode.OUT_OF_MEMORY
-
-    def __init__(self, tier: Literal["host", "disk"], message: str) -> None:
-        super().__init__(message)
-        self.tier = tier
-
-
-class Slab:
-    """A host buffer, pinned if there is a GPU. Pinned once and reused from step to step."""
-
-    last_copy: Event = None  # the last copy out of this buffer for a tensor that is no longer kept
-    num_tensors = 0  # kept here: one, or several of a short sequence
-    _end, _pinned = 0, False
-
-    def __init__(self, num_bytes: int, pin: bool) -> None:
-        # Not pin_memory(), whose allocator rounds sizes up to powers of two.
-        pages = mmap.mmap(-1, max(num_bytes, 1))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        self.memory = memoryview(pages)[:num_bytes]
-        self.bytes = torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
-        if pin and num_bytes > 0:
-            status = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0)
-            if int(status) != 0:
-                fix = "raise the limit (ulimit -l), or use memory.offload=none or a shorter data.context"
-                raise StoreError("host", f"host memory: cannot pin {num_bytes} bytes (CUDA error {status}); {fix}")
-            self._pinned = True
-
-    def view(self, shape: torch.Size, dtype: torch.dtype, where: slice = slice(None)) -> Tensor:
-        return self.bytes[where].view(dtype).view(shape)
-
-    def take(self, num_bytes: int) -> "SlabRange | None":
-        """Return a range of bytes for a tensor, if there is room behind the others."""
-        start = -(-self._end // 16) * 16 if self.num_tensors else 0  # aligned for every dtype
-        if start + num_bytes > len(self.bytes):
-            return None
-        self.num_tensors, self._end = self.num_tensors + 1, start + num_bytes
-        return SlabRange(self, slice(start, self._end))
-
-    def __del__(self) -> None:
-        if self._pinned and not sys.is_finalizing():
-            if self.last_copy is not None:
-                self.last_copy.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
-
-
-class SlabRange(NamedTuple):
-    """The bytes of a slab that hold a tensor."""
-
-    slab: Slab
-    where: slice
-
-
-class SlabPool:
-    """Slabs within a budget. Those of the longest pass serve shorter ones: tensors grow with the sequence, so each uses
-    a slab of the size that it would have in the longest pass."""
-
-    def __init__(self, budget_bytes: int | None, pin: bool) -> None:
-        self.budget_bytes, self.pin = budget_bytes, pin
-        self.used_bytes = self.peak_bytes = self.busy_bytes = 0  # allocated, its maximum, and in use by tensors
-        self.num_expected = 0  # tensors that the disk threads will release
-        self.waited_s = 0.0  # spent waiting for the disk
-        self._slabs: dict[int, list[Slab]] = {}  # by size
-        self._first_bytes = self._longest_bytes = 0  # first tensor of this pass, and of the longest one
-        self._changed = threading.Condition()  # re-entrant: a handle's __del__ may run while this thread holds it
-
-    def start_pass(self, num_bytes: int) -> None:
-        """Call while nothing is kept, with the size of the first tensor. Makes room for a longer pass."""
-        with self._changed:
-            self._first_bytes = num_bytes
-            if num_bytes > self._longest_bytes:
-                self._longest_bytes = num_bytes
-                self._drop_free()
-
-    def acquire(self, num_bytes: int) -> SlabRange:
-        """Return `num_bytes` of a slab. If there is no room, wait for the disk threads, share any slab (several short
-        passes at once), or raise StoreError."""
-        with self._changed:
-            while (acquired := self.try_acquire(num_bytes)) is None:
-                if not self.num_expected:
-                    if acquired := self._take([*chain(*self._slabs.values())], num_bytes):
-                        return acquired
-                    used = f"{num_bytes} more bytes needed, with {self.used_bytes} of the limit of {self.budget_bytes}"
-                    fix = "memory.offload=disk, memory.keep_attention=none, more ranks (parallel.cp)"
-                    raise StoreError("host", f"host memory: {used} in use; use {fix} or a shorter data.context")
-                start = time.monotonic()
-                self._changed.wait()
-                self.waited_s += time.monotonic() - start
-            return acquired
-
-    def try_acquire(self, num_bytes: int) -> SlabRange | None:
-        with self._changed:
-            in_longest = num_bytes * self._longest_bytes // max(1, self._first_bytes)
-            size = in_longest if in_longest >= num_bytes and in_longest in self._slabs else num_bytes
-            slabs = sorted(self._slabs.get(size, ()), key=lambda slab: slab.num_tensors)  # free ones first
-            acquired = self._take(slabs, num_bytes)
-            if acquired is None and (slab := self._make_slab(size) or self._make_slab(num_bytes)):
-                acquired = self._take([slab], num_bytes)
-            return acquired
-
-    def _take(self, slabs: Iterable[Slab], num_bytes: int) -> SlabRange | None:
-        acquired = next(filter(None, (slab.take(num_bytes) for slab in slabs)), None)
-        self.busy_bytes += 0 if acquired is None else num_bytes
-        return acquired
-
-    def release(self, acquired: SlabRange, expected: bool = False) -> None:
-        with self._changed:
-            self.num_expected -= expected
-            self.busy_bytes -= acquired.where.stop - acquired.where.start
-            acquired.slab.num_tensors -= 1
-            self._changed.notify_all()
-
-    def expect_release(self) -> None:
-        with self._changed:
-            self.num_expected += 1
-
-    def _make_slab(self, num_bytes: int) -> Slab | None:
-        if not self._has_room(num_bytes):
-            self._drop_free()
-        if not self._has_room(num_bytes):
-            return None
-        slab = Slab(num_bytes, self.pin)
-        self._slabs.setdefault(num_bytes, []).append(slab)
-        self.used_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        return slab
-
-    def _drop_free(self) -> None:
-        busy = {size: [slab for slab in slabs if slab.num_tensors] for size, slabs in self._slabs.items()}
-        self._slabs = {size: slabs for size, slabs in busy.items() if slabs}
-        self.used_bytes = sum(size * len(slabs) for size, slabs in self._slabs.items())
-
-    def _has_room(self, num_bytes: int) -> bool:
-        return self.budget_bytes is None or self.used_bytes + num_bytes <= self.budget_bytes
 
 
 class DiskFile:
@@ -288,6 +145,18 @@ class Store:
             self.pool.start_pass(tensor.nbytes)
             self.disk.start_pass(tensor.nbytes)
         return {"host": HostHandle, "disk": DiskHandle}[tier](tensor.contiguous(), self)
+
+    def pin_ahead(self, num_bytes: int, count: int) -> None:
+        """Pin host memory in the background, for `count` tensors of a pass whose first one has `num_bytes`."""
+        make = self.pool.make_ahead(num_bytes, count)
+
+        def run() -> None:
+            try:
+                use_device(self.device)
+            finally:
+                make()
+
+        threading.Thread(target=run, daemon=True, name="pinning").start()
 
     def disk_use(self) -> tuple[int, float, float]:
         """Since the last call: bytes moved to and from disk, seconds with transfers in flight, seconds of waiting."""

@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ithaka.comm.ghost import GHOST
-from ithaka.layer import store
-from ithaka.layer.store import DiskFile, Slab, Store
+from ithaka.layer import slabs
+from ithaka.layer.slabs import Slab
+from ithaka.layer.store import DiskFile, Store
 from ithaka.phases import Listener, MemoryCategory, PhasePath, PhaseState, allocating_for, count, listening
 from ithaka.plan.bytes import EMBEDDING_RUN
 from ithaka.plan.trace import Amounts, Segment, Trace
@@ -72,7 +73,7 @@ class GhostFile(DiskFile):
 @contextmanager
 def ghost_store() -> Iterator[Store]:
     """A store whose tiers have no memory. Its disk is infinitely fast, so that little waits in host memory."""
-    with patch.object(store, "Slab", GhostSlab):
+    with patch.object(slabs, "Slab", GhostSlab):
         made = Store(GHOST)
         made.disk = GhostFile(made.disk.directory)
         yield made

@@ -297,6 +297,12 @@ def store_host_bytes(run: Run) -> int | None:
     return min(share, stored // ranks) if to_disk else share
 
 
+def input_slabs(run: Run) -> tuple[int, int]:
+    """Size and number of the layer inputs that one rank keeps in host memory."""
+    num_bytes = run.layout.x_bytes(run.shape.hidden, run.work.local_tokens(run.layout.cp))
+    return num_bytes, run.ledger.host.get("layer inputs", 0) // run.hardware.gpus_per_node // num_bytes
+
+
 def can_save_in_background(run: Run) -> bool:
     """Whether host memory has room for a copy of the saved state on top of everything planned."""
     planned = uses_planner(run.config, run.hardware)

@@ -41,7 +41,7 @@ from ithaka.ops.fourbit import packed_weights
 from ithaka.phases import phase
 from ithaka.plan.hardware import join_kernels
 from ithaka.roots.decoder import ParallelOutput
-from ithaka.run.resolve import Run, can_save_in_background, store_host_bytes
+from ithaka.run.resolve import Run, can_save_in_background, input_slabs, store_host_bytes
 from ithaka.run.validate import check_same_inputs, fingerprint_weights
 from ithaka.train.preferences import DPO
 from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
@@ -85,6 +85,9 @@ class Trainer:
         kernel = agree_on_kernel(run.layout.kernel, mesh.device, compute_dtype(run), kinds)
         self.kernel = join_kernels(kernel_for(kernel, kind) for kind in kinds)
         self.store = Store(mesh.device, host_bytes=store_host_bytes(run), disk_path=config.memory.disk_path)
+        num_bytes, num_inputs = input_slabs(run)
+        if num_inputs:
+            self.store.pin_ahead(num_bytes, num_inputs)  # while the model is built
         source = config.model.path or embedded_model(config.model.embedded)
         self.random_weights = run.checkpoint is None and not has_weights(source)
         with phase("building the model"), status("building the model"):
