@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import functools
 import re
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -25,7 +26,7 @@ from ithaka.run import launch
 from ithaka.run.shapes import find_shape
 from ithaka.train import loop
 from ithaka.train import trainer as trainer_module
-from ithaka.train.watch import OutOfMemoryTracker, explain_out_of_memory, ran_out_of_memory
+from ithaka.train.watch import OutOfMemoryTracker, Watch, explain_out_of_memory, ran_out_of_memory
 from runs import bitwise_metrics, run, tiny_run
 
 GIB = 2**30
@@ -174,6 +175,25 @@ def test_planned_and_measured_memory_are_compared_and_settings_suggested():
     assert f"planned peak: {peak / GIB:.4g} GiB in {plan.ledger.phase}, of 79.1 GiB\n  measured: 5 GiB\n" in text
     command = r"  ithaka plan llama3-8b --gpus 8xH100-80GB --context 1048576 --host-memory \d+GB$"
     assert FULL in text and re.search(command, text)
+
+
+def test_the_message_shows_memory_that_the_allocator_cannot_use(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 5 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 7 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {"num_alloc_retries": 3})
+    text = explain(llama(2**20, **ON_HOST), ("embedding",), None, torch.OutOfMemoryError(FULL))
+    assert "\n  measured: 5 GiB, 2 GiB more reserved but unused, 3 allocator retries\n" in text
+
+
+def test_an_allocator_retry_is_a_warning_once(monkeypatch):
+    events, watch = [], Watch.__new__(Watch)
+    watch._reported_retries, watch.trainer = False, SimpleNamespace(step=4)
+    watch.console = SimpleNamespace(event=lambda *args, **values: events.append((*args, values)))
+    stats = {"device_peak_bytes": 5 * GIB, "device_reserved_bytes": 7 * GIB}
+    for retries in (None, 0, 2, 3):
+        watch.report_retries({**stats, "allocator_retries": retries})
+    ((step, message, values),) = events
+    assert (step, values) == (4, {"retries": 2}) and "2 GiB are reserved but unused" in message
 
 
 def test_host_memory_has_its_own_plan():

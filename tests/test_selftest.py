@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 import ithaka
 from ithaka.checks import doctor, rehearse, selftest, verify
-from ithaka.layer import store
+from ithaka.layer import slabs
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.hardware import FIGURES, GPUS, find_hardware, profile_path, with_profile
 from models import tiny_config
 
 
 def fail_to_pin(*args, **options):
-    raise store.StoreError("host", f"cannot pin 7 bytes in {Path.home()}/x on {socket.gethostname()}; raise the limit")
+    raise slabs.StoreError("host", f"cannot pin 7 bytes in {Path.home()}/x on {socket.gethostname()}; raise the limit")
 
 
 def run_sections(folder: Path, sections: tuple[str, ...], plant) -> tuple[int, dict[str, list[str]], str]:
@@ -52,7 +52,7 @@ def plant_faults(patch, rank: int) -> None:
     patch.setattr(dist, "all_to_all_single", lambda *args, **options: time.sleep(0.1) or exchange(*args, **options))
     patch.setattr(doctor.os, "fsync", lambda file: time.sleep(0.5) or sync(file))
     if rank == 1:
-        patch.setattr(store, "Slab", fail_to_pin)
+        patch.setattr(slabs, "Slab", fail_to_pin)
         patch.setattr(ithaka, "__version__", "0.1.9")
 
 
@@ -130,7 +130,7 @@ class FakeGpu:
         patch.setattr(doctor.ctypes, "CDLL", lambda name: SimpleNamespace(ncclGetVersion=self.set_version))
         patch.setattr(torch, "ones", lambda *shape, **options: torch.zeros(1, 1))
         patch.setattr(doctor.subprocess, "run", lambda *command, **options: SimpleNamespace(stdout=clocks))
-        patch.setattr(store, "Slab", lambda *args, **options: None)
+        patch.setattr(slabs, "Slab", lambda *args, **options: None)
         self.nccl = nccl
 
     def set_version(self, reference) -> None:

@@ -84,6 +84,17 @@ def test_gpu_memory_uses_expandable_segments(monkeypatch, fake_gpu, is_new):
     assert not os.environ.keys() & {*mesh.ALLOCATOR_VARIABLES}
 
 
+@pytest.mark.parametrize(("reserved_gib", "warns"), [(0.5, False), (3, True)])
+def test_memory_allocated_before_the_setting_is_reported_once(monkeypatch, fake_gpu, recwarn, reserved_gib, warns):
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda _: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: int(reserved_gib * 2**30))
+    mesh.default_device()
+    mesh.default_device()
+    found = [str(warning.message) for warning in recwarn if "PYTORCH_ALLOC_CONF" in str(warning.message)]
+    assert len(found) == warns and all("3.0 GiB" in message for message in found)
+
+
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_a_users_allocator_settings_are_kept(monkeypatch, fake_gpu, name):
     settings = []

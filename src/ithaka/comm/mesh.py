@@ -18,6 +18,7 @@ from ithaka.config import ConfigError, renaming
 from ithaka.layout import Layout, check_parallelism
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # a user's own
+MAX_FIXED_BYTES = 2**30  # in segments of fixed size, which fragment, without a warning
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,13 @@ def _use_expandable_segments() -> None:
         getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     )
     configure("expandable_segments:True")
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    if (num_bytes := sum(map(torch.cuda.memory_reserved, devices))) > MAX_FIXED_BYTES:
+        warnings.warn(
+            f"{num_bytes / 2**30:.1f} GiB of GPU memory were allocated before ithaka could configure the allocator, and "
+            "may fragment; set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment",
+            stacklevel=2,
+        )
 
 
 def use_device(device: torch.device) -> None:

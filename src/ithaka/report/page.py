@@ -19,6 +19,7 @@ from ithaka.log.metrics import read_events, read_metrics
 
 CHART_LIBRARY = "echarts.common.min.js"  # Apache ECharts 6.1.0, as published; see NOTICE.echarts
 PEAKS = ("device_peak_bytes", "host_peak_bytes")  # reset when a run resumes
+ALLOCATOR = ("device_reserved_bytes", "allocator_retries")
 METRICS = ("step", "loss", "val_loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "mfu", *PEAKS)
 
 
@@ -82,7 +83,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     return {
         "name": run_dir.resolve().name,
         "metrics": {key: [record.get(key) for record in records] for key in (*METRICS, *more)},
-        **{key: max((record.get(key) or 0 for record in records), default=0) or None for key in PEAKS},
+        **{key: max((record.get(key) or 0 for record in records), default=0) or None for key in (*PEAKS, *ALLOCATOR)},
         "config": config,
         **{name: _read_json(run_dir / f"{name}.json") for name in ("machine", "data", "plan")},
         "profile": _read_json(profiles[max(profiles)]) if profiles else None,

@@ -139,6 +139,7 @@ def _run_steps(
             rank_figures = watch.measure(batches, step_s)
             stop_signal, save_state, memory, figures = _agree(stop, trainer, watch.device_peak_bytes, rank_figures)
             watch.report(*figures)
+            watch.report_retries(memory)
             if advanced is not None:  # else the batch was skipped, but the run may stop or save here
                 _record_step(trainer, *advanced, step_s, val_loss, sources, memory)
             is_last = bool(stop_signal) or trainer.done

@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -96,7 +96,7 @@ class Watch:
         self.trainer, self.heartbeat, self.only_profile = trainer, heartbeat, only_profile
         self.run, self.device, self.console = trainer.run, trainer.mesh.device, trainer.console
         self.device_peak_bytes = 0  # up to the last profile, which resets the allocator's count
-        self._slow_ranks, self._reported_disk = SlowRanks(), False
+        self._slow_ranks, self._reported_disk, self._reported_retries = SlowRanks(), False, False
         hardware = self.run.hardware
         self._planned_disk_bytes_s = hardware.gpu.disk_bytes_s / hardware.gpus_per_node  # this rank's share
         self._plain_s: list[float] = []
@@ -162,6 +162,17 @@ class Watch:
         late_s = min(waited_s, busy_s - moved_bytes / self._planned_disk_bytes_s)
         return moved_bytes / busy_s if late_s > max(SLOW_DISK_S, SLOW_DISK_SHARE * step_s) else 0.0
 
+    def report_retries(self, memory: Mapping[str, int | None]) -> None:
+        """Warn once if the CUDA allocator had to free its cache. `memory`: as `measure_memory`, over all ranks."""
+        if not (retries := memory["allocator_retries"]) or self._reported_retries:
+            return
+        self._reported_retries = True
+        unused = (memory["device_reserved_bytes"] or 0) - (memory["device_peak_bytes"] or 0)
+        what = f"The CUDA allocator had to free its cache to find memory, which is slow (retries: {retries})"
+        fix = "use a shorter data.context, or keep fewer activations (memory.keep_attention)"
+        message = f"{what}; {format_bytes(unused)} are reserved but unused; {fix}"
+        self.console.event(self.trainer.step, message, retries=retries)
+
     def report(
         self, disks: Sequence[float], attention: Sequence[float], works: Sequence[float], *pauses: Sequence[float]
     ) -> None:
@@ -207,6 +218,7 @@ class OutOfMemoryTracker(Listener):
         self.path: PhasePath = ()
         self.before: PhasePath = ()  # the last innermost phase, for errors between phases
         self.used_bytes: int | None = None  # on the device; without a GPU, by this process
+        self.allocator = ""  # what the CUDA allocator had, in words
 
     def enter(self, path: PhasePath) -> None:
         self.path, self.used_bytes = path, None
@@ -223,7 +235,12 @@ class OutOfMemoryTracker(Listener):
         """Measure once: memory is freed while the error propagates."""
         if self.used_bytes is None:
             rss = psutil.Process().memory_info().rss
-            self.used_bytes = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else rss
+            self.used_bytes = rss
+            if self.device.type == "cuda":
+                self.used_bytes = torch.cuda.memory_allocated(self.device)
+                unused = torch.cuda.memory_reserved(self.device) - self.used_bytes
+                retries = torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0)
+                self.allocator = f", {format_bytes(unused)} more reserved but unused, {retries} allocator retries"
         return self.used_bytes
 
     @property
@@ -253,7 +270,7 @@ def _planned_lines(plan: Run | Plan, error: Exception, tracker: OutOfMemoryTrack
     reserve, scope = ledger.gpu["reserve"], "" if on_gpu else " for the process, including Python and its libraries"
     planned = format_bytes(ledger.gpu_peak - reserve)
     yield f"  planned peak: {planned} in {ledger.phase}, of {format_bytes(ledger.gpu_bytes)}"
-    yield f"  measured: {format_bytes(tracker.measure())}{scope}"
+    yield f"  measured: {format_bytes(tracker.measure())}{scope}{tracker.allocator}"
 
 
 def _suggest_fixes(plan: Run | Plan, model: str) -> Iterator[str]:
