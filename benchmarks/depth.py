@@ -32,7 +32,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ithaka.config import parse_count
-from ithaka.log.metrics import read_events, read_metrics
+from ithaka.log.metrics import read_metrics, read_times
 from ithaka.plan.hardware import find_hardware
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan
@@ -114,7 +114,6 @@ def write_inputs(case: Case, steps: int, folder: Path) -> Path:
 def read_results(run_dir: Path) -> dict[str, Any]:
     """Return planned and measured figures, from the files that the run has written so far."""
     records = [record for record in read_metrics(run_dir / "metrics.jsonl") if record["step"]]
-    events = read_events(run_dir / "metrics.jsonl")
     if not records:
         return {}
     plan = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))
@@ -137,10 +136,10 @@ def read_results(run_dir: Path) -> dict[str, Any]:
         row["peak GiB"]["measured"] = peak / GIB
         row |= {"reserved GiB": reserved / GIB, "reserved - allocated GiB": (reserved - peak) / GIB}
         row["allocator retries"] = records[-1]["allocator_retries"]
-    for event in events:
-        row |= {name: event[name] for name in ("startup_s", "pinning") if name in event}
-        if "save_s" in event:
-            row |= {"save s": event["save_s"], "save GiB": event["saved_bytes"] / GIB}
+    times = read_times(run_dir / "metrics.jsonl")
+    row |= {name: times[name] for name in ("startup_s", "pinning") if name in times}
+    if "save_s" in times:
+        row |= {"save s": times["save_s"], "save GiB": times["saved_bytes"] / GIB}
     if seconds := plan.get("seconds"):
         row["planned seconds"] = seconds
     return row | {"layout": plan["layout"], "gpus": plan["gpus"]}

@@ -135,10 +135,10 @@ def wait_for(condition: Callable[[], bool], program: Program | None = None, time
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the metrics without the times of a slow start, which depend on the machine's load."""
+    """Return the metrics without times, which depend on the machine's load."""
     path = run_dir / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [line for line in lines if "startup_s" not in line]
+    return [line for line in lines if "times" not in line]
 
 
 def copy_run_at_step(run_dir: Path, folder: Path, step: int) -> Path:

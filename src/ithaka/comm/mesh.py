@@ -130,8 +130,8 @@ def _use_expandable_segments() -> None:
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     if (num_bytes := sum(map(torch.cuda.memory_reserved, devices))) > MAX_FIXED_BYTES:
         warnings.warn(
-            f"{num_bytes / 2**30:.1f} GiB of GPU memory were allocated before ithaka could configure the allocator, and "
-            "may fragment; set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment",
+            f"{num_bytes / 2**30:.1f} GiB of GPU memory were allocated before ithaka configured the allocator, and may "
+            "fragment; set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment",
             stacklevel=2,
         )
 

@@ -170,8 +170,7 @@ class Console:
 
     def saved(self, step: int, checkpoint: Path, seconds: float, num_bytes: int) -> None:
         """Record a complete checkpoint in metrics.jsonl, and tell callbacks."""
-        if self.active:
-            self._metrics.write({"step": step, "event": "saved", "save_s": round(seconds, 3), "saved_bytes": num_bytes})
+        self.times(step, save_s=seconds, saved_bytes=num_bytes)
         for message in self._trackers.notify("on_save", step, checkpoint) if self._trackers is not None else ():
             self.print(message)
 
@@ -179,6 +178,11 @@ class Console:
         """Report the progress of a long step."""
         self._metrics.write({"step": report.step, "progress": asdict(report)})
         self._show(report.step, " in progress:", describe_progress(report))
+
+    def times(self, step: int, **values: Any) -> None:
+        """Record in metrics.jsonl how long something other than a step took."""
+        if self.active:
+            self._metrics.write({"step": step, "times": values})
 
     def event(self, step: int, message: str, **values: Any) -> None:
         """Print an event and record it in metrics.jsonl."""

@@ -1,6 +1,6 @@
 """A run's metrics.jsonl: one JSON object per line, with null for values that are not finite. Imports no torch.
 
-A line is the `Record` of a step, the progress of a long step, or an event.
+A line is the `Record` of a step, the progress of a long step, the times of the startup or of a save, or an event.
 """
 
 import json
@@ -118,8 +118,16 @@ def count_damaged_lines(path: Path) -> int:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the step records, without progress reports and events."""
-    return [record for _, record in _read_lines(path) if not record.keys() & {"progress", "event"}]
+    """Read the step records, without progress reports, times and events."""
+    return [record for _, record in _read_lines(path) if not record.keys() & {"progress", "times", "event"}]
+
+
+def read_times(path: Path) -> dict[str, Any]:
+    """Read the times of the startup and of the last save."""
+    times: dict[str, Any] = {}
+    for _, record in _read_lines(path):
+        times |= record.get("times", {})
+    return times
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

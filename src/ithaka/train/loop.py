@@ -204,10 +204,10 @@ def _report_startup(trainer: Trainer) -> None:
     note_startup("first step")
     seconds = startup_seconds()
     parts = ", ".join(f"{what} {part_s:.1f}" for what, part_s in seconds.items())
-    message = f"First step after {sum(seconds.values()):.1f} s: {parts}"
+    trainer.console.print(f"First step after {sum(seconds.values()):.1f} s: {parts}")
     pool = trainer.store.pool
     pinning = {"bytes": pool.used_bytes, "making_s": pool.making_s, "waited_s": pool.waited_for_slabs_s}
-    trainer.console.event(trainer.step, message, startup_s=seconds, pinning=pinning)
+    trainer.console.times(trainer.step, startup_s=seconds, pinning=pinning)
 
 
 def _validate_before_first_step(trainer: Trainer, stop: list[Signals]) -> None:
