@@ -103,6 +103,47 @@ def test_files_and_their_directories_are_synced_before_latest_names_the_checkpoi
     assert ("sync", str(temporary / "__1_0.distcp")) in events_of_rank_1
 
 
+def save_in_several_files(folder: Path, full: str) -> tuple[list[str], str | None]:
+    """Save a model in four files, whose disk is full for the file `full`; load it into another one. Returns the names
+    of the files and how they are damaged."""
+    models = [torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6))) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    sum(param.sum() for param in models[0].parameters()).backward()
+    optimizers[0].step()
+    write = save._HashedFile.write
+
+    def write_if_room(file, data):
+        if Path(file.name).name == full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save, "MIN_FILE_BYTES", 1)
+        patch.setattr(save, "MAX_FILES", 4)
+        patch.setattr(save._HashedFile, "write", write_if_room)
+        patch.setattr(save, "checksum", lambda path: files.checksum(path) if path.name == ".metadata" else "read again")
+        saver = save.Saver(folder, keep_last=1, background=False)
+        saver.save(models[0], optimizers[0], {"step": 1, "best": None})
+        saver.finish()
+    path = folder / "checkpoints/step-00000001"
+    save.load_checkpoint(path, models[1], optimizers[1])
+    for first, second in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(first, second)
+    assert saver.num_bytes == sum(file.stat().st_size for file in path.iterdir() if file.name != files.STATE_FILE)
+    return sorted(file.name for file in path.glob("__*")), files.find_corruption(path)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_large_state_is_written_in_several_files_and_an_error_of_any_fails_the_save(ranks, tmp_path):
+    """Checksums are computed while writing, not by reading the files again."""
+    names = [f"__0_{i}.distcp" for i in range(4)]
+    assert ranks.run(1, save_in_several_files, tmp_path / "complete", "") == [(names, None)]
+    for name in (*names, ".metadata.tmp"):
+        with pytest.raises(AssertionError, match="cannot be written: .*No space left on device"):
+            ranks.run(1, save_in_several_files, tmp_path / name, name)
+        assert list((tmp_path / name / "checkpoints").iterdir()) == []
+
+
 def test_ranks_share_the_verification_of_all_files(run_dir):
     path = run_dir / "checkpoints/step-00000006"
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):

@@ -164,9 +164,16 @@ def is_visible(file: Path, num_bytes: int) -> bool:
     return True
 
 
+new_hash = hashlib.blake2b
+
+
+def format_hash(digest: hashlib.blake2b) -> str:
+    return digest.hexdigest()[:32]
+
+
 def checksum(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest()[:32]
+        return format_hash(hashlib.file_digest(file, new_hash))
 
 
 def _state_checksum(state: dict[str, Any]) -> str:

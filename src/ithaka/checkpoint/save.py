@@ -3,6 +3,7 @@
 Tensors go through torch.distributed.checkpoint, everything else is JSON (state.json).
 """
 
+import io
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -23,8 +25,19 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
-from ithaka.checkpoint.files import checksum, is_visible, latest_name, prune, publish, read_state, step_name
+from ithaka.checkpoint.files import (
+    checksum,
+    format_hash,
+    is_visible,
+    latest_name,
+    new_hash,
+    prune,
+    publish,
+    read_state,
+    step_name,
+)
 from ithaka.checkpoint.safe_load import SafeReader, load_into
 from ithaka.comm.agree import RankError, SharedTransientError, gather_objects, raise_first
 from ithaka.comm.mesh import default_device, use_device
@@ -33,6 +46,8 @@ from ithaka.layer.slabs import Slab
 from ithaka.phases import phase
 from ithaka.plan.shape import MOMENT_BLOCK, has_moment_blocks
 from ithaka.weights.adapters import find_active_adapter
+
+MAX_FILES, MIN_FILE_BYTES = 8, 2**28  # that a rank writes at once
 
 T = TypeVar("T")
 
@@ -117,15 +132,56 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     return state
 
 
+class _HashedFile(io.BufferedWriter):
+    """A new file, whose checksum is computed while it is written."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self.hash = new_hash()
+
+    def write(self, data: Any) -> int:
+        self.hash.update(data)
+        return super().write(data)
+
+
+class _Files(FileSystem):
+    """Opens files for the writing threads, and records the checksums and the errors, which those threads drop."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.checksums, self.errors = device, dict[str, str](), list[BaseException]()
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        use_device(self.device)  # in a new thread
+        try:
+            with _HashedFile(path) as file:
+                yield file
+            self.checksums[Path(path).name] = format_hash(file.hash)
+        except Exception as error:
+            self.errors.append(error)
+            raise
+
+
 class _Writer(dcp.FileSystemWriter):
-    """Raises the system's error if a file cannot be written; PyTorch replaces it by one about a position in the file,
-    and does not send causes to other ranks."""
+    """Writes several files at once, one per thread, and computes their checksums.
+
+    Raises the system's error if a file cannot be written; PyTorch replaces it by one about a position in the file, and
+    does not send causes to other ranks."""
+
+    def __init__(self, path: Path, num_bytes: int, device: torch.device) -> None:
+        num_threads = min(MAX_FILES, 1 + num_bytes // MIN_FILE_BYTES)
+        super().__init__(path, sync_files=True, thread_count=num_threads)
+        self.fs = self.files = _Files(device)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
+            results = super().write_data(plan, planner)
+        except Exception as error:
+            self.files.errors.append(error)
+        for error in self.files.errors:
             raise next((cause for cause in causes(error) if isinstance(cause, OSError)), error) from None
+        assert len(results.value()) == len(plan.items)  # else a thread failed before it opened its file
+        return results
 
 
 class Saver:
@@ -215,7 +271,7 @@ class Saver:
 
         def own_files() -> dict[str, tuple[int, str]]:
             own = [temporary / ".metadata"] * (rank == 0) + sorted(temporary.glob(f"__{rank}_*"))
-            return {file.name: (file.stat().st_size, checksum(file)) for file in own}
+            return {file.name: (file.stat().st_size, written.get(file.name) or checksum(file)) for file in own}
 
         def publish_when_visible() -> str | None:
             for writer, files in enumerate(files_of_ranks):
@@ -234,11 +290,13 @@ class Saver:
         self._gather(what, make_directory if rank == 0 else _do_nothing)
         try:
             with _unwrap_errors(what):
-                dcp.save(tensors, storage_writer=_Writer(temporary, sync_files=True), process_group=self.group)
+                writer = _Writer(temporary, count_bytes(tensors), default_device())
+                dcp.save(tensors, storage_writer=writer, process_group=self.group)
         except CheckpointError:
             if rank == 0:  # the disk may be full, and the next save may be far off
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
+        written = writer.files.checksums
         files_of_ranks = self._gather(what, own_files)
         self.num_bytes = sum(num_bytes for files in files_of_ranks for num_bytes, _ in files.values())
         missing = self._gather(what, publish_when_visible if rank == 0 else _do_nothing)[0]
@@ -257,6 +315,12 @@ class Saver:
         results, failures = zip(*gather_objects((result, failure), self.group), strict=True)
         raise_first(failures, what)
         return list(results)
+
+
+def count_bytes(tensors: dict[str, Any]) -> int:
+    """Return the bytes that this rank has of nested tensors."""
+    leaves = (value for value in tree_leaves(tensors) if isinstance(value, Tensor))
+    return sum((leaf.to_local() if isinstance(leaf, DTensor) else leaf).nbytes for leaf in leaves)
 
 
 def _do_nothing() -> None: ...
