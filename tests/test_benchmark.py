@@ -51,6 +51,31 @@ def test_the_table_lists_the_fastest_run_within_the_other_sides_memory(benchmark
     assert f"| 8K | 0.200 s, 18.0 GiB | sdpa, fsdp2 | {ours} | 1.25 | 0.50 | 0.0000 |" in lines
 
 
+def test_a_run_at_full_depth_shows_planned_next_to_measured_figures(benchmark, tmp_path):
+    depth, gib = benchmark("depth"), 2**30
+    plan = {"peak_bytes": {"parameters": 3 * gib, "tiles": gib}, "host_bytes": 2 * gib, "tokens_per_s": 120.0}
+    (tmp_path / "plan.json").write_text(json.dumps(plan | {"layout": {}, "gpus": "1x1xH200"}))
+    memory = {"device_peak_bytes": 5 * gib, "device_reserved_bytes": 6 * gib, "host_peak_bytes": 3 * gib}
+    step = {"loss": 2.0, "grad_norm": 1.0, "label_tokens": 99, "mfu": None, "allocator_retries": 0} | memory
+    lines = [{"step": i + 1, "tokens": 100 * (i + 1), "step_s": s, **step} for i, s in enumerate((3.0, 1.0, 1.0))]
+    lines += [{"step": 1, "times": {"startup_s": {"model": 4.0}, "pinning": {"bytes": gib}}}]
+    lines += [{"step": 3, "times": {"save_s": 0.5, "saved_bytes": gib}}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    row = depth.read_results(tmp_path) | {"run": "case"}
+    assert row["first / later"] == 3 and row["startup_s"] == {"model": 4.0} and row["pinning"] == {"bytes": gib}
+    line = "tokens/s 120 / 100, peak GiB 4.0 / 5.0, host GiB 2.0 / 3.0, reserved GiB 6.0, reserved - allocated GiB 1.0"
+    line += ", allocator retries 0, first step s 3.0, save s 0.5, save GiB 1.0, later 1.0, 1.0"
+    assert depth.describe(row) == f"case: {line} (planned / measured)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_tiny_model_runs_at_full_depth(benchmark, tmp_path, saves):
+    row = benchmark("depth").run_case("tiny", 2, tmp_path, tmp_path, saves)
+    assert row["label tokens"] == [255] * 2 and row["peak GiB"]["planned"] > 0 and "error" not in row
+    assert ("save s" in row) == saves and json.loads((tmp_path / "tiny.json").read_text()) == row
+
+
 def test_rows_of_other_models_are_left_out(benchmark, tmp_path):
     against = benchmark("against_liger")
     case = {"tokens": 8192, "documents": 0, "checkpointing": "off", "side": "ithaka", "how": "none"}
