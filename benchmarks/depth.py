@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -148,7 +149,8 @@ def read_results(run_dir: Path) -> dict[str, Any]:
 def end(process: subprocess.Popen[bytes]) -> None:
     """Kill the run and the processes that it started."""
     for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-        each.kill()
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
     process.wait()
 
 
