@@ -176,8 +176,8 @@ class _Writer(dcp.FileSystemWriter):
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
             results = super().write_data(plan, planner)
-        except Exception as error:
-            self.files.errors.append(error)
+        except Exception as raised:
+            self.files.errors.append(raised)
         for error in self.files.errors:
             raise next((cause for cause in causes(error) if isinstance(cause, OSError)), error) from None
         assert len(results.value()) == len(plan.items)  # else a thread failed before it opened its file
