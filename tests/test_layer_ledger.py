@@ -286,7 +286,7 @@ def test_layers_with_different_policies_peak_as_planned(overlap):
     """Every layer of a step peaks as planned: activations of later layers are freed before earlier ones begin."""
     config = config_of(Case(8, 4, 2, 4)).to_dict() | {"num_hidden_layers": 4, "intermediate_size": 128}
     tiers = ("device", "device") if overlap else ("host", "host")
-    counts = {"keep_attention": 3, "keep_projections": 2, "keep_everything": 1}
+    counts = {"keep_attention": 3, "keep_projections": 2, "keep_everything": 1, "keep_inputs": 0 if overlap else 2}
     layout = make_layout(4, cp=2, heads_per_stage=4, tile_tokens=64, blocks=BLOCKS, dtype="float32", overlap=overlap,
                          input_tier=tiers[0], attention_tier=tiers[1], **counts)  # fmt: skip
     planned = gpu_phases(shape_from_config(config), layout, parse_gpus("2xH100"), StepShape(2 * TOKENS))

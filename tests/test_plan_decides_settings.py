@@ -363,7 +363,7 @@ def test_plans_use_only_free_memory_and_pass_the_check(tmp_path, monkeypatch, fr
 
 def test_a_plan_that_exceeds_free_memory_is_refused(tmp_path, monkeypatch):
     set_memory(monkeypatch, 10**12, 60 * 10**9)
-    config, explicit = llama(tmp_path, data__context="1M", memory__offload="host")
+    config, explicit = llama(tmp_path, data__context="1M", memory__offload="host", memory__keep_inputs="none")
     resolved, _ = plan_run(config, explicit, detect_machine(config, 8, (H100, 2**62)))
     with pytest.raises(ConfigError, match=r"host memory.*55\.88 GiB.*; use"):
         check_fits(on_gpus(resolved, 8))

@@ -108,6 +108,7 @@ def test_no_other_layout_that_fits_is_faster(machine, model, context, fixed, ran
             "heads_per_stage": random.choice([cp, 2 * cp, None]),
             "tile_tokens": 2 ** random.randrange(10, 15),
             "input_tier": random.choice(["device", "host", "disk"]),
+            "keep_inputs": random.choice([0, 1, shape.num_layers // 2]),
             "attention_tier": random.choice(["device", "host", "disk"]),
             "keep_attention": random.choice([0, 1, shape.num_layers // 2, shape.num_layers]),
             "keep_projections": min(random.choice([0, 0, 1, shape.num_layers // 2, shape.num_layers]), most_kept),
@@ -120,6 +121,19 @@ def test_no_other_layout_that_fits_is_faster(machine, model, context, fixed, ran
             continue  # layers that keep more keep their attention output too
         # The planner accepts a slightly slower plan that uses nearer memory.
         assert not other.fits or NEAR_ENOUGH * other.tokens_per_s_per_gpu <= plan.tokens_per_s_per_gpu, choices
+
+
+def test_inputs_that_the_host_cannot_hold_stay_on_the_device():
+    machine, shape = Hardware(find_gpu("H200"), 1, 1, host_bytes=100 * 10**9), find_shape("llama3.2-3b")
+    plan = choose(shape, machine, 2**19 + 2**18)
+    layout = plan.layout
+    assert plan.fits and layout.input_tier == "host" and layout.keep_inputs > 0
+    assert [policy.input for policy in layout.kept[: -layout.keep_inputs]] == ["host"] * (28 - layout.keep_inputs)
+    assert {policy.input for policy in layout.kept[-layout.keep_inputs :]} == {"device"}
+    fewer = plan.with_changes(keep_inputs=layout.keep_inputs - 1)
+    assert not fewer.ledger.fits_in("host") and fewer.ledger.gpu_peak < plan.ledger.gpu_peak
+    assert plan.settings["memory.keep_inputs"] == layout.keep_inputs
+    assert not choose(shape, machine, 2**19 + 2**18, {"keep_inputs": 0, "input_tier": "host"}).fits
 
 
 def test_free_gpu_memory_is_used_to_keep_more_activations():

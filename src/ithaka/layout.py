@@ -41,7 +41,7 @@ class ActivationPolicy:
 EVERYTHING = ActivationPolicy("device", "device", True, True)
 
 
-KEPT_SETTINGS = ("input_tier", "keep_attention", "attention_tier", "keep_projections", "keep_everything")
+KEPT_SETTINGS = ("input_tier", "keep_inputs", "keep_attention", "attention_tier", "keep_projections", "keep_everything")
 PREFETCHED_BYTES = 2 * 2**30  # larger layers are not gathered ahead without overlap
 
 
@@ -131,6 +131,11 @@ class Layout:
         return self.kept[0].input if self.kept else "device"
 
     @cached_property
+    def keep_inputs(self) -> int:
+        """Layers that keep their input on the device, although others do not."""
+        return sum(policy.input == "device" for policy in self.kept) if self.input_tier != "device" else 0
+
+    @cached_property
     def keep_attention(self) -> int:
         """Layers that keep the attention output."""
         return sum(policy.attention is not None for policy in self.kept)
@@ -149,7 +154,7 @@ class Layout:
         return next((policy.attention for policy in self.kept if policy.attention), "device")
 
     def with_changes(self, **changes: Any) -> Layout:
-        """A copy with some fields changed; `kept` is changed by the five properties above."""
+        """A copy with some fields changed; `kept` is changed by the six properties above."""
         kept_settings = {n: changes.pop(n) if n in changes else getattr(self, n) for n in KEPT_SETTINGS}
         return replace(self, kept=_make_policies(len(self.kept), **kept_settings), **changes)
 
@@ -165,6 +170,7 @@ def _make_policies(
     num_layers: int,
     *,
     input_tier: Tier = "device",
+    keep_inputs: int = 0,
     keep_attention: int = 0,
     attention_tier: Tier = "device",
     keep_projections: int = 0,
@@ -177,7 +183,9 @@ def _make_policies(
     kept = (ActivationPolicy(input_tier),) * (num_layers - num_attention)
     kept += (ActivationPolicy(input_tier, attention_tier),) * (num_attention - num_projections)
     kept += (ActivationPolicy(input_tier, attention_tier, True),) * (num_projections - num_everything)
-    return kept + (ActivationPolicy(input_tier, attention_tier, True, True),) * num_everything
+    kept += (ActivationPolicy(input_tier, attention_tier, True, True),) * num_everything
+    first = max(0, num_layers - keep_inputs)
+    return kept[:first] + tuple(replace(policy, input="device") for policy in kept[first:])
 
 
 # ---- layouts and configurations
@@ -190,6 +198,7 @@ SETTINGS = {
     "parallel.heads_per_stage": "heads_per_stage",
     "memory.checkpoint": "keep_everything",
     "memory.offload": "input_tier",
+    "memory.keep_inputs": "keep_inputs",
     "memory.tile_tokens": "tile_tokens",
     "memory.keep_attention": "keep_attention",
     "memory.attention_offload": "attention_tier",
@@ -207,6 +216,7 @@ def _keyword_values(num_layers: int, num_ranks: int) -> dict[str, dict[Any, Any]
         # memory.checkpoint counts the layers that do not keep everything.
         "keep_everything": {n: num_layers - n for n in range(num_layers + 1)} | {"none": num_layers, "full": 0},
         "input_tier": {"none": "device"},
+        "keep_inputs": {"none": 0},
         "tile_tokens": {"all": None},
         "keep_attention": {"none": 0, "all": num_layers},
         "attention_tier": {"none": "device"},

@@ -246,6 +246,8 @@ class MemoryConfig(Section, name="memory"):
     checkpoint: int | Literal["none", "full"] = setting("full", ge=0)
     # Offload the activations kept for backward. none: keep them on the device.
     offload: Literal["none", "host", "disk"] = "none"
+    # Layers, counted from the last, whose inputs stay on the device, for hosts or disks without room for all.
+    keep_inputs: int | Literal["none"] = setting("none", ge=0)
     # Local tokens per tile of norms, projections and MLP; the loss uses a quarter. all: one tile.
     tile_tokens: int | Literal["all"] = setting(8192, ge=1)
     # Layers, counted from the last, that keep the attention output instead of recomputing it in backward.
@@ -412,6 +414,7 @@ def check_effects(settings: Mapping[str, Any]) -> None:
     for cause, other, idle_keys in (
         ("memory.checkpoint", "full", ("keep_attention", "keep_projections")),
         ("memory.keep_attention", "all", ("attention_offload",)),
+        ("memory.offload", "host", ("keep_inputs",)),
     ):
         for key in idle_keys if settings.get(cause) in ("none", 0) else ():
             name, default = f"memory.{key}", getattr(MemoryConfig, key)

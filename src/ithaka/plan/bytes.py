@@ -64,7 +64,11 @@ class Ledger:
 
     @property
     def fits(self) -> bool:
-        return all(need <= have for need, have in self.tiers.values())
+        return all(map(self.fits_in, self.tiers))
+
+    def fits_in(self, tier: str) -> bool:
+        need, have = self.tiers[tier]
+        return need <= have
 
 
 def build_ledger(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> Ledger:

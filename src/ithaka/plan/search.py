@@ -348,7 +348,19 @@ class SearchSpace:
             yield {**candidate, **sizes, **self.fixed, "keep_attention": count}
 
     def make_plan(self, candidate: Fixed, work: StepShape) -> Plan:
-        return Plan(self.shape, make_layout(self.shape.num_layers, **candidate), self.hardware, work)
+        """The plan with these arguments of `make_layout`. The inputs that the host or disk cannot hold stay on the
+        device."""
+        plan = Plan(self.shape, make_layout(self.shape.num_layers, **candidate), self.hardware, work)
+        tier, layers = plan.layout.input_tier, self.shape.num_layers
+        if tier == "device" or "keep_inputs" in self.fixed or plan.fits or not plan.ledger.fits_in("GPU"):
+            return plan
+        (needed, available), least = (
+            plan.ledger.tiers[tier],
+            plan.with_changes(keep_inputs=layers).ledger.tiers[tier][0],
+        )
+        if not least <= available < needed:
+            return plan
+        return plan.with_changes(keep_inputs=-(-layers * (needed - available) // (needed - least)))
 
     # ---- limits
 

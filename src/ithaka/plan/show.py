@@ -316,6 +316,8 @@ def _explain_settings(plan: Plan) -> dict[str, str]:
         reasons["parallel.heads_per_stage"] = f"{width // ulysses} per GPU at a time{wider}"
     reasons["memory.tile_tokens"] = "tokens per tile of norms, projections and MLP"
     reasons["memory.offload"] = f"layer inputs ({inputs} per GPU) are kept {PLACES[layout.input_tier]}"
+    if layout.keep_inputs:
+        reasons["memory.keep_inputs"] = f"those of the last layers stay on the device; the {layout.input_tier} is full"
     reasons["memory.keep_attention"] = _explain_level(plan, "keep_attention")
     if layout.keep_attention:
         place = PLACES[layout.attention_tier]
