@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
-from torch.distributed.checkpoint.filesystem import FileSystem
 from transformers import PreTrainedModel
 
 from ithaka import cli
+from ithaka.checkpoint import save
 from ithaka.checkpoint.export import export
 from ithaka.exits import ExitCode, TransientError
 from ithaka.run import launch
@@ -116,14 +116,14 @@ def test_an_evaluation_or_a_profile_that_cannot_be_written_does_not_end_the_run(
 def interrupted(tmp_path_factory):
     """The directory, exit code and stderr of a run whose disk is full at its second and last save."""
     settings = {"steps": 2, "save_every": 1, "validate_every": 0, "validate_sequences": 0}
-    config, create = tiny_run(tmp_path_factory.mktemp("full"), train=settings), FileSystem.create_stream
+    config, create = tiny_run(tmp_path_factory.mktemp("full"), train=settings), save._Files.create_stream
 
     def create_on_full_disk(self, path, mode):
         is_full = mode == "wb" and "step-00000002" in str(path)
         return create(self, "/dev/full" if is_full else path, mode)
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as stderr:
-        patch.setattr(FileSystem, "create_stream", create_on_full_disk)
+        patch.setattr(save._Files, "create_stream", create_on_full_disk)
         code = launch.run_ranks(run, (config,), 1)
     return config.train.run_dir, code, stderr.getvalue()
 

@@ -187,9 +187,11 @@ def test_a_signal_or_a_save_of_any_rank_counts(monkeypatch):
         mesh=SimpleNamespace(device=torch.device("cpu")), save_is_due=False, saver=SimpleNamespace(is_done=False)
     )
     most = 2**60  # bytes
-    monkeypatch.setattr(loop, "gather_objects", lambda own: [own, (signal.SIGTERM, True, True, 0, most, 2.0)])
+    other = signal.SIGTERM, True, True, None, most, None, None, 2.0
+    monkeypatch.setattr(loop, "gather_objects", lambda own: [own, other])
     agreed = loop._agree([], trainer, rank_figures=(1.0,))
-    assert agreed == (signal.SIGTERM, (True, True), (None, most), [(1.0, 2.0)])
+    memory = {"device_peak_bytes": None, "host_peak_bytes": most, "device_reserved_bytes": None}
+    assert agreed == (signal.SIGTERM, (True, True), memory | {"allocator_retries": None}, [(1.0, 2.0)])
 
 
 def test_a_narrow_terminal_shows_the_full_step(tmp_path, monkeypatch):
