@@ -104,7 +104,7 @@ def cached_probes() -> Iterator[None]:
     """
     from unittest import mock
 
-    from ithaka.roots import general, probe
+    from ithaka.roots import decoder, probe
     from ithaka.weights.adapters import find_decoder
 
     def probe_once(model, recorder, device):
@@ -115,5 +115,5 @@ def cached_probes() -> Iterator[None]:
                 _findings[key] = probe.probe_layers(model, recorder, device)
             return _findings[key]
 
-    with contextlib.nullcontext() if PLAIN in os.environ else mock.patch.object(general, "probe_layers", probe_once):
+    with contextlib.nullcontext() if PLAIN in os.environ else mock.patch.object(decoder, "probe_layers", probe_once):
         yield

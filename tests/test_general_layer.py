@@ -17,10 +17,10 @@ from ithaka.attention.docs import Docs
 from ithaka.checks.verify import InFloat64
 from ithaka.comm.loopback import LoopbackGroup
 from ithaka.comm.mesh import make_mesh
-from ithaka.layer.general import GeneralLayer
 from ithaka.layer.inputs import CallState, CurrentCall
 from ithaka.layer.mixer import LayerSpec
 from ithaka.layer.passes import LayerPasses
+from ithaka.layer.schedule import LayerSchedule
 from ithaka.layer.store import Store
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
@@ -378,7 +378,7 @@ class TokenWise(nn.Module):
 def test_a_layer_without_a_mixer_runs_tile_by_tile(policy):
     layer, current, groups = TokenWise(), CurrentCall(), (LoopbackGroup(0, 1), LoopbackGroup(0, 1))
     spec, layout = LayerSpec(token_dims=(1,)), Layout(tile_tokens=4)
-    general = GeneralLayer("layer", layer, spec, *groups, Store(), layout, policy, current=current)
+    general = LayerSchedule("layer", layer, spec, *groups, Store(), layout, policy, current=current)
     x, scale, dy = (torch.randn(1, 11, 6, dtype=torch.float64, requires_grad=True) for _ in range(3))
     inputs = [x, scale, *layer.parameters()]
     with current.running(CallState(Docs((0, 11)))):

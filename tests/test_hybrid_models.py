@@ -23,6 +23,7 @@ from ithaka.plan.hardware import parse_gpus
 from ithaka.run.request import make_request
 from ithaka.weights.adapters import make_lora_config
 from parity import plain_sum, random_ids
+from threads import run_on_threads
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers", "probes_once")
 
@@ -147,6 +148,26 @@ def test_states_pass_between_processes(ranks):
     """Runs on gloo, which rejects some tensors that the threaded group accepts."""
     for family in ("qwen3_5_text", "falcon_h1"):
         assert_equal(ranks.run(2, errors_over_gloo, family), tolerance=1e-3)
+
+
+@pytest.mark.parametrize("family", ["phi3", "falcon_h1"], ids=["one mixer", "two mixers"])
+def test_overlap_keeps_the_graphs_of_capture_passes(family, monkeypatch):
+    """Backward makes each capture pass once; without overlap, twice: once more for its gradients."""
+    capture, calls = LayerPasses.capture, []
+    monkeypatch.setattr(LayerPasses, "capture", lambda self, *args: calls.append(args) or capture(self, *args))
+
+    def count_passes_of_backward(overlap):
+        layout = Layout(tile_tokens=6, kept=(ActivationPolicy("device", "device"),), overlap=overlap)
+        plain = tiny_decoder(family, torch.float32, num_hidden_layers=1)
+        model = parallelize_model(plain, mesh=make_mesh(1), layout=layout)
+        loss = model(input_ids=random_ids(1, 12), labels=random_ids(1, 12)).loss
+        calls.clear()
+        loss.backward()
+        return len(calls)
+
+    num_passes = 2 * (2 if family == "falcon_h1" else 1)  # tiles, mixers
+    (counts,) = run_on_threads(1, lambda: [count_passes_of_backward(overlap) for overlap in (True, False)])
+    assert counts == [num_passes, 2 * num_passes]
 
 
 def _leak_states(monkeypatch):

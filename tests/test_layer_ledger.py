@@ -22,9 +22,9 @@ from ithaka.attention.docs import Docs
 from ithaka.comm.loopback import LoopbackGroup
 from ithaka.config import AdapterConfig
 from ithaka.layer import schedule
-from ithaka.layer.general import GeneralLayer
 from ithaka.layer.inputs import CallState, CurrentCall
 from ithaka.layer.mixer import LayerSpec
+from ithaka.layer.schedule import LayerSchedule
 from ithaka.layer.store import Store
 from ithaka.layout import ActivationPolicy, Layout, make_layout
 from ithaka.mixers.attention_call import ATTENTION
@@ -170,7 +170,7 @@ def run_layer(case: Case, rank: int) -> MemoryMap:
     block, current, spec = model.model.layers[0], CurrentCall(), probe(model, (case.heads, case.kv_heads, case.adapter))
     _, args, kwargs = Recorder(model).call(TOKENS)[0]
     model.config._attn_implementation = ATTENTION
-    layer = GeneralLayer("layer", block, spec, *groups, Store(), case.layout, case.keeps, current=current)
+    layer = LayerSchedule("layer", block, spec, *groups, Store(), case.layout, case.keeps, current=current)
     params = [p for p in block.parameters() if p.requires_grad]
     leaf_1sD = torch.randn(1, TOKENS, model.config.hidden_size, dtype=case.dtype, requires_grad=True)
     resolve_kernel("auto", torch.device("cpu"), case.dtype, spec.mixers[0].head_dim)  # its self-test: outside LiveBytes

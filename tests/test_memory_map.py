@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from allocations import traced_peak
-from ithaka.layer.general import GeneralLayer
+from ithaka.layer.schedule import LayerSchedule
 from ithaka.phases import MemoryCategory
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.step import KINDS, StepProfile
@@ -132,14 +132,14 @@ def test_times_add_up_to_the_step(profiles):
 
 
 def test_an_unexpected_allocation_is_listed_first(tmp_path, monkeypatch):
-    plain, hogs = GeneralLayer._mlp_backward, []
+    plain, hogs = LayerSchedule._mlp_backward, []
 
     def with_hog(self, saved, attended, dy_sD, grads):
         hogs.append(torch.zeros(len(dy_sD), 4096))
         plain(self, saved, attended, dy_sD, grads)
         hogs.pop()
 
-    monkeypatch.setattr(GeneralLayer, "_mlp_backward", with_hog)
+    monkeypatch.setattr(LayerSchedule, "_mlp_backward", with_hog)
     peak = profiled(tmp_path, MEMORY["recomputed"])["memory"]["peak"]
     first = peak["largest"][0]
     assert first["num_bytes"] == 512 * 4096 * 4

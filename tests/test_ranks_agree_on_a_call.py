@@ -15,7 +15,7 @@ from ithaka.exits import exit_code_for
 from ithaka.inputs import calls
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.shape import AttentionKind
-from ithaka.roots.general import GeneralDecoder
+from ithaka.roots.decoder import Decoder
 from models import tiny_config
 from parity import parallel, random_ids
 from refusals import assert_refused
@@ -125,7 +125,7 @@ def unexpected_errors():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calls, "_check_last_backward", raising_on_rank_1(KeyError("gone")))
         messages.append(message_of(lambda: model(ids, labels=ids)))
-        patch.setattr(GeneralDecoder, "find_specs", raising_on_rank_1(ConfigError("the probe differs")))
+        patch.setattr(Decoder, "find_specs", raising_on_rank_1(ConfigError("the probe differs")))
         messages.append(message_of(lambda: parallel(1)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "_why_unusable", raising_on_rank_1(OSError("no driver")))

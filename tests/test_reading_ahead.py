@@ -8,7 +8,7 @@ import pytest
 
 from grids import diagonal
 from ithaka.layer import store as store_module
-from ithaka.layer.general import GeneralLayer
+from ithaka.layer.schedule import LayerSchedule
 from ithaka.layout import ActivationPolicy, Layout
 from models import tiny_config
 from parity import check, compare_with, parallel, plain_sum, random_ids
@@ -26,7 +26,7 @@ def config():
 def reads_at_start_of_backward(host_bytes):
     """Return, per layer (last first), how many of its own 3 tensors and of the next layer's are already being read."""
     model, _ = parallel(1, config(), LAYOUT, host_bytes)
-    ids, counts, backward = random_ids(1, 24), [], GeneralLayer.backward
+    ids, counts, backward = random_ids(1, 24), [], LayerSchedule.backward
 
     def watched(self, saved, *args):
         below = saved.below()
@@ -34,7 +34,7 @@ def reads_at_start_of_backward(host_bytes):
         counts.append([sum(kept._reading is not None for kept in one._handles()) for one in layers])
         return backward(self, saved, *args)
 
-    GeneralLayer.backward = watched
+    LayerSchedule.backward = watched
     try:
         loss = model(input_ids=ids, labels=ids).loss
         store = model.model.layers[0].forward.store
@@ -42,7 +42,7 @@ def reads_at_start_of_backward(host_bytes):
             time.sleep(0.001)
         loss.backward()
     finally:
-        GeneralLayer.backward = backward
+        LayerSchedule.backward = backward
     return counts
 
 

@@ -47,7 +47,7 @@ def run_step(text: str):
 def test_heads_per_stage_makes_stages():
     def num_stages(value):
         model, *_ = run_step(f"parallel: {{heads_per_stage: {value}}}")
-        return len(model.model.layers[0].forward.mixer.table.stages)
+        return len(model.model.layers[0].forward.mixer.mixers[0].table.stages)
 
     assert [num_stages(value) for value in ("all", 4, 2, 1)] == [1, 1, 2, 4]
 

@@ -56,7 +56,7 @@ class Layout:
     tile_tokens: int | None = None  # None: all local tokens in one tile
     kept: tuple[ActivationPolicy, ...] = ()  # one per layer; empty: every layer keeps its input on the device
     # Trade memory for time: exchange and prefetch the next stage while this one attends, and in backward fetch a
-    # layer's input once instead of tile by tile in every pass, and hold the graphs of projections (layer/general.py).
+    # layer's input once instead of tile by tile in every pass, and hold the graphs of projections (layer/schedule.py).
     overlap: bool = True
     offload_optimizer: bool = False
     dtype: Any = None  # compute dtype, by name or torch's; None: the parameters' own, planned as 16-bit

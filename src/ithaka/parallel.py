@@ -163,10 +163,10 @@ def shape_from_model(model: Any) -> ModelShape:
     root = find_root(model)
     base, config = root.model, root.config_values()
     shape = shape_from_config(config, _model_name(base))
-    if root.encoder is not None:
-        trains = any(param.requires_grad for param in root.encoder.parameters())
-        encoders = tuple(dataclasses.replace(encoder, is_frozen=not trains) for encoder in shape.encoders)
-        shape = dataclasses.replace(shape, encoders=encoders)
+    trains = (any(param.requires_grad for param in encoder.parameters()) for encoder in root.encoders)
+    planned = zip(shape.encoders, trains, strict=True)
+    encoders = tuple(dataclasses.replace(encoder, is_frozen=not is_trained) for encoder, is_trained in planned)
+    shape = dataclasses.replace(shape, encoders=encoders)
     adapter = find_active_adapter(base)
     if adapter is None:
         return shape

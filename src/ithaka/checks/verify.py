@@ -252,7 +252,7 @@ class ModelPair:
 def run_checks(directory: Path, mesh: Mesh, layout: Layout, adapter: AdapterConfig | None) -> Checks:
     pair, cp = ModelPair(directory, mesh, layout), layout.cp
     text = pair.model.config.get_text_config()
-    has_encoder = pair.model.ithaka_root.encoder is not None
+    has_encoder = bool(pair.model.ithaka_root.encoders)
     vocab, full_length = text.vocab_size - 4 * has_encoder, text.max_position_embeddings
 
     def random_ids(*shape: int) -> Tensor:

@@ -50,10 +50,10 @@ def collate(sequences: Sequence[PackedSequence], with_sources: bool = False) -> 
         batch = batch._replace(teacher=(ids.long(), bits.contiguous().view(torch.float32)))
     if all(sequence.parents is None for sequence in sequences):
         return batch
-    parents_BS, samples_BS = stack(PackedSequence.parent_ids), stack(PackedSequence.sample_ids)
-    counts_B = samples_BS.amax(1) + 1
-    samples_BS += torch.where(samples_BS >= 0, (counts_B.cumsum(0) - counts_B)[:, None], 0)
-    return batch._replace(parents=parents_BS if (parents_BS >= 0).any() else None, sample_ids=samples_BS)
+    parents_BN, samples_BN = stack(PackedSequence.parent_ids), stack(PackedSequence.sample_ids)
+    counts_B = samples_BN.amax(1) + 1
+    samples_BN += torch.where(samples_BN >= 0, (counts_B.cumsum(0) - counts_B)[:, None], 0)
+    return batch._replace(parents=parents_BN if (parents_BN >= 0).any() else None, sample_ids=samples_BN)
 
 
 def num_valid(labels: torch.Tensor) -> int:

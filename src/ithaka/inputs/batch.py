@@ -341,16 +341,16 @@ def _document_starts(
     return starts_BN.reshape(-1).nonzero()[:, 0].tolist()
 
 
-def count_pairs(documents_BS: Tensor, windows: Sequence[int | None], parents_BS: Tensor | None = None) -> int:
+def count_pairs(documents_BN: Tensor, windows: Sequence[int | None], parents_BN: Tensor | None = None) -> int:
     """Count query-key pairs of causal attention within documents and to their ancestors, summed over layers."""
     total = 0
-    for row, documents_S in enumerate(documents_BS):
-        ids, lengths = (x.tolist() for x in torch.unique_consecutive(documents_S, return_counts=True))
+    for row, documents_N in enumerate(documents_BN):
+        ids, lengths = (x.tolist() for x in torch.unique_consecutive(documents_N, return_counts=True))
         befores = dict.fromkeys(ids, 0)  # tokens of ancestors
-        if parents_BS is not None:
+        if parents_BN is not None:
             firsts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
             sizes = dict(zip(ids, lengths, strict=True))
-            for document, parent in zip(ids, parents_BS[row, firsts].tolist(), strict=True):
+            for document, parent in zip(ids, parents_BN[row, firsts].tolist(), strict=True):
                 befores[document] = befores[parent] + sizes[parent] if parent >= 0 else 0
         spans = Counter(zip((befores[document] for document in ids), lengths, strict=True))
         for window, layers in Counter(windows).items():

@@ -104,7 +104,7 @@ class MixerSpec(ABC):
 
     @abstractmethod
     def make(self, layer: Any) -> "Mixer":
-        """The mixer of a GeneralLayer."""
+        """The mixer of a LayerSchedule."""
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,10 @@ class Mixer(Protocol):
 
 
 class SideBySide:
-    """Several mixers of one layer, none of which reads another's output. Each has its own copy of what a call saves."""
+    """The mixers of one layer, none of which reads another's output. Each has its own copy of what a call saves."""
 
     def __init__(self, mixers: Sequence[Mixer]) -> None:
-        self.mixers, self.num_stages = mixers, sum(mixer.num_stages for mixer in mixers)
+        self.mixers = mixers
 
     def start(self, x_sD: Tensor, saved: Any) -> list[Any]:
         copies = []
@@ -185,6 +185,6 @@ class SideBySide:
 
     def mix_backward(self, saved: Any, outputs: deque[StageOutput], dy_sD: Tensor, grads: GradSum) -> None:
         for mixer, own in zip(self.mixers, saved.mixing, strict=True):
-            own.dout_sHK = saved.dout_sHK.pop(0)
+            own.is_backward, own.dout_sHK = True, saved.dout_sHK.pop(0) if saved.dout_sHK else None
             own_outputs = deque(outputs.popleft() for _ in range(mixer.num_stages))
             mixer.mix_backward(own, own_outputs, dy_sD, grads)

@@ -13,10 +13,11 @@ Shapes: t tokens of a tile, D hidden size, H query heads, K head dim, V that of 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -44,6 +45,24 @@ def _run_without_result(*inputs: Any) -> None:
     run_layer(*inputs)
 
 
+class CaptureGraph(NamedTuple):
+    """The graph of a capture pass: its inputs as leaves, and where the gradients of the captured tensors enter."""
+
+    x_tD: Tensor
+    inputs: LayerInputs
+    edges: list[GradientEdge | None]
+
+
+class ResumeGraph(NamedTuple):
+    """The graph of a resume pass: its inputs as leaves, its output, and its router logits."""
+
+    x_tD: Tensor
+    outs_tHK: list[Tensor]
+    inputs: LayerInputs
+    y_tD: Tensor
+    router_logits: list[Tensor]
+
+
 class LayerPasses:
     """Runs a layer's forward on some tokens: up to its mixer, or from there to its end."""
 
@@ -68,16 +87,15 @@ class LayerPasses:
             self._capture = torch.compile(self._capture)
             self._resume = torch.compile(self._resume)
         self.tile = TileState()
-        self.blocks = LayerBlocks(layer, () if compiles else spec.blocks, self.tile)
-        self.experts = LayerExperts(layer, spec.has_expert_block and not compiles, self.tile)
+        self.blocks = LayerBlocks(layer, spec.blocks, self.tile)
+        self.experts = LayerExperts(layer, spec.has_expert_block, self.tile)
         for path in spec.qkv:
             self.blocks.by_path[path].is_projection = True
         self.has_blocks = bool(self.blocks.by_path)
         self.routers: list[nn.Module] = []
         self.router_index = 0  # where the logits are in a router's output
         self.router_logits: list[Tensor] = []
-        # Not if compiled: the compiler removes them as dead code.
-        self.skipped = [_SkippedModule(module) for module in self._skippable() if not compiles]
+        self.skipped = [_SkippedModule(module) for module in self._skippable()]
 
     def _skippable(self) -> Iterator[nn.Module]:
         """The modules that only feed the mixer; where a block runs a linear map with its adapter, the one of both."""
@@ -101,6 +119,13 @@ class LayerPasses:
         assert call is not None
         return self.spec.mixers[index].inputs_of(call, len(inputs))
 
+    def capture_with_graph(self, x_tD: Tensor, inputs: LayerInputs, index: int) -> tuple[list[Tensor], CaptureGraph]:
+        with torch.enable_grad():
+            x_tD, inputs = x_tD.detach().requires_grad_(), inputs.detach()
+            captured = self.capture(x_tD, inputs, index)
+        edges = [get_gradient_edge(t) if t.requires_grad else None for t in captured]
+        return captured, CaptureGraph(x_tD, inputs, edges)
+
     def resume(self, x_tD: Tensor, outs_tHK: Sequence[Tensor], inputs: LayerInputs) -> Tensor:
         """Run the resume pass: return the layer's output, given that of each mixer."""
         with ExitStack() as stack:
@@ -116,6 +141,13 @@ class LayerPasses:
             if self.has_blocks and x_tD.dtype.itemsize == 2:
                 stack.enter_context(ResidualSums(self.tile))
             return self._resume(self.layer, self._widen(x_tD), *inputs.unpack(), self.spec.forward)
+
+    def resume_with_graph(self, x_tD: Tensor, outs_tHK: Sequence[Tensor], inputs: LayerInputs) -> ResumeGraph:
+        with torch.enable_grad():
+            x_tD, inputs = x_tD.detach().requires_grad_(), inputs.detach()
+            outs = [t.detach().requires_grad_(not self.spec.output) for t in outs_tHK]
+            y_tD = self.resume(x_tD, outs, inputs)
+        return ResumeGraph(x_tD, outs, inputs, y_tD, self.take_router_logits())
 
     def _widen(self, x_tD: Tensor) -> Tensor:
         """Blocks for norms read 16 bits and compute in fp32; other modules get the residual stream in fp32."""

@@ -63,7 +63,7 @@ class Mixing:
 
 
 class RecurrentMixer:
-    """The recurrence of one GeneralLayer. It saves the states before each segment of tokens."""
+    """The recurrence of one layer. It saves the states before each segment of tokens."""
 
     num_stages = 1
 

@@ -108,7 +108,7 @@ def measure_layers(model: Any) -> ModelShape:
         tied=tied,
         mixers=tuple(_plan_mixers(spec) for spec in specs),
         measured=combine_layers(parts, num_parameters, arguments),
-        encoders=(measure_encoder(root.encoder),) if root.encoder is not None else (),
+        encoders=tuple(map(measure_encoder, root.encoders)),
     )
 
 

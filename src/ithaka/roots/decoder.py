@@ -1,11 +1,16 @@
-"""The root of a language model: tokens in, their loss or logits out. How its layers run is in roots/general.py.
+"""The root of a language model: tokens in, their loss or logits out. The model's own forward runs before, between and
+after its layers (roots/head.py).
 
 Shapes as in inputs/batch.py and layer/inputs.py; V vocabulary.
 """
 
 import math
-from abc import abstractmethod
+import re
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -14,7 +19,10 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from ithaka.attention.docs import Docs
+from ithaka.blocks.block import TileState
 from ithaka.blocks.dropout import POSITION_BITS, replace_dropout
+from ithaka.blocks.linear import as_linear
+from ithaka.blocks.norm import find_norm
 from ithaka.blocks.tiles import sum_dtype
 from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError
@@ -23,12 +31,19 @@ from ithaka.inputs.calls import CheckedCall, fingerprint_call, parse_arguments, 
 from ithaka.inputs.positions import check_positions
 from ithaka.layer import loss as losses
 from ithaka.layer.inputs import CallState
-from ithaka.layer.loss import IGNORE_INDEX, Distilled, Head, ScaledHead, TokenResults
+from ithaka.layer.loss import IGNORE_INDEX, Distilled, GraphHead, Head, LinearHead, ScaledHead, TokenResults
+from ithaka.layer.passes import compute_like_autocast
 from ithaka.layer.store import Store
 from ithaka.layout import Layout
+from ithaka.mixers.scan_call import SsdTap
+from ithaka.phases import mark_backward, phase
 from ithaka.plan.bytes import logits_tile_tokens
 from ithaka.plan.read_config import VISION_FAMILIES
+from ithaka.roots.head import BareModule, find_balancing_loss, has_linear_head, run_after_layers
+from ithaka.roots.probe import probe_layers
+from ithaka.roots.recorder import Recorder, copy_config, randomized_copy, refusal
 from ithaka.roots.root import Root
+from ithaka.roots.rotary import ExactRotary, rotary_modules
 
 
 @dataclass
@@ -47,9 +62,17 @@ class ParallelOutput(ModelOutput):
 
 
 class Decoder(Root):
-    """A causal language model of transformers."""
+    """A causal language model of transformers whose layers mix tokens through the mixers of mixers/kinds.py, or not at
+    all."""
 
     call_type = CheckedCall
+    layers_name = "model.layers"
+    # The layers run every module of theirs, once per tile.
+    hookable = re.compile(r"model\.(language_model\.)?(embed_tokens|embeddings|layers\.\d+)|")
+    patchable = re.compile(r"model\.(language_model\.)?(embed_tokens|embeddings|norm|layers\.\d+\..*)|.*rotary.*")
+    norm: nn.Module | None  # the last module of the base model, which the head runs tile by tile
+    norm_forward: Callable[[Tensor], Tensor]  # its own forward, or a block
+    has_linear_head: bool  # the logits are what lm_head returns for the base model's output, and it is linear
 
     @property
     def base(self) -> Any:
@@ -93,6 +116,23 @@ class Decoder(Root):
                 rule = "is compiled, which is not supported; use Layout(compile=True) or train.compile"
                 raise ConfigError(f"{self.layers_name}.{index} {rule}")
 
+    def find_specs(self, device: torch.device) -> None:
+        model = self.model
+        counts = Counter(id(param) for layer in self.layers for param in {*layer.parameters()})
+        if max(counts.values(), default=0) > 1:
+            raise refusal(model, "shares parameters between layers, which FSDP2 gathers one by one")
+        for module in model.modules():
+            if hasattr(module, "A_log") and hasattr(module, "D") and not SsdTap.is_called_by(module):
+                raise refusal(model, "mixes tokens with the recurrence of Mamba 1, which has a decay for each channel")
+        recorder = Recorder(model, self.layers_name)
+        self.specs = probe_layers(model, recorder, device)
+        self.norm, self.has_linear_head = recorder.find_norm(self.base), has_linear_head(model)
+        self.head_tile = TileState()
+        if self.norm is not None:
+            block = find_norm("norm", randomized_copy(self.norm))
+            self.norm_forward = self.norm.forward if block is None else block.make(self.norm, self.head_tile)
+        self.balancing = find_balancing_loss(model, len(self.layers))
+
     def check_positions(self, reach: str, num_positions: int) -> None:
         check_positions(self.model.config.get_text_config(), reach, num_positions)
 
@@ -109,6 +149,17 @@ class Decoder(Root):
         super().attach(mesh, layout, dtype, store)
         self.model.lm_head.forward = self._run_head  # makes FSDP2 gather its weight
         self.model.ithaka_dropout, self.model.ithaka_loss = self.dropout, None  # the trainer sets a custom loss
+        config, own_config = self.base.config, copy_config(self.base.config)  # other models of it keep their attention
+        for module in self.base.modules():
+            if getattr(module, "config", None) is config:
+                module.config = own_config
+        for module in rotary_modules(self.base):
+            module.forward = ExactRotary(module, self.current)
+        if self.norm is not None:
+            self.norm.forward = lambda x: x  # `make_head` runs it
+        if type(self).embed is Decoder.embed:
+            embeddings = self.base.get_input_embeddings()
+            embeddings.forward = partial(_embed, embeddings.forward)
 
     # ---- a call
 
@@ -203,17 +254,33 @@ class Decoder(Root):
             keys_s = dropout.start_call(_number_tokens(call, dropout.num_calls))
         return CallState(share.docs, call.num_positions, balancing, call.chosen_sLk, keys_s)
 
-    @abstractmethod
-    def run_layers(self, call: CheckedCall, state: CallState) -> Tensor:
-        """Embed this rank's tokens and run the layers on them, without the last norm. Returns [s, D] or [1, s, D]."""
+    def embed(self, call: CheckedCall) -> dict[str, Any]:
+        """Return the arguments of the base model for this rank's tokens."""
+        return {"input_ids": call.share.ids_s[None], "position_ids": call.share.positions_s[None]}
 
-    @abstractmethod
+    def run_layers(self, call: CheckedCall, state: CallState) -> Tensor:
+        """Run the base model's own forward on this rank's tokens, up to its last norm; return x_1sD."""
+        inputs = self.embed(call)
+        with self.current.running(state):
+            return self.base(**inputs, use_cache=False).last_hidden_state
+
     def make_head(self) -> Head:
-        """The model's own forward after its layers: last norm, output projection, scaling and softcap of the logits."""
+        model, lm_head = self.model, self.model.lm_head
+        norm = nn.Identity() if self.norm is None else BareModule(self.norm, self.norm_forward)
+        if self.has_linear_head:
+            return LinearHead(norm, as_linear(lm_head), self.head_tile)
+
+        def run(x_tD: Tensor) -> Tensor:
+            with compute_like_autocast(x_tD):
+                h_1tD = norm(x_tD[None].to(sum_dtype(x_tD.dtype)))
+                head = BareModule(lm_head, MethodType(type(lm_head).forward, lm_head))
+                return run_after_layers(model, h_1tD, head).logits.squeeze(0)
+
+        return GraphHead(run, [*lm_head.parameters(), *norm.parameters()])
 
     def _run_head(self, x: Tensor, call: CheckedCall) -> tuple[TokenResults | Tensor, Distilled | None]:
         """Return this rank's loss, or TokenResults if call.per_token, or logits if there are no labels; and what a
-        teacher adds. x: [s, D] or [1, s, D]."""
+        teacher adds. x: [1, s, D]."""
         model, labels_s, head = self.model, call.share.labels_s, self.make_head()
         x = x.to(model.get_output_embeddings().weight.dtype).contiguous()  # a user's hook may have replaced it
         if call.temperature != 1:
@@ -264,6 +331,11 @@ class Decoder(Root):
         vocab, generator = self.model.config.get_text_config().vocab_size, torch.Generator().manual_seed(1)
         documents = torch.arange(num_tokens)[None] // document_tokens if document_tokens else None
         return {"input_ids": torch.randint(vocab, (1, num_tokens), generator=generator), "document_ids": documents}
+
+
+def _embed(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    with phase("embedding"):
+        return mark_backward(forward(*args, **kwargs), "embedding backward")
 
 
 def _number_tokens(call: CheckedCall, num_calls: int) -> Tensor:

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from ithaka.config import ConfigError
 from ithaka.layout import check_parallelism
 from ithaka.plan.read_config import VISION_FAMILIES
-from ithaka.roots.general import GeneralDecoder
+from ithaka.roots.decoder import Decoder
 from ithaka.roots.root import Root
 from ithaka.roots.video_families import FAMILIES, JOINT_ATTENTION
 from ithaka.roots.vision import VisionDecoder
@@ -32,7 +32,7 @@ def find_root(model: Any) -> Root:
         raise ConfigError(_refuse_class(model))
     if getattr(base.config, "model_type", None) in VISION_FAMILIES:
         return VisionDecoder(base)
-    return GeneralDecoder(base)
+    return Decoder(base)
 
 
 def check_arguments(model: Any, cp: int | None, ring: int | None) -> Root:

@@ -1,7 +1,7 @@
-"""Check that the general layer computes what a model does, and reject what would differ.
+"""Check that a layer's schedule computes what a model does, and reject what would differ.
 
 Nothing here knows a model family. With recorded arguments (roots/recorder.py), one layer of each kind runs on a few
-tokens, as the general layer runs it and as transformers does. Then two layers run with everything around them. All
+tokens, as the schedule runs it and as transformers does. Then two layers run with everything around them. All
 outputs and gradients must agree. Experts and MLPs are small copies where their structure allows.
 """
 
@@ -26,10 +26,10 @@ from ithaka.comm.loopback import LoopbackGroup
 from ithaka.comm.rank import is_rank_0
 from ithaka.config import ConfigError
 from ithaka.exits import is_out_of_memory
-from ithaka.layer.general import GeneralLayer
 from ithaka.layer.inputs import LayerInputs
 from ithaka.layer.mixer import LayerSpec
 from ithaka.layer.passes import LayerPasses
+from ithaka.layer.schedule import LayerSchedule
 from ithaka.layer.store import Store
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.mixers.attention_call import ATTENTION, PlaceholderMask, find_masks
@@ -81,7 +81,7 @@ def _describe_arguments(calls: list[Any], index: int) -> Any:
 
 
 class _Probe:
-    """Runs a copy of one layer, with random weights, as the general layer does and as transformers does."""
+    """Runs a copy of one layer, with random weights, as the schedule does and as transformers does."""
 
     spec: LayerSpec
     output: Any  # what transformers computes at position 0
@@ -105,7 +105,7 @@ class _Probe:
         self.theirs: dict[str, Tensor | None] = {}  # what transformers computes at position 0, with all gradients
 
     def run(self) -> None:
-        """Find the layer's spec; raise ConfigError if the general layer differs from transformers."""
+        """Find the layer's spec; raise ConfigError if the schedule differs from transformers."""
         try:
             spec = self._read_call()
             passes, arguments = LayerPasses(self.name, self.layer, spec), self._arguments(0, LENGTHS[0], LENGTHS[0])
@@ -437,9 +437,9 @@ def _probe_together(model: PreTrainedModel, specs: list[LayerSpec], recorder: Re
 
 
 def _make_layer(layer: nn.Module, spec: LayerSpec, recorder: Recorder) -> Any:
-    """The general layer on one rank, in two tiles."""
+    """A layer on one rank, in two tiles."""
     groups, layout = (LoopbackGroup(0, 1), LoopbackGroup(0, 1)), Layout(tile_tokens=PROBE_CUT, kernel="reference")
-    return GeneralLayer("probe", layer, spec, *groups, Store(), layout, ActivationPolicy(), current=recorder.current)
+    return LayerSchedule("probe", layer, spec, *groups, Store(), layout, ActivationPolicy(), current=recorder.current)
 
 
 def _run_layers(

@@ -20,9 +20,9 @@ from ithaka.blocks.routing import LoadBalancingLoss
 from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError
 from ithaka.inputs.calls import check_modules, check_torch_modes, count_changes, guard_backward
-from ithaka.layer.general import GeneralLayer
 from ithaka.layer.inputs import CurrentCall
 from ithaka.layer.mixer import LayerSpec, MixerSpec
+from ithaka.layer.schedule import LayerSchedule
 from ithaka.layer.store import Store
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.shape import AttentionKind
@@ -39,15 +39,15 @@ class Root(ABC):
 
     library = "Hugging Face"  # that loads the model
     lora_options: ClassVar[dict[str, Any]] = {}  # options of PEFT's LoRA that must have these values
-    layers_name = "model.layers"
+    layers_name: str  # the path of its list of layers
     # Modules whose own forward still runs once, so hooks work. "" is the model (no forward pre-hooks).
-    hookable: re.Pattern = re.compile(r"model\.embed_tokens|model\.layers\.\d+(\.mlp(\..*)?)?|")
+    hookable: re.Pattern = re.compile("")
     # Modules whose own forward still runs, so a replaced one takes effect.
-    patchable: re.Pattern = re.compile(r"model\.embed_tokens|.*(norm|rotary|mlp).*")
+    patchable: re.Pattern = re.compile(r".*(norm|rotary|mlp).*")
     call_type: type  # what `make_call` returns
     predicts_tokens = True  # whether it has labels and a loss of its own
 
-    encoder: Any = None  # encodes images and videos, for models that take them with tokens
+    encoders: Sequence[nn.Module] = ()  # of images and videos, for models that take them with tokens
     dropout: DropoutState | None = None
     balancing: LoadBalancingLoss | None = None  # if the model's configuration has it
     specs: Sequence[LayerSpec] = ()  # per layer
@@ -166,8 +166,10 @@ class Root(ABC):
         kernels = [kernel_for(self.layout.kernel, mixer.kind) for mixer in self.specs[index].mixers]
         layout = replace(self.layout, compile=self.compiles(self.specs[index]))
         layout = replace(layout, kernel=kernels[0]) if kernels else layout
-        options = {"current": self.current, "balancing": self.balancing}
-        return self.start_layer(GeneralLayer, index, store, keeps, layout, **options)
+        name, layer, groups = f"layer {index}", self.layers[index], (self.mesh.ulysses_group, self.mesh.ring_group)
+        others = *groups, store, layout, keeps, partial(count_changes, layer)
+        options: dict[str, Any] = {"dropout": self.dropout, "current": self.current, "balancing": self.balancing}
+        return LayerSchedule(name, layer, self.specs[index], *others, index=index, **options)
 
     def compiles(self, spec: LayerSpec) -> bool:
         """Whether a layer is compiled. With blocks for its norms and MLP, it is faster without."""
@@ -175,15 +177,6 @@ class Root(ABC):
             return self.layout.compile is True
         is_possible = self.predicts_tokens and self.mesh.device.type == "cuda" and self.dropout is None
         return is_possible and not spec.has_mlp_block
-
-    def start_layer(
-        self, kind: Any, index: int, store: Store, keeps: ActivationPolicy, layout: Layout, **options: Any
-    ) -> Any:
-        """A layer of class `kind`, in place of the model's."""
-        layer, groups = self.layers[index], (self.mesh.ulysses_group, self.mesh.ring_group)
-        others = *groups, store, layout, keeps, partial(count_changes, layer)
-        name, spec = f"layer {index}", self.specs[index]
-        return kind(name, layer, spec, *others, index=index, dropout=self.dropout, **options)
 
     # ---- a call
 

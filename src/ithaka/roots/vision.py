@@ -31,7 +31,7 @@ from ithaka.layout import Layout
 from ithaka.ops.fourbit import packed_weights, unpacked
 from ithaka.phases import mark_backward, phase
 from ithaka.plan.shape import FRAME_PATCHES, PATCHES_PER_TILE
-from ithaka.roots.general import GeneralDecoder
+from ithaka.roots.decoder import Decoder
 from ithaka.roots.root import Root
 from ithaka.sharding.tokens import TokenSharding
 
@@ -392,7 +392,7 @@ class _TakenOnce(list):
 # ---- the root
 
 
-class VisionDecoder(GeneralDecoder):
+class VisionDecoder(Decoder):
     """A decoder with an encoder of images and videos, whose features replace the embeddings of some tokens."""
 
     layers_name = "model.language_model.layers"
@@ -400,6 +400,7 @@ class VisionDecoder(GeneralDecoder):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.encoder = model.model.visual
+        self.encoders = (self.encoder,)
 
     planned_target = Root.planned_target  # plans count adapters on layers only
 

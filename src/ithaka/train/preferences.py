@@ -1,6 +1,6 @@
 """Direct preference optimization (DPO): its loss and metrics on packed pairs of a chosen and a rejected sample.
 
-Shapes: P pairs of a batch; B rows of S tokens; s labels of this rank.
+Shapes: P pairs of a batch; B rows of N tokens; s labels of this rank.
 """
 
 from typing import Any
@@ -62,9 +62,9 @@ class DPO:
     def _sum_logprobs(self, model: Any, batch: Batch) -> tuple[Tensor, Any]:
         """Return sums per answer, [P, 2] in float64, equal on all ranks of the cp group, and the model's output."""
         out = model(**batch.inputs, per_token=True)
-        samples_BS = batch.labels.new_zeros(batch.labels.shape) if batch.sample_ids is None else batch.sample_ids
+        samples_BN = batch.labels.new_zeros(batch.labels.shape) if batch.sample_ids is None else batch.sample_ids
         packing = pack_batch(batch.inputs, batch.labels, self.mesh)
-        samples_s = shard_label_values(samples_BS, self.mesh, packing).clamp(min=0)  # without a label, 0 is added
+        samples_s = shard_label_values(samples_BN, self.mesh, packing).clamp(min=0)  # without a label, 0 is added
         sums = torch.zeros(2 * max(1, batch.num_preferences), dtype=torch.float64, device=self.mesh.device)
         sums = sums.index_add(0, samples_s, out.tokens.logprobs.double())
         return GlobalSum.apply(sums, self.mesh.cp_group).view(-1, 2), out

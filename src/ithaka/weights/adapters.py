@@ -106,9 +106,7 @@ def is_stacked(param: Tensor) -> bool:
 
 def _find_linears(model: Any) -> str | list[str]:
     """Return all-linear or, if there are experts, which PEFT would adapt too, the names of the other linear modules."""
-    vision = model.config.model_type in VISION_FAMILIES
-    layers = model.model.language_model.layers if vision else model.model.layers
-    parts = [(part, child) for layer in layers for part, child in layer.named_children()]
+    parts = [(part, child) for layer in find_decoder(model).layers for part, child in layer.named_children()]
     mixtures = {part for part, child in parts if any(map(is_stacked, child.parameters()))}
     modules = [item for part, child in parts if part not in mixtures for item in child.named_modules(prefix=part)]
     linears = {name.rpartition(".")[2] for name, module in modules if isinstance(module, nn.Linear)}
@@ -116,7 +114,7 @@ def _find_linears(model: Any) -> str | list[str]:
     if not linears - refused:
         rule = "leaves out modules that are called as another layer's experts, here all of them"
         raise ConfigError(f"adapter.targets=all-linear {rule}; use names such as [q_proj, o_proj, in_proj]")
-    if vision:  # the encoder stays frozen
+    if model.config.model_type in VISION_FAMILIES:  # the encoder stays frozen
         return rf"model\.language_model\..*\.({'|'.join(sorted(linears))})"
     return sorted(linears - refused) if mixtures or refused else "all-linear"
 

@@ -1,0 +1,105 @@
+"""The forward of a language model after its layers: whether its head is linear, and its load-balancing loss.
+
+Shapes as in layer/schedule.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
+
+from ithaka.blocks.linear import is_linear
+from ithaka.blocks.routing import LoadBalancingLoss
+from ithaka.roots.recorder import refusal
+from ithaka.weights.adapters import find_decoder
+
+
+def run_after_layers(
+    model: PreTrainedModel, hidden: Tensor, lm_head: nn.Module, router_logits: Any = None, **inputs: Any
+) -> Any:
+    """Run the model's forward with another head, and with a base model that returns `hidden`."""
+    base, own_head = model.model, model.lm_head
+    result = _BaseModelOutput(last_hidden_state=hidden, router_logits=router_logits)
+    base.forward = lambda *args, **kwargs: result
+    if hasattr(find_decoder(model).config, "output_router_logits"):
+        inputs.setdefault("output_router_logits", False)
+    model._modules["lm_head"] = lm_head
+    ids = torch.empty(hidden.shape[:2], dtype=torch.long, device="meta")  # a forward may read its shape, not its values
+    try:
+        return type(model).forward(model, input_ids=ids, use_cache=False, **inputs)
+    finally:
+        model._modules["lm_head"] = own_head
+        del base.forward
+
+
+def has_linear_head(model: PreTrainedModel) -> bool:
+    hidden, logits = torch.randn(1, 2, 4, dtype=torch.float32), torch.randn(1, 2, 3, dtype=torch.float32)
+    head = _Constant(logits)
+    try:
+        with torch.enable_grad():
+            found = run_after_layers(model, hidden, head).logits
+    except Exception as error:
+        problem = f"computes its logits from more than lm_head ({type(error).__name__}: {error})"
+        raise refusal(model, problem) from error
+    if found.requires_grad or head.input.requires_grad:
+        raise refusal(model, "has trained parameters after its layers other than its last norm and lm_head")
+    return torch.equal(head.input, hidden) and torch.equal(found, logits) and is_linear(model.lm_head)
+
+
+def find_balancing_loss(model: PreTrainedModel, num_layers: int) -> LoadBalancingLoss | None:
+    """The load-balancing loss, if the configuration has it. Refuses one that is not transformers' usual one."""
+    base = find_decoder(model)
+    config = base.config
+    if not getattr(config, "output_router_logits", False):
+        return None
+    recorder = (base._can_record_outputs or {}).get("router_logits")
+    top_k = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None)
+    if not isinstance(recorder, OutputRecorder) or top_k is None:
+        raise refusal(model, "has output_router_logits=True, but does not record its routers as usual")
+    logits = [torch.randn(5, model.num_experts, dtype=torch.float32) for _ in range(num_layers)]
+    hidden, labels = torch.randn(1, 5, 4, dtype=torch.float32), torch.zeros(1, 5, dtype=torch.long)
+    head = _Constant(torch.zeros(1, 5, config.vocab_size, dtype=torch.float32))
+    outputs = [
+        run_after_layers(model, hidden, head, labels=labels, output_router_logits=on, router_logits=tuple(logits))
+        for on in (False, True)
+    ]
+    # TRL may have changed the configuration's coefficient, which the model does not read again.
+    coefficient = getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0.0))
+    balancing = LoadBalancingLoss(top_k, coefficient, recorder, torch.ones(5, dtype=torch.bool))
+    for layer_logits in logits:
+        balancing.add(layer_logits, slice(0, 5))
+    added = outputs[1].loss - outputs[0].loss
+    if not torch.allclose(added, coefficient * balancing.mean_loss(), rtol=1e-3, atol=1e-5):
+        raise refusal(model, "has output_router_logits=True, but another load-balancing loss than the usual one")
+    return balancing
+
+
+class _BaseModelOutput(dict):
+    """The output of a base model that did nothing: the given hidden states, and None for everything else."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self["last_hidden_state"] if key == 0 else super().__getitem__(key)
+
+
+class BareModule(nn.Module):
+    """Runs another module, without its hooks."""
+
+    def __init__(self, module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.module, self.forward = module, forward
+
+
+class _Constant(nn.Module):
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value, self.input = value, value.new_empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.input = x
+        return self.value
