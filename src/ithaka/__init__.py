@@ -1,4 +1,4 @@
-"""ithaka trains standard transformers on sequences of 100 thousand to 10 million tokens."""
+"""ithaka trains Hugging Face models on long sequences."""
 
 import importlib
 
