@@ -54,6 +54,11 @@ def test_the_ladder_matches_the_planner():
     assert not [row for (name, added), n in rows.items() if (row := f"| {name} | `{added}` | {n} |") not in page]
 
 
+def test_the_schedule_is_drawn_by_its_script():
+    made = script("make_schedule")
+    assert (ROOT / "docs" / "schedule.svg").read_text() == made.svg(), "run: python docs/make_schedule.py"
+
+
 def test_every_test_file_is_in_the_table_of_capabilities():
     table = (ROOT / "CONTRIBUTING.md").read_text().partition("| capability |")[2].partition("\n\n")[0]
     cells = [row.split("|")[2] for row in table.splitlines()[2:]]
