@@ -119,9 +119,8 @@ def describe(finding: Finding) -> str:
 
 def make_readme_line(findings: list[Finding]) -> str:
     exact = sum(finding.is_exact for finding in findings)
-    types = f"{exact} of the {len(findings)} causal model types in transformers {transformers.__version__}"
-    where = "[list](docs/models.md#every-causal-type)"
-    return f"{types} match plain transformers in fp64 on 2 ranks, loss and gradients ({where})."
+    types = f"[{exact} of the {len(findings)} causal types](docs/models.md#every-causal-type)"
+    return f"- **Exact in fp64**: {types} of transformers {transformers.__version__}"
 
 
 def replace_between_markers(text: str, new: str) -> str:

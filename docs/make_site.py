@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(\[[^\]]*\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
-EVIDENCE = ("LOG.md", "tests")
+EVIDENCE = ("LOG.md", "log", "tests")
 NOT_SEARCHED = "---\nsearch: {exclude: true}\n---\n"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".jinja": "jinja", ".toml": "toml"}
 
@@ -38,7 +38,8 @@ def render_page(file: Path) -> str:
         target = (file.parent / link[2]).resolve()
         if "://" in link[2] or not target.is_file():
             return link[0]
-        return f"{link[1]}{'../' * (len(page.parts) - 1)}{page_of(target).as_posix()}{link[3]}"
+        anchor = re.sub("-+", "-", link[3])  # as mkdocs makes them; GitHub keeps a hyphen for every space
+        return f"{link[1]}{'../' * (len(page.parts) - 1)}{page_of(target).as_posix()}{anchor}"
 
     parts = re.split(r"(```.*?```)", text, flags=re.S)
     return "".join(part if part.startswith("```") else LINK.sub(redirect, part) for part in parts)

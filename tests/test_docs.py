@@ -23,7 +23,8 @@ from ithaka.cli import app
 from ithaka.config import SECTIONS, load_config
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LOG = [ROOT / "LOG.md", *sorted((ROOT / "log").glob("*.md"))]
 COMMAND = re.compile(r"\s*(?:\$ |.* -m )?ithaka ([a-z].+?)(?:  +#.*| > .*|'?)$")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -53,6 +54,11 @@ def test_the_ladder_matches_the_planner():
     assert not [row for (name, added), n in rows.items() if (row := f"| {name} | `{added}` | {n} |") not in page]
 
 
+def test_the_schedule_is_drawn_by_its_script():
+    made = script("make_schedule")
+    assert (ROOT / "docs" / "schedule.svg").read_text() == made.svg(), "run: python docs/make_schedule.py"
+
+
 def test_every_test_file_is_in_the_table_of_capabilities():
     table = (ROOT / "CONTRIBUTING.md").read_text().partition("| capability |")[2].partition("\n\n")[0]
     cells = [row.split("|")[2] for row in table.splitlines()[2:]]
@@ -64,12 +70,27 @@ def test_every_test_file_is_in_the_table_of_capabilities():
     assert files - {file for matches in listed.values() for file in matches} == set()
 
 
+def slug(title: str) -> str:
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
 def anchors(page: Path) -> set[str]:
-    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    return {slug(title) for title in re.findall(r"^#+ (.+)$", page.read_text(), re.M)}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_log_lists_every_entry_newest_first():
+    entries = [
+        (title[:10], f"(log/{page.name}#{slug(title)})")
+        for page in reversed(LOG[1:])
+        for title in re.findall(r"^## (.+)$", page.read_text(), re.M)
+    ]
+    dates, links = zip(*entries, strict=True)
+    assert len(links) > 100 and list(dates) == sorted(dates, reverse=True)
+    index = LOG[0].read_text()
+    assert not [link for link in links if link not in index]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *LOG], ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
     for link in LINK.findall(text):
@@ -161,7 +182,8 @@ def test_every_page_is_in_the_site(tmp_path):
     nav = files(settings["nav"])
     pages = [str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")]
     assert not {*pages} - {*nav} and all((tmp_path / page).is_file() for page in nav)
-    evidence = [tmp_path / "source/LOG.md", *(tmp_path / "source/tests").iterdir()]
+    evidence = [tmp_path / "source" / page.relative_to(ROOT) for page in LOG]
+    evidence += (tmp_path / "source/tests").iterdir()
     assert not {str(page.relative_to(tmp_path)) for page in evidence} & {*nav}
     assert all(page.read_text().startswith("---\nsearch: {exclude: true}\n---\n# ") for page in evidence)
     assert all((tmp_path / file).is_file() for file in settings["extra_css"])
@@ -192,6 +214,14 @@ def test_the_dockerfile_copies_what_it_installs():
     (extras,) = re.findall(r"pip install [^&]*'/ithaka\[([\w,]+)\]'", "\n".join(lines))
     assert {*extras.split(",")} <= {*project["project"]["optional-dependencies"]}
     assert json.loads(dict(steps)["CMD"])[0] in project["project"]["scripts"]
+
+
+def test_the_readme_is_short_and_names_this_version():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 110 and max(map(len, text.splitlines())) <= 110
+    assert f"(version {ithaka.__version__};" in text and f"ithaka-{ithaka.__version__}-py3-none-any.whl" in text
+    versions = re.findall(r"^## \[(\d.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert versions[0] == ithaka.__version__
 
 
 @pytest.mark.slow

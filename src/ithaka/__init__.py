@@ -1,8 +1,8 @@
-"""ithaka trains standard transformers on sequences of 100 thousand to 10 million tokens."""
+"""ithaka trains Hugging Face models on long sequences."""
 
 import importlib
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 
 def __getattr__(name: str):
