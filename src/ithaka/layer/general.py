@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ithaka.blocks.routing import LoadBalancingLoss
 from ithaka.blocks.tiles import GradSum
+from ithaka.config import ConfigError
 from ithaka.layer.inputs import CurrentCall, LayerInputs
 from ithaka.layer.mixer import LayerSpec, StageOutput
 from ithaka.layer.passes import LayerPasses
@@ -73,6 +74,11 @@ class GeneralLayer(LayerSchedule):
             self.passes.routers = self.balancing.find_routers(self.layer)
             self.passes.router_index = self.balancing.recorder.index
         self.experts = self.passes.experts
+        has_experts = any(name.endswith("experts") for name, _ in self.layer.named_modules())
+        if self.layout.stored_dtype and has_experts and self.experts.block is None:
+            rule = f"needs ithaka's experts, which repeat forward's choices in backward; {self.name} runs its own"
+            fix = "use train.compile=auto" if self.layout.compile is True else "leave it out"
+            raise ConfigError(f"memory.stored_dtype={self.layout.stored_dtype} {rule}; {fix}")
 
     def __call__(self, x_1sD: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         assert self.current.state is not None

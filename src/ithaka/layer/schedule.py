@@ -133,8 +133,9 @@ class LayerSchedule:
         return y  # not a view, about which FSDP2 warns
 
     def _mix(self, saved: SavedActivations, tier: str | None) -> list[StageOutput]:
+        keep, dtype = self.store.keep, self.layout.stored_dtype
         stages = self.mixer.mix(saved) if self.mixer else ()
-        return [StageOutput(*(self.store.keep(t, tier) for t in out_and_state)) for out_and_state in stages]
+        return [StageOutput(keep(out, tier, dtype), keep(state, tier)) for out, state in stages]
 
     def backward(self, saved: SavedActivations, dy_sD: Tensor, grads: GradSum) -> None:
         """Write dx over dy; add weight gradients to `grads`."""
@@ -184,7 +185,8 @@ class _LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, layer, inputs, call, *tensors):
         ctx.layer, ctx.tensors, ctx.num_changes, x_sD = layer, tensors, layer.num_changes(), x.view(x.shape[-2:])
-        ctx.saved = layer.saved_type(inputs, call, layer.store.keep(x_sD, layer.policy.input), layer.policy)
+        kept = layer.store.keep(x_sD, layer.policy.input, layer.layout.stored_dtype)
+        ctx.saved = layer.saved_type(inputs, call, kept, layer.policy)
         ctx.saved.below = layer.store.register_layer(ctx.saved)
         with phase(layer.name), phase("forward"), layer.running():
             return layer.forward(x_sD, ctx.saved)

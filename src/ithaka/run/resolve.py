@@ -270,6 +270,8 @@ def _step_fixes(run: Run, tier: str) -> dict[str, bool]:
     if adapter := space.adapter_that_fits(run.work):
         settings = ", ".join(f"adapter.{name}={value}" for name, value in adapter.items())
         fixes[f"an adapter ({settings})" if "rank" in adapter else f"a four-bit base ({settings})"] = True
+    if not layout.stored_dtype and space.with_float8 and space.with_float8.fits(run.work):
+        fixes["memory.stored_dtype=float8"] = True
     if machine:
         fixes[f"{machine.num_gpus} GPUs ({machine.name})"] = True
     return fixes

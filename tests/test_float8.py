@@ -1,0 +1,281 @@
+"""memory.stored_dtype=float8: layer inputs and attention outputs take one byte per element off the device."""
+
+import json
+import math
+from dataclasses import replace
+from statistics import median
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from decoders import DECODERS, DELTA, SIZES
+from fake_triton import kernel_modules
+from ithaka.blocks import experts
+from ithaka.blocks.experts import LayerExperts
+from ithaka.checks.ghost import trace_model
+from ithaka.comm.mesh import make_mesh
+from ithaka.config import ConfigError
+from ithaka.layer.store import Store
+from ithaka.layout import FLOAT8_BLOCK, ActivationPolicy, Layout, check_float8, float8_bytes
+from ithaka.model import build
+from ithaka.ops import float8
+from ithaka.plan.bytes import build_ledger
+from ithaka.plan.hardware import parse_gpus
+from ithaka.plan.search import SearchSpace
+from ithaka.plan.shape import StepShape
+from ithaka.plan.show import as_text
+from ithaka.plan.trace import TraceRequest
+from ithaka.run.shapes import shape_from_config
+from models import CONSTRUCTING
+from precision import Batch, bf16_layout, error, our_gradients
+from test_general_precision import BF16_SIZES, INITIALIZER_RANGE, exact_gradients
+
+pytestmark = pytest.mark.usefixtures("quiet_transformers", "probes_once")
+
+# ---- the format
+
+
+def values_of_e4m3() -> torch.Tensor:
+    """Return all finite values in fp64, ascending: 4 exponent bits with a bias of 7, and 3 fraction bits."""
+    positive = [fraction / 8 * 2.0**-6 for fraction in range(8)]
+    positive += [(1 + fraction / 8) * 2.0 ** (e - 7) for e in range(1, 16) for fraction in range(8)]
+    assert positive.pop() == 480  # its code is NaN
+    return torch.tensor(sorted({-value for value in positive} | set(positive)), dtype=torch.float64)
+
+
+def round_exactly(x_RW: torch.Tensor) -> torch.Tensor:
+    """Round to the nearest multiple of a block's power of two and a value of e4m3, in fp64; ties to an even code."""
+    rounded, table = x_RW.double(), values_of_e4m3()
+    for row in rounded:
+        for block in row.split(FLOAT8_BLOCK):
+            largest = float(block.abs().max())
+            exponent = max(-126, math.ceil(math.log2(largest / 448))) if largest else -126
+            distance = (block[:, None] / 2.0**exponent - table).abs()
+            nearest = distance.min(1, keepdim=True).values == distance
+            is_even = (torch.arange(len(table)) - len(table) // 2) % 2 == 0
+            choice = torch.where((nearest.sum(1, keepdim=True) > 1) & ~is_even, False, nearest).int().argmax(1)
+            block.copy_(table[choice] * 2.0**exponent)
+    return rounded
+
+
+@pytest.fixture(scope="module")
+def numbers():
+    """Rows of very different sizes, an odd width, ties, zeros, outliers, and the largest and smallest numbers."""
+    generator = torch.Generator().manual_seed(0)
+    x_RW = torch.randn(23, 300, generator=generator) * torch.exp2(torch.arange(23.0)[:, None] * 8 - 90)
+    x_RW[0], x_RW[1, :128], x_RW[2, 5], x_RW[3, 0] = 0.0, 0.0, 1e4, 3e38
+    x_RW[4] = 448 * 2.0 ** torch.arange(-12, 13).repeat(12)  # largest codes, and fractions of the smallest
+    x_RW[5] = torch.linspace(1, 2, 300)  # ties
+    return x_RW.bfloat16()
+
+
+def packed(x_RW: torch.Tensor) -> torch.Tensor:
+    bytes_ = torch.full((float8_bytes(*x_RW.shape),), 77, dtype=torch.uint8)
+    float8.pack(x_RW, bytes_)
+    return bytes_
+
+
+def test_values_round_as_in_fp64(numbers, monkeypatch):
+    """Also in several parts, and for some of the rows."""
+    exact, codes = round_exactly(numbers), packed(numbers)
+    monkeypatch.setattr(float8, "STAGED_BYTES", 5 * 300 + 1)
+    assert torch.equal(packed(numbers), codes)
+    for rows in (slice(0, 23), slice(7, 20), slice(22, 23)):
+        y_RW = torch.empty_like(numbers[rows])
+        float8.unpack(codes, len(numbers), rows.start, y_RW)
+        assert torch.equal(y_RW.double(), exact[rows])
+    relative = ((exact - numbers.double()).norm(dim=1) / numbers.double().norm(dim=1))[6:]
+    assert relative.median() < 0.03
+
+
+def test_kernels_compute_the_same_bits(numbers, monkeypatch):
+    convert = torch.Tensor.to
+    bitcast = lambda x, dtype, bitcast=False: x.view(dtype) if bitcast else convert(x, dtype)  # noqa: E731
+    with kernel_modules("float8") as (kernels,):
+        names = {"max": lambda x, dim: x.amax(dim), "maximum": lambda x, least: x.clamp(min=least), "abs": torch.abs}
+        dtypes = {"int64": torch.int64, "uint8": torch.uint8, "float8e4nv": torch.float8_e4m3fn}
+        kernels.tl.__dict__.update(names, **dtypes)
+        monkeypatch.setattr(torch.Tensor, "to", bitcast)
+        codes_RW, scales_RB = (part.clone() for part in float8._split(packed(numbers), *numbers.shape))
+        made = torch.zeros_like(codes_RW), torch.zeros_like(scales_RB)
+        kernels._launch(kernels._quantize_kernel, numbers, *made)
+        assert torch.equal(made[0], codes_RW) and torch.equal(made[1], scales_RB)
+        y_RW, expected_RW = torch.empty_like(numbers), torch.empty_like(numbers)
+        kernels._launch(kernels._dequantize_kernel, y_RW, codes_RW, scales_RB)
+        monkeypatch.undo()
+        float8.dequantize(codes_RW, scales_RB, expected_RW)
+        assert torch.equal(y_RW, expected_RW)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_store_returns_the_rounded_tensor_and_all_its_tiles(tier, tmp_path):
+    store = Store(disk_path=tmp_path)
+    for shape in ((20, 48), (3, 20, 2, 72), (0, 16), (3, 0, 2, 8)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+        rows = x.shape[0] if x.dim() == 2 else x.shape[0] * x.shape[1]
+        expected = round_exactly(x.reshape(rows, -1) if x.numel() else x.new_empty(0, 1)).bfloat16().view(shape)
+        handle = store.keep(x, tier, "float8")
+        assert torch.equal(handle.fetch(), x), "forward still reads the tensor"
+        assert handle.nbytes == float8_bytes(rows, math.prod(shape[-1:] if x.dim() == 2 else shape[2:]))
+        handle.release_source()
+        assert torch.equal(handle.fetch(), expected)
+        slices, dim = [slice(0, 7), slice(7, 20)], x.dim() // 2 - 1
+        if x.shape[dim] == 20:
+            assert torch.equal(torch.cat([*handle.tiles(slices, dim)], dim), expected)
+        if x.shape == (20, 48):
+            assert torch.equal(torch.cat([*handle.tiles(slices, hold=True)]), expected)
+            assert torch.equal(handle.fetch(), expected)
+        del handle
+        assert (store.pool.busy_bytes, tier) == (0, "host") or tier == "disk"
+
+
+# ---- gradients
+
+FAMILIES = {
+    "llama": {},
+    "gemma3_text": DECODERS["gemma3_text"],
+    "qwen3_moe": {},
+    "gpt_oss": {},
+    "qwen3_5_text": {**DELTA, "layer_types": ["linear_attention", "full_attention"]},
+}
+
+
+def initial_model(family, **changes):
+    sizes = {**SIZES, **FAMILIES[family], **BF16_SIZES, "initializer_range": INITIALIZER_RANGE, **changes}
+    config = AutoConfig.for_model(family, **sizes)
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    with CONSTRUCTING:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").train()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_have_at_most_twice_the_error_of_bf16(family):
+    """In the median over all parameters, against fp64, on weights with which bf16 is off by a few percent."""
+    model, batch = initial_model(family), Batch(torch.randint(128, (1, 96), generator=torch.Generator().manual_seed(9)))
+    exact = exact_gradients(model, batch)
+    bf16, rounded = (
+        our_gradients(model, batch, 1, replace(layout, stored_dtype=stored))
+        for layout in [bf16_layout(2, "host", "host", tile_tokens=40)]
+        for stored in (None, "float8")
+    )
+    errors = {name: (error(rounded[name], exact[name]), error(bf16[name], exact[name])) for name in exact}
+    assert any(a != b for a, b in errors.values())
+    print(family, median(b for _, b in errors.values()), median(a / b for a, b in errors.values()))
+    assert 0.002 < median(b for _, b in errors.values()) < 0.05
+    assert median(a / b for a, b in errors.values()) < 2
+
+
+# ---- experts
+
+
+def step(layout, family="qwen3_moe", num_tokens=60, **changes):
+    model = initial_model(family, num_experts_per_tok=2, **changes)
+    model = build.parallelize_model(model, mesh=make_mesh(1), layout=layout)
+    ids = torch.randint(128, (1, num_tokens), generator=torch.Generator().manual_seed(5))
+    return model, model(input_ids=ids, labels=ids).loss
+
+
+def float8_layout(**options):
+    return Layout(tile_tokens=24, kept=(ActivationPolicy("host", "host"),) * 2, dtype="bfloat16", **options)
+
+
+def test_backward_repeats_the_experts_of_forward(monkeypatch):
+    """Routers that compute from rounded inputs would choose others for some tokens."""
+    chosen, repeated, others = [], [], []
+    call, choose = experts.ExpertBlock.__call__, LayerExperts._choose
+
+    def record(self, x_tD, expert_tk, weight_tk):
+        (repeated if chosen and torch.is_grad_enabled() else chosen).append(expert_tk.sort(-1).values)
+        return call(self, x_tD, expert_tk, weight_tk)
+
+    monkeypatch.setattr(experts.ExpertBlock, "__call__", record)
+    for replays in (True, False):
+        chosen.clear(), repeated.clear()
+        if not replays:
+            monkeypatch.setattr(LayerExperts, "_choose", lambda self, chosen_tk: choose(self, None))
+        model, loss = step(float8_layout(stored_dtype="float8"), num_local_experts=16, num_experts=16)
+        chosen[:] = chosen[-6:]  # not the probe's
+        repeated.clear()
+        loss.backward()
+        assert len(chosen) == len(repeated) == 6  # three tiles of two layers; backward starts with the last layer
+        pairs = zip(chosen[3:] + chosen[:3], repeated, strict=True)
+        others.append(sum(int((a != b).any(-1).sum()) for a, b in pairs))
+    assert others[0] == 0 < others[1]
+
+
+def test_experts_whose_choices_are_not_repeated_are_refused(monkeypatch):
+    monkeypatch.setattr(experts, "is_expert_module", lambda module: False)
+    with pytest.raises(ConfigError, match="memory.stored_dtype=float8 needs ithaka's experts.* leave it out"):
+        step(float8_layout(stored_dtype="float8"), hidden_size=32)
+    _, loss = step(float8_layout(), hidden_size=32)
+    assert loss.isfinite()
+
+
+# ---- bytes
+
+
+def test_half_of_the_bytes_are_stored_and_forward_is_exact():
+    """A scale per 128 elements is added. The log-sum-exps of attention stay in fp32."""
+    held, losses = {}, []
+    for stored in (None, "float8"):
+        model, loss = step(float8_layout(stored_dtype=stored), "llama", hidden_size=256, head_dim=64)
+        store = model.model.layers[0].forward.store
+        held[stored], _ = store.pool.busy_bytes, losses.append(loss.detach())
+        loss.backward()
+        assert store.pool.busy_bytes == 0
+    lse_bytes = 2 * 60 * 4 * 4
+    assert held[None] == 2 * 60 * (256 + 256) * 2 + lse_bytes
+    assert held["float8"] == 2 * 60 * (256 + 256) * (1 + 1 / 128) + lse_bytes
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_planned_bytes_are_those_of_the_schedule(family, overlap):
+    """On the host, copied, and on the device, where nothing else is kept. Without overlap, dq waits on the host."""
+    sizes = {**SIZES, **FAMILIES[family], "model_type": family, "num_hidden_layers": 2, "hidden_size": 128}
+    kept, cp, tokens = (ActivationPolicy("host", "host"),) * 2, 2, 512
+    layout = Layout(cp, 2, 64, kept, overlap=overlap, dtype="bfloat16", kernel="cpu", stored_dtype="float8")
+    shape, machine = shape_from_config(sizes), parse_gpus("2xH100")
+    traces, ledgers = {}, {}
+    for stored in (None, "float8"):
+        changed = replace(layout, stored_dtype=stored)
+        traces[stored] = trace_model(TraceRequest(json.dumps(sizes), changed, cp), tokens)
+        ledgers[stored] = build_ledger(shape, changed, machine, StepShape(tokens)).host
+        kept_bytes = sum(ledgers[stored][name] for name in ("layer inputs", "kept attention")) // cp
+        traced = traces[stored].host_bytes
+        assert traced == kept_bytes if family == "llama" else traced <= kept_bytes
+    assert traces["float8"].find("loss forward").host[0] < 0.56 * traces[None].find("loss forward").host[0]
+    copied, before = (traces[stored].total("moved") for stored in ("float8", None))
+    assert copied["copy to host"] < (0.56 if overlap else 0.75) * before["copy to host"]
+    x_bytes = tokens // cp * 128 * 2
+    assert traces["float8"].peak_bytes <= traces[None].peak_bytes + x_bytes
+
+
+# ---- plans and refusals
+
+
+def test_a_plan_that_does_not_fit_names_float8():
+    shape, machine = shape_from_config(json.loads(LLAMA_8B)), replace(parse_gpus("8xH100"), host_bytes=2 * 10**12)
+    space = SearchSpace(shape, machine)
+    longest = space.longest_context(1)
+    assert space.with_float8.longest_context(1) > 1.6 * longest
+    text = as_text(space.choose(StepShape(3 * longest // 2)), "llama3-8b")
+    assert "  --set memory.stored_dtype=float8\n" in text
+    assert replace(space, hardware=parse_gpus("8xA100")).with_float8 is None
+
+
+LLAMA_8B = json.dumps(
+    {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
+)  # fmt: skip
+
+
+def test_gpus_without_float8_and_other_dtypes_are_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="memory.stored_dtype=float8 needs compute capability 8.9.*A100.*; leave it"):
+        check_float8("float8", "A100-80GB", parse_gpus("8xA100").gpu.has_float8)
+    check_float8(None, "A100-80GB", False)
+    with pytest.raises(ConfigError, match="layout.stored_dtype='int8' is unknown; use 'float8', or None"):
+        Layout(stored_dtype="int8")
