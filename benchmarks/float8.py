@@ -253,8 +253,9 @@ def seconds_of(run: Callable[[], Any], repeats: int) -> float:
     return start_event.elapsed_time(stop_event) / 1e3 / repeats
 
 
-def measure_map(sizes: tuple[int, int, int, int], tile: int, compiles: bool) -> dict[str, float]:
-    """Seconds of a linear map on a tile: each matmul in bf16 and in float8, and the casts that float8 needs."""
+def measure_map(sizes: tuple[int, int, int, int], tile: int, compiles: bool) -> dict[str, float | None]:
+    """Seconds of a linear map on a tile: each matmul in bf16 and in float8 (None: PyTorch has no kernel), and the casts
+    that float8 needs."""
     K, N, experts, chosen = sizes
     M, device = tile * chosen, default_device()
     rows, columns = (torch.compile(f, dynamic=True) if compiles else f for f in (cast_rows, cast_columns))
@@ -288,13 +289,15 @@ def measure_map(sizes: tuple[int, int, int, int], tile: int, compiles: bool) -> 
         "weight gradient, float8": lambda: scaled_mm(dy_NM, x_KM, ends),
     }
     runs |= {f"cast {name}": run for name, run in casts.items()}
-    found = {}
+    found: dict[str, float | None] = {}
     for name, run in runs.items():
         try:
             found[name] = seconds_of(run, 10)
-        except RuntimeError as error:  # some shapes may lack a kernel: go on with the others
+        except RuntimeError as error:
+            if not name.endswith("float8"):
+                raise
             print(f"{sizes}, {tile} tokens, {name}: {error}".splitlines()[0], file=sys.stderr)
-            found[name] = found.get(name.replace("float8", "bf16"), 0.0)
+            found[name] = None
     return found
 
 
@@ -305,15 +308,20 @@ NEEDED_CASTS = {
 }
 
 
-def sum_maps(maps: dict[str, dict[str, float]], num_tiles: int) -> dict[str, tuple[float, float]]:
-    """(bf16, float8 with casts) seconds of each direction on a tile, over all maps. A weight is cast once for all
-    tiles."""
+def sum_maps(maps: dict[str, dict[str, Any]], num_tiles: int, casts: bool = True) -> dict[str, tuple[float, float]]:
+    """(bf16, float8) seconds of each direction on a tile, over all maps. A weight is cast once for all tiles. A map
+    without a float8 kernel stays in bf16."""
     sums = {}
     for direction, names in NEEDED_CASTS.items():
-        bf16 = sum(found[f"{direction}, bf16"] for found in maps.values())
-        float8 = sum(found[f"{direction}, float8"] for found in maps.values())
+        bf16 = float8 = 0.0
         for found in maps.values():
-            float8 += sum(found[f"cast {name}"] / (num_tiles if "weight" in name else 1) for name in names)
+            bf16 += found[f"{direction}, bf16"]
+            if found[f"{direction}, float8"] is None:
+                float8 += found[f"{direction}, bf16"]
+                continue
+            float8 += found[f"{direction}, float8"]
+            for name in names if casts else ():
+                float8 += found[f"cast {name}"] / (num_tiles if "weight" in name else 1)
         sums[direction] = bf16, float8
     return sums
 
@@ -321,7 +329,7 @@ def sum_maps(maps: dict[str, dict[str, float]], num_tiles: int) -> dict[str, tup
 @app.command()
 def matmuls(out: Out, tiny: Tiny = False, as_json: AsJson = False) -> None:
     """Time the linear maps of three models in bf16 and, with a scale per row, in float8, including casts."""
-    results: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
+    results: dict[str, dict[str, dict[str, dict[str, float | None]]]] = {}
     rows = []
     for model in MATMUL_MODELS:
         maps = linear_maps(find_config(model))
@@ -331,10 +339,12 @@ def matmuls(out: Out, tiny: Tiny = False, as_json: AsJson = False) -> None:
             found = {name: measure_map(sizes, tile, not tiny) for name, sizes in maps.items()}
             results.setdefault(model, {})[str(tile)] = found
             for direction, (bf16, float8) in sum_maps(found, 1).items():
-                alone = sum(each[f"{direction}, float8"] for each in found.values())
+                alone = sum_maps(found, 1, casts=False)[direction][1]
+                in_bf16 = [name for name, each in found.items() if each[f"{direction}, float8"] is None]
                 row = {"model": model, "tile": tile, "direction": direction, "bf16 ms": bf16 * 1e3}
                 row |= {"float8 ms": alone * 1e3, "with casts ms": float8 * 1e3}
-                rows.append(row | {"speedup": bf16 / (alone or 1), "with casts": bf16 / (float8 or 1)})
+                row |= {"speedup": bf16 / alone, "with casts": bf16 / float8}
+                rows.append(row | {"no float8 kernel": ", ".join(in_bf16) or "-"})
             gc.collect()
     out.write_text(json.dumps(results) + "\n")
     print_rows(rows, as_json)
@@ -362,8 +372,8 @@ def gains(
                 weights = {"forward": 2 if plan.layout.keep_everything < shape.num_layers else 1}
                 bf16, float8 = (sum(weights.get(name, 1) * pair[i] for name, pair in sums.items()) for i in (0, 1))
                 row = {"model": model, "context": context, "cp": plan.layout.cp, "tile": int(tile)}
-                row |= {"matmuls of step": share, "matmuls faster": bf16 / (float8 or 1)}
-                rows.append(row | {"step faster": 1 / (1 - share + share * float8 / (bf16 or 1))})
+                row |= {"matmuls of step": share, "matmuls faster": bf16 / float8}
+                rows.append(row | {"step faster": 1 / (1 - share + share * float8 / bf16)})
     print_rows(rows, as_json)
 
 
