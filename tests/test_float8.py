@@ -264,7 +264,7 @@ def test_a_plan_that_does_not_fit_names_float8():
     assert space.with_float8.longest_context(1) > 1.6 * longest
     text = as_text(space.choose(StepShape(3 * longest // 2)), "llama3-8b")
     assert "  --set memory.stored_dtype=float8\n" in text
-    assert replace(space, hardware=parse_gpus("8xA100")).with_float8 is None
+    assert replace(space, hardware=parse_gpus("8xA100-80GB")).with_float8 is None
 
 
 LLAMA_8B = json.dumps(
@@ -275,7 +275,7 @@ LLAMA_8B = json.dumps(
 
 def test_gpus_without_float8_and_other_dtypes_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match="memory.stored_dtype=float8 needs compute capability 8.9.*A100.*; leave it"):
-        check_float8("float8", "A100-80GB", parse_gpus("8xA100").gpu.has_float8)
+        check_float8("float8", "A100-80GB", parse_gpus("8xA100-80GB").gpu.has_float8)
     check_float8(None, "A100-80GB", False)
     with pytest.raises(ConfigError, match="layout.stored_dtype='int8' is unknown; use 'float8', or None"):
         Layout(stored_dtype="int8")

@@ -66,7 +66,7 @@ def answer_request(request: PlanRequest, max_context: bool, steps: int | None, a
     if max_context and context:
         headline = f"Longest context of {request.model} on {plan.hardware.name}: {format_tokens(context)} tokens"
         longer = space.with_float8.longest_context(batch) if space.with_float8 else 0
-        float8 = f" With memory.stored_dtype=float8: {format_tokens(longer)} ({longer})." if longer > context else ""
+        float8 = f"\nWith memory.stored_dtype=float8: {format_tokens(longer)} ({longer})." if longer > context else ""
         text = f"{headline} ({context}), limited by {limited_by}.{float8}\n\n{text}"
     return text, plan
 
