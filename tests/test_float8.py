@@ -44,19 +44,20 @@ def values_of_e4m3() -> torch.Tensor:
     return torch.tensor(sorted({-value for value in positive} | set(positive)), dtype=torch.float64)
 
 
-def round_exactly(x_RW: torch.Tensor) -> torch.Tensor:
-    """Round to the nearest multiple of a block's power of two and a value of e4m3, in fp64; ties to an even code."""
-    rounded, table = x_RW.double(), values_of_e4m3()
-    for row in rounded:
-        for block in row.split(FLOAT8_BLOCK):
-            largest = float(block.abs().max())
-            exponent = max(-126, math.ceil(math.log2(largest / 448))) if largest else -126
-            distance = (block[:, None] / 2.0**exponent - table).abs()
-            nearest = distance.min(1, keepdim=True).values == distance
-            is_even = (torch.arange(len(table)) - len(table) // 2) % 2 == 0
-            choice = torch.where((nearest.sum(1, keepdim=True) > 1) & ~is_even, False, nearest).int().argmax(1)
-            block.copy_(table[choice] * 2.0**exponent)
-    return rounded
+def round_exactly(x_RW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round cubes to the nearest value of e4m3, in fp64; return their roots in the dtype of x, and where fp32 may round
+    to another value, which is almost as near."""
+    table, roots_RW, is_tie_RW = values_of_e4m3(), torch.zeros_like(x_RW), torch.zeros_like(x_RW, dtype=torch.bool)
+    for row, roots, is_tie in zip(x_RW.double(), roots_RW, is_tie_RW, strict=True):
+        for i in range(0, len(row), FLOAT8_BLOCK):
+            block = row[i : i + FLOAT8_BLOCK]
+            scale = 2.0 ** math.ceil(math.log2(max(float(block.abs().max()), 2.0**-126)))
+            cubes = (block / scale) ** 3 * 448
+            distances, codes = (cubes[:, None] - table).abs().topk(2, largest=False)
+            nearest = [math.cbrt(value / 448) * scale for value in table[codes[:, 0]].tolist()]
+            roots[i : i + FLOAT8_BLOCK] = torch.tensor(nearest, dtype=torch.float32).to(x_RW.dtype)
+            is_tie[i : i + FLOAT8_BLOCK] = distances[:, 1] - distances[:, 0] < 1e-6 * cubes.abs()
+    return roots_RW, is_tie_RW
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +66,7 @@ def numbers():
     generator = torch.Generator().manual_seed(0)
     x_RW = torch.randn(23, 300, generator=generator) * torch.exp2(torch.arange(23.0)[:, None] * 8 - 90)
     x_RW[0], x_RW[1, :128], x_RW[2, 5], x_RW[3, 0] = 0.0, 0.0, 1e4, 3e38
-    x_RW[4] = 448 * 2.0 ** torch.arange(-12, 13).repeat(12)  # largest codes, and fractions of the smallest
-    x_RW[5] = torch.linspace(1, 2, 300)  # ties
+    x_RW[4] = 2.0 ** torch.arange(-12, 13).repeat(12)  # from the largest code to zero
     return x_RW.bfloat16()
 
 
@@ -78,15 +78,16 @@ def packed(x_RW: torch.Tensor) -> torch.Tensor:
 
 def test_values_round_as_in_fp64(numbers, monkeypatch):
     """Also in several parts, and for some of the rows."""
-    exact, codes = round_exactly(numbers), packed(numbers)
+    (exact, is_tie), codes = round_exactly(numbers), packed(numbers)
     monkeypatch.setattr(float8, "STAGED_BYTES", 5 * 300 + 1)
     assert torch.equal(packed(numbers), codes)
     for rows in (slice(0, 23), slice(7, 20), slice(22, 23)):
         y_RW = torch.empty_like(numbers[rows])
         float8.unpack(codes, len(numbers), rows.start, y_RW)
-        assert torch.equal(y_RW.double(), exact[rows])
-    relative = ((exact - numbers.double()).norm(dim=1) / numbers.double().norm(dim=1))[6:]
-    assert relative.median() < 0.03
+        assert torch.equal(y_RW[~is_tie[rows]], exact[rows][~is_tie[rows]])
+    assert is_tie.float().mean() < 0.01
+    x_RW = numbers.double()[6:]
+    assert ((exact[6:] - x_RW).norm(dim=1) / x_RW.norm(dim=1)).median() < 0.012  # plain e4m3: 0.026
 
 
 def test_kernels_compute_the_same_bits(numbers, monkeypatch):
@@ -94,6 +95,7 @@ def test_kernels_compute_the_same_bits(numbers, monkeypatch):
     bitcast = lambda x, dtype, bitcast=False: x.view(dtype) if bitcast else convert(x, dtype)  # noqa: E731
     with kernel_modules("float8") as (kernels,):
         names = {"max": lambda x, dim: x.amax(dim), "maximum": lambda x, least: x.clamp(min=least), "abs": torch.abs}
+        roots = float8._cube_roots(torch.device("cpu"))
         dtypes = {"int64": torch.int64, "uint8": torch.uint8, "float8e4nv": torch.float8_e4m3fn}
         kernels.tl.__dict__.update(names, **dtypes)
         monkeypatch.setattr(torch.Tensor, "to", bitcast)
@@ -102,7 +104,7 @@ def test_kernels_compute_the_same_bits(numbers, monkeypatch):
         kernels._launch(kernels._quantize_kernel, numbers, *made)
         assert torch.equal(made[0], codes_RW) and torch.equal(made[1], scales_RB)
         y_RW, expected_RW = torch.empty_like(numbers), torch.empty_like(numbers)
-        kernels._launch(kernels._dequantize_kernel, y_RW, codes_RW, scales_RB)
+        kernels._launch(kernels._dequantize_kernel, y_RW, codes_RW, scales_RB, roots)
         monkeypatch.undo()
         float8.dequantize(codes_RW, scales_RB, expected_RW)
         assert torch.equal(y_RW, expected_RW)
@@ -114,10 +116,12 @@ def test_a_store_returns_the_rounded_tensor_and_all_its_tiles(tier, tmp_path):
     for shape in ((20, 48), (3, 20, 2, 72), (0, 16), (3, 0, 2, 8)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
         rows = x.shape[0] if x.dim() == 2 else x.shape[0] * x.shape[1]
-        expected = round_exactly(x.reshape(rows, -1) if x.numel() else x.new_empty(0, 1)).bfloat16().view(shape)
+        expected = torch.empty_like(x)
+        width = math.prod(shape[-1:] if x.dim() == 2 else shape[2:])
+        float8.unpack(packed(x.view(rows, width)), rows, 0, expected.view(rows, width))
         handle = store.keep(x, tier, "float8")
         assert torch.equal(handle.fetch(), x), "forward still reads the tensor"
-        assert handle.nbytes == float8_bytes(rows, math.prod(shape[-1:] if x.dim() == 2 else shape[2:]))
+        assert handle.nbytes == float8_bytes(rows, width)
         handle.release_source()
         assert torch.equal(handle.fetch(), expected)
         slices, dim = [slice(0, 7), slice(7, 20)], x.dim() // 2 - 1
@@ -217,7 +221,7 @@ def test_experts_whose_choices_are_not_repeated_are_refused(monkeypatch):
 
 
 def test_half_of_the_bytes_are_stored_and_forward_is_exact():
-    """A scale per 128 elements is added. The log-sum-exps of attention stay in fp32."""
+    """A scale per 32 elements is added. The log-sum-exps of attention stay in fp32."""
     held, losses = {}, []
     for stored in (None, "float8"):
         model, loss = step(float8_layout(stored_dtype=stored), "llama", hidden_size=256, head_dim=64)
@@ -227,7 +231,7 @@ def test_half_of_the_bytes_are_stored_and_forward_is_exact():
         assert store.pool.busy_bytes == 0
     lse_bytes = 2 * 60 * 4 * 4
     assert held[None] == 2 * 60 * (256 + 256) * 2 + lse_bytes
-    assert held["float8"] == 2 * 60 * (256 + 256) * (1 + 1 / 128) + lse_bytes
+    assert held["float8"] == 2 * 60 * (256 + 256) * (1 + 1 / 32) + lse_bytes
     assert torch.equal(*losses)
 
 

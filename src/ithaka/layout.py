@@ -17,7 +17,7 @@ from ithaka.config import Config, ConfigError, check_effects
 
 Tier = Literal["device", "host", "disk"]
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
-FLOAT8_BLOCK = 128  # elements of a row with one scale, a byte (ops/float8.py)
+FLOAT8_BLOCK = 32  # elements of a row with one scale, a byte (ops/float8.py)
 STAGED_BYTES = 2**25  # float8 codes on the device, on their way to and from the host
 
 
@@ -251,6 +251,8 @@ def settings_from_layout(layout: Layout, num_heads: int) -> dict[str, Any]:
         settings["parallel.heads_per_stage"] = "all"
     if not layout.keep_attention:
         settings["memory.attention_offload"] = None
+    if layout.stored_dtype is None:  # never the planner's choice
+        del settings["memory.stored_dtype"]
     return settings
 
 

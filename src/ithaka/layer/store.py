@@ -331,7 +331,8 @@ class HostHandle(TensorHandle):
                     into.copy_((host[i] if dim == 1 else host)[rows], non_blocking=True)
                 else:
                     num_rows, width = self._rows
-                    first = i * self.shape[1] + rows.start if dim == 1 else rows.start * num_rows // self.shape[0]
+                    per_row = num_rows // max(1, self.shape[0])
+                    first = i * self.shape[1] + rows.start if dim == 1 else rows.start * per_row
                     float8.unpack(host, num_rows, first, into.view(-1, width))
         return tensor, store.record_event(store.in_stream)
 
