@@ -18,7 +18,7 @@ from ithaka.config import Config, ConfigError, check_effects
 Tier = Literal["device", "host", "disk"]
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 FLOAT8_BLOCK = 32  # elements of a row with one scale, a byte (ops/float8.py)
-STAGED_BYTES = 2**25  # float8 codes on the device, on their way to and from the host
+STAGED_BYTES = 2**24  # float8 codes in one of two buffers on the device, on their way to the host, or back
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,7 @@ class Layout:
     # layer's input once instead of tile by tile in every pass, and hold the graphs of projections (layer/general.py).
     overlap: bool = True
     offload_optimizer: bool = False
-    # Dtype of layer inputs and attention outputs in host memory and on disk: "float8", or None for the compute dtype.
-    stored_dtype: str | None = field(default=None, kw_only=True)
+    stored_dtype: str | None = field(default=None, kw_only=True)  # off the device: float8; None: the compute dtype
     dtype: Any = None  # compute dtype, by name or torch's; None: the parameters' own, planned as 16-bit
     kernel: str = "auto"  # attention kernel
     blocks: tuple[int, int] | None = None  # tokens per query and per key block of attention; None: sized to the cache

@@ -222,8 +222,7 @@ class Finding(NamedTuple):
 
 def examine_rank(device: Any, ranks_per_gpu: int) -> dict[str, Any]:
     """What this rank has, and its checks: {name: (passed, text)}."""
-    from ithaka.layer.disk import StoreError
-    from ithaka.layer.store import Slab
+    from ithaka.layer.store import Slab, StoreError
 
     limit, on_gpu, start = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], device.type == "cuda", time.perf_counter()
     memory = f"{format_bytes(available_memory())} free, {format_bytes(limit) if limit >= 0 else 'all'} may be locked"

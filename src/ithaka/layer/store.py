@@ -312,9 +312,8 @@ class HostHandle(TensorHandle):
         return store.record_event(store.out_stream)
 
     def _host_tensor(self) -> Tensor:
-        """Return the tensor in host memory; if it is rounded, its bytes."""
         assert self._range is not None
-        slab, where = self._range
+        slab, where = self._range  # a rounded tensor is bytes
         return slab.view(self.shape, self.dtype, where) if self._rows is None else slab.bytes[where]
 
     @phase("copies")
@@ -330,10 +329,8 @@ class HostHandle(TensorHandle):
                 if self._rows is None:
                     into.copy_((host[i] if dim == 1 else host)[rows], non_blocking=True)
                 else:
-                    num_rows, width = self._rows
-                    per_row = num_rows // max(1, self.shape[0])
-                    first = i * self.shape[1] + rows.start if dim == 1 else rows.start * per_row
-                    float8.unpack(host, num_rows, first, into.view(-1, width))
+                    first = i * self.shape[1] + rows.start  # with dim 0 and more dims than two, they start at 0
+                    float8.unpack(host, self._rows[0], first, into.view(-1, self._rows[1]))
         return tensor, store.record_event(store.in_stream)
 
     def __del__(self) -> None:

@@ -160,9 +160,7 @@ class _GpuPhases:
         self.pixels = sum(self.s * encoder.patches * encoder.values * self.e for encoder in shape.encoders)
         self.deepstack = sum((encoder.outputs - 1) * self.x for encoder in shape.encoders)
         self.groups = self._group_layers()
-        # Float8 codes on their way to the host, and back.
-        stores = any({policy.input, policy.attention} & {"host", "disk"} for policy in layout.kept)
-        self.staged = min(2 * STAGED_BYTES, self.x) if stores and layout.stored_dtype else 0
+        self.staged = min(4 * STAGED_BYTES, 2 * self.x) if layout.stored_dtype else 0
 
     def _group_layers(self) -> list[_LayerGroup]:
         groups, kept_up_to = [], 0

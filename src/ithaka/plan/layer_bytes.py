@@ -100,8 +100,8 @@ class LayerBytes:
         slices_heads = not shape.measured or shape.measured.slices_heads
         self.stores_dq = slices_heads and not layout.overlap and self.fetches_attention
         # One layer's dq in host memory; it replaces the layer's outputs there, unless they were rounded.
-        has_room = layout.overlap or not slices_heads or not layout.stored_dtype
-        self.stored_dq = 0 if has_room else (self.num_stages - 1) * self.q
+        stores_more = slices_heads and not layout.overlap and layout.stored_dtype is not None
+        self.stored_dq = (self.num_stages - 1) * self.q * stores_more
         self.has_exchange = layout.ulysses > 1  # an exchange receives into a separate buffer
         self.policy = policy
 
@@ -405,8 +405,8 @@ def layer_peaks(
 
 
 def _fields(layout: Layout) -> tuple[Any, ...]:
-    fields = layout.cp, layout.ring, layout.heads_per_stage, layout.overlap, layout.dtype, layout.compile
-    return *fields, layout.stored_dtype
+    sizes = layout.cp, layout.ring, layout.heads_per_stage
+    return *sizes, layout.overlap, layout.dtype, layout.compile, layout.stored_dtype
 
 
 @lru_cache(maxsize=8192)
@@ -414,8 +414,8 @@ def _layer_sizes(
     make_sizes: Any, shape: ModelShape, s: int, policy: ActivationPolicy, fields: tuple[Any, ...]
 ) -> LayerBytes:
     cp, ring, heads_per_stage, overlap, dtype, compiles, stored = fields
-    options: Any = {"ring": ring, "overlap": overlap, "dtype": dtype, "compile": compiles, "stored_dtype": stored}
-    layout = Layout(cp, heads_per_stage, **options)
+    dtypes: Any = {"dtype": dtype, "stored_dtype": stored}
+    layout = Layout(cp, heads_per_stage, ring=ring, overlap=overlap, compile=compiles, **dtypes)
     return make_sizes(shape, layout, s, policy)
 
 

@@ -191,9 +191,8 @@ class DeltaBytes(LayerBytes):
         self.rule = rule
         self.projected = keys + rows * (rule.value_dim * element_bytes + 2 * sum_bytes)  # q, k, v, g and beta
         self.douts = rows * rule.value_dim * element_bytes
-        states = -(-rows // rule.segment_rows) * state
-        self.outputs = self.douts + states
-        self.stored_outputs = layout.stored_bytes(s, rule.heads * rule.value_dim) + states
+        self.outputs = self.douts + -(-rows // rule.segment_rows) * state
+        self.stored_outputs = self.outputs - self.douts + layout.stored_bytes(s, rule.heads * rule.value_dim)
         self.qkv = self.projected * self.policy.projections
 
     def mix_points(self, phase: str, stream: int) -> Iterator[MemoryPoint]:

@@ -372,9 +372,8 @@ class SearchSpace:
     @property
     def with_float8(self) -> SearchSpace | None:
         """The same space with memory.stored_dtype=float8, if that is possible and not set already."""
-        if "stored_dtype" in self.fixed or not self.hardware.gpu.has_float8:
-            return None
-        return replace(self, fixed={**self.fixed, "stored_dtype": "float8"})
+        can_change = "stored_dtype" not in self.fixed and self.hardware.gpu.has_float8
+        return replace(self, fixed={**self.fixed, "stored_dtype": "float8"}) if can_change else None
 
     @property
     def longest_splits(self) -> list[tuple[int, int]]:

@@ -65,7 +65,7 @@ def answer_request(request: PlanRequest, max_context: bool, steps: int | None, a
     text = as_text(plan, request.model, steps, [*_warn_of_tight(plan), *_suggest_float8(plan), *notes])
     if max_context and context:
         headline = f"Longest context of {request.model} on {plan.hardware.name}: {format_tokens(context)} tokens"
-        longer = space.with_float8.longest_context(batch) if space.with_float8 else 0
+        longer = (space.with_float8 or space).longest_context(batch)
         float8 = f"\nWith memory.stored_dtype=float8: {format_tokens(longer)} ({longer})." if longer > context else ""
         text = f"{headline} ({context}), limited by {limited_by}.{float8}\n\n{text}"
     return text, plan
@@ -311,11 +311,10 @@ def _explain_settings(plan: Plan) -> dict[str, str]:
     layout, shape, batch = plan.layout, plan.shape, _format_sequences(plan.work.batch)
     cp, ulysses, width = layout.cp, layout.ulysses, layout.heads_per_stage or shape.heads
     s = plan.work.local_tokens(cp)
-    sizes = LayerBytes(shape, layout, s)
-    x = sizes.x if layout.input_tier == "device" else sizes.stored_x
-    inputs = format_bytes((shape.num_layers - shape.first_trained) * x)
-    out = sizes.outputs if layout.attention_tier == "device" else sizes.stored_outputs
-    outputs = format_bytes(out * layout.keep_attention)
+    b = LayerBytes(shape, layout, s)
+    x, out = (b.x, b.stored_x), (b.outputs, b.stored_outputs)
+    inputs = format_bytes((shape.num_layers - shape.first_trained) * x[layout.input_tier != "device"])
+    outputs = format_bytes(out[layout.attention_tier != "device"] * layout.keep_attention)
 
     shared = f"{cp} of {plan.hardware.num_gpus} GPUs share {batch}" if cp > 1 else f"each GPU has {batch} of its own"
     step = f"{_format_sequences(plan.sequences_per_step)}, {format_tokens(plan.tokens_per_step)} tokens per step"

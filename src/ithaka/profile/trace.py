@@ -20,8 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ithaka.comm.ghost import GHOST
 from ithaka.layer import store
-from ithaka.layer.disk import DiskFile
-from ithaka.layer.store import Slab, Store
+from ithaka.layer.store import DiskFile, Slab, Store
 from ithaka.phases import Listener, MemoryCategory, PhasePath, PhaseState, allocating_for, count, listening
 from ithaka.plan.bytes import EMBEDDING_RUN
 from ithaka.plan.trace import Amounts, Segment, Trace

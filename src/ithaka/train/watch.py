@@ -20,7 +20,7 @@ from ithaka.data.batch import Batch
 from ithaka.exits import ExitCode, exit_code_for
 from ithaka.inputs.batch import count_pairs
 from ithaka.inputs.positions import rope_parameters
-from ithaka.layer.disk import StoreError
+from ithaka.layer.store import StoreError
 from ithaka.log.metrics import read_metrics
 from ithaka.phases import Listener, PhasePath
 from ithaka.plan.hardware import gpu_named, join_kernels, peak_flops
