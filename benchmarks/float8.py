@@ -258,7 +258,10 @@ def measure_map(sizes: tuple[int, int, int, int], tile: int, compiles: bool) -> 
     that float8 needs."""
     K, N, experts, chosen = sizes
     M, device = tile * chosen, default_device()
-    rows, columns = (torch.compile(f, dynamic=True) if compiles else f for f in (cast_rows, cast_columns))
+    rows, columns = cast_rows, cast_columns
+    if compiles:  # fullgraph: fail instead of running eagerly, many times slower
+        torch._dynamo.config.recompile_limit = 64
+        rows, columns = (torch.compile(f, dynamic=True, fullgraph=True) for f in (rows, columns))
     x_MK, dy_MN = (torch.randn(M, width, device=device, dtype=torch.bfloat16) for width in (K, N))
     shape, ends = (N, K), None
     if experts > 1:
