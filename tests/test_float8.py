@@ -106,7 +106,7 @@ def test_kernels_compute_the_same_bits(numbers, monkeypatch):
         y_RW, expected_RW = torch.empty_like(numbers), torch.empty_like(numbers)
         kernels._launch(kernels._dequantize_kernel, y_RW, codes_RW, scales_RB, roots)
         monkeypatch.undo()
-        float8.dequantize(codes_RW, scales_RB, expected_RW)
+        float8.dequantize(expected_RW, codes_RW, scales_RB)
         assert torch.equal(y_RW, expected_RW)
 
 

@@ -31,7 +31,7 @@ PROGRAM_BLOCKS = 128  # per program of a kernel
 
 def pack(x_RW: Tensor, packed: Tensor) -> None:
     """Quantize x into `packed`, bytes in host memory, through small buffers on its device, on the current stream."""
-    for rows, *staged in _stage(*x_RW.shape, x_RW.device):
+    for rows, *staged in _stage(x_RW.device, *x_RW.shape):
         quantize(x_RW[rows], *staged)
         for into, part in zip(_split(packed, *x_RW.shape), staged, strict=True):
             into[rows].copy_(part, non_blocking=True)
@@ -39,13 +39,13 @@ def pack(x_RW: Tensor, packed: Tensor) -> None:
 
 def unpack(packed: Tensor, num_rows: int, first: int, into_RW: Tensor) -> None:
     """Dequantize the rows from `first` on, out of `num_rows` in `packed`. Otherwise like `pack`."""
-    for rows, *staged in _stage(*into_RW.shape, into_RW.device):
+    for rows, *staged in _stage(into_RW.device, *into_RW.shape):
         for part, source in zip(staged, _split(packed, num_rows, into_RW.shape[1]), strict=True):
             part.copy_(source[first + rows.start : first + rows.stop], non_blocking=True)
-        dequantize(*staged, into_RW[rows])
+        dequantize(into_RW[rows], *staged)
 
 
-def _stage(R: int, W: int, device: torch.device) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def _stage(device: torch.device, R: int, W: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield some rows, and buffers for their codes and scales."""
     step = max(1, STAGED_BYTES // max(W, 1))
     for first in range(0, R, step):
@@ -71,7 +71,7 @@ def quantize(x_RW: Tensor, codes_RW: Tensor, scales_RB: Tensor) -> None:
     codes_RW.copy_(codes_RBn.view(R, -1)[:, :W])
 
 
-def dequantize(codes_RW: Tensor, scales_RB: Tensor, into_RW: Tensor) -> None:
+def dequantize(into_RW: Tensor, codes_RW: Tensor, scales_RB: Tensor) -> None:
     roots = _cube_roots(into_RW.device)
     if runs_in_triton(into_RW):
         _launch(_dequantize_kernel, into_RW, codes_RW, scales_RB, roots)
