@@ -516,6 +516,20 @@ MUTATIONS = (
         "test_store.py -k aligned",
     ),
     Mutation(
+        "tiles of a rounded tensor start at the first rank's rows",
+        "layer/store.py",
+        "first = i * self.shape[1] + rows.start",
+        "first = rows.start",
+        "test_float8.py -k all_its_tiles",
+    ),
+    Mutation(
+        "dq that waits on the host is not planned with float8",
+        "plan/layer_bytes.py",
+        "self.stored_dq = (self.num_stages - 1)",
+        "self.stored_dq = 0",
+        "test_float8.py -k planned_bytes",
+    ),
+    Mutation(
         "disk space is free while it is still written",
         "layer/store.py",
         "(self._reading or self._writing).add_done_callback(release)",

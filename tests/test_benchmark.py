@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 
 @pytest.fixture
@@ -99,3 +100,28 @@ def test_both_sides_train_alike_on_a_video(benchmark):
     assert plain["losses"][0] - plain["losses"][-1] > 0.005
     assert ours["losses"] == pytest.approx(plain["losses"], abs=2e-4)
     assert ours["planned_GiB"] > 0
+
+
+@pytest.mark.slow
+def test_float8_is_measured(benchmark, tmp_path):
+    """Every command of benchmarks/float8.py runs; a layer copies half of the bytes, and a map without a float8 kernel
+    stays in bf16."""
+    float8, runner = benchmark("float8"), CliRunner()
+
+    def run(*arguments):
+        answer = runner.invoke(float8.app, [*map(str, arguments), "--json"], catch_exceptions=False)
+        assert answer.exit_code == 0, answer.output
+        return json.loads(answer.stdout)
+
+    *_, ratios = run("layer", "--tiny", "--context", 256)
+    assert ratios["to host GiB"] < 0.4 and ratios["from host GiB"] < 0.4  # fp32 on a CPU
+    run("losses", "--tiny", "--steps", 3, "--context", 64, "--out", tmp_path / "losses.json")
+    assert [len(curve) for curve in json.loads((tmp_path / "losses.json").read_text())["losses"].values()] == [3, 3]
+    rows = run("matmuls", "--tiny", "--out", tmp_path / "matmuls.json")
+    assert len(rows) == 3 * 2 * 3
+    found = json.loads((tmp_path / "matmuls.json").read_text())
+    found = {"llama3-8b": {"8192": found["llama3-8b"]["64"]}}
+    (tmp_path / "one.json").write_text(json.dumps(found))
+    assert [row["context"] for row in run("gains", tmp_path / "one.json")] == [16384, 32768, 131072]
+    maps = {"o": dict.fromkeys(found["llama3-8b"]["8192"]["o"], 1.0) | {"forward, float8": None}}
+    assert float8.sum_maps(maps, 4)["forward"] == (1.0, 1.0) and float8.sum_maps(maps, 4)["input gradient"][1] == 2.25

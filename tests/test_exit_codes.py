@@ -21,7 +21,7 @@ from ithaka.data.cache import TokenCache
 from ithaka.data.documents import files, read
 from ithaka.data.tokenizer import ByteTokenizer
 from ithaka.exits import FINAL_EXIT_CODES, ExitCode, TransientError, exit_code_for
-from ithaka.layer.store import StoreError
+from ithaka.layer.slabs import StoreError
 from ithaka.run import launch
 from ithaka.train import loop
 from ithaka.train import trainer as trainer_module

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from ithaka.cli import app
 from ithaka.config import load_config
 from ithaka.exits import ExitCode
+from ithaka.layer.slabs import SlabPool, StoreError
 from ithaka.layer.stages import StagedAttention
-from ithaka.layer.store import SlabPool, StoreError
 from ithaka.layout import fixed_settings, make_layout
 from ithaka.phases import PhaseState
 from ithaka.plan.hardware import parse_gpus

@@ -248,7 +248,8 @@ def test_a_plan_that_cannot_fit_is_refused(tmp_path):
 
 @pytest.mark.parametrize("changes, ways", [
     ({"data__context": "1M", "memory__offload": "none"}, "planner"),
-    ({"data__context": "1M"}, r"data.context=(\d+), an adapter \(adapter.rank=16\), (\d+) GPUs \((.*?)\)"),
+    ({"data__context": "1M"},
+     r"data.context=(\d+), an adapter \(adapter.rank=16\), memory.stored_dtype=float8, (\d+) GPUs \((.*?)\)"),
     ({"data__context": "8M", "adapter__rank": 8}, r"data.context=(\d+), (\d+) GPUs \((.*?)\)"),
 ])  # fmt: skip
 def test_settings_that_would_fit_are_found_by_search(tmp_path, changes, ways):
@@ -265,6 +266,9 @@ def test_settings_that_would_fit_are_found_by_search(tmp_path, changes, ways):
         assert larger.num_gpus == count > 1
         more = dataclasses.replace(machine, gpus_per_node=larger.gpus_per_node, num_nodes=larger.num_nodes)
         assert plan_run(config, explicit, more)[1].fits
+    if "stored_dtype" in ways:
+        rounded, explicit = llama(tmp_path, **changes, memory__stored_dtype="float8")
+        assert plan_run(rounded, explicit, machine)[1].fits
 
 
 def test_off_or_an_unknown_gpu_leaves_the_defaults(tmp_path):

@@ -137,8 +137,8 @@ def test_a_tensor_that_the_schedule_keeps_is_counted(usual, monkeypatch, tier):
     """On the device or the host, for every layer, from its forward on."""
     keep = stores.Store.keep
 
-    def keep_twice(store, tensor, where):
-        handle = keep(store, tensor, where)
+    def keep_twice(store, tensor, where, dtype=None):
+        handle = keep(store, tensor, where, dtype)
         if tensor.shape[-1] == HIDDEN and tensor.dim() == 2:
             handle.another = keep(store, torch.empty_like(tensor), tier)
         return handle

@@ -259,11 +259,15 @@ def test_verify_prints_margins_and_exits_with_1_on_a_mismatch(llama, tmp_path, m
     lora = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["down_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(lora))
     parts = f"model: {{path: {llama}}}", f"adapter: {{path: {tmp_path}}}", "data: {context: 512}"
-    settings.write_text("\n".join([*parts, "parallel: {cp: 8, heads_per_stage: 8}"]))
+    more = "parallel: {cp: 8, heads_per_stage: 8}", "memory: {stored_dtype: float8}"
+    settings.write_text("\n".join([*parts, *more]))
     answer = CliRunner().invoke(cli.app, ["verify", str(settings), "--cp", "1", "--json"])
     result = json.loads(answer.stdout)
     assert answer.exit_code == 0 and result["ok"] and (result["cp"], result["weights"]) == (1, "its own")
-    assert "down_proj.lora_" in result["checks"][-1]["where"], "the adapter's own targets"
+    *_, adapter, bf16, float8 = result["checks"]
+    assert "down_proj.lora_" in adapter["where"], "the adapter's own targets"
+    assert (bf16["part"], float8["part"]) == ("bf16, stored in bf16", "bf16, stored in float8")
+    assert 1e-3 < bf16["error"] < float8["error"] < 0.5 and bf16["where"] == "median of 4 gradients"
     halve_gradient(monkeypatch)
     settings.write_text("\n".join(parts[::2]))
     answer = CliRunner().invoke(cli.app, ["verify", str(settings), "--cp", "1"])

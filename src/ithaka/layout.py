@@ -17,6 +17,8 @@ from ithaka.config import Config, ConfigError, check_effects
 
 Tier = Literal["device", "host", "disk"]
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+FLOAT8_BLOCK = 32  # elements of a row with one scale, a byte (ops/float8.py)
+STAGED_BYTES = 2**24  # float8 codes in one of two buffers on the device, on their way to the host, or back
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Layout:
     # layer's input once instead of tile by tile in every pass, and hold the graphs of projections (layer/schedule.py).
     overlap: bool = True
     offload_optimizer: bool = False
+    stored_dtype: str | None = field(default=None, kw_only=True)  # off the device: float8; None: the compute dtype
     dtype: Any = None  # compute dtype, by name or torch's; None: the parameters' own, planned as 16-bit
     kernel: str = "auto"  # attention kernel
     blocks: tuple[int, int] | None = None  # tokens per query and per key block of attention; None: sized to the cache
@@ -84,6 +87,8 @@ class Layout:
             if not isinstance(policy, ActivationPolicy):
                 fix = "use one ithaka.layout.ActivationPolicy per layer"
                 raise ConfigError(f"layout.kept has {policy!r}, which is not a policy; {fix}")
+        if self.stored_dtype not in (None, "float8"):
+            raise ConfigError(f"layout.stored_dtype={self.stored_dtype!r} is unknown; use 'float8', or None")
         if self.dtype is not None:
             object.__setattr__(self, "dtype", check_dtype("layout.dtype", self.dtype))
 
@@ -108,6 +113,10 @@ class Layout:
     def x_bytes(self, hidden: int, num_tokens: int) -> int:
         """X: one tensor of the residual stream."""
         return num_tokens * hidden * self.element_bytes
+
+    def stored_bytes(self, num_rows: int, width: int) -> int:
+        """Bytes of a layer's input or attention output in host memory or on disk."""
+        return float8_bytes(num_rows, width) if self.stored_dtype else num_rows * width * self.element_bytes
 
     def prefetches(self, layer_bytes: int) -> bool:
         """Whether backward gathers a layer's weights, of `layer_bytes`, while the layer above still runs."""
@@ -159,6 +168,11 @@ class Layout:
         return replace(self, kept=_make_policies(len(self.kept), **kept_settings), **changes)
 
 
+def float8_bytes(num_rows: int, width: int) -> int:
+    """Bytes of rows in float8, with their scales."""
+    return num_rows * (width + -(-width // FLOAT8_BLOCK))
+
+
 def make_layout(num_layers: int, **settings: Any) -> Layout:
     """A layout from KEPT_SETTINGS, for all layers, instead of a policy per layer, and from its other fields."""
     of_layers = {name: settings.pop(name) for name in KEPT_SETTINGS if name in settings}
@@ -205,6 +219,7 @@ SETTINGS = {
     "memory.keep_projections": "keep_projections",
     "memory.offload_optimizer": "offload_optimizer",
     "memory.overlap": "overlap",
+    "memory.stored_dtype": "stored_dtype",
 }
 
 
@@ -245,6 +260,8 @@ def settings_from_layout(layout: Layout, num_heads: int) -> dict[str, Any]:
         settings["parallel.heads_per_stage"] = "all"
     if not layout.keep_attention:
         settings["memory.attention_offload"] = None
+    if layout.stored_dtype is None:  # never the planner's choice
+        del settings["memory.stored_dtype"]
     return settings
 
 
@@ -343,6 +360,13 @@ def check_fixed(fixed: Mapping[str, Any], num_heads: int, num_layers: int, num_r
         count = fixed.get(SETTINGS[f"memory.{name}"]) or 0
         if count > num_layers:
             raise ConfigError(f"memory.{name}={count} exceeds the {num_layers} layers; use {keyword}")
+
+
+def check_float8(stored_dtype: str | None, gpu: str, has_float8: bool) -> None:
+    """Refuse memory.stored_dtype=float8 on a GPU without it."""
+    if stored_dtype and not has_float8:
+        rule = f"needs compute capability 8.9 (NVIDIA Ada, Hopper or newer), which {gpu} does not have"
+        raise ConfigError(f"memory.stored_dtype={stored_dtype} {rule}; leave it out, or use memory.offload=disk")
 
 
 def check_optimizer(config: Config) -> None:

@@ -34,6 +34,7 @@ from ithaka.blocks.tiles import (
     GradSum,
     tile_slices,
 )
+from ithaka.config import ConfigError
 from ithaka.layer.inputs import CallState, CurrentCall, LayerInputs
 from ithaka.layer.mixer import LayerSpec, SideBySide, StageOutput
 from ithaka.layer.passes import CaptureGraph, LayerPasses, ResumeGraph
@@ -110,6 +111,11 @@ class LayerSchedule:
             self.passes.routers = self.balancing.find_routers(self.layer)
             self.passes.router_index = self.balancing.recorder.index
         self.experts = self.passes.experts
+        has_experts = any(name.endswith("experts") for name, _ in self.layer.named_modules())
+        if self.layout.stored_dtype and has_experts and self.experts.block is None:
+            rule = f"needs ithaka's experts, which repeat forward's choices in backward; {self.name} runs its own"
+            fix = "use train.compile=auto" if self.layout.compile is True else "leave it out"
+            raise ConfigError(f"memory.stored_dtype={self.layout.stored_dtype} {rule}; {fix}")
 
     def __call__(self, x_1sD: Tensor, *args: Any, **kwargs: Any) -> Any:
         call = self.current.state
@@ -143,8 +149,8 @@ class LayerSchedule:
         return y_1sD  # not a view, about which FSDP2 warns
 
     def _mix(self, saved: SavedActivations, tier: str | None) -> list[StageOutput]:
-        stages = self.mixer.mix(saved)
-        return [StageOutput(*(self.store.keep(t, tier) for t in out_and_state)) for out_and_state in stages]
+        keep, dtype = self.store.keep, self.layout.stored_dtype
+        return [StageOutput(keep(out, tier, dtype), keep(state, tier)) for out, state in self.mixer.mix(saved)]
 
     def backward(self, saved: SavedActivations, dy_sD: Tensor, grads: GradSum) -> None:
         """Write dx over dy; add weight gradients to `grads`."""
@@ -293,7 +299,8 @@ class _LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, layer, inputs, call, *tensors):
         ctx.layer, ctx.tensors, ctx.num_changes, x_sD = layer, tensors, layer.num_changes(), x.view(x.shape[-2:])
-        ctx.saved = SavedActivations(inputs, call, layer.store.keep(x_sD, layer.policy.input), layer.policy)
+        kept = layer.store.keep(x_sD, layer.policy.input, layer.layout.stored_dtype)
+        ctx.saved = SavedActivations(inputs, call, kept, layer.policy)
         ctx.saved.below = layer.store.register_layer(ctx.saved)
         with phase(layer.name), phase("forward"), layer.running():
             return layer.forward(x_sD, ctx.saved)

@@ -6,7 +6,6 @@ streams; the compute stream waits for a copy only where its data is used. On a C
 tests run the same code.
 """
 
-import os
 import sys
 import tempfile
 import threading
@@ -23,101 +22,11 @@ import torch
 from torch import Tensor
 
 from ithaka.comm.mesh import use_device
-from ithaka.layer.slabs import Event, SlabPool, SlabRange, StoreError
+from ithaka.layer.disk import DiskFile
+from ithaka.layer.slabs import Event, SlabPool, SlabRange
+from ithaka.layout import float8_bytes
+from ithaka.ops import float8
 from ithaka.phases import MemoryCategory, phase, set_category
-
-
-class DiskFile:
-    """An unnamed file, which the system deletes with the process, even after kill -9. Space is reserved up front."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.used_bytes = self.busy_bytes = 0  # reserved in the file, and in use by tensors
-        self._free: dict[int, list[int]] = {}  # offsets by size
-        self._lock = threading.RLock()  # re-entrant, as in SlabPool
-        self._file: Any = None
-        self.failure: str | None = None  # message of the first failed background write
-        self.moved_bytes, self.busy_s = 0, 0.0  # busy_s: time with at least one transfer in flight
-        self._num_transfers, self._busy_since = 0, 0.0
-
-    def start_pass(self, num_bytes: int) -> None:
-        """Call while nothing is kept. If the first tensor has a new size, shapes have changed: start over."""
-        with self._lock:
-            if not self._free.get(num_bytes):
-                self._free, self.used_bytes = {}, 0
-
-    def mark_free(self, num_bytes: int, offset: int) -> None:
-        with self._lock:
-            self.busy_bytes -= num_bytes
-            self._free.setdefault(num_bytes, []).append(offset)
-
-    def reserve(self, num_bytes: int) -> int:
-        """Reserve `num_bytes` and return their offset. A full disk fails here, not in a background write."""
-        with self._lock:
-            if self.failure is not None:
-                raise StoreError("disk", self.failure)
-            if free := self._free.get(num_bytes):
-                self.busy_bytes += num_bytes
-                return free.pop()
-            offset = self.used_bytes
-            try:
-                if self._file is None:
-                    self._file = tempfile.TemporaryFile(dir=self.directory)  # noqa: SIM115 (open until this object is deleted)
-                os.posix_fallocate(self._file.fileno(), offset, max(num_bytes, 1))
-            except OSError as error:
-                needed = f"{num_bytes} more bytes needed in {self.directory}, with {offset} in use"
-                raise self._error(needed, error) from error
-            self.used_bytes += num_bytes
-            self.busy_bytes += num_bytes
-            return offset
-
-    def write(self, data: memoryview, offset: int) -> None:
-        try:
-            self._transfer("write", os.pwrite, data, offset)
-        except StoreError as error:
-            self.failure = str(error)
-            raise
-
-    def read(self, into: memoryview, offset: int) -> None:
-        self._transfer("read", lambda file, data, at: os.preadv(file, [data], at), into, offset)
-
-    def _drop_pages(self, verb: str, offset: int, num_bytes: int) -> None:
-        """Drop these pages from the page cache, which counts against the memory limit of a container. Pages can be
-        dropped only once they are on disk."""
-        if verb == "write":
-            os.fdatasync(self._file.fileno())
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file.fileno(), offset, num_bytes, os.POSIX_FADV_DONTNEED)
-
-    @contextmanager
-    def _timed_transfer(self, num_bytes: int) -> Iterator[None]:
-        with self._lock:
-            self._busy_since = self._busy_since if self._num_transfers else time.monotonic()
-            self._num_transfers += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_transfers -= 1
-                self.moved_bytes += num_bytes
-                self.busy_s += 0.0 if self._num_transfers else time.monotonic() - self._busy_since
-
-    def _transfer(self, verb: str, call: Callable[[int, memoryview, int], int], data: memoryview, offset: int) -> None:
-        try:
-            with self._timed_transfer(len(data)):
-                while data:
-                    moved = call(self._file.fileno(), data[: 2**30], offset)
-                    if moved == 0:
-                        raise OSError(f"the file ends at {offset}")
-                    self._drop_pages(verb, offset, moved)
-                    data, offset = data[moved:], offset + moved
-        except OSError as error:
-            raise self._error(f"could not {verb} {len(data)} bytes in {self.directory}", error) from error
-
-    @staticmethod
-    def _error(problem: str, error: OSError) -> StoreError:
-        fix = "set memory.disk_path to a larger disk, or use memory.offload=host or a shorter data.context"
-        return StoreError("disk", f"disk: {problem} ({error.strerror or error}); {fix}")
 
 
 class Store:
@@ -135,16 +44,14 @@ class Store:
         self.threads = ThreadPoolExecutor(2, "ithaka-store", initializer=use_device, initargs=(self.device,))
         self._latest: Callable[[], Any] = lambda: None
 
-    def keep(self, tensor: Tensor, tier: str | None) -> "TensorHandle":
-        """Keep `tensor`; do not write to it before `release_source`. `tier` None: hold it for this pass only."""
+    def keep(self, tensor: Tensor, tier: str | None, dtype: str | None = None) -> "TensorHandle":
+        """Keep `tensor`; do not write to it before `release_source`. `tier` None: hold it for this pass only. `dtype`
+        float8: the host and the disk get a rounded copy; its rows are the last dims of x [s, D] or out [c, s, n, K]."""
         if tier is None:
             return TensorHandle(tensor)
         if tier == "device":
             return TensorHandle(set_category(tensor, MemoryCategory.KEPT))
-        if not (self.pool.busy_bytes or self.disk.busy_bytes):
-            self.pool.start_pass(tensor.nbytes)
-            self.disk.start_pass(tensor.nbytes)
-        return {"host": HostHandle, "disk": DiskHandle}[tier](tensor.contiguous(), self)
+        return {"host": HostHandle, "disk": DiskHandle}[tier](tensor.contiguous(), self, dtype)
 
     def pin_ahead(self, num_bytes: int, count: int) -> None:
         """Pin host memory in the background, for `count` tensors of a pass whose first one has `num_bytes`."""
@@ -220,11 +127,19 @@ class TensorHandle:
 class HostHandle(TensorHandle):
     """A tensor kept in a slab of pinned host memory."""
 
-    def __init__(self, tensor: Tensor, store: Store) -> None:
+    def __init__(self, tensor: Tensor, store: Store, dtype: str | None = None) -> None:
         self.store, self.shape, self.dtype, self.nbytes = store, tensor.shape, tensor.dtype, tensor.nbytes
+        self._rows: tuple[int, int] | None = None  # number and width, if they are rounded
+        if dtype == "float8":
+            num_dims = min(tensor.dim() - 1, 2)
+            self._rows = self.shape[:num_dims].numel(), self.shape[num_dims:].numel()
+            self.nbytes = float8_bytes(*self._rows)
+        if not (store.pool.busy_bytes or store.disk.busy_bytes):
+            store.pool.start_pass(self.nbytes)
+            store.disk.start_pass(self.nbytes)
         self._source: Tensor | None = tensor
         self._prefetched: tuple[Tensor, Event] | None = None
-        self._range: SlabRange | None = store.pool.acquire(tensor.nbytes)
+        self._range: SlabRange | None = store.pool.acquire(self.nbytes)
         self._copied_out = self._copy_out(tensor, self._range)
 
     def release_source(self) -> None:
@@ -270,12 +185,16 @@ class HostHandle(TensorHandle):
     def _copy_out(self, tensor: Tensor, into: SlabRange) -> Event:
         store = self.store
         with store.on_stream(store.out_stream, store.record_event(), into.slab.last_copy):
-            into.slab.view(self.shape, self.dtype, into.where).copy_(tensor, non_blocking=True)
+            if self._rows is None:
+                into.slab.view(self.shape, self.dtype, into.where).copy_(tensor, non_blocking=True)
+            else:
+                float8.pack(tensor.view(self._rows), into.slab.bytes[into.where])
         return store.record_event(store.out_stream)
 
     def _host_tensor(self) -> Tensor:
         assert self._range is not None
-        return self._range.slab.view(self.shape, self.dtype, self._range.where)
+        slab, where = self._range  # a rounded tensor is bytes
+        return slab.view(self.shape, self.dtype, where) if self._rows is None else slab.bytes[where]
 
     @phase("copies")
     def _copy_in(self, rows: slice, dim: int, full: Tensor | None = None) -> tuple[Tensor, Event]:
@@ -284,10 +203,14 @@ class HostHandle(TensorHandle):
         shape = (*self.shape[:dim], rows.stop - rows.start, *self.shape[dim + 1 :])
         tensor = full[rows] if full is not None else torch.empty(shape, dtype=self.dtype, device=store.device)
         # One copy per contiguous block: PyTorch would copy anything else on the host first.
-        blocks = zip(tensor, host, strict=True) if dim == 1 else [(tensor, host)]
+        blocks = enumerate(tensor) if dim == 1 else [(0, tensor)]
         with store.on_stream(store.in_stream, store.record_event(), self._copied_out):
-            for into, source in blocks:
-                into.copy_(source[rows], non_blocking=True)
+            for i, into in blocks:
+                if self._rows is None:
+                    into.copy_((host[i] if dim == 1 else host)[rows], non_blocking=True)
+                else:
+                    first = i * self.shape[1] + rows.start  # with dim 0 and more dims than two, they start at 0
+                    float8.unpack(host, self._rows[0], first, into.view(-1, self._rows[1]))
         return tensor, store.record_event(store.in_stream)
 
     def __del__(self) -> None:
@@ -310,9 +233,9 @@ class HostHandle(TensorHandle):
 class DiskHandle(HostHandle):
     """A tensor kept in the store's file. It uses host memory only on its way to and from disk."""
 
-    def __init__(self, tensor: Tensor, store: Store) -> None:
-        super().__init__(tensor, store)
-        self._offset = store.disk.reserve(tensor.nbytes)
+    def __init__(self, tensor: Tensor, store: Store, dtype: str | None = None) -> None:
+        super().__init__(tensor, store, dtype)
+        self._offset = store.disk.reserve(self.nbytes)
         self._reading: Future | None = None
         source, self._range = self._range, None
         assert source is not None

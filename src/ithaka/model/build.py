@@ -28,7 +28,7 @@ from ithaka.config.formats import check_quantization
 from ithaka.inputs.calls import CallChecker, compute_dtype, mark_replaced_parameters, refuse_wrappers
 from ithaka.inputs.positions import set_positions
 from ithaka.layer.store import Store
-from ithaka.layout import Layout, check_parallelism
+from ithaka.layout import Layout, check_float8, check_parallelism
 from ithaka.model.generate import generate
 from ithaka.phases import MemoryCategory, set_category
 from ithaka.roots.find import check_arguments
@@ -76,6 +76,9 @@ def parallelize_model(
     start_process_group(device)
     layout = resolve_layout(cp, ring, mesh, layout)
     dtype = compute_dtype(model, layout)
+    if device.type == "cuda" and layout.stored_dtype:
+        has_float8 = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+        raise_on_all_ranks(check_float8, layout.stored_dtype, torch.cuda.get_device_name(device), has_float8)
     raise_on_all_ranks(root.check, layout, torch.device("cpu") if device.type == "meta" else device)
     root.check_ring(layout.ring)
     sizes = {name: getattr(layout, name) for name in ("cp", "ring", "replicas", "heads_per_stage")}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ithaka.layout import Layout
+from ithaka.layout import STAGED_BYTES, Layout
 from ithaka.plan.hardware import GIB, Hardware
 from ithaka.plan.layer_bytes import MemoryPoint, kinds_of_sizes, layer_peaks, layer_sizes
 from ithaka.plan.shape import PATCHES_PER_TILE, Encoder, ModelShape, StepShape
@@ -164,6 +164,7 @@ class _GpuPhases:
         self.pixels = sum(self.s * encoder.patches * encoder.values * self.e for encoder in shape.encoders)
         self.deepstack = sum((encoder.outputs - 1) * self.x for encoder in shape.encoders)
         self.groups = self._group_layers()
+        self.staged = min(4 * STAGED_BYTES, 2 * self.x) if layout.stored_dtype else 0
 
     def _group_layers(self) -> list[_LayerGroup]:
         groups, kept_up_to = [], 0
@@ -186,7 +187,7 @@ class _GpuPhases:
             "layer weights": weights,
             "residual stream": point.stream + self.arguments * (point.phase != "update"),
             "stage buffers": max(point.heads, 0),
-            "tiles": point.tile_bytes,
+            "tiles": point.tile_bytes + self.staged,
             "kept activations": kept + min(point.heads, 0),  # less what was freed before the peak
         }
         for _ in self.shape.trained_encoders:
@@ -301,17 +302,17 @@ def _host_and_disk(shape: ModelShape, layout: Layout, hardware: Hardware, work: 
     for policy, count in layout.policy_groups(shape.num_layers, shape.first_trained):
         inputs[policy.input] += count
         outputs[policy.attention] += count
-    x = ranks * layout.x_bytes(shape.hidden, s)
+    x = ranks * layout.stored_bytes(s, shape.hidden)
     stores_outputs = outputs["host"] or outputs["disk"]
-    outputs_bytes = (layer_sizes(shape, layout, s, make_sizes).outputs for make_sizes in kinds_of_sizes(shape))
-    out = ranks * max(outputs_bytes) if stores_outputs else 0
+    kinds = [layer_sizes(shape, layout, s, make_sizes) for make_sizes in kinds_of_sizes(shape)]
+    out = ranks * max(sizes.stored_outputs for sizes in kinds) if stores_outputs else 0
     sharers = hardware.num_gpus // layout.replicas
     frozen = shape.frozen_bytes(sharers, layout.element_bytes)
     states = ranks * (8 * shape.shards(sharers)[0] + shape.moment_bytes(sharers) + frozen)
     staged = min(DISK_STAGING_LAYERS, inputs["disk"]) * x + min(DISK_STAGING_LAYERS, outputs["disk"]) * out
     host = {
         "layer inputs": inputs["host"] * x,
-        "kept attention": outputs["host"] * out,
+        "kept attention": outputs["host"] * out + (ranks * kinds[0].stored_dq if stores_outputs else 0),
         "on the way to disk": staged,
         "parameters, gradients, optimizer": states * layout.offload_optimizer,
         "reserve": ranks * HOST_PROCESS_BYTES + int(HOST_RESERVE_SHARE * hardware.host_bytes),

@@ -120,6 +120,11 @@ class Gpu:
     kernels: tuple[str, ...] = ()  # kernels that run on it, fastest first
     desktop: bool = False  # a desktop GPU
 
+    @property
+    def has_float8(self) -> bool:
+        """Whether it converts to float8. Of other GPUs, the ranks check the compute capability."""
+        return not any(_is_model(self.name, model) for model in ("A100", "A800", "RTX 3090"))
+
 
 TEXTS = ("name", "source", "kernel", "based_on")  # text fields of a GPU file; the others are numbers
 FIGURES = tuple(entry.name for entry in dataclasses.fields(Gpu) if entry.name not in (*TEXTS, "kernels", "desktop"))

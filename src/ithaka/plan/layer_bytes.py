@@ -79,6 +79,10 @@ class LayerBytes:
         # What a layer can keep in addition to its input: out and lse of all stages (with empty slots), q, k and v, and
         # the graphs of resume passes: gate and up, x + attention, its norm, y, and attention's output if it was copied.
         self.outputs = self.num_stages * (self.q + self.lse)
+        # The input and the outputs in host memory or on disk.
+        self.stored_x = layout.stored_bytes(s, shape.hidden)
+        stored_q = layout.stored_bytes(layout.ulysses * s, self.query_slots * shape.head_dim)
+        self.stored_outputs = self.num_stages * (stored_q + self.lse)
         self.qkv = (self.num_stages * self.q + sum(self.new_kv)) * policy.projections
         self.joined = 0 if self.num_stages == 1 and layout.ulysses == 1 else shape.heads * shape.head_dim
         graph_width = 2 * shape.mlp + 3 * shape.hidden + self.joined
@@ -95,6 +99,9 @@ class LayerBytes:
         # dq of all stages but the last waits on the host (`stores_dq` in layer/schedule.py).
         slices_heads = not shape.measured or shape.measured.slices_heads
         self.stores_dq = slices_heads and not layout.overlap and self.fetches_attention
+        # One layer's dq in host memory; it replaces the layer's outputs there, unless they were rounded.
+        stores_more = slices_heads and not layout.overlap and layout.stored_dtype is not None
+        self.stored_dq = (self.num_stages - 1) * self.q * stores_more
         self.has_exchange = layout.ulysses > 1  # an exchange receives into a separate buffer
         self.policy = policy
 
@@ -398,15 +405,17 @@ def layer_peaks(
 
 
 def _fields(layout: Layout) -> tuple[Any, ...]:
-    return layout.cp, layout.ring, layout.heads_per_stage, layout.overlap, layout.dtype, layout.compile
+    sizes = layout.cp, layout.ring, layout.heads_per_stage
+    return *sizes, layout.overlap, layout.dtype, layout.compile, layout.stored_dtype
 
 
 @lru_cache(maxsize=8192)
 def _layer_sizes(
     make_sizes: Any, shape: ModelShape, s: int, policy: ActivationPolicy, fields: tuple[Any, ...]
 ) -> LayerBytes:
-    cp, ring, heads_per_stage, overlap, dtype, compiles = fields
-    layout = Layout(cp, heads_per_stage, ring=ring, overlap=overlap, dtype=dtype, compile=compiles)
+    cp, ring, heads_per_stage, overlap, dtype, compiles, stored = fields
+    dtypes: Any = {"dtype": dtype, "stored_dtype": stored}
+    layout = Layout(cp, heads_per_stage, ring=ring, overlap=overlap, compile=compiles, **dtypes)
     return make_sizes(shape, layout, s, policy)
 
 

@@ -192,6 +192,7 @@ class DeltaBytes(LayerBytes):
         self.projected = keys + rows * (rule.value_dim * element_bytes + 2 * sum_bytes)  # q, k, v, g and beta
         self.douts = rows * rule.value_dim * element_bytes
         self.outputs = self.douts + -(-rows // rule.segment_rows) * state
+        self.stored_outputs = self.outputs - self.douts + layout.stored_bytes(s, rule.heads * rule.value_dim)
         self.qkv = self.projected * self.policy.projections
 
     def mix_points(self, phase: str, stream: int) -> Iterator[MemoryPoint]:
@@ -222,6 +223,7 @@ class ConvolutionBytes(LayerBytes):
     def __init__(self, convolution: Convolution, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.projected = self.douts = self.outputs = self.s * convolution.channels * self.layout.element_bytes
+        self.stored_outputs = self.layout.stored_bytes(self.s, convolution.channels)
         self.graphs, self.qkv = self.graphs * bool(convolution.channels), 0
 
     def mix_points(self, phase: str, stream: int) -> Iterator[MemoryPoint]:
@@ -242,6 +244,7 @@ class SideBySideBytes(LayerBytes):
         self.second = DeltaBytes(rule, *arguments)
         self.first_outputs = self.outputs
         self.outputs += self.second.outputs
+        self.stored_outputs += self.second.stored_outputs
         self.qkv += self.second.qkv
 
     def mix_points(self, phase: str, stream: int) -> Iterator[MemoryPoint]:

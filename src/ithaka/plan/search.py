@@ -22,6 +22,7 @@ from ithaka.layout import (
     Layout,
     Tier,
     check_fixed,
+    check_float8,
     check_optimizer,
     fixed_settings,
     make_layout,
@@ -165,6 +166,7 @@ def make_search_space(config: Config, explicit: Collection[str], shape: ModelSha
     check_optimizer(config)
     chosen = {name: operator.attrgetter(name)(config) for name in SETTINGS if name in explicit}
     fixed = fixed_settings(chosen, shape.num_layers, hardware.num_gpus)
+    check_float8(fixed.get("stored_dtype"), hardware.gpu.name, hardware.gpu.has_float8)
     if shape.why_no_ring and (ring := fixed.get("ring") or 1) > 1:
         rule = f"is not supported for model_type={shape.family}, which {shape.why_no_ring}"
         raise ConfigError(f"parallel.ring={ring} {rule}; leave it out, or use 1")
@@ -378,6 +380,12 @@ class SearchSpace:
             if adapter != current and replace(self, shape=shape).fits(work):
                 return {**settings} if current else {"rank": ADAPTER_RANK, **settings}
         return {}
+
+    @property
+    def with_float8(self) -> SearchSpace | None:
+        """The same space with memory.stored_dtype=float8, if that is possible and not set already."""
+        can_change = "stored_dtype" not in self.fixed and self.hardware.gpu.has_float8
+        return replace(self, fixed={**self.fixed, "stored_dtype": "float8"}) if can_change else None
 
     @property
     def longest_splits(self) -> list[tuple[int, int]]:

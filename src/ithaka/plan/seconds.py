@@ -105,14 +105,15 @@ def layer_seconds(
 
     # Copies to and from the store. All GPUs of a node share its disk.
     is_stored, pcie = policy.input != "device", gpu.pcie_bytes_s * COPY_SHARE
-    outputs = layer_sizes(shape, layout, layer.s, mixer.sizes).outputs if policy.attention in ("host", "disk") else 0
-    stored = layer.x * is_stored + outputs
-    to_disk = layer.x * (policy.input == "disk") + outputs * (policy.attention == "disk")
+    sizes = layer_sizes(shape, layout, layer.s, mixer.sizes)
+    x, outputs = sizes.stored_x, sizes.stored_outputs if policy.attention in ("host", "disk") else 0
+    stored = x * is_stored + outputs
+    to_disk = x * (policy.input == "disk") + outputs * (policy.attention == "disk")
     disk = to_disk * hardware.gpus_per_node / gpu.disk_bytes_s
     # Without overlap, every loop over the tiles fetches the input again.
     fetches = layer.num_stages + 1 if is_stored and not layout.overlap else 0
     copies = max(0.0, stored / pcie - busy) + max(0.0, disk - busy)
-    copies_back = layer.wait(stored / pcie, mlp_back) + layer.wait(fetches * layer.x / pcie, projections_back)
+    copies_back = layer.wait(stored / pcie, mlp_back) + layer.wait(fetches * x / pcie, projections_back)
     copies_back += max(0.0, disk - busy_back)
 
     forward = Seconds(attend, projections + mlp + unpack, exchange + max(0.0, gather - busy), copies)

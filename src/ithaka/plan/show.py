@@ -30,6 +30,7 @@ from ithaka.plan.shape import AttentionKind, StepShape, span_pairs
 
 # Nodes have a few percent less free memory than their nominal size, and `ithaka train` plans with what is free.
 TIGHT_SHARE = 0.95
+FASTER = 1.02  # plans with float8 in host memory are shown from this speedup on
 COLUMNS = ("  cp", "heads/stage", "inputs", "attention kept", "optimizer", "tok/s/GPU", "GPU GiB", "host GiB")
 # Levels of kept activations, each on top of the one before: what layers keep, and what backward recomputes otherwise.
 LEVELS = {
@@ -61,10 +62,12 @@ def answer_request(request: PlanRequest, max_context: bool, steps: int | None, a
     scaled = f" ({format_tokens(unscaled)} before scaling)" if unscaled != request.positions else ""
     needs = f"{request.model} has {format_tokens(request.positions)} positions{scaled}; training needs model.rope="
     notes = [f"{needs}{unbroken(format_value(rope))}"] if rope else []
-    text = as_text(plan, request.model, steps, [*_warn_of_tight(plan), *notes])
+    text = as_text(plan, request.model, steps, [*_warn_of_tight(plan), *_suggest_float8(plan), *notes])
     if max_context and context:
         headline = f"Longest context of {request.model} on {plan.hardware.name}: {format_tokens(context)} tokens"
-        text = f"{headline} ({context}), limited by {limited_by}.\n\n{text}"
+        longer = (space.with_float8 or space).longest_context(batch)
+        float8 = f"\nWith memory.stored_dtype=float8: {format_tokens(longer)} ({longer})." if longer > context else ""
+        text = f"{headline} ({context}), limited by {limited_by}.{float8}\n\n{text}"
     return text, plan
 
 
@@ -178,6 +181,15 @@ def _warn_of_tight(plan: Plan) -> Iterator[str]:
             yield f"{name} is tight: {sizes}. Nodes often have less free; set {option} to what yours have."
 
 
+def _suggest_float8(plan: Plan) -> Iterator[str]:
+    """The plan with float8 in host memory and on disk, if it is faster."""
+    layout, space = plan.layout, SearchSpace(plan.shape, plan.hardware, plan.fixed).with_float8
+    if space and plan.fits and {layout.input_tier, layout.attention_tier} != {"device"}:
+        other = space.choose(plan.work)
+        if (speed := other.tokens_per_s_per_gpu) > FASTER * plan.tokens_per_s_per_gpu:
+            yield f"With memory.stored_dtype=float8: {format_rate(speed)} tok/s per GPU"
+
+
 def _warn_of_slow_attention(plan: Plan) -> Iterator[str]:
     """Layers whose attention no fast kernel computes, and their part of the step."""
     shape, slow = plan.shape, _slow_kernels(plan)
@@ -274,6 +286,8 @@ def _find_fixes(plan: Plan) -> dict[str, str]:
     parts = [f"--adapter {adapter['rank']}"] if "rank" in adapter else []
     parts += ["--set adapter.base=nf4"] if "base" in adapter else []
     options |= {parts[0].split()[0]: " ".join(parts).partition(" ")[2]} if parts else {}
+    if space.with_float8 and space.with_float8.fits(plan.work):
+        options["--set"] = "memory.stored_dtype=float8"
     options |= {"--gpus": f"{machine.name} ({machine.num_gpus} GPUs)"} if machine else {}
     for option, tier in (("--host-memory", "host"), ("--disk", "disk")):
         if num_bytes := space.smallest_capacity(tier, plan.work):
@@ -297,8 +311,10 @@ def _explain_settings(plan: Plan) -> dict[str, str]:
     layout, shape, batch = plan.layout, plan.shape, _format_sequences(plan.work.batch)
     cp, ulysses, width = layout.cp, layout.ulysses, layout.heads_per_stage or shape.heads
     s = plan.work.local_tokens(cp)
-    inputs = format_bytes((shape.num_layers - shape.first_trained) * layout.x_bytes(shape.hidden, s))
-    outputs = format_bytes(LayerBytes(shape, layout, s).outputs * layout.keep_attention)
+    b = LayerBytes(shape, layout, s)
+    x, out = (b.x, b.stored_x), (b.outputs, b.stored_outputs)
+    inputs = format_bytes((shape.num_layers - shape.first_trained) * x[layout.input_tier != "device"])
+    outputs = format_bytes(out[layout.attention_tier != "device"] * layout.keep_attention)
 
     shared = f"{cp} of {plan.hardware.num_gpus} GPUs share {batch}" if cp > 1 else f"each GPU has {batch} of its own"
     step = f"{_format_sequences(plan.sequences_per_step)}, {format_tokens(plan.tokens_per_step)} tokens per step"
@@ -325,6 +341,8 @@ def _explain_settings(plan: Plan) -> dict[str, str]:
         reasons["memory.keep_projections"] = _explain_level(plan, "keep_projections")
     if layout.keep_projections:
         reasons["memory.checkpoint"] = _explain_level(plan, "keep_everything")
+    if layout.stored_dtype:
+        reasons["memory.stored_dtype"] = "what is kept in host memory and on disk is rounded to one byte"
     reasons["memory.overlap"] = "exchanges overlap with attention; " * (cp > 1) + "backward fetches each input once"
     if not layout.overlap:
         rejected = _explain_rejected(plan, "overlap", overlap=True)

@@ -35,7 +35,7 @@ from ithaka.config import (
 from ithaka.config.formats import required_base
 from ithaka.data.documents.files import HUB_DATASET, pin_dataset
 from ithaka.hub import fetch_model
-from ithaka.layout import layout_from_config
+from ithaka.layout import check_float8, layout_from_config
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.read_config import read_json
 from ithaka.plan.search import Plan
@@ -153,6 +153,7 @@ def build_run(config: Config, num_ranks: int, hardware: Hardware | None, resumes
     kernel = config.attention.kernel
     if hardware.gpu.name == "CPU" and kernel != "auto" and KERNELS[kernel].device == "cuda":
         raise ConfigError(f"attention.kernel={kernel} needs an NVIDIA GPU, and this machine has none; use auto, or cpu")
+    check_float8(config.memory.stored_dtype, hardware.gpu.name, hardware.gpu.has_float8)
     layout = layout_from_config(config, shape.num_layers, num_ranks, hardware.gpu.name != "CPU", shape.heads)
     accumulate = config.train.micro_steps(num_ranks // layout.cp)
     if not resumes and config.train.accumulate not in (1, accumulate):

@@ -270,6 +270,8 @@ def _step_fixes(run: Run, tier: str) -> dict[str, bool]:
     if adapter := space.adapter_that_fits(run.work):
         settings = ", ".join(f"adapter.{name}={value}" for name, value in adapter.items())
         fixes[f"an adapter ({settings})" if "rank" in adapter else f"a four-bit base ({settings})"] = True
+    if not layout.stored_dtype and space.with_float8 and space.with_float8.fits(run.work):
+        fixes["memory.stored_dtype=float8"] = True
     if machine:
         fixes[f"{machine.num_gpus} GPUs ({machine.name})"] = True
     return fixes
@@ -299,7 +301,7 @@ def store_host_bytes(run: Run) -> int | None:
 
 def input_slabs(run: Run) -> tuple[int, int]:
     """Size and number of the layer inputs that one rank keeps in host memory."""
-    num_bytes = run.layout.x_bytes(run.shape.hidden, run.work.local_tokens(run.layout.cp))
+    num_bytes = run.layout.stored_bytes(run.work.local_tokens(run.layout.cp), run.shape.hidden)
     return num_bytes, run.ledger.host.get("layer inputs", 0) // run.hardware.gpus_per_node // num_bytes
 
 

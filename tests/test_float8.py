@@ -1,0 +1,294 @@
+"""memory.stored_dtype=float8: layer inputs and attention outputs take one byte per element off the device."""
+
+import json
+import math
+from dataclasses import replace
+from statistics import median
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from decoders import DECODERS, DELTA, SIZES
+from fake_triton import kernel_modules
+from ithaka.blocks import experts
+from ithaka.blocks.experts import LayerExperts
+from ithaka.checks.ghost import trace_model
+from ithaka.comm.mesh import make_mesh
+from ithaka.config import ConfigError
+from ithaka.layer.store import Store
+from ithaka.layout import FLOAT8_BLOCK, ActivationPolicy, Layout, check_float8, float8_bytes
+from ithaka.model import build
+from ithaka.ops import float8
+from ithaka.plan.bytes import build_ledger
+from ithaka.plan.hardware import parse_gpus
+from ithaka.plan.search import SearchSpace
+from ithaka.plan.shape import StepShape
+from ithaka.plan.show import as_text
+from ithaka.plan.trace import TraceRequest
+from ithaka.run.shapes import shape_from_config
+from models import CONSTRUCTING
+from precision import Batch, bf16_layout, error, our_gradients
+from test_general_precision import BF16_SIZES, INITIALIZER_RANGE, exact_gradients
+
+pytestmark = pytest.mark.usefixtures("quiet_transformers", "probes_once")
+
+# ---- the format
+
+
+def values_of_e4m3() -> torch.Tensor:
+    """Return all finite values in fp64, ascending: 4 exponent bits with a bias of 7, and 3 fraction bits."""
+    positive = [fraction / 8 * 2.0**-6 for fraction in range(8)]
+    positive += [(1 + fraction / 8) * 2.0 ** (e - 7) for e in range(1, 16) for fraction in range(8)]
+    assert positive.pop() == 480  # its code is NaN
+    return torch.tensor(sorted({-value for value in positive} | set(positive)), dtype=torch.float64)
+
+
+def round_exactly(x_RW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round cubes to the nearest value of e4m3, in fp64; return their roots in the dtype of x, and where fp32 may round
+    to another value, which is almost as near."""
+    table, roots_RW, is_tie_RW = values_of_e4m3(), torch.zeros_like(x_RW), torch.zeros_like(x_RW, dtype=torch.bool)
+    for row, roots, is_tie in zip(x_RW.double(), roots_RW, is_tie_RW, strict=True):
+        for i in range(0, len(row), FLOAT8_BLOCK):
+            block = row[i : i + FLOAT8_BLOCK]
+            scale = 2.0 ** math.ceil(math.log2(max(float(block.abs().max()), 2.0**-126)))
+            cubes = (block / scale) ** 3 * 448
+            distances, codes = (cubes[:, None] - table).abs().topk(2, largest=False)
+            nearest = [math.cbrt(value / 448) * scale for value in table[codes[:, 0]].tolist()]
+            roots[i : i + FLOAT8_BLOCK] = torch.tensor(nearest, dtype=torch.float32).to(x_RW.dtype)
+            is_tie[i : i + FLOAT8_BLOCK] = distances[:, 1] - distances[:, 0] < 1e-6 * cubes.abs()
+    return roots_RW, is_tie_RW
+
+
+@pytest.fixture(scope="module")
+def numbers():
+    """Rows of very different sizes, an odd width, ties, zeros, outliers, and the largest and smallest numbers."""
+    generator = torch.Generator().manual_seed(0)
+    x_RW = torch.randn(23, 300, generator=generator) * torch.exp2(torch.arange(23.0)[:, None] * 8 - 90)
+    x_RW[0], x_RW[1, :128], x_RW[2, 5], x_RW[3, 0] = 0.0, 0.0, 1e4, 8e37
+    x_RW[4] = 2.0 ** torch.arange(-12, 13).repeat(12)  # from the largest code to zero
+    return x_RW.bfloat16()
+
+
+def packed(x_RW: torch.Tensor) -> torch.Tensor:
+    bytes_ = torch.full((float8_bytes(*x_RW.shape),), 77, dtype=torch.uint8)
+    float8.pack(x_RW, bytes_)
+    return bytes_
+
+
+def test_values_round_as_in_fp64(numbers, monkeypatch):
+    """Also in several parts, and for some of the rows."""
+    (exact, is_tie), codes = round_exactly(numbers), packed(numbers)
+    monkeypatch.setattr(float8, "STAGED_BYTES", 5 * 300 + 1)
+    assert torch.equal(packed(numbers), codes)
+    for rows in (slice(0, 23), slice(7, 20), slice(22, 23)):
+        y_RW = torch.empty_like(numbers[rows])
+        float8.unpack(codes, len(numbers), rows.start, y_RW)
+        assert torch.equal(y_RW[~is_tie[rows]], exact[rows][~is_tie[rows]])
+    assert is_tie.float().mean() < 0.01
+    x_RW = numbers.double()[6:]
+    assert ((exact[6:] - x_RW).norm(dim=1) / x_RW.norm(dim=1)).median() < 0.012  # plain e4m3: 0.026
+
+
+def test_kernels_compute_the_same_bits(numbers, monkeypatch):
+    convert = torch.Tensor.to
+    bitcast = lambda x, dtype, bitcast=False: x.view(dtype) if bitcast else convert(x, dtype)  # noqa: E731
+    with kernel_modules("float8") as (kernels,):
+        names = {"max": lambda x, dim: x.amax(dim), "maximum": lambda x, least: x.clamp(min=least), "abs": torch.abs}
+        roots = float8._cube_roots(torch.device("cpu"))
+        dtypes = {"int64": torch.int64, "uint8": torch.uint8, "float8e4nv": torch.float8_e4m3fn}
+        kernels.tl.__dict__.update(names, **dtypes)
+        monkeypatch.setattr(torch.Tensor, "to", bitcast)
+        codes_RW, scales_RB = (part.clone() for part in float8._split(packed(numbers), *numbers.shape))
+        made = torch.zeros_like(codes_RW), torch.zeros_like(scales_RB)
+        kernels._launch(kernels._quantize_kernel, numbers, *made)
+        assert torch.equal(made[0], codes_RW) and torch.equal(made[1], scales_RB)
+        y_RW, expected_RW = torch.empty_like(numbers), torch.empty_like(numbers)
+        kernels._launch(kernels._dequantize_kernel, y_RW, codes_RW, scales_RB, roots)
+        monkeypatch.undo()
+        float8.dequantize(expected_RW, codes_RW, scales_RB)
+        assert torch.equal(y_RW, expected_RW)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_store_returns_the_rounded_tensor_and_all_its_tiles(tier, tmp_path):
+    store = Store(disk_path=tmp_path)
+    for shape in ((20, 48), (3, 20, 2, 72), (0, 16), (3, 0, 2, 8)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+        rows = x.shape[0] if x.dim() == 2 else x.shape[0] * x.shape[1]
+        expected = torch.empty_like(x)
+        width = math.prod(shape[-1:] if x.dim() == 2 else shape[2:])
+        float8.unpack(packed(x.view(rows, width)), rows, 0, expected.view(rows, width))
+        handle = store.keep(x, tier, "float8")
+        assert torch.equal(handle.fetch(), x), "forward still reads the tensor"
+        assert handle.nbytes == float8_bytes(rows, width)
+        handle.release_source()
+        assert torch.equal(handle.fetch(), expected)
+        slices, dim = [slice(0, 7), slice(7, 20)], x.dim() // 2 - 1
+        if x.shape[dim] == 20:
+            assert torch.equal(torch.cat([*handle.tiles(slices, dim)], dim), expected)
+        if x.shape == (20, 48):
+            assert torch.equal(torch.cat([*handle.tiles(slices, hold=True)]), expected)
+            assert torch.equal(handle.fetch(), expected)
+        del handle
+        assert (store.pool.busy_bytes, tier) == (0, "host") or tier == "disk"
+
+
+# ---- gradients
+
+FAMILIES = {
+    "llama": {},
+    "gemma3_text": DECODERS["gemma3_text"],
+    "qwen3_moe": {},
+    "gpt_oss": {},
+    "qwen3_5_text": {**DELTA, "layer_types": ["linear_attention", "full_attention"]},
+}
+
+
+def initial_model(family, **changes):
+    sizes = {**SIZES, **FAMILIES[family], **BF16_SIZES, "initializer_range": INITIALIZER_RANGE, **changes}
+    config = AutoConfig.for_model(family, **sizes)
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    with CONSTRUCTING:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").train()
+
+
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("gemma3_text", "gpt_oss", "qwen3_5_text")]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", *SLOW])
+def test_gradients_have_at_most_twice_the_error_of_bf16(family):
+    """In the median over all parameters, against fp64, on weights with which bf16 is off by a few percent."""
+    model, batch = initial_model(family), Batch(torch.randint(128, (1, 96), generator=torch.Generator().manual_seed(9)))
+    exact = exact_gradients(model, batch)
+    bf16, rounded = (
+        our_gradients(model, batch, 1, replace(layout, stored_dtype=stored))
+        for layout in [bf16_layout(2, "host", "host", tile_tokens=40)]
+        for stored in (None, "float8")
+    )
+    errors = {name: (error(rounded[name], exact[name]), error(bf16[name], exact[name])) for name in exact}
+    assert any(a != b for a, b in errors.values())
+    print(family, median(b for _, b in errors.values()), median(a / b for a, b in errors.values()))
+    assert 0.002 < median(b for _, b in errors.values()) < 0.05
+    assert median(a / b for a, b in errors.values()) < 2
+
+
+# ---- experts
+
+
+def random_ids(num_tokens):
+    return torch.randint(128, (1, num_tokens), generator=torch.Generator().manual_seed(5))
+
+
+def step(layout, family="qwen3_moe", **changes):
+    """Return a model in bf16 and its loss on 60 tokens."""
+    model = initial_model(family, num_experts_per_tok=2, **changes)
+    model = build.parallelize_model(model, mesh=make_mesh(1), layout=layout)
+    return model, model(input_ids=random_ids(60), labels=random_ids(60)).loss
+
+
+def float8_layout(**options):
+    return Layout(tile_tokens=24, kept=(ActivationPolicy("host", "host"),) * 2, dtype="bfloat16", **options)
+
+
+def test_backward_repeats_the_experts_of_forward(monkeypatch):
+    """Routers that compute from rounded inputs would choose others for some tokens."""
+    chosen, num_changed = [], []
+    call, choose = experts.ExpertBlock.__call__, LayerExperts._choose
+
+    def record(self, x_tD, expert_tk, weight_tk):
+        chosen.append(expert_tk.sort(-1).values)
+        return call(self, x_tD, expert_tk, weight_tk)
+
+    model, _ = step(float8_layout(stored_dtype="float8"), num_local_experts=16, num_experts=16)
+    monkeypatch.setattr(experts.ExpertBlock, "__call__", record)
+    for replays in (True, False):
+        if not replays:
+            monkeypatch.setattr(LayerExperts, "_choose", lambda self, chosen_tk: choose(self, None))
+        chosen.clear()
+        model(input_ids=random_ids(60), labels=random_ids(60)).loss.backward()
+        assert len(chosen) == 2 * 6  # three tiles of two layers; backward starts with the last layer
+        pairs = zip(chosen[3:6] + chosen[:3], chosen[6:], strict=True)
+        num_changed.append(sum(int((a != b).any(-1).sum()) for a, b in pairs))
+    assert num_changed[0] == 0 < num_changed[1]
+
+
+def test_experts_whose_choices_are_not_repeated_are_refused(monkeypatch):
+    monkeypatch.setattr(experts, "is_expert_module", lambda module: False)
+    with pytest.raises(ConfigError, match="memory.stored_dtype=float8 needs ithaka's experts.* leave it out"):
+        step(float8_layout(stored_dtype="float8"), hidden_size=32)
+    _, loss = step(float8_layout(), hidden_size=32)
+    assert loss.isfinite()
+
+
+# ---- bytes
+
+
+def test_half_of_the_bytes_are_stored_and_forward_is_exact():
+    """A scale per 32 elements is added. The log-sum-exps of attention stay in fp32."""
+    held, losses = {}, []
+    for stored in (None, "float8"):
+        model, loss = step(float8_layout(stored_dtype=stored), "llama")
+        store = model.model.layers[0].forward.store
+        held[stored], _ = store.pool.busy_bytes, losses.append(loss.detach())
+        loss.backward()
+        assert store.pool.busy_bytes == 0
+    lse_bytes = 2 * 60 * 4 * 4
+    assert held[None] == 2 * 60 * (64 + 64) * 2 + lse_bytes
+    assert held["float8"] == 2 * 60 * (64 + 64) * (1 + 1 / 32) + lse_bytes
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize(
+    "family, overlap",
+    [
+        ("llama", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("llama", True), ("qwen3_5_text", True))),
+    ],
+)
+def test_planned_bytes_are_those_of_the_schedule(family, overlap):
+    """On the host, copied, and on the device, where buffers for rounding are added. Without overlap, dq waits on the
+    host in bf16, in addition."""
+    sizes = {**SIZES, **FAMILIES[family], "model_type": family, "num_hidden_layers": 2, "hidden_size": 128}
+    kept, cp, tokens = (ActivationPolicy("host", "host"),) * 2, 2, 512
+    layout = Layout(cp, 2, 64, kept, overlap=overlap, dtype="bfloat16", kernel="cpu", stored_dtype="float8")
+    shape, machine, names = shape_from_config(sizes), parse_gpus("2xH100"), ("layer inputs", "kept attention")
+    trace = trace_model(TraceRequest(json.dumps(sizes), layout, cp), tokens)
+    rounded, bf16 = (
+        sum(build_ledger(shape, replace(layout, stored_dtype=stored), machine, StepShape(tokens)).host[name] // cp
+            for name in names)
+        for stored in ("float8", None)
+    )  # fmt: skip
+    assert trace.host_bytes == rounded if family == "llama" else trace.host_bytes <= rounded
+    kept_bytes = trace.find("loss forward").host[0]
+    assert kept_bytes < 0.56 * bf16  # with log-sum-exps in fp32
+    dq_bytes = 3 * tokens * 16 * 2 * (not overlap)  # of all stages but the last
+    assert trace.total("moved")["copy to host"] == kept_bytes + 2 * dq_bytes
+
+
+# ---- plans and refusals
+
+
+def test_a_plan_that_does_not_fit_names_float8():
+    shape, machine = shape_from_config(json.loads(LLAMA_8B)), replace(parse_gpus("8xH100"), host_bytes=2 * 10**12)
+    space = SearchSpace(shape, machine)
+    longest = space.longest_context(1)
+    assert space.with_float8.longest_context(1) > 1.6 * longest
+    text = as_text(space.choose(StepShape(3 * longest // 2)), "llama3-8b")
+    assert "  --set memory.stored_dtype=float8\n" in text
+    assert replace(space, hardware=parse_gpus("8xA100-80GB")).with_float8 is None
+
+
+LLAMA_8B = json.dumps(
+    {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
+)  # fmt: skip
+
+
+def test_gpus_without_float8_and_other_dtypes_are_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="memory.stored_dtype=float8 needs compute capability 8.9.*A100.*; leave it"):
+        check_float8("float8", "A100-80GB", parse_gpus("8xA100-80GB").gpu.has_float8)
+    check_float8(None, "A100-80GB", False)
+    with pytest.raises(ConfigError, match="layout.stored_dtype='int8' is unknown; use 'float8', or None"):
+        Layout(stored_dtype="int8")
