@@ -253,6 +253,10 @@ def test_layers_with_the_same_neighbor_are_alike():
 # ---- traces decide
 
 
+def llama_space():
+    return SearchSpace(find_shape("llama3.2-3b"), parse_gpus("1xH200"), {"offload_optimizer": False})
+
+
 def true_peaks(plan):
     """What a trace would find if estimates were exact."""
     ledger, ranks = replace(plan, shape=replace(plan.shape, corrections={})).ledger, plan.hardware.gpus_per_node
@@ -260,7 +264,7 @@ def true_peaks(plan):
     return Peaks(ledger.gpu_peak - ledger.gpu["reserve"], sum(ledger.stored.values()) / ranks, sent)
 
 
-@pytest.mark.parametrize("error", [0.5, 0.9, 1.15])
+@pytest.mark.parametrize("error", [0.5, 1.15])
 def test_a_plan_fits_by_its_trace_even_if_the_estimate_is_wrong(monkeypatch, error):
     """An estimate of half of the bytes chooses plans that do not fit; one that is too high, slow ones."""
     space, work, traced = SearchSpace(find_shape("llama3.1-8b"), parse_gpus("8xH100-80GB")), StepShape(2**20), []
@@ -293,11 +297,11 @@ def true_peaks_fit(plan, traced):
 
 
 def test_an_exact_estimate_is_traced_once():
-    space, calls = SearchSpace(find_shape("llama3.1-8b"), parse_gpus("8xH100-80GB")), []
-    plan = choose_traced(space, StepShape(2**20), lambda plan: calls.append(plan) or true_peaks(plan))
-    assert len(calls) == 1 and plan.layout == space.choose(StepShape(2**20)).layout
+    space, work, calls = llama_space(), StepShape(2**18), []
+    plan = choose_traced(space, work, lambda plan: calls.append(plan) or true_peaks(plan))
+    assert len(calls) == 1 and plan.layout == space.choose(work).layout
     assert plan.ledger == replace(plan, shape=space.shape).ledger
-    assert choose_traced(space, StepShape(2**20), lambda plan: None) == space.choose(StepShape(2**20))
+    assert choose_traced(space, work, lambda plan: None) == space.choose(work)
 
 
 @pytest.mark.usefixtures("traces_plans")

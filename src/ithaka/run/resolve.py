@@ -28,6 +28,7 @@ from ithaka.plan.read_config import read_json
 from ithaka.plan.search import Plan, SearchSpace, make_search_space, shape_to_train, work_from_config
 from ithaka.plan.shape import ModelShape, StepShape
 from ithaka.plan.trace import choose_traced
+from ithaka.run.launch import under_torchrun
 from ithaka.run.shapes import make_tracer, read_shape, shape_from_config, teacher_shape
 
 FALLBACK_GPU = "H100"  # its rates rank plans for a GPU that is not in the table
@@ -193,10 +194,11 @@ def plan_run(
     config: Config, explicit: Set[str], hardware: Hardware, shape: ModelShape | None = None
 ) -> tuple[Config, Plan | None]:
     """Fill in every setting that is not in `explicit` from a plan; return the config and the plan, which may not fit.
-    `shape` defaults to the configured model's, whose plan is traced."""
+    `shape` defaults to the configured model's, whose plan is traced, except under torchrun."""
     if not uses_planner(config, hardware):
         return config, None
-    trace = make_tracer(model_config(config), always=True) if shape is None else None
+    # Under torchrun, every rank plans, and the caches of nodes may differ.
+    trace = make_tracer(model_config(config), always=True) if shape is None and not under_torchrun() else None
     space = make_search_space(config, explicit, shape or model_shape(config), hardware)
     plan = choose_traced(space, work_from_config(config), trace)
     tree = to_dict(config)
