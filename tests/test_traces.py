@@ -23,6 +23,7 @@ from ithaka.mixers import softmax
 from ithaka.model.build import build_model
 from ithaka.model.optimizers import make_optimizer
 from ithaka.model.truncate import choose_neighbors
+from ithaka.ops.fused import KERNEL_BYTES
 from ithaka.plan import bytes as bytes_
 from ithaka.plan.bytes import STATES
 from ithaka.plan.hardware import parse_gpus
@@ -185,7 +186,9 @@ def test_flops_are_those_of_the_matmuls(usual):
     config, s = tiny_config(), TOKENS // CP
     heads, kv_heads, K = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     width = 2 * heads * K + 2 * kv_heads * K + 3 * config["intermediate_size"]
-    flops = usual.find("layer 1 forward").flops
+    layer = usual.find("layer 1 forward")
+    flops = layer.flops
+    assert layer.moved[KERNEL_BYTES] > 4 * X  # at least two norms: one read and one write each
     assert flops["matmul"] == 2 * s * HIDDEN * width
     pairs = TOKENS * (TOKENS + 1) // 2
     assert flops[f"attention forward, cpu, head dim {K}"] == 4 * K * heads // CP * pairs

@@ -6,7 +6,6 @@ One layer of each kind runs on fake tensors (shapes without storage), as layer/p
 import copy
 import weakref
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
 
@@ -27,11 +26,8 @@ from ithaka.mixers.attention_call import PlaceholderMask
 from ithaka.mixers.convolution import ConvolutionSpec
 from ithaka.mixers.delta import DeltaSpec
 from ithaka.mixers.ssd import SsdSpec
-from ithaka.ops.fused import KERNEL_BYTES
-from ithaka.phases import Listener, listening
 from ithaka.plan.mixers import Attention, Convolution, DeltaRule, SideBySide, Ssd
 from ithaka.plan.read_config import VIDEO_SCALES
-from ithaka.plan.seconds import EAGER_MOVES
 from ithaka.plan.shape import FRAME_PATCHES, Encoder, MeasuredLayer, Mixer, ModelShape
 from ithaka.roots.find import find_root
 from ithaka.roots.probe import probe_once
@@ -385,27 +381,13 @@ class _FusedNorm(torch.autograd.Function):
         return dout + ctx.saved_tensors[0]
 
 
-class _LiveBytes(TorchDispatchMode, Listener):
+class _LiveBytes(TorchDispatchMode):
     """Counts the bytes of new tensors while they exist, and the bytes that all operations but matmuls move."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = self.moved = 0
         self.known: set[int] = set()
-        self.stack = ExitStack()
-
-    def __enter__(self) -> Any:
-        self.stack.enter_context(listening(self))
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.stack.close()
-
-    def count(self, what: str, amount: float) -> None:
-        """Of a kernel, which moves each byte once, where the planner expects eager operations."""
-        if what == KERNEL_BYTES:
-            self.moved += round(amount / EAGER_MOVES)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
