@@ -278,7 +278,16 @@ class LayerSeconds:
         return seconds(sent_q + sent_kv + queries), seconds(sent_back + queries + kv)
 
     @property
-    def sent_bytes(self) -> int:
+    def flop_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> Seconds:
+    """The time of a step's FLOPs alone, without recomputation and element-wise kernels: attention at the kernel's rate,
+    matmuls at 700 TFLOP/s on an H200, and the optimizer update at memory bandwidth."""
+    layer = LayerSeconds(shape, layout, hardware, work.local_tokens(layout.cp))
+    attention = sum(mixer.flop_seconds(layer, work) for mixer in shape.mixers)
+    linear = (3 - layer.is_frozen) * layer.matmul(shape.num_products, 1, FLOP_SHARE)
+    return Seconds(attention, linear).times(work.accumulate) + _update_seconds(shape, layout, hardware)
+
+
+def sent_bytes(self) -> int:
         """Bytes that a layer with softmax attention sends in all-to-alls, forward and backward."""
         kv, queries = sum(self.bytes.new_kv), self.bytes.num_stages * self.bytes.q
         again = 0 if self.policy.projections else queries + kv
@@ -339,15 +348,6 @@ def sent_bytes(shape: ModelShape, layout: Layout, work: StepShape, hardware: Har
     policies, s = layout.layer_policies(shape.num_layers), work.local_tokens(layout.cp)
     sizes = {policy: LayerSeconds(shape, layout, hardware, s, policy).sent_bytes for policy in set(policies)}
     return sum(sizes[policy] for policy, mixer in zip(policies, shape.mixers, strict=True) if mixer.attention)
-
-
-def flop_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> Seconds:
-    """The time of a step's FLOPs alone, without recomputation and element-wise kernels: attention at the kernel's rate,
-    matmuls at 700 TFLOP/s on an H200, and the optimizer update at memory bandwidth."""
-    layer = LayerSeconds(shape, layout, hardware, work.local_tokens(layout.cp))
-    attention = sum(mixer.flop_seconds(layer, work) for mixer in shape.mixers)
-    linear = (3 - layer.is_frozen) * layer.matmul(shape.num_products, 1, FLOP_SHARE)
-    return Seconds(attention, linear).times(work.accumulate) + _update_seconds(shape, layout, hardware)
 
 
 def _update_seconds(shape: ModelShape, layout: Layout, hardware: Hardware) -> Seconds:
