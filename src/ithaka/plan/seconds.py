@@ -278,16 +278,7 @@ class LayerSeconds:
         return seconds(sent_q + sent_kv + queries), seconds(sent_back + queries + kv)
 
     @property
-    def flop_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> Seconds:
-    """The time of a step's FLOPs alone, without recomputation and element-wise kernels: attention at the kernel's rate,
-    matmuls at 700 TFLOP/s on an H200, and the optimizer update at memory bandwidth."""
-    layer = LayerSeconds(shape, layout, hardware, work.local_tokens(layout.cp))
-    attention = sum(mixer.flop_seconds(layer, work) for mixer in shape.mixers)
-    linear = (3 - layer.is_frozen) * layer.matmul(shape.num_products, 1, FLOP_SHARE)
-    return Seconds(attention, linear).times(work.accumulate) + _update_seconds(shape, layout, hardware)
-
-
-def sent_bytes(self) -> int:
+    def sent_bytes(self) -> int:
         """Bytes that a layer with softmax attention sends in all-to-alls, forward and backward."""
         kv, queries = sum(self.bytes.new_kv), self.bytes.num_stages * self.bytes.q
         again = 0 if self.policy.projections else queries + kv
@@ -341,6 +332,15 @@ def step_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: St
         other = (shape.teacher, layout.for_teacher()) if shape.teacher else (shape, layout)
         total = total + step_seconds(*other, hardware, replace(work, trains=False))
     return total.times(work.accumulate) + _update_seconds(shape, layout, hardware)
+
+
+def flop_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> Seconds:
+    """The time of a step's FLOPs alone, without recomputation and element-wise kernels: attention at the kernel's rate,
+    matmuls at 700 TFLOP/s on an H200, and the optimizer update at memory bandwidth."""
+    layer = LayerSeconds(shape, layout, hardware, work.local_tokens(layout.cp))
+    attention = sum(mixer.flop_seconds(layer, work) for mixer in shape.mixers)
+    linear = (3 - layer.is_frozen) * layer.matmul(shape.num_products, 1, FLOP_SHARE)
+    return Seconds(attention, linear).times(work.accumulate) + _update_seconds(shape, layout, hardware)
 
 
 def sent_bytes(shape: ModelShape, layout: Layout, work: StepShape, hardware: Hardware) -> int:
