@@ -23,7 +23,6 @@ from ithaka.config.units import format_bytes
 from ithaka.layout import Layout, format_choices
 from ithaka.plan.bytes import CHECKPOINT_COPY, Ledger, Sizes, build_ledger, saved_bytes
 from ithaka.plan.hardware import GPUS, Hardware, available_memory, find_gpu, free_disk, gpu_named, with_profile
-from ithaka.plan.models import find_config
 from ithaka.plan.read_config import read_json
 from ithaka.plan.search import Plan, SearchSpace, make_search_space, shape_to_train, work_from_config
 from ithaka.plan.shape import ModelShape, StepShape
@@ -135,7 +134,9 @@ def read_stored_settings(adapter: AdapterConfig, explicit: Set[str]) -> AdapterC
 def model_config(config: Config) -> dict[str, Any]:
     """The model's config.json."""
     path = config.model.path
-    return find_config(str(path)) if path else embedded_model(config.model.embedded)
+    if path is None:
+        return embedded_model(config.model.embedded)
+    return read_json(path / "config.json" if path.is_dir() else path)
 
 
 def model_shape(config: Config) -> ModelShape:
@@ -197,9 +198,9 @@ def plan_run(
     `shape` defaults to the configured model's, whose plan is traced, except under torchrun."""
     if not uses_planner(config, hardware):
         return config, None
+    space = make_search_space(config, explicit, shape or model_shape(config), hardware)
     # Under torchrun, every rank plans, and the caches of nodes may differ.
     trace = make_tracer(model_config(config), always=True) if shape is None and not under_torchrun() else None
-    space = make_search_space(config, explicit, shape or model_shape(config), hardware)
     plan = choose_traced(space, work_from_config(config), trace)
     tree = to_dict(config)
     for name, value in plan.settings.items():
