@@ -32,6 +32,7 @@ from ithaka.plan.shape import Correction, StepShape
 Amounts = dict[str, float]  # by name; for bytes, by memory category
 MAX_TRACES = 4  # of one search
 ROOM = 0.02  # of the device's memory that a traced plan may leave before a faster one is tried
+MIN_GAIN = 1.01  # speed of such a plan, relative to the traced one
 
 
 @dataclass(frozen=True)
@@ -347,7 +348,10 @@ def choose_traced(space: SearchSpace, work: StepShape, trace: Tracer | None) -> 
     traced: list[Plan] = []
     for _ in range(MAX_TRACES):
         plan = space.choose(work)
+        speed = max((other.tokens_per_s_per_gpu for other in traced if other.fits), default=0.0)
         if trace is None or plan.layout in [other.layout for other in traced]:
+            break
+        if plan.tokens_per_s_per_gpu < MIN_GAIN * speed:
             break
         if (peaks := trace(plan)) is None:
             return plan
