@@ -257,7 +257,8 @@ def test_layers_with_the_same_neighbor_are_alike():
 
 
 def llama_space():
-    return SearchSpace(find_shape("llama3.2-3b"), parse_gpus("1xH200"), {"offload_optimizer": False})
+    fixed = {"offload_optimizer": False, "overlap": True, "input_tier": "device", "attention_tier": "device"}
+    return SearchSpace(find_shape("llama3.2-3b"), parse_gpus("1xH200"), fixed)
 
 
 def true_peaks(plan):
