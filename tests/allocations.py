@@ -18,9 +18,9 @@ from ithaka.comm.mesh import make_mesh
 from ithaka.config import OptimConfig
 from ithaka.layout import Layout
 from ithaka.model.build import build_model
+from ithaka.model.optimizers import make_optimizer
 from ithaka.profile.live import LiveBytes
 from ithaka.profile.memory import NOT_FREED
-from ithaka.train.step import make_optimizer
 
 
 def allocator_peak(work: Callable[[], Any]) -> int:

@@ -154,6 +154,19 @@ def plans_once(pytestconfig):
         yield
 
 
+@pytest.fixture(autouse=True)
+def estimates_plans(request, monkeypatch, tmp_path_factory):
+    """Plans of most tests are not traced, which would take seconds; those with `traces_plans` are."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    if "traces_plans" not in request.fixturenames:
+        monkeypatch.setattr("ithaka.run.shapes._trace", lambda config, plan: None)
+
+
+@pytest.fixture
+def traces_plans():
+    """Trace the plans of this test."""
+
+
 @pytest.fixture
 def probes_once():
     """Cache the probe's findings in this process, see replacements.py."""

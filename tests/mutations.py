@@ -191,8 +191,15 @@ MUTATIONS = (
         "test_train_loop_step_is_exact.py -k each_schedule",
     ),
     Mutation(
+        "a traced plan that does not fit is chosen",
+        "plan/trace.py",
+        "fitting = [other for other in traced if other.fits]",
+        "fitting = traced",
+        "test_traces.py -k estimate_is_wrong",
+    ),
+    Mutation(
         "norms and biases have weight decay",
-        "train/step.py",
+        "model/optimizers.py",
         '"weight_decay": optim.weight_decay * is_matrix',
         '"weight_decay": optim.weight_decay',
         "test_train_loop_step_is_exact.py -k names_of_parameters",

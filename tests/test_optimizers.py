@@ -15,6 +15,7 @@ from ithaka.comm.mesh import make_mesh
 from ithaka.config import OptimConfig, load_config
 from ithaka.config.sections import EntryConfig
 from ithaka.layout import make_layout
+from ithaka.model.optimizers import MuonAndAdamW, make_optimizer
 from ithaka.plan.bytes import gpu_phases, saved_bytes
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.search import make_search_space
@@ -22,8 +23,6 @@ from ithaka.plan.shape import StepShape
 from ithaka.run import validate as checks
 from ithaka.run.resolve import model_shape
 from ithaka.run.shapes import find_shape
-from ithaka.train.optimizers import MuonAndAdamW
-from ithaka.train.step import make_optimizer
 from ithaka.train.trainer import prepare
 from refusals import assert_refused
 from runs import bitwise_metrics, copy_run_at_step, run, tiny_run, validate

@@ -22,7 +22,8 @@ from ithaka.data.batch import Batch
 from ithaka.data.open import open_data
 from ithaka.data.tokenizer import Tokenizer
 from ithaka.model.build import parallelize_model
-from ithaka.train.step import clip_gradients, learning_rate, make_optimizer, train_step, validation_loss
+from ithaka.model.optimizers import make_optimizer
+from ithaka.train.step import clip_gradients, learning_rate, train_step, validation_loss
 from models import tiny_config, tiny_model
 from refusals import assert_refused
 

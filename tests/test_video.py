@@ -27,7 +27,7 @@ from ithaka.model.shape import measure_model
 from ithaka.parallel import shape_from_model
 from ithaka.plan.hardware import find_hardware
 from ithaka.plan.models import find_config
-from ithaka.plan.roots import count_patches
+from ithaka.plan.read_config import count_patches
 from ithaka.plan.shape import StepShape
 from ithaka.roots.video import VideoTransformer
 from ithaka.run.request import make_request

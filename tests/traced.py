@@ -11,8 +11,6 @@ from dataclasses import replace
 from statistics import median
 
 import rehearsed
-from ithaka.checks.ghost import trace_model, trace_plan
-from ithaka.checks.rehearse import read_config
 from ithaka.config import parse_count
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.model.truncate import truncate_config
@@ -23,6 +21,7 @@ from ithaka.plan.search import Plan
 from ithaka.plan.shape import StepShape
 from ithaka.plan.trace import TraceRequest
 from ithaka.run.shapes import find_shape
+from ithaka.run.trace import read_config, trace_model, trace_plan
 
 MODELS = ("llama3-8b", "qwen3-8b", "gemma-3-4b", "gpt-oss-20b", "qwen3-30b-a3b", "qwen3.5-9b")
 LOCAL_TOKENS = 2**16

@@ -12,7 +12,7 @@ kernel call has all rows that attend to a key, the kernel rounds and writes dk a
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Required, TypedDict, Unpack
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ithaka.attention.choose import resolve_kernel
 from ithaka.attention.docs import BlockMask, Docs, VarlenChunk
-from ithaka.attention.kernels import Kernel, trace_kernel
+from ithaka.attention.kernels import Kernel, count_flops, trace_kernel
 from ithaka.attention.score_blocks import EDGE, FULL, SQUARES, WINDOW, QueryBlock, ScoreBlock
 from ithaka.config import ConfigError
 from ithaka.ops.fused import merge_softmax, num_multiprocessors
@@ -161,10 +161,12 @@ class _AttentionCall:
         m = key_side[0].shape[1]
         r, per_kv = query_side[0].shape[1] // m, self.heads_per_kv
         kv_at_once = self.heads_at_once // per_kv
-        for first in range(0, m, kv_at_once):
+        # Without values, the first heads stand for all.
+        num_kv, num_queries = (1, 1) if query_side[0].is_meta else (m, r)
+        for first in range(0, num_kv, kv_at_once):
             heads = slice(first, first + kv_at_once)
             keys = tuple(x[:, heads] for x in key_side)
-            for low in range(0, r, per_kv):
+            for low in range(0, num_queries, per_kv):
                 query = tuple(x.unflatten(1, (m, -1))[:, heads, low : low + per_kv].flatten(1, 2) for x in query_side)
                 for block in self.query_blocks:
                     on_block(self, block, query, keys)
@@ -230,6 +232,14 @@ def _plan_call(
         and heads_per_kv == group
         and not isinstance(docs, BlockMask)
     )
+    # Every key is in at least one call, because each row attends to its own key. So equal counts mean exactly one.
+    writes_kv_grads = once and _count_keys(query_blocks, chunks) == len(k)
+    if q.is_meta:
+        _count_blocks(chosen, backward, q, query_blocks, chunks, causal, window)
+        query_blocks, chunks = (
+            _distinct_blocks(query_blocks),
+            [*{c.rows.stop - c.rows.start: c for c in chunks}.values()],
+        )
     return _AttentionCall(
         chosen,
         scale,
@@ -241,8 +251,7 @@ def _plan_call(
         sum_dtype=torch.promote_types(q.dtype, torch.float32),
         accumulates=accumulates,
         heads_per_kv=heads_per_kv,
-        # Every key is in at least one call, because each row attends to its own key. So equal counts mean exactly one.
-        writes_kv_grads=once and _count_keys(query_blocks, chunks) == len(k),
+        writes_kv_grads=writes_kv_grads,
     )
 
 
@@ -250,6 +259,45 @@ def _count_keys(query_blocks: list[QueryBlock], chunks: list[VarlenChunk]) -> in
     """Keys in all calls for one head."""
     in_blocks = sum(scores.keys * scores.count * block.count for block in query_blocks for scores in block.score_blocks)
     return in_blocks + sum(chunk.keys.stop - chunk.keys.start for chunk in chunks)
+
+
+def _count_blocks(
+    kernel: Kernel,
+    backward: bool,
+    q: Tensor,
+    query_blocks: list[QueryBlock],
+    chunks: list[VarlenChunk],
+    causal: bool,
+    window: int | None,
+) -> None:
+    """Count the FLOPs of all calls."""
+    direction, (_, num_heads, head_dim) = "backward" if backward else "forward", q.shape
+    for block in query_blocks:
+        for scores in block.score_blocks:
+            rows, keys = scores.rows, scores.keys
+            repeats: float = scores.count if scores.count > 1 else block.count
+            if scores.mask == SQUARES:
+                repeats, rows = rows / max(scores.lengths), max(scores.lengths)
+                keys = rows
+            reach = window if scores.mask == WINDOW else None
+            count_flops(kernel, direction, num_heads * repeats, head_dim, rows, keys, scores.mask != FULL, reach)
+    for chunk in chunks:
+        repeats = (chunk.rows.stop - chunk.rows.start) / chunk.longest
+        count_flops(kernel, direction, num_heads * repeats, head_dim, chunk.longest, chunk.longest, causal, window)
+
+
+def _distinct_blocks(query_blocks: list[QueryBlock]) -> list[QueryBlock]:
+    """Blocks of different sizes, once each, with at most two score blocks of a size, because the results of one are
+    live while the next runs: all that memory depends on."""
+    distinct = {}
+    for block in query_blocks:
+        by_size: dict[Any, list[ScoreBlock]] = {}
+        for scores in block.score_blocks:
+            by_size.setdefault((scores.rows, scores.keys, scores.count, scores.mask), []).append(scores)
+        some = tuple(scores for alike in by_size.values() for scores in alike[:2])
+        sizes = tuple((size, len(alike[:2])) for size, alike in by_size.items())
+        distinct[block.length, block.count, sizes] = replace(block, score_blocks=some)
+    return [*distinct.values()]
 
 
 def _view_rows(x_Sh: Tensor, repeats: QueryBlock | ScoreBlock, start: int, length: int) -> Tensor:

@@ -344,14 +344,13 @@ KERNELS = {kernel.name: kernel for kernel in (_FA4, _CUDNN, _FLASH, _EFFICIENT, 
 
 
 def trace_kernel(kernel: Kernel) -> Kernel:
-    """The kernel for tensors without memory: allocates what it allocates on a GPU, and counts its FLOPs."""
+    """The kernel for tensors without memory: allocates what it allocates on a GPU."""
     varlen = kernel.varlen and Varlen(partial(_trace_varlen, kernel), partial(_trace_varlen_backward, kernel))
     forward, backward = partial(_trace_forward, kernel), partial(_trace_backward, kernel)
     return replace(kernel, forward=forward, backward=backward, varlen=varlen, fallback=None)
 
 
 def _trace_forward(kernel, q, k, v, scale, causal, window=None, into=(None, None), softcap=None):
-    _count_flops(kernel, "forward", q.shape[0] * q.shape[1], q.shape[-1], q.shape[2], k.shape[2], causal, window)
     scores = _trace_scores(kernel, q, k)
     out, lse = into
     out = torch.empty_like(q) if out is None else out
@@ -360,12 +359,10 @@ def _trace_forward(kernel, q, k, v, scale, causal, window=None, into=(None, None
 
 
 def _trace_backward(kernel, dout, q, k, v, out, lse, scale, causal, window=None, into=(None, None, None), softcap=None):
-    _count_flops(kernel, "backward", q.shape[0] * q.shape[1], q.shape[-1], q.shape[2], k.shape[2], causal, window)
     return _trace_grads(kernel, (q, k, v), q.shape[1] > k.shape[1], into)
 
 
 def _trace_varlen(kernel, q, k, v, ends, longest, scale, causal, window, into=(None, None), softcap=None):
-    _count_flops(kernel, "forward", q.shape[1] * len(q) / longest, q.shape[-1], longest, longest, causal, window)
     out, lse = into
     out = torch.empty_like(q) if out is None else out
     return out, torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device) if lse is None else lse
@@ -374,7 +371,6 @@ def _trace_varlen(kernel, q, k, v, ends, longest, scale, causal, window, into=(N
 def _trace_varlen_backward(
     kernel, dout, q, k, v, out, lse, ends, longest, scale, causal, window, into=(None, None, None), softcap=None
 ):
-    _count_flops(kernel, "backward", q.shape[1] * len(q) / longest, q.shape[-1], longest, longest, causal, window)
     return _trace_grads(kernel, (q, k, v), q.shape[1] > k.shape[1], into)
 
 
@@ -395,7 +391,7 @@ def _trace_scores(kernel, q, k):
     return torch.empty(shape, dtype=torch.uint8, device=q.device)
 
 
-def _count_flops(kernel, direction, num_blocks, head_dim, rows, keys, causal, window):
+def count_flops(kernel, direction, num_blocks, head_dim, rows, keys, causal, window):
     """Count two matmuls per pair of a query and a key, in backward five. Short documents count as the longest."""
     pairs = rows * keys
     if causal:  # the rows are the last of the keys

@@ -1,139 +1,22 @@
-"""Rehearse a plan without a GPU: trace one rank's step of a few layers, and extrapolate its memory to full depth."""
+"""Rehearse a plan without a GPU: a traced step (run/trace.py) of random tokens or of the user's worst packed batch."""
 
-import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ithaka.attention.choose import kernel_for
-from ithaka.checks.rehearse import read_config, run_step
-from ithaka.comm.ghost import GHOST, ghost_rank
-from ithaka.comm.mesh import make_mesh
-from ithaka.config import ConfigError, OptimConfig, load_config
+from ithaka.config import load_config
 from ithaka.data.open import open_data
 from ithaka.data.pack import PackedSequence
 from ithaka.data.tokenizer import load_tokenizer
-from ithaka.model.build import build_model
-from ithaka.model.truncate import choose_neighbors, read_kinds, truncate_config
 from ithaka.plan.hardware import GIB
-from ithaka.plan.layer_bytes import CALL_TOKENS
 from ithaka.plan.search import Plan
-from ithaka.plan.trace import Amounts, LinearTrace, Segment, Trace, TraceRequest
-from ithaka.profile.trace import ghost_store, trace_step
-from ithaka.train.step import make_optimizer
+from ithaka.plan.trace import Segment, Trace
 
-MAX_TILES = 24  # per rank; a longer sequence is extrapolated from two shorter ones
 UNSEEN = "does not see fragmentation, the CUDA context or buffers of NCCL, for which plans reserve {:.1f} GiB"
-
-
-def trace_plan(plan: Plan, config: dict[str, Any], rank: int = 0, inputs: dict[str, Any] | None = None) -> Trace:
-    """The trace of a planned step on this rank, at full depth. `config`: the model's config.json; `inputs`: arguments
-    of a call, by default random tokens."""
-    if not 0 <= rank < (num_ranks := plan.hardware.num_gpus):
-        raise ConfigError(f"--rank {rank} is not one of the {num_ranks} ranks; use 0 to {num_ranks - 1}")
-    request, representatives = request_trace(plan, config, rank)
-    if inputs is not None:
-        found = trace_model(request, inputs["input_ids"].numel(), inputs)
-    else:
-        found = _trace_lengths(request, plan.work.tokens)
-    found = found.unroll(representatives)
-    return _offload_states(found) if plan.layout.offload_optimizer else found
-
-
-def request_trace(plan: Plan, config: dict[str, Any], rank: int = 0) -> tuple[TraceRequest, list[int]]:
-    """What to trace for a plan, and the traced layer that is like each layer of the model."""
-    layout, work, shape = plan.layout, plan.work, plan.shape
-    policies = layout.layer_policies(shape.num_layers)
-    truncated, layers, representatives = _truncate(plan, config, policies)
-    layout = replace(
-        layout,
-        kept=tuple(policies[i] for i in layers),
-        dtype="bfloat16",
-        kernel=plan.hardware.gpu.kernel,
-        offload_optimizer=False,  # `_offload_states` does it
-    )
-    options: dict[str, Any] = {"adapter": shape.adapter, "optimizer": shape.optimizer, "trains": work.trains}
-    document = work.context if work.batch > 1 else work.document_tokens
-    ranks = plan.hardware.num_gpus, rank
-    request = TraceRequest(
-        json.dumps(truncated), layout, *ranks, work.context, document, reference=work.reference, **options
-    )
-    return request, representatives
-
-
-def _truncate(plan: Plan, config: dict[str, Any], policies: Any) -> tuple[dict[str, Any], tuple[int, ...], list[int]]:
-    """A configuration with the layers to trace, these, and the traced layer that is like each layer of the model."""
-    if "_class_name" in config:
-        layers, representatives = choose_neighbors(list(zip(plan.shape.mixers, policies, strict=True)))
-        return {**config, "num_layers": len(layers)}, layers, representatives
-    full = read_config(config)
-    kinds = read_kinds(full)
-    layers, representatives = choose_neighbors(list(zip(kinds, policies, strict=True)))
-    truncated = truncate_config(full, layers)
-    if read_kinds(truncated) == [kinds[i] for i in layers]:
-        return truncated.to_dict(), layers, representatives
-    return full.to_dict(), tuple(range(len(kinds))), list(range(len(kinds)))  # a kind depends on the layer's index
-
-
-def _trace_lengths(request: TraceRequest, tokens: int) -> Trace:
-    """Trace a sequence of this length or, if it is long, two shorter ones."""
-    layout = request.layout
-    tile = layout.cp * (layout.tile_tokens or tokens)
-    # Attention takes several heads per call in shorter sequences than CALL_TOKENS, whose buffers are not linear.
-    short = -(-max(MAX_TILES // 4 * tile, CALL_TOKENS) // tile) * tile
-    if tokens <= 2 * short:
-        return cached_trace(request, tokens)
-    return LinearTrace(cached_trace(request, short), cached_trace(request, 2 * short)).at(tokens)
-
-
-def cached_trace(request: TraceRequest, tokens: int) -> Trace:
-    trace = request.read(tokens)
-    if trace is None:
-        trace = trace_model(request, tokens)
-        request.write(trace)
-    return trace
-
-
-def trace_model(request: TraceRequest, tokens: int, inputs: dict[str, Any] | None = None) -> Trace:
-    """Trace a step of `tokens` tokens, or of the model's arguments `inputs`."""
-    layout, trains, adapter = request.layout, request.trains, request.adapter
-    with ghost_rank(request.num_ranks, request.rank), ghost_store() as store:
-        mesh = make_mesh(layout.cp, GHOST, ring=layout.ring, replicas=layout.replicas)
-        options: dict[str, Any] = {"store": store, "context": max(tokens, request.context)}
-        build = partial(build_model, json.loads(request.config), mesh, layout, **options)
-        model = build(adapter=adapter, trains=trains)
-        other = build(trains=False) if request.reference and not adapter else None
-        optim: Any = OptimConfig(name=request.optimizer, lr=0.0)  # type: ignore[arg-type]
-        optimizer = make_optimizer(model, optim) if trains else None
-        if inputs is None:
-            inputs = model.ithaka_root.example_inputs(tokens, request.document_tokens)
-        step = partial(run_step, model, optimizer, (other or model) if request.reference else None)
-        return replace(trace_step(model, optimizer, step, inputs), tokens=tokens)
-
-
-def _offload_states(trace: Trace) -> Trace:
-    """Move parameters, gradients and optimizer states to the host: a trace keeps them on the device, because the ghost
-    device has no host. Gradients in flight stay."""
-    sharded = sum(state.get("gradients", 0.0) for state in trace.states)
-    segments = []
-    for segment in trace.segments:
-        states = {name: segment.start.get(name, 0.0) for name in ("parameters", "optimizer")}
-        host = sum(states.values()) + sharded
-
-        def strip(sizes: Amounts) -> Amounts:
-            return {name: size for name, size in sizes.items() if name not in ("parameters", "optimizer")}
-
-        peaks = {phase: strip(sizes) for phase, sizes in segment.peaks.items()}
-        start, peak, end = (size + host for size in segment.host)
-        segments.append(
-            replace(segment, start=strip(segment.start), end=strip(segment.end), peaks=peaks, host=(start, peak, end))
-        )
-    return replace(trace, segments=tuple(segments))
 
 
 # ---- the user's data

@@ -4,7 +4,6 @@ torch.distributed is initialized, as under torchrun, run all N ranks with real c
 X is the bytes of one residual-stream tensor on one rank: s * D * 2 in bf16.
 """
 
-import copy
 import os
 import tempfile
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
 
 from ithaka.attention.choose import agree_on_kernel, kernel_for
 from ithaka.comm.agree import gather_objects
@@ -25,10 +23,9 @@ from ithaka.comm.loopback import start_loopback
 from ithaka.comm.mesh import default_device, destroy_subgroups, make_mesh
 from ithaka.config import AdapterConfig, ConfigError, OptimConfig
 from ithaka.config.units import format_bytes
-from ithaka.evaluate.tasks import token_losses
 from ithaka.layout import Layout, default_dtype
-from ithaka.model.build import build_model, read_hf_config
-from ithaka.model.distillation import use_reference
+from ithaka.model.build import build_model
+from ithaka.model.optimizers import make_optimizer
 from ithaka.model.truncate import (
     LayerGroup,
     choose_layers,
@@ -46,8 +43,8 @@ from ithaka.profile.live import LiveBytes
 from ithaka.profile.step import StepTimes
 from ithaka.profile.timeline import PhaseTimer
 from ithaka.run.resolve import STORE_CATEGORIES
+from ithaka.run.trace import read_config, run_step
 from ithaka.train.loop import OutOfMemoryError
-from ithaka.train.step import make_optimizer
 from ithaka.train.watch import OutOfMemoryTracker, explain_out_of_memory, ran_out_of_memory
 
 DIRECTIONS = ("forward", "backward")
@@ -152,10 +149,6 @@ def _measure_exchange(step: Any, inputs: dict[str, Any]) -> tuple[float, float]:
     return sum(row["exchange"] for row in found["phases"]), found["hidden"]["exchange"]
 
 
-def read_config(config: dict[str, Any]) -> Any:
-    return read_hf_config(copy.deepcopy(config))  # transformers changes nested values
-
-
 def _measure_step(
     step: Any, inputs: dict[str, Any], device: torch.device, steps: int
 ) -> tuple[dict[PhasePath, float], dict[PhasePath, int]]:
@@ -174,32 +167,6 @@ def _measure_step(
             live.set_state_categories(reference, None)
         step(inputs)
     return timer.seconds(), live.phase_peaks()
-
-
-def run_step(model: Any, optimizer: Optimizer | None, reference: Any, inputs: dict[str, Any]) -> None:
-    """Run a training step; without an optimizer, the forward pass of an evaluation. If the reference is the model, its
-    adapter is disabled."""
-    with phase("step"):
-        if not model.ithaka_root.predicts_tokens:
-            with torch.set_grad_enabled(optimizer is not None):
-                loss = model(**inputs).sample.square().mean()
-        elif optimizer is None:
-            others = {name: value for name, value in inputs.items() if name not in ("input_ids", "labels")}
-            loss = token_losses(model, inputs["input_ids"], **others).mean()
-        elif reference is not None:
-            options = {"labels": inputs["input_ids"], **inputs, "per_token": True}
-            with torch.no_grad(), use_reference(model, None if reference is model else reference) as other:
-                before = other(**options).tokens.logprobs
-            loss = -(model(**options).tokens.logprobs - before).exp().mean()
-        else:
-            loss = model(**{"labels": inputs["input_ids"], **inputs}).loss
-        if optimizer is not None:
-            loss.backward()
-            with phase("optimizer"):
-                optimizer.step()
-                optimizer.zero_grad()
-    if not loss.is_meta and not torch.isfinite(loss):
-        raise RuntimeError(f"the rehearsal's loss is {loss.item()}; its timings are meaningless")
 
 
 def _layers_peak(peaks: dict[PhasePath, int]) -> int:

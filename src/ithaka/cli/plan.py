@@ -203,7 +203,7 @@ def rehearse(
         fix = f"use --gpus for {ranks}, or leave torchrun out to run rank 0 of {hardware.num_gpus}"
         raise ConfigError(f"--gpus {gpus} has {hardware.num_gpus} GPUs, but torchrun started {ranks} ranks; {fix}")
     context = _count_tokens(model, video, context)
-    request = make_request(model, hardware, context, batch, overrides or [], adapter)
+    request = make_request(model, hardware, context, batch, overrides or [], adapter, traces=ghost)
     plan = request.forward_plan() if evaluate else request.plan()
     if evaluate and not plan.fits:
         need, have = map(format_bytes, plan.ledger.tiers["GPU"])
@@ -258,13 +258,14 @@ def rehearse(
 def _rehearse_ghost(plan: Any, config: dict[str, Any], rank: int, data: Path | None, as_json: bool) -> None:
     with loading() as status:
         from ithaka.checks import ghost
+        from ithaka.run.trace import trace_plan
 
     inputs = None
     if data is not None:
         with status("packing the data"):
             inputs = ghost.find_worst_batch(data, plan, rank)
     with status("tracing a step"):
-        result = ghost.describe_ghost(plan, ghost.trace_plan(plan, config, rank, inputs), rank)
+        result = ghost.describe_ghost(plan, trace_plan(plan, config, rank, inputs), rank)
     print(json.dumps(result, indent=2) if as_json else _format_ghost(result))
     if not result["fits"]:
         raise typer.Exit(ExitCode.OUT_OF_MEMORY)
@@ -380,7 +381,7 @@ def _network_rank(out: Path, size: int) -> None:
 def _count_tokens(model: str, video: str | None, context: str) -> str:
     """Return the tokens of `video`, or `context` without one."""
     from ithaka.plan.models import find_config
-    from ithaka.plan.roots import count_patches
+    from ithaka.plan.read_config import count_patches
 
     return str(count_patches(find_config(model), video)) if video else context
 

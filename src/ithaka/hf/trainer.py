@@ -32,11 +32,11 @@ from ithaka.hf.rewards import DistillationMixin, DPOMixin, GRPOMixin, KTOMixin, 
 from ithaka.inputs.calls import KERNEL_ARGUMENTS
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.model.logprobs import token_logprobs_and_aux
+from ithaka.model.optimizers import adamw8bit_class
 from ithaka.model.prefixes import shared_logprobs
 from ithaka.parallel import base_model, parallelize
 from ithaka.roots.decoder import ParallelOutput
 from ithaka.roots.find import find_root
-from ithaka.train.optimizers import adamw8bit_class
 from ithaka.train.step import clip_gradients
 from ithaka.weights.load import check_finite
 

@@ -27,11 +27,11 @@ from ithaka.mixers.convolution import ConvolutionSpec
 from ithaka.mixers.delta import DeltaSpec
 from ithaka.mixers.ssd import SsdSpec
 from ithaka.plan.mixers import Attention, Convolution, DeltaRule, SideBySide, Ssd
-from ithaka.plan.roots import VIDEO_SCALES
+from ithaka.plan.read_config import VIDEO_SCALES
 from ithaka.plan.shape import FRAME_PATCHES, Encoder, MeasuredLayer, Mixer, ModelShape
 from ithaka.roots.find import find_root
-from ithaka.roots.probe import describe_layer, probe_layer
-from ithaka.roots.recorder import LENGTHS, Recorder, token_dims
+from ithaka.roots.probe import probe_once
+from ithaka.roots.recorder import LENGTHS, Recorder
 from ithaka.roots.video import TOKEN_DIMS, SelfAttention, Tokens
 from ithaka.roots.vision import FrameAttention
 from ithaka.weights.adapters import auto_class, is_stacked
@@ -74,21 +74,17 @@ def measure_model(values: Mapping[str, Any], source: str) -> ModelShape:
 def measure_layers(model: Any) -> ModelShape:
     root: Any = find_root(model)
     config, recorder = root.base.config, Recorder(model, root.layers_name)
-    calls, shorter = (recorder.call(length) for length in LENGTHS)
-    measured: dict[Any, tuple[LayerSpec, MeasuredLayer]] = {}
-    layers = []
+    calls = recorder.call(LENGTHS[0])
+    specs = probe_once(model, recorder, torch.device("cpu"))
+    measured: dict[int, MeasuredLayer] = {}  # by the identity of its spec
+    parts = []
     arguments_by_id: dict[int, int] = {}  # bytes of arguments with a dimension of tokens
-    for index, layer in enumerate(root.layers):
-        dims = token_dims(model, f"model.layers.{index}", calls[index], shorter[index])
-        leaves = zip(pytree.tree_leaves(calls[index][1:]), dims, strict=True)
+    for index, spec in enumerate(specs):
+        leaves = zip(pytree.tree_leaves(calls[index][1:]), spec.token_dims, strict=True)
         arguments_by_id |= {id(leaf): leaf.nbytes for leaf, dim in leaves if dim is not None}
-        mask = next((id(leaf) for leaf in pytree.tree_leaves(calls[index][1:]) if hasattr(leaf, "local_size")), None)
-        kind = describe_layer(layer), mask, dims
-        if kind not in measured:
-            spec = probe_layer(model, index, dims, recorder, torch.device("cpu"))
-            measured[kind] = spec, _Measurement(root, recorder, index, dims, spec).run()
-        layers.append(measured[kind])
-    specs, parts = zip(*layers, strict=True)
+        if id(spec) not in measured:
+            measured[id(spec)] = _Measurement(root, recorder, index, spec.token_dims, spec).run()
+        parts.append(measured[id(spec)])
     mixers = [mixer for spec in specs for mixer in spec.mixers]
     attention = [mixer for mixer in mixers if mixer.exchanges_heads] or mixers
     widest = max(attention, key=lambda mixer: (mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim)
@@ -98,7 +94,7 @@ def measure_layers(model: Any) -> ModelShape:
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     return ModelShape(
         family=model.config.model_type,
-        num_layers=len(layers),
+        num_layers=len(specs),
         hidden=model.get_input_embeddings().weight.shape[1],
         heads=widest.num_heads,
         kv_heads=widest.num_kv_heads,
@@ -107,7 +103,7 @@ def measure_layers(model: Any) -> ModelShape:
         vocab=config.vocab_size,
         tied=tied,
         mixers=tuple(_plan_mixers(spec) for spec in specs),
-        measured=combine_layers(parts, num_parameters, arguments),
+        measured=combine_layers(tuple(parts), num_parameters, arguments),
         encoders=tuple(map(measure_encoder, root.encoders)),
     )
 

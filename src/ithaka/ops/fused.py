@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ithaka.phases import count
+
 try:
     import triton
     import triton.language as tl
 except ImportError:  # CPU builds of PyTorch come without it
     triton = _merge_kernel = _logsumexp_kernel = _softmax_grad_kernel = _cross_entropy_kernel = _scale_kernel = None
 
+KERNEL_BYTES = "moved by kernels"  # what `launch` counts
 TRACED_SMS = 132  # multiprocessors of the GPU that a trace counts the bytes of: an H200's
 
 
@@ -27,9 +30,12 @@ def runs_in_triton(x: Tensor) -> bool:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
-    """Launch a Triton kernel, unless its first tensor has no memory."""
+    """Launch a Triton kernel. If its first tensor has no memory, count the bytes that it would move instead."""
     if not (args[0].is_meta or isinstance(args[0], FakeTensor)):
         kernel[grid](*args, **settings)
+        return
+    tensors = {id(t): t for t in args if isinstance(t, Tensor)}
+    count(KERNEL_BYTES, sum(t.nbytes for t in tensors.values()))
 
 
 def num_multiprocessors(device: torch.device) -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ithaka.layout import STAGED_BYTES, Layout
 from ithaka.plan.hardware import GIB, Hardware
 from ithaka.plan.layer_bytes import MemoryPoint, kinds_of_sizes, layer_peaks, layer_sizes
-from ithaka.plan.shape import PATCHES_PER_TILE, Encoder, ModelShape, StepShape
+from ithaka.plan.shape import PATCHES_PER_TILE, Correction, Encoder, ModelShape, StepShape
 
 LOGITS_TILE_BYTES = (2**29, 2**32)  # minimum and maximum bytes of logits in a tile of the loss
 LOGITS_TILES_PER_TILE = 4  # tiles of the loss in a tile of the layers
@@ -24,6 +24,7 @@ HOST_PROCESS_BYTES = 6 * 10**9  # per rank: Python, torch, data
 DISK_STAGING_LAYERS = 3  # layers staged in host memory on their way to or from disk
 
 CHECKPOINT_COPY = "copy to save"  # category of a background checkpoint's copy
+STATES = ("parameters", "optimizer")  # categories that are exact
 
 Sizes = dict[str, int]  # memory category -> bytes
 
@@ -53,6 +54,11 @@ class Ledger:
         }
 
     @property
+    def stored(self) -> Sizes:
+        """Host bytes of what layers keep and of offloaded states."""
+        return {name: size for name, size in self.host.items() if name not in ("reserve", CHECKPOINT_COPY)}
+
+    @property
     def host_needed(self) -> int:
         """The host peak without the checkpoint copy, which is made only if it fits."""
         return self.host_peak - self.host[CHECKPOINT_COPY]
@@ -71,11 +77,24 @@ class Ledger:
         return need <= have
 
 
+def plan_kind(shape: ModelShape, layout: Layout) -> str:
+    """Plans of one kind have about the same error in their estimated bytes."""
+    kept: str = layout.attention_tier if layout.keep_attention else "recomputed"
+    kept += " with projections" * bool(layout.keep_projections) + " and MLP" * bool(layout.keep_everything)
+    ranks, trained = "several ranks" if layout.cp > 1 else "one rank", "adapter" if shape.adapter else "all parameters"
+    return (
+        f"{trained}, {ranks}, inputs {layout.input_tier}, attention {kept}" + ", offloaded" * layout.offload_optimizer
+    )
+
+
 def build_ledger(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> Ledger:
-    """Build the ledger of a step in the phase with the highest GPU memory."""
+    """Build the ledger of a step in the phase with the highest GPU memory, with the corrections of traces."""
     phase, gpu = max(gpu_phases(shape, layout, hardware, work), key=lambda entry: sum(entry[1].values()))
+    correction = shape.correction(plan_kind(shape, layout)) if shape.corrections else Correction()
+    gpu = {name: size if name in STATES else round(size * correction.device) for name, size in gpu.items()}
     gpu["reserve"] = RESERVE_BYTES + int(RESERVE_SHARE * hardware.gpu.memory_bytes)
     host, disk = _host_and_disk(shape, layout, hardware, work)
+    host = {name: size if name == "reserve" else round(size * correction.host) for name, size in host.items()}
     copied = saved_bytes(shape, layout, hardware) if work.trains else 0
     # Without room for the copy, a checkpoint blocks the step.
     host[CHECKPOINT_COPY] = copied if sum(host.values()) + copied <= hardware.host_bytes else 0

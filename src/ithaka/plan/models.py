@@ -214,19 +214,22 @@ def find_known_shape(values: Mapping[str, Any], source: str) -> ModelShape | Non
 
 def shape_to_json(shape: ModelShape) -> dict[str, Any]:
     stored = asdict(shape) | {"mixers": mixers_to_json(shape.mixers)}
-    return {name: value for name, value in stored.items() if name != "teacher"}
+    return {name: value for name, value in stored.items() if name not in ("teacher", "corrections")}
 
 
 @lru_cache
 def _stored_shape(model: str) -> ModelShape:
-    values = built_in_decoders()[model]["shape"]
+    return shape_from_json(built_in_decoders()[model]["shape"])
+
+
+def shape_from_json(values: Mapping[str, Any]) -> ModelShape:
     measured = {key: tuple(map(tuple, values["measured"][key])) for key in ("linears", "stacked")}
     types = {
         "measured": MeasuredLayer(**values["measured"] | measured),
         "mixers": mixers_from_json(values["mixers"]),
         "encoders": tuple(Encoder(**encoder) for encoder in values["encoders"]),
     }
-    return ModelShape(**values | types)
+    return ModelShape(**{**values, **types})
 
 
 def _count(

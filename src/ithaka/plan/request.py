@@ -22,6 +22,7 @@ from ithaka.plan.models import hub_id
 from ithaka.plan.read_config import FAMILIES, WITHOUT_ROPE, Family, yarn_factor
 from ithaka.plan.search import Plan, SearchSpace, forward_plan
 from ithaka.plan.shape import StepShape
+from ithaka.plan.trace import MAX_TRACES, Tracer, choose_traced
 
 # Lines of a planned configuration for the user to fill in: an example, and a comment.
 TO_FILL_IN = {
@@ -46,6 +47,7 @@ class PlanRequest:
     config: Config
     explicit: frozenset[str]
     work: StepShape
+    trace: Tracer | None = None  # None: peaks are estimates
 
     def with_kernel(self, kernel: str) -> PlanRequest:
         """The same request with this kernel's attention rates."""
@@ -70,7 +72,18 @@ class PlanRequest:
         return replace(self, space=space, work=replace(self.work, context=prompt + count * tokens, spans=spans))
 
     def plan(self, context: int = 0) -> Plan:
-        return self.space.choose(replace(self.work, context=context or self.work.context))
+        return choose_traced(self.space, replace(self.work, context=context or self.work.context), self.trace)
+
+    def longest_plan(self) -> tuple[Plan, int, str]:
+        """The plan of the longest context that fits, this context (0: none fits), and what limits it."""
+        space, batch = self.space, self.work.batch
+        for _ in range(MAX_TRACES):
+            context, limit = space.longest_context_and_limit(batch)
+            plan = replace(self, space=space).plan(context)
+            if plan.fits or not context:
+                break
+            space = replace(space, shape=plan.shape)  # traced: it needs more than was estimated
+        return plan, context, limit
 
     @property
     def positions(self) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ithaka.config import LAYER_LINEARS
 from ithaka.layout import ActivationPolicy, Layout
-from ithaka.plan.bytes import logits_tile_tokens
+from ithaka.plan.bytes import logits_tile_tokens, plan_kind
 from ithaka.plan.hardware import HOST_UPDATE_BYTES_S, SLOW_HEAD_DIM, SLOW_KERNELS, Hardware
 from ithaka.plan.layer_bytes import layer_sizes
 from ithaka.plan.shape import AttentionKind, Encoder, MeasuredLayer, Mixer, ModelShape, StepShape
@@ -267,15 +267,25 @@ class LayerSeconds:
         # With overlap, only the first stage waits for what it receives.
         sent_q, sent_kv = (b.q, b.new_kv[0]) if self.layout.overlap and b.num_stages > 1 else (queries, kv)
         sent_back = 2 * sent_q + (0 if self.policy.projections else sent_q + sent_kv)
+        traced = self.shape.correction(plan_kind(self.shape, self.layout)).sent if self.shape.corrections else 1.0
         in_node = math.gcd(ulysses, self.hardware.gpus_per_node)  # smallest part in one node of a group across nodes
 
         def seconds(num_bytes: int) -> float:
             """Each rank keeps 1/ulysses. The link and the network are used at the same time."""
             link = num_bytes * (in_node - 1) / ulysses / self.gpu.link_bytes_s
             network = num_bytes * (ulysses - in_node) / ulysses / self.gpu.network_bytes_s
-            return max(link, network)
+            return traced * max(link, network)
 
         return seconds(sent_q + sent_kv + queries), seconds(sent_back + queries + kv)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that a layer with softmax attention sends in all-to-alls, forward and backward."""
+        kv, queries = sum(self.bytes.new_kv), self.bytes.num_stages * self.bytes.q
+        again = 0 if self.policy.projections else queries + kv
+        forwards = 1 if self.policy.attention else 2
+        total = forwards * (2 * queries + kv) + 3 * queries + kv + again
+        return total * (self.layout.ulysses - 1) // self.layout.ulysses
 
     def ring(self) -> tuple[float, float, float]:
         """(forward, backward, last round of backward), for the member whose queries see all keys. k and v are sent to
@@ -332,6 +342,13 @@ def flop_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: St
     attention = sum(mixer.flop_seconds(layer, work) for mixer in shape.mixers)
     linear = (3 - layer.is_frozen) * layer.matmul(shape.num_products, 1, FLOP_SHARE)
     return Seconds(attention, linear).times(work.accumulate) + _update_seconds(shape, layout, hardware)
+
+
+def sent_bytes(shape: ModelShape, layout: Layout, work: StepShape, hardware: Hardware) -> int:
+    """Bytes that a rank sends in all-to-alls in one micro-step of training."""
+    policies, s = layout.layer_policies(shape.num_layers), work.local_tokens(layout.cp)
+    sizes = {policy: LayerSeconds(shape, layout, hardware, s, policy).sent_bytes for policy in set(policies)}
+    return sum(sizes[policy] for policy, mixer in zip(policies, shape.mixers, strict=True) if mixer.attention)
 
 
 def _update_seconds(shape: ModelShape, layout: Layout, hardware: Hardware) -> Seconds:

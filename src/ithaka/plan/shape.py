@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
 from ithaka.config import LAYER_LINEARS, AdapterConfig, ConfigError
 from ithaka.config.formats import BASE_FORMATS, BaseFormat
-from ithaka.plan.roots import DECODER, ROOTS, RootKind
+from ithaka.plan.read_config import DECODER, ROOTS, RootKind
 
 PATCHES_PER_TILE = 8192  # in one tile of the encoder, which has at least one frame
 FRAME_PATCHES = 1024  # assumed in plans: frames of 512 x 512 pixels
@@ -122,6 +122,16 @@ class Mixer:
 
 
 @dataclass(frozen=True)
+class Correction:
+    """Traced bytes of plans of one kind, relative to the estimate: on the device without parameters and optimizer; in
+    host memory, what layers keep and offloaded states; in all-to-alls."""
+
+    device: float = 1.0
+    host: float = 1.0
+    sent: float = 1.0
+
+
+@dataclass(frozen=True)
 class ModelShape:
     family: str
     num_layers: int
@@ -143,10 +153,18 @@ class ModelShape:
     teacher: ModelShape | None = None  # another frozen model; an adapter has the format of its base
     encoders: tuple[Encoder, ...] = ()  # image encoders; `measured` includes their parameters
     optimizer: str = "adamw"  # as optim.name
+    corrections: Mapping[str, Correction] = field(default_factory=dict)  # by kind of plan (`plan_kind`)
 
     def __hash__(self) -> int:
         """Hash a few fields only: the planner's caches hash a shape at every lookup."""
         return hash((self.num_layers, self.hidden, self.heads, self.mlp, self.vocab))
+
+    def correction(self, kind: str) -> Correction:
+        """An unknown kind is estimated as the one that needs most."""
+        known = self.corrections
+        if kind in known or not known:
+            return known.get(kind, Correction())
+        return Correction(*(max(1.0, *factors) for factors in zip(*map(astuple, known.values()), strict=True)))
 
     @property
     def root(self) -> RootKind:

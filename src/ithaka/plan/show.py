@@ -49,8 +49,7 @@ TIER_NAMES = {"GPU": ("GPU memory", "GPU"), "host": ("host memory", "node"), "di
 def answer_request(request: PlanRequest, max_context: bool, steps: int | None, as_json: bool) -> tuple[str, Plan]:
     """(output, plan). `max_context`: plan for the longest context that fits."""
     space, batch = request.space, request.work.batch
-    context, limited_by = space.longest_context_and_limit(batch) if max_context else (0, "")
-    plan = request.plan(context)
+    plan, context, limited_by = request.longest_plan() if max_context else (request.plan(), 0, "")
     rope, warnings = request.missing_rope(plan.work.length), [*_warn_of_slow_attention(plan), *_warn_of_tight(plan)]
     if as_json:
         values = as_dict(plan, request.model, steps) | ({"max_context": context} if max_context else {})

@@ -2,7 +2,10 @@
 
 A trace is a list of segments: the embedding, the forward of each layer, the loss, the backward of each layer, and the
 update. It has few layers, at least one of each kind; `unroll` repeats them to the depth of the model. Bytes and most
-FLOPs grow linearly with the tokens, so `fit` makes a trace of any length from two.
+FLOPs grow linearly with the tokens, so a `LinearTrace` of two lengths gives that of any.
+
+The search for a plan estimates bytes (plan/bytes.py), and traces decide: `choose_traced` traces the chosen plan,
+corrects the estimate of plans of its kind, and chooses again until a traced plan fits.
 """
 
 from __future__ import annotations
@@ -11,18 +14,25 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ithaka.config import AdapterConfig
 from ithaka.layout import Layout
+from ithaka.plan.bytes import STATES, plan_kind
+from ithaka.plan.search import Plan, SearchSpace
+from ithaka.plan.seconds import sent_bytes
+from ithaka.plan.shape import Correction, StepShape
 
 Amounts = dict[str, float]  # by name; for bytes, by memory category
+MAX_TRACES = 4  # of one search
+ROOM = 0.02  # of the device's memory that a traced plan may leave before a faster one is tried
+MIN_GAIN = 1.01  # speed of such a plan, relative to the traced one
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,22 @@ class Trace:
             grads += state.get("gradients", 0.0)
         return replace(self, segments=tuple(segments), states=tuple(states))
 
+    def offload_states(self) -> Trace:
+        """Move parameters, gradients and optimizer states to the host. Gradients in flight stay."""
+        sharded = sum(state.get("gradients", 0.0) for state in self.states)
+
+        def strip(sizes: Amounts) -> Amounts:
+            return {name: size for name, size in sizes.items() if name not in STATES}
+
+        segments = []
+        for segment in self.segments:
+            states = sum(segment.start.get(name, 0.0) for name in STATES) + sharded
+            start, peak, end = (size + states for size in segment.host)
+            peaks = {phase: strip(sizes) for phase, sizes in segment.peaks.items()}
+            changes: dict[str, Any] = {"start": strip(segment.start), "end": strip(segment.end), "peaks": peaks}
+            segments.append(replace(segment, **changes, host=(start, peak, end)))
+        return replace(self, segments=tuple(segments))
+
     def _grads_before(self) -> Amounts:
         """Bytes of the sharded gradients of all layers that ran backward before each segment."""
         before, done = dict[str, float](), 0.0
@@ -150,13 +176,6 @@ class LinearTrace:
         ]
         return Trace(tokens, tuple(segments), self.long.states)
 
-    def to_json(self) -> dict[str, Any]:
-        return {"short": self.short.to_json(), "long": self.long.to_json()}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> LinearTrace:
-        return cls(Trace.from_json(values["short"]), Trace.from_json(values["long"]))
-
 
 def _map_segments(combine: Callable[..., Amounts], a: Segment, b: Segment) -> Segment:
     assert a.name == b.name, f"{a.name} and {b.name} differ"
@@ -196,8 +215,8 @@ def _subtract(a: Amounts, b: Amounts) -> Amounts:
 class TraceRequest:
     """A model and one rank of a mesh."""
 
-    config: str  # config.json of a model with the layers to trace
-    layout: Layout  # with a policy for each of them, and a kernel by name
+    config: str  # config.json
+    layout: Layout  # with a policy for each layer, and a kernel by name
     num_ranks: int
     rank: int = 0
     context: int = 0  # positions that the model must have
@@ -207,27 +226,61 @@ class TraceRequest:
     trains: bool = True
     reference: bool = False  # also run a reference model
 
-    def file(self, tokens: int) -> Path:
-        """Where the trace of a sequence of this length is cached: for this request, these packages and this code."""
-        values = json.dumps([asdict(self), tokens, *_versions()], sort_keys=True, default=str)
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ithaka" / "traces"
-        return folder / f"{hashlib.sha256(values.encode()).hexdigest()[:32]}.json"
+    @classmethod
+    def from_plan(cls, plan: Plan, config: Mapping[str, Any], rank: int = 0) -> TraceRequest:
+        """`config`: the model's config.json."""
+        work, shape = plan.work, plan.shape
+        values = json.loads(json.dumps(dict(config)))
+        if "_class_name" not in values:  # model.resize_embeddings
+            (values.get("text_config") or values)["vocab_size"] = shape.vocab
+        policies = plan.layout.layer_policies(shape.num_layers)
+        layout = replace(plan.layout, kept=policies, dtype="bfloat16", kernel=plan.hardware.gpu.kernel)
+        document = work.context if work.batch > 1 else work.document_tokens
+        options: dict[str, Any] = {"adapter": shape.adapter, "optimizer": shape.optimizer, "trains": work.trains}
+        ranks = plan.hardware.num_gpus, rank
+        return cls(json.dumps(values), layout, *ranks, work.context, document, reference=work.reference, **options)
 
     def read(self, tokens: int) -> Trace | None:
-        """Return the cached trace, if there is one."""
+        """Return the cached trace of a sequence of this length, if there is one."""
+        values = read_cache("trace", asdict(self), tokens)
         try:
-            return Trace.from_json(json.loads(self.file(tokens).read_text()))
-        except (OSError, ValueError, KeyError, TypeError):
+            return Trace.from_json(values["trace"]).unroll(values["representatives"]) if values else None
+        except (KeyError, TypeError):
             return None
 
-    def write(self, trace: Trace) -> None:
-        """Cache a trace. A cache that cannot be written is left out."""
-        file = self.file(trace.tokens)
-        with suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
-                json.dump(trace.to_json(), new)
-            os.replace(new.name, file)
+    def write(self, trace: Trace, representatives: Sequence[int]) -> None:
+        """Cache a trace of few layers, and the one that is like each layer of the model."""
+        values = {"trace": trace.to_json(), "representatives": list(representatives)}
+        write_cache(values, "trace", asdict(self), trace.tokens)
+
+
+def read_cache(*key: Any) -> Any:
+    """Return what was cached for this key, these packages and this code; None if nothing was."""
+    if not _cache_folder().is_dir():
+        return None
+    try:
+        return json.loads(_cache_file(key).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def write_cache(value: Any, *key: Any) -> None:
+    """A cache that cannot be written is left out."""
+    file = _cache_file(key)
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
+            json.dump(value, new)
+        os.replace(new.name, file)
+
+
+def _cache_file(key: tuple[Any, ...]) -> Path:
+    values = json.dumps([*key, *_versions()], sort_keys=True, default=str)
+    return _cache_folder() / f"{hashlib.sha256(values.encode()).hexdigest()[:32]}.json"
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ithaka" / "traces"
 
 
 @cache
@@ -243,3 +296,69 @@ def _versions() -> tuple[str, ...]:
     for file in sorted(root.rglob("*.py")):
         digest.update(file.read_bytes())
     return (*versions, digest.hexdigest())
+
+
+# ---- traces decide
+
+
+class Peaks(NamedTuple):
+    """Traced bytes of one rank."""
+
+    device: float
+    host: float
+    sent: float  # in all-to-alls
+
+    @classmethod
+    def from_trace(cls, trace: Trace) -> Peaks:
+        sent = (size for name, size in trace.total("moved").items() if name.startswith("all-to-all"))
+        return cls(trace.peak_bytes, trace.host_bytes, sum(sent))
+
+
+Tracer = Callable[[Plan], Peaks | None]  # None: this plan cannot be traced
+
+
+def read_traced(plan: Plan, config: Mapping[str, Any]) -> Peaks | None:
+    """The peaks of a cached trace of rank 0, if there is one."""
+    trace = TraceRequest.from_plan(plan, config).read(plan.work.tokens)
+    if trace is None:
+        return None
+    return Peaks.from_trace(trace.offload_states() if plan.layout.offload_optimizer else trace)
+
+
+def correct(plan: Plan, peaks: Peaks) -> Plan:
+    """`plan` with its traced peaks in its ledger, and a shape that corrects the estimates of all plans of its kind."""
+    kind, ranks = plan_kind(plan.shape, plan.layout), plan.hardware.gpus_per_node
+    others = {name: value for name, value in plan.shape.corrections.items() if name != kind}
+    estimate = replace(plan, shape=replace(plan.shape, corrections={kind: Correction()})).ledger
+    stored = sum(estimate.stored.values())
+    # A disk that is slower than planned fills the host, which a trace does not see.
+    host = ranks * peaks.host / stored if stored and not estimate.disk_peak else 1.0
+    states = sum(estimate.gpu[name] for name in STATES)
+    activations = estimate.gpu_peak - estimate.gpu["reserve"] - states
+    sent = sent_bytes(plan.shape, plan.layout, plan.work, plan.hardware)
+    correction = Correction(max(peaks.device - states, 0.0) / activations, host, peaks.sent / sent if sent else 1.0)
+    shape = replace(plan.shape, corrections={**others, kind: correction})
+    alternatives = (replace(other, shape=shape) for other in plan.alternatives)
+    fitting = tuple(other for other in alternatives if other.fits) if plan.fits else ()
+    return replace(plan, shape=shape, alternatives=fitting)
+
+
+def choose_traced(space: SearchSpace, work: StepShape, trace: Tracer | None) -> Plan:
+    """Choose a plan and trace it. If it does not fit, or leaves room, choose again with what the trace corrects."""
+    traced: list[Plan] = []
+    for _ in range(MAX_TRACES):
+        plan = space.choose(work)
+        speed = max((other.tokens_per_s_per_gpu for other in traced if other.fits), default=0.0)
+        if trace is None or plan.layout in [other.layout for other in traced]:
+            break
+        if plan.tokens_per_s_per_gpu < MIN_GAIN * speed:
+            break
+        if (peaks := trace(plan)) is None:
+            return plan
+        traced.append(correct(plan, peaks))
+        ledger, is_better = traced[-1].ledger, sum(other.fits for other in traced) > 1
+        if traced[-1].fits and (is_better or ledger.gpu_peak > (1 - ROOM) * ledger.gpu_bytes):
+            break
+        space = replace(space, shape=traced[-1].shape)
+    fitting = [other for other in traced if other.fits]
+    return max(fitting, key=lambda other: other.tokens_per_s_per_gpu) if fitting else [plan, *traced][-1]

@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
@@ -213,7 +213,7 @@ class _RecordOperators(TorchDispatchMode):
         recorder, kwargs = self.recorder, kwargs or {}
         if func is aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
             return True  # transformers asks whether all positions are consecutive
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = [*_flatten((*args, *kwargs.values()))]
         inputs = {t.untyped_storage()._cdata for t in leaves if recorder.is_on_device(t)}
         workspace = None
         if recorder.device == GHOST and inputs:
@@ -222,7 +222,7 @@ class _RecordOperators(TorchDispatchMode):
             if (workspace := _make_workspace(func.overloadpacket, args)) is not None:
                 recorder.record(workspace.untyped_storage())
         out = func(*args, **kwargs)
-        for tensor in pytree.tree_leaves(out):
+        for tensor in _flatten((out,)):
             if recorder.is_on_device(tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata in recorder.live or storage._cdata not in inputs:  # else it is older than the step
@@ -243,6 +243,15 @@ class _RecordOperators(TorchDispatchMode):
             elif recorder.is_host(args[1]):
                 count("copy from host", args[0].nbytes)
         return out
+
+
+def _flatten(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the arguments or results of an operator, which pytree would take most of a trace's time for."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flatten(value)
+        else:
+            yield value
 
 
 def _move_to_ghost(func: Any, args: Any, kwargs: Any) -> Any:

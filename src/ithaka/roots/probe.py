@@ -8,8 +8,8 @@ outputs and gradients must agree. Experts and MLPs are small copies where their 
 import copy
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -361,8 +361,43 @@ def _compare_results(
             raise refusal(model, f"gives another {name} {where} when its tokens are split (by {error:.1e})")
 
 
+_findings: dict[Any, LayerSpec] = {}  # of `probe_once`
+_probes_once = [False]
+
+
+@contextmanager
+def probing_once() -> Iterator[None]:
+    """Within it, `probe_layers` is `probe_once`: for traces, which are not a check of the model."""
+    outer, _probes_once[0] = _probes_once[0], True
+    try:
+        yield
+    finally:
+        _probes_once[0] = outer
+
+
+def probe_once(model: PreTrainedModel, recorder: Recorder, device: torch.device) -> list[LayerSpec]:
+    """The specs of all layers, from a probe of one layer of each kind that this process has not probed before. Layers
+    of a kind have equal modules and masks."""
+    calls, shorter = (recorder.call(length) for length in LENGTHS)
+    masks: dict[int, int] = {}
+    specs = []
+    for index, layer in enumerate(recorder.layers):
+        dims = token_dims(model, f"model.layers.{index}", calls[index], shorter[index])
+        mask = next((m for m in pytree.tree_leaves(calls[index][1:]) if isinstance(m, PlaceholderMask)), None)
+        number = masks.setdefault(id(mask), len(masks)), getattr(mask, "local_size", None)
+        kind = type(model), describe_layer(layer), number, dims, device
+        if kind not in _findings:
+            _findings[kind] = _probe_kind(model, [index], dims, recorder, device)[index]
+        specs.append(_findings[kind])
+    for recorded, spec in zip(recorder.recorded, specs, strict=True):
+        recorded.num_outputs = spec.num_outputs
+    return specs
+
+
 def probe_layers(model: PreTrainedModel, recorder: Recorder, device: torch.device) -> list[LayerSpec]:
     """Probe one layer of each kind, one after the other, then two layers together; return the specs of all layers."""
+    if _probes_once[0]:
+        return probe_once(model, recorder, device)
     calls, shorter = (recorder.call(length) for length in LENGTHS)
     kinds: dict[Any, list[int]] = {}
     for index, layer in enumerate(recorder.layers):
@@ -379,13 +414,6 @@ def probe_layers(model: PreTrainedModel, recorder: Recorder, device: torch.devic
     _probe_without_layers(model, recorder)
     _probe_together(model, ordered, recorder, device)
     return ordered
-
-
-def probe_layer(
-    model: PreTrainedModel, index: int, dims: tuple[int | None, ...], recorder: Recorder, device: torch.device
-) -> LayerSpec:
-    """Return the spec of one layer. `dims`: of its arguments (`token_dims`)."""
-    return _probe_kind(model, [index], dims, recorder, device)[index]
 
 
 def _probe_kind(

@@ -96,10 +96,10 @@ def preflight(
         config = full.at(files.read_state(checkpoint)["step"] if checkpoint else 0)  # the next entry of a curriculum
         if full.curriculum or resume in (None, AUTO):  # else a resumed run keeps its settings
             config, plan = plan_run(config, explicit, weakest)
-        run = dataclasses.replace(validate_run(config, weakest.num_gpus, resume, local[1], trains, force), plan=plan)
+        run = validate_run(config, weakest.num_gpus, resume, local[1], trains, force, plan)
         for start in (end for end in full.ends[:-1] if end >= config.train.steps):  # later entries must fit too
-            later, _ = plan_run(full.at(start), explicit, weakest)
-            check_inputs(build_run(later, weakest.num_gpus, local[1], resume is not None))
+            later, later_plan = plan_run(full.at(start), explicit, weakest)
+            check_inputs(build_run(later, weakest.num_gpus, local[1], resume is not None, later_plan))
         saved_config = curriculum_to_save(full, explicit, plan) if full.curriculum else ""
         return dataclasses.replace(run, saved_config=saved_config, commits=commits)
 
@@ -118,6 +118,7 @@ def validate_run(
     hardware: Hardware | None = None,
     trains: bool = True,
     force: bool = False,
+    plan: Plan | None = None,
 ) -> Run:
     """A run with these settings, which can start. Raises ConfigError otherwise; cheap checks come first."""
     run_dir, auto = config.train.run_dir, resume == AUTO
@@ -125,7 +126,7 @@ def validate_run(
         resume = run_dir if files.newest_checkpoint(run_dir) else None
     if resume is None and run_dir is not None:
         check_run_dir(run_dir, auto, force)
-    run = build_run(config, num_ranks, hardware, resume is not None)
+    run = build_run(config, num_ranks, hardware, resume is not None, plan)
     if resume is not None:
         checkpoint, changed = find_resume_point(resume, run.config, run.shape)
         run = dataclasses.replace(run, checkpoint=checkpoint, changed=changed)
@@ -145,9 +146,11 @@ def validate_run(
     return dataclasses.replace(run, data_bytes=check_inputs(run))
 
 
-def build_run(config: Config, num_ranks: int, hardware: Hardware | None, resumes: bool) -> Run:
-    """A run with these settings, which fits on its machine."""
-    shape = model_shape(config)
+def build_run(
+    config: Config, num_ranks: int, hardware: Hardware | None, resumes: bool, plan: Plan | None = None
+) -> Run:
+    """A run with these settings, which fits on its machine. `plan`: where they come from."""
+    shape = plan.shape if plan else model_shape(config)
     check_settings(config, num_ranks, shape)
     hardware = hardware or detect_machine(config, num_ranks, launch.detect_gpu())
     kernel = config.attention.kernel
@@ -160,7 +163,7 @@ def build_run(config: Config, num_ranks: int, hardware: Hardware | None, resumes
         rule = f"is not the {accumulate} that train.global_batch={config.train.global_batch} implies"
         raise ConfigError(f"train.accumulate={config.train.accumulate} {rule}; leave one out")
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulate=accumulate))
-    run = Run(config, num_ranks, shape, layout, hardware)
+    run = Run(config, num_ranks, shape, layout, hardware, plan)
     check_fits(run)
     if not resumes or run.needs_base:  # else the checkpoint has all weights
         check_weights(config.model.path)

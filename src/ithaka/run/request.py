@@ -11,7 +11,7 @@ from ithaka.plan.hardware import H200_ATTENTION, Hardware
 from ithaka.plan.models import find_config
 from ithaka.plan.request import PlanRequest
 from ithaka.plan.search import make_search_space, shape_to_train, work_from_config
-from ithaka.run.shapes import shape_from_config, teacher_shape
+from ithaka.run.shapes import make_tracer, shape_from_config, teacher_shape
 
 # Settings that have an option of `ithaka plan`.
 OPTIONS = {"model.path": "the argument MODEL", "data.context": "--context", "train.batch": "--batch",
@@ -29,8 +29,10 @@ def make_request(
     overrides: Sequence[str],
     adapter: int | None = None,
     any_setting: bool = False,
+    traces: bool = False,
 ) -> PlanRequest:
-    """`overrides`: section.key=value, as for training. `any_setting`: also accept settings that affect no plan."""
+    """`overrides`: section.key=value, as for training. `any_setting`: also accept settings that affect no plan.
+    `traces`: also trace plans of built-in models."""
     overrides = [*overrides, *([f"adapter.rank={adapter}"] if adapter else [])]
     num_tokens = parse_count(context)
     if num_tokens is None or num_tokens < 2:
@@ -56,4 +58,5 @@ def make_request(
         rule = f"does not apply to {model}: video transformers {shape.root.refuses[name]}"
         raise ConfigError(f"{name}={format_value(attrgetter(name)(config))} {rule}; leave it out")
     space = make_search_space(config, explicit, shape, hardware)
-    return PlanRequest(model, hf_config, space, config, frozenset(explicit), work_from_config(config))
+    options = frozenset(explicit), work_from_config(config)
+    return PlanRequest(model, hf_config, space, config, *options, make_tracer(hf_config, always=traces))

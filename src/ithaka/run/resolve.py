@@ -26,7 +26,9 @@ from ithaka.plan.hardware import GPUS, Hardware, available_memory, find_gpu, fre
 from ithaka.plan.read_config import read_json
 from ithaka.plan.search import Plan, SearchSpace, make_search_space, shape_to_train, work_from_config
 from ithaka.plan.shape import ModelShape, StepShape
-from ithaka.run.shapes import read_shape, shape_from_config, teacher_shape
+from ithaka.plan.trace import choose_traced
+from ithaka.run.launch import under_torchrun
+from ithaka.run.shapes import make_tracer, read_shape, shape_from_config, teacher_shape
 
 FALLBACK_GPU = "H100"  # its rates rank plans for a GPU that is not in the table
 STORE_CATEGORIES = ("layer inputs", "kept attention", "on the way to disk")  # names in the ledger
@@ -129,6 +131,14 @@ def read_stored_settings(adapter: AdapterConfig, explicit: Set[str]) -> AdapterC
     return dataclasses.replace(adapter, **values)
 
 
+def model_config(config: Config) -> dict[str, Any]:
+    """The model's config.json."""
+    path = config.model.path
+    if path is None:
+        return embedded_model(config.model.embedded)
+    return read_json(path / "config.json" if path.is_dir() else path)
+
+
 def model_shape(config: Config) -> ModelShape:
     """The model's shape, with the vocabulary that model.resize_embeddings gives it."""
     path, name = config.model.path, config.model.embedded
@@ -185,10 +195,13 @@ def plan_run(
     config: Config, explicit: Set[str], hardware: Hardware, shape: ModelShape | None = None
 ) -> tuple[Config, Plan | None]:
     """Fill in every setting that is not in `explicit` from a plan; return the config and the plan, which may not fit.
-    `shape` defaults to the configured model's."""
+    `shape` defaults to the configured model's, whose plan is traced, except under torchrun."""
     if not uses_planner(config, hardware):
         return config, None
-    plan = make_search_space(config, explicit, shape or model_shape(config), hardware).choose(work_from_config(config))
+    space = make_search_space(config, explicit, shape or model_shape(config), hardware)
+    # Under torchrun, every rank plans, and the caches of nodes may differ.
+    trace = make_tracer(model_config(config), always=True) if shape is None and not under_torchrun() else None
+    plan = choose_traced(space, work_from_config(config), trace)
     tree = to_dict(config)
     for name, value in plan.settings.items():
         section, key = name.split(".")

@@ -1,4 +1,4 @@
-"""The shape of any model: by formula, stored, or else measured, which takes torch and seconds."""
+"""The shape of any model: by formula, stored, or else measured, which takes torch and seconds; traces of its plans."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any
 from ithaka.config import AdapterConfig, Config
 from ithaka.config.formats import check_quantization, required_base
 from ithaka.hub import HUB_ID
-from ithaka.plan.models import find_config, find_known_shape
+from ithaka.plan.models import find_config, find_known_shape, shape_from_json, shape_to_json
 from ithaka.plan.read_config import GIVE_MODEL, check_values, read_json
+from ithaka.plan.search import Plan
 from ithaka.plan.shape import ModelShape
+from ithaka.plan.trace import Peaks, Tracer, read_cache, read_traced, write_cache
 
 
 def find_shape(model: str) -> ModelShape:
@@ -50,6 +52,28 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
 
 @lru_cache
 def _measure(values: str, source: str) -> ModelShape:
+    if (stored := read_cache("shape", values)) is not None:
+        return shape_from_json(stored)
     from ithaka.model.shape import measure_model  # late: it imports torch
 
-    return measure_model(json.loads(values), source)
+    shape = measure_model(json.loads(values), source)
+    write_cache(shape_to_json(shape), "shape", values)
+    return shape
+
+
+def make_tracer(config: Mapping[str, Any], always: bool) -> Tracer:
+    """Return a function that traces plans of the model with this config.json. Unless `always`, models whose shape is
+    known are not traced, so that planning them takes no torch: their estimates are corrected by stored traces."""
+    values = {name: value for name, value in config.items() if name != "quantization_config"}
+    traces = always or find_known_shape(values, "the model") is None
+
+    def trace(plan: Plan) -> Peaks | None:
+        return read_traced(plan, config) or (_trace(config, plan) if traces else None)
+
+    return trace
+
+
+def _trace(config: Mapping[str, Any], plan: Plan) -> Peaks | None:
+    from ithaka.run.trace import trace_peaks  # late: it imports torch
+
+    return trace_peaks(config, plan)

@@ -22,7 +22,6 @@ from ithaka.data.batch import Batch, num_valid
 from ithaka.inputs.batch import count_pairs, pack_batch, shard_label_values
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.phases import phase
-from ithaka.train.optimizers import MuonAndAdamW, adamw8bit_class
 from ithaka.train.preferences import DPO
 
 _CHUNK_ELEMENTS = 1 << 20  # on a CPU, the norm of a chunk converts it to fp64
@@ -41,27 +40,6 @@ def learning_rate(step: int, optim: OptimConfig, num_steps: int) -> float:
     progress = min(max((step - start) / max(end - 1 - start, 1), 0.0), 1.0)
     left = 0.5 * (1.0 + math.cos(math.pi * progress)) if optim.schedule == "cosine" else 1.0 - progress
     return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * left)
-
-
-def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
-    """Make the optimizer of the trainable parameters. Weight decay applies to matrices (including embeddings, as in
-    nanoGPT and the Hugging Face trainer), not to vectors (norms, biases). `train_step` sets the learning rate."""
-    factors = optim.find_lr_factors(name for name, p in model.named_parameters() if p.requires_grad)
-    groups: dict[tuple[float, bool, bool], list[nn.Parameter]] = {(1.0, True, False): [], (1.0, False, False): []}
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            by_muon = optim.name == "muon" and p.ndim == 2 and ".layers." in name
-            groups.setdefault((factors[name], p.ndim >= 2, by_muon), []).append(p)
-    fused = all(p.device.type in ("cpu", "cuda", "meta") for params in groups.values() for p in params)
-    settings = [
-        {"params": params, "weight_decay": optim.weight_decay * is_matrix, "lr_factor": factor, "muon": by_muon}
-        for (factor, is_matrix, by_muon), params in groups.items()
-        if params
-    ]
-    options: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
-    if optim.name == "adamw":
-        return torch.optim.AdamW(settings, **options, fused=fused)
-    return adamw8bit_class()(settings, **options) if optim.name == "adamw8bit" else MuonAndAdamW(settings, **options)
 
 
 def _local(grad: Tensor) -> Tensor:

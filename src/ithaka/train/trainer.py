@@ -36,6 +36,7 @@ from ithaka.log.console import Console, status
 from ithaka.log.metrics import note_startup
 from ithaka.model.build import build_model, has_weights
 from ithaka.model.distillation import distill
+from ithaka.model.optimizers import make_optimizer
 from ithaka.ops.divergence import Criterion
 from ithaka.ops.fourbit import packed_weights
 from ithaka.phases import phase
@@ -44,7 +45,7 @@ from ithaka.roots.decoder import ParallelOutput
 from ithaka.run.resolve import Run, can_save_in_background, input_slabs, store_host_bytes
 from ithaka.run.validate import check_same_inputs, fingerprint_weights
 from ithaka.train.preferences import DPO
-from ithaka.train.step import StepResult, learning_rate, make_optimizer, train_step, validation_loss
+from ithaka.train.step import StepResult, learning_rate, train_step, validation_loss
 from ithaka.weights.load import check_finite
 
 MIN_NORMS = 20  # steps before a gradient norm can count as a spike

@@ -1,4 +1,4 @@
-"""Optimizers other than PyTorch's AdamW: AdamW with 8-bit moments, and Muon for the matrices of layers."""
+"""The optimizer of a run: PyTorch's AdamW, AdamW with 8-bit moments, or Muon for the matrices of layers."""
 
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -6,10 +6,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 
+from ithaka.config import OptimConfig
 from ithaka.plan.shape import MOMENT_BLOCK, has_moment_blocks
 
 
@@ -57,3 +58,24 @@ class MuonAndAdamW(Optimizer):
             part.state = self.state  # `load_state_dict` replaces them
             part.param_groups = [group for group in self.param_groups if group["muon"] == has_muon]
             part.step()
+
+
+def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
+    """Make the optimizer of the trainable parameters. Weight decay applies to matrices (including embeddings, as in
+    nanoGPT and the Hugging Face trainer), not to vectors (norms, biases). `train_step` sets the learning rate."""
+    factors = optim.find_lr_factors(name for name, p in model.named_parameters() if p.requires_grad)
+    groups: dict[tuple[float, bool, bool], list[nn.Parameter]] = {(1.0, True, False): [], (1.0, False, False): []}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            by_muon = optim.name == "muon" and p.ndim == 2 and ".layers." in name
+            groups.setdefault((factors[name], p.ndim >= 2, by_muon), []).append(p)
+    fused = all(p.device.type in ("cpu", "cuda", "meta") for params in groups.values() for p in params)
+    settings = [
+        {"params": params, "weight_decay": optim.weight_decay * is_matrix, "lr_factor": factor, "muon": by_muon}
+        for (factor, is_matrix, by_muon), params in groups.items()
+        if params
+    ]
+    options: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
+    if optim.name == "adamw":
+        return torch.optim.AdamW(settings, **options, fused=fused)
+    return adamw8bit_class()(settings, **options) if optim.name == "adamw8bit" else MuonAndAdamW(settings, **options)

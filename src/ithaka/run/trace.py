@@ -1,0 +1,141 @@
+"""Trace a plan: run one rank's step of a few layers on tensors without memory, and extend it to all layers."""
+
+import copy
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from ithaka.comm.ghost import GHOST, ghost_rank
+from ithaka.comm.mesh import make_mesh
+from ithaka.config import ConfigError, OptimConfig
+from ithaka.model.build import build_model, read_hf_config
+from ithaka.model.distillation import use_reference
+from ithaka.model.logprobs import token_logprobs
+from ithaka.model.optimizers import make_optimizer
+from ithaka.model.truncate import choose_neighbors, read_kinds, truncate_config
+from ithaka.phases import phase
+from ithaka.plan.layer_bytes import CALL_TOKENS
+from ithaka.plan.search import Plan
+from ithaka.plan.trace import LinearTrace, Peaks, Trace, TraceRequest
+from ithaka.profile.trace import ghost_store, trace_step
+from ithaka.roots.probe import probing_once
+
+TILES = (2, 3)  # per rank: a longer sequence is extrapolated from two short ones
+
+
+def trace_peaks(config: Mapping[str, Any], plan: Plan) -> Peaks | None:
+    """The traced peaks of a plan of the model with this config.json; None, with a warning, if it cannot be traced."""
+    if plan.shape.teacher or plan.work.distills or plan.work.spans or dist.is_initialized():
+        return None
+    try:
+        return Peaks.from_trace(trace_plan(plan, config))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        warnings.warn(f"memory is estimated, because the model cannot be traced ({reason})", stacklevel=2)
+        return None
+
+
+def trace_plan(plan: Plan, config: Mapping[str, Any], rank: int = 0, inputs: dict[str, Any] | None = None) -> Trace:
+    """The trace of a planned step on this rank, at full depth. `config`: the model's config.json; `inputs`: arguments
+    of a call, by default random tokens, for which traces are cached."""
+    if not 0 <= rank < (num_ranks := plan.hardware.num_gpus):
+        raise ConfigError(f"--rank {rank} is not one of the {num_ranks} ranks; use 0 to {num_ranks - 1}")
+    request, tokens = TraceRequest.from_plan(plan, config, rank), plan.work.tokens
+    trace = request.read(tokens) if inputs is None else None
+    if trace is None:
+        truncated, representatives = truncate_request(request)
+        if inputs is not None:
+            short = trace_model(truncated, inputs["input_ids"].numel(), inputs)
+        else:
+            short = _trace_lengths(truncated, tokens)
+            request.write(short, representatives)
+        trace = short.unroll(representatives)
+    return trace.offload_states() if plan.layout.offload_optimizer else trace
+
+
+def truncate_request(request: TraceRequest) -> tuple[TraceRequest, list[int]]:
+    """A request for a model with few layers, and the one among them that is like each layer of the model. Its states
+    stay on the device, because the ghost device has no host (`Trace.offload_states`)."""
+    config, policies = json.loads(request.config), request.layout.kept
+    if "_class_name" in config:
+        layers, representatives = choose_neighbors(policies)
+        config = {**config, "num_layers": len(layers)}
+    else:
+        full = read_config(config)
+        kinds = read_kinds(full)
+        layers, representatives = choose_neighbors(list(zip(kinds, policies, strict=True)))
+        truncated = truncate_config(full, layers)
+        if read_kinds(truncated) != [kinds[i] for i in layers]:  # a kind depends on the layer's index
+            truncated, layers = full, tuple(range(len(kinds)))
+            representatives = list(layers)
+        config = truncated.to_dict()
+    layout = replace(request.layout, kept=tuple(policies[i] for i in layers), offload_optimizer=False)
+    return replace(request, config=json.dumps(config), layout=layout), representatives
+
+
+def _trace_lengths(request: TraceRequest, tokens: int) -> Trace:
+    """Trace a sequence of this length or, if it is long, two shorter ones."""
+    layout = request.layout
+    tile = layout.cp * (layout.tile_tokens or tokens)
+    # Attention takes several heads per call in shorter sequences than CALL_TOKENS, whose buffers are not linear.
+    first = max(TILES[0], -(-CALL_TOKENS // tile))
+    lengths = first * tile, (first + TILES[1] - TILES[0]) * tile
+    if tokens <= sum(lengths):
+        return trace_model(request, tokens)
+    return LinearTrace(*(trace_model(request, length) for length in lengths)).at(tokens)
+
+
+def trace_model(request: TraceRequest, tokens: int, inputs: dict[str, Any] | None = None) -> Trace:
+    """Trace a step of `tokens` tokens, or of the model's arguments `inputs`."""
+    layout, trains, adapter = request.layout, request.trains, request.adapter
+    with ghost_rank(request.num_ranks, request.rank), ghost_store() as store, probing_once():
+        mesh = make_mesh(layout.cp, GHOST, ring=layout.ring, replicas=layout.replicas)
+        options: dict[str, Any] = {"store": store, "context": max(tokens, request.context)}
+        build = partial(build_model, json.loads(request.config), mesh, layout, **options)
+        model = build(adapter=adapter, trains=trains)
+        other = build(trains=False) if request.reference and not adapter else None
+        optim: Any = OptimConfig(name=request.optimizer, lr=0.0)  # type: ignore[arg-type]
+        optimizer = make_optimizer(model, optim) if trains else None
+        if inputs is None:
+            inputs = model.ithaka_root.example_inputs(tokens, request.document_tokens)
+        step = partial(run_step, model, optimizer, (other or model) if request.reference else None)
+        return replace(trace_step(model, optimizer, step, inputs), tokens=tokens)
+
+
+def read_config(config: dict[str, Any]) -> Any:
+    return read_hf_config(copy.deepcopy(config))  # transformers changes nested values
+
+
+def run_step(model: Any, optimizer: Optimizer | None, reference: Any, inputs: dict[str, Any]) -> None:
+    """Run a training step; without an optimizer, the forward pass of an evaluation. If the reference is the model, its
+    adapter is disabled."""
+    with phase("step"):
+        if not model.ithaka_root.predicts_tokens:
+            with torch.set_grad_enabled(optimizer is not None):
+                loss = model(**inputs).sample.square().mean()
+        elif optimizer is None:
+            others = {name: value for name, value in inputs.items() if name not in ("input_ids", "labels")}
+            ids = inputs["input_ids"]
+            with torch.no_grad():
+                loss = -token_logprobs(model, ids, ids, **others).logprobs.double().cpu().mean()
+        elif reference is not None:
+            options = {"labels": inputs["input_ids"], **inputs, "per_token": True}
+            with torch.no_grad(), use_reference(model, None if reference is model else reference) as other:
+                before = other(**options).tokens.logprobs
+            loss = -(model(**options).tokens.logprobs - before).exp().mean()
+        else:
+            loss = model(**{"labels": inputs["input_ids"], **inputs}).loss
+        if optimizer is not None:
+            loss.backward()
+            with phase("optimizer"):
+                optimizer.step()
+                optimizer.zero_grad()
+    if not loss.is_meta and not torch.isfinite(loss):
+        raise RuntimeError(f"the rehearsal's loss is {loss.item()}; its timings are meaningless")
