@@ -39,8 +39,6 @@ from test_data_sources import BYTES
 from test_general_files import save_in_mxfp4
 from threads import run_on_threads
 
-pytestmark = pytest.mark.usefixtures("probes_once")
-
 
 def quantize_reference(flat):
     """Return bitsandbytes' codes, the codes, scales and offset of its scales, and the dequantized weights.

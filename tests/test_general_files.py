@@ -30,7 +30,7 @@ from ithaka.weights.load import init_weights
 from refusals import assert_refused
 from runs import MODEL, copy_run_at_step, metrics, saves_in_time, tiny_run
 
-pytestmark = pytest.mark.usefixtures("quiet_transformers", "probes_once")
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 IDS = torch.arange(40).reshape(2, 20) * 13 % 61
 
 

@@ -24,7 +24,7 @@ from ithaka.run.request import make_request
 from ithaka.weights.adapters import make_lora_config
 from parity import plain_sum, random_ids
 
-pytestmark = pytest.mark.usefixtures("quiet_transformers", "probes_once")
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 HOST = ActivationPolicy("host", "host")
 PROJECTIONS = ActivationPolicy("device", "device", projections=True)

@@ -71,7 +71,7 @@ def trace_on_cpu(request, tokens):
         dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("probes_once", "quiet_transformers")
+@pytest.mark.usefixtures("quiet_transformers")
 @pytest.mark.parametrize(
     "family, policy",
     [
