@@ -86,7 +86,7 @@ def _share_measurements(folder: Path) -> None:
     module.measure_model = measure_once
 
 
-LIBRARIES = ("torch", "transformers", "peft", "models")  # and tests/models.py
+LIBRARIES = ("ithaka", "torch", "transformers", "peft", "models")  # and tests/models.py
 _findings: dict[str, Any] = {}
 _probing = threading.Lock()
 

@@ -84,7 +84,7 @@ CASES = [  # family, cp, layout, documents, changes to PEFT's configuration
     ("mistral", 4, "ring", None, {"rank_pattern": {"k_proj": 2}, "alpha_pattern": {"down_proj": 7}}),
     ("qwen2", 1, "disk", (7, 1, 9, 4), {}),
     pytest.param("qwen2", 4, "everything", None, {"use_rslora": True}, marks=pytest.mark.slow),
-    ("qwen3", 2, "stages", (7, 1, 9, 4), {}),
+    pytest.param("qwen3", 2, "stages", (7, 1, 9, 4), {}, marks=pytest.mark.slow),
     ("qwen3", 2, "everything", (7, 1, 9, 4), {"modules_to_save": ["lm_head", "q_norm"]}),
     ("mistral", 2, "kept", None, {"modules_to_save": ["embed_tokens", "lm_head"], "target_modules": ["q_proj"]}),
     ("llama", 4, "stages", None, {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),

@@ -87,7 +87,7 @@ def load_and_save(folder, out):
         return model(input_ids=IDS).logits, tensors
 
 
-ALWAYS = ("glm4_moe", "mixtral", "gemma2")
+ALWAYS = ("glm4_moe", "mixtral")
 
 
 # GLM has buffers in its files, Mixtral renamed experts, and Gemma 2 an embedding scale that no file contains.
