@@ -59,6 +59,7 @@ def compare(cp, config, layout, documents=None, **lora):
 SUBSETS = [[name for i, name in enumerate(LINEARS) if (layer & (8 + i)).bit_count() % 2] for layer in range(16)]
 
 
+@pytest.mark.slow
 def test_every_combination_of_three_targets_matches_peft():
     for three in combinations(LINEARS, 3):
         assert len({tuple(name in subset for name in three) for subset in SUBSETS}) == 8

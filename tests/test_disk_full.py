@@ -79,7 +79,11 @@ def cut_off(trace, path):
 
 @pytest.mark.parametrize(
     "file",
-    [pytest.param("evaluations/.step-{}.json.tmp", marks=pytest.mark.slow), "profile/step-{}/profile.json", None],
+    [
+        pytest.param("evaluations/.step-{}.json.tmp", marks=pytest.mark.slow),
+        pytest.param("profile/step-{}/profile.json", marks=pytest.mark.slow),
+        None,
+    ],
 )
 def test_an_evaluation_or_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch, capsys, file):
     train = {"save_every": 0, "validate_every": 0, "validate_sequences": 0}

@@ -187,6 +187,7 @@ def stop_while_saving(config):
     return code, output.getvalue(), exits, [limits.for_phase(path) == limits.save > 100 * SAVE_S for path in paths]
 
 
+@pytest.mark.slow
 def test_a_slow_save_is_not_a_hang_and_the_next_save_is_skipped(reference_run, tmp_path):
     config = with_run_dir(reference_run, tmp_path / "run", steps=100_000, save_every=2, validate_every=0, keep_last=9)
     victims = Ranks(2)
@@ -625,7 +626,11 @@ def test_the_rank_of_a_wrong_loss_is_named(ranks, reference_run, tmp_path):
 
 @pytest.mark.parametrize(
     "fault, bad_step",
-    [(nan_always, "skip"), (nan_twice, "stop"), pytest.param(nan_twice, "skip", marks=pytest.mark.slow)],
+    [
+        (nan_always, "skip"),
+        pytest.param(nan_twice, "stop", marks=pytest.mark.slow),
+        pytest.param(nan_twice, "skip", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_that_is_bad_twice_is_skipped_or_ends_the_run(ranks, reference_run, tmp_path, fault, bad_step):
     config = with_run_dir(reference_run, tmp_path / "run", bad_step=bad_step)

@@ -122,7 +122,7 @@ LAYOUTS = {
 WIDE = {"hidden_size": 256, "intermediate_size": 200, "head_dim": 32}  # several rows, and a partial one
 CASES = [  # family, cp, layout, changes
     ("llama", 1, "default", {}),
-    ("llama", 2, "tiers", WIDE),
+    pytest.param("llama", 2, "tiers", WIDE, marks=pytest.mark.slow),
     ("llama", 4, "ring", WIDE),
     pytest.param("qwen3", 2, "everything", {"hidden_size": 256}, marks=pytest.mark.slow),
     ("qwen3_moe", 2, "stages", {}),

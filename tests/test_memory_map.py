@@ -96,6 +96,7 @@ def test_a_large_vocabulary_is_planned_and_attributed(tmp_path, tied):
     assert peak["phase"] == "embedding backward" or not tied
 
 
+@pytest.mark.slow
 def test_one_rank_holds_no_gradients_to_reduce(tmp_path):
     """The peak is in the first layer's backward, when the later layers have their gradients."""
     memory = MEMORY["recomputed"] | {"tile_tokens": 16}

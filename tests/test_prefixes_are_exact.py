@@ -145,7 +145,7 @@ def config_of(family):
     [
         (1, "llama", Layout(), FORESTS),
         (2, "window", Layout(tile_tokens=5), ("late",)),
-        (4, "qwen3", Layout(heads_per_stage=4), ("depths",)),
+        pytest.param(4, "qwen3", Layout(heads_per_stage=4), ("depths",), marks=pytest.mark.slow),
     ],
     ids=str,
 )

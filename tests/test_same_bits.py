@@ -67,6 +67,7 @@ def with_memory(config, folder, **memory):
     )
 
 
+@pytest.mark.slow
 def test_an_offloaded_optimizer_gives_identical_runs(ranks, tmp_path, pytestconfig):
     """Every number is equal, also after resuming from a checkpoint of the other run and, with --slow, from its own."""
     plain = tiny_run(tmp_path, parallel={"cp": 2}, train={"steps": 2, "save_every": 1, "validate_every": 0})
