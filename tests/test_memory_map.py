@@ -16,7 +16,7 @@ from ithaka.profile.live import LiveBytes
 from ithaka.profile.step import KINDS, StepProfile
 from runs import run, tiny_run
 
-MODEL = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 2048}
+MODEL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 2048}
 MEMORY = {
     "everything kept": {"checkpoint": "none"},
     "recomputed": {"checkpoint": "full", "tile_tokens": 128},
