@@ -87,7 +87,7 @@ def processes(tmp_path_factory, pytestconfig):
     if pytestconfig.getoption("--plain"):
         return
     folder = tmp_path_factory.getbasetemp()
-    replacements.install((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "measured")
+    replacements.install((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "learned")
     if torch.cuda.is_available():
         # With flash-attn-4 installed, importing transformers initializes CUDA, which forked processes then cannot use.
         PRELOAD.clear()
@@ -168,10 +168,11 @@ def traces_plans():
 
 
 @pytest.fixture
-def probes_once():
-    """Cache the probe's findings in this process, see replacements.py."""
-    with replacements.cached_probes():
-        yield
+def fresh_probes(monkeypatch):
+    """Probe every model: the test changes the probe, or what it runs. See replacements.py."""
+    from ithaka.roots import general, probe
+
+    monkeypatch.setattr(general, "probe_layers", probe.probe_layers)
 
 
 _results = {}

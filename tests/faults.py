@@ -63,7 +63,11 @@ def run_and_die(config: Config, point: str, nth: int, victim: int) -> None:
 
 
 def configured(folder: Path) -> Config:
-    return tiny_run(folder, train={"steps": STEPS, "save_every": 2, "validate_every": 0, "validate_sequences": 0})
+    return tiny_run(
+        folder,
+        model={"num_hidden_layers": 2},
+        train={"steps": STEPS, "save_every": 2, "validate_every": 0, "validate_sequences": 0},
+    )
 
 
 def moved(config: Config, run_dir: Path) -> Config:

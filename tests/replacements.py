@@ -5,30 +5,30 @@ shapes over yet another mesh and measuring the same model again, which is not wh
 returns what the original would, computed once, or leaves out what no test can observe. `pytest --plain` runs without
 them, and `make test-all` runs a selection that way, which exposes a replacement that hides an error.
 
-`cached_probes` is for the processes of `ranks.Ranks` and, as the fixture `probes_once`, for tests.
-
 `--plain` also turns off `programs.forks` (processes are forks of one that has imported everything), `runs.may_fork`
-(torchrun's ranks are too), and the fixtures `plans_once` and `probes_once`.
+(torchrun's ranks are too), and the fixture `plans_once`.
 """
 
-import contextlib
 import fcntl
 import functools
 import hashlib
 import importlib.metadata
+import inspect
 import json
 import os
 import pickle
 import sys
 import threading
-from collections.abc import Iterator
+import types
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-
-from programs import PLAIN
+from typing import Any
+from unittest import mock
 
 
 def install(folder: Path) -> None:
-    """Install the replacements in this process and its forks, which share measurements of models in `folder`."""
+    """Install the replacements in this process and its forks, which share what they learn about models in `folder`."""
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -41,7 +41,8 @@ def install(folder: Path) -> None:
     # For its log, a rendezvous gets the source of every frame from `inspect`, which searches all imported modules.
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     _cache_tensor_metas()
-    _share_measurements(folder)
+    _share_measurements(folder / "shapes")
+    _share_findings(folder / "findings")
 
 
 def _cache_tensor_metas() -> None:
@@ -76,44 +77,77 @@ def _share_measurements(folder: Path) -> None:
     from ithaka.model import shape as module
 
     measure = module.measure_model
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
 
     def measure_once(values, source):
         name = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-        with (folder / name).open("a+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # ranks need it at the same time
-            file.seek(0)
-            if content := file.read():
-                return pickle.loads(content)
-            shape = measure(values, source)
-            file.write(pickle.dumps(shape))
-            return shape
+        return _read_or_write(folder / name, lambda: measure(values, source))
 
     module.measure_model = measure_once
 
 
-_findings: dict = {}
+LIBRARIES = ("ithaka", "torch", "transformers", "peft", "models")  # and tests/models.py
+_findings: dict[str, Any] = {}
 _probing = threading.Lock()
 
 
-@contextlib.contextmanager
-def cached_probes() -> Iterator[None]:
-    """Cache the probe's findings per layer configuration in this process: every model of every case needs them.
+def _share_findings(folder: Path) -> None:
+    """Probe equal models once for all test processes: every rank of every case builds one, and a probe takes 0.4 s.
 
-    Not for code that changes a layer, or that tests the probe.
+    Refusals are not shared, nor findings about modules that a test defines or changes. A test that changes the probe or
+    what it runs uses the fixture `fresh_probes`.
     """
-    from unittest import mock
-
+    from ithaka.comm.rank import is_rank_0
     from ithaka.roots import decoder, probe
-    from ithaka.weights.adapters import find_decoder
+
+    folder.mkdir(parents=True, exist_ok=True)
 
     def probe_once(model, recorder, device):
-        layers = tuple(map(probe.describe_layer, find_decoder(model).layers))
-        key = type(model), model.config.to_json_string(), layers, device
+        key = _describe_model(model, device)
         with _probing:
+            if key is None:
+                return probe.probe_layers(model, recorder, device)
             if key not in _findings:
-                _findings[key] = probe.probe_layers(model, recorder, device)
-            return _findings[key]
+                _findings[key] = _read_or_write(folder / key, lambda: _probe(model, recorder, device))
+            specs, messages = _findings[key]
+        for message in messages if is_rank_0() else ():
+            warnings.warn(message, stacklevel=2)
+        return list(specs)
 
-    with contextlib.nullcontext() if PLAIN in os.environ else mock.patch.object(decoder, "probe_layers", probe_once):
-        yield
+    def _probe(model, recorder, device):
+        messages: list[str] = []
+        warner = types.SimpleNamespace(warn=lambda message, stacklevel: messages.append(message))
+        with mock.patch.multiple(probe, warnings=warner, is_rank_0=lambda: True):
+            return probe.probe_layers(model, recorder, device), messages
+
+    decoder.probe_layers = probe_once
+
+
+def _describe_model(model: Any, device: Any) -> str | None:
+    """Return a name for everything that the probe depends on; None if a test defines or changes a module."""
+    from ithaka.roots.probe import describe_layer
+
+    forwards = []
+    for module in model.modules():
+        forward = inspect.unwrap(vars(module).get("forward", type(module).forward))
+        code = getattr(forward, "__func__", forward)
+        if not {type(module).__module__.partition(".")[0], code.__module__.partition(".")[0]} <= {*LIBRARIES}:
+            return None
+        forwards.append(f"{code.__module__}.{code.__qualname__}")
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    settings = [repr(item) for config in configs.values() for item in vars(config).items()]
+    tensors = [(name, t.dtype, t.shape) for name, t in (*model.named_parameters(), *model.named_buffers())]
+    text = repr((settings, describe_layer(model), forwards, tensors, device))
+    return hashlib.sha256(text.replace(model.config.name_or_path or "no path", "").encode()).hexdigest()
+
+
+def _read_or_write(path: Path, compute: Callable[[], Any]) -> Any:
+    """Return the value in a file. If it is empty, compute the value, while other processes wait for it."""
+    with path.open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if content := file.read():
+            return pickle.loads(content)
+        value = compute()
+        file.write(pickle.dumps(value))
+        return value

@@ -1,4 +1,4 @@
-"""Tiny training runs: a model of two layers on a page of text, in milliseconds per step."""
+"""Tiny training runs: a model of one layer on a page of text, in milliseconds per step."""
 
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ MODEL = {
     "vocab_size": 264,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,

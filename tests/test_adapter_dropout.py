@@ -21,7 +21,6 @@ from parity import random_ids
 from refusals import assert_refused
 from runs import bitwise_metrics, copy_run_at_step, run, tiny_run
 
-pytestmark = pytest.mark.usefixtures("probes_once")
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 P = 0.3
 

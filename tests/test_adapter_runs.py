@@ -29,8 +29,10 @@ from ithaka.weights.formats import round_weights
 from models import tiny_model
 from parity import plain_sum
 from refusals import assert_refused
-from runs import MODEL, bitwise_metrics, run, tiny_run, validate
+from runs import MODEL as ONE_LAYER
+from runs import bitwise_metrics, run, tiny_run, validate
 
+MODEL = {**ONE_LAYER, "num_hidden_layers": 2}
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASES = {
     "adapters": (False, {"target_modules": [*LINEARS, "lm_head"]}),

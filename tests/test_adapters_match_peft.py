@@ -59,6 +59,7 @@ def compare(cp, config, layout, documents=None, **lora):
 SUBSETS = [[name for i, name in enumerate(LINEARS) if (layer & (8 + i)).bit_count() % 2] for layer in range(16)]
 
 
+@pytest.mark.slow
 def test_every_combination_of_three_targets_matches_peft():
     for three in combinations(LINEARS, 3):
         assert len({tuple(name in subset for name in three) for subset in SUBSETS}) == 8
@@ -84,7 +85,7 @@ CASES = [  # family, cp, layout, documents, changes to PEFT's configuration
     ("mistral", 4, "ring", None, {"rank_pattern": {"k_proj": 2}, "alpha_pattern": {"down_proj": 7}}),
     ("qwen2", 1, "disk", (7, 1, 9, 4), {}),
     pytest.param("qwen2", 4, "everything", None, {"use_rslora": True}, marks=pytest.mark.slow),
-    ("qwen3", 2, "stages", (7, 1, 9, 4), {}),
+    pytest.param("qwen3", 2, "stages", (7, 1, 9, 4), {}, marks=pytest.mark.slow),
     ("qwen3", 2, "everything", (7, 1, 9, 4), {"modules_to_save": ["lm_head", "q_norm"]}),
     ("mistral", 2, "kept", None, {"modules_to_save": ["embed_tokens", "lm_head"], "target_modules": ["q_proj"]}),
     ("llama", 4, "stages", None, {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),

@@ -254,7 +254,7 @@ def test_a_kernel_that_is_wrong_for_this_model_is_not_chosen(fa4, monkeypatch, w
     assert kernel_for(name, AttentionKind(8, group, None, softcap)) == ("reference" if softcap else "cpu")
 
 
-@pytest.mark.usefixtures("probes_once", "quiet_transformers")
+@pytest.mark.usefixtures("quiet_transformers")
 def test_layers_with_larger_heads_than_the_kernel_takes_run_in_the_reference(monkeypatch):
     """Other layers keep the kernel, and a warning names the head dim."""
     sizes = {"vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8, "global_head_dim": 32}

@@ -30,7 +30,6 @@ from ithaka.ops.token_wise import NormForm, RopeForm
 from ithaka.roots.find import find_root
 from parity import random_ids
 
-pytestmark = pytest.mark.usefixtures("probes_once")
 D, WIDTH, TOKENS, CUT = 12, 20, 7, 3
 
 

@@ -34,7 +34,7 @@ def machine(monkeypatch):
 
 def make_config(folder, context=4096, **memory):
     data = {"context": context, "path": str(folder / "texts"), "validation_fraction": 0}
-    return tiny_run(folder, memory=memory, data=data)
+    return tiny_run(folder, model={"num_hidden_layers": 2}, memory=memory, data=data)
 
 
 def make_run(folder, num_ranks=2, on_gpu=False, cp="all", **changes) -> Run:

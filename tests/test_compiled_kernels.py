@@ -116,6 +116,7 @@ def test_caches_are_on_disk_even_if_another_library_imported_the_package(root, m
     assert folders[0] != folders[1]
 
 
+@pytest.mark.slow
 def test_helpers_start_before_slow_imports_and_checks(tmp_path, monkeypatch):
     """Importing transformers takes seconds, during which the helpers compile."""
     script = "import sys, ithaka.run.preflight; sys.exit('transformers' in sys.modules)"

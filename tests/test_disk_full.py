@@ -48,7 +48,8 @@ def with_memory(config, **memory):
 
 def test_a_full_disk_in_a_step_is_explained_once_and_the_run_resumes(ranks, tmp_path):
     plan = {"steps": 4, "save_every": 2, "validate_every": 0, "validate_sequences": 0}
-    reference = tiny_run(tmp_path / "reference", parallel={"cp": 2}, train=plan, optim={"schedule": "constant"})
+    sections = {"model": {"num_hidden_layers": 2}, "parallel": {"cp": 2}, "optim": {"schedule": "constant"}}
+    reference = tiny_run(tmp_path / "reference", train=plan, **sections)
     ranks.run(2, run, reference)
     interrupted_dir = copy_run_at_step(reference.train.run_dir, tmp_path / "interrupted", step=2)
     interrupted = dataclasses.replace(reference, train=dataclasses.replace(reference.train, run_dir=interrupted_dir))
@@ -79,7 +80,11 @@ def cut_off(trace, path):
 
 @pytest.mark.parametrize(
     "file",
-    [pytest.param("evaluations/.step-{}.json.tmp", marks=pytest.mark.slow), "profile/step-{}/profile.json", None],
+    [
+        pytest.param("evaluations/.step-{}.json.tmp", marks=pytest.mark.slow),
+        pytest.param("profile/step-{}/profile.json", marks=pytest.mark.slow),
+        None,
+    ],
 )
 def test_an_evaluation_or_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch, capsys, file):
     train = {"save_every": 0, "validate_every": 0, "validate_sequences": 0}

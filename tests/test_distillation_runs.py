@@ -107,6 +107,7 @@ def export_weights(config):
     return load_file(export(config.train.run_dir, out) / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_losses_and_weights_are_trls_and_a_run_resumes_bitwise(ranks, folder):
     config = configure(folder)
     ranks.run(2, run, config)

@@ -127,7 +127,9 @@ def failing(number: int):
     return fail
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+@pytest.mark.parametrize(
+    "number", [errno.EIO, *(pytest.param(number, marks=pytest.mark.slow) for number in (errno.ESTALE, errno.ETIMEDOUT))]
+)
 def test_storage_that_fails_in_a_step_is_transient(tmp_path, monkeypatch, capsys, number):
     config = tiny_run(tmp_path, train={"validate_every": 0, "validate_sequences": 0})
     checked, train_step, steps = validate(config), trainer_module.train_step, []

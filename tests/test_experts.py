@@ -24,8 +24,6 @@ from ithaka.train.step import expert_loads
 from models import tiny_config, tiny_model
 from parity import random_ids, relative
 
-pytestmark = pytest.mark.usefixtures("probes_once")
-
 E, K, T = 4, 2, 13
 GENERATOR = torch.Generator().manual_seed(4)
 DISTRIBUTIONS = {

@@ -187,6 +187,7 @@ def stop_while_saving(config):
     return code, output.getvalue(), exits, [limits.for_phase(path) == limits.save > 100 * SAVE_S for path in paths]
 
 
+@pytest.mark.slow
 def test_a_slow_save_is_not_a_hang_and_the_next_save_is_skipped(reference_run, tmp_path):
     config = with_run_dir(reference_run, tmp_path / "run", steps=100_000, save_every=2, validate_every=0, keep_last=9)
     victims = Ranks(2)
@@ -286,13 +287,13 @@ def with_fast_watchdog(patch, step_s=None):
 
 
 def asleep(patch, sleep=lambda: time.sleep(60), step_s=2.0):
-    """Rank 1 sleeps in the forward of its second layer, in the third step; rank 0 waits for it in an exchange."""
+    """Rank 1 sleeps in the forward of its layer, in the third step; rank 0 waits for it in an exchange."""
     with_fast_watchdog(patch, step_s)
     steps, calls, train_step, attend = [], [], trainer_module.train_step, stages.StagedAttention.attend
 
     def slow(*args):
         calls.extend([args] * (len(steps) == 3))
-        if dist.get_rank() == 1 and len(calls) == 2:
+        if dist.get_rank() == 1 and len(calls) == 1:
             sleep()
         return attend(*args)
 
@@ -327,9 +328,9 @@ def test_a_rank_that_hangs_is_named_and_ends_the_run(reference_run, tmp_path):
         victims[fault].close()
     for fault, output in outputs.items():
         assert output.startswith(f"{ExitCode.HANG} rank 1 on ") and HANGS[fault] in output.splitlines()[0]
-        assert "\n  rank 0 last reported step 3, layer 1 / forward / exchange\n" in output
+        assert "\n  rank 0 last reported step 3, layer 0 / forward / exchange\n" in output
         assert any("attend" in path.read_text() for path in (folders[fault] / "run/hang").glob("stacks-*"))
-    position = "\n  rank 1 last reported step 3, layer 1 / forward / attention / stage 0\n"
+    position = "\n  rank 1 last reported step 3, layer 0 / forward / attention / stage 0\n"
     assert position in outputs[asleep]
 
 
@@ -625,7 +626,11 @@ def test_the_rank_of_a_wrong_loss_is_named(ranks, reference_run, tmp_path):
 
 @pytest.mark.parametrize(
     "fault, bad_step",
-    [(nan_always, "skip"), (nan_twice, "stop"), pytest.param(nan_twice, "skip", marks=pytest.mark.slow)],
+    [
+        (nan_always, "skip"),
+        pytest.param(nan_twice, "stop", marks=pytest.mark.slow),
+        pytest.param(nan_twice, "skip", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_that_is_bad_twice_is_skipped_or_ends_the_run(ranks, reference_run, tmp_path, fault, bad_step):
     config = with_run_dir(reference_run, tmp_path / "run", bad_step=bad_step)

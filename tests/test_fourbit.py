@@ -39,8 +39,6 @@ from test_data_sources import BYTES
 from test_general_files import save_in_mxfp4
 from threads import run_on_threads
 
-pytestmark = pytest.mark.usefixtures("probes_once")
-
 
 def quantize_reference(flat):
     """Return bitsandbytes' codes, the codes, scales and offset of its scales, and the dequantized weights.
@@ -124,7 +122,7 @@ LAYOUTS = {
 WIDE = {"hidden_size": 256, "intermediate_size": 200, "head_dim": 32}  # several rows, and a partial one
 CASES = [  # family, cp, layout, changes
     ("llama", 1, "default", {}),
-    ("llama", 2, "tiers", WIDE),
+    pytest.param("llama", 2, "tiers", WIDE, marks=pytest.mark.slow),
     ("llama", 4, "ring", WIDE),
     pytest.param("qwen3", 2, "everything", {"hidden_size": 256}, marks=pytest.mark.slow),
     ("qwen3_moe", 2, "stages", {}),

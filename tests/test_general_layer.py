@@ -27,7 +27,7 @@ from ithaka.model.build import parallelize_model
 from parity import plain_sum, random_ids, relative
 from threads import run_on_threads
 
-pytestmark = pytest.mark.usefixtures("quiet_transformers", "probes_once")
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 PACKAGE = Path(ithaka.__file__).parent
 HOST = ActivationPolicy("host", "host")

@@ -14,7 +14,7 @@ from ithaka.checks.verify import InFloat64
 from models import CONSTRUCTING
 from precision import MEANINGFUL, Batch, Gradients, bf16_layout, error_ratios, our_gradients
 
-pytestmark = pytest.mark.usefixtures("quiet_transformers", "probes_once")
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 # Route every token to all experts: choices that differ from those in fp64 would outweigh all rounding.
 BF16_SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "num_hidden_layers": 2}

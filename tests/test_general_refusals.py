@@ -26,7 +26,7 @@ from ithaka.model.build import parallelize_model
 from ithaka.roots import probe
 from refusals import assert_refused
 
-pytestmark = pytest.mark.usefixtures("quiet_transformers")
+pytestmark = pytest.mark.usefixtures("quiet_transformers", "fresh_probes")
 
 TILES = Layout(tile_tokens=7)
 FAR = 512  # max_position_embeddings of the tiny decoders

@@ -16,8 +16,6 @@ from parity import random_ids, relative
 from refusals import assert_refused
 from threads import run_on_threads
 
-pytestmark = pytest.mark.usefixtures("probes_once")
-
 COEFFICIENT = 0.7
 BALANCED = {"num_hidden_layers": 2, "output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
 IDS = random_ids(4, 18)

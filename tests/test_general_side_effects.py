@@ -65,7 +65,6 @@ def record(calls, module, *values):
     calls.append([tensor.detach().clone() for tensor in tensors if isinstance(tensor, torch.Tensor)])
 
 
-@pytest.mark.usefixtures("probes_once")
 @pytest.mark.parametrize(
     "kind,layout",
     [
@@ -144,6 +143,7 @@ def test_bf16_leaves_no_autocast_behind():
     assert state_of(model) == before and not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.usefixtures("fresh_probes")
 def test_building_a_model_leaves_nothing_behind():
     plain, generator = make("gemma3_text"), torch.get_rng_state()
     names, state = [name for name, _ in plain.named_parameters()], state_of(plain)
@@ -188,6 +188,7 @@ def test_an_error_inside_a_run_leaves_nothing_behind(fails_in):
 # ---- other models in the process
 
 
+@pytest.mark.usefixtures("fresh_probes")
 def test_a_plain_model_of_the_same_configuration_keeps_its_attention():
     first = make("gpt_oss")
     config = first.config
@@ -203,6 +204,7 @@ def test_a_plain_model_of_the_same_configuration_keeps_its_attention():
     assert torch.equal(first(input_ids=IDS).logits, expected)
 
 
+@pytest.mark.usefixtures("fresh_probes")
 def test_a_plain_model_can_share_the_parallel_models_configuration():
     """For example a reference, or a saved model that is loaded again."""
     first = make()
@@ -280,7 +282,6 @@ ROPES = {
 }
 
 
-@pytest.mark.usefixtures("probes_once")
 @pytest.mark.parametrize(
     "rope, cp",
     [pytest.param(*case, marks=[pytest.mark.slow] * (case != ("longrope", 2))) for case in product(ROPES, (1, 2))],
@@ -293,7 +294,6 @@ def test_frequencies_depend_on_the_longest_position_of_all_ranks(rope, cp):
         assert_equal(compare(plain, Layout(cp, tile_tokens=5), tokens=tokens))
 
 
-@pytest.mark.usefixtures("probes_once")
 @pytest.mark.parametrize("rope", ROPES)
 def test_frequencies_are_chosen_for_each_call(rope):
     """A long sequence changes a later short one only as far as in plain transformers."""
@@ -306,7 +306,6 @@ def test_frequencies_are_chosen_for_each_call(rope):
             assert relative(model(input_ids=ids).logits, plain(input_ids=ids).logits) < 1e-10
 
 
-@pytest.mark.usefixtures("probes_once")
 @pytest.mark.parametrize("family", ["olmo2", "gpt_oss", "gemma3_text", "glm4", "deepseek_v3", "phi3"])
 def test_angles_are_exact_at_ten_million_positions(family):
     model = make(family, dtype=torch.float32)
@@ -328,7 +327,6 @@ def test_angles_are_exact_at_ten_million_positions(family):
             assert torch.allclose(ours[0].double(), columns, atol=1e-6, rtol=0)
 
 
-@pytest.mark.usefixtures("probes_once")
 def test_the_loss_does_not_depend_on_where_positions_start():
     """Rotations are relative. With angles in fp32, they would be wrong ten million positions from the start."""
     model = parallelize_model(make(dtype=torch.float32))

@@ -16,7 +16,6 @@ from models import tiny_config, tiny_model
 from parity import random_ids
 from refusals import assert_refused
 
-pytestmark = pytest.mark.usefixtures("probes_once")
 IDS = random_ids(1, 8)
 ATTENTION = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
 IGNORED = [

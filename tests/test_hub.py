@@ -245,6 +245,7 @@ def test_models_are_found_downloaded_and_refused_by_name(hub, tmp_path):
     assert_refused(none["error"], "model.path=org/none", "HF_HUB_OFFLINE", fix="with a connection")
 
 
+@pytest.mark.slow
 def test_large_datasets_are_streamed_in_the_order_of_their_files(hub, tmp_path):
     """Batches equal those from local files, also after resuming. Requests ask for ranges, are retried, and send the
     token only to the hub."""

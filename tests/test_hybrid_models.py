@@ -25,7 +25,7 @@ from ithaka.weights.adapters import make_lora_config
 from parity import plain_sum, random_ids
 from threads import run_on_threads
 
-pytestmark = pytest.mark.usefixtures("quiet_transformers", "probes_once")
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 HOST = ActivationPolicy("host", "host")
 PROJECTIONS = ActivationPolicy("device", "device", projections=True)

@@ -87,7 +87,7 @@ CASES = [
     pytest.param(Case(4, 2, 1, 1), marks=pytest.mark.slow),
     pytest.param(Case(4, 2, 1, 1, overlap=False), marks=pytest.mark.slow),
     pytest.param(Case(8, 2, 2, 2), marks=pytest.mark.slow),
-    Case(8, 2, 2, 2, overlap=False),
+    pytest.param(Case(8, 2, 2, 2, overlap=False), marks=pytest.mark.slow),
     pytest.param(Case(8, 2, 2, 4, overlap=False, inputs="device", attention="device"), marks=pytest.mark.slow),
     Case(8, 2, 2, None, inputs="device", attention="device"),
     pytest.param(Case(8, 2, 4, 4, overlap=False, attention=None), marks=pytest.mark.slow),

@@ -14,7 +14,6 @@ from ithaka.model.build import build_model, parallelize_model
 from models import FAMILIES, tiny_config, tiny_model
 from parity import check, gradient_errors, parallel, random_ids, relative
 
-pytestmark = pytest.mark.usefixtures("probes_once")
 WINDOWED = ("gpt_oss", "gemma2", "gemma3_text", "olmo3", "cohere2", "exaone4")
 
 

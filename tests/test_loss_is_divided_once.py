@@ -111,7 +111,10 @@ def without_labels(cp, lora, offload):
     return first, without, moved()
 
 
-@pytest.mark.parametrize("num_ranks,cp,lora,offload", [(1, 1, False, False), (2, 2, True, False), (2, 1, False, True)])
+@pytest.mark.parametrize(
+    "num_ranks,cp,lora,offload",
+    [(1, 1, False, False), (2, 2, True, False), pytest.param(2, 1, False, True, marks=pytest.mark.slow)],
+)
 def test_a_step_without_labels_changes_nothing(ranks, num_ranks, cp, lora, offload):
     """With zero gradients, AdamW's moments and weight decay would still move the weights."""
     for first, without, again in ranks.run(num_ranks, without_labels, cp, lora, offload):

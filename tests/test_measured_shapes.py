@@ -80,6 +80,7 @@ RECURRENCES = [
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in (*RECURRENCES, *CASES)]
 
 
+@pytest.mark.slow
 def test_head_dims_may_differ_between_kinds_of_layers():
     """Gemma 4's full attention has larger heads than its sliding-window attention."""
     kinds = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}

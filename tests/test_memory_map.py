@@ -16,7 +16,7 @@ from ithaka.profile.live import LiveBytes
 from ithaka.profile.step import KINDS, StepProfile
 from runs import run, tiny_run
 
-MODEL = {"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 2048}
+MODEL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 2048}
 MEMORY = {
     "everything kept": {"checkpoint": "none"},
     "recomputed": {"checkpoint": "full", "tile_tokens": 128},
@@ -96,6 +96,7 @@ def test_a_large_vocabulary_is_planned_and_attributed(tmp_path, tied):
     assert peak["phase"] == "embedding backward" or not tied
 
 
+@pytest.mark.slow
 def test_one_rank_holds_no_gradients_to_reduce(tmp_path):
     """The peak is in the first layer's backward, when the later layers have their gradients."""
     memory = MEMORY["recomputed"] | {"tile_tokens": 16}

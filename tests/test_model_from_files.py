@@ -91,7 +91,9 @@ def loss_of(source, cp):
     return float(build_model(source, make_mesh(cp), replace(FP64, cp=cp))(input_ids=ids, labels=ids).loss.detach())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("mistral", "qwen2"))) for name in FAMILIES]
+)
 def test_a_loaded_model_matches_hugging_face(ranks, tmp_path, family):
     """Runs in fp64, but Hugging Face's norms round to fp32."""
     save(tmp_path, family)

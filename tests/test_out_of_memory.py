@@ -70,7 +70,7 @@ def message_of_failed_run(config, name, path, steps_before=0):
 )
 def test_the_phase_is_named_on_every_rank(ranks, tmp_path, name, path):
     train = {"validate_every": 0, "validate_sequences": 0}
-    config = tiny_run(tmp_path, parallel={"cp": 2, "heads_per_stage": 2}, train=train)
+    config = tiny_run(tmp_path, model={"num_hidden_layers": 2}, parallel={"cp": 2, "heads_per_stage": 2}, train=train)
     for text in ranks.run(2, message_of_failed_run, config, name, path):
         assert f", in {' / '.join(path)}: " in text.splitlines()[0]
         assert "Tried to allocate 2.50 GiB" in text and "There is no checkpoint yet." in text
@@ -80,7 +80,7 @@ def test_the_phase_is_named_on_every_rank(ranks, tmp_path, name, path):
 def test_the_last_checkpoint_resumes_with_another_setting(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(trainer_module, "can_save_in_background", lambda run: False)  # saved before the next step
     plan = {"steps": 4, "save_every": 2, "validate_every": 0, "validate_sequences": 0}
-    config = tiny_run(tmp_path, train=plan, data={"context": 512})
+    config = tiny_run(tmp_path, model={"num_hidden_layers": 2}, train=plan, data={"context": 512})
     path = ("layer 1", "backward", "attention", "stage 0")
     text = message_of_failed_run(config, "attend_backward", path, steps_before=3)
     assert f"The last checkpoint is {config.train.run_dir / 'checkpoints' / 'step-00000002'}." in text
@@ -205,7 +205,7 @@ def test_host_memory_has_its_own_plan():
 
 
 def test_a_rehearsal_explains_out_of_memory_the_same_way(tmp_path, monkeypatch):
-    model = tiny_run(tmp_path).model.path
+    model = tiny_run(tmp_path, model={"num_hidden_layers": 2}).model.path
     path = ("step", "layer 1", "backward", "attention", "stage 0")
     fail_in(monkeypatch, StagedAttention, "attend_backward", path, torch.OutOfMemoryError(FULL), times=2)
     wasteful = ["--set", "memory.checkpoint=full", "--set", "memory.keep_attention=none"]

@@ -64,12 +64,12 @@ def compare(family, heads, kv_heads, cp, dp, rows, tokens, layout=None, ignore_f
 @pytest.mark.parametrize(
     "family,cp,dp",
     [
-        *((family, 2, 2) for family in FAMILIES),
+        *((family, 2, 2) for family in FAMILIES if family != "qwen2"),
         ("llama", 1, 1),
         ("mistral", 4, 1),
         *(pytest.param(family, 1, 1, marks=pytest.mark.slow) for family in FAMILIES if family != "llama"),
         *(pytest.param(family, 4, 1, marks=pytest.mark.slow) for family in FAMILIES if family != "mistral"),
-        pytest.param("qwen2", 2, 1, marks=pytest.mark.slow),
+        *(pytest.param("qwen2", 2, dp, marks=pytest.mark.slow) for dp in (1, 2)),
         pytest.param("qwen3", 1, 2, marks=pytest.mark.slow),
     ],
 )
@@ -80,9 +80,9 @@ def test_every_family_matches_hugging_face(ranks, family, cp, dp):
 @pytest.mark.parametrize(
     "cp,heads,kv_heads",
     [
-        *((4, *heads) for heads in ((8, 4), (8, 2), (9, 3), (7, 1))),
+        *((4, *heads) for heads in ((8, 4), (9, 3))),
         (2, 8, 4),
-        *(pytest.param(4, *heads, marks=pytest.mark.slow) for heads in ((8, 8), (8, 1), (5, 5))),
+        *(pytest.param(4, *heads, marks=pytest.mark.slow) for heads in ((8, 8), (8, 2), (8, 1), (5, 5), (7, 1))),
         *(
             pytest.param(2, *heads, marks=pytest.mark.slow)
             for heads in ((8, 8), (8, 2), (8, 1), (9, 3), (5, 5), (7, 1))
@@ -157,16 +157,20 @@ def layouts(draw) -> tuple:
     return family, heads, kv_heads, cp, rows, tokens, layout
 
 
-@settings(max_examples=10, derandomize=True, deadline=None)
-@given(case=layouts())
-def test_any_layout_is_exact(ranks, case):
-    family, heads, kv_heads, cp, rows, tokens, layout = case
-    check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, rows, tokens, layout))
+@pytest.mark.parametrize("num_layouts", [4, pytest.param(40, marks=pytest.mark.slow)])
+def test_any_layout_is_exact(ranks, num_layouts):
+    @settings(max_examples=num_layouts, derandomize=True, deadline=None)
+    @given(case=layouts())
+    def compare_one(case):
+        family, heads, kv_heads, cp, rows, tokens, layout = case
+        check(ranks.run(cp, compare, family, heads, kv_heads, cp, 1, rows, tokens, layout))
+
+    compare_one()
 
 
 @pytest.mark.parametrize(
     "family,heads,kv_heads,cp,heads_per_stage",
-    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] in ("qwen2", "mistral"))) for case in STAGED],
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[:2] not in (("llama", 4), ("qwen3", 8)))) for case in STAGED],
 )
 def test_layers_with_different_policies_are_exact(ranks, family, heads, kv_heads, cp, heads_per_stage):
     layout = Layout(cp, heads_per_stage, tile_tokens=5, kept=(ActivationPolicy("host", "device", True), EVERYTHING))
@@ -180,7 +184,7 @@ ROPES = {
 }
 
 
-@pytest.mark.parametrize("rope_type", ROPES)
+@pytest.mark.parametrize("rope_type", [pytest.param("linear", marks=pytest.mark.slow), "llama3", "yarn"])
 def test_other_kinds_of_rope_are_exact(ranks, rope_type):
     """Frequencies are lower, and yarn also scales queries and keys. A small theta makes few positions enough."""
     rope = {"rope_type": rope_type, "rope_theta": 100.0, "original_max_position_embeddings": 8, **ROPES[rope_type]}

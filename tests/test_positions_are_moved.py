@@ -175,6 +175,7 @@ def test_a_run_with_longrope_is_exported_with_it(tmp_path):
     torch.testing.assert_close(model(ids).logits, logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_export_equals_the_trained_model_beyond_the_original_length(ranks, tmp_path):
     config, _ = moved_run(tmp_path)
     ids = torch.arange(2 * 61).reshape(2, 61) * 13 % MODEL["vocab_size"]

@@ -145,7 +145,7 @@ def config_of(family):
     [
         (1, "llama", Layout(), FORESTS),
         (2, "window", Layout(tile_tokens=5), ("late",)),
-        (4, "qwen3", Layout(heads_per_stage=4), ("depths",)),
+        pytest.param(4, "qwen3", Layout(heads_per_stage=4), ("depths",), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -185,7 +185,7 @@ GENERAL = {  # family, changes to its configuration, adapter, layout
 SLOW = ("experts", "short convolutions")
 
 
-@pytest.mark.usefixtures("quiet_transformers", "probes_once")
+@pytest.mark.usefixtures("quiet_transformers")
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in GENERAL])
 def test_forests_with_experts_adapters_and_other_masks(case):
     family, changes, adapter, layout = GENERAL[case]

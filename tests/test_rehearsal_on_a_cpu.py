@@ -101,6 +101,7 @@ def test_adapters_are_rehearsed(model):
     assert peak["measured"] == pytest.approx(peak["planned"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_reference_is_rehearsed(model):
     """A frozen copy takes memory, and its forward takes time. Rows of a batch are documents."""
     model.write_text(json.dumps(json.loads(model.read_text()) | {"vocab_size": 20000}))

@@ -32,7 +32,7 @@ SIZES = {"desktop": (1200, False), "dark": (1200, True), "phone": (390, False)}
 def run_dir(tmp_path_factory) -> Path:
     """The directory of a training run with a profile."""
     folder = tmp_path_factory.mktemp("reported")
-    config = tiny_run(folder, train={"steps": 4, "save_every": 0}, profile={"every": 3})
+    config = tiny_run(folder, model={"num_hidden_layers": 2}, train={"steps": 4, "save_every": 0}, profile={"every": 3})
     train_rank(validate(config))
     assert config.train.run_dir is not None
     return config.train.run_dir

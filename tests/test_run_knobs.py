@@ -95,7 +95,7 @@ def test_a_step_is_exported_and_sampled(stopped, tmp_path):
     assert_command_refused(["sample", str(model), *options[:-1], "1e-300"], "--temperature=1e-300", fix="0 (greedy)")
     stored, config = (model / "model.safetensors").read_bytes(), json.loads((model / "config.json").read_text())
     for changes, named in (
-        ({"num_hidden_layers": 3}, "no tensor model.layers.2.input_layernorm.weight (9 missing"),
+        ({"num_hidden_layers": 2}, "no tensor model.layers.1.input_layernorm.weight (9 missing"),
         ({"intermediate_size": 64}, "model.layers.0.mlp.down_proj.weight has shape (32, 48), not (32, 64)"),
         ({"num_attention_heads": 5}, "cannot be loaded"),
     ):

@@ -67,9 +67,15 @@ def with_memory(config, folder, **memory):
     )
 
 
+@pytest.mark.slow
 def test_an_offloaded_optimizer_gives_identical_runs(ranks, tmp_path, pytestconfig):
     """Every number is equal, also after resuming from a checkpoint of the other run and, with --slow, from its own."""
-    plain = tiny_run(tmp_path, parallel={"cp": 2}, train={"steps": 2, "save_every": 1, "validate_every": 0})
+    plain = tiny_run(
+        tmp_path,
+        model={"num_hidden_layers": 2},
+        parallel={"cp": 2},
+        train={"steps": 2, "save_every": 1, "validate_every": 0},
+    )
     offloaded = with_memory(plain, tmp_path / "offloaded", offload_optimizer=True)
     ranks.run(2, run, plain)
     ranks.run(2, run, offloaded)
@@ -84,7 +90,9 @@ def test_an_offloaded_optimizer_gives_identical_runs(ranks, tmp_path, pytestconf
 
 @pytest.mark.slow
 def test_tiers_give_identical_runs(ranks, tmp_path):
-    plain = tiny_run(tmp_path, parallel={"cp": 2}, train={"steps": 2, "validate_every": 0})
+    plain = tiny_run(
+        tmp_path, model={"num_hidden_layers": 2}, parallel={"cp": 2}, train={"steps": 2, "validate_every": 0}
+    )
     ranks.run(2, run, plain)
     for tier in ("host", "disk"):
         other = with_memory(plain, tmp_path / tier, offload=tier)

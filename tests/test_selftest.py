@@ -186,6 +186,7 @@ def rehearse_on_real_ranks(config: dict) -> tuple[rehearse.RehearsalResult, int]
         return rehearse.rehearse(config, layout, 2, 64), len(sent)
 
 
+@pytest.mark.slow
 def test_a_rehearsal_uses_the_ranks_at_hand(ranks):
     """Every rank sends, and reports the slowest rank's figures."""
     (first, num_sent), (second, also_sent) = ranks.run(2, rehearse_on_real_ranks, tiny_config("qwen3").to_dict())

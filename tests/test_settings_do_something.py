@@ -52,7 +52,9 @@ def test_heads_per_stage_makes_stages():
     assert [num_stages(value) for value in ("all", 4, 2, 1)] == [1, 1, 2, 4]
 
 
-@pytest.mark.parametrize("tokens, rows", [("all", {24}), (24, {24}), (8, {8}), (5, {5, 4})])
+@pytest.mark.parametrize(
+    "tokens, rows", [("all", {24}), pytest.param(24, {24}, marks=pytest.mark.slow), (8, {8}), (5, {5, 4})]
+)
 def test_tile_tokens_cuts_tiles(tokens, rows, monkeypatch):
     tile_lengths = {"capture": set(), "resume": set()}
     for name, lengths in tile_lengths.items():
@@ -69,7 +71,9 @@ def test_tile_tokens_cuts_tiles(tokens, rows, monkeypatch):
     assert tile_lengths == {"capture": in_both, "resume": in_both}
 
 
-@pytest.mark.parametrize("kept, num_kept", [("none", 0), (0, 0), (1, 1), ("all", 2)])
+@pytest.mark.parametrize(
+    "kept, num_kept", [("none", 0), pytest.param(0, 0, marks=pytest.mark.slow), (1, 1), ("all", 2)]
+)
 def test_keep_attention_saves_attention(kept, num_kept, monkeypatch):
     calls = []
     attend = SoftmaxMixer._attend_heads

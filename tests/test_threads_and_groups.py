@@ -116,6 +116,7 @@ def groups_after_entries(config):
     return counts
 
 
+@pytest.mark.slow
 def test_an_entry_of_a_curriculum_leaves_no_process_groups(ranks, tmp_path):
     tree = to_dict(tiny_run(tmp_path, train={"validate_every": 0, "validate_sequences": 0}))
     del tree["train"]["steps"], tree["data"]["context"]

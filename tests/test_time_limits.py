@@ -100,7 +100,7 @@ def test_a_pause_in_attention_is_measured_for_documents_as_long_as_the_context(s
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    return validate(tiny_run(tmp_path_factory.mktemp("tiny")))
+    return validate(tiny_run(tmp_path_factory.mktemp("tiny"), model={"num_hidden_layers": 2}))
 
 
 LAYER, UPDATE, VALIDATION = ("layer 0", "backward"), ("optimizer",), ("validation", "layer 1", "forward")

@@ -76,12 +76,12 @@ def trace_on_cpu(request, tokens):
         dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("probes_once", "quiet_transformers")
+@pytest.mark.usefixtures("quiet_transformers")
 @pytest.mark.parametrize(
     "family, policy",
     [
         ("llama", KEEPS),
-        ("gemma3_text", ActivationPolicy("device", "device", True, True)),
+        pytest.param("gemma3_text", ActivationPolicy("device", "device", True, True), marks=pytest.mark.slow),
         pytest.param("qwen3_moe", KEEPS, marks=pytest.mark.slow),
     ],
 )
@@ -203,6 +203,7 @@ def test_copies_to_the_host_are_counted():
     assert trace.find("loss forward").start.get("kept on device", 0) == 0 and kept > 4 * X
 
 
+@pytest.mark.slow
 def test_disks_and_rings_are_traced():
     """A disk needs as much device memory as the host; a ring also sends k and v, among its members."""
     host, disk = (trace_model(tiny_request(policy=ActivationPolicy(tier, tier)), TOKENS) for tier in ("host", "disk"))
@@ -232,6 +233,7 @@ def test_bytes_are_linear_in_the_tokens(usual):
     assert Trace.from_json(json.loads(json.dumps(fitted.to_json()))) == fitted
 
 
+@pytest.mark.slow
 def test_a_trace_of_few_layers_is_that_of_all():
     """Layers with several policies: the peaks of all segments are those of the full model."""
     policies = [ActivationPolicy("host", "host")] * 3 + [KEEPS] * 4

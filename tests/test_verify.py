@@ -93,7 +93,9 @@ CASES = [
         marks=pytest.mark.slow,
     ),
     pytest.param("mistral", 4, 2, 1, None, {"sliding_window": 4096}, marks=pytest.mark.slow),
-    ("qwen2", 4, 2, 1, None, {"max_window_layers": 3}),  # the last layer alone has a window
+    pytest.param(
+        "qwen2", 4, 2, 1, None, {"max_window_layers": 3}, marks=pytest.mark.slow
+    ),  # the last layer alone has a window
     pytest.param("qwen3", 4, 1, 2, LORA, {}, marks=pytest.mark.slow),
     pytest.param("qwen3_5_text", 4, 2, 2, None, HYBRID, marks=pytest.mark.slow),
     pytest.param("bamba", 4, 2, 2, None, {"attn_layer_indices": [2]}, marks=pytest.mark.slow),

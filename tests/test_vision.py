@@ -48,7 +48,6 @@ from threads import run_on_threads
 from trainers import full_weights, trainer_environment
 from vlms import media_inputs, model_for, picture, tiny_processor, tiny_vlm, vlm_config
 
-pytestmark = pytest.mark.usefixtures("probes_once")
 SIZES = {"images": [(4, 6), (2, 4)], "videos": [(3, 4, 4)]}
 
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -51,6 +52,12 @@ from ithaka.weights.adapters import find_decoder
 PROBE_CUT = 9  # the probe's tokens are cut here, into two unequal parts
 # The largest difference between the two runs of a probe, relative to the largest value: both are fp32.
 TOLERANCE = 1e-3
+# Rounding may change which expert a token chooses, or on which side of a clamp a value is. Hardly with all of these.
+SEEDS = (1, 11, 21)
+
+
+class Mismatch(ConfigError):
+    """The two runs of a probe differ."""
 
 
 def describe_layer(layer: nn.Module) -> Any:
@@ -95,13 +102,15 @@ class _Probe:
         recorder: Recorder,
         device: torch.device,
         is_small: bool = True,
+        seed: int = SEEDS[0],
     ) -> None:
         self.model, self.index, self.dims, self.recorder = model, index, dims, recorder
         self.device, self.name = device, f"model.layers.{index}"
         leaves = pytree.tree_leaves(recorder.call(LENGTHS[0])[index][1:])
         self.float_leaves = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
-        self.layer, self.is_small = _copy_layer(model, layer, recorder, device, is_small)
+        self.layer, self.is_small = _copy_layer(model, layer, recorder, device, is_small, seed)
         self.slower: list[str] = []
+        self.has_mismatch = False  # of a block
         self.theirs: dict[str, Tensor | None] = {}  # what transformers computes at position 0, with all gradients
 
     def run(self) -> None:
@@ -122,8 +131,6 @@ class _Probe:
                 self.spec = replace(self.spec, skippable=())
             self._compare(1 + max(config_lengths(find_decoder(self.model).config), default=0))
             self._use_blocks(blocks)
-            for slower in self.slower if is_rank_0() else ():
-                warnings.warn(f"{self.name} {slower}", stacklevel=2)
         except ConfigError:
             raise
         except Exception as error:
@@ -152,7 +159,7 @@ class _Probe:
             self._compare(0)
             return True
         except Exception as error:
-            self.spec = spec
+            self.spec, self.has_mismatch = spec, self.has_mismatch or (bool(effect) and isinstance(error, Mismatch))
             if effect or not isinstance(error, ConfigError):
                 self._note(effect or "computes more than it needs", error)
             return False
@@ -334,13 +341,13 @@ def _running_plainly(layer: nn.Module) -> ExitStack:
 
 
 def _copy_layer(
-    model: PreTrainedModel, layer: nn.Module, recorder: Recorder, device: torch.device, is_small: bool = True
+    model: PreTrainedModel, layer: nn.Module, recorder: Recorder, device: torch.device, is_small: bool, seed: int
 ) -> tuple[nn.Module, bool]:
     """Return a copy of a layer with random weights, and whether its experts or MLPs are smaller."""
     layer = copy.deepcopy(layer, dict(recorder.memo)).train()  # so that random numbers show
     layer.gradient_checkpointing = False  # type: ignore[assignment]
     is_small = is_small and shrink(layer)
-    randomize(layer, device, seed=1)
+    randomize(layer, device, seed)
     for module in rotary_modules(layer):
         model._init_weights(module)
         module.forward = ExactRotary(module, recorder.current)
@@ -358,7 +365,8 @@ def _compare_results(
             raise refusal(model, f"gives no {name} {where} in one of the two runs")
         error = float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-20))
         if not error < TOLERANCE:
-            raise refusal(model, f"gives another {name} {where} when its tokens are split (by {error:.1e})")
+            problem = f"gives another {name} {where} when its tokens are split (by {error:.1e})"
+            raise Mismatch(*refusal(model, problem).args)
 
 
 _findings: dict[Any, LayerSpec] = {}  # of `probe_once`
@@ -422,14 +430,21 @@ def _probe_kind(
     """Probe the first of some layers; return its spec for all of them that compute the same."""
     first, *others = indices
     inputs = model, recorder.layers[first], first, dims, recorder, device
-    probe = _Probe(*inputs)
-    try:
-        probe.run()
-    except ConfigError as error:
-        if not probe.is_small or error.__cause__ is None:  # it runs, so its size is not the reason
-            raise
-        probe = _Probe(*inputs, is_small=False)
-        probe.run()
+    for seed in SEEDS:
+        probe = _Probe(*inputs, seed=seed)
+        try:
+            probe.run()
+        except ConfigError as error:
+            if isinstance(error, Mismatch) and seed != SEEDS[-1]:
+                continue
+            if not probe.is_small or error.__cause__ is None:  # it runs, so its size is not the reason
+                raise
+            probe = _Probe(*inputs, is_small=False, seed=seed)
+            probe.run()
+        if not probe.has_mismatch:
+            break
+    for slower in probe.slower if is_rank_0() else ():
+        warnings.warn(f"{probe.name} {slower}", stacklevel=2)
     return {first: probe.spec} | {index: probe.spec for index in others if probe.matches(index)}
 
 
@@ -447,8 +462,8 @@ def _probe_together(model: PreTrainedModel, specs: list[LayerSpec], recorder: Re
     first = next((i for i in range(len(specs) - 1) if specs[i] != specs[i + 1]), 0)
     pair = range(first, min(first + 2, len(specs)))
     where = f"in a run of {' and '.join(f'model.layers.{i}' for i in pair)}"
-    for is_small in (True, False):
-        copies = [_copy_layer(model, recorder.layers[i], recorder, device, is_small) for i in pair]
+    for is_small, seed in product((True, False), SEEDS):
+        copies = [_copy_layer(model, recorder.layers[i], recorder, device, is_small, seed) for i in pair]
         layers = {i: layer for i, (layer, _) in zip(pair, copies, strict=True)}
         try:
             theirs = _run_layers(recorder, layers, device, "eager")
@@ -457,6 +472,8 @@ def _probe_together(model: PreTrainedModel, specs: list[LayerSpec], recorder: Re
             _compare_results(model, _run_layers(recorder, layers, device, ATTENTION), theirs, where)
             return
         except Exception as error:
+            if isinstance(error, Mismatch) and seed != SEEDS[-1]:
+                continue
             if is_out_of_memory(error) or isinstance(error, ConfigError):
                 raise
             if is_small and any(shrunk for _, shrunk in copies):
