@@ -170,9 +170,9 @@ def traces_plans():
 @pytest.fixture
 def fresh_probes(monkeypatch):
     """Probe every model: the test changes the probe, or what it runs. See replacements.py."""
-    from ithaka.roots import general, probe
+    from ithaka.roots import decoder, probe
 
-    monkeypatch.setattr(general, "probe_layers", probe.probe_layers)
+    monkeypatch.setattr(decoder, "probe_layers", probe.probe_layers)
 
 
 _results = {}

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ithaka.blocks import rope
 from ithaka.layer.inputs import CurrentCall
 from ithaka.layout import Layout
+from ithaka.ops import token_wise
 from ithaka.ops.token_wise import RopeForm, rotate
 from ithaka.roots.rotary import ExactRotary
 from parity import parallel, random_ids
@@ -105,3 +106,12 @@ def test_bf16_computation_does_not_round_angles(ranks):
     assert len(used) > 2
     for pair in used:
         assert all(map(torch.equal, pair, exact))
+
+
+def test_kernels_read_tables_row_by_row(monkeypatch):
+    """gpt-oss computes its tables transposed; the kernel gets one stride for each."""
+    launched = []
+    monkeypatch.setattr(token_wise, "launch", lambda kernel, grid, *args, **settings: launched.append(args))
+    x, table = torch.empty(1, 4, 6, 16, device="meta"), torch.empty(1, 8, 6, device="meta").mT
+    rotate(x, table, table, RopeForm(False, False, "half"))
+    assert [t.stride(-1) for t in launched[0][:4]] == [1, 1, 1, 1]

@@ -175,6 +175,7 @@ def rotate(x_1htK: Tensor, cos_1tR: Tensor, sin_1tR: Tensor, form: RopeForm, bac
     if backward:
         reads, writes = writes, reads
     if runs_kernels(x_1htK):
+        cos_1tR, sin_1tR = (table if table.stride(-1) == 1 else table.contiguous() for table in (cos_1tR, sin_1tR))
         strides = *into.stride()[1:3], *x_1htK.stride()[1:], cos_1tR.stride(-2), sin_1tR.stride(-2)
         scalars = {"h": h, "t": t, "K": K, "half": half, "second": second}
         flags = {"COS_STRIDE": stride, "READS": reads, "WRITES": writes, "BACKWARD": backward, "HEADS": _HEADS}
