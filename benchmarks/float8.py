@@ -36,13 +36,13 @@ from ithaka.config import OptimConfig
 from ithaka.layer.store import HostHandle
 from ithaka.layout import ActivationPolicy, Layout, make_layout
 from ithaka.model.build import build_model
+from ithaka.model.optimizers import make_optimizer
 from ithaka.plan.hardware import GIB, parse_gpus
 from ithaka.plan.models import find_config
 from ithaka.plan.search import SearchSpace
 from ithaka.plan.seconds import LOSS_SHARE, LayerSeconds
 from ithaka.plan.shape import StepShape
 from ithaka.run.shapes import shape_from_config
-from ithaka.train.step import make_optimizer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 Tiny = Annotated[bool, typer.Option("--tiny", help="Small shapes, for a CPU.")]
