@@ -73,9 +73,9 @@ def test_a_four_bit_base_is_stored_packed_and_unpacked_for_one_layer():
 def test_a_four_bit_base_is_suggested_where_it_fits():
     space = SearchSpace(find_shape("llama3-70b"), replace(parse_gpus("1xH200"), host_bytes=512 * 10**9))
     assert space.adapter_that_fits(StepShape(2**17)) == {"rank": 16}
-    assert space.adapter_that_fits(StepShape(300 * 2**10)) == {"rank": 16, "base": "nf4"}
+    assert space.adapter_that_fits(StepShape(360 * 2**10)) == {"rank": 16, "base": "nf4"}
     adapted = replace(space, shape=space.shape.with_adapter(AdapterConfig(16)))
-    assert adapted.adapter_that_fits(StepShape(300 * 2**10)) == {"base": "nf4"}
+    assert adapted.adapter_that_fits(StepShape(360 * 2**10)) == {"base": "nf4"}
     assert adapted.adapter_that_fits(StepShape(2**20)) == {}
 
 

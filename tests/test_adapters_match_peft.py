@@ -137,7 +137,7 @@ def test_layers_below_the_first_adapter_keep_nothing_and_have_no_backward(tier, 
         layer.register_forward_hook(lambda module, args, out: outputs.append(out.requires_grad))
     parallel = parallelize_model(model, layout=Layout(kept=(ActivationPolicy(tier, tier),) * 3))
     keep = Store.keep
-    monkeypatch.setattr(Store, "keep", lambda self, t, tier: kept.append(tier) or keep(self, t, tier))
+    monkeypatch.setattr(Store, "keep", lambda self, t, tier, *dtype: kept.append(tier) or keep(self, t, tier, *dtype))
     loss = parallel(input_ids=ids, labels=ids).loss
     assert kept.count(tier) == 2 * 3, "two layers keep their input, attention output and lse"
     assert outputs == [False, True, True]

@@ -22,7 +22,7 @@ from ithaka.checkpoint import files, save
 from ithaka.comm.mesh import start_process_group
 from ithaka.config import ConfigError, parse_config
 from ithaka.exits import ExitCode, TransientError
-from ithaka.layer import stages, store
+from ithaka.layer import disk, stages
 from ithaka.log.console import Console
 from ithaka.log.metrics import read_metrics
 from ithaka.phases import PhaseState
@@ -544,7 +544,7 @@ def test_host_memory_exhaustion_is_reported_once(monkeypatch, capfd):
 
 def slow_disk(patch, planned_bytes_s=1e9):
     pwrite = os.pwrite
-    patch.setattr(store.os, "pwrite", lambda *args: time.sleep(0.1) or pwrite(*args))
+    patch.setattr(disk.os, "pwrite", lambda *args: time.sleep(0.1) or pwrite(*args))
     patch.setattr(watch, "SLOW_DISK_S", 0.02)
     patch.setitem(GPUS, "CPU", dataclasses.replace(GPUS["CPU"], disk_bytes_s=planned_bytes_s))
 

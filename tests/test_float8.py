@@ -13,7 +13,6 @@ from decoders import DECODERS, DELTA, SIZES
 from fake_triton import kernel_modules
 from ithaka.blocks import experts
 from ithaka.blocks.experts import LayerExperts
-from ithaka.checks.ghost import trace_model
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError
 from ithaka.layer.store import Store
@@ -27,11 +26,12 @@ from ithaka.plan.shape import StepShape
 from ithaka.plan.show import as_text
 from ithaka.plan.trace import TraceRequest
 from ithaka.run.shapes import shape_from_config
+from ithaka.run.trace import trace_model
 from models import CONSTRUCTING
 from precision import Batch, bf16_layout, error, our_gradients
 from test_general_precision import BF16_SIZES, INITIALIZER_RANGE, exact_gradients
 
-pytestmark = pytest.mark.usefixtures("quiet_transformers", "probes_once")
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
 # ---- the format
 

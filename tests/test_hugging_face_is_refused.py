@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -301,7 +300,9 @@ def test_plans_count_adapters(on_h200):
 
 def test_plans_count_adapters_on_experts(monkeypatch):
     """PEFT wraps the parameters of experts, not their module."""
-    shape = SimpleNamespace(encoders=(), with_adapter=lambda adapter: adapter)
+    shape = dataclasses.make_dataclass(
+        "Shape", [("encoders", tuple)], namespace={"with_adapter": lambda shape, adapter: adapter}
+    )(())
     monkeypatch.setattr(parallel, "shape_from_config", lambda *_: shape)  # measuring one takes seconds
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe", num_hidden_layers=1))

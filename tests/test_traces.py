@@ -270,7 +270,7 @@ def true_peaks(plan):
     return Peaks(ledger.gpu_peak - ledger.gpu["reserve"], sum(ledger.stored.values()) / ranks, sent)
 
 
-@pytest.mark.parametrize("error", [0.5, 1.15])
+@pytest.mark.parametrize("error", [0.5, 1.3])
 def test_a_plan_fits_by_its_trace_even_if_the_estimate_is_wrong(monkeypatch, error):
     """An estimate of half of the bytes chooses plans that do not fit; one that is too high, slow ones."""
     space, work, traced = SearchSpace(find_shape("llama3.1-8b"), parse_gpus("8xH100-80GB")), StepShape(2**20), []
@@ -290,7 +290,7 @@ def test_a_plan_fits_by_its_trace_even_if_the_estimate_is_wrong(monkeypatch, err
 
     monkeypatch.setattr(bytes_, "gpu_phases", estimate)
     plan = choose_traced(space, work, trace)
-    assert space.choose(work).layout != exact.layout and 2 <= len(traced) <= 4
+    assert space.choose(work).layout != exact.layout and (2 if error < 1 else 1) <= len(traced) <= 4
     assert plan.fits and true_peaks_fit(plan, traced)
     assert plan.tokens_per_s_per_gpu >= 0.97 * exact.tokens_per_s_per_gpu
     assert all(other.fits for other in plan.alternatives)

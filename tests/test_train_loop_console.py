@@ -314,7 +314,7 @@ def test_pairs_are_counted_inside_documents_and_windows():
         num_visible += visible.long()
     assert count_pairs(documents, [None, 2]) == int(num_visible.sum())
     chain = torch.tensor([[0, 0, 1, 1, 2]])  # each document continues the previous one
-    assert count_pairs(chain, [None], parents_BS=torch.tensor([[-1, -1, 0, 0, 1]])) == count_pairs(0 * chain, [None])
+    assert count_pairs(chain, [None], parents_BN=torch.tensor([[-1, -1, 0, 0, 1]])) == count_pairs(0 * chain, [None])
 
 
 @pytest.mark.parametrize("terminal, rank", [(True, "0"), (False, "0"), (True, "1")])

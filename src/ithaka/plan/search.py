@@ -362,7 +362,8 @@ class SearchSpace:
         )
         if not least <= available < needed:
             return plan
-        return plan.with_changes(keep_inputs=-(-layers * (needed - available) // (needed - least)))
+        count = -(-layers * (needed - available) // (needed - least))
+        return plan.with_changes(keep_inputs=count) if count < layers else plan
 
     # ---- limits
 

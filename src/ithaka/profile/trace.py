@@ -221,7 +221,10 @@ class _RecordOperators(TorchDispatchMode):
                 args, kwargs = _move_to_ghost(func, args, kwargs)
             if (workspace := _make_workspace(func.overloadpacket, args)) is not None:
                 recorder.record(workspace.untyped_storage())
-        out = func(*args, **kwargs)
+        is_wide = func is getattr(
+            aten.addmm, "dtype_out", None
+        )  # on meta tensors, torch 2.11 mistakes its dtype for beta
+        out = kwargs["out"] if is_wide and kwargs["out"].is_meta else func(*args, **kwargs)
         for tensor in _flatten((out,)):
             if recorder.is_on_device(tensor):
                 storage = tensor.untyped_storage()
