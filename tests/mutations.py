@@ -193,8 +193,8 @@ MUTATIONS = (
     Mutation(
         "a traced plan that does not fit is chosen",
         "plan/trace.py",
-        "fitting = [other for other in traced if other.fits]",
-        "fitting = traced",
+        "fitting := [other for other in traced if other.fits]",
+        "fitting := traced",
         "test_traces.py -k estimate_is_wrong",
     ),
     Mutation(

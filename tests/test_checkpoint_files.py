@@ -31,6 +31,7 @@ from ithaka.checkpoint.export import export
 from ithaka.checkpoint.safe_load import SafeReader
 from ithaka.cli import app
 from ithaka.config import load_config, to_yaml
+from ithaka.plan.shape import Correction
 from ithaka.run.preflight import AUTO, find_resume_point, preflight, resolve
 from ithaka.run.resolve import model_shape
 from ithaka.run.validate import check_run_dir
@@ -435,6 +436,12 @@ def test_a_message_about_the_last_checkpoint_does_not_raise(tmp_path, monkeypatc
 
     monkeypatch.setattr(Path, "read_text", fail)
     assert files.describe_last(tmp_path) == f"{tmp_path}/latest cannot be read (stale file handle)."
+
+
+def test_a_run_resumes_whatever_its_plan_was_corrected_by(trained, run_dir):
+    """Traces of its plan do not change the model."""
+    shape = dataclasses.replace(model_shape(trained), corrections={"a kind of plan": Correction(device=1.1)})
+    assert find_resume_point(run_dir, trained, shape)[0] == files.find_checkpoint(run_dir)
 
 
 def test_two_runs_in_one_directory_are_refused(trained, run_dir, ranks):

@@ -253,7 +253,7 @@ def test_a_plan_that_cannot_fit_is_refused(tmp_path):
     ({"data__context": "8M", "adapter__rank": 8}, r"data.context=(\d+), (\d+) GPUs \((.*?)\)"),
 ])  # fmt: skip
 def test_settings_that_would_fit_are_found_by_search(tmp_path, changes, ways):
-    machine = node(H100, ranks=1, host=2 * 10**12 if "memory__offload" in changes else 400 * 10**9)
+    machine = node(H100, ranks=1, host=2 * 10**12 if "memory__offload" in changes else 380 * 10**9)
     config, explicit = llama(tmp_path, **changes)
     resolved, _ = plan_run(config, explicit, machine)
     with pytest.raises(ConfigError, match=ways) as refused:

@@ -136,6 +136,16 @@ def test_inputs_that_the_host_cannot_hold_stay_on_the_device():
     assert not choose(shape, machine, 2**19 + 2**18, {"keep_inputs": 0, "input_tier": "host"}).fits
 
 
+def test_as_few_inputs_as_possible_stay_on_the_device():
+    """Whether or not the host has room for a checkpoint copy, which is made only if it fits."""
+    machine = Hardware(find_gpu("H200"), 8, 1, host_bytes=10**12)
+    space, candidate = SearchSpace(find_shape("olmo-3-32b"), machine), {"cp": 8, "input_tier": "host", "overlap": False}
+    for tokens in (1_440_000, 1_970_000):
+        plan = space.make_plan(candidate | {"heads_per_stage": 8, "tile_tokens": 2048}, StepShape(tokens))
+        count = plan.layout.keep_inputs
+        assert count and plan.fits and not plan.with_changes(keep_inputs=count - 1).fits, count
+
+
 def test_free_gpu_memory_is_used_to_keep_more_activations():
     machine, shape = Hardware(find_gpu("H200"), 1, 1, host_bytes=TB), find_shape("llama3.2-3b")
     plan = choose(shape, machine, 2**16)

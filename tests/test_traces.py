@@ -302,6 +302,18 @@ def true_peaks_fit(plan, traced):
     return plan.ledger.gpu_peak <= plan.ledger.gpu_bytes and any(abs(peak - p.device) < 16 for p in traced)
 
 
+def test_a_plan_that_fits_by_its_trace_is_kept_if_another_cannot_be_traced(monkeypatch):
+    """The first plan leaves room, but a faster one is only an estimate."""
+    space, work, calls = llama_space(), StepShape(2**18), []
+
+    def trace(plan):
+        calls.append(plan)
+        return true_peaks(plan)._replace(device=2**36) if len(calls) == 1 else None
+
+    plan = choose_traced(space, work, trace)
+    assert len(calls) == 2 and plan.layout == calls[0].layout and plan.fits
+
+
 def test_an_exact_estimate_is_traced_once():
     space, work, calls = llama_space(), StepShape(2**18), []
     plan = choose_traced(space, work, lambda plan: calls.append(plan) or true_peaks(plan))

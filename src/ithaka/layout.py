@@ -163,7 +163,7 @@ class Layout:
         return next((policy.attention for policy in self.kept if policy.attention), "device")
 
     def with_changes(self, **changes: Any) -> Layout:
-        """A copy with some fields changed; `kept` is changed by the six properties above."""
+        """A copy with some fields changed; `kept` is changed by the properties in KEPT_SETTINGS."""
         kept_settings = {n: changes.pop(n) if n in changes else getattr(self, n) for n in KEPT_SETTINGS}
         return replace(self, kept=_make_policies(len(self.kept), **kept_settings), **changes)
 

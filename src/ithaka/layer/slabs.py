@@ -74,12 +74,12 @@ class Slab:
 def touch_pages(memory: Tensor) -> None:
     """Make the system provide the pages of new memory. cudaHostRegister would do so in one thread, several times more
     slowly."""
-    firsts = memory[:: mmap.PAGESIZE]  # a byte of each page
+    page_starts = memory[:: mmap.PAGESIZE]  # a byte of each page
     if len(memory) < MIN_THREADED_BYTES:
-        firsts.zero_()
+        page_starts.zero_()
         return
     with ThreadPoolExecutor(PIN_THREADS, "ithaka-pin") as threads:  # zero_ releases the GIL
-        list(threads.map(Tensor.zero_, firsts.chunk(PIN_THREADS)))
+        list(threads.map(Tensor.zero_, page_starts.chunk(PIN_THREADS)))
 
 
 class SlabRange(NamedTuple):
@@ -98,9 +98,9 @@ class SlabPool:
         self.used_bytes = self.peak_bytes = self.busy_bytes = 0  # allocated, its maximum, and in use by tensors
         self.num_expected = 0  # tensors that the disk threads will release
         self.waited_s = 0.0  # spent waiting for the disk
-        self.making_s = self.waited_for_slabs_s = 0.0  # of all slabs, and for those that another thread makes
+        self.making_s = self.waited_for_slabs_s = 0.0  # seconds spent pinning, and waiting for the pinning thread
         self._coming: Counter[int] = Counter()  # slabs that `make_ahead` will add, by size
-        self._making_bytes = 0  # of the one that it is making
+        self._making_bytes = 0  # size of the slab being pinned in the background
         self._slabs: dict[int, list[Slab]] = {}  # by size
         self._first_bytes = self._longest_bytes = 0  # first tensor of this pass, and of the longest one
         self._changed = threading.Condition()  # re-entrant: a handle's __del__ may run while this thread holds it
@@ -166,7 +166,8 @@ class SlabPool:
     def try_acquire(self, num_bytes: int) -> SlabRange | None:
         with self._changed:
             in_longest = num_bytes * self._longest_bytes // max(1, self._first_bytes)
-            size = in_longest if in_longest >= num_bytes and in_longest in self._slabs else num_bytes
+            is_known = in_longest in self._slabs or self._coming[in_longest] > 0
+            size = in_longest if in_longest >= num_bytes and is_known else num_bytes
             slabs = sorted(self._slabs.get(size, ()), key=lambda slab: slab.num_tensors)  # free ones first
             acquired = self._take(slabs, num_bytes)
             while acquired is None and self._coming[size]:

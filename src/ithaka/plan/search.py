@@ -356,14 +356,14 @@ class SearchSpace:
         tier, layers = plan.layout.input_tier, self.shape.num_layers
         if tier == "device" or "keep_inputs" in self.fixed or plan.fits or not plan.ledger.fits_in("GPU"):
             return plan
-        (needed, available), least = (
-            plan.ledger.tiers[tier],
-            plan.with_changes(keep_inputs=layers).ledger.tiers[tier][0],
-        )
+        most = layers - max(1, self.shape.first_trained)  # the first layer's tier is that of the plan
+        ledgers = plan.ledger, plan.with_changes(keep_inputs=most).ledger
+        # Without the checkpoint copy, which is made only if it fits.
+        needed, least = (ledger.host_needed if tier == "host" else ledger.disk_peak for ledger in ledgers)
+        available = plan.ledger.tiers[tier][1]
         if not least <= available < needed:
             return plan
-        count = -(-layers * (needed - available) // (needed - least))
-        return plan.with_changes(keep_inputs=count) if count < layers else plan
+        return plan.with_changes(keep_inputs=-(-most * (needed - available) // (needed - least)))
 
     # ---- limits
 

@@ -64,7 +64,8 @@ def answer_request(request: PlanRequest, max_context: bool, steps: int | None, a
     text = as_text(plan, request.model, steps, [*_warn_of_tight(plan), *_suggest_float8(plan), *notes])
     if max_context and context:
         headline = f"Longest context of {request.model} on {plan.hardware.name}: {format_tokens(context)} tokens"
-        longer = (space.with_float8 or space).longest_context(batch)
+        rounded = replace(space, shape=plan.shape).with_float8
+        longer = rounded.longest_context(batch) if rounded else 0
         float8 = f"\nWith memory.stored_dtype=float8: {format_tokens(longer)} ({longer})." if longer > context else ""
         text = f"{headline} ({context}), limited by {limited_by}.{float8}\n\n{text}"
     return text, plan
@@ -286,7 +287,7 @@ def _find_fixes(plan: Plan) -> dict[str, str]:
     parts += ["--set adapter.base=nf4"] if "base" in adapter else []
     options |= {parts[0].split()[0]: " ".join(parts).partition(" ")[2]} if parts else {}
     if space.with_float8 and space.with_float8.fits(plan.work):
-        options["--set"] = "memory.stored_dtype=float8"
+        options.setdefault("--set", "memory.stored_dtype=float8")
     options |= {"--gpus": f"{machine.name} ({machine.num_gpus} GPUs)"} if machine else {}
     for option, tier in (("--host-memory", "host"), ("--disk", "disk")):
         if num_bytes := space.smallest_capacity(tier, plan.work):
@@ -332,7 +333,7 @@ def _explain_settings(plan: Plan) -> dict[str, str]:
     reasons["memory.tile_tokens"] = "tokens per tile of norms, projections and MLP"
     reasons["memory.offload"] = f"layer inputs ({inputs} per GPU) are kept {PLACES[layout.input_tier]}"
     if layout.keep_inputs:
-        reasons["memory.keep_inputs"] = f"those of the last layers stay on the device; the {layout.input_tier} is full"
+        reasons["memory.keep_inputs"] = f"the last layers keep theirs on the device: the {layout.input_tier} is full"
     reasons["memory.keep_attention"] = _explain_level(plan, "keep_attention")
     if layout.keep_attention:
         place = PLACES[layout.attention_tier]

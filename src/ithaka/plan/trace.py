@@ -256,18 +256,16 @@ class TraceRequest:
 
 def read_cache(*key: Any) -> Any:
     """Return what was cached for this key, these packages and this code; None if nothing was."""
-    if not _cache_folder().is_dir():
-        return None
     try:
-        return json.loads(_cache_file(key).read_text())
-    except (OSError, ValueError):
+        return json.loads(_cache_file(key).read_text()) if _cache_folder().is_dir() else None
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: no home directory
         return None
 
 
 def write_cache(value: Any, *key: Any) -> None:
-    """A cache that cannot be written is left out."""
-    file = _cache_file(key)
-    with suppress(OSError):
+    """Cache a value. Does nothing if the folder cannot be written to."""
+    with suppress(OSError, RuntimeError):
+        file = _cache_file(key)
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
             json.dump(value, new)
@@ -317,9 +315,14 @@ class Peaks(NamedTuple):
 Tracer = Callable[[Plan], Peaks | None]  # None: this plan cannot be traced
 
 
+def can_trace(plan: Plan) -> bool:
+    """Whether a trace has all that the step allocates: it has no teacher, reference copy or shared prefixes."""
+    return not (plan.shape.teacher or plan.shape.reference or plan.work.distills or plan.work.spans)
+
+
 def read_traced(plan: Plan, config: Mapping[str, Any]) -> Peaks | None:
     """The peaks of a cached trace of rank 0, if there is one."""
-    trace = TraceRequest.from_plan(plan, config).read(plan.work.tokens)
+    trace = TraceRequest.from_plan(plan, config).read(plan.work.tokens) if can_trace(plan) else None
     if trace is None:
         return None
     return Peaks.from_trace(trace.offload_states() if plan.layout.offload_optimizer else trace)
@@ -354,11 +357,12 @@ def choose_traced(space: SearchSpace, work: StepShape, trace: Tracer | None) -> 
         if plan.tokens_per_s_per_gpu < MIN_GAIN * speed:
             break
         if (peaks := trace(plan)) is None:
-            return plan
+            break
         traced.append(correct(plan, peaks))
         ledger, is_better = traced[-1].ledger, sum(other.fits for other in traced) > 1
         if traced[-1].fits and (is_better or ledger.gpu_peak > (1 - ROOM) * ledger.gpu_bytes):
             break
         space = replace(space, shape=traced[-1].shape)
-    fitting = [other for other in traced if other.fits]
-    return max(fitting, key=lambda other: other.tokens_per_s_per_gpu) if fitting else [plan, *traced][-1]
+    if fitting := [other for other in traced if other.fits]:
+        return max(fitting, key=lambda other: other.tokens_per_s_per_gpu)
+    return next((other for other in traced if other.layout == plan.layout), plan)

@@ -48,6 +48,7 @@ from ithaka.run.resolve import (
     model_shape,
     plan_run,
     read_stored_settings,
+    trace_shape,
     weakest_machine,
 )
 from ithaka.run.shapes import read_shape
@@ -164,6 +165,8 @@ def build_run(
         raise ConfigError(f"train.accumulate={config.train.accumulate} {rule}; leave one out")
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulate=accumulate))
     run = Run(config, num_ranks, shape, layout, hardware, plan)
+    if plan is None:
+        run = dataclasses.replace(run, shape=trace_shape(run))
     check_fits(run)
     if not resumes or run.needs_base:  # else the checkpoint has all weights
         check_weights(config.model.path)
@@ -290,7 +293,8 @@ def find_resume_point(run_dir: Path, config: Config, shape: ModelShape) -> tuple
         reason = f"cannot continue from the state of optim.name={saved.optim.name}"
         raise ConfigError(f"optim.name={config.optim.name} {reason}; leave it out, or start a new run")
     saved_model = run_dir / "model" / "config.json"
-    plain = dataclasses.replace(shape.with_adapter(None), optimizer="adamw", reference=False, teacher=None)
+    defaults: Any = {"optimizer": "adamw", "reference": False, "teacher": None, "corrections": {}}
+    plain = dataclasses.replace(shape.with_adapter(None), **defaults)
     if saved_model.is_file() and read_shape(saved_model) != plain:
         model = f"path={config.model.path}" if config.model.path else f"embedded={config.model.embedded}"
         reason = f"differs in shape from the model of {run_dir}"

@@ -11,6 +11,7 @@ from ithaka.plan.hardware import H200_ATTENTION, Hardware
 from ithaka.plan.models import find_config
 from ithaka.plan.request import PlanRequest
 from ithaka.plan.search import make_search_space, shape_to_train, work_from_config
+from ithaka.run.launch import under_torchrun
 from ithaka.run.shapes import make_tracer, shape_from_config, teacher_shape
 
 # Settings that have an option of `ithaka plan`.
@@ -59,4 +60,5 @@ def make_request(
         raise ConfigError(f"{name}={format_value(attrgetter(name)(config))} {rule}; leave it out")
     space = make_search_space(config, explicit, shape, hardware)
     options = frozenset(explicit), work_from_config(config)
-    return PlanRequest(model, hf_config, space, config, *options, make_tracer(hf_config, always=traces))
+    trace = None if under_torchrun() else make_tracer(hf_config, always=traces)  # caches of nodes may differ
+    return PlanRequest(model, hf_config, space, config, *options, trace)

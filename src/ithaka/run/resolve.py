@@ -26,7 +26,7 @@ from ithaka.plan.hardware import GPUS, Hardware, available_memory, find_gpu, fre
 from ithaka.plan.read_config import read_json
 from ithaka.plan.search import Plan, SearchSpace, make_search_space, shape_to_train, work_from_config
 from ithaka.plan.shape import ModelShape, StepShape
-from ithaka.plan.trace import choose_traced
+from ithaka.plan.trace import choose_traced, correct
 from ithaka.run.launch import under_torchrun
 from ithaka.run.shapes import make_tracer, read_shape, shape_from_config, teacher_shape
 
@@ -212,6 +212,15 @@ def plan_run(
     return parse_config(tree), plan
 
 
+def trace_shape(run: Run) -> ModelShape:
+    """The run's shape, corrected by a trace of its layout, as `plan_run` would."""
+    if not uses_planner(run.config, run.hardware) or under_torchrun():
+        return run.shape
+    plan = Plan(run.shape, run.layout, run.hardware, run.work)
+    peaks = make_tracer(model_config(run.config), always=True)(plan)
+    return run.shape if peaks is None else correct(plan, peaks).shape
+
+
 # ---- memory
 
 
@@ -315,7 +324,8 @@ def store_host_bytes(run: Run) -> int | None:
 def input_slabs(run: Run) -> tuple[int, int]:
     """Size and number of the layer inputs that one rank keeps in host memory."""
     num_bytes = run.layout.stored_bytes(run.work.local_tokens(run.layout.cp), run.shape.hidden)
-    return num_bytes, run.ledger.host.get("layer inputs", 0) // run.hardware.gpus_per_node // num_bytes
+    groups = run.layout.policy_groups(run.shape.num_layers, run.shape.first_trained)
+    return num_bytes, sum(count for policy, count in groups if policy.input == "host")
 
 
 def can_save_in_background(run: Run) -> bool:

@@ -23,7 +23,7 @@ from ithaka.model.truncate import choose_neighbors, read_kinds, truncate_config
 from ithaka.phases import phase
 from ithaka.plan.layer_bytes import CALL_TOKENS
 from ithaka.plan.search import Plan
-from ithaka.plan.trace import LinearTrace, Peaks, Trace, TraceRequest
+from ithaka.plan.trace import LinearTrace, Peaks, Trace, TraceRequest, can_trace
 from ithaka.profile.trace import ghost_store, trace_step
 from ithaka.roots.probe import probing_once
 
@@ -32,7 +32,7 @@ TILES = (2, 3)  # per rank: a longer sequence is extrapolated from two short one
 
 def trace_peaks(config: Mapping[str, Any], plan: Plan) -> Peaks | None:
     """The traced peaks of a plan of the model with this config.json; None, with a warning, if it cannot be traced."""
-    if plan.shape.teacher or plan.work.distills or plan.work.spans or dist.is_initialized():
+    if not can_trace(plan) or dist.is_initialized():
         return None
     try:
         return Peaks.from_trace(trace_plan(plan, config))

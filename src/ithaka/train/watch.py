@@ -56,7 +56,7 @@ def describe_plan(plan: Plan, accumulate: int) -> dict[str, Any]:
         "layout": dataclasses.asdict(plan.layout),
         "stages": len(count_slots(*heads)),
         "peak_bytes": sum_planned_by_category(plan),
-        "host_bytes": sum(drop_reserve(plan.ledger.host).values()),
+        "host_bytes": sum(drop_reserve(plan.ledger.host).values()) // plan.hardware.gpus_per_node,  # per rank
         "gpus": plan.hardware.name,  # nodes x ranks
     }
     if gpu_named(plan.hardware.gpu.name):
