@@ -263,7 +263,7 @@ def test_planned_bytes_are_those_of_the_schedule(family, overlap):
     assert trace.host_bytes == rounded if family == "llama" else trace.host_bytes <= rounded
     kept_bytes = trace.find("loss forward").host[0]
     assert kept_bytes < 0.56 * bf16  # with log-sum-exps in fp32
-    dq_bytes = 3 * tokens * 16 * 2 * (not overlap)  # of all stages but the last
+    dq_bytes = 3 * tokens * 16 * 2 * (not overlap)  # every stage but the last stores its dq
     assert trace.total("moved")["copy to host"] == kept_bytes + 2 * dq_bytes
 
 

@@ -1,4 +1,4 @@
-"""A decoder that the general layer would compute differently is refused by name; others are exact.
+"""A decoder that the schedule would compute differently is refused by name; others are exact.
 
 Planted layers are also run without the probe's comparison, to check that their results would be wrong.
 """
@@ -24,6 +24,7 @@ from ithaka.config import ConfigError
 from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 from ithaka.roots import probe
+from ithaka.roots.find import find_root
 from refusals import assert_refused
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers", "fresh_probes")
@@ -534,3 +535,26 @@ def test_masks_that_a_call_does_not_show_are_exact_or_refused(family):
         "llama4_text": {"attention_chunk_size": 5, "intermediate_size_mlp": 40, "no_rope_layers": [1, 0]},
     }[family]
     refuse_or_compare(tiny_decoder(family, num_hidden_layers=2, **changes))
+
+
+@pytest.mark.parametrize("where", ["of model.layers.0 at position 0", "in a run of"])
+def test_a_difference_with_one_seed_only_is_chance(where, monkeypatch):
+    """Rounding may change a token's experts. With other weights, the model is accepted, with all its blocks."""
+    compare_results, mismatches = probe._compare_results, []
+
+    def differ(model, ours, theirs, place):
+        if place.startswith(where) and len(mismatches) < most:
+            mismatches.append(place)
+            raise probe.Mismatch("differs")
+        compare_results(model, ours, theirs, place)
+
+    monkeypatch.setattr(probe, "_compare_results", differ)
+    model, most = tiny_decoder("olmo2", num_hidden_layers=2), 1
+    decoder = find_root(model)
+    decoder.find_specs(torch.device("cpu"))
+    assert len(mismatches) == 1 and all(spec.blocks for spec in decoder.specs)
+    if where == "in a run of":
+        mismatches.clear()
+        most = len(probe.SEEDS)
+        with pytest.raises(ConfigError, match="differs"):
+            find_root(model).find_specs(torch.device("cpu"))

@@ -324,7 +324,7 @@ def test_an_exact_estimate_is_traced_once():
 
 @pytest.mark.usefixtures("traces_plans")
 def test_a_cached_plan_takes_no_trace(tmp_path, monkeypatch):
-    """Of a model that is not built in: its shape is measured once and its plan traced once."""
+    """A model that is not built in is measured and traced once."""
     file, command = tmp_path / "config.json", ["--gpus", "2xH100", "--context", "1K", "--json"]
     file.write_text(json.dumps(tiny_config("gemma3_text", max_position_embeddings=4096)))
     first = json.loads(CliRunner().invoke(app, ["plan", str(file), *command]).stdout)

@@ -47,7 +47,7 @@ from ithaka.phases import phase
 from ithaka.plan.shape import MOMENT_BLOCK, has_moment_blocks
 from ithaka.weights.adapters import find_active_adapter
 
-MAX_FILES, MIN_FILE_BYTES = 8, 2**28  # that a rank writes at once
+MAX_FILES, MIN_FILE_BYTES = 8, 2**28  # per rank, written in parallel; smaller states use fewer
 
 T = TypeVar("T")
 

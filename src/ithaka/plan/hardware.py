@@ -122,7 +122,7 @@ class Gpu:
 
     @property
     def has_float8(self) -> bool:
-        """Whether it converts to float8. Of other GPUs, the ranks check the compute capability."""
+        """False for known GPUs that cannot convert to float8. Each rank also checks its compute capability."""
         return not any(_is_model(self.name, model) for model in ("A100", "A800", "RTX 3090"))
 
 

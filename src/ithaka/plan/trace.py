@@ -30,9 +30,9 @@ from ithaka.plan.seconds import sent_bytes
 from ithaka.plan.shape import Correction, StepShape
 
 Amounts = dict[str, float]  # by name; for bytes, by memory category
-MAX_TRACES = 4  # of one search
-ROOM = 0.02  # of the device's memory that a traced plan may leave before a faster one is tried
-MIN_GAIN = 1.01  # speed of such a plan, relative to the traced one
+MAX_TRACES = 4  # per search
+ROOM = 0.02  # if a traced plan leaves a larger share of the device free, a faster one is tried
+MIN_GAIN = 1.01  # the least speedup that is worth another trace
 
 
 @dataclass(frozen=True)

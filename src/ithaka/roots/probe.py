@@ -39,6 +39,8 @@ from ithaka.roots.recorder import (
     LENGTHS,
     Recorder,
     config_lengths,
+    describe_arguments,
+    describe_layer,
     randomize,
     read_calls,
     refusal,
@@ -58,30 +60,6 @@ SEEDS = (1, 11, 21)
 
 class Mismatch(ConfigError):
     """The two runs of a probe differ."""
-
-
-def describe_layer(layer: nn.Module) -> Any:
-    """Equal for layers that compute the same function, apart from the values of their parameters."""
-    description = []
-    for name, module in layer.named_modules():
-        scalars = {
-            k: v for k, v in vars(module).items() if isinstance(v, int | float | str | None) and k != "layer_idx"
-        }
-        shapes = {k: (tuple(v.shape), v.requires_grad) for k, v in module._parameters.items() if v is not None}
-        description.append((name, type(module), repr(scalars), repr(sorted(shapes.items()))))
-    return tuple(description)
-
-
-def _describe_arguments(calls: list[Any], index: int) -> Any:
-    """Equal for layers that get the same tensors and masks, and other arguments with equal values."""
-    numbers: dict[int, int] = {}
-    for call in calls:
-        for leaf in pytree.tree_leaves(call[1:]):
-            numbers.setdefault(id(leaf), len(numbers))
-    leaves, tree_spec = pytree.tree_flatten(calls[index][1:])
-    return str(tree_spec), tuple(
-        numbers[id(leaf)] if isinstance(leaf, Tensor | PlaceholderMask) else repr(leaf) for leaf in leaves
-    )
 
 
 # ---- the probe
@@ -110,7 +88,7 @@ class _Probe:
         self.float_leaves = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
         self.layer, self.is_small = _copy_layer(model, layer, recorder, device, is_small, seed)
         self.slower: list[str] = []
-        self.has_mismatch = False  # of a block
+        self.has_mismatch = False  # a block was left out because results differ
         self.theirs: dict[str, Tensor | None] = {}  # what transformers computes at position 0, with all gradients
 
     def run(self) -> None:
@@ -370,7 +348,7 @@ def _compare_results(
             raise Mismatch(*refusal(model, problem).args)
 
 
-_findings: dict[Any, LayerSpec] = {}  # of `probe_once`
+_findings: dict[Any, LayerSpec] = {}  # what `probe_once` has found, by kind of layer
 _probes_once = [False]
 
 
@@ -411,7 +389,7 @@ def probe_layers(model: PreTrainedModel, recorder: Recorder, device: torch.devic
     kinds: dict[Any, list[int]] = {}
     for index, layer in enumerate(recorder.layers):
         dims = token_dims(model, f"model.layers.{index}", calls[index], shorter[index])
-        kinds.setdefault((describe_layer(layer), _describe_arguments(calls, index), dims), []).append(index)
+        kinds.setdefault((describe_layer(layer), describe_arguments(calls, index), dims), []).append(index)
     specs: dict[int, LayerSpec] = {}
     for (*_, dims), indices in kinds.items():
         while indices:  # layers of a kind may still differ by their index

@@ -18,7 +18,7 @@ from ithaka.blocks.experts import is_expert_module
 from ithaka.config import ConfigError
 from ithaka.layer.inputs import CallState, CurrentCall, LayerInputs
 from ithaka.layer.mixer import LayerSpec, ProbedLayer
-from ithaka.mixers.attention_call import ATTENTION, FAR_POSITION
+from ithaka.mixers.attention_call import ATTENTION, FAR_POSITION, PlaceholderMask
 from ithaka.mixers.kinds import MIXERS
 from ithaka.roots.rotary import ExactRotary, rotary_modules
 from ithaka.weights.adapters import find_decoder
@@ -191,6 +191,30 @@ def randomized_copy(module: nn.Module) -> nn.Module:
     copied = copy.deepcopy(module, {id(param): param for param in module.parameters()})
     randomize(copied, torch.device("cpu"))
     return copied
+
+
+def describe_layer(layer: nn.Module) -> Any:
+    """Equal for layers that compute the same function, apart from the values of their parameters."""
+    description = []
+    for name, module in layer.named_modules():
+        scalars = {
+            k: v for k, v in vars(module).items() if isinstance(v, int | float | str | None) and k != "layer_idx"
+        }
+        shapes = {k: (tuple(v.shape), v.requires_grad) for k, v in module._parameters.items() if v is not None}
+        description.append((name, type(module), repr(scalars), repr(sorted(shapes.items()))))
+    return tuple(description)
+
+
+def describe_arguments(calls: list[Any], index: int) -> Any:
+    """Equal for layers that get the same tensors and masks, and other arguments with equal values."""
+    numbers: dict[int, int] = {}
+    for call in calls:
+        for leaf in pytree.tree_leaves(call[1:]):
+            numbers.setdefault(id(leaf), len(numbers))
+    leaves, tree_spec = pytree.tree_flatten(calls[index][1:])
+    return str(tree_spec), tuple(
+        numbers[id(leaf)] if isinstance(leaf, Tensor | PlaceholderMask) else repr(leaf) for leaf in leaves
+    )
 
 
 def token_dims(model: PreTrainedModel, name: str, long: Any, short: Any) -> tuple[int | None, ...]:

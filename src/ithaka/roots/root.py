@@ -47,7 +47,7 @@ class Root(ABC):
     call_type: type  # what `make_call` returns
     predicts_tokens = True  # whether it has labels and a loss of its own
 
-    encoders: Sequence[nn.Module] = ()  # of images and videos, for models that take them with tokens
+    encoders: Sequence[nn.Module] = ()  # encode images and videos into the sequence of tokens
     dropout: DropoutState | None = None
     balancing: LoadBalancingLoss | None = None  # if the model's configuration has it
     specs: Sequence[LayerSpec] = ()  # per layer
