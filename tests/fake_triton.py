@@ -59,17 +59,22 @@ def store(pointer, value, mask=None):
     flat[offset[mask]] = torch.as_tensor(value).expand(offset.shape)[mask].to(flat.dtype)
 
 
-def dot(x, y, input_precision=None):
+def dot(x, y, acc=0.0, input_precision=None):
     assert x.dtype == y.dtype
-    return x.float() @ y.float()
+    return x.float() @ y.float() + acc
+
+
+def cumsum(x, axis, reverse=False):
+    return x.flip(axis).cumsum(axis).flip(axis) if reverse else x.cumsum(axis)
 
 
 def make_modules() -> dict[str, ModuleType]:
     triton, language = ModuleType("triton"), ModuleType("triton.language")
     triton.jit, triton.language = Kernel, language
     triton.cdiv, triton.next_power_of_2 = lambda a, b: -(-a // b), lambda n: 1 << (n - 1).bit_length()
-    functions = {name: getattr(torch, name) for name in ("arange", "cumsum", "sum", "where", "exp", "rsqrt", "zeros")}
-    language.__dict__.update(functions, load=load, store=store, dot=dot, constexpr=int, static_range=range)
+    functions = {name: getattr(torch, name) for name in ("arange", "sum", "where", "exp", "rsqrt", "zeros")}
+    language.__dict__.update(functions, load=load, store=store, dot=dot, cumsum=cumsum)
+    language.__dict__.update(constexpr=int, static_range=range)
     language.__dict__.update(float32=torch.float32, bfloat16=torch.bfloat16, int32=torch.int32, trans=Tensor.t)
     language.zeros = lambda shape, dtype: torch.zeros(shape, dtype=dtype)
     language.program_id = lambda axis: torch.tensor(_program[0])

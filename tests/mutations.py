@@ -164,8 +164,8 @@ MUTATIONS = (
     Mutation(
         "a kernel of Mamba2 does not decay what leaves a chunk",
         "ops/ssd_kernels.py",
-        "state = state * p + _dot(tl.trans(k_CK), y * f[:, None], WIDE)",
-        "state = state * p + _dot(tl.trans(k_CK), y, WIDE)",
+        "(x.to(tl.float32) * (b * f)[:, None])",
+        "(x.to(tl.float32) * b[:, None])",
         "test_scan.py -k 'kernels and ssd'",
     ),
     # ---- train

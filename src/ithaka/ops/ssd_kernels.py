@@ -7,8 +7,8 @@ In the terms used there, with dP = dout y^T, a chunk's gradients are
 
 Chunks are walked in blocks of CHUNKS. A walk from zero gives each block's map, S' = p S + U; `_pass_kernel` composes
 the maps to the states before all blocks; a second walk from there writes the output, or what backward needs: the states
-before all chunks and the gradients of those after them, in 16 bits. The last kernel computes the gradients of some
-heads that share q and k. As in ops/delta_kernels.py, matrices that are needed both ways are computed twice.
+before all chunks and the gradients of those after them, in 16 bits. The last two kernels compute the gradients of some
+heads that share q and k. All products are of 16-bit matrices, of which at most one is rounded: dt scales that one.
 
 Shapes as in ops/scan.py; t tokens of the segment, n chunks of C tokens, b blocks.
 """
@@ -21,11 +21,10 @@ from torch.nn import functional as F
 
 from ithaka.ops.delta_kernels import triton
 
-CHUNK, CHUNKS = 64, 4  # tokens of a chunk, and chunks of a block
-HEADS = 8  # heads that one program of the last kernel computes, at most
-WIDE = True  # multiply in TF32, not in bf16
+CHUNK, CHUNKS = 64, 8  # tokens of a chunk, and chunks of a block
+HEADS = 8  # heads that one program of the last kernels computes, at most
 WALK_OPTIONS = {"num_warps": 4, "num_stages": 2}
-GRADIENT_OPTIONS = {"num_warps": 8, "num_stages": 1}
+KEY_OPTIONS = VALUE_OPTIONS = {"num_warps": 8, "num_stages": 2}
 PASS_SIZE = 1024  # elements of a state that one program of `_pass_kernel` updates
 
 
@@ -50,7 +49,7 @@ class FusedSegment:
         self.num_blocks = triton.cdiv(self.num_chunks, CHUNKS)
         self.sizes = t, H, H // J
         columns = next(n for n in (64, 32, 16) if V % n == 0)
-        self.constants = {"V": V, "COLUMNS": columns, "C": CHUNK, "K": K + self.padding, "WIDE": WIDE}
+        self.constants = {"V": V, "COLUMNS": columns, "C": CHUNK, "K": K + self.padding}
         self.grid = (self.num_blocks * H * (V // columns),)
 
     def extend(self, map_HKX: Tensor) -> Tensor:
@@ -80,13 +79,18 @@ class FusedSegment:
         heads = max(n for n in range(1, HEADS + 1) if repeats % n == 0)
         dqk = g.new_empty(2, t, H // heads, k.shape[-1])
         dskip = g.new_empty(self.num_chunks, H)
+        grid = (self.num_chunks * (H // heads),)
+        _key_grad_kernel[grid](
+            q, k, v, g, dt, self.ids, *kept, dout_tHV, *dqk, *self.sizes, HEADS=heads, **self.constants, **KEY_OPTIONS
+        )
         # Each program reads what it overwrites: v, g and dt of its chunk and heads.
-        _gradient_kernel[(self.num_chunks * (H // heads),)](
-            q, k, v, g, dt, self.skip_H, self.ids, *kept, dout_tHV, *dqk, dskip, *self.sizes, HEADS=heads,
-            **self.constants, **GRADIENT_OPTIONS,
+        _value_grad_kernel[grid](
+            q, k, v, g, dt, self.skip_H, self.ids, *kept, dout_tHV, dskip, *self.sizes, HEADS=heads, **self.constants,
+            **VALUE_OPTIONS,
         )  # fmt: skip
         self.dskip_H.add_(dskip.sum(0))
-        dq, dk = dqk.unflatten(2, (H // repeats, -1)).sum(3)[..., : self.K]
+        dqk = dqk if heads == repeats else dqk.unflatten(2, (H // repeats, -1)).sum(3)
+        dq, dk = dqk[..., : self.K]
         for x, grad in zip(self.inputs, (dq, dk, v, g, dt), strict=True):
             if x.data_ptr() != grad.data_ptr():
                 x.copy_(grad)
@@ -129,7 +133,7 @@ class FusedSegment:
 if triton is not None:
     import triton.language as tl
 
-    from ithaka.ops.delta_kernels import _dot, _load_rows
+    from ithaka.ops.delta_kernels import _load_rows
 
     @triton.jit
     def _load_decays(g, ids, chunk, h, t, H, C: tl.constexpr):
@@ -145,9 +149,15 @@ if triton is not None:
         return log, id_C, e, f, p
 
     @triton.jit
+    def _decay_between(log, id_C, i):
+        """Return the decay from each token of a chunk to each later one of its document."""
+        is_seen, between = (i[:, None] >= i[None, :]) & (id_C[:, None] == id_C[None, :]), log[:, None] - log[None, :]
+        return tl.where(is_seen, tl.exp(tl.minimum(between, 0.0)), 0.0)
+
+    @triton.jit
     def _walk_kernel(
         q, k, v, g, dt, skip, ids, states, decays, out, kept, t, H, repeats,
-        V: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
+        V: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
         CHUNKS: tl.constexpr, HAS_OUT: tl.constexpr, KEEPS: tl.constexpr, IS_MAP: tl.constexpr,
     ):  # fmt: skip
         parts: tl.constexpr = V // COLUMNS
@@ -162,20 +172,18 @@ if triton is not None:
             at = chunk * C + i
             inside, at_CV = (at < t)[:, None], (at * H + h)[:, None] * V + col[None, :]
             log, id_C, e, f, p = _load_decays(g, ids, chunk, h, t, H, C)
-            x = tl.load(v + at_CV, inside, other=0.0).to(tl.float32)
-            y = x * tl.load(dt + at * H + h, at < t, other=0.0)[:, None]
+            x, b = tl.load(v + at_CV, inside, other=0.0), tl.load(dt + at * H + h, at < t, other=0.0)
             k_CK = _load_rows(k, at, j, t, J, K)
             if HAS_OUT:
                 q_CK = _load_rows(q, at, j, t, J, K)
-                is_seen = (i[:, None] >= i[None, :]) & (id_C[:, None] == id_C[None, :])
-                decay = tl.where(is_seen, tl.exp(tl.where(is_seen, log[:, None] - log[None, :], 0.0)), 0.0)
-                o = _dot(q_CK, state, WIDE) * e[:, None] + x * tl.load(skip + h)
-                o += _dot(tl.dot(q_CK, tl.trans(k_CK)) * decay, y, WIDE)
+                products = tl.dot(q_CK, tl.trans(k_CK)) * _decay_between(log, id_C, i) * b[None, :]
+                o = tl.dot(q_CK, state.to(x.dtype)) * e[:, None] + tl.dot(products.to(x.dtype), x)
+                o += x.to(tl.float32) * tl.load(skip + h)
                 tl.store(out + at_CV, o.to(out.dtype.element_ty), inside)
             if KEEPS:
                 is_chunk = tl.zeros((K, COLUMNS), tl.int32) + chunk * C < t
                 tl.store(kept + (chunk * H + h) * (K * V) + at_KV, state.to(kept.dtype.element_ty), is_chunk)
-            state = state * p + _dot(tl.trans(k_CK), y * f[:, None], WIDE)
+            state = state * p + tl.dot(tl.trans(k_CK), (x.to(tl.float32) * (b * f)[:, None]).to(x.dtype))
             passed *= p
         if IS_MAP:
             tl.store(states + row * (K * V) + at_KV, state)
@@ -184,7 +192,7 @@ if triton is not None:
     @triton.jit
     def _walk_grad_kernel(
         q, g, dout, ids, states, decays, kept, t, H, repeats,
-        V: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
+        V: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
         CHUNKS: tl.constexpr, IS_MAP: tl.constexpr,
     ):  # fmt: skip
         parts: tl.constexpr = V // COLUMNS
@@ -201,8 +209,9 @@ if triton is not None:
             if not IS_MAP:
                 is_chunk = tl.zeros((K, COLUMNS), tl.int32) + chunk * C < t
                 tl.store(kept + (chunk * H + h) * (K * V) + at_KV, dstate.to(kept.dtype.element_ty), is_chunk)
-            d = tl.load(dout + (at * H + h)[:, None] * V + col[None, :], (at < t)[:, None], other=0.0).to(tl.float32)
-            dstate = dstate * p + _dot(tl.trans(_load_rows(q, at, j, t, J, K)), d * e[:, None], WIDE)
+            d = tl.load(dout + (at * H + h)[:, None] * V + col[None, :], (at < t)[:, None], other=0.0)
+            read = (d.to(tl.float32) * e[:, None]).to(d.dtype)
+            dstate = dstate * p + tl.dot(tl.trans(_load_rows(q, at, j, t, J, K)), read)
             passed *= p
         if IS_MAP:
             tl.store(states + row * (K * V) + at_KV, dstate)
@@ -226,64 +235,87 @@ if triton is not None:
         tl.store(last + h * SIZE + at, state, inside)
 
     @triton.jit
-    def _gradient_kernel(
-        q, k, v, g, dt, skip, ids, states, dstates, dout, dq, dk, dskip, t, H, repeats, HEADS: tl.constexpr,
-        V: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr, K: tl.constexpr, WIDE: tl.constexpr,
+    def _key_grad_kernel(
+        q, k, v, g, dt, ids, states, dstates, dout, dq, dk, t, H, repeats, HEADS: tl.constexpr,
+        V: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
     ):  # fmt: skip
+        """Write dq and dk, summed over HEADS heads."""
+        parts = H // HEADS
+        chunk, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+        j, J, i = part * HEADS // repeats, H // repeats, tl.arange(0, C)
+        at = chunk * C + i
+        inside, at_CK = at < t, (at * parts + part)[:, None] * K + tl.arange(0, K)[None, :]
+        dscores, dq_CK = tl.zeros((C, C), tl.float32), tl.zeros((C, K), tl.float32)
+        for head in range(HEADS):
+            h = part * HEADS + head
+            log, id_C, e, _, _ = _load_decays(g, ids, chunk, h, t, H, C)
+            b = tl.load(dt + at * H + h, inside, other=0.0)
+            dproducts = tl.zeros((C, C), tl.float32)
+            for first in range(0, V, COLUMNS):
+                col = first + tl.arange(0, COLUMNS)
+                at_CV = (at * H + h)[:, None] * V + col[None, :]
+                x, d = tl.load(v + at_CV, inside[:, None], other=0.0), tl.load(dout + at_CV, inside[:, None], other=0.0)
+                state = tl.load(states + ((chunk * H + h) * K + tl.arange(0, K)[:, None]) * V + col[None, :])
+                dproducts = tl.dot(d, tl.trans(x), dproducts)
+                dq_CK = tl.dot((d.to(tl.float32) * e[:, None]).to(d.dtype), tl.trans(state), dq_CK)
+            dscores += dproducts * _decay_between(log, id_C, i) * b[None, :]
+        k_CK = _load_rows(k, at, j, t, J, K)
+        dscores_CC = dscores.to(k_CK.dtype)
+        tl.store(dq + at_CK, tl.dot(dscores_CC, k_CK, dq_CK), inside[:, None])
+        dk_CK = tl.dot(tl.trans(dscores_CC), _load_rows(q, at, j, t, J, K))
+        for head in range(HEADS):
+            h = part * HEADS + head
+            _, _, _, f, _ = _load_decays(g, ids, chunk, h, t, H, C)
+            b = tl.load(dt + at * H + h, inside, other=0.0) * f
+            for first in range(0, V, COLUMNS):
+                col = first + tl.arange(0, COLUMNS)
+                x = tl.load(v + (at * H + h)[:, None] * V + col[None, :], inside[:, None], other=0.0)
+                dstate = tl.load(dstates + ((chunk * H + h) * K + tl.arange(0, K)[:, None]) * V + col[None, :])
+                dk_CK = tl.dot((x.to(tl.float32) * b[:, None]).to(x.dtype), tl.trans(dstate), dk_CK)
+        tl.store(dk + at_CK, dk_CK, inside[:, None])
+
+    @triton.jit
+    def _value_grad_kernel(
+        q, k, v, g, dt, skip, ids, states, dstates, dout, dskip, t, H, repeats, HEADS: tl.constexpr,
+        V: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+    ):  # fmt: skip
+        """Overwrite v, g and dt with their gradients, and write a chunk's part of D's."""
         parts = H // HEADS
         chunk, part = tl.program_id(0) // parts, tl.program_id(0) % parts
         j, J, i = part * HEADS // repeats, H // repeats, tl.arange(0, C)
         at = chunk * C + i
         inside = at < t
         q_CK, k_CK = _load_rows(q, at, j, t, J, K), _load_rows(k, at, j, t, J, K)
-        scores, scores_t = tl.dot(q_CK, tl.trans(k_CK)), tl.dot(k_CK, tl.trans(q_CK))
-        dscores, dscores_t = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
-        dq_CK, dk_CK = tl.zeros((C, K), tl.float32), tl.zeros((C, K), tl.float32)
+        scores = tl.dot(q_CK, tl.trans(k_CK))
         for head in range(HEADS):
             h = part * HEADS + head
             row = at * H + h
             log, id_C, e, f, p = _load_decays(g, ids, chunk, h, t, H, C)
             b, skipped = tl.load(dt + row, inside, other=0.0), tl.load(skip + h)
-            is_same = id_C[:, None] == id_C[None, :]
-            between = log[:, None] - log[None, :]
-            decay = tl.where(is_same & (i[:, None] >= i[None, :]), tl.exp(tl.minimum(between, 0.0)), 0.0)
-            decay_t = tl.where(is_same & (i[:, None] <= i[None, :]), tl.exp(tl.minimum(-between, 0.0)), 0.0)
-            dp, dp_t = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
-            db, dlog, to_k = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+            products = scores * _decay_between(log, id_C, i)
+            dproducts = tl.zeros((C, C), tl.float32)
+            db, dlog, to_state = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
             dskip_C, passed = tl.zeros((C,), tl.float32), tl.zeros((K,), tl.float32)
             for first in range(0, V, COLUMNS):
                 col = first + tl.arange(0, COLUMNS)
                 at_CV = row[:, None] * V + col[None, :]
                 at_KV = ((chunk * H + h) * K + tl.arange(0, K)[:, None]) * V + col[None, :]
-                x = tl.load(v + at_CV, inside[:, None], other=0.0).to(tl.float32)
-                d = tl.load(dout + at_CV, inside[:, None], other=0.0).to(tl.float32)
+                x, d = tl.load(v + at_CV, inside[:, None], other=0.0), tl.load(dout + at_CV, inside[:, None], other=0.0)
                 state, dstate = tl.load(states + at_KV), tl.load(dstates + at_KV)
-                y = x * b[:, None]
-                dp += _dot(d, tl.trans(y), WIDE)
-                dp_t += _dot(y, tl.trans(d), WIDE)
-                reads = _dot(d, tl.trans(state), WIDE) * e[:, None]
-                dlog += tl.sum(reads * q_CK.to(tl.float32), 1)
-                dq_CK += reads
-                writes = _dot(y, tl.trans(dstate), WIDE) * f[:, None]
-                to_k += tl.sum(writes * k_CK.to(tl.float32), 1)
-                dk_CK += writes
-                dy = _dot(scores_t * decay_t, d, WIDE) + _dot(k_CK, dstate, WIDE) * f[:, None]
+                passed += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
+                dproducts = tl.dot(d, tl.trans(x), dproducts)
+                dwritten = tl.dot(k_CK, dstate) * f[:, None]
+                dy = tl.dot(tl.trans(products.to(x.dtype)), d) + dwritten
+                x, d = x.to(tl.float32), d.to(tl.float32)
+                dlog += tl.sum(tl.dot(q_CK, state) * d, 1)
+                to_state += tl.sum(dwritten * x, 1)
                 db += tl.sum(dy * x, 1)
                 dskip_C += tl.sum(d * x, 1)
-                passed += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
                 tl.store(v + at_CV, (dy * b[:, None] + d * skipped).to(v.dtype.element_ty), inside[:, None])
-            dp, dp_t = dp * decay, dp_t * decay_t
-            dscores += dp
-            dscores_t += dp_t
-            dlog_CC = dp * scores
-            dlog += tl.sum(dlog_CC, 1) - tl.sum(dlog_CC, 0) - to_k
+            dlog_CC, to_state = dproducts * products * b[None, :], to_state * b
+            dlog = dlog * e + tl.sum(dlog_CC, 1) - tl.sum(dlog_CC, 0) - to_state
             # g decays what later tokens read, and what leaves the chunk.
-            dg = tl.sum(tl.where(i[:, None] >= i[None, :], dlog[:, None], 0.0) + to_k[:, None], 0)
-            tl.store(g + row, dg + p * tl.sum(passed, 0), inside)
+            dg = tl.cumsum(dlog, 0, reverse=True) + tl.sum(to_state, 0) + p * tl.sum(passed, 0)
+            tl.store(g + row, dg, inside)
             tl.store(dt + row, db, inside)
             tl.store(dskip + chunk * H + h, tl.sum(dskip_C, 0))
-        dq_CK += _dot(dscores, k_CK, WIDE)
-        dk_CK += _dot(dscores_t, q_CK, WIDE)
-        at_CK = (at * parts + part)[:, None] * K + tl.arange(0, K)[None, :]
-        tl.store(dq + at_CK, dq_CK, inside[:, None])
-        tl.store(dk + at_CK, dk_CK, inside[:, None])
