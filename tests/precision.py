@@ -148,11 +148,13 @@ def with_choices(model, batch, cp: int, layout: Layout) -> tuple[Gradients, dict
         chosen = {when: {name: [] for name in routers(ours)} for when in ("forward", "backward")}
         when = "forward"
 
-        def record(module, inputs, output, name):
+        def record(x, name, forward):
+            output = forward(x)
             chosen[when][name].append(output[-1].clone())
+            return output
 
         for name, router in routers(ours).items():
-            router.register_forward_hook(partial(record, name=name))
+            router.forward = partial(record, name=name, forward=router.forward)
         loss = ours(input_ids=batch.ids, labels=batch.ids, **batch.for_ours()).loss
         when = "backward"
         loss.backward()
