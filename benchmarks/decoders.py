@@ -8,6 +8,7 @@ checkpointing, fused AdamW, median of five steps. Prints and writes one JSON lin
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -282,14 +283,18 @@ def main() -> None:
             common |= {"attention": options.attention, "compile": options.compile}
             cases = "".join(json.dumps(common | {"tokens": tokens}) + "\n" for tokens in options.tokens)
             command = [sys.executable, __file__, "--serve"]
-            run = subprocess.run(command, input=cases, capture_output=True, text=True)
-            if options.out:
-                options.out.mkdir(parents=True, exist_ok=True)
-                (options.out / f"{model}-{side.replace(' ', '-')}.log").write_text(run.stderr[-20000:])
-            for line in run.stdout.splitlines():
-                if line.startswith("RESULT "):
-                    results.append(json.loads(line.removeprefix("RESULT ")))
-                    print(json.dumps(results[-1]), flush=True)
+            log = options.out / f"{model}-{side.replace(' ', '-')}.log" if options.out else Path(os.devnull)
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("w") as err:
+                run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err, text=True)
+                assert run.stdin is not None and run.stdout is not None
+                run.stdin.write(cases)
+                run.stdin.close()
+                for line in run.stdout:
+                    if line.startswith("RESULT "):
+                        results.append(json.loads(line.removeprefix("RESULT ")))
+                        print(json.dumps(results[-1]), flush=True)
+                run.wait()
     if options.out:
         (options.out / "decoders.jsonl").write_text("".join(json.dumps(result) + "\n" for result in results))
 

@@ -27,7 +27,7 @@ NAMES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_val
 SHAPES = {"3b": (3072, 8192, 24, 8, 128), "8b": (4096, 14336, 32, 8, 128)} if ON_GPU else {
     "3b": (48, 96, 4, 2, 12), "8b": (64, 128, 4, 2, 16)}  # fmt: skip
 VOCAB = 128256 if ON_GPU else 512
-LAYERS, STEPS, BETA = 4, 4, 0.5
+LAYERS, STEPS, BETA = 4, 3, 0.5
 LAYOUT = ithaka.Layout(tile_tokens=8192, dtype="bfloat16" if ON_GPU else "float32")
 
 
@@ -74,20 +74,22 @@ def run_ithaka(tokens: int) -> None:
         teacher(input_ids=ids, labels=ids)
         teacher.reshard()
 
-    found = {
-        "cross-entropy": measure(lambda: update(optimizer, student(input_ids=ids, labels=ids).loss)),
-        "forward of the teacher": measure(forward),
-    }
+    found: dict[str, dict[str, float]] = {}
+
+    def add(case: str, figures: dict[str, float]) -> None:
+        found[case] = figures
+        print(json.dumps({"side": "ithaka", "tokens": tokens, "case": case, **figures}), flush=True)
+
+    add("cross-entropy", measure(lambda: update(optimizer, student(input_ids=ids, labels=ids).loss)))
+    add("forward of the teacher", measure(forward))
+    planned = sum(figures["seconds"] for figures in found.values())
     for beta in (0.0, BETA, 1.0):
-        case = f"distillation, beta {beta}"
-        found[case] = measure(
+        figures = measure(
             lambda beta=beta: update(optimizer, ithaka.distill(student, teacher, ids, ids, beta=beta).loss)
         )
-        more = found[case]["peak_gib"] - found["cross-entropy"]["peak_gib"]
-        planned = found["cross-entropy"]["seconds"] + found["forward of the teacher"]["seconds"]
-        found[case] |= {"gib_above": round(more, 2), "time_ratio": round(found[case]["seconds"] / planned, 3)}
-    for case, figures in found.items():
-        print(json.dumps({"side": "ithaka", "tokens": tokens, "case": case, **figures}), flush=True)
+        more = figures["peak_gib"] - found["cross-entropy"]["peak_gib"]
+        ratios = {"gib_above": round(more, 2), "time_ratio": round(figures["seconds"] / planned, 3)}
+        add(f"distillation, beta {beta}", figures | ratios)
 
 
 def run_trl(tokens: int) -> None:
