@@ -23,13 +23,14 @@ import yaml
 
 from ithaka.config import parse_count
 
-CHARS_PER_TOKEN = 4  # of source code, at most
+CHARS_PER_TOKEN = 4.5  # of source code, at most
 LONG_SHARE, SHORTER = 0.25, 8  # of the tokens; medium documents are shorter by this factor
 
 
 def find_sources(folder: Path) -> list[Path]:
-    files = folder.rglob("*.py")
-    return sorted(file for file in files if not {"site-packages", "dist-packages"} & {*file.relative_to(folder).parts})
+    """Return the Python files, without tests and other packages."""
+    skipped = {"site-packages", "dist-packages", "test", "tests"}
+    return sorted(file for file in folder.rglob("*.py") if not skipped & {*file.relative_to(folder).parts})
 
 
 def cut_documents(files: list[Path], num_chars: int) -> Iterator[str]:
@@ -57,7 +58,7 @@ def write_documents(path: Path, files: list[Path], num_chars: int, count: int) -
 def write_texts(out: Path, context: int, steps: int, num_held_out: int) -> None:
     packages = {Path(importlib.util.find_spec(name).origin).parents[1] for name in ("torch", "transformers")}  # type: ignore[union-attr,arg-type]
     files = [file for folder in sorted(packages) for file in find_sources(folder)]
-    num_chars = CHARS_PER_TOKEN * context
+    num_chars = round(CHARS_PER_TOKEN * context)
     write_documents(out / "held-out.jsonl", find_sources(Path(sysconfig.get_path("stdlib"))), num_chars, num_held_out)
     write_documents(out / "long.jsonl", files, num_chars, round(LONG_SHARE * steps) + 2)
     write_documents(out / "medium.jsonl", files, num_chars // SHORTER, SHORTER * (steps + 2))
