@@ -107,8 +107,10 @@ class Run:
         done = self.first_step + len(self.read()["loss"]) > STEPS
         return done and not (self.saves and not latest_name(self.run_dir))
 
-    def failed(self) -> bool:
-        return any(process.poll() for process in self.processes)
+    def has_ended(self) -> bool:
+        """Whether all ranks have exited, or one has failed."""
+        codes = [process.poll() for process in self.processes]
+        return None not in codes or any(codes)
 
     def end(self) -> None:
         for process in self.processes:
@@ -117,7 +119,7 @@ class Run:
 
 
 def make_runs(settings: Path, counts: list[int], save: int, out: Path, folder: Path) -> list[Run]:
-    """Return the runs in the order in which they start: first the one that another resumes."""
+    """Return the runs in the order in which they start: first those that others are compared with or resume."""
 
     def make(name: str, num_ranks: int, *changes: str) -> Run:
         run_dir = folder / name.replace(" ", "-").replace(",", "")
@@ -127,8 +129,8 @@ def make_runs(settings: Path, counts: list[int], save: int, out: Path, folder: P
 
     tiles = yaml.safe_load(settings.read_text())["data"]["context"] // 16
     runs = [make(f"{n} ranks", n, *([f"train.save_every={SAVED_STEP}"] if n == save else [])) for n in counts if n > 1]
-    runs.sort(key=lambda run: not run.saves)
-    return [make("1 rank", 1), make("1 rank, other tiles", 1, f"memory.tile_tokens={tiles}"), *runs]
+    runs.sort(key=lambda run: (not run.saves, -run.num_ranks))
+    return [make("1 rank", 1), *runs, make("1 rank, other tiles", 1, f"memory.tile_tokens={tiles}")]
 
 
 def resumed(run: Run) -> Run:
@@ -168,7 +170,7 @@ def run_all(waiting: list[Run], at_once: int, out: Path) -> dict[str, Any]:
                 running[-1].start()
                 report(f"{running[-1].name}: started")
             for run in list(running):
-                failed, known = run.failed(), len(rows.get(run.name, {}).get("loss", ()))
+                ended, known = run.has_ended(), len(rows.get(run.name, {}).get("loss", ()))
                 rows[run.name] = row = run.read()
                 for i in range(known, len(row["loss"])):
                     figures = f"loss {row['loss'][i]:.5f}, norm {row['grad_norm'][i]:.5f}, {row['step_s'][i]:.1f} s"
@@ -177,11 +179,11 @@ def run_all(waiting: list[Run], at_once: int, out: Path) -> dict[str, Any]:
                     run.end()
                     report(f"{run.name}: done in {row['took s']} s")
                     waiting[:0] = [resumed(run)] if run.saves else []
-                elif failed:
+                elif ended:
                     run.end()
                     row["error"] = run.log.read_text(encoding="utf-8", errors="replace")[-3000:]
                     report(f"{run.name}: FAILED\n{row['error']}")
-                if is_done or failed:
+                if is_done or ended:
                     running.remove(run)
             results["differences from 1 rank"] = compare(rows)
             (out / "ranks.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
