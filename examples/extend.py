@@ -1,0 +1,127 @@
+"""Extend a model's context on source code, and measure its loss by position before and after.
+
+    python examples/extend.py MODEL OUT --context 256K --steps 24
+
+Trains with YaRN on the installed Python packages: a quarter of the tokens are in documents longer than the new context,
+the rest in documents of an eighth of it, whose attention takes less time. The held-out documents are Python's standard
+library. Evaluates the model, the model with YaRN but without training (--scaled), and the trained model, and writes
+before.json, scaled.json and after.json to OUT. Run it again after a stop: it continues where it was.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ithaka.config import parse_count
+
+CHARS_PER_TOKEN = 4.5  # of source code, at most
+LONG_SHARE, SHORTER = 0.25, 8  # of the tokens; medium documents are shorter by this factor
+
+
+def find_sources(folder: Path) -> list[Path]:
+    """Return the Python files, without tests and other packages."""
+    skipped = {"site-packages", "dist-packages", "test", "tests"}
+    return sorted(file for file in folder.rglob("*.py") if not skipped & {*file.relative_to(folder).parts})
+
+
+def cut_documents(files: list[Path], num_chars: int) -> Iterator[str]:
+    """Join files that follow each other, each under its path, into documents of `num_chars`."""
+    parts, size = list[str](), 0
+    for file in files:
+        parts.append(f"# {'/'.join(file.parts[-3:])}\n{file.read_text(encoding='utf-8', errors='ignore')}\n")
+        size += len(parts[-1])
+        while size >= num_chars:
+            text = "".join(parts)
+            yield text[:num_chars]
+            parts, size = [text[num_chars:]], size - num_chars
+
+
+def write_documents(path: Path, files: list[Path], num_chars: int, count: int) -> None:
+    """Write `count` documents, spread evenly over the files."""
+    documents = list(cut_documents(files, num_chars))
+    if not documents:
+        sys.exit(f"{path.name}: the sources have fewer than {num_chars:,} characters; use a shorter --context")
+    chosen = documents[:: max(1, len(documents) // count)][:count]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in chosen), encoding="utf-8")
+    print(f"{path.name}: {len(chosen)} of {len(documents)} documents of {num_chars:,} characters", flush=True)
+
+
+def write_texts(out: Path, context: int, steps: int, num_held_out: int) -> None:
+    packages = {Path(importlib.util.find_spec(name).origin).parents[1] for name in ("torch", "transformers")}  # type: ignore[union-attr,arg-type]
+    files = [file for folder in sorted(packages) for file in find_sources(folder)]
+    num_chars = round(CHARS_PER_TOKEN * context)
+    write_documents(out / "held-out.jsonl", find_sources(Path(sysconfig.get_path("stdlib"))), num_chars, num_held_out)
+    write_documents(out / "long.jsonl", files, num_chars, round(LONG_SHARE * steps) + 2)
+    write_documents(out / "medium.jsonl", files, num_chars // SHORTER, SHORTER * (steps + 2))
+
+
+def write_scaled(model: Path, rope: dict[str, Any], context: int, folder: Path) -> None:
+    """Write a copy of the model that has YaRN and positions up to `context`."""
+    folder.mkdir(exist_ok=True)
+    config = json.loads((model / "config.json").read_text())
+    old = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]}
+    scaled = {"rope_type": "yarn", "factor": rope["factor"], "rope_theta": old["rope_theta"]}
+    scaled["original_max_position_embeddings"] = config["max_position_embeddings"]
+    changed = config | {"rope_parameters": scaled, "max_position_embeddings": context}
+    for file in model.iterdir():
+        if file.name != "config.json" and not (folder / file.name).exists():
+            os.symlink(file.resolve(), folder / file.name)
+    (folder / "config.json").write_text(json.dumps(changed))
+
+
+def ithaka(*arguments: object, output: Path | None = None) -> None:
+    """Run a command; write its output to a file if it succeeds."""
+    command = [sys.executable, "-m", "ithaka", *map(str, arguments)]
+    if output is None:
+        subprocess.run(command, check=True)
+    elif not output.exists():
+        output.write_bytes(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a Hugging Face directory")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--context", default="256K", help="new length, in tokens")
+    parser.add_argument("--steps", type=int, default=24, help="of one sequence each")
+    parser.add_argument("--lr", type=float, default=4e-4)
+    parser.add_argument("--documents", type=int, default=4, help="held-out documents")
+    parser.add_argument("--scaled", action="store_true", help="also evaluate YaRN without training")
+    options = parser.parse_args()
+    model, out, context = options.model, options.out, parse_count(options.context)
+    out.mkdir(parents=True, exist_ok=True)
+    write_texts(out, context, options.steps, options.documents)
+    positions = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    rope = {"type": "yarn", "factor": context / positions}
+    sources = [{"path": str(out / "long.jsonl"), "weight": LONG_SHARE}]
+    sources += [{"path": str(out / "medium.jsonl"), "weight": 1 - LONG_SHARE}]
+    config = {
+        "model": {"path": str(model), "rope": rope},
+        "data": {"sources": sources, "context": context, "validation_fraction": 0},
+        "parallel": {"ranks": 1},
+        "optim": {"lr": options.lr, "warmup_steps": max(1, options.steps // 10)},
+        "train": {"steps": options.steps, "validate_every": 0, "validate_sequences": 0, "save_minutes": 5},
+    }
+    (out / "extend.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    measure = ["--contexts", context, "--data", out / "held-out.jsonl", "--documents", options.documents]
+    measure += ["--samples", 0, "--json"]
+    ithaka("evaluate", model, *measure, output=out / "before.json")
+    if options.scaled:
+        write_scaled(model, rope, context, out / "scaled")
+        ithaka("evaluate", out / "scaled", *measure, output=out / "scaled.json")
+    ithaka("train", out / "extend.yaml", "--run-dir", out / "run", "--resume", "auto")
+    ithaka("evaluate", out / "run", *measure, output=out / "after.json")
+    ithaka("evaluate", out / "before.json", out / "after.json")
+
+
+if __name__ == "__main__":
+    main()
