@@ -37,6 +37,7 @@ from ithaka.layer.store import HostHandle
 from ithaka.layout import ActivationPolicy, Layout, make_layout
 from ithaka.model.build import build_model
 from ithaka.model.optimizers import make_optimizer
+from ithaka.phases import Listener, PhasePath, listening
 from ithaka.plan.hardware import GIB, parse_gpus
 from ithaka.plan.models import find_config
 from ithaka.plan.search import SearchSpace
@@ -78,6 +79,24 @@ class CopiedBytes:
             yield
 
 
+class Progress(Listener):
+    """Prints when a rehearsal builds its model, and when each step starts and ends: two with few tokens, then two."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.start_s = name, time.perf_counter()
+
+    def _print(self, event: str, path: PhasePath) -> None:
+        if len(path) == 1:
+            seconds = time.perf_counter() - self.start_s
+            print(f"{seconds:6.1f} s  {self.name}: {path[0]} {event}", file=sys.stderr, flush=True)
+
+    def enter(self, path: PhasePath) -> None:
+        self._print("starts", path)
+
+    def leave(self, path: PhasePath) -> None:
+        self._print("ends", path)
+
+
 @app.command()
 def layer(
     context: Annotated[int, typer.Option(min=16)] = 2**20,
@@ -87,7 +106,8 @@ def layer(
     as_json: AsJson = False,
 ) -> None:
     """Time a layer whose input and attention output are on the host, and count the bytes copied."""
-    config = {**find_config("llama3-8b"), **(SMALL if tiny else {})}
+    # The embeddings and the head, with 1B parameters, would take longer than the two layers.
+    config = {**find_config("llama3-8b"), "vocab_size": 8192, **(SMALL if tiny else {})}
     rows: list[dict[str, Any]] = []
     for _ in range(rounds):
         for stored in DTYPES:
@@ -95,7 +115,7 @@ def layer(
             sizes: Any = {"heads_per_stage": 8, "overlap": overlap, "tile_tokens": 16 if tiny else 8192}
             layout = make_layout(2, cp=8, dtype=rehearse.compute_dtype(), **tiers, **sizes)
             copied = CopiedBytes()
-            with copied.counting():
+            with copied.counting(), listening(Progress(stored or layout.dtype)):
                 measured = rehearse.rehearse(config, layout, 8, context)
             gc.collect()
             if torch.cuda.is_available():

@@ -171,7 +171,7 @@ def test_the_terminal_marks_trained_tokens_with_and_without_colours(folder):
     terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "80"}
     plain = run_data(folder, records, context=40)
     assert "u:⟦<tool_call>⟧\\x1b|a:«yo|»" in plain and "a:«a🎉|»" in plain and "\x1b" not in plain
-    assert "no special token, so the model does not learn to stop" in " ".join(plain.split())
+    assert "does not learn to stop; data.tokenizer=bytes encodes special tokens as text" in " ".join(plain.split())
     coloured = run_data(folder, records, context=40, env=terminal)
     assert "\x1b[1;32myo|\x1b[0m" in coloured and "«" not in coloured
     assert "\x1b[2;4m<tool_call>\x1b[0m" in coloured and "\\x1b|a:" in coloured
@@ -248,6 +248,14 @@ def test_a_record_is_shown_turn_by_turn_with_what_is_cut(folder):
     for number in ("9", "99999999999999999999"):
         error = run_data(folder, TALKS, "--record", number, bad_records="skip", code=ExitCode.WRONG_INPUT)
         assert_refused(error, f"--record={number}", "4 in a.jsonl", fix="smaller")
+
+
+def test_a_record_that_is_held_out_for_validation_says_so(folder):
+    """The first one always is. Here a hash would choose no other."""
+    shown = [run_data(folder, TALKS, "--record", n, bad_records="skip", validation_fraction=1e-9) for n in ("1", "4")]
+    assert "record 1 of a.jsonl, held out for validation: " in " ".join(shown[0].split())
+    assert "record 4 of a.jsonl: 30 tokens" in " ".join(shown[1].split())
+    assert "held out" not in run_data(folder, TALKS, "--record", "1", bad_records="skip")
 
 
 def test_the_answers_of_a_pair_are_labelled(folder, monkeypatch):

@@ -25,10 +25,12 @@ from ithaka.plan.search import SearchSpace
 from ithaka.plan.shape import StepShape
 from ithaka.plan.show import as_text
 from ithaka.plan.trace import TraceRequest
+from ithaka.run.preflight import build_run
 from ithaka.run.shapes import shape_from_config
 from ithaka.run.trace import trace_model
 from models import CONSTRUCTING
 from precision import Batch, bf16_layout, error, our_gradients
+from runs import tiny_run
 from test_general_precision import BF16_SIZES, INITIALIZER_RANGE, exact_gradients
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
@@ -284,6 +286,20 @@ LLAMA_8B = json.dumps(
     {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
      "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
 )  # fmt: skip
+
+
+def test_float8_without_anything_to_store_is_refused(tmp_path):
+    """Except in a plan, which may find that everything fits on the device, and in a run that resumes with it."""
+    memory = {"stored_dtype": "float8", "offload": "none"}
+    config = tiny_run(tmp_path, memory=memory)
+    with pytest.raises(ConfigError, match="memory.stored_dtype=float8 has no effect: .*use memory.offload=host, or"):
+        build_run(config, 1, None, resumes=False)
+    build_run(config, 1, None, resumes=True)
+    for changes in ({"offload": "host"}, {"keep_attention": 1, "attention_offload": "host"}):
+        build_run(tiny_run(tmp_path, memory=memory | changes), 1, None, resumes=False)
+    shape, machine = shape_from_config(json.loads(LLAMA_8B)), parse_gpus("8xH200")
+    text = as_text(SearchSpace(shape, machine, {"stored_dtype": "float8"}).choose(StepShape(8192)), "llama3-8b")
+    assert "no effect: nothing leaves the device" in text
 
 
 def test_gpus_without_float8_and_other_dtypes_are_refused(monkeypatch):

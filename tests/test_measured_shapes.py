@@ -16,11 +16,26 @@ from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.mixers import mixers_from_json, mixers_to_json
 from ithaka.plan.models import built_in_decoders, find_config, shape_to_json
 from ithaka.plan.shape import AttentionKind, StepShape
+from ithaka.roots import probe
+from ithaka.roots.recorder import Recorder
 from ithaka.run.shapes import shape_from_config
 from models import tiny_config
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 WIDE = {"hidden_size": 64, "intermediate_size": 192}
+
+
+def test_a_model_with_other_settings_is_probed_again(monkeypatch):
+    """OLMo's layers read clip_qkv from the configuration when they run; no module has it. The depth does not count."""
+    probe_kind, probed = probe._probe_kind, []
+    monkeypatch.setattr(probe, "_findings", {})
+    monkeypatch.setattr(
+        probe, "_probe_kind", lambda model, *args: probed.append(model.config.clip_qkv) or probe_kind(model, *args)
+    )
+    for changes in ({}, {"clip_qkv": 0.1}, {"num_hidden_layers": 1, "vocab_size": 50}, {"clip_qkv": 0.1}):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("olmo", **{**SIZES, **changes}))
+        probe.probe_once(model, Recorder(model), torch.device("cpu"))
+    assert probed == [None, 0.1]
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])

@@ -189,7 +189,7 @@ def test_an_allocator_retry_is_a_warning_once(monkeypatch):
     events, watch = [], Watch.__new__(Watch)
     watch._reported_retries, watch.trainer = False, SimpleNamespace(step=4)
     watch.console = SimpleNamespace(event=lambda *args, **values: events.append((*args, values)))
-    stats = {"device_peak_bytes": 5 * GIB, "device_reserved_bytes": 7 * GIB}
+    stats = {"device_peak_bytes": 5 * GIB, "device_reserved_bytes": 8 * GIB, "device_unused_bytes": 2 * GIB}
     for retries in (None, 0, 2, 3):
         watch.report_retries({**stats, "allocator_retries": retries})
     ((step, message, values),) = events

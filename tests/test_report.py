@@ -223,7 +223,7 @@ def test_planned_and_measured_speed_and_peak_are_shown_together(run_dir, browser
     (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text())
     (tmp_path / "plan.json").write_text(json.dumps({"tokens_per_s": 3440, "peak_bytes": {"parameters": 3 * 2**30}}))
     record = {"step": 1, "loss": 0.7, "tokens_per_s": 3410, "device_peak_bytes": 2 * 2**30}
-    record |= {"device_reserved_bytes": 5 * 2**29, "allocator_retries": 4}
+    record |= {"device_unused_bytes": 2**29, "allocator_retries": 4}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     browser.open(write_report([tmp_path]))
     shown = " ".join(browser.evaluate("document.body.innerText").lower().split())

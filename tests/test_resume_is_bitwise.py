@@ -104,11 +104,12 @@ def resume(config):
 
 def test_a_longer_run_keeps_its_learning_rate(ranks, tmp_path):
     optim = {"lr": 1e-2, "warmup_steps": 0, "decay_steps": 3}
-    config = tiny_run(tmp_path, train={"steps": 3}, optim=optim)
+    config = tiny_run(tmp_path, train={"steps": 3, "validate_every": 1}, optim=optim)
     ranks.run(1, run, config)
     longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=5))
     [output] = ranks.run(1, resume, longer)
     assert re.search(r"lr .*cosine.*--set optim.decay_steps=10\n", output)
+    assert re.search(r"validation loss +\d\.\d+ -> \d\.\d+ since the resume after step 3\n", output), output
     rates = [line["lr"] for line in metrics(config.train.run_dir) if line["lr"] is not None]
     assert rates == pytest.approx([1e-2, 5.5e-3, 1e-3, 1e-3, 1e-3])
 

@@ -21,7 +21,8 @@ import ithaka
 from ithaka.checks import doctor, rehearse, selftest, verify
 from ithaka.layer import slabs
 from ithaka.layout import ActivationPolicy, Layout
-from ithaka.plan.hardware import FIGURES, GPUS, find_hardware, profile_path, with_profile
+from ithaka.plan.hardware import FIGURES, GPUS, Hardware, find_hardware, profile_path, with_profile
+from ithaka.run import launch, resolve
 from models import tiny_config
 
 
@@ -162,6 +163,20 @@ def test_faults_of_a_gpu_are_named(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     assert judge(FakeGpu(monkeypatch).examine())["allocator"].status == "slower"
     assert judge(FakeGpu(monkeypatch, clocks="").examine())["power limit"].text == "0 of 0 W"
+
+
+def test_ranks_that_share_a_gpu_measure_layers_of_a_model_that_does_not_fit(monkeypatch):
+    """Four shares of an H200 do not hold Llama-3-8B, but two of its layers."""
+    gpu = GPUS["H200-141GB"]
+    monkeypatch.setattr(resolve, "detect_machine", lambda *args: Hardware(gpu, 4, host_bytes=110 * 10**9))
+    monkeypatch.setattr(launch, "detect_gpu", lambda: None)
+    monkeypatch.setattr(selftest, "MIN_CONTEXT", 2**17)
+    test = selftest.Selftest.__new__(selftest.Selftest)
+    vars(test).update(num_ranks=4, ranks_per_gpu=4, on_gpu=True, context=2**18, model="llama3-8b")
+    test.measured = {"matmul_flops": gpu.matmul_flops / 4}
+    test._choose_plan()
+    assert test.plan.hardware.gpu.memory_bytes == gpu.memory_bytes // 4 and not test.plan.fits
+    assert test.truncated.fits and test.truncated.work.context == 2**18
 
 
 def test_plans_use_the_rates_saved_on_this_machine(tmp_path, monkeypatch):

@@ -187,11 +187,24 @@ def test_a_signal_or_a_save_of_any_rank_counts(monkeypatch):
         mesh=SimpleNamespace(device=torch.device("cpu")), save_is_due=False, saver=SimpleNamespace(is_done=False)
     )
     most = 2**60  # bytes
-    other = signal.SIGTERM, True, True, None, most, None, None, 2.0
+    other = signal.SIGTERM, True, True, None, most, None, None, None, 2.0
     monkeypatch.setattr(loop, "gather_objects", lambda own: [own, other])
     agreed = loop._agree([], trainer, rank_figures=(1.0,))
     memory = {"device_peak_bytes": None, "host_peak_bytes": most, "device_reserved_bytes": None}
-    assert agreed == (signal.SIGTERM, (True, True), memory | {"allocator_retries": None}, [(1.0, 2.0)])
+    memory |= {"device_unused_bytes": None, "allocator_retries": None}
+    assert agreed == (signal.SIGTERM, (True, True), memory, [(1.0, 2.0)])
+
+
+def test_unused_memory_is_that_of_one_rank_and_survives_a_profile(monkeypatch):
+    """Another rank has the largest peak. A profile, at whose start this rank had reserved 9 bytes, reset the peaks."""
+    figures = {"max_memory_allocated": 3, "max_memory_reserved": 4, "memory_stats": {"num_alloc_retries": 1}}
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    device, save = torch.device("cuda", 0), {"save_is_due": False, "saver": SimpleNamespace(is_done=False)}
+    monkeypatch.setattr(loop, "gather_objects", lambda own: [own, (0, False, False, 8, 0, 10, 2, 0)])
+    _, _, memory, _ = loop._agree([], SimpleNamespace(mesh=SimpleNamespace(device=device), **save), (5, 9))
+    names = "device_peak_bytes", "device_reserved_bytes", "device_unused_bytes", "allocator_retries"
+    assert [memory[name] for name in names] == [8, 10, 4, 1]
 
 
 def test_a_narrow_terminal_shows_the_full_step(tmp_path, monkeypatch):

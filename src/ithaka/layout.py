@@ -162,6 +162,11 @@ class Layout:
     def attention_tier(self) -> Tier:
         return next((policy.attention for policy in self.kept if policy.attention), "device")
 
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether a layer keeps its input or attention output in host memory or on disk."""
+        return any(tier in ("host", "disk") for policy in self.kept for tier in (policy.input, policy.attention))
+
     def with_changes(self, **changes: Any) -> Layout:
         """A copy with some fields changed; `kept` is changed by the properties in KEPT_SETTINGS."""
         kept_settings = {n: changes.pop(n) if n in changes else getattr(self, n) for n in KEPT_SETTINGS}

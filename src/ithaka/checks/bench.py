@@ -122,7 +122,8 @@ def measure_device(device: torch.device, dtype: torch.dtype, seconds: float) -> 
     matmul_s = measure_sustained(lambda: torch.mm(a_nn, b_nn, out=out_nn), device, seconds)
     source, target = (torch.ones(num_bytes // 4, device=device) for _ in range(2))
     copy_s = pcie_s = measure_sustained(lambda: target.copy_(source), device, seconds)
-    if gpu:  # the slower direction
+    if gpu:  # the slower direction, with all ranks at once
+        gather_objects(None)
         pinned = torch.ones(num_bytes // 4).pin_memory()
         copies = (lambda: target.copy_(pinned, non_blocking=True), lambda: pinned.copy_(source, non_blocking=True))
         pcie_s = max(measure_sustained(copy, device, seconds) for copy in copies)

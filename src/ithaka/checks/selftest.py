@@ -23,7 +23,7 @@ from ithaka.checkpoint.files import step_name
 from ithaka.checks import bench, doctor, rehearse, verify
 from ithaka.checks.doctor import Finding
 from ithaka.comm.agree import gather_objects
-from ithaka.comm.mesh import start_process_group
+from ithaka.comm.mesh import free_memory, start_process_group
 from ithaka.comm.rank import is_local_rank_0
 from ithaka.config import load_config
 from ithaka.config.units import format_duration, format_tokens
@@ -68,6 +68,7 @@ class Selftest:
         faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=2)  # if a check hangs
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # see `_settle_matmuls`
         for i, section in enumerate(SECTIONS):
+            free_memory()  # ranks, also those of `ithaka train`, may share a GPU
             failure, left = "", format_duration(sum([*SECTIONS.values()][i:]))
             self._print(f"{section} ({i + 1} of {len(SECTIONS)}), {self.num_ranks} ranks, about {left} left")
             try:
@@ -147,21 +148,27 @@ class Selftest:
         yield from (self._judge_rate(*row) for row in rows)
 
     def _choose_plan(self) -> None:
-        """Plan at the longest context that fits, with two layers of which five steps take the time of their section. By
-        measured rates if no others apply. On CPUs, all ranks share a sequence."""
+        """Plan at the longest context that fits, or of which two layers fit, and of which these take five steps in the
+        time of their section. By measured rates if no others apply. On CPUs, all ranks share a sequence."""
         own = resolve.detect_machine(load_config(None, []), self.num_ranks, launch.detect_gpu())
         machine = resolve.weakest_machine(gather_objects(own))
-        gpu, context, fits = machine.gpu, 2 * self.context, False
+        gpu, changes = machine.gpu, [] if self.on_gpu else [f"parallel.cp={self.num_ranks}"]
         self.known = {name: getattr(gpu, name) for name in RATES}  # from the table or a saved profile
         self.has_rates = (self.on_gpu or profile_path(gpu.name).is_file()) and self.ranks_per_gpu == 1
         if not self.has_rates:
             gpu = replace(gpu, memory_bytes=gpu.memory_bytes // self.ranks_per_gpu, **self.measured)
-        while not fits and context > MIN_CONTEXT:
-            context, changes = context // 2, [] if self.on_gpu else [f"parallel.cp={self.num_ranks}"]
+        plans = list[tuple[bool, bool, int, Plan, Any]]()
+        for i in range(max(1, (self.context // MIN_CONTEXT).bit_length())):
+            context = self.context >> i
             wanted = request.make_request(self.model, replace(machine, gpu=gpu), str(context), 1, changes)
-            self.plan, config = wanted.plan(), dict(wanted.hf_config)
-            self.truncated = rehearse.truncate_plan(self.plan, 2, False, "auto", config)
-            fits = self.plan.fits and 5 * self.truncated.step_s < SECTIONS["plan"]
+            plan = wanted.plan()
+            few = rehearse.truncate_plan(plan, 2, False, "auto", dict(wanted.hf_config))
+            is_quick = 5 * few.step_s < SECTIONS["plan"]
+            plans.append((is_quick and plan.fits, is_quick and few.fits, context, plan, few))
+            if plans[-1][0]:
+                break
+        # The longest, or the shortest if none is quick.
+        *_, self.plan, self.truncated = max(plans, key=lambda row: (*row[:2], row[2] if row[1] else -row[2]))
 
     def _with_rates(self, rates: dict[str, Any]) -> Plan:
         hardware = self.plan.hardware
@@ -182,7 +189,7 @@ class Selftest:
         return Finding(check, "slower", text, FIXES.get(name, OTHER_FIX))
 
     def check_exactness(self) -> Iterator[Finding]:
-        for row in verify.verify_layouts(self.device, self.num_ranks, time.monotonic() + 1.5 * SECTIONS["exactness"]):
+        for row in verify.verify_layouts(self.device, self.num_ranks, time.monotonic() + SECTIONS["exactness"]):
             text = "{layouts} of {of} layouts; largest error {error:.0e}, {allowed:.0e} allowed, at {where}".format(
                 **row
             )
@@ -213,7 +220,8 @@ def run_rank(save_profile: bool, *arguments: Any) -> int:
 
 # ---- train a small model on all ranks, kill one, and resume on half of them
 
-EXIT_S = MAX_SILENCE_S + 4 * BEAT_S  # for all ranks to exit after one died (docs/running-for-weeks.md)
+# For all ranks to exit after one died (docs/running-for-weeks.md), and for a GPU to end its work.
+EXIT_S = MAX_SILENCE_S + 8 * BEAT_S
 START_S = 120.0  # for a run to start and take its steps
 SAVE_EVERY, STEPS = 4, 6  # a resumed run repeats the steps after the first save
 LOSS_TOLERANCE = 1e-4  # relative, in float32: fewer ranks sum in another order

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ithaka.comm.agree import gather_objects, shared_temporary_path
-from ithaka.comm.mesh import Mesh, destroy_subgroups, end_process_group, make_mesh
+from ithaka.comm.mesh import Mesh, destroy_subgroups, end_process_group, free_memory, make_mesh
 from ithaka.comm.rank import is_local_rank_0
 from ithaka.config import AdapterConfig, Config, ConfigError
 from ithaka.inputs.batch import MEDIA
@@ -436,4 +436,6 @@ def _verify_layout(folder: Path, device: torch.device, cp: int, ring: int, dtype
             wrong |= {rank for rank, (a, b) in enumerate(zip(*shards, strict=True)) if not torch.equal(a, b)}
     gather_objects(full.detach().sum().item())  # every rank has received everything
     destroy_subgroups()
+    del pair
+    free_memory()
     return max(errors.values(), default=0.0), sorted(wrong)

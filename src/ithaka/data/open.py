@@ -16,7 +16,7 @@ from ithaka.data.documents.files import COMMIT, find_files, is_streamed
 from ithaka.data.documents.read import Shard, has_one_record, make_shards
 from ithaka.data.pack import LongDocuments, Split, imbalance, permutation
 from ithaka.data.stream import SequenceStream, Source, TrainData
-from ithaka.data.tokenizer import Tokenizer, load_tokenizer
+from ithaka.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 PROBED_DOCUMENTS = 10_000
 SAMPLE_TOKENS = 64
@@ -255,7 +255,10 @@ def describe_data(data: TrainData, num_sequences: int) -> dict[str, str]:
     if not is_trained.all():
         summary["trained"] = f"{is_trained.mean():.1%} of the first sequence"
         if tokenizer.hf.chat_template:
-            none = "no special token, so the model does not learn to stop; set a data.chat_template that has one"
+            fix = "set a data.chat_template that has one"
+            if isinstance(tokenizer, ByteTokenizer):
+                fix = "data.tokenizer=bytes encodes special tokens as text"
+            none = f"no special token, so the model does not learn to stop; {fix}"
             summary["trained"] += f"; an assistant's turn ends with {tokenizer.chat.stop_token or none}"
     if tokenizer.chat.has_fixed_date:
         summary["date"] = f"the chat template prints today's date; fixed at {TODAY:%d %b %Y} here and in the export"

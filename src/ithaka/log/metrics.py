@@ -50,6 +50,7 @@ class Record:
     device_peak_bytes: int | None  # maximum over ranks since the start; None on CPU
     host_peak_bytes: int  # maximum resident set size over ranks since the start
     device_reserved_bytes: int | None = None  # peak of what the CUDA allocator holds, used or not; as device_peak_bytes
+    device_unused_bytes: int | None = None  # reserved minus allocated peak, maximum over ranks
     allocator_retries: int | None = None  # times that it had to free its cache; None on CPU
     balance: float | None = None  # attention work, maximum / mean over ranks; None: equal on all ranks
     ring_bytes: int = 0  # k, v, dk and dv sent in this step, maximum over the ring's ranks

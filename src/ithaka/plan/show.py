@@ -342,7 +342,8 @@ def _explain_settings(plan: Plan) -> dict[str, str]:
     if layout.keep_projections:
         reasons["memory.checkpoint"] = _explain_level(plan, "keep_everything")
     if layout.stored_dtype:
-        reasons["memory.stored_dtype"] = "what is kept in host memory and on disk is rounded to one byte"
+        effect = "what is kept in host memory and on disk is rounded to one byte"
+        reasons["memory.stored_dtype"] = effect if layout.is_offloaded else "no effect: nothing leaves the device"
     reasons["memory.overlap"] = "exchanges overlap with attention; " * (cp > 1) + "backward fetches each input once"
     if not layout.overlap:
         rejected = _explain_rejected(plan, "overlap", overlap=True)

@@ -19,7 +19,7 @@ from ithaka.log.metrics import read_events, read_metrics
 
 CHART_LIBRARY = "echarts.common.min.js"  # Apache ECharts 6.1.0, as published; see NOTICE.echarts
 PEAKS = ("device_peak_bytes", "host_peak_bytes")  # reset when a run resumes
-ALLOCATOR = ("device_reserved_bytes", "allocator_retries")
+ALLOCATOR = ("device_unused_bytes", "allocator_retries")
 METRICS = ("step", "loss", "val_loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_s", "mfu", *PEAKS)
 
 

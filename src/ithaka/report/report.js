@@ -51,7 +51,7 @@ function summary() {
       ["context (tokens)", run.config.curriculum?.length ? run.config.curriculum.map(e => e.context).join(", ") : run.config.data.context],
       ["host peak per rank", run.device_peak_bytes ? null : ifSet(run.host_peak_bytes, bytes)],
       ["device peak" + next(planned, bytes), ifSet(run.device_peak_bytes, bytes)],
-      ["reserved by the allocator, unused", ifSet(run.device_reserved_bytes, reserved => bytes(reserved - run.device_peak_bytes))],
+      ["reserved by the allocator, unused", ifSet(run.device_unused_bytes, bytes)],
       ["allocator retries", run.allocator_retries],
     ].filter(([, value]) => value != null);
     if (peak && peak.largest.length) cards.push(["largest category", Object.entries(peak.holders).sort((a, b) => b[1] - a[1])[0][0]]);

@@ -40,6 +40,7 @@ from ithaka.roots.recorder import (
     Recorder,
     config_lengths,
     describe_arguments,
+    describe_config,
     describe_layer,
     randomize,
     read_calls,
@@ -364,15 +365,14 @@ def probing_once() -> Iterator[None]:
 
 def probe_once(model: PreTrainedModel, recorder: Recorder, device: torch.device) -> list[LayerSpec]:
     """The specs of all layers, from a probe of one layer of each kind that this process has not probed before. Layers
-    of a kind have equal modules and masks."""
+    of a kind have equal modules, masks and settings."""
     calls, shorter = (recorder.call(length) for length in LENGTHS)
-    masks: dict[int, int] = {}
-    specs = []
+    masks, specs = dict[int, int](), list[LayerSpec]()
     for index, layer in enumerate(recorder.layers):
         dims = token_dims(model, f"model.layers.{index}", calls[index], shorter[index])
         mask = next((m for m in pytree.tree_leaves(calls[index][1:]) if isinstance(m, PlaceholderMask)), None)
         number = masks.setdefault(id(mask), len(masks)), getattr(mask, "local_size", None)
-        kind = type(model), describe_layer(layer), number, dims, device
+        kind = type(model), describe_layer(layer), describe_config(recorder.config, index), number, dims, device
         if kind not in _findings:
             _findings[kind] = _probe_kind(model, [index], dims, recorder, device)[index]
         specs.append(_findings[kind])

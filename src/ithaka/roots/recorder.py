@@ -26,6 +26,8 @@ from ithaka.weights.adapters import find_decoder
 LENGTHS = (24, 17)  # tokens of the two recorded calls
 SMALL_VOCABULARY = 16  # token ids in the recorded calls; the copy keeps their embeddings only
 FEW_EXPERTS, SMALL_WIDTH = 32, 32  # in a small copy of a layer; the width is that of an expert or MLP
+# Settings for what surrounds the layers. A layer's own entry of layer_types counts.
+UNREAD_BY_LAYERS = ("num_hidden_layers", "layer_types", "vocab_size", "max_position_embeddings")
 # Options of an attention call that change nothing, or that every model passes along.
 IGNORED_OPTIONS = ("position_ids", "cache_position", "use_cache", "output_router_logits")
 COMPUTED_OPTIONS = ("scaling", "sliding_window", "s_aux", "softcap", "use_qk_l2norm_in_kernel", "chunk_size")
@@ -203,6 +205,12 @@ def describe_layer(layer: nn.Module) -> Any:
         shapes = {k: (tuple(v.shape), v.requires_grad) for k, v in module._parameters.items() if v is not None}
         description.append((name, type(module), repr(scalars), repr(sorted(shapes.items()))))
     return tuple(description)
+
+
+def describe_config(config: Any, index: int) -> Any:
+    """Equal if layer `index` reads equal values from its configuration, which differs with the depth, for example."""
+    values = {k: v for k, v in vars(config).items() if not k.startswith("_") and k not in UNREAD_BY_LAYERS}
+    return repr(sorted(values.items())), tuple((getattr(config, "layer_types", None) or ())[index : index + 1])
 
 
 def describe_arguments(calls: list[Any], index: int) -> Any:

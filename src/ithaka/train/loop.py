@@ -137,7 +137,7 @@ def _run_steps(
                 step_s = shutdown.step_s = time.perf_counter() - start
             val_loss, sources, is_best = _validate_if_due(trainer) if advanced is not None else (None, {}, False)
             rank_figures = watch.measure(batches, step_s)
-            stop_signal, save_state, memory, figures = _agree(stop, trainer, watch.device_peak_bytes, rank_figures)
+            stop_signal, save_state, memory, figures = _agree(stop, trainer, watch.earlier_peaks, rank_figures)
             watch.report(*figures)
             watch.report_retries(memory)
             if advanced is not None:  # else the batch was skipped, but the run may stop or save here
@@ -282,12 +282,12 @@ def _finish_save(trainer: Trainer) -> None:
 
 
 def _agree(
-    stop: list[Signals], trainer: Trainer, earlier_peak: int = 0, rank_figures: tuple[float, ...] = ()
+    stop: list[Signals], trainer: Trainer, earlier: tuple[int, int] = (0, 0), rank_figures: tuple[float, ...] = ()
 ) -> tuple[int, tuple[bool, bool], dict[str, int | None], list[tuple[float, ...]]]:
     """Gather on the host after each step, so that all ranks make the same decisions. Returns the stop signal of any
     rank, or 0; (a save is due, a save has finished); the memory fields of a Record, maximum over ranks; and for each of
     `rank_figures` its values on all ranks."""
-    memory = measure_memory(trainer.mesh.device, earlier_peak)
+    memory = measure_memory(trainer.mesh.device, earlier)
     state = stop[0] if stop else 0, trainer.save_is_due, trainer.saver.is_done
     gathered = gather_objects((*state, *memory.values(), *rank_figures))
     signals, due, finished, *figures = zip(*gathered, strict=True)

@@ -95,7 +95,7 @@ class Watch:
         """`only_profile`: raise if a profile cannot be written, instead of printing a warning."""
         self.trainer, self.heartbeat, self.only_profile = trainer, heartbeat, only_profile
         self.run, self.device, self.console = trainer.run, trainer.mesh.device, trainer.console
-        self.device_peak_bytes = 0  # up to the last profile, which resets the allocator's count
+        self.earlier_peaks = 0, 0  # allocated and reserved, up to the last profile, which resets the allocator's peaks
         self._slow_ranks, self._reported_disk, self._reported_retries = SlowRanks(), False, False
         hardware = self.run.hardware
         self._planned_disk_bytes_s = hardware.gpu.disk_bytes_s / hardware.gpus_per_node  # this rank's share
@@ -142,7 +142,7 @@ class Watch:
         if kind != "profile":
             return StepTimes(self.device) if kind == "times" else None
         if on_gpu:
-            self.device_peak_bytes = max(self.device_peak_bytes, torch.cuda.max_memory_allocated(self.device))
+            self.earlier_peaks = device_peaks(self.device, self.earlier_peaks)
         return StepProfile(self.trainer.model, self.trainer.optimizer, self.device, self._times)
 
     def measure(self, batches: Sequence[Batch], step_s: float) -> tuple[float, ...]:
@@ -167,10 +167,9 @@ class Watch:
         if not (retries := memory["allocator_retries"]) or self._reported_retries:
             return
         self._reported_retries = True
-        unused = (memory["device_reserved_bytes"] or 0) - (memory["device_peak_bytes"] or 0)
         what = f"The CUDA allocator had to free its cache to find memory, which is slow (retries: {retries})"
         fix = "use a shorter data.context, or keep fewer activations (memory.keep_attention)"
-        message = f"{what}; {format_bytes(unused)} are reserved but unused; {fix}"
+        message = f"{what}; {format_bytes(memory['device_unused_bytes'] or 0)} are reserved but unused; {fix}"
         self.console.event(self.trainer.step, message, retries=retries)
 
     def report(
@@ -193,13 +192,21 @@ class Watch:
             self.console.event(self.trainer.step + 1, f"{message}; {waiting}", slow_disks=slow)
 
 
-def measure_memory(device: torch.device, earlier_peak: int = 0) -> dict[str, int | None]:
-    """Return the memory fields of a Record for this rank. `earlier_peak`: of the device, before it was reset."""
+def device_peaks(device: torch.device, earlier: tuple[int, int]) -> tuple[int, int]:
+    """Peaks of the bytes allocated and reserved on a GPU. `earlier`: before they were reset."""
+    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    return max(allocated, earlier[0]), max(reserved, earlier[1])
+
+
+def measure_memory(device: torch.device, earlier: tuple[int, int] = (0, 0)) -> dict[str, int | None]:
+    """Return the memory fields of a Record for this rank, and what the GPU's allocator reserved beyond its peak.
+    `earlier`: as in `device_peaks`."""
     values: dict[str, int | None] = {"device_peak_bytes": None, "host_peak_bytes": host_peak_bytes()}
-    values |= {"device_reserved_bytes": None, "allocator_retries": None}
+    values |= dict.fromkeys(("device_reserved_bytes", "device_unused_bytes", "allocator_retries"))
     if device.type == "cuda":
-        values["device_peak_bytes"] = max(torch.cuda.max_memory_allocated(device), earlier_peak)
-        values["device_reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+        allocated, reserved = device_peaks(device, earlier)
+        values |= {"device_peak_bytes": allocated, "device_reserved_bytes": reserved}
+        values["device_unused_bytes"] = reserved - allocated
         values["allocator_retries"] = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
     return values
 
@@ -361,6 +368,8 @@ def summarize_run(trainer: Trainer) -> dict[str, str]:
     losses = [f"{loss:.4f}" for loss in since if loss is not None]
     rates = [r["tokens_per_s"] for r in records if r.get("tokens_per_s")]
     summary = {"validation loss": " -> ".join([losses[0], *losses[1:][-1:]])} if losses else {}
+    if trainer.first_step > 1 and len(losses) > 1:
+        summary["validation loss"] += f" since the resume after step {trainer.first_step - 1}"
     if trainer.best is not None and trainer.saver.keep_best:
         loss, step = trainer.best
         how = f": {shell_command('export', run_dir, 'OUT_DIR', '--step', step)}"

@@ -15,9 +15,9 @@ from ithaka.config import Config, ConfigError
 from ithaka.data.cache import TokenizedPart, tokenize
 from ithaka.data.documents.chat import SPAN_KINDS
 from ithaka.data.documents.files import find_files
-from ithaka.data.documents.read import make_shards
+from ithaka.data.documents.read import Shard, has_one_record, make_shards
 from ithaka.data.documents.records import SIDES
-from ithaka.data.pack import Documents, LongDocuments, cut_documents, encode_turn
+from ithaka.data.pack import Documents, LongDocuments, Split, cut_documents, encode_turn
 from ithaka.data.tokenizer import Tokenizer
 
 # Tags that chat templates put around tool calls and results, and the start of a JSON call.
@@ -58,12 +58,10 @@ def find_record(config: Config, tokenizer: Tokenizer, number: int) -> list[Recor
     """Return record `number`, counted from 1, of each source that has that many."""
     found, counts = [], []
     for path, records in _read_sources(config, tokenizer, batch_chars=1):
-        numbered: Iterator[tuple[int, list[TokenizedPart]]] = enumerate(
-            itertools.islice(records, min(number, sys.maxsize)), 1
-        )
-        count, samples = collections.deque(itertools.chain([(0, [])], numbered), maxlen=1).pop()
+        numbered = enumerate(itertools.islice(records, min(number, sys.maxsize)), 1)
+        count, last = collections.deque(itertools.chain([(0, Record("", []))], numbered), maxlen=1).pop()
         counts.append(f"{count:,} in {path or 'the standard library of Python'}")
-        found += [Record(f"record {number:,} of {path}", samples)] if count == number else []
+        found += [last] if count == number else []
     if not found:
         raise ConfigError(f"--record={number} is beyond the last record ({', '.join(counts)}); give a smaller number")
     return found
@@ -73,24 +71,40 @@ def choose_records(config: Config, tokenizer: Tokenizer) -> list[Record]:
     """Choose among the first records of each source: the longest, one of each kind (unrolled, skipped), then others."""
     chosen = []
     sources = list(_read_sources(config, tokenizer))
-    for path, records in sources:
+    for _, records in sources:
         probed = list(itertools.islice(records, PROBED_RECORDS))
-        lengths = [sum(len(each.tokens) for each in samples) for samples in probed]
-        kinds = [samples[0].skip_reason or "unrolled" * (len(samples) > 1) for samples in probed]
+        lengths = [sum(len(each.tokens) for each in record.samples) for record in probed]
+        kinds = [record.samples[0].skip_reason or "unrolled" * (len(record.samples) > 1) for record in probed]
         first = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
         order = dict.fromkeys([0, int(np.argmax(lengths)), *first, *range(len(probed))] if probed else [])
         indices = sorted(list(order)[: max(2, NUM_RECORDS // len(sources))])
-        chosen += [Record(f"record {i + 1:,} of {path}", probed[i]) for i in indices]
+        chosen += [probed[i] for i in indices]
     return chosen
 
 
 def _read_sources(
     config: Config, tokenizer: Tokenizer, batch_chars: int | None = None
-) -> Iterator[tuple[Path | None, Iterator[list[TokenizedPart]]]]:
-    for source in config.data.all_sources():
-        shards = make_shards(find_files(source.path).files, source)
-        parts = itertools.chain.from_iterable(tokenize(shard, tokenizer, batch_chars, True) for shard in shards)
-        yield source.path, _group_samples(parts)
+) -> Iterator[tuple[Path | None, Iterator[Record]]]:
+    data = config.data
+    for source in data.all_sources():
+        files = find_files(source.path)
+        shards, split = make_shards(files.files, source), Split(data.validation_fraction, held_out=True)
+        splits = data.validation_fraction and not (data.validation_path or files.validation or has_one_record(shards))
+        yield source.path, _read_records(source.path, shards, split if splits else None, tokenizer, batch_chars)
+
+
+def _read_records(
+    path: Path | None, shards: Sequence[Shard], split: Split | None, tokenizer: Tokenizer, batch_chars: int | None
+) -> Iterator[Record]:
+    """Yield all records. The title says which are held out; of texts, ends or files are, not records."""
+    numbers = itertools.count(1)
+    for shard in shards:
+        part = shard.parts[0]
+        for row, samples in enumerate(_group_samples(tokenize(shard, tokenizer, batch_chars, True))):
+            title = f"record {next(numbers):,} of {path}"
+            if split and part.file.kind != "text" and split.keeps(np.array([row]), shard.file_index, part.start)[0]:
+                title += ", held out for validation"
+            yield Record(title, samples)
 
 
 def _group_samples(parts: Iterator[TokenizedPart]) -> Iterator[list[TokenizedPart]]:
