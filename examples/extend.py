@@ -60,8 +60,9 @@ def write_documents(path: Path, documents: list[str]) -> None:
 
 
 def write_texts(out: Path, context: int, steps: int, num_held_out: int) -> None:
-    packages = {Path(importlib.util.find_spec(name).origin).parents[1] for name in ("torch", "transformers")}  # type: ignore[union-attr,arg-type]
-    files = [file for folder in sorted(packages) for file in find_sources(folder)]
+    specs = (importlib.util.find_spec(name) for name in ("torch", "transformers"))
+    folders = {Path(spec.origin).parents[1] for spec in specs if spec and spec.origin}
+    files = [file for folder in sorted(folders) for file in find_sources(folder)]
     num_chars, num_long = round(CHARS_PER_TOKEN * context), max(1, round(LONG_SHARE * steps))
     long = choose_documents(files, num_chars, num_long)
     medium = choose_documents(files, num_chars // SHORTER, PER_SEQUENCE * (steps - num_long))
