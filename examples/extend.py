@@ -94,7 +94,7 @@ def ithaka(*arguments: object, output: Path | None = None) -> None:
         output.write_bytes(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a Hugging Face directory")
     parser.add_argument("out", type=Path)
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=4e-4)
     parser.add_argument("--documents", type=int, default=4, help="held-out documents")
     parser.add_argument("--scaled", action="store_true", help="also evaluate YaRN without training")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     model, out, context = options.model, options.out, parse_count(options.context)
     out.mkdir(parents=True, exist_ok=True)
     write_texts(out, context, options.steps, options.documents)
