@@ -2,10 +2,10 @@
 
     python examples/extend.py MODEL OUT --context 256K --steps 24
 
-Trains with YaRN on the installed Python packages: a quarter of the tokens are in documents longer than the new context,
-the rest in documents of an eighth of it, whose attention takes less time. The held-out documents are Python's standard
-library. Evaluates the model, the model with YaRN but without training (--scaled), and the trained model, and writes
-before.json, scaled.json and after.json to OUT. Run it again after a stop: it continues where it was.
+Trains with YaRN on the installed Python packages: a quarter of the sequences are one document, the others are packed
+with documents of about a sixth of the context, whose attention takes a sixth of the time. The held-out documents are
+Python's standard library. Evaluates the model, the model with YaRN but without training (--scaled), and the trained
+model, and writes before.json, scaled.json and after.json to OUT. Run it again after a stop: it continues where it was.
 """
 
 import argparse
@@ -24,7 +24,8 @@ import yaml
 from ithaka.config import parse_count
 
 CHARS_PER_TOKEN = 4.5  # of source code, at most
-LONG_SHARE, SHORTER = 0.25, 8  # of the tokens; medium documents are shorter by this factor
+LONG_SHARE = 0.25  # of the sequences
+SHORTER, PER_SEQUENCE = 8, 6  # medium documents are shorter than long ones, and so many fill a sequence
 
 
 def find_sources(folder: Path) -> list[Path]:
@@ -45,23 +46,29 @@ def cut_documents(files: list[Path], num_chars: int) -> Iterator[str]:
             parts, size = [text[num_chars:]], size - num_chars
 
 
-def write_documents(path: Path, files: list[Path], num_chars: int, count: int) -> None:
-    """Write `count` documents, spread evenly over the files."""
+def choose_documents(files: list[Path], num_chars: int, count: int) -> list[str]:
+    """Return `count` documents, spread evenly over the files, or fewer."""
     documents = list(cut_documents(files, num_chars))
     if not documents:
-        sys.exit(f"{path.name}: the sources have fewer than {num_chars:,} characters; use a shorter --context")
-    chosen = documents[:: max(1, len(documents) // count)][:count]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in chosen), encoding="utf-8")
-    print(f"{path.name}: {len(chosen)} of {len(documents)} documents of {num_chars:,} characters", flush=True)
+        sys.exit(f"{files[0].parent} has fewer than {num_chars:,} characters; use a shorter --context")
+    return documents[:: max(1, len(documents) // count)][:count]
+
+
+def write_documents(path: Path, documents: list[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
+    print(f"{path}: {len(documents)} documents, {sum(map(len, documents)):,} characters", flush=True)
 
 
 def write_texts(out: Path, context: int, steps: int, num_held_out: int) -> None:
-    packages = {Path(importlib.util.find_spec(name).origin).parents[1] for name in ("torch", "transformers")}  # type: ignore[union-attr,arg-type]
-    files = [file for folder in sorted(packages) for file in find_sources(folder)]
-    num_chars = round(CHARS_PER_TOKEN * context)
-    write_documents(out / "held-out.jsonl", find_sources(Path(sysconfig.get_path("stdlib"))), num_chars, num_held_out)
-    write_documents(out / "long.jsonl", files, num_chars, round(LONG_SHARE * steps) + 2)
-    write_documents(out / "medium.jsonl", files, num_chars // SHORTER, SHORTER * (steps + 2))
+    specs = (importlib.util.find_spec(name) for name in ("torch", "transformers"))
+    folders = {Path(spec.origin).parents[1] for spec in specs if spec and spec.origin}
+    files = [file for folder in sorted(folders) for file in find_sources(folder)]
+    num_chars, num_long = round(CHARS_PER_TOKEN * context), max(1, round(LONG_SHARE * steps))
+    long = choose_documents(files, num_chars, num_long)
+    medium = choose_documents(files, num_chars // SHORTER, PER_SEQUENCE * (steps - num_long))
+    write_documents(out / "train.jsonl", long + medium)
+    library = find_sources(Path(sysconfig.get_path("stdlib")))
+    write_documents(out / "held-out.jsonl", choose_documents(library, num_chars, num_held_out))
 
 
 def write_scaled(model: Path, rope: dict[str, Any], context: int, folder: Path) -> None:
@@ -87,7 +94,7 @@ def ithaka(*arguments: object, output: Path | None = None) -> None:
         output.write_bytes(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a Hugging Face directory")
     parser.add_argument("out", type=Path)
@@ -96,17 +103,15 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=4e-4)
     parser.add_argument("--documents", type=int, default=4, help="held-out documents")
     parser.add_argument("--scaled", action="store_true", help="also evaluate YaRN without training")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     model, out, context = options.model, options.out, parse_count(options.context)
     out.mkdir(parents=True, exist_ok=True)
     write_texts(out, context, options.steps, options.documents)
     positions = json.loads((model / "config.json").read_text())["max_position_embeddings"]
     rope = {"type": "yarn", "factor": context / positions}
-    sources = [{"path": str(out / "long.jsonl"), "weight": LONG_SHARE}]
-    sources += [{"path": str(out / "medium.jsonl"), "weight": 1 - LONG_SHARE}]
     config = {
         "model": {"path": str(model), "rope": rope},
-        "data": {"sources": sources, "context": context, "validation_fraction": 0},
+        "data": {"path": str(out / "train.jsonl"), "context": context, "validation_fraction": 0},
         "parallel": {"ranks": 1},
         "optim": {"lr": options.lr, "warmup_steps": max(1, options.steps // 10)},
         "train": {"steps": options.steps, "validate_every": 0, "validate_sequences": 0, "save_minutes": 5},

@@ -77,6 +77,32 @@ def test_a_tiny_model_runs_at_full_depth(benchmark, tmp_path, saves):
     assert ("save s" in row) == saves and json.loads((tmp_path / "tiny.json").read_text()) == row
 
 
+def test_steps_of_several_ranks_are_compared_with_the_same_steps_of_one(benchmark, tmp_path):
+    ranks = benchmark("ranks")
+    steps = [{"step": i, "loss": 8.0 - i, "grad_norm": 1.0, "step_s": 1.0, "label_tokens": 9} for i in range(1, 6)]
+    memory = {"device_peak_bytes": None, "host_peak_bytes": 1}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step | memory) + "\n" for step in steps))
+    one = ranks.Run("1 rank", 1, [], tmp_path, tmp_path / "log")
+    (tmp_path / "latest").write_text("step-00000005\n")
+    assert one.is_done() and one.read()["loss"] == [7.0, 6.0, 5.0, 4.0, 3.0]
+    rows = {"1 rank": one.read()}
+    half = ranks.resumed(ranks.Run("4 ranks", 4, [], tmp_path, tmp_path / "log", saves=True))
+    assert half.num_ranks == 2 and half.read()["loss"] == [] and not half.is_done()  # steps 4 and 5 are dropped
+    rows["resumed"] = half.read() | {"loss": [4.04], "grad_norm": [0.8]}
+    differences = ranks.compare(rows)["resumed"]
+    assert differences == pytest.approx({"loss": 0.01, "grad_norm": 0.2})
+    assert (tmp_path / "latest").read_text() == "step-00000003\n"
+
+
+@pytest.mark.slow
+def test_several_ranks_train_as_one_does(benchmark, tmp_path):
+    ranks = benchmark("ranks")
+    runs = ranks.make_runs(ranks.write_inputs(tmp_path, tiny=True), [1, 2], 2, tmp_path, tmp_path)
+    differences = ranks.run_all(runs, 2, tmp_path)["differences from 1 rank"]
+    assert {*differences} == {"2 ranks", "2 ranks, resumed on 1", "1 rank, other tiles"}
+    assert max(value for each in differences.values() for value in each.values()) < 1e-5
+
+
 def test_rows_of_other_models_are_left_out(benchmark, tmp_path):
     against = benchmark("against_liger")
     case = {"tokens": 8192, "documents": 0, "checkpointing": "off", "side": "ithaka", "how": "none"}

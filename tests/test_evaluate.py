@@ -1,12 +1,14 @@
 """`ithaka evaluate` matches a plain transformers script: losses, gains, retrieval; the tasks are fixed."""
 
 import hashlib
+import importlib.util
 import itertools
 import json
 import math
 import re
 import shutil
 from functools import partial
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -472,3 +474,24 @@ def test_encoders_are_refused(tmp_path):
     for name in ("bert", "t5"):
         refused = partial(load_pretrained, tmp_path / name)
         assert_refused(refused, f"MODEL={tmp_path / name}", f"model_type={name}", "not a decoder", fix="such as llama")
+
+
+@pytest.mark.slow
+def test_the_example_measures_a_model_before_and_after_its_extension(tmp_path, monkeypatch):
+    """examples/extend.py, on few files and without a learning rate: only YaRN changes the model."""
+    root = Path(__file__).parents[1]
+    spec = importlib.util.spec_from_file_location("extend", root / "examples" / "extend.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setattr(example, "find_sources", lambda folder: sorted((root / "src/ithaka/config").glob("*.py")))
+    monkeypatch.setenv("PYTHONPATH", str(root / "src"))
+    config = tiny_config("llama", **CONFIG | {"max_position_embeddings": 64})
+    tiny_model(config, torch.float32).save_pretrained(tmp_path / "model")
+    BYTES.hf.save_pretrained(tmp_path / "model")
+    options = "--context 256 --steps 2 --documents 2 --lr 1e-12 --scaled"
+    example.main([str(tmp_path / "model"), str(tmp_path / "out"), *options.split()])
+    before, scaled, after = (
+        [row["loss"] for row in json.loads((tmp_path / f"out/{name}.json").read_text())["loss_by_position"]]
+        for name in ("before", "scaled", "after")
+    )
+    assert after == pytest.approx(scaled, abs=1e-5) and after[-1] != pytest.approx(before[-1], abs=1e-4)
