@@ -132,22 +132,21 @@ def layer(
 # ---- losses
 
 
-def read_bytes(num_tokens: int) -> Tensor:
-    """Return the bytes of Python's standard library, as tokens."""
-    data, folder = bytearray(), Path(sysconfig.get_path("stdlib"))
-    for path in sorted(folder.rglob("*.py")):
-        if "site-packages" not in path.parts:
-            data += path.read_bytes()
-        if len(data) >= num_tokens:
-            return torch.frombuffer(data[:num_tokens], dtype=torch.uint8).long()
-    raise SystemExit(f"the standard library in {folder} has {len(data)} bytes, fewer than {num_tokens}")
+def read_sources() -> bytes:
+    """Return the text of Python's standard library."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    return b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")) if "site-packages" not in path.parts)
 
 
-def read_text(model: Path, num_tokens: int) -> Tensor:
+def read_tokens(model: Path | None, num_tokens: int) -> Tensor:
+    """Return tokens of the standard library, in the model's tokenizer; without one, bytes."""
     from transformers import AutoTokenizer
 
-    text = bytes(read_bytes(6 * num_tokens).to(torch.uint8).tolist()).decode(errors="replace")
-    return torch.tensor(AutoTokenizer.from_pretrained(model)(text).input_ids[:num_tokens])
+    text = read_sources()
+    ids = AutoTokenizer.from_pretrained(model)(text.decode(errors="replace")).input_ids if model else list(text)
+    if len(ids) < num_tokens:
+        raise SystemExit(f"the standard library has {len(ids)} tokens, fewer than {num_tokens}; use fewer --steps")
+    return torch.tensor(ids[:num_tokens])
 
 
 def train(source: Any, stored: str | None, ids: Tensor, context: int, steps: int, lr: float, log: bool) -> list[float]:
@@ -193,8 +192,7 @@ def losses(
     """Train with layer inputs and attention outputs stored in bf16, then in float8, on the same tokens."""
     start_process_group()
     config = find_config("smollm2-135m") | (SMALL | {"num_hidden_layers": 2} if tiny else {})
-    ids = read_bytes(steps * context) if model is None else read_text(model, steps * context)
-    assert len(ids) == steps * context, f"only {len(ids)} tokens; use fewer steps"
+    ids = read_tokens(model, steps * context)
     source = model or config
     curves = {stored or "bfloat16": train(source, stored, ids, context, steps, lr, not tiny) for stored in DTYPES}
     end_process_group()

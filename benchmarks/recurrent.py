@@ -124,13 +124,11 @@ def main() -> None:
     print(json.dumps({"device": torch.cuda.get_device_name(), "bytes_s": rates[0], "tf32_flops_s": rates[1]}))
     for shape in args.shapes:
         print(json.dumps(time_shape(shape, args.tokens, rates, args.repeats)), flush=True)
-    options = product((4, 8), (4, 8), (4, 8), (4, 8), (1, 2)) if args.sweep else ()
-    for chunks, walk_warps, key_warps, value_warps, stages in options:
+    for chunks, walk_warps, warps, stages in product((4, 8, 16), (4, 8), (4, 8), (1, 2)) if args.sweep else ():
         ssd_kernels.CHUNKS = chunks
         ssd_kernels.WALK_OPTIONS = {"num_warps": walk_warps, "num_stages": 2}
-        ssd_kernels.KEY_OPTIONS = {"num_warps": key_warps, "num_stages": stages}
-        ssd_kernels.VALUE_OPTIONS = {"num_warps": value_warps, "num_stages": stages}
-        names = {"chunks": chunks, "walk": walk_warps, "key": key_warps, "value": value_warps, "stages": stages}
+        ssd_kernels.GRADIENT_OPTIONS = {"num_warps": warps, "num_stages": stages}
+        names = {"chunks": chunks, "walk_warps": walk_warps, "gradient_warps": warps, "stages": stages}
         for shape in [name for name in args.shapes if SHAPES[name][0] == "mamba2"]:
             result = time_shape(shape, args.tokens, rates, args.repeats)
             print(json.dumps({**names, "shape": shape, "ms": result["ms"]}), flush=True)

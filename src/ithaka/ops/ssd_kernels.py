@@ -24,7 +24,7 @@ from ithaka.ops.delta_kernels import triton
 CHUNK, CHUNKS = 64, 8  # tokens of a chunk, and chunks of a block
 HEADS = 8  # heads that one program of the last kernels computes, at most
 WALK_OPTIONS = {"num_warps": 4, "num_stages": 2}
-KEY_OPTIONS = VALUE_OPTIONS = {"num_warps": 8, "num_stages": 2}
+GRADIENT_OPTIONS = {"num_warps": 4, "num_stages": 2}  # twice the warps if K is 256: one thread has 255 registers
 PASS_SIZE = 1024  # elements of a state that one program of `_pass_kernel` updates
 
 
@@ -79,14 +79,15 @@ class FusedSegment:
         heads = max(n for n in range(1, HEADS + 1) if repeats % n == 0)
         dqk = g.new_empty(2, t, H // heads, k.shape[-1])
         dskip = g.new_empty(self.num_chunks, H)
-        grid = (self.num_chunks * (H // heads),)
+        grid, options = (self.num_chunks * (H // heads),), dict(GRADIENT_OPTIONS)
+        options["num_warps"] *= 2 if k.shape[-1] > 128 else 1
         _key_grad_kernel[grid](
-            q, k, v, g, dt, self.ids, *kept, dout_tHV, *dqk, *self.sizes, HEADS=heads, **self.constants, **KEY_OPTIONS
+            q, k, v, g, dt, self.ids, *kept, dout_tHV, *dqk, *self.sizes, HEADS=heads, **self.constants, **options
         )
         # Each program reads what it overwrites: v, g and dt of its chunk and heads.
         _value_grad_kernel[grid](
             q, k, v, g, dt, self.skip_H, self.ids, *kept, dout_tHV, dskip, *self.sizes, HEADS=heads, **self.constants,
-            **VALUE_OPTIONS,
+            **options,
         )  # fmt: skip
         self.dskip_H.add_(dskip.sum(0))
         dqk = dqk if heads == repeats else dqk.unflatten(2, (H // repeats, -1)).sum(3)
