@@ -27,9 +27,10 @@ PLAIN_SSD_BUFFERS = ((2.2, 1.5, 2.5), (2.5, 3.0, 5.0))
 # 0.0096 and 0.0139 s for the maps, measured at 64K tokens, 32 heads of 128, on one H200 (LOG.md, "kernels of the gated
 # delta rule").
 RULE_PASSES, RULE_MAP_PASSES = (18, 58), (22, 31)
-# The same for Mamba2, estimated from the bytes and FLOPs of its kernels (ops/ssd_kernels.py), and not measured yet.
-# They keep states for blocks of 256 tokens and, in backward, for chunks.
-SSD_PASSES, SSD_MAP_PASSES, SSD_BLOCK_TOKENS = (2, 7), (1, 1), 256
+# The same for Mamba2 (ops/ssd_kernels.py), as passes over the states of all chunks: within 12 % of what the shapes of
+# Nemotron-3-Nano, Granite-4-H and Falcon-H1 take at 64K tokens on one H200 (LOG.md, "Mamba2's kernels"). The kernels
+# keep states for blocks of 512 tokens and, in backward, for chunks.
+SSD_PASSES, SSD_MAP_PASSES, SSD_BLOCK_TOKENS = (6, 19), (3, 3), 512
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,16 @@ class DeltaRule(Mixer):
     def map_width(self) -> int:
         return self.key_dim + self.value_dim
 
+    @property
+    def pass_width(self) -> float:
+        """Values per row that one of `passes` moves."""
+        return self.key_dim + self.value_dim
+
     def sizes(self, *arguments: Any) -> DeltaBytes:
         return DeltaBytes(self, *arguments)
 
     def seconds(self, layer: LayerSeconds, work: StepShape) -> tuple[float, float]:
-        one_pass = layer.move(layer.s * self.heads * (self.key_dim + self.value_dim) * layer.layout.sum_bytes)
+        one_pass = layer.move(layer.s * self.heads * self.pass_width * layer.layout.sum_bytes)
         maps = self.map_passes if layer.layout.cp > 1 else (0, 0)
         forward, backward = (passes + extra for passes, extra in zip(self.passes, maps, strict=True))
         return forward * one_pass, backward * one_pass
@@ -111,6 +117,10 @@ class Ssd(DeltaRule):
     @property
     def map_width(self) -> int:
         return 1 + self.value_dim
+
+    @property
+    def pass_width(self) -> float:
+        return self.key_dim * self.value_dim / CHUNK_TOKENS
 
     def segment_values(self, backward: bool, element_bytes: int) -> float:
         state = self.key_dim * self.value_dim
