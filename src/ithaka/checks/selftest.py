@@ -213,8 +213,7 @@ def run_rank(save_profile: bool, *arguments: Any) -> int:
 
 # ---- train a small model on all ranks, kill one, and resume on half of them
 
-# For all ranks to exit after one died (docs/running-for-weeks.md), and for a GPU to end its work.
-EXIT_S = MAX_SILENCE_S + 8 * BEAT_S
+EXIT_S = MAX_SILENCE_S + 4 * BEAT_S  # for all ranks to exit after one died (docs/running-for-weeks.md)
 START_S = 120.0  # for a run to start and take its steps
 SAVE_EVERY, STEPS = 4, 6  # a resumed run repeats the steps after the first save
 LOSS_TOLERANCE = 1e-4  # relative, in float32: fewer ranks sum in another order
@@ -238,7 +237,7 @@ def run_drill(run_dir: Path) -> Iterator[Finding]:
     runs = all(gather_objects(process.poll() is None and (rank > 0 or is_ready)))
     if rank == victim or not runs:
         process.kill()
-    codes, seconds, logs = zip(*gather_objects(_finish(process, EXIT_S)), strict=True)
+    codes, seconds, logs = zip(*gather_objects(_finish(process, 2 * EXIT_S)), strict=True)
     if not runs:
         text = f"`ithaka train` takes no {STEPS} steps within {START_S:.0f} s: {' '.join(logs).strip()[-500:]}"
         yield Finding("train", "failed", text, "set --run-dir to a folder that all nodes share")
@@ -247,7 +246,7 @@ def run_drill(run_dir: Path) -> Iterator[Finding]:
     end = "name it" if ok else f"their codes are {codes[:-1]}: {logs[0][-300:]}"
     text = f"rank {victim} killed: the others exit after {max(seconds):.0f} s and {end}" if victim else "only one rank"
     fix = f"expected: code {ExitCode.HANG:d} within {EXIT_S:.0f} s; report it with --json"
-    yield judge("kill a rank", ok, text, fix)
+    yield judge("kill a rank", ok and max(seconds) <= EXIT_S, text, fix, "slower" if ok else "failed")
     before = _read_losses(run_dir)
     (run_dir / "latest").write_text(saved.name)
     resumed = _start_rank(fewer, min(per_node, fewer), [f"train.steps={STEPS}"], "--resume", run_dir)
