@@ -220,6 +220,10 @@ class Finding(NamedTuple):
     fix: str = ""
 
 
+def judge(check: str, ok: bool, text: str, fix: str, otherwise: str = "failed") -> Finding:
+    return Finding(check, "passed", text) if ok else Finding(check, otherwise, text, fix)
+
+
 def examine_rank(device: Any, ranks_per_gpu: int) -> dict[str, Any]:
     """What this rank has, and its checks: {name: (passed, text)}."""
     from ithaka.layer.slabs import Slab, StoreError
@@ -282,15 +286,11 @@ def judge_ranks(facts: Sequence[dict[str, Any]]) -> Iterator[Finding]:
         odd = [f"{name} {own} ({usual[name]} elsewhere)" for name, own in fact["versions"].items() - usual.items()]
         fact["checks"]["versions"], clock = (not odd, ", ".join(odd) or same), fact["clock"]
         if clock:
-            is_low, slower = (
-                clock < LOW_CLOCK * median,
-                f"the median is {median:.0f}: steps may take x{median / clock:.2f}",
-            )
-            fact["checks"]["clock"] = not is_low, f"{clock:.0f} MHz under load" + f", {slower}" * is_low
+            is_low, slower = clock < LOW_CLOCK * median, f"{median:.0f}: steps may take x{median / clock:.2f}"
+            fact["checks"]["clock"] = not is_low, f"{clock:.0f} MHz under load" + f", the median is {slower}" * is_low
     for i, (check, fix) in enumerate(RANK_FIXES.items()):
         results = {rank: fact["checks"][check] for rank, fact in enumerate(facts) if check in fact["checks"]}
-        if bad := [rank for rank, (passed, _) in results.items() if not passed]:
-            text = f"rank {', '.join(map(str, bad[:8]))}: {results[bad[0]][1]}"
-            yield Finding(check, "failed" if i < 3 else "slower", text, fix)
-        elif results:
-            yield Finding(check, "passed", results[0][1])
+        bad = [rank for rank, (passed, _) in results.items() if not passed]
+        for rank in [*bad, *results][:1]:
+            names = f"rank {', '.join(map(str, bad[:8]))}: " if bad else ""
+            yield judge(check, not bad, names + results[rank][1], fix, "failed" if i < 3 else "slower")

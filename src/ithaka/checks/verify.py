@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ithaka.checks.doctor import Finding, judge
 from ithaka.comm.agree import gather_objects, shared_temporary_path
 from ithaka.comm.mesh import Mesh, destroy_subgroups, end_process_group, free_memory, make_mesh
 from ithaka.comm.rank import is_local_rank_0
@@ -401,9 +402,9 @@ KINDS["hybrid"] = {"model_type": "qwen3_5_text", **DELTA}
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.5}
 
 
-def verify_layouts(device: torch.device, num_ranks: int, deadline_s: float) -> Checks:
+def verify_layouts(device: torch.device, num_ranks: int, deadline_s: float) -> Iterator[Finding]:
     """Compare each kind of model, in each dtype and with each cp and ring, with plain transformers in fp64 on rank 0;
-    after the deadline, with one cp. `ranks`: those with wrong weights. Collective."""
+    after the deadline, with one cp. Name the ranks with wrong weights. Collective."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     sizes, heads = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0], SIZES["num_attention_heads"]
@@ -419,8 +420,10 @@ def verify_layouts(device: torch.device, num_ranks: int, deadline_s: float) -> C
                     if gather_objects(time.monotonic() < deadline_s or not results)[0]:
                         results.append((*_verify_layout(folder, device, cp, ring, dtype), f"cp={cp}, ring={ring}"))
                 error, wrong, worst = max(results)
-                check = make_check(f"{kind}, {dtype}", worst, error, allowed)
-                yield check | {"ranks": wrong, "layouts": len(results), "of": len(layouts)}
+                text = f"{len(results)} of {len(layouts)} layouts; largest error {error:.0e}, {allowed:.0e} allowed, "
+                text += f"at {worst}" + f"; the weights of rank {', '.join(map(str, wrong))} are wrong" * bool(wrong)
+                fix = "test the GPU and memory of that node (dcgmi diag -r 3)" if wrong else "report it with --json"
+                yield judge(f"{kind}, {dtype}", error <= allowed and not wrong, text, fix)
 
 
 def _verify_layout(folder: Path, device: torch.device, cp: int, ring: int, dtype: str) -> tuple[float, list[int]]:
