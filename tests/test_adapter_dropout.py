@@ -80,6 +80,7 @@ CASES = {  # family (None: the fast path), rows, data-parallel ranks, layout
 
 
 SLOW = {
+    "one rank",
     "ring",
     "uneven heads",
     "general",

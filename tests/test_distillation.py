@@ -176,7 +176,7 @@ CRITERIA = [Criterion(0.0), Criterion(0.3, 1.7, 0.25), Criterion(1.0, 0.8)]
     [
         (Layout(1, tile_tokens=5), "llama", "qwen3"),
         pytest.param(Layout(2, tile_tokens=5), "qwen3", "llama", marks=pytest.mark.slow),
-        (Layout(2, ring=2), "llama", "mistral"),
+        pytest.param(Layout(2, ring=2), "llama", "mistral", marks=pytest.mark.slow),
         pytest.param(Layout(4, ring=2), "qwen3", "qwen2", marks=pytest.mark.slow),
         (Layout(4), "mistral", "qwen3"),
     ],

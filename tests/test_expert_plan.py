@@ -15,6 +15,8 @@ from ithaka.plan.shape import StepShape
 from ithaka.run.shapes import find_shape
 from test_plan_command import run
 
+pytestmark = pytest.mark.usefixtures("plans_once")
+
 QWEN, OSS = find_shape("qwen3-30b-a3b"), find_shape("gpt-oss-120b")
 H100, H200 = parse_gpus("8xH100"), parse_gpus("1xH200")
 EXPERTS = 128 * 3 * 2048 * 768
@@ -101,7 +103,7 @@ def test_the_plan_prints_experts_and_the_time_of_flops():
     assert seconds["attention"] == pytest.approx(expected, rel=1e-3)
     assert sum(seconds.values()) < answer["step_s"]
     assert "Below 16K tokens, gathering weights takes most of a step" in text and experts["shortest_context"] == 2**14
-    assert "parameters are used per token" not in run("plan", "llama3-8b", "--gpus", "8xH100")
+    assert "parameters are used per token" not in run("plan", "llama3.2-1b", "--gpus", "H200", "--context", "8K")
 
 
 def test_frozen_weights_need_two_matmuls():

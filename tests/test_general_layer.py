@@ -193,7 +193,11 @@ ADAPTERS = {  # family, layout, PEFT's settings
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "everything kept")) for case in ADAPTERS]
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (case in ("everything kept", "fused projections")))
+        for case in ADAPTERS
+    ],
 )
 def test_adapters_equal_peft(case):
     family, layout, settings = ADAPTERS[case]
@@ -328,7 +332,9 @@ class FullSelectCounter(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", ["olmo2", "qwen3_5_text", "granite"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5_text", *(pytest.param(name, marks=pytest.mark.slow) for name in ("olmo2", "granite"))]
+)
 def test_backward_copies_nothing_to_drop_a_batch_dim(family):
     """In attention, the delta rule, and a head that is not linear."""
     ids = random_ids(1, 20)

@@ -107,7 +107,10 @@ def test_adapters_on_experts_generate_the_tokens_of_peft():
 
 @pytest.mark.parametrize(
     "family, settings",
-    [("llama", {"dropout": 0.5}), ("qwen3_moe", {"targets": ("q_proj", "experts.gate_up_proj", "experts.down_proj")})],
+    [
+        pytest.param("llama", {"dropout": 0.5}, marks=pytest.mark.slow),
+        ("qwen3_moe", {"targets": ("q_proj", "experts.gate_up_proj", "experts.down_proj")}),
+    ],
 )
 def test_a_four_bit_base_generates_the_tokens_of_its_parallel_forward(family, settings):
     """Dropout, which the preceding training step uses, is off."""

@@ -182,7 +182,7 @@ GENERAL = {  # family, changes to its configuration, adapter, layout
 }
 
 
-SLOW = ("experts", "short convolutions")
+SLOW = ("experts", "short convolutions", "Mamba2")
 
 
 @pytest.mark.usefixtures("quiet_transformers")
