@@ -83,7 +83,7 @@ def test_experts_are_slower_with_few_rows_per_tile():
         assert seconds._experts(OSS.measured) == pytest.approx(2**16 / tile * milliseconds / 1e3, rel=0.2), tile
 
 
-def test_a_stage_of_a_general_layer_takes_time():
+def test_every_stage_takes_time():
     stages = {heads: make_layout(36, heads_per_stage=heads, tile_tokens=4096) for heads in (8, 64)}
     seconds = [LayerSeconds(OSS, layout, H200, 2**16).project(backward=False) for layout in stages.values()]
     assert seconds[0] - seconds[1] == pytest.approx(7 * STAGE_SECONDS)

@@ -1,4 +1,4 @@
-"""Decoders on the general path: loss, logits and every gradient equal plain transformers, in fp64 throughout."""
+"""Decoders of many types: loss, logits and every gradient equal plain transformers, in fp64 throughout."""
 
 import copy
 import traceback
@@ -384,11 +384,11 @@ class TokenWise(nn.Module):
 def test_a_layer_without_a_mixer_runs_tile_by_tile(policy):
     layer, current, groups = TokenWise(), CurrentCall(), (LoopbackGroup(0, 1), LoopbackGroup(0, 1))
     spec, layout = LayerSpec(token_dims=(1,)), Layout(tile_tokens=4)
-    general = LayerSchedule("layer", layer, spec, *groups, Store(), layout, policy, current=current)
+    schedule = LayerSchedule("layer", layer, spec, *groups, Store(), layout, policy, current=current)
     x, scale, dy = (torch.randn(1, 11, 6, dtype=torch.float64, requires_grad=True) for _ in range(3))
     inputs = [x, scale, *layer.parameters()]
     with current.running(CallState(Docs((0, 11)))):
-        ours = general(x, scale)
+        ours = schedule(x, scale)
     for got, expected in zip(
         (ours, *torch.autograd.grad(ours, inputs, dy)),
         ((y := layer(x, scale)), *torch.autograd.grad(y, inputs, dy)),

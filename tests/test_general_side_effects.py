@@ -1,4 +1,4 @@
-"""The general layer runs a layer's forward several times per call without visible side effects."""
+"""The schedule runs a layer's forward several times per call, without visible side effects."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Shapes of decoders without a formula are measured on fake tensors. They equal formulas and fit the general layer."""
+"""Shapes of decoders without a formula are measured on fake tensors. They equal formulas; layers peak as planned."""
 
 import json
 
@@ -105,7 +105,7 @@ def test_recurrences_and_layers_without_attention_are_planned(family, names):
 
 
 @pytest.mark.parametrize("family,overlap,stage,tokens,tile,changes", [OLMO, *SLOW])
-def test_general_layers_peak_as_planned(family, overlap, stage, tokens, tile, changes):
+def test_measured_layers_peak_as_planned(family, overlap, stage, tokens, tile, changes):
     """Checks every layer of a step on rank 0 of 2. The plan assumes a GPU's kernels; a CPU needs a little more.
     They run in fp32 here: in bf16, a CPU casts what it multiplies, and recurrences need a GPU's kernels."""
     sizes = {**SIZES, **(DECODERS | HYBRIDS | RECURRENT).get(family, {}), "model_type": family, **changes}
