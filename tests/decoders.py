@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Pretr
 
 from models import CONSTRUCTING
 
-# Families for tests of the general layer, with the values that their configurations need beyond `SIZES`.
+# Families without a formula for their shapes, with the values that their configurations need beyond `SIZES`.
 DECODERS: dict[str, dict] = {
     "gpt_oss": {},
     "gemma2": {},

@@ -1,4 +1,4 @@
-"""Compare a decoder on the general path with plain transformers: loss, logits and every gradient."""
+"""Compare a decoder of any type with plain transformers: loss, logits and every gradient."""
 
 import copy
 import warnings

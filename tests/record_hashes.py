@@ -92,7 +92,7 @@ def hash_step(family: str, group: str, tier: str, adapter: bool, dtype: str) -> 
 
 
 def hash_other(name: str, group: str, tier: str, adapter: bool, dtype: str) -> dict[str, str]:
-    """The same for general layers, experts, hybrids, vision, video and a base in four bits."""
+    """The same for other decoders, experts, hybrids, vision, video and a base in four bits."""
     cp, ring = GROUPS[group]
     kept = (TIERS[tier],) * 3
     mesh = make_mesh(cp, ring=ring)

@@ -17,6 +17,7 @@ import inspect
 import json
 import os
 import pickle
+import re
 import sys
 import threading
 import types
@@ -86,16 +87,20 @@ def _share_measurements(folder: Path) -> None:
     module.measure_model = measure_once
 
 
+# Attributes of configurations and modules.
+IGNORED_BY_PROBES = ("vocab_size", "padding_idx", "(bos|eos|pad)_token_id", "dtype", "tie_word_embeddings", "training")
+IGNORED_BY_PROBES += ("architectures", "transformers_version", "_is_hf_initialized", "_attn_implementation_internal")
 LIBRARIES = ("ithaka", "torch", "transformers", "peft", "models")  # and tests/models.py
 _findings: dict[str, Any] = {}
 _probing = threading.Lock()
 
 
 def _share_findings(folder: Path) -> None:
-    """Probe equal models once for all test processes: every rank of every case builds one, and a probe takes 0.4 s.
+    """Probe equal models once for all test processes: every rank of every case builds one, and a probe takes 0.5 s.
 
-    Refusals are not shared, nor findings about modules that a test defines or changes. A test that changes the probe or
-    what it runs uses the fixture `fresh_probes`.
+    The last third of a probe only checks the findings, with two layers at once: it runs once for models with the same
+    modules, whatever their sizes. Refusals are not shared, nor findings about modules that a test defines or changes. A
+    test that changes the probe or what it runs uses the fixture `fresh_probes`.
     """
     from ithaka.comm.rank import is_rank_0
     from ithaka.roots import decoder, probe
@@ -117,15 +122,22 @@ def _share_findings(folder: Path) -> None:
     def _probe(model, recorder, device):
         messages: list[str] = []
         warner = types.SimpleNamespace(warn=lambda message, stacklevel: messages.append(message))
-        with mock.patch.multiple(probe, warnings=warner, is_rank_0=lambda: True):
-            return probe.probe_layers(model, recorder, device), messages
+        modules = sorted({f"{type(module).__module__}.{type(module).__qualname__}" for module in model.modules()})
+        checked = folder / hashlib.sha256(repr(modules).encode()).hexdigest()
+        check = (lambda *arguments: None) if checked.exists() else probe._probe_together
+        with mock.patch.multiple(probe, warnings=warner, is_rank_0=lambda: True, _probe_together=check):
+            findings = probe.probe_layers(model, recorder, device), messages
+        checked.touch()
+        return findings
 
     decoder.probe_layers = probe_once
 
 
 def _describe_model(model: Any, device: Any) -> str | None:
     """Return a name for everything that the probe depends on; None if a test defines or changes a module."""
-    from ithaka.roots.probe import describe_layer
+    from torch import nn
+
+    from ithaka.roots.recorder import SMALL_VOCABULARY, describe_layer
 
     forwards = []
     for module in model.modules():
@@ -135,9 +147,14 @@ def _describe_model(model: Any, device: Any) -> str | None:
             return None
         forwards.append(f"{code.__module__}.{code.__qualname__}")
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    settings = [repr(item) for config in configs.values() for item in vars(config).items()]
-    tensors = [(name, t.dtype, t.shape) for name, t in (*model.named_parameters(), *model.named_buffers())]
-    text = repr((settings, describe_layer(model), forwards, tensors, device))
+    head = model.get_output_embeddings()
+    is_outer = lambda module: module is head or type(module) is nn.Embedding  # noqa: E731 - the probe has small ones
+    modules = [entry for entry in describe_layer(model) if not is_outer(model.get_submodule(entry[0]))]
+    rows = [min(len(module.weight), SMALL_VOCABULARY) for module in model.modules() if type(module) is nn.Embedding]
+    buffers = [(name, buffer.dtype, buffer.shape) for name, buffer in model.named_buffers()]
+    packed = [name for name, parameter in model.named_parameters() if not parameter.is_floating_point()]
+    text = repr(([*map(vars, configs.values())], modules, rows, buffers, packed, forwards, device))
+    text = re.sub(f"'({'|'.join(IGNORED_BY_PROBES)})': [^,}}]*", "", text)
     return hashlib.sha256(text.replace(model.config.name_or_path or "no path", "").encode()).hexdigest()
 
 

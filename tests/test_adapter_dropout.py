@@ -66,24 +66,25 @@ def injected_loss(ids):
     return loss
 
 
-CASES = {  # family (None: the fast path), rows, data-parallel ranks, layout
+CASES = {  # family (None: qwen3), rows, data-parallel ranks, layout
     "one rank": (None, 1, 1, Layout()),
     "rows and tiles": (None, 2, 1, Layout(tile_tokens=7, heads_per_stage=2)),
     "two ranks, kept": (None, 1, 1, Layout(2, tile_tokens=5, heads_per_stage=4, kept=(EVERYTHING, EVERYTHING))),
     "uneven heads": (None, 1, 1, Layout(4, tile_tokens=3, overlap=False)),
     "ring": (None, 1, 1, Layout(4, ring=2, tile_tokens=5)),
     "data parallel": (None, 2, 2, Layout(2)),
-    "general": ("gemma3_text", 1, 1, Layout(tile_tokens=7)),
-    "general, two ranks": ("gemma3_text", 2, 1, Layout(2, tile_tokens=5, overlap=False)),
-    "general, four ranks": ("olmo3", 1, 1, Layout(4, tile_tokens=4, kept=(EVERYTHING, EVERYTHING))),
+    "sliding windows": ("gemma3_text", 1, 1, Layout(tile_tokens=7)),
+    "sliding windows, two ranks": ("gemma3_text", 2, 1, Layout(2, tile_tokens=5, overlap=False)),
+    "sliding windows, four ranks": ("olmo3", 1, 1, Layout(4, tile_tokens=4, kept=(EVERYTHING, EVERYTHING))),
 }
 
 
 SLOW = {
+    "one rank",
     "ring",
     "uneven heads",
-    "general",
-    "general, four ranks",
+    "sliding windows",
+    "sliding windows, four ranks",
     "rows and tiles",
 }  # the other cases cover most of these
 

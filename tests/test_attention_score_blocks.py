@@ -63,7 +63,7 @@ def output_rows(blocks):
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 12), min_size=1, max_size=5),
     equal=st.integers(1, 4),
@@ -104,7 +104,7 @@ def path_of(docs, parents, node):
     return prefix + list(range(docs[node], docs[node + 1]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=9),
     links=st.lists(st.integers(-2, 8), min_size=9, max_size=9),

@@ -377,7 +377,9 @@ def mean_of_logits(model):
     return model(input_ids=IDS).logits.div_(2).mean()  # changed in place, as many samplers do
 
 
-@pytest.mark.parametrize("loss_function", [mean_loss, mean_of_tokens, mean_of_logits])
+@pytest.mark.parametrize(
+    "loss_function", [mean_loss, mean_of_logits, pytest.param(mean_of_tokens, marks=pytest.mark.slow)]
+)
 def test_parameters_that_change_between_forward_and_backward_are_refused(model, loss_function):
     """Backward would use other weights than forward. After the error, the model can be called again."""
     params = dict(model.named_parameters(remove_duplicate=False))

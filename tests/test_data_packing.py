@@ -140,7 +140,7 @@ def test_data_documents_reaches_the_batches(tmp_path):
         assert int(ids.max()) == num_documents - 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(shards=corpora(), context=st.integers(2, 16), data=st.data())
 def test_any_position_continues_bit_for_bit(shards, context, data):
     if not has_labels(shards):

@@ -111,6 +111,7 @@ PLANS = [
 
 
 @pytest.mark.parametrize("page, command, lines", PLANS, ids=[f"{page}-{i}" for i, (page, _, _) in enumerate(PLANS)])
+@pytest.mark.usefixtures("plans_once")
 def test_plans_in_the_docs_match_the_planner(page, command, lines):
     """The planner prints every line of a page in the same order; `...` stands for omitted lines."""
     printed = iter(CliRunner().invoke(app, shlex.split(command)).stdout.splitlines())

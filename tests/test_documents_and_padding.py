@@ -46,7 +46,11 @@ def with_documents(family, cp, rows, how):
 
 @pytest.mark.parametrize(
     "family,cp,rows",
-    [("llama", 1, 1), ("mistral", 2, 2), ("qwen2", 4, 1), pytest.param("qwen3", 2, 1, marks=pytest.mark.slow)],
+    [
+        ("llama", 1, 1),
+        ("mistral", 2, 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("qwen2", 4, 1), ("qwen3", 2, 1))),
+    ],
 )
 def test_packed_documents_equal_each_document_alone(ranks, family, cp, rows):
     check(ranks.run(cp, for_each_case, with_documents, [(family, cp, rows, how) for how in ("documents", "positions")]))
@@ -116,7 +120,14 @@ def with_padding(family, cp, side, passes_positions):
     )
 
 
-@pytest.mark.parametrize("family,cp", [("llama", 1), pytest.param("mistral", 2, marks=pytest.mark.slow), ("qwen3", 4)])
+@pytest.mark.parametrize(
+    "family,cp",
+    [
+        ("llama", 1),
+        ("qwen3", 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("mistral", 2), ("qwen3", 4))),
+    ],
+)
 def test_padding_is_honoured(ranks, family, cp):
     cases = [(family, cp, side, passes_positions) for side in ("left", "right") for passes_positions in (False, True)]
     check(ranks.run(cp, for_each_case, with_padding, cases))

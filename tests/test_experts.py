@@ -94,7 +94,7 @@ def test_experts_equal_those_of_transformers(family):
     [
         ("gpt_oss", Layout(4, heads_per_stage=4, tile_tokens=5)),
         pytest.param("deepseek_v3", Layout(2, ring=2, tile_tokens=7), marks=pytest.mark.slow),
-        ("glm4_moe", Layout(2, kept=(EVERYTHING,), tile_tokens=7)),
+        pytest.param("glm4_moe", Layout(2, kept=(EVERYTHING,), tile_tokens=7), marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_may_have_no_token_of_an_expert(family, layout, monkeypatch):
@@ -159,7 +159,9 @@ EXPERT_WEIGHTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     ("family", "targets", "layout"),
     [
         ("gpt_oss", EXPERT_WEIGHTS, Layout(2, tile_tokens=7)),
-        ("deepseek_v3", EXPERT_WEIGHTS[1:], Layout(tile_tokens=9, kept=(EVERYTHING,))),
+        pytest.param(
+            "deepseek_v3", EXPERT_WEIGHTS[1:], Layout(tile_tokens=9, kept=(EVERYTHING,)), marks=pytest.mark.slow
+        ),
         ("qwen3_moe", EXPERT_WEIGHTS, Layout(2, tile_tokens=5)),
     ],
 )
@@ -264,7 +266,12 @@ LARGE |= {"n_routed_experts": 64, "num_experts": 64, "n_group": 2, "topk_group":
 
 
 @pytest.mark.parametrize(
-    "family, adapted", [("gpt_oss", False), ("gpt_oss", True), ("deepseek_v3", False), ("qwen2_moe", True)]
+    "family, adapted",
+    [
+        ("gpt_oss", True),
+        ("deepseek_v3", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt_oss", False), ("qwen2_moe", True))),
+    ],
 )
 def test_the_probe_uses_few_and_narrow_experts(family, adapted, monkeypatch):
     """In the adapted cases, each expert has an adapter."""

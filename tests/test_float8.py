@@ -156,10 +156,10 @@ def initial_model(family, **changes):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").train()
 
 
-SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("gemma3_text", "gpt_oss", "qwen3_5_text")]
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "gemma3_text", "gpt_oss", "qwen3_5_text")]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", *SLOW])
+@pytest.mark.parametrize("family", ["qwen3_moe", *SLOW])
 def test_gradients_have_at_most_twice_the_error_of_bf16(family):
     """In the median over all parameters, against fp64, on weights with which bf16 is off by a few percent."""
     model, batch = initial_model(family), Batch(torch.randint(128, (1, 96), generator=torch.Generator().manual_seed(9)))

@@ -123,7 +123,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 200, "head_dim": 32}  # several
 CASES = [  # family, cp, layout, changes
     ("llama", 1, "default", {}),
     pytest.param("llama", 2, "tiers", WIDE, marks=pytest.mark.slow),
-    ("llama", 4, "ring", WIDE),
+    pytest.param("llama", 4, "ring", WIDE, marks=pytest.mark.slow),
     pytest.param("qwen3", 2, "everything", {"hidden_size": 256}, marks=pytest.mark.slow),
     ("qwen3_moe", 2, "stages", {}),
     ("gemma3_text", 2, "everything", {}),
@@ -197,7 +197,11 @@ def unpacked_values(model):
 
 @pytest.mark.parametrize(
     "stored, cp",
-    [("bf16", 1), ("double", 2), ("single", 2), *(pytest.param("bf16", cp, marks=pytest.mark.slow) for cp in (2, 4))],
+    [
+        ("bf16", 1),
+        ("double", 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("single", 2), ("bf16", 2), ("bf16", 4))),
+    ],
 )
 def test_weights_from_files_equal_those_of_bitsandbytes(saved, stored, cp):
     adapter, ids = AdapterConfig(rank=3, base="nf4"), random_ids(1, 24)

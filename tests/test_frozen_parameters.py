@@ -36,6 +36,13 @@ def compare(frozen, cp, keep_everything):
     )
 
 
-@pytest.mark.parametrize("frozen, keep_everything", diagonal(FROZEN, [0, 2]))
+FAST = ("embedding", "all but the norms", "last layer", "attention", "all but k and v", "biases")
+CASES = [
+    pytest.param(*case.values, marks=[*case.marks, *[pytest.mark.slow] * (case.values[0] not in FAST)])
+    for case in diagonal(FROZEN, [0, 2])
+]
+
+
+@pytest.mark.parametrize("frozen, keep_everything", CASES)
 def test_other_parameters_stay_exact(ranks, frozen, keep_everything):
     check(ranks.run(2, compare, frozen, 2, keep_everything))

@@ -1,4 +1,4 @@
-"""Decoders on the general path: loss, logits and every gradient equal plain transformers, in fp64 throughout."""
+"""Decoders of many types: loss, logits and every gradient equal plain transformers, in fp64 throughout."""
 
 import copy
 import traceback
@@ -193,7 +193,11 @@ ADAPTERS = {  # family, layout, PEFT's settings
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "everything kept")) for case in ADAPTERS]
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (case in ("everything kept", "fused projections")))
+        for case in ADAPTERS
+    ],
 )
 def test_adapters_equal_peft(case):
     family, layout, settings = ADAPTERS[case]
@@ -328,7 +332,9 @@ class FullSelectCounter(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", ["olmo2", "qwen3_5_text", "granite"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5_text", *(pytest.param(name, marks=pytest.mark.slow) for name in ("olmo2", "granite"))]
+)
 def test_backward_copies_nothing_to_drop_a_batch_dim(family):
     """In attention, the delta rule, and a head that is not linear."""
     ids = random_ids(1, 20)
@@ -378,11 +384,11 @@ class TokenWise(nn.Module):
 def test_a_layer_without_a_mixer_runs_tile_by_tile(policy):
     layer, current, groups = TokenWise(), CurrentCall(), (LoopbackGroup(0, 1), LoopbackGroup(0, 1))
     spec, layout = LayerSpec(token_dims=(1,)), Layout(tile_tokens=4)
-    general = LayerSchedule("layer", layer, spec, *groups, Store(), layout, policy, current=current)
+    schedule = LayerSchedule("layer", layer, spec, *groups, Store(), layout, policy, current=current)
     x, scale, dy = (torch.randn(1, 11, 6, dtype=torch.float64, requires_grad=True) for _ in range(3))
     inputs = [x, scale, *layer.parameters()]
     with current.running(CallState(Docs((0, 11)))):
-        ours = general(x, scale)
+        ours = schedule(x, scale)
     for got, expected in zip(
         (ours, *torch.autograd.grad(ours, inputs, dy)),
         ((y := layer(x, scale)), *torch.autograd.grad(y, inputs, dy)),

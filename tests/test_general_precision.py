@@ -1,4 +1,4 @@
-"""bf16 on the general path is as precise as plain transformers under autocast; both are compared with fp64."""
+"""bf16 in decoders of many types is as precise as plain transformers under autocast; both are compared with fp64."""
 
 import copy
 from statistics import median

@@ -1,4 +1,4 @@
-"""Mixtures of experts on the general path: the load-balancing loss, compiled layers and saved models."""
+"""Mixtures of experts of many types: the load-balancing loss, compiled layers and saved models."""
 
 import pytest
 import torch

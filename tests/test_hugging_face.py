@@ -47,7 +47,7 @@ LOGGED = (
 )
 datasets.disable_progress_bars()
 QUIET = {"use_cpu": True, "disable_tqdm": True, "seed": 3, "dataloader_pin_memory": False, "save_total_limit": None}
-SHORT = {"max_steps": 6, "save_steps": 3, "eval_steps": 3}  # saves seconds
+SHORT = {"max_steps": 4, "save_steps": 2, "eval_steps": 2}  # saves seconds
 
 
 def example(name):
@@ -125,7 +125,7 @@ def test_trainer(ranks, tmp_path):
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "four" / "final")
     for name, tensor in saved.named_parameters():
         assert torch.equal(tensor, runs[0][1][name])
-    checkpoint = str(tmp_path / "four" / "checkpoint-3")
+    checkpoint = str(tmp_path / "four" / "checkpoint-2")
     check(ranks.run(2, trained, "hf_trainer", 2, tmp_path / "two", checkpoint), expected)
 
 
@@ -140,13 +140,13 @@ def rows():
 
 def test_steps_without_a_label_neither_update_nor_count(ranks, tmp_path, rows):
     """The plain trainer's dataset omits them. A run that skipped some resumes on another number of ranks."""
-    changes = {"max_steps": 10, "save_steps": 6, "eval_steps": 6, "train_sampling_strategy": "sequential"}
+    changes = {"max_steps": 7, "save_steps": 4, "eval_steps": 4, "train_sampling_strategy": "sequential"}
     labelled = rows[:4] + rows[8:16] + rows[20:]
     (expected,) = ranks.run(1, partial(run, rows=labelled, **changes), "hf_trainer", 0, tmp_path / "plain")
-    assert expected[0][-1]["step"] == 10
+    assert expected[0][-1]["step"] == 7
     trained = partial(run, rows=rows, **changes)
     check(ranks.run(2, trained, "hf_trainer", 1, tmp_path / "two"), expected)
-    checkpoint = str(tmp_path / "two" / "checkpoint-6")
+    checkpoint = str(tmp_path / "two" / "checkpoint-4")
     check(ranks.run(2, trained, "hf_trainer", 2, tmp_path / "again", checkpoint), expected)
     with pytest.raises(AssertionError, match="ConfigError: train_dataset: .*-100"):
         ranks.run(1, partial(run, rows=rows[4:8], **changes), "hf_trainer", 1, tmp_path / "none")
@@ -174,7 +174,7 @@ def test_sft_trainer_on_other_decoders(ranks, tmp_path, family):
     assert any("e_score" in name for name in expected[1]) == (family in ("glm4_moe", "deepseek_v3"))
     logged = {*LOGGED, "aux_loss"}
     check(ranks.run(2, trained, "sft", 2, tmp_path / "two"), expected, logged)
-    checkpoint = str(tmp_path / "two" / "checkpoint-3")
+    checkpoint = str(tmp_path / "two" / "checkpoint-2")
     resumed = ranks.run(2, trained, "sft", 2, tmp_path / "again", checkpoint)
     check(resumed, expected, logged - {"num_tokens"})  # TRL restarts it at 0
 
@@ -192,7 +192,7 @@ def test_sft_trainer_with_adapters(ranks, tmp_path):
         saved = PeftModel.from_pretrained(base, tmp_path / "two" / "final")
     for name, tensor in saved.named_parameters():
         assert torch.equal(tensor, runs[0][1][name])
-    checkpoint = str(tmp_path / "two" / "checkpoint-3")
+    checkpoint = str(tmp_path / "two" / "checkpoint-2")
     again = ranks.run(2, partial(run, **changes), "sft", 2, tmp_path / "again", checkpoint)
     check(again, expected, set(LOGGED) - {"num_tokens"})  # TRL restarts it at 0
 

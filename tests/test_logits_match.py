@@ -83,7 +83,7 @@ def test_each_data_parallel_rank_gets_the_logits_of_its_own_rows(ranks):
         for name in (*DECODERS, *HYBRIDS, *RECURRENT)
     ],
 )
-def test_general_layers_generate_the_tokens_of_transformers(family, quiet_transformers):
+def test_other_decoders_generate_the_tokens_of_transformers(family, quiet_transformers):
     """Prompts exceed the windows. Experts, sinks, latent attention and recurrent states have caches of their own."""
     changes = {} if family in WINDOWED else {"sliding_window": None}  # otherwise transformers caches only a window
     plain, model = (tiny_decoder(family, torch.bfloat16, **changes) for _ in range(2))
@@ -107,7 +107,10 @@ def test_adapters_on_experts_generate_the_tokens_of_peft():
 
 @pytest.mark.parametrize(
     "family, settings",
-    [("llama", {"dropout": 0.5}), ("qwen3_moe", {"targets": ("q_proj", "experts.gate_up_proj", "experts.down_proj")})],
+    [
+        pytest.param("llama", {"dropout": 0.5}, marks=pytest.mark.slow),
+        ("qwen3_moe", {"targets": ("q_proj", "experts.gate_up_proj", "experts.down_proj")}),
+    ],
 )
 def test_a_four_bit_base_generates_the_tokens_of_its_parallel_forward(family, settings):
     """Dropout, which the preceding training step uses, is off."""

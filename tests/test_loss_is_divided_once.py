@@ -25,7 +25,7 @@ def uneven_rows(cp):
 
 
 @pytest.mark.parametrize(
-    "cp,dp", [(1, 1), (4, 1), (1, 4), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((2, 1), (2, 2)))]
+    "cp,dp", [(1, 1), (2, 2), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in ((2, 1), (4, 1), (1, 4)))]
 )
 def test_rows_with_different_numbers_of_labels(ranks, cp, dp):
     """With dp = 4 the last rank has no valid label."""

@@ -26,7 +26,7 @@ from ithaka.run import launch
 from ithaka.run.shapes import find_shape
 from ithaka.train import loop
 from ithaka.train import trainer as trainer_module
-from ithaka.train.watch import OutOfMemoryTracker, Watch, explain_out_of_memory, ran_out_of_memory
+from ithaka.train.watch import OutOfMemoryTracker, Watch, explain_out_of_memory, measure_memory, ran_out_of_memory
 from runs import bitwise_metrics, run, tiny_run
 
 GIB = 2**30
@@ -189,11 +189,14 @@ def test_an_allocator_retry_is_a_warning_once(monkeypatch):
     events, watch = [], Watch.__new__(Watch)
     watch._reported_retries, watch.trainer = False, SimpleNamespace(step=4)
     watch.console = SimpleNamespace(event=lambda *args, **values: events.append((*args, values)))
-    stats = {"device_peak_bytes": 5 * GIB, "device_reserved_bytes": 8 * GIB, "device_unused_bytes": 2 * GIB}
-    for retries in (None, 0, 2, 3):
-        watch.report_retries({**stats, "allocator_retries": retries})
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 4 * GIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 7 * GIB)
+    watch.report_retries(measure_memory(torch.device("cpu")))
+    for retries in (0, 2, 3):
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda _, n=retries: {"num_alloc_retries": n})
+        watch.report_retries(measure_memory(torch.device("cuda"), earlier=(5 * GIB, 7 * GIB)))
     ((step, message, values),) = events
-    assert (step, values) == (4, {"retries": 2}) and "2 GiB are reserved but unused" in message
+    assert (step, values) == (4, {"retries": 2}) and "; 2 GiB are reserved but unused; " in message
 
 
 def test_host_memory_has_its_own_plan():

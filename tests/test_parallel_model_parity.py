@@ -184,7 +184,9 @@ ROPES = {
 }
 
 
-@pytest.mark.parametrize("rope_type", [pytest.param("linear", marks=pytest.mark.slow), "llama3", "yarn"])
+@pytest.mark.parametrize(
+    "rope_type", ["llama3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("linear", "yarn"))]
+)
 def test_other_kinds_of_rope_are_exact(ranks, rope_type):
     """Frequencies are lower, and yarn also scales queries and keys. A small theta makes few positions enough."""
     rope = {"rope_type": rope_type, "rope_theta": 100.0, "original_max_position_embeddings": 8, **ROPES[rope_type]}
@@ -193,7 +195,7 @@ def test_other_kinds_of_rope_are_exact(ranks, rope_type):
     check(ranks.run(2, compare, "llama", 4, 2, 2, 1, 2, 19, layout, 0, changes))
 
 
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("family", [EXPERTS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS[1:])])
 def test_mixtures_of_experts_are_exact(ranks, family):
     layout = Layout(2, heads_per_stage=2, tile_tokens=5, kept=(ActivationPolicy(attention="device"), EVERYTHING))
     check(ranks.run(2, compare, family, 4, 2, 2, 1, 2, 19, layout))

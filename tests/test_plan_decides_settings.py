@@ -312,7 +312,17 @@ def test_a_gpu_with_a_similar_name_is_not_matched(name):
     assert gpu_named(name) is None and peak_flops(name) is None
 
 
-@pytest.mark.parametrize("context, disk", diagonal(["128K", "6M", "2M"], [False, True]))
+@pytest.mark.parametrize(
+    "context, disk",
+    [
+        ("128K", False),
+        ("6M", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("128K", True), ("6M", False), ("2M", False), ("2M", True))
+        ),
+    ],
+)
 def test_the_checks_accept_the_planners_choice(tmp_path, context, disk):
     config, explicit = llama(tmp_path, data__context=context, **({"memory__disk_path": tmp_path} if disk else {}))
     resolved, plan = plan_run(config, explicit, node(disk=10**13 if disk else 0))
@@ -353,8 +363,7 @@ def test_nodes_with_different_numbers_of_ranks_are_refused():
         weakest_machine([node(ranks=8), node(ranks=4, nodes=3)])
 
 
-@pytest.mark.parametrize("disk", [False, True])
-@pytest.mark.parametrize("free", [250 * 10**9, 10**12])
+@pytest.mark.parametrize("free, disk", diagonal([250 * 10**9, 10**12], [False, True]))
 def test_plans_use_only_free_memory_and_pass_the_check(tmp_path, monkeypatch, free, disk):
     set_memory(monkeypatch, 10**12, free, disk_free=100 * 10**9)
     to_disk = {"memory__disk_path": tmp_path, "memory__attention_offload": "disk"}
@@ -386,7 +395,7 @@ def plan_on(folder, host_bytes_by_rank, context_by_rank):
         for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}.items():
             patch.setenv(name, str(value))
         set_memory(patch, host_bytes_by_rank[rank], host_bytes_by_rank[rank])
-        config, explicit = llama(folder, data__context=context_by_rank[rank])
+        config, explicit = llama(folder, data__context=context_by_rank[rank], parallel__cp=2)
         machines = gather_objects(raise_on_all_ranks(detect_machine, config, 2, (H200, 2**62)))
         try:
             raise_on_all_ranks(check_ranks_agree, gather_objects(config))

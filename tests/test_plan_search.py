@@ -169,8 +169,11 @@ def test_the_last_layers_keep_most():
 
 SLOW_MODELS = (
     "qwen",
-    "llama3.2-1b",
-    "smollm2-1",
+    "llama3.2",
+    "smollm2",
+    "mistral-7b",
+    "granite",
+    "lfm2",
     "wan2.1-1.3b",
     "llama3.1",
     "llama3.3",

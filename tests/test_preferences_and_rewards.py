@@ -289,13 +289,13 @@ CASES["kto, one group"] = ("kto", True, {"per_device_train_batch_size": 4, "max_
 CASES["grpo, vllm"] = ("grpo", False, {**GRPO, "use_vllm": True, "vllm_mode": "server", "max_steps": 4})
 DISTILLATION = {"per_device_train_batch_size": 8, "beta": 0.3, "temperature": 0.7, "max_completion_length": 32}
 CASES["distillation"] = ("distillation", False, DISTILLATION | {"gradient_accumulation_steps": 2})
-CASES["distillation, two steps"] = ("distillation", True, DISTILLATION | {"max_steps": 2, "save_steps": 1})
+CASES["distillation, one group"] = ("distillation", True, DISTILLATION | {"max_steps": 2, "save_steps": 1})
 # MoE models by default: TRL adds the load-balancing loss. minimax_m2 also has a persistent buffer.
 SHORT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2, "save_steps": 1}
 for kind, family in itertools.product(("dpo", "kto", "grpo", "rloo"), EXPERTS):
     settings = (GRPO if kind in ("grpo", "rloo") else {}) | SHORT
     CASES[f"{kind} on {family}"] = (kind, (kind, family) == ("kto", "qwen3_moe"), settings)
-FAST = ("grpo, two steps", "distillation, two steps")  # test_trainers_on_model_types.py has MoE models
+FAST = ("grpo, two steps", "distillation, one group")  # test_trainers_on_model_types.py has MoE models
 
 
 @pytest.mark.parametrize(

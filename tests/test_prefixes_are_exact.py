@@ -165,11 +165,12 @@ def test_a_forest_equals_its_branches(cp, family, layout, forests, pytestconfig)
 
 CHUNKS = {"attention_chunk_size": 7, "attn_temperature_tuning": False, "num_hidden_layers": 2, "no_rope_layers": [1, 0]}
 CHUNKS |= {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 40}
-GENERAL = {  # family, changes to its configuration, adapter, layout
+OTHER_DECODERS = {  # family, changes to its configuration, adapter, layout
     "experts": ("deepseek_v3", {"num_hidden_layers": 2}, None, Layout(4, tile_tokens=3)),
     "sinks, windows, experts": ("gpt_oss", {"num_hidden_layers": 2, "sliding_window": 5}, None, Layout(2)),
     "chunks": ("llama4_text", CHUNKS, None, Layout(2, tile_tokens=5)),
-    "gated delta rule": ("qwen3_5_text", {}, None, Layout(4, tile_tokens=3)),
+    "gated delta rule": ("qwen3_5_text", {}, None, Layout(2, tile_tokens=3)),
+    "gated delta rule on four ranks": ("qwen3_5_text", {}, None, Layout(4, tile_tokens=3)),
     "Mamba2": ("bamba", {}, None, Layout(2, tile_tokens=5)),
     "short convolutions": ("lfm2", {}, None, Layout(3)),
     "attention and Mamba2 side by side": ("falcon_h1", {}, None, Layout(3, tile_tokens=7)),
@@ -182,13 +183,15 @@ GENERAL = {  # family, changes to its configuration, adapter, layout
 }
 
 
-SLOW = ("experts", "short convolutions")
+SLOW = ("experts", "gated delta rule on four ranks", "short convolutions", "Mamba2")
 
 
 @pytest.mark.usefixtures("quiet_transformers")
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in GENERAL])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in OTHER_DECODERS]
+)
 def test_forests_with_experts_adapters_and_other_masks(case):
-    family, changes, adapter, layout = GENERAL[case]
+    family, changes, adapter, layout = OTHER_DECODERS[case]
     plain = tiny_decoder(family, **changes)
     if adapter:
         plain = add_lora(plain, **adapter)

@@ -52,7 +52,9 @@ def test_models_equal_those_saved_by_transformers(tmp_path, family):
     assert [file.name for file in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
 
 
-@pytest.mark.parametrize("changes", [{}, {"modules_to_save": ["lm_head"], "use_rslora": True}])
+@pytest.mark.parametrize(
+    "changes", [pytest.param({}, marks=pytest.mark.slow), {"modules_to_save": ["lm_head"], "use_rslora": True}]
+)
 def test_adapters_equal_those_of_peft(tmp_path, changes):
     config = tiny_config("qwen2", tie_word_embeddings=False)
     with warnings.catch_warnings():

@@ -10,6 +10,7 @@ import tempfile
 import textwrap
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -255,32 +256,54 @@ def test_pinning_ahead_stops_at_the_budget_or_if_it_is_refused(budget, refused, 
     assert made == ([] if refused else [800] * 2)
 
 
+def test_memory_that_is_being_pinned_counts_against_the_budget(monkeypatch):
+    store, make = Store(host_bytes=1600), Slab.__init__
+    is_making, may_make = threading.Event(), threading.Event()
+
+    def make_later(self, num_bytes, pin):
+        if num_bytes == 800:
+            is_making.set()
+            may_make.wait()
+        make(self, num_bytes, pin)
+
+    monkeypatch.setattr(Slab, "__init__", make_later)
+    store.pin_ahead(800, 2)
+    assert is_making.wait(60)
+    assert store.pool.try_acquire(900) is None and store.pool.try_acquire(700) is not None
+    may_make.set()
+    wait_until(lambda: store.pool.used_bytes == 800 + 700)
+
+
 class Cudart:
     """cudaHostRegister and cudaHostUnregister without a GPU; `status` is what the first returns."""
 
     def __init__(self, status: int = 0) -> None:
-        self.status, self.registered = status, dict[int, int]()
+        self.status, self.registered, self.calls = status, dict[int, int](), list[str]()
+        self.resident_bytes = 0  # of this process when memory was pinned last
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
         self.registered |= {address: num_bytes} if self.status == 0 else {}
+        self.resident_bytes = resident_bytes()
         return self.status
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
         del self.registered[address]
+        self.calls.append("unpin")
         return 0
 
 
 @pytest.mark.parametrize("num_threads", [1, 8])
-def test_pages_are_provided_before_they_are_pinned_and_unpinned_with_the_slab(num_threads, monkeypatch):
+def test_pages_are_provided_before_they_are_pinned_and_unpinned_after_the_last_copy(num_threads, monkeypatch):
     cudart = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(slabs, "MIN_THREADED_BYTES", 0 if num_threads > 1 else 2**26)
     num_bytes, before = 2**24 + 5, resident_bytes()
     slab = Slab(num_bytes, pin=True)
     assert cudart.registered == {slab.bytes.data_ptr(): num_bytes}
-    assert resident_bytes() - before > 0.9 * num_bytes
+    assert cudart.resident_bytes - before > 0.9 * num_bytes
+    slab.last_copy = SimpleNamespace(synchronize=lambda: cudart.calls.append("wait for the copy"))
     del slab
-    assert not cudart.registered
+    assert not cudart.registered and cudart.calls == ["wait for the copy", "unpin"]
 
 
 def resident_bytes() -> int:

@@ -210,7 +210,14 @@ def with_preferences(model: nn.Module, plain: nn.Module) -> dict[str, float]:
     return {"loss": relative(ours.detach(), theirs.detach()), **gradient_errors(model, plain)}
 
 
-@pytest.mark.parametrize("cp,family", [(1, "llama"), pytest.param(2, "qwen3", marks=pytest.mark.slow), (4, "mistral")])
+@pytest.mark.parametrize(
+    "cp,family",
+    [
+        (1, "llama"),
+        (2, "mistral"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "qwen3"), (4, "mistral"))),
+    ],
+)
 def test_log_probabilities_and_losses_on_them_are_exact(cp, family):
     """2 and 4 ranks do not divide 23 and 46 tokens, so the last rank has padding."""
 

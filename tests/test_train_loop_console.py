@@ -358,7 +358,10 @@ def test_the_progress_bar_names_work_between_steps(tmp_path, monkeypatch):
     console.close()
 
 
-def test_a_cooldown_longer_than_the_run_is_reported(tmp_path, capfd):
-    optim = {"schedule": "wsd", "cooldown_steps": 50, "warmup_steps": 0}
+def test_a_long_cooldown_and_allocator_retries_are_reported(tmp_path, monkeypatch, capfd):
+    optim, measure = {"schedule": "wsd", "cooldown_steps": 50, "warmup_steps": 0}, loop.measure_memory
+    monkeypatch.setattr(loop, "measure_memory", lambda *args: measure(*args) | {"allocator_retries": 2})
     run(tiny_run(tmp_path, train={"steps": 2}, optim=optim))
-    assert "optim.cooldown_steps=50 exceeds the 2 steps after the warm-up" in " ".join(capfd.readouterr().out.split())
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "optim.cooldown_steps=50 exceeds the 2 steps after the warm-up" in printed
+    assert printed.count("(retries: 2)") == 1

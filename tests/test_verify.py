@@ -112,7 +112,8 @@ def test_correct_models_pass(saved, tmp_path, family, heads, kv_heads, cp, adapt
     parts |= {"document isolation, bitwise", "rope", "exact positions"}
     parts |= ({"labels at shard boundaries"} if cp > 1 else set()) | ({"adapter"} if adapter else set())
     assert parts == set(checks)
-    assert all(0 < check["error"] < 1e-5 for check in checks.values() if check["allowed"])
+    errors = {part: check["error"] for part, check in checks.items() if check["allowed"]}
+    assert max(errors.values()) < 1e-5 and errors["gradients"] > 0, errors
     cut = json.loads((tmp_path / "config.json").read_text())
     assert (cut["num_hidden_layers"], cut["vocab_size"]) == (2, 1024)
     if family == "qwen2":

@@ -172,7 +172,8 @@ CASES = {  # model, changes, inputs, layout, inputs with gradients, other argume
 }
 
 
-SLOW = ("Wan on one rank", "Wan in stages and tiles", "Wan on four ranks, with padding", "LTX on one rank")
+SLOW = ("Wan on one rank", "Wan in stages and tiles", "Wan on four ranks, with padding", "Wan 2.2, per token")
+SLOW += ("LTX on one rank", "LTX on four ranks")
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
