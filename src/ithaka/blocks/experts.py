@@ -12,18 +12,23 @@ Shapes as in blocks/expert_rows.py; r rank of an adapter.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ithaka.blocks.block import TileState
+from ithaka.blocks.block import SMALL_WIDTH, BlockSpec, TileState, resize
 from ithaka.blocks.expert_rows import Gate, SortedAssignments, add_products, multiply_groups, sum_choices
 from ithaka.blocks.tiles import GradSum, sum_dtype
+from ithaka.config import ConfigError
+from ithaka.layout import Layout
+
+FEW_EXPERTS = 32  # in a small copy of a layer
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,24 @@ class GroupedLinear:
     def _b_ErN(self) -> Tensor:
         assert self.b_NR is not None
         return self.b_NR.unflatten(1, (-1, len(self.weight))).permute(2, 1, 0).contiguous()
+
+
+@dataclass(frozen=True)
+class ExpertSpec(BlockSpec):
+    is_mlp = True
+    reads_16_bits = False
+    fallback = "runs its experts as transformers does, without ithaka's grouped matmuls"
+
+    def make(self, module: Any, tile: TileState) -> "ExpertBlock":
+        return ExpertBlock(module, tile)
+
+
+def find_experts(layer: nn.Module) -> dict[str, ExpertSpec | None]:
+    """Map the path of each experts module to its spec; to None if there are several, whose choices are not replayed."""
+    found = {path: module for path, module in layer.named_modules() if is_expert_module(module)}
+    inner = {module.base_layer for module in found.values() if hasattr(module, "parameter_name")}
+    paths = [path for path, module in found.items() if module not in inner]
+    return {path: ExpertSpec(path) if len(paths) == 1 else None for path in paths}
 
 
 class ExpertBlock:
@@ -197,19 +220,28 @@ class LayerExperts:
     """The experts of a decoder layer in forward, recomputation and backward of a tile. Does nothing for a layer without
     experts, or with experts that do not have transformers' standard layout: those run as they do in transformers."""
 
-    def __init__(self, layer: nn.Module, replaces: bool = True, tile: TileState | None = None) -> None:
-        found = [module for module in layer.modules() if is_expert_module(module)] if replaces else []
-        inner = {module.base_layer for module in found if hasattr(module, "parameter_name")}
-        found = [module for module in found if module not in inner]
-        self.tile = TileState() if tile is None else tile
-        self.block = ExpertBlock(found[0], self.tile) if len(found) == 1 else None
-        if self.block is not None:
-            found[0].forward = self.block
+    def __init__(self, layer: nn.Module, blocks: Iterable[Any], tile: TileState) -> None:
+        """`blocks`: all those of the layer."""
+        self.layer, self.tile = layer, tile
+        self.block = next((block for block in blocks if isinstance(block, ExpertBlock)), None)
         self.counts_E: Tensor | None = None  # rows of each expert, in training, since `take_counts`
 
-    def restore(self) -> None:
-        if self.block is not None:
-            del self.block.module.forward
+    def check(self, name: str, layout: Layout) -> None:
+        """Raise ConfigError if the layer has experts that run as in transformers, and needs an ExpertBlock."""
+        names = [path for path, _ in self.layer.named_modules() if path.endswith("experts")]
+        adapted = next((n for n, module in self.layer.named_modules() if hasattr(module, "parameter_name")), None)
+        if self.block is None and layout.stored_dtype and names:
+            rule = f"needs ithaka's experts, which repeat forward's choices in backward; {name} runs its own"
+            fix = "use train.compile=auto" if layout.compile is True else "leave it out"
+            raise ConfigError(f"memory.stored_dtype={layout.stored_dtype} {rule}; {fix}")
+        if self.block is None and adapted is not None:
+            rule = "train.compile=true" if layout.compile is True else "experts of this structure"
+            raise ConfigError(f"{name}: adapters on {adapted} are not supported with {rule}; leave out its targets")
+
+    def replace_wrapper(self, is_packed: bool) -> None:
+        """Without a schedule, run the block if the experts have adapters or are packed, which PEFT cannot combine."""
+        if self.block is not None and (self.block.adapters or is_packed):
+            self.block.module.forward = partial(_run_alone, self.block)
 
     @contextmanager
     def forward_tile(self, chosen: deque[Tensor], wanted_tk: Tensor | None) -> Iterator[None]:
@@ -247,6 +279,10 @@ class LayerExperts:
         return _Replay(chosen_tk.long(), self.block.num_experts)
 
 
+def _run_alone(block: ExpertBlock, x_tD: Tensor, *routing: Tensor) -> Tensor:
+    return block(x_tD, *routing).to(x_tD.dtype)
+
+
 def is_expert_module(module: Any) -> bool:
     """Whether an ExpertBlock can replace the module: transformers' experts, or PEFT's LoRA around them."""
     if f"{type(module).__module__}.{type(module).__name__}" == "peft.tuners.lora.layer.ParamWrapper":
@@ -254,3 +290,74 @@ def is_expert_module(module: Any) -> bool:
     if not hasattr(type(module), "_apply_gate") or not hasattr(module, "is_transposed") or "forward" in vars(module):
         return False
     return getattr(module.down_proj, "ndim", 0) == 3 and not getattr(module, "has_post_expert_norm", False)
+
+
+def is_stacked(param: Tensor) -> bool:
+    """Whether a parameter stacks the weights of several experts. The delta rule's convolution is [channels, 1, W]."""
+    return param.dim() == 3 and len(param) > 1 and param.shape[1] > 1
+
+
+def describe_mlp(layer: nn.Module) -> str:
+    """A name for what a layer has instead of an MLP; empty if it has none."""
+    return "experts" if any(map(is_stacked, layer.parameters())) else ""
+
+
+def check_choices(blocks: Sequence[ExpertBlock | None], indices: Any, shape: torch.Size) -> None:
+    """Check a call's `expert_indices`, for tokens of this shape. `blocks`: those of all layers."""
+    if not isinstance(indices, Tensor):
+        raise TypeError(f"expert_indices is {type(indices).__name__}; pass a tensor")
+    num_experts = min((block.num_experts for block in blocks if block is not None), default=0)
+    if not num_experts:
+        raise TypeError("expert_indices was passed, but no layer has experts that can replay them; leave it out")
+    wanted = (*shape, len(blocks))
+    if indices.shape[:-1] != wanted or indices.is_floating_point():
+        rule = f"pass integers of shape {(*wanted, 'experts per token')}, with an entry for every layer"
+        raise ValueError(f"expert_indices has shape {tuple(indices.shape)} and dtype {indices.dtype}; {rule}")
+    if indices.min() < 0 or indices.max() >= num_experts:
+        found = f"{int(indices.min())} to {int(indices.max())}"
+        raise ValueError(f"expert_indices has values from {found}; use 0 to {num_experts - 1}")
+
+
+# ---- small copies
+
+
+def shrink_experts(module: nn.Module) -> None:
+    """If children of a module are experts, make them few and narrow, without values."""
+    for child in module.children():
+        if is_expert_module(child) and not is_expert_module(module):  # not inside one of PEFT's wrappers
+            _shrink(module, child)
+
+
+def _shrink(block: nn.Module, experts: Any) -> None:
+    """`block`: the module that has the router, too."""
+    adapters: dict[str, Any] = {}
+    while hasattr(experts, "parameter_name"):
+        adapters[experts.parameter_name], experts = experts, experts.base_layer
+    num_experts, few = experts.num_experts, min(experts.num_experts, FEW_EXPERTS)
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+    dims = {up: 2, "down_proj": 1} if experts.is_transposed else {up: 1, "down_proj": 2}
+    width = experts.down_proj.shape[dims["down_proj"]]
+    lora: set[nn.Module] = set()
+    for name, dim in dims.items():
+        old = getattr(experts, name).shape[dim]
+        new = old // width * min(width, SMALL_WIDTH)
+        resize(experts, name, {dim: new})
+        if name == up and getattr(experts, f"{up}_bias", None) is not None:
+            resize(experts, f"{up}_bias", {1: new})
+        for a, b in zip(*_adapters_of(adapters.get(name)), strict=True):
+            lora |= {a, b}
+            num_rows = a.weight.shape[0] // num_experts * few
+            resize(a, "weight", {0: num_rows} | ({1: new} if name == "down_proj" else {}))
+            resize(b, "weight", {1: num_rows} | ({0: new} if name == up else {}))
+    for module in block.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and module not in lora:
+                sizes = tensor.shape[:1] if module is experts else tensor.shape  # their widths may be equal
+                resize(module, name, {dim: few for dim, size in enumerate(sizes) if size == num_experts})
+        vars(module).update(
+            {key: few for key, value in vars(module).items() if type(value) is int and value == num_experts}
+        )
+
+
+def _adapters_of(wrapper: Any) -> tuple[list[Any], list[Any]]:
+    return ([], []) if wrapper is None else ([*wrapper.lora_A.values()], [*wrapper.lora_B.values()])

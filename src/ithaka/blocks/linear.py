@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ithaka.blocks.block import TileState, is_plain
+from ithaka.blocks.block import BlockSpec, TileState, is_plain
 from ithaka.blocks.dropout import TokenDropout
 from ithaka.blocks.tiles import GradSum, sum_dtype
 
@@ -132,9 +132,7 @@ def is_linear(module: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class LinearSpec:
-    path: str
-
+class LinearSpec(BlockSpec):
     def make(self, module: Any, tile: TileState) -> "LinearBlock":
         return LinearBlock(module, tile)
 

@@ -15,15 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ithaka.blocks.block import TileState, is_plain, random_rows, reproduces, takes_one_input
+from ithaka.blocks.block import (
+    SMALL_WIDTH,
+    BlockSpec,
+    TileState,
+    is_plain,
+    random_rows,
+    reproduces,
+    resize,
+    takes_one_input,
+)
 from ithaka.blocks.linear import Linear, as_linear, is_linear
 from ithaka.blocks.tiles import GradSum
 from ithaka.ops.token_wise import ACTIVATIONS, Activation, gate_mul, gate_mul_backward
 
 
 @dataclass(frozen=True)
-class MlpSpec:
-    path: str
+class MlpSpec(BlockSpec):
+    is_mlp = True
     inputs: tuple[str, ...]  # the maps of gate and up, or the one of both
     down: str
     activation: Activation
@@ -119,3 +128,19 @@ def find_mlp(path: str, module: nn.Module) -> MlpSpec | None:
                 if reproduces(block, plain, [random_rows(D)], list(plain.parameters())):
                     return spec
     return None
+
+
+def shrink_mlp(mlp: Any) -> None:
+    """Make a module narrow if it is an MLP, without values."""
+    if type(getattr(mlp, "down_proj", None)) is not nn.Linear:
+        return
+    others = [getattr(mlp, name) for name in ("gate_proj", "up_proj", "gate_up_proj") if hasattr(mlp, name)]
+    width, new = mlp.down_proj.in_features, min(mlp.down_proj.in_features, SMALL_WIDTH)
+    if not all(type(linear) is nn.Linear and linear.out_features % width == 0 for linear in others):
+        return
+    resize(mlp.down_proj, "weight", {1: new})
+    mlp.down_proj.in_features = new
+    for linear in others:
+        linear.out_features = linear.out_features // width * new
+        for name in ("weight", *(["bias"] if linear.bias is not None else [])):
+            resize(linear, name, {0: linear.out_features})

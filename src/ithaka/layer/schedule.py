@@ -34,7 +34,6 @@ from ithaka.blocks.tiles import (
     GradSum,
     tile_slices,
 )
-from ithaka.config import ConfigError
 from ithaka.layer.inputs import CallState, CurrentCall, LayerInputs
 from ithaka.layer.mixer import LayerSpec, SideBySide, StageOutput
 from ithaka.layer.passes import CaptureGraph, LayerPasses, ResumeGraph
@@ -111,11 +110,6 @@ class LayerSchedule:
             self.passes.routers = self.balancing.find_routers(self.layer)
             self.passes.router_index = self.balancing.recorder.index
         self.experts = self.passes.experts
-        has_experts = any(name.endswith("experts") for name, _ in self.layer.named_modules())
-        if self.layout.stored_dtype and has_experts and self.experts.block is None:
-            rule = f"needs ithaka's experts, which repeat forward's choices in backward; {self.name} runs its own"
-            fix = "use train.compile=auto" if self.layout.compile is True else "leave it out"
-            raise ConfigError(f"memory.stored_dtype={self.layout.stored_dtype} {rule}; {fix}")
 
     def __call__(self, x_1sD: Tensor, *args: Any, **kwargs: Any) -> Any:
         call = self.current.state

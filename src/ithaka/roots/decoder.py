@@ -174,9 +174,8 @@ class Decoder(Root):
             rule = f"divides the loss of {share.num_valid} valid labels, so it must be a number above 0"
             fix = "pass the valid labels of all data-parallel ranks and micro-steps, or leave it out"
             raise ValueError(f"num_items_in_batch={items!r} {rule}; {fix}")
-        shape, chosen_sLk = tensors["input_ids"].shape, None
-        if (indices := named.get("expert_indices")) is not None:
-            chosen_sLk = shard_expert_indices(self.layers, indices, shape, share, self.mesh)
+        shape = tensors["input_ids"].shape
+        chosen_sLk = shard_expert_indices(self.layers, named.get("expert_indices"), shape, share, self.mesh)
         return (share, shape, items, chosen_sLk), (share.num_valid, share.num_positions, 0), fingerprint
 
     def make_call(self, named: dict[str, Any], inputs: Any, *totals: int) -> CheckedCall:

@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from ithaka.blocks.block import BlockSpec
-from ithaka.blocks.experts import is_expert_module
 from ithaka.blocks.find import find_blocks
 from ithaka.blocks.norm import NormSpec
 from ithaka.comm.loopback import LoopbackGroup
@@ -119,12 +118,12 @@ class _Probe:
 
     def _use_blocks(self, blocks: tuple[BlockSpec, ...]) -> None:
         """Use blocks where results stay the same, and find out what the passes may leave out."""
-        has_experts = any(map(is_expert_module, self.layer.modules()))
         self.theirs = self._run_transformers(0)
-        if not blocks or not self._try("runs its modules as transformers does, without ithaka's blocks", blocks=blocks):
+        for fallback in dict.fromkeys(block.fallback for block in blocks):
+            group = [block for block in blocks if block.fallback == fallback]
+            self._try(fallback, blocks=(*self.spec.blocks, *group))
+        if not self.spec.blocks:
             self._compare(0)
-        if has_experts:
-            self._try("runs its experts as transformers does, without ithaka's grouped matmuls", has_expert_block=True)
         if self.spec.has_mlp_block:
             self._try("", skips_mlp=True)
         arguments = self._arguments(0, LENGTHS[0], LENGTHS[0]).detach()  # selects our attention again

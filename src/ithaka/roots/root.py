@@ -154,11 +154,7 @@ class Root(ABC):
         for index, (layer, keeps) in enumerate(zip(self.layers, layout.layer_policies(len(self.layers)), strict=True)):
             layer.forward = self.make_layer(index, store, keeps)
             layer.gradient_checkpointing = False
-            adapted = next((n for n, module in layer.named_modules() if hasattr(module, "parameter_name")), None)
-            if adapted is not None and layer.forward.experts.block is None:
-                rule = "train.compile=true" if layout.compile is True else "experts of this structure"
-                fix = "leave out its targets"
-                raise ConfigError(f"layer {index}: adapters on {adapted} are not supported with {rule}; {fix}")
+            layer.forward.experts.check(f"layer {index}", layout)
         self.model.forward, self.model.gradient_checkpointing = MethodType(self.forward, self.model), False
 
     def make_layer(self, index: int, store: Store, keeps: ActivationPolicy) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from ithaka.blocks.experts import is_expert_module
+from ithaka.blocks.experts import is_expert_module, is_stacked
 from ithaka.blocks.linear import is_linear
 from ithaka.config import AdapterConfig, ConfigError
 from ithaka.ops.fourbit import packed_weights
@@ -97,11 +97,6 @@ def trained_names(config: Any, adapter: AdapterConfig | None) -> list[str]:
         if adapter is not None:
             add_adapter(model, adapter, None)
     return [name for name, param in model.named_parameters() if param.requires_grad]
-
-
-def is_stacked(param: Tensor) -> bool:
-    """Whether a parameter stacks the weights of several experts. The delta rule's convolution is [channels, 1, W]."""
-    return param.dim() == 3 and len(param) > 1 and param.shape[1] > 1
 
 
 def _find_linears(model: Any) -> str | list[str]:
