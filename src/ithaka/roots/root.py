@@ -46,6 +46,7 @@ class Root(ABC):
     patchable: re.Pattern = re.compile(r".*(norm|rotary|mlp).*")
     call_type: type  # what `make_call` returns
     predicts_tokens = True  # whether it has labels and a loss of its own
+    needs_sft_trainer = False  # other trainers of TRL do not pass all arguments of its calls
 
     encoders: Sequence[nn.Module] = ()  # encode images and videos into the sequence of tokens
     dropout: DropoutState | None = None

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ithaka.config import ConfigError
 from ithaka.mixers.attention_call import PlaceholderMask
 from ithaka.roots.video import Condition, Tokens, VideoTransformer
 
@@ -172,3 +173,17 @@ class Ltx(VideoTransformer):
 
 
 FAMILIES: dict[str, type[VideoTransformer]] = {"WanTransformer3DModel": Wan, "LTXVideoTransformer3DModel": Ltx}
+
+
+def find_family(model_class: type) -> type[VideoTransformer] | None:
+    """The root of a class of diffusers; None for classes of other libraries. Raises ConfigError for other models."""
+    classes = model_class.__mro__
+    if not any(cls.__module__.startswith("diffusers.") for cls in classes):
+        return None
+    if family := next((FAMILIES[cls.__name__] for cls in classes if cls.__name__ in FAMILIES), None):
+        return family
+    name, reason = model_class.__name__, "is not supported"
+    if name.startswith(JOINT_ATTENTION):
+        reason = "attends jointly to text and video, so text tokens would have to be sharded with the patches"
+    fix = f"of diffusers' models, use {' or '.join(FAMILIES)}"
+    raise ConfigError(f"parallelize got a {name}, which {reason}; {fix}")

@@ -396,6 +396,7 @@ class VisionDecoder(Decoder):
     """A decoder with an encoder of images and videos, whose features replace the embeddings of some tokens."""
 
     layers_name = "model.language_model.layers"
+    needs_sft_trainer = True
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)

@@ -26,12 +26,13 @@ REQUIRED_OPTIONS = {
     **dict.fromkeys(("layer_replication", "trainable_token_indices")),
 }
 REASONS = {"use_dora": " (its gradients need each module's full output again, and the norms of its merged weight)"}
+AUTO_CLASSES = dict.fromkeys(VISION_FAMILIES, AutoModelForImageTextToText)  # all others: AutoModelForCausalLM
 SUPPORTED_INITS = (True, False, "gaussian")  # the others change the base weights
 
 
 def auto_class(model_type: str) -> Any:
     """Return the auto class of transformers that builds models of this type."""
-    return AutoModelForImageTextToText if model_type in VISION_FAMILIES else AutoModelForCausalLM
+    return AUTO_CLASSES.get(model_type, AutoModelForCausalLM)
 
 
 def lora_options(adapter: AdapterConfig) -> dict[str, Any]:
