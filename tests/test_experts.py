@@ -140,9 +140,9 @@ def test_weight_gradients_are_summed_over_tiles_unrounded(is_transposed):
         return torch.randn(*shape, generator=generator).bfloat16()
 
     shape = (E, 16, 24) if is_transposed else (E, 24, 16)
-    weight, a_RD, b_NR = draw(*shape), draw(E * 8, 16), draw(24, 8 * E)
-    linear = GroupedLinear(nn.Parameter(weight), None, is_transposed, nn.Parameter(a_RD), nn.Parameter(b_NR))
-    wide = GroupedLinear(weight.double(), None, is_transposed, a_RD.double(), b_NR.double())
+    weight, a_AD, b_MA = draw(*shape), draw(E * 8, 16), draw(24, 8 * E)
+    linear = GroupedLinear(nn.Parameter(weight), None, is_transposed, nn.Parameter(a_AD), nn.Parameter(b_MA))
+    wide = GroupedLinear(weight.double(), None, is_transposed, a_AD.double(), b_MA.double())
     for tensor in wide.tensors:
         tensor.requires_grad_()
     sums, expected = GradSum(), GradSum()

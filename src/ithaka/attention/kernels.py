@@ -1,7 +1,7 @@
 """The attention kernels.
 
-Shapes: B = score blocks in the batch, h = heads (as many for k as for q, or with GQA fewer), q/k = rows/keys of one
-score block, K = head dim; T = tokens of many short documents. A kernel computes one score block with a causal flag;
+Shapes: B = score blocks in the batch, h = heads (as many for k as for q, or with GQA fewer), q/j = rows/keys of one
+score block, K = head dim; S = tokens of many short documents. A kernel computes one score block with a causal flag;
 `blocks.py` does the rest (blocks, windows, documents), and `choose.py` tests it.
 """
 
@@ -31,8 +31,8 @@ ALL_DTYPES = (torch.float64, torch.float32, *DTYPES_16_BIT)
 class Varlen:
     """Many short documents in one call. `ends_d`: int32, cumulative, from 0; window as in `attention`.
 
-    forward(q_ThK, k, v, ends_d, longest, scale, causal, window) -> out_ThK, lse_hT
-    backward(dout_ThK, q, k, v, out, lse_hT, ends_d, longest, scale, causal, window) -> dq, dk, dv
+    forward(q_ShK, k, v, ends_d, longest, scale, causal, window) -> out_ShK, lse_hS
+    backward(dout_ShK, q, k, v, out, lse_hS, ends_d, longest, scale, causal, window) -> dq, dk, dv
     If the `Kernel` is `direct`, both also take `into`.
     """
 
@@ -44,7 +44,7 @@ class Varlen:
 class Kernel:
     """A kernel for score blocks.
 
-    forward(q_BhqK, k_BhkK, v_BhkK, scale, causal) -> out_BhqK, lse_Bhq (fp32, or fp64 for fp64 inputs)
+    forward(q_BhqK, k_BhjK, v_BhjK, scale, causal) -> out_BhqK, lse_Bhq (fp32, or fp64 for fp64 inputs)
     backward(dout_BhqK, q, k, v, out_BhqK, lse_Bhq, scale, causal) -> dq, dk, dv, where out and lse may be those
     of *all* keys: the results are then this block's contribution to the gradients. Inputs may be strided except in K.
     A `direct` kernel supports GQA (h larger for q than for k), the mask `window` of `score_blocks.py` (window=n), and
@@ -292,20 +292,20 @@ def compile_fa4(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(), torch.device("cuda"):
-        q_ThK, k_TmK = (torch.empty(8192, heads, head_dim, dtype=getattr(torch, dtype)) for heads in (2 * group, 2))
-        lse_hT = torch.empty(2 * group, 8192)
+        q_ShK, k_SmK = (torch.empty(8192, heads, head_dim, dtype=getattr(torch, dtype)) for heads in (2 * group, 2))
+        lse_hS = torch.empty(2 * group, 8192)
         lengths: tuple[Any, ...] = ()
         if packed:
             lengths = (torch.empty(4, dtype=torch.int32), 4096)
         else:
-            q_ThK, k_TmK = (x.transpose(0, 1).unsqueeze(0) for x in (q_ThK, k_TmK))
-            lse_hT = lse_hT.unsqueeze(0)
+            q_ShK, k_SmK = (x.transpose(0, 1).unsqueeze(0) for x in (q_ShK, k_SmK))
+            lse_hS = lse_hS.unsqueeze(0)
         mask = (1.0, causal, window)
         run: Any = _FA4.varlen if packed else _FA4
         if backward:
-            run.backward(q_ThK, q_ThK, k_TmK, k_TmK, q_ThK, lse_hT, *lengths, *mask)
+            run.backward(q_ShK, q_ShK, k_SmK, k_SmK, q_ShK, lse_hS, *lengths, *mask)
         else:
-            run.forward(q_ThK, k_TmK, k_TmK, *lengths, *mask, into=(torch.empty_like(q_ThK), lse_hT))
+            run.forward(q_ShK, k_SmK, k_SmK, *lengths, *mask, into=(torch.empty_like(q_ShK), lse_hS))
 
 
 # --- registry ---------------------------------------------------------------------------------------------

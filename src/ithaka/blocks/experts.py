@@ -35,66 +35,66 @@ FEW_EXPERTS = 32  # in a small copy of a layer
 class GroupedLinear:
     """One linear map per expert, with an optional LoRA adapter: y = x W + scale (x A) B. The caller adds the bias."""
 
-    weight: Tensor  # [E, N, D], or [E, D, N] if transposed
-    bias_EN: Tensor | None
+    weight: Tensor  # [E, M, D], or [E, D, M] if transposed
+    bias_EM: Tensor | None
     is_transposed: bool
-    a_RD: Tensor | None = None  # PEFT's, R = E * r
-    b_NR: Tensor | None = None  # PEFT's, R = r * E
+    a_AD: Tensor | None = None  # PEFT's, A = E * r
+    b_MA: Tensor | None = None  # PEFT's, A = r * E
     scale: float = 1.0
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [t for t in (self.weight, self.bias_EN, self.a_RD, self.b_NR) if t is not None]
+        return [t for t in (self.weight, self.bias_EM, self.a_AD, self.b_MA) if t is not None]
 
     @property
-    def weight_EDN(self) -> Tensor:
+    def weight_EDM(self) -> Tensor:
         return self.weight if self.is_transposed else self.weight.transpose(1, 2)
 
-    def __call__(self, x_nD: Tensor, rows: SortedAssignments) -> Tensor:
+    def __call__(self, x_aD: Tensor, rows: SortedAssignments) -> Tensor:
         """Return x W, with the adapter, without the bias."""
-        y_nN = multiply_groups(x_nD, self.weight_EDN, rows.ends_E)
-        if self.a_RD is not None:
-            y_nN += multiply_groups(self._down(x_nD, rows), self._b_ErN, rows.ends_E)
-        return y_nN
+        y_aM = multiply_groups(x_aD, self.weight_EDM, rows.ends_E)
+        if self.a_AD is not None:
+            y_aM += multiply_groups(self._down(x_aD, rows), self._b_ErM, rows.ends_E)
+        return y_aM
 
-    def input_grad(self, dy_nN: Tensor, rows: SortedAssignments) -> Tensor:
-        dx_nD = multiply_groups(dy_nN, self.weight_EDN.transpose(1, 2), rows.ends_E)
-        if self.a_RD is not None:
-            dx_nD += multiply_groups(self._down_grad(dy_nN, rows), self._a_ErD, rows.ends_E)
-        return dx_nD
+    def input_grad(self, dy_aM: Tensor, rows: SortedAssignments) -> Tensor:
+        dx_aD = multiply_groups(dy_aM, self.weight_EDM.transpose(1, 2), rows.ends_E)
+        if self.a_AD is not None:
+            dx_aD += multiply_groups(self._down_grad(dy_aM, rows), self._a_ErD, rows.ends_E)
+        return dx_aD
 
     def add_grads(
-        self, dy_nN: Tensor, x_nD: Tensor, rows: SortedAssignments, grads: GradSum, is_only_tile: bool
+        self, dy_aM: Tensor, x_aD: Tensor, rows: SortedAssignments, grads: GradSum, is_only_tile: bool
     ) -> None:
         """Add one tile's gradients of the trained tensors, except the bias. If it is the only tile, round them."""
         if self.weight.requires_grad:
-            left, right = (x_nD, dy_nN) if self.is_transposed else (dy_nN, x_nD)
+            left, right = (x_aD, dy_aM) if self.is_transposed else (dy_aM, x_aD)
             if is_only_tile:
                 grads.add(self.weight, multiply_groups(left.t(), right, rows.ends_E))
             else:
                 add_products(grads.sum_of(self.weight), left, right, rows.ends_E)
-        if self.a_RD is not None and self.a_RD.requires_grad:
-            sum_ErD = grads.sum_of(self.a_RD).unflatten(0, (len(self.weight), -1))
-            add_products(sum_ErD, self._down_grad(dy_nN, rows), x_nD, rows.ends_E)
-        if self.b_NR is not None and self.b_NR.requires_grad:
-            sum_ErN = grads.sum_of(self.b_NR).unflatten(1, (-1, len(self.weight))).permute(2, 1, 0)
-            add_products(sum_ErN, self._down(x_nD, rows), dy_nN, rows.ends_E)
+        if self.a_AD is not None and self.a_AD.requires_grad:
+            sum_ErD = grads.sum_of(self.a_AD).unflatten(0, (len(self.weight), -1))
+            add_products(sum_ErD, self._down_grad(dy_aM, rows), x_aD, rows.ends_E)
+        if self.b_MA is not None and self.b_MA.requires_grad:
+            sum_ErM = grads.sum_of(self.b_MA).unflatten(1, (-1, len(self.weight))).permute(2, 1, 0)
+            add_products(sum_ErM, self._down(x_aD, rows), dy_aM, rows.ends_E)
 
-    def _down(self, x_nD: Tensor, rows: SortedAssignments) -> Tensor:
-        return multiply_groups(x_nD, self._a_ErD.transpose(1, 2), rows.ends_E).mul_(self.scale)
+    def _down(self, x_aD: Tensor, rows: SortedAssignments) -> Tensor:
+        return multiply_groups(x_aD, self._a_ErD.transpose(1, 2), rows.ends_E).mul_(self.scale)
 
-    def _down_grad(self, dy_nN: Tensor, rows: SortedAssignments) -> Tensor:
-        return multiply_groups(dy_nN, self._b_ErN.transpose(1, 2), rows.ends_E).mul_(self.scale)
+    def _down_grad(self, dy_aM: Tensor, rows: SortedAssignments) -> Tensor:
+        return multiply_groups(dy_aM, self._b_ErM.transpose(1, 2), rows.ends_E).mul_(self.scale)
 
     @property
     def _a_ErD(self) -> Tensor:
-        assert self.a_RD is not None
-        return self.a_RD.unflatten(0, (len(self.weight), -1))
+        assert self.a_AD is not None
+        return self.a_AD.unflatten(0, (len(self.weight), -1))
 
     @property
-    def _b_ErN(self) -> Tensor:
-        assert self.b_NR is not None
-        return self.b_NR.unflatten(1, (-1, len(self.weight))).permute(2, 1, 0).contiguous()
+    def _b_ErM(self) -> Tensor:
+        assert self.b_MA is not None
+        return self.b_MA.unflatten(1, (-1, len(self.weight))).permute(2, 1, 0).contiguous()
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ class ExpertBlock:
             return base
         for active in wrapper.active_adapters:
             if active in wrapper.lora_A:
-                a_RD, b_NR = wrapper.lora_A[active].weight, wrapper.lora_B[active].weight
-                return replace(base, a_RD=a_RD, b_NR=b_NR, scale=wrapper.scaling[active])
+                a_AD, b_MA = wrapper.lora_A[active].weight, wrapper.lora_B[active].weight
+                return replace(base, a_AD=a_AD, b_MA=b_MA, scale=wrapper.scaling[active])
         return base
 
 
@@ -157,39 +157,39 @@ class _ExpertsFunction(torch.autograd.Function):
         (up, down), wide = block.linears(), sum_dtype(x_tD.dtype)
         rows, inputs_tD = SortedAssignments.sort(expert_tk, block.num_experts), x_tD.to(up.weight.dtype)
         block.ends_E = rows.ends_E
-        weight_n = rows.take(weight_tk.to(sum_dtype(weight_tk.dtype)))
-        h_nF = up(inputs_tD[rows.token_n], rows)
+        weight_a = rows.take(weight_tk.to(sum_dtype(weight_tk.dtype)))
+        h_aF = up(inputs_tD[rows.token_a], rows)
         ctx.block, ctx.dtypes, ctx.tensors = block, (x_tD.dtype, weight_tk.dtype), tensors
-        ctx.kept = rows, inputs_tD, weight_n, h_nF
+        ctx.kept = rows, inputs_tD, weight_a, h_aF
         ctx.choices = expert_tk, weight_tk.detach()
         if block.tile.skips_mlp:
             return torch.zeros_like(x_tD, dtype=wide)
-        y_tD = sum_choices(down(block.gate.forward(h_nF, up.bias_EN, weight_n, rows), rows), rows, wide)
-        if down.bias_EN is not None:
-            y_tD.addmm_(_spread(expert_tk, weight_tk.to(wide), len(down.bias_EN)), down.bias_EN.to(wide))
+        y_tD = sum_choices(down(block.gate.forward(h_aF, up.bias_EM, weight_a, rows), rows), rows, wide)
+        if down.bias_EM is not None:
+            y_tD.addmm_(_spread(expert_tk, weight_tk.to(wide), len(down.bias_EM)), down.bias_EM.to(wide))
         return y_tD
 
     @staticmethod
     def backward(ctx, dy_tD):
         (up, down), returned, tile = ctx.block.linears(), GradSum(), ctx.block.tile
         grads, is_only_tile = (returned, True) if tile.grads is None else (tile.grads, tile.is_only_tile)
-        rows, inputs_tD, weight_n, h_nF = ctx.kept
+        rows, inputs_tD, weight_a, h_aF = ctx.kept
         ctx.kept = None  # h is overwritten
-        dy_nD = dy_tD.to(inputs_tD.dtype)[rows.token_n]
-        dh_nF, a_nF, dweight_n = ctx.block.gate.backward(h_nF, up.bias_EN, weight_n, down.input_grad(dy_nD, rows), rows)
-        down.add_grads(dy_nD, a_nF, rows, grads, is_only_tile)
-        del dy_nD, a_nF
-        up.add_grads(dh_nF, inputs_tD[rows.token_n], rows, grads, is_only_tile)
-        dx_tD = sum_choices(up.input_grad(dh_nF, rows), rows, ctx.dtypes[0])
-        dweight_tk = dweight_n[rows.row_tk]
-        if up.bias_EN is not None and up.bias_EN.requires_grad:
-            add_products(grads.sum_of(up.bias_EN)[:, None], dh_nF.new_ones(len(dh_nF), 1), dh_nF, rows.ends_E)
-        if down.bias_EN is not None:
+        dy_aD = dy_tD.to(inputs_tD.dtype)[rows.token_a]
+        dh_aF, a_aF, dweight_a = ctx.block.gate.backward(h_aF, up.bias_EM, weight_a, down.input_grad(dy_aD, rows), rows)
+        down.add_grads(dy_aD, a_aF, rows, grads, is_only_tile)
+        del dy_aD, a_aF
+        up.add_grads(dh_aF, inputs_tD[rows.token_a], rows, grads, is_only_tile)
+        dx_tD = sum_choices(up.input_grad(dh_aF, rows), rows, ctx.dtypes[0])
+        dweight_tk = dweight_a[rows.row_tk]
+        if up.bias_EM is not None and up.bias_EM.requires_grad:
+            add_products(grads.sum_of(up.bias_EM)[:, None], dh_aF.new_ones(len(dh_aF), 1), dh_aF, rows.ends_E)
+        if down.bias_EM is not None:
             (expert_tk, weight_tk), wide = ctx.choices, dy_tD.dtype
-            dweight_tk += (dy_tD @ down.bias_EN.to(wide).t()).gather(1, expert_tk)
-            if down.bias_EN.requires_grad:
-                weight_tE = _spread(expert_tk, weight_tk.to(wide), len(down.bias_EN))
-                grads.add(down.bias_EN, weight_tE.t() @ dy_tD)
+            dweight_tk += (dy_tD @ down.bias_EM.to(wide).t()).gather(1, expert_tk)
+            if down.bias_EM.requires_grad:
+                weight_tE = _spread(expert_tk, weight_tk.to(wide), len(down.bias_EM))
+                grads.add(down.bias_EM, weight_tE.t() @ dy_tD)
         return dx_tD, None, dweight_tk.to(ctx.dtypes[1]), None, *map(returned.take_rounded, ctx.tensors)
 
 

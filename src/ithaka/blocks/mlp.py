@@ -72,7 +72,7 @@ class _MlpFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: MlpBlock, keeps: bool, *tensors: Tensor) -> Tensor:
         inputs, down = block.linears()
-        h_tD = x.to(down.weight_ND.dtype).flatten(0, -2)
+        h_tD = x.to(down.weight_MD.dtype).flatten(0, -2)
         projected = [linear(h_tD) for linear in inputs]
         ctx.block, ctx.tensors, ctx.x = block, tensors, (x.shape, x.dtype)
         ctx.kept = (h_tD, projected) if keeps else None
@@ -116,7 +116,7 @@ def find_mlp(path: str, module: nn.Module) -> MlpSpec | None:
         return None
     plain = copy.deepcopy(module).cpu()
     for names in permutations(maps):
-        shapes = [maps[name].weight_ND.shape for name in names]
+        shapes = [maps[name].weight_MD.shape for name in names]
         (width, D), down = shapes[0], shapes[-1]
         is_possible = width == 2 * down[1] if len(maps) == 2 else shapes[0] == shapes[1] and width == down[1]
         if not is_possible or down[0] != D:

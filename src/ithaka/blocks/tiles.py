@@ -2,7 +2,7 @@
 
 Weight gradients are summed over tiles in fp32 and rounded once.
 
-Shapes: t tokens of a tile, D input features, N output features, n heads.
+Shapes: t tokens of a tile, D input features, M output features, n heads.
 """
 
 from collections.abc import Callable, Iterable
@@ -47,12 +47,12 @@ class GradSum:
         else:
             self._added[id(param)] = set_category(grad, MemoryCategory.GRADIENTS)
 
-    def add_product(self, param: Tensor, dout_tN: Tensor, in_tD: Tensor) -> None:
+    def add_product(self, param: Tensor, dout_tM: Tensor, in_tD: Tensor) -> None:
         """Add one tile's weight gradient, dout^T @ in, directly to the fp32 sum."""
         if id(param) in self._sums or id(param) in self._added:
-            add_matmul(self.sum_of(param), dout_tN.t(), in_tD)
+            add_matmul(self.sum_of(param), dout_tM.t(), in_tD)
         else:
-            self._put(param, wide_matmul(dout_tN.t(), in_tD))
+            self._put(param, wide_matmul(dout_tM.t(), in_tD))
 
     def add_tile(self, full: Tensor, dim: int | None, rows: slice, grad: Tensor | None) -> None:
         """Add the gradient of the tokens `rows`, along `dim`, of an activation. Without a `dim`, of all of it."""

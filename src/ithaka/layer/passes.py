@@ -228,7 +228,7 @@ class _SkippedModule:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.num_outputs = len(as_linear(module).weight_ND) if is_linear(module) else None
+        self.num_outputs = len(as_linear(module).weight_MD) if is_linear(module) else None
         self.forward = vars(module).get("forward")  # a block, if it has one
 
     def __enter__(self) -> None:

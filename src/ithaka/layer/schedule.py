@@ -6,7 +6,7 @@ its exchanges between ranks. Backward makes the same two passes per tile under l
 the graphs of its capture passes until the gradients of the mixer's inputs arrive, instead of recomputing them.
 
 Shapes: s tokens on this rank, S on this ring member (in the sequence, without a ring), t in a tile, D hidden size, c
-Ulysses ranks, n head slots per rank and stage, H query heads, K head dim, N the width of several heads, E experts,
+Ulysses ranks, n head slots per rank and stage, H query heads, K head dim, M the width of several heads, E experts,
 L layers, k experts per token. Token-sharded tensors are [c, s, n, K] ("exchange layout"), head-sharded tensors are
 [S, n, K], as in comm/exchange.py.
 

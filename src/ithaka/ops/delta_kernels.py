@@ -9,7 +9,7 @@ One kernel computes all chunks' inverses and P. One passes S from chunk to chunk
 passes dS back. The last computes all chunks' gradients from y, a, S and dS'. Triton 3.4 to 3.7.0 miscompiles products
 with a transposed product on Hopper, so matrices that are needed both ways are computed twice.
 
-Shapes as in ops/delta_rule.py; t tokens of the segment, n chunks, C tokens of a chunk.
+Shapes as in ops/delta_rule.py; t tokens of the segment, z chunks, C tokens of a chunk.
 """
 
 import torch
@@ -62,13 +62,13 @@ class FusedSegment:
         )  # fmt: skip
 
     def extend(self, map_HKX: Tensor) -> Tensor:
-        matrix_HKm, added_HKV = map_HKX.tensor_split((-self.own[2].shape[-1],), -1)
-        return torch.cat([self._advance(matrix_HKm, is_map=True), self._advance(added_HKV)], -1)
+        matrix_HKx, added_HKV = map_HKX.tensor_split((-self.own[2].shape[-1],), -1)
+        return torch.cat([self._advance(matrix_HKx, is_map=True), self._advance(added_HKV)], -1)
 
     def extend_grad(self, map_HKX: Tensor, dout_tHV: Tensor) -> Tensor:
-        matrix_HKm, added_HKV = map_HKX.tensor_split((-self.own[2].shape[-1],), -1)
+        matrix_HKx, added_HKV = map_HKX.tensor_split((-self.own[2].shape[-1],), -1)
         added_HKV = self._advance_grad(added_HKV, dout_tHV)
-        return torch.cat([self._advance_grad(matrix_HKm), added_HKV], -1) if matrix_HKm.numel() else added_HKV
+        return torch.cat([self._advance_grad(matrix_HKx), added_HKV], -1) if matrix_HKx.numel() else added_HKV
 
     def forward(self, state_HKV: Tensor, out_tHV: Tensor) -> Tensor:
         assert out_tHV.is_contiguous()

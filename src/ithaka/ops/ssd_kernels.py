@@ -10,7 +10,7 @@ the maps to the states before all blocks; a second walk from there writes the ou
 before all chunks and the gradients of those after them, in 16 bits. The last kernel computes the gradients of some
 heads that share q and k. As in ops/delta_kernels.py, matrices that are needed both ways are computed twice.
 
-Shapes as in ops/scan.py; t tokens of the segment, n chunks of C tokens, b blocks.
+Shapes as in ops/scan.py; t tokens of the segment, z chunks of C tokens, b blocks.
 """
 
 from typing import Any
@@ -54,14 +54,14 @@ class FusedSegment:
         self.grid = (self.num_blocks * H * (V // columns),)
 
     def extend(self, map_HKX: Tensor) -> Tensor:
-        matrix_HKm, state_HKV = map_HKX.tensor_split((-self.V,), -1)
+        matrix_HKx, state_HKV = map_HKX.tensor_split((-self.V,), -1)
         _, decays, state_HKV = self._states(state_HKV)
-        return torch.cat([decays.prod(0)[:, None, None] * matrix_HKm, state_HKV[:, : self.K]], -1)
+        return torch.cat([decays.prod(0)[:, None, None] * matrix_HKx, state_HKV[:, : self.K]], -1)
 
     def extend_grad(self, map_HKX: Tensor, dout_tHV: Tensor) -> Tensor:
-        matrix_HKm, dstate_HKV = map_HKX.tensor_split((-self.V,), -1)
+        matrix_HKx, dstate_HKV = map_HKX.tensor_split((-self.V,), -1)
         _, decays, dstate_HKV = self._states(dstate_HKV, dout_tHV.contiguous())
-        return torch.cat([decays.prod(0)[:, None, None] * matrix_HKm, dstate_HKV[:, : self.K]], -1)
+        return torch.cat([decays.prod(0)[:, None, None] * matrix_HKx, dstate_HKV[:, : self.K]], -1)
 
     def forward(self, state_HKV: Tensor, out_tHV: Tensor) -> Tensor:
         assert out_tHV.is_contiguous()

@@ -3,7 +3,7 @@
 Each makes one pass over memory if Triton is installed. All compute in fp32 or wider and round once, except `gate_mul`
 without Triton, which rounds twice, as Hugging Face does.
 
-Shapes: t rows, D features, F width of an MLP, h heads, K head dim, R rotated dims, p programs.
+Shapes: t rows, D features, F width of an MLP, h heads, K head dim, R rotated dims, b blocks of rows.
 """
 
 from collections.abc import Sequence
@@ -77,10 +77,10 @@ def norm_backward(x: Tensor, dy: Tensor, weight_D: Tensor, form: NormForm) -> tu
     D, dx = x.shape[-1], torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x_tD, dy_tD, sizes = x.reshape(-1, D), dy.reshape(-1, D), _norm_sizes(D) | {"CENTERED": is_centered}
     programs = min(-(-len(x_tD) // sizes["ROWS"]), 8 * _num_multiprocessors(x))
-    dweight_pD = x.new_empty(programs, D, dtype=torch.float32)
+    dweight_bD = x.new_empty(programs, D, dtype=torch.float32)
     scalars = eps, offset, len(x_tD), D, x_tD.stride(0), dy_tD.stride(0)
-    launch(_norm_backward_kernel, (programs,), dx, x_tD, dy_tD, weight_D, dweight_pD, *scalars, **sizes)
-    return dx, dweight_pD.sum(0)
+    launch(_norm_backward_kernel, (programs,), dx, x_tD, dy_tD, weight_D, dweight_bD, *scalars, **sizes)
+    return dx, dweight_bD.sum(0)
 
 
 def _norm_factor(x: Tensor, eps: float) -> Tensor:

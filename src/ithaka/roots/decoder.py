@@ -1,7 +1,7 @@
 """The root of a language model: tokens in, their loss or logits out. The model's own forward runs before, between and
 after its layers (roots/head.py).
 
-Shapes as in inputs/batch.py and layer/inputs.py; V vocabulary.
+Shapes as in inputs/batch.py and layer/inputs.py; Y vocabulary.
 """
 
 import math
@@ -285,8 +285,8 @@ class Decoder(Root):
         if call.temperature != 1:
             head = ScaledHead(head, 1 / call.temperature)
         if labels_s is None:
-            logits_sV = head.logits(x.view(x.shape[-2:]))
-            return GatherTokens.apply(logits_sV, call.mesh, call.share.docs.sharding, call.shape), None
+            logits_sY = head.logits(x.view(x.shape[-2:]))
+            return GatherTokens.apply(logits_sY, call.mesh, call.share.docs.sharding, call.shape), None
         row_bytes = model.get_output_embeddings().weight.shape[0] * x.element_size()
         row_bytes *= 1 if call.distillation is None else 2  # a tile has the logits of both models
         inputs = x, labels_s, head, logits_tile_tokens(self.layout.tile_tokens, x.shape[-2], row_bytes)

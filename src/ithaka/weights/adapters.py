@@ -182,8 +182,8 @@ def merge_tensors(base: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if module and kind == "weight":
             wrapper = base.get_submodule(module)
             (adapter,) = wrapper.active_adapters
-            a_rD, b_Nr = (tensors[f"{module}.{part}.{adapter}.weight"] for part in ("lora_A", "lora_B"))
+            a_rD, b_Mr = (tensors[f"{module}.{part}.{adapter}.weight"] for part in ("lora_A", "lora_B"))
             wide = torch.promote_types(tensor.dtype, torch.float32)
-            tensor = (tensor.to(wide) + wrapper.scaling[adapter] * (b_Nr.to(wide) @ a_rD.to(wide))).to(tensor.dtype)
+            tensor = (tensor.to(wide) + wrapper.scaling[adapter] * (b_Mr.to(wide) @ a_rD.to(wide))).to(tensor.dtype)
         merged[re.sub(r"\.modules_to_save\.[^.]+\.", ".", base_tensor_name(name))] = tensor
     return merged
