@@ -256,8 +256,8 @@ MUTATIONS = (
     Mutation(
         "chosen and rejected answers are swapped",
         "train/preferences.py",
-        "margins_P = rewards_P2[:, 0] - rewards_P2[:, 1]",
-        "margins_P = rewards_P2[:, 1] - rewards_P2[:, 0]",
+        "margins_v = rewards_v2[:, 0] - rewards_v2[:, 1]",
+        "margins_v = rewards_v2[:, 1] - rewards_v2[:, 0]",
         "test_dpo_runs.py -k trls",
     ),
     Mutation(

@@ -243,11 +243,11 @@ class GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, local_sY, mesh, sharding, shape):
-        ctx.mesh, ctx.sharding, V = mesh, sharding, local_sY.shape[1]
-        full_SV = local_sY.new_empty(mesh.cp_size * len(local_sY), V)
-        all_gather(full_SV, local_sY.contiguous(), group=mesh.cp_group)
-        full_SV = to_sequence_order(full_SV, sharding)
-        return local_sY.new_empty(0).set_(full_SV.untyped_storage(), 0, (*shape, V))
+        ctx.mesh, ctx.sharding, Y = mesh, sharding, local_sY.shape[1]
+        full_SY = local_sY.new_empty(mesh.cp_size * len(local_sY), Y)
+        all_gather(full_SY, local_sY.contiguous(), group=mesh.cp_group)
+        full_SY = to_sequence_order(full_SY, sharding)
+        return local_sY.new_empty(0).set_(full_SY.untyped_storage(), 0, (*shape, Y))
 
     @staticmethod
     def backward(ctx, dfull_BNV):

@@ -264,8 +264,8 @@ class SoftmaxMixer:
         wide = lse_nS.dtype
         sums_n, sinks_n1 = lse_nS.new_zeros(len(lse_nS)), self._own_sinks(mixing.sinks_H, i).to(wide)
         for rows in tile_slices(len(out_SnK), self.layout.tile_tokens):
-            d_to = (out_SnK[rows].to(wide) * dout_SnK[rows]).sum(-1)
-            sums_n -= ((sinks_n1 - lse_nS[:, rows]).exp() * d_to.t()).sum(1)
+            d_tn = (out_SnK[rows].to(wide) * dout_SnK[rows]).sum(-1)
+            sums_n -= ((sinks_n1 - lse_nS[:, rows]).exp() * d_tn.t()).sum(1)
         if mixing.dsinks_H is None:
             mixing.dsinks_H = torch.zeros_like(mixing.sinks_H, dtype=wide)
         heads = {slot: head for slot, head in enumerate(self.table.stages[i].query_heads[self.rank]) if head >= 0}

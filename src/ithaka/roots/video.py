@@ -92,7 +92,7 @@ def _rotate(x_1tHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Condition:
     """The inputs of the blocks and of the head that all tokens share."""
 
-    text_1LD: Tensor
+    text_1ZD: Tensor
     bias: Tensor | None  # added to the scores of cross-attention
     modulations_UM: Tensor
     embedded_UD: Tensor
@@ -218,7 +218,7 @@ class VideoTransformer(Root):
         with phase("embedding"):
             condition = self.condition(steps_U, **{k: v for k, v in clip.items() if k != "timestep"})
             x_sD = mark_backward(self.embed(select_own(patches_SM)).to(self.dtype), "embedding backward")
-        x_1sD, shared = x_sD[None], (condition.text_1LD, condition.bias, condition.modulations_UM)
+        x_1sD, shared = x_sD[None], (condition.text_1ZD, condition.bias, condition.modulations_UM)
         with self.current.running(state):
             for block in self.layers:
                 x_1sD = block(x_1sD, *shared, tokens, PlaceholderMask())

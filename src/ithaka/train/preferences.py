@@ -36,15 +36,15 @@ class DPO:
     def compute(self, batch: Batch, divisor: int) -> tuple[Tensor, Any]:
         """Return this cp group's share of the loss, and the model's output. Adds to the sums of `take_means`."""
         with torch.no_grad(), use_reference(self.model, self.reference) as reference:
-            before_P2, _ = self._sum_logprobs(reference, batch)
-        own_P2, out = self._sum_logprobs(self.model, batch)
-        rewards_P2 = self.beta * (own_P2 - before_P2)
-        margins_v = rewards_P2[:, 0] - rewards_P2[:, 1]
+            before_v2, _ = self._sum_logprobs(reference, batch)
+        own_v2, out = self._sum_logprobs(self.model, batch)
+        rewards_v2 = self.beta * (own_v2 - before_v2)
+        margins_v = rewards_v2[:, 0] - rewards_v2[:, 1]
         kept_v, swapped_v = -F.logsigmoid(margins_v), -F.logsigmoid(-margins_v)
         # Robust DPO (arXiv 2403.00409): unbiased if this fraction of pairs is swapped.
         losses_v = ((1 - self.smoothing) * kept_v - self.smoothing * swapped_v) / (1 - 2 * self.smoothing)
         count = batch.num_preferences  # v is at least 1
-        figures = *rewards_P2.unbind(1), margins_v, (margins_v > 0).double(), *own_P2.unbind(1)
+        figures = *rewards_v2.unbind(1), margins_v, (margins_v > 0).double(), *own_v2.unbind(1)
         sums = torch.stack([values_v.detach()[:count].sum() for values_v in (losses_v, *figures)])
         self._sums += torch.cat([sums, sums.new_tensor([count])])
         return losses_v[:count].sum() / divisor, out
