@@ -83,7 +83,7 @@ def test_experts_equal_those_of_transformers(family):
             with experts.repeat_tile(deque(), skips_mlp=skips):
                 y_tile = module(x[rows], chosen[rows], weights[rows])
             assert bool(y_tile.any()) != skips
-            with experts.add_grads_to(sums):
+            with experts.tile.set(grads=sums, is_only_tile=False):
                 tiles.append(torch.autograd.grad(y_tile, inputs, dy[rows], allow_unused=True))
         summed = [a + b for a, b in zip(*(tile[:2] for tile in tiles), strict=True)]
         summed += [sums.take(param) for param in params.values()]

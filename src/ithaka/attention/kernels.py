@@ -345,12 +345,12 @@ KERNELS = {kernel.name: kernel for kernel in (_FA4, _CUDNN, _FLASH, _EFFICIENT, 
 
 def trace_kernel(kernel: Kernel) -> Kernel:
     """The kernel for tensors without memory: allocates what it allocates on a GPU."""
-    varlen = kernel.varlen and Varlen(partial(_trace_varlen, kernel), partial(_trace_varlen_backward, kernel))
-    forward, backward = partial(_trace_forward, kernel), partial(_trace_backward, kernel)
-    return replace(kernel, forward=forward, backward=backward, varlen=varlen, fallback=None)
+    backward = partial(_trace_backward, kernel)
+    varlen = kernel.varlen and Varlen(_trace_varlen, backward)
+    return replace(kernel, forward=partial(_trace_forward, kernel), backward=backward, varlen=varlen, fallback=None)
 
 
-def _trace_forward(kernel, q, k, v, scale, causal, window=None, into=(None, None), softcap=None):
+def _trace_forward(kernel, q, k, *others, into=(None, None), **options):
     scores = _trace_scores(kernel, q, k)
     out, lse = into
     out = torch.empty_like(q) if out is None else out
@@ -358,28 +358,18 @@ def _trace_forward(kernel, q, k, v, scale, causal, window=None, into=(None, None
     return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse is None else lse
 
 
-def _trace_backward(kernel, dout, q, k, v, out, lse, scale, causal, window=None, into=(None, None, None), softcap=None):
-    return _trace_grads(kernel, (q, k, v), q.shape[1] > k.shape[1], into)
-
-
-def _trace_varlen(kernel, q, k, v, ends, longest, scale, causal, window, into=(None, None), softcap=None):
+def _trace_varlen(q, *others, into=(None, None), **options):
     out, lse = into
     out = torch.empty_like(q) if out is None else out
     return out, torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device) if lse is None else lse
 
 
-def _trace_varlen_backward(
-    kernel, dout, q, k, v, out, lse, ends, longest, scale, causal, window, into=(None, None, None), softcap=None
-):
-    return _trace_grads(kernel, (q, k, v), q.shape[1] > k.shape[1], into)
-
-
-def _trace_grads(kernel, qkv, is_grouped, into):
+def _trace_backward(kernel, dout, q, k, v, *others, into=(None, None, None), **options):
     """All kernels sum dq in fp32; dk and dv too if they sum them over query heads, or if the head dim is large."""
-    sums_kv = is_grouped or kernel.name == "efficient"
-    scores = _trace_scores(kernel, *qkv[:2])
-    sums = [torch.empty_like(x, dtype=torch.float32) for x in (qkv if sums_kv else qkv[:1])]
-    grads = tuple(torch.empty_like(x) if to is None else to for x, to in zip(qkv, into, strict=True))
+    sums_kv = q.shape[1] > k.shape[1] or kernel.name == "efficient"
+    scores = _trace_scores(kernel, q, k)
+    sums = [torch.empty_like(x, dtype=torch.float32) for x in ((q, k, v) if sums_kv else (q,))]
+    grads = tuple(torch.empty_like(x) if to is None else to for x, to in zip((q, k, v), into, strict=True))
     del scores, sums
     return grads
 

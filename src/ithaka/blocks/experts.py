@@ -269,10 +269,6 @@ class LayerExperts:
         with self.tile.set(skips_mlp=skips_mlp), self._choose(chosen_tk):
             yield
 
-    def add_grads_to(self, sums: GradSum, is_only_tile: bool = False) -> AbstractContextManager:
-        """Run the backward of a tile, which adds weight gradients to `sums`; if it is the only tile, rounded."""
-        return self.tile.set(grads=sums, is_only_tile=is_only_tile)
-
     def _choose(self, chosen_tk: Tensor | None) -> AbstractContextManager:
         if self.block is None or chosen_tk is None:
             return nullcontext()
@@ -344,7 +340,8 @@ def _shrink(block: nn.Module, experts: Any) -> None:
         resize(experts, name, {dim: new})
         if name == up and getattr(experts, f"{up}_bias", None) is not None:
             resize(experts, f"{up}_bias", {1: new})
-        for a, b in zip(*_adapters_of(adapters.get(name)), strict=True):
+        wrappers = [adapters[name]] if name in adapters else []
+        for a, b in ((w.lora_A[adapter], w.lora_B[adapter]) for w in wrappers for adapter in w.lora_A):
             lora |= {a, b}
             num_rows = a.weight.shape[0] // num_experts * few
             resize(a, "weight", {0: num_rows} | ({1: new} if name == "down_proj" else {}))
@@ -357,7 +354,3 @@ def _shrink(block: nn.Module, experts: Any) -> None:
         vars(module).update(
             {key: few for key, value in vars(module).items() if type(value) is int and value == num_experts}
         )
-
-
-def _adapters_of(wrapper: Any) -> tuple[list[Any], list[Any]]:
-    return ([], []) if wrapper is None else ([*wrapper.lora_A.values()], [*wrapper.lora_B.values()])

@@ -111,11 +111,7 @@ def add_matmul(into: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _can_widen(a: Tensor) -> bool:
     """Whether matmul supports an fp32 result for this 16-bit input."""
-    return (a.is_cuda or a.is_meta) and _is_16_bit(a)
-
-
-def _is_16_bit(x: Tensor) -> bool:
-    return x.dtype in (torch.bfloat16, torch.float16)
+    return (a.is_cuda or a.is_meta) and a.dtype in (torch.bfloat16, torch.float16)
 
 
 def run_tile(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,12 +26,7 @@ from ithaka.config.units import format_bytes
 from ithaka.layout import Layout, default_dtype
 from ithaka.model.build import build_model, keep_layers, read_hf_config
 from ithaka.model.optimizers import make_optimizer
-from ithaka.model.truncate import (
-    LayerGroup,
-    choose_layers,
-    find_representative_layers,
-    group_layers,
-)
+from ithaka.model.truncate import LayerGroup, choose_layers, find_representative_layers, group_layers
 from ithaka.phases import PhasePath, listening, phase
 from ithaka.plan.hardware import GIB, available_memory, join_kernels
 from ithaka.plan.models import find_config

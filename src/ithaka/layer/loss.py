@@ -16,14 +16,7 @@ from torch import Tensor, nn
 
 from ithaka.blocks.block import TileState
 from ithaka.blocks.linear import Linear
-from ithaka.blocks.tiles import (
-    BACKWARD_RAN_TWICE,
-    GradSum,
-    graph_backward,
-    run_tile,
-    sum_dtype,
-    tile_slices,
-)
+from ithaka.blocks.tiles import BACKWARD_RAN_TWICE, GradSum, graph_backward, run_tile, sum_dtype, tile_slices
 from ithaka.ops.divergence import Criterion, divergence_with_grad
 from ithaka.ops.fused import cross_entropy_with_grad, row_logsumexp, scale_in_place, softmax_grad
 from ithaka.phases import MemoryCategory, phase, set_category

@@ -28,12 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ithaka.blocks.dropout import DropoutState
 from ithaka.blocks.routing import LoadBalancingLoss
-from ithaka.blocks.tiles import (
-    BACKWARD_RAN_TWICE,
-    PARAMETERS_CHANGED,
-    GradSum,
-    tile_slices,
-)
+from ithaka.blocks.tiles import BACKWARD_RAN_TWICE, PARAMETERS_CHANGED, GradSum, tile_slices
 from ithaka.layer.inputs import CallState, CurrentCall, LayerInputs
 from ithaka.layer.mixer import LayerSpec, SideBySide, StageOutput
 from ithaka.layer.passes import CaptureGraph, LayerPasses, ResumeGraph
@@ -227,7 +222,7 @@ class LayerSchedule:
                     logits = graph.router_logits
                     outputs_and_grads += [balancing.output_and_grad(logits_tE, rows) for logits_tE in logits]
             leaves = [t for t in (graph.x_tD, *graph.outs_tHK) if t.requires_grad]
-            with self.experts.add_grads_to(grads, is_only_tile=len(x_tD) == len(dy_sD)):
+            with self.passes.tile.set(grads=grads, is_only_tile=len(x_tD) == len(dy_sD)):
                 dx_tD, *douts = self._tile_backward(outputs_and_grads, leaves, graph.inputs, saved, rows, grads)
             for dout_sHK, dout_tHK in zip(douts_sHK, douts, strict=True):  # before dy: it may alias it
                 dout_sHK[rows] = dout_tHK

@@ -169,12 +169,7 @@ def keep_layers(values: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]
 
 
 def _build_transformer(
-    config: dict[str, Any],
-    mesh: Mesh,
-    layout: Layout,
-    store: Store | None,
-    adapter: AdapterConfig | None,
-    trains: bool,
+    config: dict[str, Any], mesh: Mesh, layout: Layout, store: Store | None, adapter: AdapterConfig | None, trains: bool
 ) -> Any:
     """Build a parallel video transformer of diffusers, with random weights."""
     import diffusers

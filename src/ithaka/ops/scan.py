@@ -436,16 +436,16 @@ def _compare_segments(make: Any, inputs: Any) -> str | None:
 # ---- the short convolution before the recurrence
 
 
-def short_convolution(x_tM: Tensor, weight_NW: Tensor, bias_M: Tensor | None, ids_t: Tensor | None) -> Tensor:
+def short_convolution(x_tM: Tensor, weight_MW: Tensor, bias_M: Tensor | None, ids_t: Tensor | None) -> Tensor:
     """Convolve each channel causally over the last W tokens of its document: [t, M] in fp32 or wider.
 
     `ids_t`: a number per document; None: one document. Tokens before the first count as 0.
     """
-    dtype, W = wide(x_tM), weight_NW.shape[1]
-    x_tM, weight_NW = x_tM.to(dtype), weight_NW.to(dtype)
-    y_tM = x_tM * weight_NW[:, -1]
+    dtype, W = wide(x_tM), weight_MW.shape[1]
+    x_tM, weight_MW = x_tM.to(dtype), weight_MW.to(dtype)
+    y_tM = x_tM * weight_MW[:, -1]
     for back in range(1, min(W, len(x_tM))):
-        earlier_tM = x_tM[:-back] * weight_NW[:, W - 1 - back]
+        earlier_tM = x_tM[:-back] * weight_MW[:, W - 1 - back]
         if ids_t is not None:
             earlier_tM = earlier_tM * (ids_t[back:] == ids_t[:-back])[:, None]
         y_tM = y_tM + F.pad(earlier_tM, (0, 0, back, 0))

@@ -281,7 +281,8 @@ class _Probe:
         with torch.enable_grad(), _running_plainly(self.layer):
             y = type(self.layer).forward(self.layer, x[None], *args, **kwargs)
         before = arguments.unpack()
-        for where, value, old in (*zip(range(len(args)), args, before[0], strict=True), *_join(kwargs, before[1])):
+        named = [(name, kwargs.get(name), before[1].get(name)) for name in kwargs | before[1]]
+        for where, value, old in (*zip(range(len(args)), args, before[0], strict=True), *named):
             (leaves, tree_spec), (old_leaves, old_spec) = pytree.tree_flatten(value), pytree.tree_flatten(old)
             if tree_spec != old_spec or any(a is not b for a, b in zip(leaves, old_leaves, strict=True)):
                 raise refusal(self.model, f"has a layer {self.name} that changes its argument {where}")
@@ -304,10 +305,6 @@ class _Probe:
             dim = self.dims[i]
             result[f"gradient of argument {i}"] = torch.stack(joined).sum(0) if dim is None else torch.cat(joined, dim)
         return result
-
-
-def _join(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    return [(key, a.get(key), b.get(key)) for key in a | b]
 
 
 def _running_plainly(layer: nn.Module) -> ExitStack:
