@@ -1,5 +1,6 @@
 """`Root`: what surrounds the layers of a model, and what the rest of ithaka needs to know about it."""
 
+import copy
 import inspect
 import re
 from abc import ABC, abstractmethod
@@ -7,12 +8,14 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from types import MethodType
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from transformers.core_model_loading import revert_weight_conversion
 
 from ithaka.attention.choose import kernel_for
 from ithaka.blocks.dropout import DropoutState
@@ -26,7 +29,7 @@ from ithaka.layer.schedule import LayerSchedule
 from ithaka.layer.store import Store
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.shape import AttentionKind
-from ithaka.weights.adapters import check_adapters
+from ithaka.weights.adapters import ADAPTER_PREFIX, check_adapters
 
 
 class Root(ABC):
@@ -38,6 +41,7 @@ class Root(ABC):
     """
 
     library = "Hugging Face"  # that loads the model
+    file_stem, adapter_file, adapter_prefix = "model", "adapter_model.safetensors", ADAPTER_PREFIX  # of saved weights
     lora_options: ClassVar[dict[str, Any]] = {}  # options of PEFT's LoRA that must have these values
     layers_name: str  # the path of its list of layers
     # Modules whose own forward still runs once, so hooks work. "" is the model (no forward pre-hooks).
@@ -216,6 +220,28 @@ class Root(ABC):
         forwards: list[Any] = [layer.forward for layer in self.layers]
         outer = {name: partial(count_changes, *modules) for name, modules in self.outer_units().items()}
         guard_backward({forward.name: forward.num_changes for forward in forwards} | outer, outputs)
+
+    # ---- saved files
+
+    def write_config(self, directory: Path) -> None:
+        config = self.model.config
+        config.dtype = str(self.model.dtype).removeprefix("torch.")
+        config.architectures = [type(self.model).__name__.removeprefix("FSDP")]
+        config.save_pretrained(directory)
+        self.model.generation_config.save_pretrained(directory)
+
+    def write_adapter_config(self, config: Any, directory: Path) -> dict[str, str]:
+        """Write PEFT's configuration of an adapter. Return metadata for the file of its tensors."""
+        config = copy.copy(config)
+        config.inference_mode = True  # as PEFT writes it
+        config.save_pretrained(directory)
+        return {}
+
+    def revert_conversion(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors under the names, and in the shapes, of the library's files."""
+        return revert_weight_conversion(self.model, tensors)
+
+    # ---- examples
 
     @abstractmethod
     def example_inputs(self, num_tokens: int, document_tokens: int | None = None) -> dict[str, Any]:

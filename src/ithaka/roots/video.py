@@ -12,9 +12,11 @@ tokens, U distinct timesteps; modulations have M = 6 * D values.
 """
 
 import copy
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -111,6 +113,8 @@ class VideoTransformer(Root):
     after another."""
 
     library = "diffusers"
+    file_stem, adapter_file = "diffusion_pytorch_model", "pytorch_lora_weights.safetensors"
+    adapter_prefix = "transformer."
     lora_options: ClassVar = {"lora_dropout": 0}
     call_type = Clips
     predicts_tokens = False
@@ -160,6 +164,23 @@ class VideoTransformer(Root):
     def make_layer(self, index: int, store: Store, keeps: ActivationPolicy) -> Any:
         self.layers[index].attn1.processor = SelfAttention()
         return super().make_layer(index, store, keeps)
+
+    # ---- saved files
+
+    def write_config(self, directory: Path) -> None:
+        name = type(self.model).__name__.removeprefix("FSDP")
+        values = json.loads(self.model.to_json_string()) | {"_class_name": name}
+        self.model.register_to_config(_class_name=name)  # to_json_string wrote FSDP2's name
+        (directory / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def write_adapter_config(self, config: Any, directory: Path) -> dict[str, str]:
+        """Return PEFT's configuration as metadata, for diffusers' pipelines."""
+        settings = {f"transformer.{name}": value for name, value in config.to_dict().items()}
+        settings = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
+        return {"lora_adapter_metadata": json.dumps(settings, indent=2, sort_keys=True)}
+
+    def revert_conversion(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return tensors
 
     # ---- a call
 
