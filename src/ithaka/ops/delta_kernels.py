@@ -138,11 +138,12 @@ if triton is not None:
 
     @triton.jit
     def _load_decays(g, ids, chunk, h, t, H, C: tl.constexpr):
-        """Load the log of the decay up to each token, its document, and the decays e, f and p."""
+        """Load the log of the decay up to each token, its document, and the decays e, f and p. Chunks after the last
+        token change nothing."""
         at = chunk * C + tl.arange(0, C)
         g_C = tl.load(g + at * H + h, at < t, other=0.0)
         log, total = tl.cumsum(g_C, 0), tl.sum(g_C, 0)
-        id_C, before = tl.load(ids + 1 + tl.minimum(at, t - 1)), tl.load(ids + chunk * C)
+        id_C, before = tl.load(ids + 1 + tl.minimum(at, t - 1)), tl.load(ids + tl.minimum(chunk * C, t))
         last = tl.load(ids + tl.minimum(chunk * C + C, t))
         e = tl.where(id_C == before, tl.exp(log), 0.0)
         f, p = tl.where(id_C == last, tl.exp(total - log), 0.0), tl.where(last == before, tl.exp(total), 0.0)
