@@ -44,15 +44,15 @@ MUTATIONS = (
     Mutation(
         "the temperature applies to the student only",
         "ops/divergence.py",
-        "log_p_tn = (teacher[rows].to(log_q_tV.dtype) / criterion.temperature).log_softmax(-1)",
-        "log_p_tn = teacher[rows].to(log_q_tV.dtype).log_softmax(-1)",
+        "log_p_to = (teacher[rows].to(log_q_tY.dtype) / criterion.temperature).log_softmax(-1)",
+        "log_p_to = teacher[rows].to(log_q_tY.dtype).log_softmax(-1)",
         "test_distillation.py -k 'tiled and False'",
     ),
     Mutation(
         "forward and reverse KL are swapped",
         "ops/divergence.py",
-        "if 0 < beta < 1 else (1 - beta, beta)\n    of_p_tn",
-        "if 0 < beta < 1 else (beta, 1 - beta)\n    of_p_tn",
+        "if 0 < beta < 1 else (1 - beta, beta)\n    of_p_to",
+        "if 0 < beta < 1 else (beta, 1 - beta)\n    of_p_to",
         "test_distillation.py -k 'tiled and False'",
     ),
     Mutation(
@@ -256,8 +256,8 @@ MUTATIONS = (
     Mutation(
         "chosen and rejected answers are swapped",
         "train/preferences.py",
-        "margins_P = rewards_P2[:, 0] - rewards_P2[:, 1]",
-        "margins_P = rewards_P2[:, 1] - rewards_P2[:, 0]",
+        "margins_v = rewards_v2[:, 0] - rewards_v2[:, 1]",
+        "margins_v = rewards_v2[:, 1] - rewards_v2[:, 0]",
         "test_dpo_runs.py -k trls",
     ),
     Mutation(
@@ -646,8 +646,8 @@ MUTATIONS = (
     Mutation(
         "the adapter of an expert has no scale in backward",
         "blocks/experts.py",
-        "self._b_ErN.transpose(1, 2), rows.ends_E).mul_(self.scale)",
-        "self._b_ErN.transpose(1, 2), rows.ends_E)",
+        "self._b_ErM.transpose(1, 2), rows.ends_E).mul_(self.scale)",
+        "self._b_ErM.transpose(1, 2), rows.ends_E)",
         "test_experts.py -k adapters_on_experts",
     ),
     Mutation(

@@ -194,7 +194,7 @@ def test_some_heads_of_a_map_are_rows_or_columns_of_its_weight():
     full = linear(x).unflatten(1, (3, 4))
     torch.testing.assert_close(linear.select_heads(heads, 4)(x), full[:, heads].flatten(1))
     inner = linear.select_heads(torch.tensor([1]), 2, dim=1)
-    torch.testing.assert_close(inner.input_grad(full.flatten(1), None), full.flatten(1) @ linear.weight_ND[:, 2:4])
+    torch.testing.assert_close(inner.input_grad(full.flatten(1), None), full.flatten(1) @ linear.weight_MD[:, 2:4])
 
 
 # ---- RoPE

@@ -259,3 +259,14 @@ def test_the_wheel_installs_and_runs(tmp_path):
         done.stderr
     )
     assert (tmp_path / "site" / "bin" / "ithaka").is_file()
+
+
+def test_letters_of_shapes_are_in_the_legend():
+    """Every letter in a file's legend is in the table of CONTRIBUTING.md, once."""
+    table = re.search(r"A letter means\n.*?\n\n(  \|.*?)\n\n", (ROOT / "CONTRIBUTING.md").read_text(), re.S)[1]
+    known = re.findall(r"`([A-Za-z])`", table)
+    assert len(known) == len(set(known))
+    for file in (ROOT / "src").rglob("*.py"):
+        legend = re.search(r"^(?:.*\. )?Shapes(?: as|:)(.*?)(?:\n\n|\"\"\")", file.read_text(), re.S | re.M)
+        letters = set(re.findall(r"(?<![\w`'.-])([A-Za-z])(?![\w`'.-])", legend[1])) if legend else set()
+        assert letters <= {*known}, file

@@ -12,10 +12,13 @@ from torch.nn import functional as F
 
 from decoders import tiny_decoder
 from general import add_lora, assert_equal, compare, mean_loss
+from ithaka.blocks import experts as expert_blocks
 from ithaka.blocks.expert_rows import SortedAssignments
-from ithaka.blocks.experts import ExpertBlock, GroupedLinear, LayerExperts, _ExpertsFunction
+from ithaka.blocks.experts import ExpertBlock, GroupedLinear, _ExpertsFunction
 from ithaka.blocks.tiles import GradSum
 from ithaka.comm.mesh import make_mesh
+from ithaka.layer.mixer import LayerSpec
+from ithaka.layer.passes import LayerPasses
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import parallelize_model
 from ithaka.roots import probe
@@ -67,7 +70,8 @@ def test_experts_equal_those_of_transformers(family):
     for name, chosen in DISTRIBUTIONS.items():
         y = module(x, chosen, weights)
         plain[name] = y.detach(), torch.autograd.grad(y, inputs, dy)
-    experts = LayerExperts(layer)
+    spec = LayerSpec(blocks=tuple(expert_blocks.find_experts(layer).values()))
+    experts = LayerPasses("layer", layer, spec).experts
     assert experts.block is not None
     errors = {}
     for distribution, chosen in DISTRIBUTIONS.items():
@@ -79,7 +83,7 @@ def test_experts_equal_those_of_transformers(family):
             with experts.repeat_tile(deque(), skips_mlp=skips):
                 y_tile = module(x[rows], chosen[rows], weights[rows])
             assert bool(y_tile.any()) != skips
-            with experts.add_grads_to(sums):
+            with experts.tile.set(grads=sums, is_only_tile=False):
                 tiles.append(torch.autograd.grad(y_tile, inputs, dy[rows], allow_unused=True))
         summed = [a + b for a, b in zip(*(tile[:2] for tile in tiles), strict=True)]
         summed += [sums.take(param) for param in params.values()]
@@ -136,9 +140,9 @@ def test_weight_gradients_are_summed_over_tiles_unrounded(is_transposed):
         return torch.randn(*shape, generator=generator).bfloat16()
 
     shape = (E, 16, 24) if is_transposed else (E, 24, 16)
-    weight, a_RD, b_NR = draw(*shape), draw(E * 8, 16), draw(24, 8 * E)
-    linear = GroupedLinear(nn.Parameter(weight), None, is_transposed, nn.Parameter(a_RD), nn.Parameter(b_NR))
-    wide = GroupedLinear(weight.double(), None, is_transposed, a_RD.double(), b_NR.double())
+    weight, a_AD, b_MA = draw(*shape), draw(E * 8, 16), draw(24, 8 * E)
+    linear = GroupedLinear(nn.Parameter(weight), None, is_transposed, nn.Parameter(a_AD), nn.Parameter(b_MA))
+    wide = GroupedLinear(weight.double(), None, is_transposed, a_AD.double(), b_MA.double())
     for tensor in wide.tensors:
         tensor.requires_grad_()
     sums, expected = GradSum(), GradSum()
@@ -286,7 +290,7 @@ def test_the_probe_uses_few_and_narrow_experts(family, adapted, monkeypatch):
 
     monkeypatch.setattr(probe, "randomize", watch)
     (spec,) = probe.probe_layers(model, Recorder(model), torch.device("cpu"))
-    assert spec.has_expert_block
+    assert isinstance(spec.blocks[-1], expert_blocks.ExpertSpec)
     # Qwen2-MoE multiplies the output of its shared expert, so a gradient depends on it.
     assert spec.skips_mlp == (family != "qwen2_moe")
     assert len(sizes) == 2 and max(sizes) < 0.3 * sum(param.numel() for param in model.model.layers.parameters())
@@ -310,4 +314,4 @@ def test_a_layer_that_falls_back_to_transformers_experts_is_named(monkeypatch):
     model = tiny_decoder("gpt_oss", torch.float32, num_hidden_layers=1)
     with pytest.warns(UserWarning, match=r"model.layers.0 runs its experts as transformers does.*no such kernel"):
         (spec,) = probe.probe_layers(model, Recorder(model), torch.device("cpu"))
-    assert not spec.has_expert_block
+    assert not any(isinstance(block, expert_blocks.ExpertSpec) for block in spec.blocks)

@@ -46,35 +46,35 @@ def values_of_e4m3() -> torch.Tensor:
     return torch.tensor(sorted({-value for value in positive} | set(positive)), dtype=torch.float64)
 
 
-def round_exactly(x_RW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def round_exactly(x_tD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Round cubes to the nearest value of e4m3, in fp64; return their roots in the dtype of x, and where fp32 may round
     to another value, which is almost as near."""
-    table, roots_RW, is_tie_RW = values_of_e4m3(), torch.zeros_like(x_RW), torch.zeros_like(x_RW, dtype=torch.bool)
-    for row, roots, is_tie in zip(x_RW.double(), roots_RW, is_tie_RW, strict=True):
+    table, roots_tD, is_tie_tD = values_of_e4m3(), torch.zeros_like(x_tD), torch.zeros_like(x_tD, dtype=torch.bool)
+    for row, roots, is_tie in zip(x_tD.double(), roots_tD, is_tie_tD, strict=True):
         for i in range(0, len(row), FLOAT8_BLOCK):
             block = row[i : i + FLOAT8_BLOCK]
             scale = 2.0 ** math.ceil(math.log2(max(float(block.abs().max()), 2.0**-126)))
             cubes = (block / scale) ** 3 * 448
             distances, codes = (cubes[:, None] - table).abs().topk(2, largest=False)
             nearest = [math.cbrt(value / 448) * scale for value in table[codes[:, 0]].tolist()]
-            roots[i : i + FLOAT8_BLOCK] = torch.tensor(nearest, dtype=torch.float32).to(x_RW.dtype)
+            roots[i : i + FLOAT8_BLOCK] = torch.tensor(nearest, dtype=torch.float32).to(x_tD.dtype)
             is_tie[i : i + FLOAT8_BLOCK] = distances[:, 1] - distances[:, 0] < 1e-6 * cubes.abs()
-    return roots_RW, is_tie_RW
+    return roots_tD, is_tie_tD
 
 
 @pytest.fixture(scope="module")
 def numbers():
     """Rows of very different sizes, an odd width, ties, zeros, outliers, and the largest and smallest numbers."""
     generator = torch.Generator().manual_seed(0)
-    x_RW = torch.randn(23, 300, generator=generator) * torch.exp2(torch.arange(23.0)[:, None] * 8 - 90)
-    x_RW[0], x_RW[1, :128], x_RW[2, 5], x_RW[3, 0] = 0.0, 0.0, 1e4, 8e37
-    x_RW[4] = 2.0 ** torch.arange(-12, 13).repeat(12)  # from the largest code to zero
-    return x_RW.bfloat16()
+    x_tD = torch.randn(23, 300, generator=generator) * torch.exp2(torch.arange(23.0)[:, None] * 8 - 90)
+    x_tD[0], x_tD[1, :128], x_tD[2, 5], x_tD[3, 0] = 0.0, 0.0, 1e4, 8e37
+    x_tD[4] = 2.0 ** torch.arange(-12, 13).repeat(12)  # from the largest code to zero
+    return x_tD.bfloat16()
 
 
-def packed(x_RW: torch.Tensor) -> torch.Tensor:
-    bytes_ = torch.full((float8_bytes(*x_RW.shape),), 77, dtype=torch.uint8)
-    float8.pack(x_RW, bytes_)
+def packed(x_tD: torch.Tensor) -> torch.Tensor:
+    bytes_ = torch.full((float8_bytes(*x_tD.shape),), 77, dtype=torch.uint8)
+    float8.pack(x_tD, bytes_)
     return bytes_
 
 
@@ -84,12 +84,12 @@ def test_values_round_as_in_fp64(numbers, monkeypatch):
     monkeypatch.setattr(float8, "STAGED_BYTES", 5 * 300 + 1)
     assert torch.equal(packed(numbers), codes)
     for rows in (slice(0, 23), slice(7, 20), slice(22, 23)):
-        y_RW = torch.empty_like(numbers[rows])
-        float8.unpack(codes, len(numbers), rows.start, y_RW)
-        assert torch.equal(y_RW[~is_tie[rows]], exact[rows][~is_tie[rows]])
+        y_tD = torch.empty_like(numbers[rows])
+        float8.unpack(codes, len(numbers), rows.start, y_tD)
+        assert torch.equal(y_tD[~is_tie[rows]], exact[rows][~is_tie[rows]])
     assert is_tie.float().mean() < 0.01
-    x_RW = numbers.double()[6:]
-    assert ((exact[6:] - x_RW).norm(dim=1) / x_RW.norm(dim=1)).median() < 0.012  # plain e4m3: 0.026
+    x_tD = numbers.double()[6:]
+    assert ((exact[6:] - x_tD).norm(dim=1) / x_tD.norm(dim=1)).median() < 0.012  # plain e4m3: 0.026
 
 
 def test_kernels_compute_the_same_bits(numbers, monkeypatch):
@@ -101,15 +101,15 @@ def test_kernels_compute_the_same_bits(numbers, monkeypatch):
         dtypes = {"int64": torch.int64, "uint8": torch.uint8, "float8e4nv": torch.float8_e4m3fn}
         kernels.tl.__dict__.update(names, **dtypes)
         monkeypatch.setattr(torch.Tensor, "to", bitcast)
-        codes_RW, scales_RB = (part.clone() for part in float8._split(packed(numbers), *numbers.shape))
-        made = torch.zeros_like(codes_RW), torch.zeros_like(scales_RB)
+        codes_tD, scales_tb = (part.clone() for part in float8._split(packed(numbers), *numbers.shape))
+        made = torch.zeros_like(codes_tD), torch.zeros_like(scales_tb)
         kernels._launch(kernels._quantize_kernel, numbers, *made)
-        assert torch.equal(made[0], codes_RW) and torch.equal(made[1], scales_RB)
-        y_RW, expected_RW = torch.empty_like(numbers), torch.empty_like(numbers)
-        kernels._launch(kernels._dequantize_kernel, y_RW, codes_RW, scales_RB, roots)
+        assert torch.equal(made[0], codes_tD) and torch.equal(made[1], scales_tb)
+        y_tD, expected_tD = torch.empty_like(numbers), torch.empty_like(numbers)
+        kernels._launch(kernels._dequantize_kernel, y_tD, codes_tD, scales_tb, roots)
         monkeypatch.undo()
-        float8.dequantize(expected_RW, codes_RW, scales_RB)
-        assert torch.equal(y_RW, expected_RW)
+        float8.dequantize(expected_tD, codes_tD, scales_tb)
+        assert torch.equal(y_tD, expected_tD)
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

@@ -31,13 +31,13 @@ from threads import run_on_threads
 LENGTHS = (7, 1, 9, 6)  # documents; on 2 and 4 ranks they end in the middle of shards
 
 
-def plain_results(logits_sV: Tensor, labels_s: Tensor) -> TokenResults:
+def plain_results(logits_sY: Tensor, labels_s: Tensor) -> TokenResults:
     """The reference implementation."""
-    valid_s, log_p_sV = labels_s != IGNORE_INDEX, logits_sV.log_softmax(-1)
-    logprobs_s = -F.cross_entropy(logits_sV, labels_s, ignore_index=IGNORE_INDEX, reduction="none")
-    entropies_s = torch.where(valid_s, -(log_p_sV.exp() * log_p_sV).sum(-1), 0)
+    valid_s, log_p_sY = labels_s != IGNORE_INDEX, logits_sY.log_softmax(-1)
+    logprobs_s = -F.cross_entropy(logits_sY, labels_s, ignore_index=IGNORE_INDEX, reduction="none")
+    entropies_s = torch.where(valid_s, -(log_p_sY.exp() * log_p_sY).sum(-1), 0)
     return TokenResults(
-        logprobs_s, entropies_s, logits_sV.argmax(-1) == labels_s, torch.where(valid_s, logits_sV.mean(-1), 0)
+        logprobs_s, entropies_s, logits_sY.argmax(-1) == labels_s, torch.where(valid_s, logits_sY.mean(-1), 0)
     )
 
 

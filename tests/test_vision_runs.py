@@ -257,7 +257,7 @@ def test_a_video_file_is_sampled(folder, monkeypatch):
     text, video = reader.measure_video("clip.mp4", 2)
     assert (video.frames, decoded) == ([0, 5, 9, 14, 18, 23], [[23]])  # 6 frames from 3 seconds
     assert "<0.3 seconds>" in text and text.count("<|video_pad|>") == video.num_tokens
-    parts = [reader.load([video], rank, 2)["pixel_values_videos"].part_PC for rank in range(2)]
+    parts = [reader.load([video], rank, 2)["pixel_values_videos"].part_PM for rank in range(2)]
     assert decoded[1:] == [[0, 5], [9, 14, 18, 23]]
     frames = torch.stack([pil_to_tensor(picture(6 * i)) for i in video.frames])
     expected = reader.processor.video_processor(videos=[frames], do_sample_frames=False, do_convert_rgb=False)

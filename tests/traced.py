@@ -13,7 +13,7 @@ from statistics import median
 import rehearsed
 from ithaka.config import parse_count
 from ithaka.layout import ActivationPolicy, Layout
-from ithaka.model.truncate import truncate_config
+from ithaka.model.build import keep_layers
 from ithaka.plan.bytes import gpu_phases
 from ithaka.plan.hardware import GIB, parse_gpus
 from ithaka.plan.models import find_config
@@ -21,7 +21,7 @@ from ithaka.plan.search import Plan
 from ithaka.plan.shape import StepShape
 from ithaka.plan.trace import TraceRequest
 from ithaka.run.shapes import find_shape
-from ithaka.run.trace import read_config, trace_model, trace_plan
+from ithaka.run.trace import trace_model, trace_plan
 
 MODELS = ("llama3-8b", "qwen3-8b", "gemma-3-4b", "gpt-oss-20b", "qwen3-30b-a3b", "qwen3.5-9b")
 LOCAL_TOKENS = 2**16
@@ -68,7 +68,7 @@ def trace_row(row: dict[str, str]) -> float:
     sizes = int(row["heads_per_stage"]), int(row["tile_tokens"])
     options = {"overlap": row["overlap"] == "1", "dtype": "bfloat16", "kernel": row["kernel"]}
     layout = Layout(cp, *sizes, (keeps,) * layers, **options)
-    config = truncate_config(read_config(find_config(row["model"])), range(layers)).to_dict()
+    config = keep_layers(find_config(row["model"]), range(layers))
     return trace_model(TraceRequest(json.dumps(config), layout, cp), tokens).peak_bytes / GIB
 
 

@@ -5,7 +5,9 @@ import torch
 
 from decoders import tiny_decoder
 from ithaka.blocks.expert_rows import SortedAssignments, add_products
-from ithaka.blocks.experts import LayerExperts
+from ithaka.blocks.experts import find_experts
+from ithaka.layer.mixer import LayerSpec
+from ithaka.layer.passes import LayerPasses
 from parity import relative
 
 SHAPES = {
@@ -28,7 +30,8 @@ def test_experts_on_a_gpu_match_transformers(family):
     chosen = torch.rand(300, 7, generator=generator, device="cuda").topk(4).indices  # never the last expert
     results = []
     for dtype in (torch.float64, torch.bfloat16):
-        experts = LayerExperts(layer, replaces=dtype == torch.bfloat16)
+        blocks = tuple(find_experts(layer).values()) if dtype == torch.bfloat16 else ()
+        experts = LayerPasses("layer", layer, LayerSpec(blocks=blocks)).experts
         module.to(dtype)
         params = list(module.parameters())
         inputs = [x.to(dtype).requires_grad_(), weights.to(dtype).requires_grad_(), *params]

@@ -14,17 +14,17 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_codes_and_values_are_those_of_the_plain_path(shape, dtype):
     generator = torch.Generator().manual_seed(0)
-    x_RW = (torch.randn(shape, generator=generator) * torch.exp2(torch.arange(shape[0])[:, None] % 100 - 60)).to(dtype)
-    x_RW[0, 0] = 0.0
+    x_tD = (torch.randn(shape, generator=generator) * torch.exp2(torch.arange(shape[0])[:, None] % 100 - 60)).to(dtype)
+    x_tD[0, 0] = 0.0
     host, device = (torch.zeros(float8_bytes(*shape), dtype=torch.uint8) for _ in range(2))
-    float8.pack(x_RW, host)
-    float8.pack(x_RW.cuda(), device)
+    float8.pack(x_tD, host)
+    float8.pack(x_tD.cuda(), device)
     torch.cuda.synchronize()
     assert torch.equal(host, device)
-    y_RW, z_RW = torch.empty_like(x_RW), torch.empty_like(x_RW, device="cuda")
-    float8.unpack(host, shape[0], 0, y_RW)
-    float8.unpack(host, shape[0], 0, z_RW)
-    assert torch.equal(y_RW, z_RW.cpu())
+    y_tD, z_tD = torch.empty_like(x_tD), torch.empty_like(x_tD, device="cuda")
+    float8.unpack(host, shape[0], 0, y_tD)
+    float8.unpack(host, shape[0], 0, z_tD)
+    assert torch.equal(y_tD, z_tD.cpu())
 
 
 def test_a_store_returns_rounded_tensors_while_the_gpu_is_busy():

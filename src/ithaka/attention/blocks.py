@@ -1,8 +1,8 @@
 """Attention in score blocks: exact, of any length, with packed documents; causal, bidirectional or sliding window.
 
 Shapes: S = tokens of the packed sequence, or of this rank's share of it, n = query heads, m = key/value heads,
-r = n // m query heads per kv head, K = head dim. Internally: B = score blocks in one batched kernel call, h = kv heads
-in one kernel call, q/k = rows/keys of a score block.
+g = n // m query heads per kv head, K = head dim. Internally: B = score blocks in one batched kernel call, h = kv heads
+in one kernel call, q/j = rows/keys of a score block.
 
 The softmax of a row is merged from its score blocks in fp32 and rounded once. In backward every score block gets the
 *global* out and lse of its rows, so that gradients of score blocks add up: dq in an fp32 sum per query block, rounded
@@ -159,10 +159,10 @@ class _AttentionCall:
     def run(self, on_block: Callable, on_chunk: Callable, query_side: Tensors, key_side: Tensors) -> None:
         """Call the functions with every block and chunk and views of the heads of one kernel call."""
         m = key_side[0].shape[1]
-        r, per_kv = query_side[0].shape[1] // m, self.heads_per_kv
+        g, per_kv = query_side[0].shape[1] // m, self.heads_per_kv
         kv_at_once = self.heads_at_once // per_kv
         # Without values, the first heads stand for all.
-        num_kv, num_queries = (1, 1) if query_side[0].is_meta else (m, r)
+        num_kv, num_queries = (1, 1) if query_side[0].is_meta else (m, g)
         for first in range(0, num_kv, kv_at_once):
             heads = slice(first, first + kv_at_once)
             keys = tuple(x[:, heads] for x in key_side)

@@ -1,6 +1,6 @@
 """Choose an attention kernel: the first one that supports the inputs and passes a test on this machine.
 
-Shapes: h = heads, T = tokens of packed documents, K = head dim.
+Shapes: h = heads, S = tokens of packed documents, K = head dim.
 """
 
 import socket
@@ -296,24 +296,24 @@ def _block_cases(
 def _document_cases(
     kernel: Kernel, run_exactly: Callable, size: int, scale: float, dout: Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> Iterator[_Case]:
-    """Yield cases of three packed documents, without and with a window. Inputs are [h, T, K]."""
+    """Yield cases of three packed documents, without and with a window. Inputs are [h, S, K]."""
     lengths, varlen = (3, 7, q.shape[1] - 10), kernel.varlen
     assert varlen is not None
     ends_d = torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=q.device)
-    visible_TT = torch.block_diag(*(torch.ones(n, n, device=q.device) for n in lengths)).bool().tril()
-    dout_ThK, *inputs = (x.transpose(0, 1) for x in (dout, q, k, v))
+    visible_SS = torch.block_diag(*(torch.ones(n, n, device=q.device) for n in lengths)).bool().tril()
+    dout_ShK, *inputs = (x.transpose(0, 1) for x in (dout, q, k, v))
     for window, where in ((None, "packed documents"), (size, "packed documents with a window")):
         how = (ends_d, max(lengths), scale, True, window)
         if kernel.direct:
-            out, lse, *grads = _run_into_buffers(varlen, dout_ThK, *inputs, *how)
+            out, lse, *grads = _run_into_buffers(varlen, dout_ShK, *inputs, *how)
         else:
             out, lse = varlen.forward(*inputs, *how)
-            grads = list(varlen.backward(dout_ThK, *inputs, out, lse, *how))
+            grads = list(varlen.backward(dout_ShK, *inputs, out, lse, *how))
         ours = (out.transpose(0, 1), lse, *(grad.transpose(0, 1) for grad in grads))
         yield (
             where,
             ours,
-            run_exactly(dout, q, k, v, scale, visible_TT if window is None else visible_TT.triu(1 - window)),
+            run_exactly(dout, q, k, v, scale, visible_SS if window is None else visible_SS.triu(1 - window)),
         )
 
 

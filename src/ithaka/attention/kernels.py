@@ -1,7 +1,7 @@
 """The attention kernels.
 
-Shapes: B = score blocks in the batch, h = heads (as many for k as for q, or with GQA fewer), q/k = rows/keys of one
-score block, K = head dim; T = tokens of many short documents. A kernel computes one score block with a causal flag;
+Shapes: B = score blocks in the batch, h = heads (as many for k as for q, or with GQA fewer), q/j = rows/keys of one
+score block, K = head dim; S = tokens of many short documents. A kernel computes one score block with a causal flag;
 `blocks.py` does the rest (blocks, windows, documents), and `choose.py` tests it.
 """
 
@@ -31,8 +31,8 @@ ALL_DTYPES = (torch.float64, torch.float32, *DTYPES_16_BIT)
 class Varlen:
     """Many short documents in one call. `ends_d`: int32, cumulative, from 0; window as in `attention`.
 
-    forward(q_ThK, k, v, ends_d, longest, scale, causal, window) -> out_ThK, lse_hT
-    backward(dout_ThK, q, k, v, out, lse_hT, ends_d, longest, scale, causal, window) -> dq, dk, dv
+    forward(q_ShK, k, v, ends_d, longest, scale, causal, window) -> out_ShK, lse_hS
+    backward(dout_ShK, q, k, v, out, lse_hS, ends_d, longest, scale, causal, window) -> dq, dk, dv
     If the `Kernel` is `direct`, both also take `into`.
     """
 
@@ -44,7 +44,7 @@ class Varlen:
 class Kernel:
     """A kernel for score blocks.
 
-    forward(q_BhqK, k_BhkK, v_BhkK, scale, causal) -> out_BhqK, lse_Bhq (fp32, or fp64 for fp64 inputs)
+    forward(q_BhqK, k_BhjK, v_BhjK, scale, causal) -> out_BhqK, lse_Bhq (fp32, or fp64 for fp64 inputs)
     backward(dout_BhqK, q, k, v, out_BhqK, lse_Bhq, scale, causal) -> dq, dk, dv, where out and lse may be those
     of *all* keys: the results are then this block's contribution to the gradients. Inputs may be strided except in K.
     A `direct` kernel supports GQA (h larger for q than for k), the mask `window` of `score_blocks.py` (window=n), and
@@ -292,20 +292,20 @@ def compile_fa4(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(), torch.device("cuda"):
-        q_ThK, k_TmK = (torch.empty(8192, heads, head_dim, dtype=getattr(torch, dtype)) for heads in (2 * group, 2))
-        lse_hT = torch.empty(2 * group, 8192)
+        q_ShK, k_SmK = (torch.empty(8192, heads, head_dim, dtype=getattr(torch, dtype)) for heads in (2 * group, 2))
+        lse_hS = torch.empty(2 * group, 8192)
         lengths: tuple[Any, ...] = ()
         if packed:
             lengths = (torch.empty(4, dtype=torch.int32), 4096)
         else:
-            q_ThK, k_TmK = (x.transpose(0, 1).unsqueeze(0) for x in (q_ThK, k_TmK))
-            lse_hT = lse_hT.unsqueeze(0)
+            q_ShK, k_SmK = (x.transpose(0, 1).unsqueeze(0) for x in (q_ShK, k_SmK))
+            lse_hS = lse_hS.unsqueeze(0)
         mask = (1.0, causal, window)
         run: Any = _FA4.varlen if packed else _FA4
         if backward:
-            run.backward(q_ThK, q_ThK, k_TmK, k_TmK, q_ThK, lse_hT, *lengths, *mask)
+            run.backward(q_ShK, q_ShK, k_SmK, k_SmK, q_ShK, lse_hS, *lengths, *mask)
         else:
-            run.forward(q_ThK, k_TmK, k_TmK, *lengths, *mask, into=(torch.empty_like(q_ThK), lse_hT))
+            run.forward(q_ShK, k_SmK, k_SmK, *lengths, *mask, into=(torch.empty_like(q_ShK), lse_hS))
 
 
 # --- registry ---------------------------------------------------------------------------------------------
@@ -345,12 +345,12 @@ KERNELS = {kernel.name: kernel for kernel in (_FA4, _CUDNN, _FLASH, _EFFICIENT, 
 
 def trace_kernel(kernel: Kernel) -> Kernel:
     """The kernel for tensors without memory: allocates what it allocates on a GPU."""
-    varlen = kernel.varlen and Varlen(partial(_trace_varlen, kernel), partial(_trace_varlen_backward, kernel))
-    forward, backward = partial(_trace_forward, kernel), partial(_trace_backward, kernel)
-    return replace(kernel, forward=forward, backward=backward, varlen=varlen, fallback=None)
+    backward = partial(_trace_backward, kernel)
+    varlen = kernel.varlen and Varlen(_trace_varlen, backward)
+    return replace(kernel, forward=partial(_trace_forward, kernel), backward=backward, varlen=varlen, fallback=None)
 
 
-def _trace_forward(kernel, q, k, v, scale, causal, window=None, into=(None, None), softcap=None):
+def _trace_forward(kernel, q, k, *others, into=(None, None), **options):
     scores = _trace_scores(kernel, q, k)
     out, lse = into
     out = torch.empty_like(q) if out is None else out
@@ -358,28 +358,18 @@ def _trace_forward(kernel, q, k, v, scale, causal, window=None, into=(None, None
     return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse is None else lse
 
 
-def _trace_backward(kernel, dout, q, k, v, out, lse, scale, causal, window=None, into=(None, None, None), softcap=None):
-    return _trace_grads(kernel, (q, k, v), q.shape[1] > k.shape[1], into)
-
-
-def _trace_varlen(kernel, q, k, v, ends, longest, scale, causal, window, into=(None, None), softcap=None):
+def _trace_varlen(q, *others, into=(None, None), **options):
     out, lse = into
     out = torch.empty_like(q) if out is None else out
     return out, torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device) if lse is None else lse
 
 
-def _trace_varlen_backward(
-    kernel, dout, q, k, v, out, lse, ends, longest, scale, causal, window, into=(None, None, None), softcap=None
-):
-    return _trace_grads(kernel, (q, k, v), q.shape[1] > k.shape[1], into)
-
-
-def _trace_grads(kernel, qkv, is_grouped, into):
+def _trace_backward(kernel, dout, q, k, v, *others, into=(None, None, None), **options):
     """All kernels sum dq in fp32; dk and dv too if they sum them over query heads, or if the head dim is large."""
-    sums_kv = is_grouped or kernel.name == "efficient"
-    scores = _trace_scores(kernel, *qkv[:2])
-    sums = [torch.empty_like(x, dtype=torch.float32) for x in (qkv if sums_kv else qkv[:1])]
-    grads = tuple(torch.empty_like(x) if to is None else to for x, to in zip(qkv, into, strict=True))
+    sums_kv = q.shape[1] > k.shape[1] or kernel.name == "efficient"
+    scores = _trace_scores(kernel, q, k)
+    sums = [torch.empty_like(x, dtype=torch.float32) for x in ((q, k, v) if sums_kv else (q,))]
+    grads = tuple(torch.empty_like(x) if to is None else to for x, to in zip((q, k, v), into, strict=True))
     del scores, sums
     return grads
 

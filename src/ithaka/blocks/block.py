@@ -5,10 +5,11 @@ module's name. Blocks add weight gradients to the layer's fp32 sums, instead of 
 """
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from ithaka.blocks.tiles import GradSum
 # Rows of random inputs: epsilons show in small ones, clamps in large ones.
 ROW_SCALES = (1.0, 0.03, 1e-3, 30.0, 1e3, 1e5)
 TOLERANCE = 1e-4  # in fp32, relative to the largest value of a row
+SMALL_WIDTH = 32  # of an expert or MLP in a small copy of a layer
 HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -42,11 +44,17 @@ class TileState:
                 setattr(self, name, getattr(TileState, name))
 
 
-class BlockSpec(Protocol):
-    """What a block computes, and for which module of the layer. Frozen."""
+@dataclass(frozen=True)
+class BlockSpec(ABC):
+    """What a block computes, and for which module of the layer."""
 
     path: str
+    is_mlp: ClassVar[bool] = False  # `TileState.skips_mlp` leaves it out
+    reads_16_bits: ClassVar[bool] = True  # so layers with such blocks keep the residual stream in 16 bits
+    # What a layer does if results differ with its blocks. Blocks with the same text are used together or not at all.
+    fallback: ClassVar[str] = "runs its modules as transformers does, without ithaka's blocks"
 
+    @abstractmethod
     def make(self, module: Any, tile: TileState) -> Callable[..., Any]:
         """The forward of the module."""
 
@@ -91,6 +99,18 @@ def _run(function: Callable[..., Any], inputs: Sequence[Tensor], params: Sequenc
         trained = [param for param in params if param.requires_grad]
         grads = torch.autograd.grad(outputs, [*leaves, *trained], douts, allow_unused=True)
     return [*(out.detach() for out in outputs), *grads]
+
+
+def resize(module: nn.Module, name: str, sizes: dict[int, int]) -> None:
+    """Give a parameter other sizes in some dims, and no values; of a buffer, keep the first entries."""
+    if (param := module._parameters.get(name)) is not None:
+        shape = [sizes.get(dim, size) for dim, size in enumerate(param.shape)]
+        empty = torch.empty(shape, dtype=param.dtype, device="meta")
+        module._parameters[name] = nn.Parameter(empty, param.requires_grad)
+        return
+    for dim, size in sizes.items():
+        buffer = module._buffers[name]
+        module._buffers[name] = None if buffer is None else buffer.narrow(dim, 0, size)
 
 
 def _is_close(a: Tensor | None, b: Tensor | None) -> bool:

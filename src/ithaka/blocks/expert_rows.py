@@ -4,7 +4,7 @@ A row is one (token, expert) pair. Rows of the same expert are consecutive, so t
 their experts' weights; only the device knows where an expert's rows end. On a GPU, each of the other steps makes one
 pass over memory, in fp32.
 
-Shapes: t tokens of a tile, k experts per token, n = t * k rows, E experts, D input features, N output features, F width
+Shapes: t tokens of a tile, k experts per token, a = t * k rows, E experts, D input features, M output features, F width
 of an expert.
 """
 
@@ -31,19 +31,19 @@ _ROWS = 8192  # rows that a gate without a kernel computes at once
 class SortedAssignments(NamedTuple):
     """The choices of a tile's tokens, sorted by expert."""
 
-    token_n: Tensor
-    expert_n: Tensor
+    token_a: Tensor
+    expert_a: Tensor
     row_tk: Tensor  # the row of each choice
     ends_E: Tensor  # int32, the row after an expert's last
 
     @classmethod
     def sort(cls, expert_tk: Tensor, num_experts: int) -> "SortedAssignments":
-        expert_n, order_n = expert_tk.flatten().to(torch.int16).sort(stable=True)
-        row_n = torch.empty_like(order_n)
-        row_n[order_n] = torch.arange(len(order_n), device=order_n.device)
-        experts_E = torch.arange(num_experts, dtype=torch.int16, device=expert_n.device)
-        ends_E = torch.searchsorted(expert_n, experts_E, right=True, out_int32=True)
-        return cls(order_n // expert_tk.shape[1], expert_n.int(), row_n.view(expert_tk.shape), ends_E)
+        expert_a, order_a = expert_tk.flatten().to(torch.int16).sort(stable=True)
+        row_a = torch.empty_like(order_a)
+        row_a[order_a] = torch.arange(len(order_a), device=order_a.device)
+        experts_E = torch.arange(num_experts, dtype=torch.int16, device=expert_a.device)
+        ends_E = torch.searchsorted(expert_a, experts_E, right=True, out_int32=True)
+        return cls(order_a // expert_tk.shape[1], expert_a.int(), row_a.view(expert_tk.shape), ends_E)
 
     def take(self, values_tk: Tensor) -> Tensor:
         """Return values of choices in the order of rows."""
@@ -51,8 +51,8 @@ class SortedAssignments(NamedTuple):
 
 
 def multiply_groups(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
-    """Multiply groups of consecutive rows: [n, D] @ [E, D, N] -> [n, N], or, with groups of columns of `a`, [D, n] @
-    [n, N] -> [E, D, N]. Not differentiable."""
+    """Multiply groups of consecutive rows: [a, D] @ [E, D, M] -> [a, M], or, with groups of columns of `a`, [D, a] @
+    [a, M] -> [E, D, M]. Not differentiable."""
     if can_group(a, b):
         return F.grouped_mm(a, b, offs=ends_E)
     if b.dim() == 3:
@@ -60,21 +60,21 @@ def multiply_groups(a: Tensor, b: Tensor, ends_E: Tensor) -> Tensor:
     return torch.stack([a[:, rows] @ b[rows] for rows in _groups(ends_E)])
 
 
-def add_products(into_EDN: Tensor, a_nD: Tensor, b_nN: Tensor, ends_E: Tensor) -> None:
+def add_products(into_EDM: Tensor, a_aD: Tensor, b_aM: Tensor, ends_E: Tensor) -> None:
     """Add a^T @ b of each group of rows to `into`, which has `sum_dtype`, without rounding before the addition.
     PyTorch's grouped matmul would round to bfloat16."""
-    if a_nD.dtype == torch.bfloat16 and runs_kernels(a_nD):
-        (num_experts, D, N), (a_nD, b_nN) = into_EDN.shape, (a_nD.contiguous(), b_nN.contiguous())
+    if a_aD.dtype == torch.bfloat16 and runs_kernels(a_aD):
+        (num_experts, D, M), (a_aD, b_aM) = into_EDM.shape, (a_aD.contiguous(), b_aM.contiguous())
         # Two programs per multiprocessor: one adds its block while the other multiplies.
-        block_d, block_n = (max(16, min(128, _power_of_two(size))) for size in (D, N))
-        grid = (-(-D // block_d) * -(-N // block_n), num_experts)
+        block_d, block_n = (max(16, min(128, _power_of_two(size))) for size in (D, M))
+        grid = (-(-D // block_d) * -(-M // block_n), num_experts)
         settings = {"BLOCK_D": block_d, "BLOCK_N": block_n, "BLOCK_R": 64, "num_stages": 3, "num_warps": 4}
-        tensors = (into_EDN, a_nD, b_nN, ends_E)
-        count("grouped matmul", 2 * a_nD.numel() * N)
-        launch(_add_products_kernel, grid, *tensors, D, N, *into_EDN.stride(), **settings)
+        tensors = (into_EDM, a_aD, b_aM, ends_E)
+        count("grouped matmul", 2 * a_aD.numel() * M)
+        launch(_add_products_kernel, grid, *tensors, D, M, *into_EDM.stride(), **settings)
         return
     for e, rows in enumerate(_groups(ends_E)):
-        add_matmul(into_EDN[e], a_nD[rows].t(), b_nN[rows])
+        add_matmul(into_EDM[e], a_aD[rows].t(), b_aM[rows])
 
 
 def _power_of_two(size: int) -> int:
@@ -94,19 +94,19 @@ def can_group(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype == torch.bfloat16 and all(size % 8 == 0 for size in sizes)
 
 
-def sum_choices(rows_nD: Tensor, rows: SortedAssignments, dtype: torch.dtype) -> Tensor:
+def sum_choices(rows_aD: Tensor, rows: SortedAssignments, dtype: torch.dtype) -> Tensor:
     """Sum the rows of each token, [t, D], in fp32 or wider, and round once."""
-    (t, k), D = rows.row_tk.shape, rows_nD.shape[1]
-    if not runs_kernels(rows_nD):
-        return rows_nD[rows.row_tk].sum(1, dtype=sum_dtype(rows_nD.dtype)).to(dtype)
-    into_tD = rows_nD.new_empty(t, D, dtype=dtype)
+    (t, k), D = rows.row_tk.shape, rows_aD.shape[1]
+    if not runs_kernels(rows_aD):
+        return rows_aD[rows.row_tk].sum(1, dtype=sum_dtype(rows_aD.dtype)).to(dtype)
+    into_tD = rows_aD.new_empty(t, D, dtype=dtype)
     grid = (t, -(-D // _BLOCK))
-    launch(_sum_choices_kernel, grid, into_tD, rows_nD, rows.row_tk, D, K=k, BLOCK=_BLOCK, num_warps=4)
+    launch(_sum_choices_kernel, grid, into_tD, rows_aD, rows.row_tk, D, K=k, BLOCK=_BLOCK, num_warps=4)
     return into_tD
 
 
 class Gate:
-    """The step between an experts module's two matmuls, from [n, 2 F] (or [n, F]) to [n, F]."""
+    """The step between an experts module's two matmuls, from [a, 2 F] (or [a, F]) to [a, F]."""
 
     def __init__(self, experts: Any) -> None:
         self.apply = experts._apply_gate if experts.has_gate else experts.act_fn
@@ -117,54 +117,54 @@ class Gate:
         alpha, limit = (experts.alpha, experts.limit) if self.is_interleaved else (1.0, 0.0)
         self.options = {"alpha": alpha, "limit": limit, "INTERLEAVED": self.is_interleaved}
 
-    def forward(self, h_nF: Tensor, bias_EF: Tensor | None, weight_n: Tensor, rows: SortedAssignments) -> Tensor:
-        """Return the gate of h + bias, times the router's weights, [n, F]."""
-        if self.has_kernel and runs_kernels(h_nF):
-            n, width = len(h_nF), h_nF.shape[1] // 2
-            a_nF = h_nF.new_empty(n, width)
-            tensors = (a_nF, h_nF, *self._bias(h_nF, bias_EF), weight_n, rows.expert_n)
+    def forward(self, h_aF: Tensor, bias_EF: Tensor | None, weight_a: Tensor, rows: SortedAssignments) -> Tensor:
+        """Return the gate of h + bias, times the router's weights, [a, F]."""
+        if self.has_kernel and runs_kernels(h_aF):
+            n, width = len(h_aF), h_aF.shape[1] // 2
+            a_aF = h_aF.new_empty(n, width)
+            tensors = (a_aF, h_aF, *self._bias(h_aF, bias_EF), weight_a, rows.expert_a)
             launch(_gate_kernel, (n, -(-width // _BLOCK)), *tensors, width, **self._settings(bias_EF))
-            return a_nF
+            return a_aF
         parts = []
-        for part in range(0, len(h_nF), _ROWS):
+        for part in range(0, len(h_aF), _ROWS):
             at = slice(part, part + _ROWS)
-            h = _add_bias(h_nF[at], bias_EF, rows.expert_n[at])
-            parts.append((self.apply(h) * weight_n[at, None]).to(h_nF.dtype))
+            h = _add_bias(h_aF[at], bias_EF, rows.expert_a[at])
+            parts.append((self.apply(h) * weight_a[at, None]).to(h_aF.dtype))
         return torch.cat(parts)
 
     def backward(
-        self, h_nF: Tensor, bias_EF: Tensor | None, weight_n: Tensor, da_nF: Tensor, rows: SortedAssignments
+        self, h_aF: Tensor, bias_EF: Tensor | None, weight_a: Tensor, da_aF: Tensor, rows: SortedAssignments
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dh [n, 2 F], the output a [n, F] and dweight [n]. Overwrites h and da."""
-        dweight_n = torch.empty_like(weight_n)
-        if self.has_kernel and runs_kernels(h_nF):
-            n, width = da_nF.shape
-            tensors = (h_nF, da_nF, dweight_n, *self._bias(h_nF, bias_EF), weight_n, rows.expert_n)
+        """Return dh [a, 2 F], the output a [a, F] and dweight [a]. Overwrites h and da."""
+        dweight_a = torch.empty_like(weight_a)
+        if self.has_kernel and runs_kernels(h_aF):
+            n, width = da_aF.shape
+            tensors = (h_aF, da_aF, dweight_a, *self._bias(h_aF, bias_EF), weight_a, rows.expert_a)
             settings = {"BLOCKS": -(-width // _BLOCK), **self._settings(bias_EF)}
             launch(_gate_backward_kernel, (n,), *tensors, width, **settings)
-            return h_nF, da_nF, dweight_n
-        for part in range(0, len(h_nF), _ROWS):
+            return h_aF, da_aF, dweight_a
+        for part in range(0, len(h_aF), _ROWS):
             at = slice(part, part + _ROWS)
             with torch.enable_grad():
-                h = _add_bias(h_nF[at], bias_EF, rows.expert_n[at]).detach().requires_grad_()
+                h = _add_bias(h_aF[at], bias_EF, rows.expert_a[at]).detach().requires_grad_()
                 a = self.apply(h)
-            da = da_nF[at].to(a.dtype)
-            dweight_n[at] = (da * a.detach()).sum(-1)
-            h_nF[at] = torch.autograd.grad(a, h, da * weight_n[at, None])[0]
-            da_nF[at] = a.detach() * weight_n[at, None]
-        return h_nF, da_nF, dweight_n
+            da = da_aF[at].to(a.dtype)
+            dweight_a[at] = (da * a.detach()).sum(-1)
+            h_aF[at] = torch.autograd.grad(a, h, da * weight_a[at, None])[0]
+            da_aF[at] = a.detach() * weight_a[at, None]
+        return h_aF, da_aF, dweight_a
 
     @staticmethod
-    def _bias(h_nF: Tensor, bias_EF: Tensor | None) -> tuple[Tensor]:
-        return (h_nF if bias_EF is None else bias_EF.contiguous(),)
+    def _bias(h_aF: Tensor, bias_EF: Tensor | None) -> tuple[Tensor]:
+        return (h_aF if bias_EF is None else bias_EF.contiguous(),)
 
     def _settings(self, bias_EF: Tensor | None) -> dict[str, Any]:
         return {**self.options, "HAS_BIAS": bias_EF is not None, "BLOCK": _BLOCK, "num_warps": 4}
 
 
-def _add_bias(h_nF: Tensor, bias_EF: Tensor | None, expert_n: Tensor) -> Tensor:
-    wide = h_nF.to(sum_dtype(h_nF.dtype))
-    return wide if bias_EF is None else wide + bias_EF[expert_n]
+def _add_bias(h_aF: Tensor, bias_EF: Tensor | None, expert_a: Tensor) -> Tensor:
+    wide = h_aF.to(sum_dtype(h_aF.dtype))
+    return wide if bias_EF is None else wide + bias_EF[expert_a]
 
 
 if triton is not None:
@@ -182,11 +182,11 @@ if triton is not None:
 
     @triton.jit
     def _add_products_kernel(
-        into, a, b, ends, D, N, stride_e, stride_d, stride_n,
+        into, a, b, ends, D, M, stride_e, stride_d, stride_n,
         BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     ):  # fmt: skip
         """Add one block of an expert's product. Blocks of an expert run together, so that its rows stay in cache."""
-        expert, blocks_n = tl.program_id(1), tl.cdiv(N, BLOCK_N)
+        expert, blocks_n = tl.program_id(1), tl.cdiv(M, BLOCK_N)
         d = tl.program_id(0) // blocks_n * BLOCK_D + tl.arange(0, BLOCK_D)
         n = tl.program_id(0) % blocks_n * BLOCK_N + tl.arange(0, BLOCK_N)
         first = tl.load(ends + expert - 1, expert > 0, other=0)
@@ -196,11 +196,11 @@ if triton is not None:
             rows = row + tl.arange(0, BLOCK_R)
             inside, at = (rows < end)[:, None], rows.to(tl.int64)[:, None]
             left = tl.load(a + at * D + d[None, :], inside & (d < D)[None, :], other=0.0)
-            right = tl.load(b + at * N + n[None, :], inside & (n < N)[None, :], other=0.0)
+            right = tl.load(b + at * M + n[None, :], inside & (n < M)[None, :], other=0.0)
             total = tl.dot(tl.trans(left), right, total)
         if first < end:
             at = into + expert.to(tl.int64) * stride_e + d[:, None] * stride_d + n[None, :] * stride_n
-            inside = (d < D)[:, None] & (n < N)[None, :]
+            inside = (d < D)[:, None] & (n < M)[None, :]
             tl.store(at, tl.load(at, inside, other=0.0) + total, inside)
 
     @triton.jit

@@ -12,84 +12,107 @@ Shapes as in blocks/expert_rows.py; r rank of an adapter.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ithaka.blocks.block import TileState
+from ithaka.blocks.block import SMALL_WIDTH, BlockSpec, TileState, resize
 from ithaka.blocks.expert_rows import Gate, SortedAssignments, add_products, multiply_groups, sum_choices
 from ithaka.blocks.tiles import GradSum, sum_dtype
+from ithaka.config import ConfigError
+from ithaka.layout import Layout
+
+FEW_EXPERTS = 32  # in a small copy of a layer
 
 
 @dataclass(frozen=True)
 class GroupedLinear:
     """One linear map per expert, with an optional LoRA adapter: y = x W + scale (x A) B. The caller adds the bias."""
 
-    weight: Tensor  # [E, N, D], or [E, D, N] if transposed
-    bias_EN: Tensor | None
+    weight: Tensor  # [E, M, D], or [E, D, M] if transposed
+    bias_EM: Tensor | None
     is_transposed: bool
-    a_RD: Tensor | None = None  # PEFT's, R = E * r
-    b_NR: Tensor | None = None  # PEFT's, R = r * E
+    a_AD: Tensor | None = None  # PEFT's, A = E * r
+    b_MA: Tensor | None = None  # PEFT's, A = r * E
     scale: float = 1.0
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [t for t in (self.weight, self.bias_EN, self.a_RD, self.b_NR) if t is not None]
+        return [t for t in (self.weight, self.bias_EM, self.a_AD, self.b_MA) if t is not None]
 
     @property
-    def weight_EDN(self) -> Tensor:
+    def weight_EDM(self) -> Tensor:
         return self.weight if self.is_transposed else self.weight.transpose(1, 2)
 
-    def __call__(self, x_nD: Tensor, rows: SortedAssignments) -> Tensor:
+    def __call__(self, x_aD: Tensor, rows: SortedAssignments) -> Tensor:
         """Return x W, with the adapter, without the bias."""
-        y_nN = multiply_groups(x_nD, self.weight_EDN, rows.ends_E)
-        if self.a_RD is not None:
-            y_nN += multiply_groups(self._down(x_nD, rows), self._b_ErN, rows.ends_E)
-        return y_nN
+        y_aM = multiply_groups(x_aD, self.weight_EDM, rows.ends_E)
+        if self.a_AD is not None:
+            y_aM += multiply_groups(self._down(x_aD, rows), self._b_ErM, rows.ends_E)
+        return y_aM
 
-    def input_grad(self, dy_nN: Tensor, rows: SortedAssignments) -> Tensor:
-        dx_nD = multiply_groups(dy_nN, self.weight_EDN.transpose(1, 2), rows.ends_E)
-        if self.a_RD is not None:
-            dx_nD += multiply_groups(self._down_grad(dy_nN, rows), self._a_ErD, rows.ends_E)
-        return dx_nD
+    def input_grad(self, dy_aM: Tensor, rows: SortedAssignments) -> Tensor:
+        dx_aD = multiply_groups(dy_aM, self.weight_EDM.transpose(1, 2), rows.ends_E)
+        if self.a_AD is not None:
+            dx_aD += multiply_groups(self._down_grad(dy_aM, rows), self._a_ErD, rows.ends_E)
+        return dx_aD
 
     def add_grads(
-        self, dy_nN: Tensor, x_nD: Tensor, rows: SortedAssignments, grads: GradSum, is_only_tile: bool
+        self, dy_aM: Tensor, x_aD: Tensor, rows: SortedAssignments, grads: GradSum, is_only_tile: bool
     ) -> None:
         """Add one tile's gradients of the trained tensors, except the bias. If it is the only tile, round them."""
         if self.weight.requires_grad:
-            left, right = (x_nD, dy_nN) if self.is_transposed else (dy_nN, x_nD)
+            left, right = (x_aD, dy_aM) if self.is_transposed else (dy_aM, x_aD)
             if is_only_tile:
                 grads.add(self.weight, multiply_groups(left.t(), right, rows.ends_E))
             else:
                 add_products(grads.sum_of(self.weight), left, right, rows.ends_E)
-        if self.a_RD is not None and self.a_RD.requires_grad:
-            sum_ErD = grads.sum_of(self.a_RD).unflatten(0, (len(self.weight), -1))
-            add_products(sum_ErD, self._down_grad(dy_nN, rows), x_nD, rows.ends_E)
-        if self.b_NR is not None and self.b_NR.requires_grad:
-            sum_ErN = grads.sum_of(self.b_NR).unflatten(1, (-1, len(self.weight))).permute(2, 1, 0)
-            add_products(sum_ErN, self._down(x_nD, rows), dy_nN, rows.ends_E)
+        if self.a_AD is not None and self.a_AD.requires_grad:
+            sum_ErD = grads.sum_of(self.a_AD).unflatten(0, (len(self.weight), -1))
+            add_products(sum_ErD, self._down_grad(dy_aM, rows), x_aD, rows.ends_E)
+        if self.b_MA is not None and self.b_MA.requires_grad:
+            sum_ErM = grads.sum_of(self.b_MA).unflatten(1, (-1, len(self.weight))).permute(2, 1, 0)
+            add_products(sum_ErM, self._down(x_aD, rows), dy_aM, rows.ends_E)
 
-    def _down(self, x_nD: Tensor, rows: SortedAssignments) -> Tensor:
-        return multiply_groups(x_nD, self._a_ErD.transpose(1, 2), rows.ends_E).mul_(self.scale)
+    def _down(self, x_aD: Tensor, rows: SortedAssignments) -> Tensor:
+        return multiply_groups(x_aD, self._a_ErD.transpose(1, 2), rows.ends_E).mul_(self.scale)
 
-    def _down_grad(self, dy_nN: Tensor, rows: SortedAssignments) -> Tensor:
-        return multiply_groups(dy_nN, self._b_ErN.transpose(1, 2), rows.ends_E).mul_(self.scale)
+    def _down_grad(self, dy_aM: Tensor, rows: SortedAssignments) -> Tensor:
+        return multiply_groups(dy_aM, self._b_ErM.transpose(1, 2), rows.ends_E).mul_(self.scale)
 
     @property
     def _a_ErD(self) -> Tensor:
-        assert self.a_RD is not None
-        return self.a_RD.unflatten(0, (len(self.weight), -1))
+        assert self.a_AD is not None
+        return self.a_AD.unflatten(0, (len(self.weight), -1))
 
     @property
-    def _b_ErN(self) -> Tensor:
-        assert self.b_NR is not None
-        return self.b_NR.unflatten(1, (-1, len(self.weight))).permute(2, 1, 0).contiguous()
+    def _b_ErM(self) -> Tensor:
+        assert self.b_MA is not None
+        return self.b_MA.unflatten(1, (-1, len(self.weight))).permute(2, 1, 0).contiguous()
+
+
+@dataclass(frozen=True)
+class ExpertSpec(BlockSpec):
+    is_mlp = True
+    reads_16_bits = False
+    fallback = "runs its experts as transformers does, without ithaka's grouped matmuls"
+
+    def make(self, module: Any, tile: TileState) -> "ExpertBlock":
+        return ExpertBlock(module, tile)
+
+
+def find_experts(layer: nn.Module) -> dict[str, ExpertSpec | None]:
+    """Map the path of each experts module to its spec; to None if there are several, whose choices are not replayed."""
+    found = {path: module for path, module in layer.named_modules() if is_expert_module(module)}
+    inner = {module.base_layer for module in found.values() if hasattr(module, "parameter_name")}
+    paths = [path for path, module in found.items() if module not in inner]
+    return {path: ExpertSpec(path) if len(paths) == 1 else None for path in paths}
 
 
 class ExpertBlock:
@@ -123,8 +146,8 @@ class ExpertBlock:
             return base
         for active in wrapper.active_adapters:
             if active in wrapper.lora_A:
-                a_RD, b_NR = wrapper.lora_A[active].weight, wrapper.lora_B[active].weight
-                return replace(base, a_RD=a_RD, b_NR=b_NR, scale=wrapper.scaling[active])
+                a_AD, b_MA = wrapper.lora_A[active].weight, wrapper.lora_B[active].weight
+                return replace(base, a_AD=a_AD, b_MA=b_MA, scale=wrapper.scaling[active])
         return base
 
 
@@ -134,39 +157,39 @@ class _ExpertsFunction(torch.autograd.Function):
         (up, down), wide = block.linears(), sum_dtype(x_tD.dtype)
         rows, inputs_tD = SortedAssignments.sort(expert_tk, block.num_experts), x_tD.to(up.weight.dtype)
         block.ends_E = rows.ends_E
-        weight_n = rows.take(weight_tk.to(sum_dtype(weight_tk.dtype)))
-        h_nF = up(inputs_tD[rows.token_n], rows)
+        weight_a = rows.take(weight_tk.to(sum_dtype(weight_tk.dtype)))
+        h_aF = up(inputs_tD[rows.token_a], rows)
         ctx.block, ctx.dtypes, ctx.tensors = block, (x_tD.dtype, weight_tk.dtype), tensors
-        ctx.kept = rows, inputs_tD, weight_n, h_nF
+        ctx.kept = rows, inputs_tD, weight_a, h_aF
         ctx.choices = expert_tk, weight_tk.detach()
         if block.tile.skips_mlp:
             return torch.zeros_like(x_tD, dtype=wide)
-        y_tD = sum_choices(down(block.gate.forward(h_nF, up.bias_EN, weight_n, rows), rows), rows, wide)
-        if down.bias_EN is not None:
-            y_tD.addmm_(_spread(expert_tk, weight_tk.to(wide), len(down.bias_EN)), down.bias_EN.to(wide))
+        y_tD = sum_choices(down(block.gate.forward(h_aF, up.bias_EM, weight_a, rows), rows), rows, wide)
+        if down.bias_EM is not None:
+            y_tD.addmm_(_spread(expert_tk, weight_tk.to(wide), len(down.bias_EM)), down.bias_EM.to(wide))
         return y_tD
 
     @staticmethod
     def backward(ctx, dy_tD):
         (up, down), returned, tile = ctx.block.linears(), GradSum(), ctx.block.tile
         grads, is_only_tile = (returned, True) if tile.grads is None else (tile.grads, tile.is_only_tile)
-        rows, inputs_tD, weight_n, h_nF = ctx.kept
+        rows, inputs_tD, weight_a, h_aF = ctx.kept
         ctx.kept = None  # h is overwritten
-        dy_nD = dy_tD.to(inputs_tD.dtype)[rows.token_n]
-        dh_nF, a_nF, dweight_n = ctx.block.gate.backward(h_nF, up.bias_EN, weight_n, down.input_grad(dy_nD, rows), rows)
-        down.add_grads(dy_nD, a_nF, rows, grads, is_only_tile)
-        del dy_nD, a_nF
-        up.add_grads(dh_nF, inputs_tD[rows.token_n], rows, grads, is_only_tile)
-        dx_tD = sum_choices(up.input_grad(dh_nF, rows), rows, ctx.dtypes[0])
-        dweight_tk = dweight_n[rows.row_tk]
-        if up.bias_EN is not None and up.bias_EN.requires_grad:
-            add_products(grads.sum_of(up.bias_EN)[:, None], dh_nF.new_ones(len(dh_nF), 1), dh_nF, rows.ends_E)
-        if down.bias_EN is not None:
+        dy_aD = dy_tD.to(inputs_tD.dtype)[rows.token_a]
+        dh_aF, a_aF, dweight_a = ctx.block.gate.backward(h_aF, up.bias_EM, weight_a, down.input_grad(dy_aD, rows), rows)
+        down.add_grads(dy_aD, a_aF, rows, grads, is_only_tile)
+        del dy_aD, a_aF
+        up.add_grads(dh_aF, inputs_tD[rows.token_a], rows, grads, is_only_tile)
+        dx_tD = sum_choices(up.input_grad(dh_aF, rows), rows, ctx.dtypes[0])
+        dweight_tk = dweight_a[rows.row_tk]
+        if up.bias_EM is not None and up.bias_EM.requires_grad:
+            add_products(grads.sum_of(up.bias_EM)[:, None], dh_aF.new_ones(len(dh_aF), 1), dh_aF, rows.ends_E)
+        if down.bias_EM is not None:
             (expert_tk, weight_tk), wide = ctx.choices, dy_tD.dtype
-            dweight_tk += (dy_tD @ down.bias_EN.to(wide).t()).gather(1, expert_tk)
-            if down.bias_EN.requires_grad:
-                weight_tE = _spread(expert_tk, weight_tk.to(wide), len(down.bias_EN))
-                grads.add(down.bias_EN, weight_tE.t() @ dy_tD)
+            dweight_tk += (dy_tD @ down.bias_EM.to(wide).t()).gather(1, expert_tk)
+            if down.bias_EM.requires_grad:
+                weight_tE = _spread(expert_tk, weight_tk.to(wide), len(down.bias_EM))
+                grads.add(down.bias_EM, weight_tE.t() @ dy_tD)
         return dx_tD, None, dweight_tk.to(ctx.dtypes[1]), None, *map(returned.take_rounded, ctx.tensors)
 
 
@@ -197,19 +220,28 @@ class LayerExperts:
     """The experts of a decoder layer in forward, recomputation and backward of a tile. Does nothing for a layer without
     experts, or with experts that do not have transformers' standard layout: those run as they do in transformers."""
 
-    def __init__(self, layer: nn.Module, replaces: bool = True, tile: TileState | None = None) -> None:
-        found = [module for module in layer.modules() if is_expert_module(module)] if replaces else []
-        inner = {module.base_layer for module in found if hasattr(module, "parameter_name")}
-        found = [module for module in found if module not in inner]
-        self.tile = TileState() if tile is None else tile
-        self.block = ExpertBlock(found[0], self.tile) if len(found) == 1 else None
-        if self.block is not None:
-            found[0].forward = self.block
+    def __init__(self, layer: nn.Module, blocks: Iterable[Any], tile: TileState) -> None:
+        """`blocks`: all those of the layer."""
+        self.layer, self.tile = layer, tile
+        self.block = next((block for block in blocks if isinstance(block, ExpertBlock)), None)
         self.counts_E: Tensor | None = None  # rows of each expert, in training, since `take_counts`
 
-    def restore(self) -> None:
-        if self.block is not None:
-            del self.block.module.forward
+    def check(self, name: str, layout: Layout) -> None:
+        """Raise ConfigError if the layer has experts that run as in transformers, and needs an ExpertBlock."""
+        names = [path for path, _ in self.layer.named_modules() if path.endswith("experts")]
+        adapted = next((n for n, module in self.layer.named_modules() if hasattr(module, "parameter_name")), None)
+        if self.block is None and layout.stored_dtype and names:
+            rule = f"needs ithaka's experts, which repeat forward's choices in backward; {name} runs its own"
+            fix = "use train.compile=auto" if layout.compile is True else "leave it out"
+            raise ConfigError(f"memory.stored_dtype={layout.stored_dtype} {rule}; {fix}")
+        if self.block is None and adapted is not None:
+            rule = "train.compile=true" if layout.compile is True else "experts of this structure"
+            raise ConfigError(f"{name}: adapters on {adapted} are not supported with {rule}; leave out its targets")
+
+    def replace_wrapper(self, is_packed: bool) -> None:
+        """Without a schedule, run the block if the experts have adapters or are packed, which PEFT cannot combine."""
+        if self.block is not None and (self.block.adapters or is_packed):
+            self.block.module.forward = partial(_run_alone, self.block)
 
     @contextmanager
     def forward_tile(self, chosen: deque[Tensor], wanted_tk: Tensor | None) -> Iterator[None]:
@@ -237,14 +269,14 @@ class LayerExperts:
         with self.tile.set(skips_mlp=skips_mlp), self._choose(chosen_tk):
             yield
 
-    def add_grads_to(self, sums: GradSum, is_only_tile: bool = False) -> AbstractContextManager:
-        """Run the backward of a tile, which adds weight gradients to `sums`; if it is the only tile, rounded."""
-        return self.tile.set(grads=sums, is_only_tile=is_only_tile)
-
     def _choose(self, chosen_tk: Tensor | None) -> AbstractContextManager:
         if self.block is None or chosen_tk is None:
             return nullcontext()
         return _Replay(chosen_tk.long(), self.block.num_experts)
+
+
+def _run_alone(block: ExpertBlock, x_tD: Tensor, *routing: Tensor) -> Tensor:
+    return block(x_tD, *routing).to(x_tD.dtype)
 
 
 def is_expert_module(module: Any) -> bool:
@@ -254,3 +286,71 @@ def is_expert_module(module: Any) -> bool:
     if not hasattr(type(module), "_apply_gate") or not hasattr(module, "is_transposed") or "forward" in vars(module):
         return False
     return getattr(module.down_proj, "ndim", 0) == 3 and not getattr(module, "has_post_expert_norm", False)
+
+
+def is_stacked(param: Tensor) -> bool:
+    """Whether a parameter stacks the weights of several experts. The delta rule's convolution is [channels, 1, W]."""
+    return param.dim() == 3 and len(param) > 1 and param.shape[1] > 1
+
+
+def describe_mlp(layer: nn.Module) -> str:
+    """A name for what a layer has instead of an MLP; empty if it has none."""
+    return "experts" if any(map(is_stacked, layer.parameters())) else ""
+
+
+def check_choices(blocks: Sequence[ExpertBlock | None], indices: Any, shape: torch.Size) -> None:
+    """Check a call's `expert_indices`, for tokens of this shape. `blocks`: those of all layers."""
+    if not isinstance(indices, Tensor):
+        raise TypeError(f"expert_indices is {type(indices).__name__}; pass a tensor")
+    num_experts = min((block.num_experts for block in blocks if block is not None), default=0)
+    if not num_experts:
+        raise TypeError("expert_indices was passed, but no layer has experts that can replay them; leave it out")
+    wanted = (*shape, len(blocks))
+    if indices.shape[:-1] != wanted or indices.is_floating_point():
+        rule = f"pass integers of shape {(*wanted, 'experts per token')}, with an entry for every layer"
+        raise ValueError(f"expert_indices has shape {tuple(indices.shape)} and dtype {indices.dtype}; {rule}")
+    if indices.min() < 0 or indices.max() >= num_experts:
+        found = f"{int(indices.min())} to {int(indices.max())}"
+        raise ValueError(f"expert_indices has values from {found}; use 0 to {num_experts - 1}")
+
+
+# ---- small copies
+
+
+def shrink_experts(module: nn.Module) -> None:
+    """If children of a module are experts, make them few and narrow, without values."""
+    for child in module.children():
+        if is_expert_module(child) and not is_expert_module(module):  # not inside one of PEFT's wrappers
+            _shrink(module, child)
+
+
+def _shrink(block: nn.Module, experts: Any) -> None:
+    """`block`: the module that has the router, too."""
+    adapters: dict[str, Any] = {}
+    while hasattr(experts, "parameter_name"):
+        adapters[experts.parameter_name], experts = experts, experts.base_layer
+    num_experts, few = experts.num_experts, min(experts.num_experts, FEW_EXPERTS)
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+    dims = {up: 2, "down_proj": 1} if experts.is_transposed else {up: 1, "down_proj": 2}
+    width = experts.down_proj.shape[dims["down_proj"]]
+    lora: set[nn.Module] = set()
+    for name, dim in dims.items():
+        old = getattr(experts, name).shape[dim]
+        new = old // width * min(width, SMALL_WIDTH)
+        resize(experts, name, {dim: new})
+        if name == up and getattr(experts, f"{up}_bias", None) is not None:
+            resize(experts, f"{up}_bias", {1: new})
+        wrappers = [adapters[name]] if name in adapters else []
+        for a, b in ((w.lora_A[adapter], w.lora_B[adapter]) for w in wrappers for adapter in w.lora_A):
+            lora |= {a, b}
+            num_rows = a.weight.shape[0] // num_experts * few
+            resize(a, "weight", {0: num_rows} | ({1: new} if name == "down_proj" else {}))
+            resize(b, "weight", {1: num_rows} | ({0: new} if name == up else {}))
+    for module in block.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and module not in lora:
+                sizes = tensor.shape[:1] if module is experts else tensor.shape  # their widths may be equal
+                resize(module, name, {dim: few for dim, size in enumerate(sizes) if size == num_experts})
+        vars(module).update(
+            {key: few for key, value in vars(module).items() if type(value) is int and value == num_experts}
+        )

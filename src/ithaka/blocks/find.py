@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from ithaka.blocks.block import BlockSpec, TileState
-from ithaka.blocks.experts import is_expert_module
+from ithaka.blocks.experts import find_experts
 from ithaka.blocks.linear import find_linear
 from ithaka.blocks.mlp import find_mlp
 from ithaka.blocks.norm import find_norm
@@ -16,18 +16,14 @@ from ithaka.blocks.rope import find_rope
 def find_blocks(layer: nn.Module, run: Callable[[], Any]) -> tuple[BlockSpec, ...]:
     """Return the specs of all blocks that reproduce modules of a layer. `run` runs the layer."""
     found: dict[str, Any] = {}
+    experts = find_experts(layer)
     for path, module in layer.named_modules():
-        if any(path == other or path.startswith(f"{other}.") for other in found) or _is_in_experts(layer, path):
+        if any(path == other or path.startswith(f"{other}.") for other in (*found, *experts)):
             continue
         spec = find_mlp(path, module) or find_norm(path, module) or find_linear(path, module)
         if spec is not None:
             found[path] = spec
-    return (*found.values(), *find_rope(layer, run))
-
-
-def _is_in_experts(layer: nn.Module, path: str) -> bool:
-    names = path.split(".")
-    return any(is_expert_module(layer.get_submodule(".".join(names[:i]))) for i in range(1, len(names) + 1))
+    return (*found.values(), *find_rope(layer, run), *filter(None, experts.values()))
 
 
 class LayerBlocks:

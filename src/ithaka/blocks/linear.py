@@ -2,7 +2,7 @@
 
 Gradients of frozen tensors are never computed.
 
-Shapes: t tokens of a tile, D input features, N output features, r rank of the adapter.
+Shapes: t tokens of a tile, D input features, M output features, r rank of the adapter.
 """
 
 from dataclasses import dataclass, replace
@@ -12,38 +12,38 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ithaka.blocks.block import TileState, is_plain
+from ithaka.blocks.block import BlockSpec, TileState, is_plain
 from ithaka.blocks.dropout import TokenDropout
 from ithaka.blocks.tiles import GradSum, sum_dtype
 
 
 @dataclass(frozen=True)
 class Linear:
-    weight_ND: Tensor
-    bias_N: Tensor | None = None
-    a_rD: Tensor | None = None  # a_rD and b_Nr are both set or both None
-    b_Nr: Tensor | None = None
+    weight_MD: Tensor
+    bias_M: Tensor | None = None
+    a_rD: Tensor | None = None  # a_rD and b_Mr are both set or both None
+    b_Mr: Tensor | None = None
     scale: float = 1.0
     dropout: TokenDropout | None = None  # applied to the adapter's input
     columns_D: Tensor | None = None  # the columns of the input after `select_heads`, if there is dropout
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [t for t in (self.weight_ND, self.bias_N, self.a_rD, self.b_Nr) if t is not None]
+        return [t for t in (self.weight_MD, self.bias_M, self.a_rD, self.b_Mr) if t is not None]
 
     def __call__(self, x_tD: Tensor) -> Tensor:
-        """Return y [t, N]. Differentiable."""
-        y_tN = F.linear(x_tD, self.weight_ND, self.bias_N)
-        return y_tN if self.b_Nr is None else y_tN.addmm_(self.lora_down(x_tD), self.b_Nr.t())
+        """Return y [t, M]. Differentiable."""
+        y_tM = F.linear(x_tD, self.weight_MD, self.bias_M)
+        return y_tM if self.b_Mr is None else y_tM.addmm_(self.lora_down(x_tD), self.b_Mr.t())
 
-    def write_to(self, y_tN: Tensor, x_tD: Tensor) -> None:
+    def write_to(self, y_tM: Tensor, x_tD: Tensor) -> None:
         """Write the output to y, which has the dtype of x. Not differentiable."""
-        if self.bias_N is None:
-            torch.mm(x_tD, self.weight_ND.t(), out=y_tN)
+        if self.bias_M is None:
+            torch.mm(x_tD, self.weight_MD.t(), out=y_tM)
         else:
-            torch.addmm(self.bias_N, x_tD, self.weight_ND.t(), out=y_tN)
-        if self.b_Nr is not None:
-            y_tN.addmm_(self.lora_down(x_tD), self.b_Nr.t())
+            torch.addmm(self.bias_M, x_tD, self.weight_MD.t(), out=y_tM)
+        if self.b_Mr is not None:
+            y_tM.addmm_(self.lora_down(x_tD), self.b_Mr.t())
 
     def lora_down(self, x_tD: Tensor) -> Tensor:
         """Return the input of B, scale drop(x) A^T [t, r], rounded once."""
@@ -53,17 +53,17 @@ class Linear:
     def _drop(self, x_tD: Tensor) -> Tensor:
         return x_tD if self.dropout is None else self.dropout(x_tD, self.columns_D)
 
-    def lora_down_grad(self, dy_tN: Tensor) -> Tensor | None:
+    def lora_down_grad(self, dy_tM: Tensor) -> Tensor | None:
         """Return the gradient at A's output [t, r], for `input_grad` and `add_grads`; None without an adapter."""
-        if self.b_Nr is None:
+        if self.b_Mr is None:
             return None
-        return torch.addmm(dy_tN.new_empty(1), dy_tN, self.b_Nr, beta=0, alpha=self.scale)
+        return torch.addmm(dy_tM.new_empty(1), dy_tM, self.b_Mr, beta=0, alpha=self.scale)
 
     def input_grad(
-        self, dy_tN: Tensor, dz_tr: Tensor | None, into_tD: Tensor | None = None, adds: bool = True
+        self, dy_tM: Tensor, dz_tr: Tensor | None, into_tD: Tensor | None = None, adds: bool = True
     ) -> Tensor:
         """Return dx [t, D], added to `into` or, without `adds`, written to it. `dz`: result of `lora_down_grad`."""
-        dx_tD = dy_tN @ self.weight_ND if into_tD is None else into_tD.addmm_(dy_tN, self.weight_ND, beta=int(adds))
+        dx_tD = dy_tM @ self.weight_MD if into_tD is None else into_tD.addmm_(dy_tM, self.weight_MD, beta=int(adds))
         if dz_tr is None or self.a_rD is None:
             return dx_tD
         return dx_tD.addmm_(dz_tr, self.a_rD) if self.dropout is None else self.add_dropped_grad(dx_tD, dz_tr)
@@ -73,14 +73,14 @@ class Linear:
         assert self.a_rD is not None
         return dx_tD.add_(self._drop(dz_tr @ self.a_rD))
 
-    def add_grads(self, dy_tN: Tensor, x_tD: Tensor, dz_tr: Tensor | None, grads: GradSum) -> None:
+    def add_grads(self, dy_tM: Tensor, x_tD: Tensor, dz_tr: Tensor | None, grads: GradSum) -> None:
         """Add one tile's gradients of the parameters that require them."""
-        if self.weight_ND.requires_grad:
-            grads.add_product(self.weight_ND, dy_tN, x_tD)
-        if self.bias_N is not None and self.bias_N.requires_grad:
-            grads.add(self.bias_N, dy_tN.sum(0, dtype=sum_dtype(dy_tN.dtype)))
-        if self.b_Nr is not None and self.b_Nr.requires_grad:
-            grads.add_product(self.b_Nr, dy_tN, self.lora_down(x_tD))
+        if self.weight_MD.requires_grad:
+            grads.add_product(self.weight_MD, dy_tM, x_tD)
+        if self.bias_M is not None and self.bias_M.requires_grad:
+            grads.add(self.bias_M, dy_tM.sum(0, dtype=sum_dtype(dy_tM.dtype)))
+        if self.b_Mr is not None and self.b_Mr.requires_grad:
+            grads.add_product(self.b_Mr, dy_tM, self.lora_down(x_tD))
         if dz_tr is not None and self.a_rD is not None and self.a_rD.requires_grad:
             grads.add_product(self.a_rD, dz_tr, self._drop(x_tD))
 
@@ -89,7 +89,7 @@ class Linear:
         if heads_n is None:
             return self
         selected: dict[str, Any] = {}
-        for name in ("weight_ND", "bias_N", "b_Nr") if dim == 0 else ("weight_ND", "a_rD"):
+        for name in ("weight_MD", "bias_M", "b_Mr") if dim == 0 else ("weight_MD", "a_rD"):
             if (full := getattr(self, name)) is not None:
                 heads = full.unflatten(dim, (-1, head_dim)).index_select(dim, heads_n).flatten(dim, dim + 1)
                 selected[name] = heads.requires_grad_(full.requires_grad)  # `add_grads` reads it, not autograd
@@ -116,9 +116,9 @@ def as_linear(module: nn.Module) -> Linear:
     if not names:
         return base
     (name,) = names
-    drop, (a_rD, b_Nr) = wrapper.lora_dropout[name], (part[name].weight for part in (wrapper.lora_A, wrapper.lora_B))
+    drop, (a_rD, b_Mr) = wrapper.lora_dropout[name], (part[name].weight for part in (wrapper.lora_A, wrapper.lora_B))
     dropout = drop if isinstance(drop, TokenDropout) else None
-    return replace(base, a_rD=a_rD, b_Nr=b_Nr, scale=wrapper.scaling[name], dropout=dropout)
+    return replace(base, a_rD=a_rD, b_Mr=b_Mr, scale=wrapper.scaling[name], dropout=dropout)
 
 
 def is_linear(module: Any) -> bool:
@@ -132,9 +132,7 @@ def is_linear(module: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class LinearSpec:
-    path: str
-
+class LinearSpec(BlockSpec):
     def make(self, module: Any, tile: TileState) -> "LinearBlock":
         return LinearBlock(module, tile)
 
@@ -159,20 +157,20 @@ class LinearBlock:
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: LinearBlock, linear: Linear, *tensors: Tensor) -> Tensor:
-        x_tD = x.to(linear.weight_ND.dtype).flatten(0, -2)
+        x_tD = x.to(linear.weight_MD.dtype).flatten(0, -2)
         ctx.block, ctx.x, ctx.tensors = block, (x.shape, x.dtype), tensors
         ctx.save_for_backward(x_tD)
         if block.is_projection and block.tile.skips_projections:
-            return x_tD.new_zeros(()).expand(*x.shape[:-1], len(linear.weight_ND))
+            return x_tD.new_zeros(()).expand(*x.shape[:-1], len(linear.weight_MD))
         return linear(x_tD).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> Any:
         (x_tD,), (shape, dtype), returned = ctx.saved_tensors, ctx.x, GradSum()
-        linear, dy_tN = as_linear(ctx.block.module), douts[0].to(x_tD.dtype).flatten(0, -2)
-        dz_tr = linear.lora_down_grad(dy_tN)
-        linear.add_grads(dy_tN, x_tD, dz_tr, ctx.block.tile.grads or returned)
-        dx = linear.input_grad(dy_tN, dz_tr).view(shape).to(dtype) if ctx.needs_input_grad[0] else None
+        linear, dy_tM = as_linear(ctx.block.module), douts[0].to(x_tD.dtype).flatten(0, -2)
+        dz_tr = linear.lora_down_grad(dy_tM)
+        linear.add_grads(dy_tM, x_tD, dz_tr, ctx.block.tile.grads or returned)
+        dx = linear.input_grad(dy_tM, dz_tr).view(shape).to(dtype) if ctx.needs_input_grad[0] else None
         return dx, None, None, *map(returned.take_rounded, ctx.tensors)
 
 

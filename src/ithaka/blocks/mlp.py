@@ -15,15 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ithaka.blocks.block import TileState, is_plain, random_rows, reproduces, takes_one_input
+from ithaka.blocks.block import (
+    SMALL_WIDTH,
+    BlockSpec,
+    TileState,
+    is_plain,
+    random_rows,
+    reproduces,
+    resize,
+    takes_one_input,
+)
 from ithaka.blocks.linear import Linear, as_linear, is_linear
 from ithaka.blocks.tiles import GradSum
 from ithaka.ops.token_wise import ACTIVATIONS, Activation, gate_mul, gate_mul_backward
 
 
 @dataclass(frozen=True)
-class MlpSpec:
-    path: str
+class MlpSpec(BlockSpec):
+    is_mlp = True
     inputs: tuple[str, ...]  # the maps of gate and up, or the one of both
     down: str
     activation: Activation
@@ -63,7 +72,7 @@ class _MlpFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: MlpBlock, keeps: bool, *tensors: Tensor) -> Tensor:
         inputs, down = block.linears()
-        h_tD = x.to(down.weight_ND.dtype).flatten(0, -2)
+        h_tD = x.to(down.weight_MD.dtype).flatten(0, -2)
         projected = [linear(h_tD) for linear in inputs]
         ctx.block, ctx.tensors, ctx.x = block, tensors, (x.shape, x.dtype)
         ctx.kept = (h_tD, projected) if keeps else None
@@ -107,7 +116,7 @@ def find_mlp(path: str, module: nn.Module) -> MlpSpec | None:
         return None
     plain = copy.deepcopy(module).cpu()
     for names in permutations(maps):
-        shapes = [maps[name].weight_ND.shape for name in names]
+        shapes = [maps[name].weight_MD.shape for name in names]
         (width, D), down = shapes[0], shapes[-1]
         is_possible = width == 2 * down[1] if len(maps) == 2 else shapes[0] == shapes[1] and width == down[1]
         if not is_possible or down[0] != D:
@@ -119,3 +128,19 @@ def find_mlp(path: str, module: nn.Module) -> MlpSpec | None:
                 if reproduces(block, plain, [random_rows(D)], list(plain.parameters())):
                     return spec
     return None
+
+
+def shrink_mlp(mlp: Any) -> None:
+    """Make a module narrow if it is an MLP, without values."""
+    if type(getattr(mlp, "down_proj", None)) is not nn.Linear:
+        return
+    others = [getattr(mlp, name) for name in ("gate_proj", "up_proj", "gate_up_proj") if hasattr(mlp, name)]
+    width, new = mlp.down_proj.in_features, min(mlp.down_proj.in_features, SMALL_WIDTH)
+    if not all(type(linear) is nn.Linear and linear.out_features % width == 0 for linear in others):
+        return
+    resize(mlp.down_proj, "weight", {1: new})
+    mlp.down_proj.in_features = new
+    for linear in others:
+        linear.out_features = linear.out_features // width * new
+        for name in ("weight", *(["bias"] if linear.bias is not None else [])):
+            resize(linear, name, {0: linear.out_features})

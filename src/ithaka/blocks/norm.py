@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ithaka.blocks.block import TileState, is_plain, random_rows, reproduces, takes_one_input
+from ithaka.blocks.block import BlockSpec, TileState, is_plain, random_rows, reproduces, takes_one_input
 from ithaka.ops.token_wise import NormForm, apply_norm, norm_backward
 
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
@@ -16,8 +16,7 @@ OFFSETS = (0.0, 1.0)  # Gemma's norms multiply by 1 + weight
 
 
 @dataclass(frozen=True)
-class NormSpec:
-    path: str
+class NormSpec(BlockSpec):
     form: NormForm
 
     def make(self, module: Any, tile: TileState) -> "NormBlock":

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ithaka.blocks.block import TileState, reproduces
+from ithaka.blocks.block import BlockSpec, TileState, reproduces
 from ithaka.ops.token_wise import RopeForm, rotate
 
 COS: tuple[Literal["halves", "neighbors", "first half", "half"], ...] = ("halves", "neighbors", "first half", "half")
@@ -23,8 +23,7 @@ FORMS = [RopeForm(reads, writes, cos) for reads, writes, cos in product((False, 
 
 
 @dataclass(frozen=True)
-class RopeSpec:
-    path: str  # the attention module's
+class RopeSpec(BlockSpec):
     function: str  # its name in the file of the module's class
     form: RopeForm
 

@@ -17,6 +17,11 @@ from torch import Tensor, nn
 from ithaka.blocks.tiles import sum_dtype
 
 
+def no_router_logits(config: Any) -> dict[str, bool]:
+    """The option that turns router logits off, if the model has it: layers record them (layer/passes.py)."""
+    return {"output_router_logits": False} if hasattr(config, "output_router_logits") else {}
+
+
 @dataclass
 class LoadBalancingLoss:
     """The routers' sums of the current call."""

@@ -2,7 +2,7 @@
 
 Weight gradients are summed over tiles in fp32 and rounded once.
 
-Shapes: t tokens of a tile, D input features, N output features, n heads.
+Shapes: t tokens of a tile, D input features, M output features, n heads.
 """
 
 from collections.abc import Callable, Iterable
@@ -47,12 +47,12 @@ class GradSum:
         else:
             self._added[id(param)] = set_category(grad, MemoryCategory.GRADIENTS)
 
-    def add_product(self, param: Tensor, dout_tN: Tensor, in_tD: Tensor) -> None:
+    def add_product(self, param: Tensor, dout_tM: Tensor, in_tD: Tensor) -> None:
         """Add one tile's weight gradient, dout^T @ in, directly to the fp32 sum."""
         if id(param) in self._sums or id(param) in self._added:
-            add_matmul(self.sum_of(param), dout_tN.t(), in_tD)
+            add_matmul(self.sum_of(param), dout_tM.t(), in_tD)
         else:
-            self._put(param, wide_matmul(dout_tN.t(), in_tD))
+            self._put(param, wide_matmul(dout_tM.t(), in_tD))
 
     def add_tile(self, full: Tensor, dim: int | None, rows: slice, grad: Tensor | None) -> None:
         """Add the gradient of the tokens `rows`, along `dim`, of an activation. Without a `dim`, of all of it."""
@@ -111,11 +111,7 @@ def add_matmul(into: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _can_widen(a: Tensor) -> bool:
     """Whether matmul supports an fp32 result for this 16-bit input."""
-    return (a.is_cuda or a.is_meta) and _is_16_bit(a)
-
-
-def _is_16_bit(x: Tensor) -> bool:
-    return x.dtype in (torch.bfloat16, torch.float16)
+    return (a.is_cuda or a.is_meta) and a.dtype in (torch.bfloat16, torch.float16)
 
 
 def run_tile(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:

@@ -70,13 +70,10 @@ def package_versions() -> dict[str, str | None]:
 
 def examine(disk: Path | None) -> dict[str, Any]:
     """Return all findings. `disk`: a folder on the disk to measure; by default the one for temporary files."""
-    found = {"versions": package_versions(), "system": _describe_system(), **_examine_gpus()}
+    system = f"{platform.system()} {platform.release()}, {platform.machine()}, Python {platform.python_version()}"
+    found = {"versions": package_versions(), "system": system, **_examine_gpus()}
     found |= {"host": _examine_host(), "disk": measure_disk(disk or Path(tempfile.gettempdir()))}
     return found | {"missing": find_missing(found), "optional": find_optional(found["versions"])}
-
-
-def _describe_system() -> str:
-    return f"{platform.system()} {platform.release()}, {platform.machine()}, Python {platform.python_version()}"
 
 
 def _examine_host() -> dict[str, int]:

@@ -24,15 +24,9 @@ from ithaka.comm.mesh import default_device, destroy_subgroups, make_mesh
 from ithaka.config import AdapterConfig, ConfigError, OptimConfig
 from ithaka.config.units import format_bytes
 from ithaka.layout import Layout, default_dtype
-from ithaka.model.build import build_model
+from ithaka.model.build import build_model, keep_layers, read_hf_config
 from ithaka.model.optimizers import make_optimizer
-from ithaka.model.truncate import (
-    LayerGroup,
-    choose_layers,
-    find_representative_layers,
-    group_layers,
-    truncate_config,
-)
+from ithaka.model.truncate import LayerGroup, choose_layers, find_representative_layers, group_layers
 from ithaka.phases import PhasePath, listening, phase
 from ithaka.plan.hardware import GIB, available_memory, join_kernels
 from ithaka.plan.models import find_config
@@ -43,7 +37,7 @@ from ithaka.profile.live import LiveBytes
 from ithaka.profile.step import StepTimes
 from ithaka.profile.timeline import PhaseTimer
 from ithaka.run.resolve import STORE_CATEGORIES
-from ithaka.run.trace import read_config, run_step
+from ithaka.run.trace import run_step
 from ithaka.train.loop import OutOfMemoryError
 from ithaka.train.watch import OutOfMemoryTracker, explain_out_of_memory, ran_out_of_memory
 
@@ -100,12 +94,9 @@ def rehearse(
     random. `memory_only`: run one step, and limit attention to documents of 128 Ki tokens; allocations do not change.
     `reference`: run the model without its adapter, or a frozen copy, first, as DPO and GRPO do."""
     num_layers = len(layout.kept)
-    if "_class_name" in config:
-        if memory_only:
-            raise ConfigError("--memory-only cuts attention into documents, which a clip does not have; leave it out")
-        truncated = {**config, "num_layers": num_layers}
-    else:
-        truncated = truncate_config(read_config(config), layers or range(num_layers)).to_dict()
+    if memory_only and "_class_name" in config:
+        raise ConfigError("--memory-only cuts attention into documents, which a clip does not have; leave it out")
+    truncated = keep_layers(config, layers or range(num_layers))
     with ExitStack() as stack:
         is_real = dist.is_initialized()
         if not is_real:
@@ -210,7 +201,7 @@ def truncate_plan(
     shape, kinds, dropped = plan.shape, tuple[Hashable, ...](plan.shape.mixers), None
     layers = choose_layers(kinds, num_layers)
     if config is not None and "_class_name" not in config:
-        of_config, layers = find_representative_layers(read_config(config), num_layers)
+        of_config, layers = find_representative_layers(read_hf_config(config), num_layers)
         dropped = sum(kind.num_parameters for i, kind in enumerate(of_config) if i not in layers)
         kinds = tuple(of_config)
     truncated = shape.keep_layers(layers, dropped)

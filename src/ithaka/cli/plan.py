@@ -95,7 +95,7 @@ def plan(
     tokens = _count_tokens(model, video, context or "128K")
     request = make_request(model, hardware, tokens, batch, overrides or [], adapter, any_setting=as_yaml)
     request = request.with_branches(branches) if branches else request
-    if as_yaml and request.space.shape.root.is_video:
+    if as_yaml and _trains_elsewhere(request):
         fix = "use ithaka.parallelize(transformer, context=...)"
         raise ConfigError(f"--yaml writes a configuration for `ithaka train`, which trains language models; {fix}")
     if as_yaml and (result := request.plan()).fits:
@@ -123,6 +123,11 @@ def plan(
     raise typer.Exit(ExitCode.DONE if result.fits else ExitCode.OUT_OF_MEMORY)
 
 
+def _trains_elsewhere(request: "PlanRequest") -> bool:
+    """Whether the model is trained in the user's own loop, so that settings of the loss have no effect."""
+    return "loss.type" in request.space.shape.root.refuses
+
+
 def _list_next_commands(
     request: "PlanRequest", plan: "Plan", options: dict[str, Any], steps: int | None
 ) -> Iterator[str]:
@@ -133,7 +138,7 @@ def _list_next_commands(
     if plan.work.spans:
         yield "Next: pack prompts and their branches with ithaka.pack_prefixes (docs/hugging-face.md)"
         return
-    if request.space.shape.root.is_video:
+    if _trains_elsewhere(request):
         yield "Next, in your training loop (docs/video.md):"
         yield f"  transformer = ithaka.parallelize(transformer, context={plan.work.context})"
     else:

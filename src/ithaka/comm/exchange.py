@@ -1,7 +1,7 @@
 """All-to-alls between token-sharded and head-sharded tensors (Ulysses), and the rounds of a ring.
 
 Shapes: S tokens of a ring member, s = S / c tokens on this rank, c Ulysses ranks, n head slots per rank, K head dim. In
-the ring functions, R tokens of the sequence, p tokens of a round, m kv slots.
+the ring functions, T tokens of the sequence, p tokens of a round, m kv slots.
 Token-sharded tensors are [c, s, n, K]: this rank's tokens, for the heads of every rank.
 Head-sharded tensors are [S, n, K]: every token, for this rank's heads. Both are laid out in the order in which the
 all-to-all sends and receives, so neither direction needs a copy. On one rank the exchange is the identity.
@@ -89,8 +89,8 @@ def start_uneven_all_to_all(
     return Exchange(received, send, work)
 
 
-def to_sequence_order(by_member_R: torch.Tensor, sharding: TokenSharding) -> torch.Tensor:
+def to_sequence_order(by_member_T: torch.Tensor, sharding: TokenSharding) -> torch.Tensor:
     """Reorder tokens that are grouped by ring member into sequence order."""
     if len(sharding.members) == 1:
-        return by_member_R
-    return torch.cat([by_member_R[row : row + length] for row, length in sharding.in_order])
+        return by_member_T
+    return torch.cat([by_member_T[row : row + length] for row, length in sharding.in_order])

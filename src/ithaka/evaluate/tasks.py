@@ -237,16 +237,16 @@ def long_context_gains(model: PreTrainedModel, ids_N: np.ndarray, losses_N: Tens
     quarter = short // 4
     if len(ids_N) < 5 * quarter:
         return losses_N[:0]
-    chunks_CN = torch.from_numpy(ids_N).long().unfold(0, 4 * quarter, quarter)[1:]
+    chunks_BN = torch.from_numpy(ids_N).long().unfold(0, 4 * quarter, quarter)[1:]
     rows = max(1, len(ids_N) // short)  # at most as many tokens at once as in the document
-    chunk_losses = [token_losses(model, ids_RN)[:, 3 * quarter :].flatten() for ids_RN in chunks_CN.split(rows)]
-    return losses_N[4 * quarter :][: len(chunks_CN) * quarter] - torch.cat(chunk_losses)
+    chunk_losses = [token_losses(model, ids_BN)[:, 3 * quarter :].flatten() for ids_BN in chunks_BN.split(rows)]
+    return losses_N[4 * quarter :][: len(chunks_BN) * quarter] - torch.cat(chunk_losses)
 
 
-def find_key_tokens(losses_N: Tensor, gains_M: Tensor, short: int) -> Tensor:
-    """Mask over the tokens of `gains_M`: 1.0 where the long context turns a poor prediction into a good one."""
-    losses_M = losses_N[short // 4 * 4 :][: len(gains_M)]
-    return ((gains_M < KEY_GAIN) & (losses_M < KEY_LOSS)).double()
+def find_key_tokens(losses_N: Tensor, gains: Tensor, short: int) -> Tensor:
+    """Mask over the tokens of `gains`: 1.0 where the long context turns a poor prediction into a good one."""
+    losses = losses_N[short // 4 * 4 :][: len(gains)]
+    return ((gains < KEY_GAIN) & (losses < KEY_LOSS)).double()
 
 
 def position_edges(end: int) -> list[int]:

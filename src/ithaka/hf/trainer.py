@@ -158,7 +158,7 @@ class LongContext(Trainer):
         _refuse_arguments(self.args)
         _check_context(settings, self.args)
         self._refuse_launcher()
-        if self.loss_is_mean and find_root(self.model).encoders:
+        if self.loss_is_mean and find_root(self.model).needs_sft_trainer:
             model_type = base_model(self.model).config.model_type
             raise ConfigError(f"model_type={model_type} is supported by long_context(SFTTrainer) only; use that")
         self.args = copy.copy(self.args)

@@ -5,7 +5,7 @@ In a ring, each member gets the chunks of its `TokenSharding`, and its ranks spl
 Rows become documents of the packed sequence, as do the documents inside rows: below this file there is no batch dim.
 With `parents`, documents are nodes of a forest, and a node's last token predicts the first token of each child. The
 label of a child that follows its parent is in the usual place. All others are *branch labels*: they come after the s
-labels of the rank that predicts them, e on every rank.
+labels of the rank that predicts them, e on every rank. u documents.
 """
 
 from collections import Counter
@@ -173,13 +173,13 @@ def _read_parents(
             "parents was passed without document_ids; pass both: parents holds the document_ids of parents"
         )
     N, parents = documents_BN.shape[1], list[int]()
-    starts_n, flat_S = torch.tensor(starts), parents_BN.reshape(-1)
-    lengths_n = starts_n.diff(append=torch.tensor([len(flat_S)]))
-    varies_S = flat_S != flat_S[starts_n].repeat_interleave(lengths_n)
-    varying = set((torch.searchsorted(starts_n, varies_S.nonzero()[:, 0], right=True) - 1).tolist())
-    is_padding_n = torch.zeros_like(starts_n) if mask_BN is None else ~mask_BN.reshape(-1)[starts_n]
+    starts_u, flat_S = torch.tensor(starts), parents_BN.reshape(-1)
+    lengths_u = starts_u.diff(append=torch.tensor([len(flat_S)]))
+    varies_S = flat_S != flat_S[starts_u].repeat_interleave(lengths_u)
+    varying = set((torch.searchsorted(starts_u, varies_S.nonzero()[:, 0], right=True) - 1).tolist())
+    is_padding_u = torch.zeros_like(starts_u) if mask_BN is None else ~mask_BN.reshape(-1)[starts_u]
     known: dict[tuple[int, int], int] = {}
-    columns = (documents_BN.reshape(-1)[starts_n].tolist(), flat_S[starts_n].tolist(), is_padding_n.tolist())
+    columns = (documents_BN.reshape(-1)[starts_u].tolist(), flat_S[starts_u].tolist(), is_padding_u.tolist())
     for node, (start, document, parent, is_padding) in enumerate(zip(starts, *columns, strict=True)):
         row, column = divmod(start, N)
         where = f"row {row}, token {column}"
@@ -236,18 +236,18 @@ def select_own_tokens(flat_S: Tensor, mesh: Mesh, sharding: TokenSharding, fill:
 
 
 class GatherTokens(torch.autograd.Function):
-    """All-gather this rank's tokens to [B, N, V] in sequence order; backward takes the rank's own part.
+    """All-gather this rank's tokens to [B, N, Y] in sequence order; backward takes the rank's own part.
 
     Padding is cut here, without a view: FSDP2 hooks the output, and an in-place operation on a view drops the hook.
     """
 
     @staticmethod
-    def forward(ctx, local_sV, mesh, sharding, shape):
-        ctx.mesh, ctx.sharding, V = mesh, sharding, local_sV.shape[1]
-        full_SV = local_sV.new_empty(mesh.cp_size * len(local_sV), V)
-        all_gather(full_SV, local_sV.contiguous(), group=mesh.cp_group)
-        full_SV = to_sequence_order(full_SV, sharding)
-        return local_sV.new_empty(0).set_(full_SV.untyped_storage(), 0, (*shape, V))
+    def forward(ctx, local_sY, mesh, sharding, shape):
+        ctx.mesh, ctx.sharding, Y = mesh, sharding, local_sY.shape[1]
+        full_SY = local_sY.new_empty(mesh.cp_size * len(local_sY), Y)
+        all_gather(full_SY, local_sY.contiguous(), group=mesh.cp_group)
+        full_SY = to_sequence_order(full_SY, sharding)
+        return local_sY.new_empty(0).set_(full_SY.untyped_storage(), 0, (*shape, Y))
 
     @staticmethod
     def backward(ctx, dfull_BNV):
@@ -370,9 +370,9 @@ def divide_frames(patches_f: Tensor, num_ranks: int) -> Tensor:
 class OwnPixels:
     """The pixels of a call. This rank holds only those that it encodes; `name` identifies the full set."""
 
-    def __init__(self, part_PC: Tensor, num_patches: int, name: str) -> None:
-        self.part_PC, self.shape, self.name = part_PC, (num_patches, part_PC.shape[1]), name
+    def __init__(self, part_PM: Tensor, num_patches: int, name: str) -> None:
+        self.part_PM, self.shape, self.name = part_PM, (num_patches, part_PM.shape[1]), name
 
     def __getitem__(self, rows: slice) -> Tensor:
-        assert len(range(self.shape[0])[rows]) == len(self.part_PC), "read for another rank"
-        return self.part_PC
+        assert len(range(self.shape[0])[rows]) == len(self.part_PM), "read for another rank"
+        return self.part_PM

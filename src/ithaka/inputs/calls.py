@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ithaka.blocks.block import HOOK_DICTS
+from ithaka.blocks.experts import check_choices
 from ithaka.blocks.tiles import PARAMETERS_CHANGED
 from ithaka.comm.agree import RankError, describe_error, gather_objects, raise_first
 from ithaka.comm.mesh import Mesh
@@ -175,21 +176,13 @@ def parse_arguments(input_ids: Any = None, **named: Any) -> tuple[dict[str, Tens
     return {name: to_integers(name, value) for name, value in inputs.items()}, items
 
 
-def shard_expert_indices(layers: Any, indices: Tensor, shape: torch.Size, share: Share, mesh: Mesh) -> Tensor:
+def shard_expert_indices(
+    layers: Any, indices: Tensor | None, shape: torch.Size, share: Share, mesh: Mesh
+) -> Tensor | None:
     """Return the experts that this rank's tokens must choose in each layer, [s, L, k], from [B, N, L, k]."""
-    if not isinstance(indices, Tensor):
-        raise TypeError(f"expert_indices is {type(indices).__name__}; pass a tensor")
-    blocks = [layer.forward.experts.block for layer in layers]
-    num_experts = min((block.num_experts for block in blocks if block is not None), default=0)
-    if not num_experts:
-        raise TypeError("expert_indices was passed, but no layer has experts that can replay them; leave it out")
-    wanted = (*shape, len(blocks))
-    if indices.shape[:-1] != wanted or indices.is_floating_point():
-        rule = f"pass integers of shape {(*wanted, 'experts per token')}, with an entry for every layer"
-        raise ValueError(f"expert_indices has shape {tuple(indices.shape)} and dtype {indices.dtype}; {rule}")
-    if indices.min() < 0 or indices.max() >= num_experts:
-        found = f"{int(indices.min())} to {int(indices.max())}"
-        raise ValueError(f"expert_indices has values from {found}; use 0 to {num_experts - 1}")
+    if indices is None:
+        return None
+    check_choices([layer.forward.experts.block for layer in layers], indices, shape)
     return select_own_tokens(indices.flatten(0, 1).to("cpu", torch.int16), mesh, share.docs.sharding, 0).to(mesh.device)
 
 

@@ -4,7 +4,7 @@ The gradient overwrites the tile's logits. For the summed loss it is computed in
 matrix products. For per-token results it depends on the gradients of backward, which recomputes the logits. In
 distillation, teacher and student meet in the tile.
 
-Shapes: s tokens on this rank, t tokens of a tile, e branch labels (inputs/batch.py), D hidden size, V vocabulary.
+Shapes: s tokens on this rank, t tokens of a tile, e branch labels (inputs/batch.py), D hidden size, Y vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,14 +16,7 @@ from torch import Tensor, nn
 
 from ithaka.blocks.block import TileState
 from ithaka.blocks.linear import Linear
-from ithaka.blocks.tiles import (
-    BACKWARD_RAN_TWICE,
-    GradSum,
-    graph_backward,
-    run_tile,
-    sum_dtype,
-    tile_slices,
-)
+from ithaka.blocks.tiles import BACKWARD_RAN_TWICE, GradSum, graph_backward, run_tile, sum_dtype, tile_slices
 from ithaka.ops.divergence import Criterion, divergence_with_grad
 from ithaka.ops.fused import cross_entropy_with_grad, row_logsumexp, scale_in_place, softmax_grad
 from ithaka.phases import MemoryCategory, phase, set_category
@@ -52,7 +45,7 @@ class Distilled(NamedTuple):
 
 
 class Head(Protocol):
-    """The last norm and the output projection: x [t, D] -> logits [t, V]."""
+    """The last norm and the output projection: x [t, D] -> logits [t, Y]."""
 
     @property
     def params(self) -> Sequence[Tensor]: ...
@@ -60,7 +53,7 @@ class Head(Protocol):
     def run(self, x_tD: Tensor) -> tuple[Any, Tensor]:
         """Return what `backward` needs, and logits that may be overwritten."""
 
-    def backward(self, saved: Any, dlogits_tV: Tensor, dx_tD: Tensor, grads: GradSum) -> None:
+    def backward(self, saved: Any, dlogits_tY: Tensor, dx_tD: Tensor, grads: GradSum) -> None:
         """Add a tile's input gradient to dx and parameter gradients to `grads`."""
 
 
@@ -85,21 +78,21 @@ class LinearHead:
 
     def _project(self, h_tD: Tensor) -> Tensor:
         """Compute logits in rows padded to ROW_ALIGNMENT: on a GPU, matmuls on unaligned rows take up to 3x as long."""
-        vocab_size = len(self.linear.weight_ND)
+        vocab_size = len(self.linear.weight_MD)
         if torch.is_grad_enabled() or vocab_size % ROW_ALIGNMENT == 0:
             return self.linear(h_tD)
         row_length = -(-vocab_size // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        logits_tV = h_tD.new_empty(len(h_tD), row_length)[:, :vocab_size]
-        self.linear.write_to(logits_tV, h_tD)
-        return logits_tV
+        logits_tY = h_tD.new_empty(len(h_tD), row_length)[:, :vocab_size]
+        self.linear.write_to(logits_tY, h_tD)
+        return logits_tY
 
-    def backward(self, saved: Any, dlogits_tV: Tensor, dx_tD: Tensor, grads: GradSum) -> None:
+    def backward(self, saved: Any, dlogits_tY: Tensor, dx_tD: Tensor, grads: GradSum) -> None:
         x_tD, h_tD = saved
-        dz_tr = self.linear.lora_down_grad(dlogits_tV)
-        self.linear.add_grads(dlogits_tV, h_tD.detach(), dz_tr, grads)
+        dz_tr = self.linear.lora_down_grad(dlogits_tY)
+        self.linear.add_grads(dlogits_tY, h_tD.detach(), dz_tr, grads)
         with self.tile.set(grads=grads):
             dx_tD += graph_backward(
-                x_tD, h_tD, self.norm.parameters(), self.linear.input_grad(dlogits_tV, dz_tr), grads
+                x_tD, h_tD, self.norm.parameters(), self.linear.input_grad(dlogits_tY, dz_tr), grads
             )
 
 
@@ -114,12 +107,12 @@ class GraphHead:
         return self.function(x_tD)
 
     def run(self, x_tD: Tensor) -> tuple[Any, Tensor]:
-        x_tD, logits_tV = run_tile(self.function, x_tD)
-        return (x_tD, logits_tV), logits_tV.detach()
+        x_tD, logits_tY = run_tile(self.function, x_tD)
+        return (x_tD, logits_tY), logits_tY.detach()
 
-    def backward(self, saved: Any, dlogits_tV: Tensor, dx_tD: Tensor, grads: GradSum) -> None:
-        x_tD, logits_tV = saved
-        dx_tD += graph_backward(x_tD, logits_tV, self.params, dlogits_tV, grads)
+    def backward(self, saved: Any, dlogits_tY: Tensor, dx_tD: Tensor, grads: GradSum) -> None:
+        x_tD, logits_tY = saved
+        dx_tD += graph_backward(x_tD, logits_tY, self.params, dlogits_tY, grads)
 
 
 @dataclass(frozen=True)
@@ -137,11 +130,11 @@ class ScaledHead:
         return self.head.logits(x_tD) * self.scale
 
     def run(self, x_tD: Tensor) -> tuple[Any, Tensor]:
-        saved, logits_tV = self.head.run(x_tD)
-        return saved, logits_tV.mul_(self.scale)
+        saved, logits_tY = self.head.run(x_tD)
+        return saved, logits_tY.mul_(self.scale)
 
-    def backward(self, saved: Any, dlogits_tV: Tensor, dx_tD: Tensor, grads: GradSum) -> None:
-        self.head.backward(saved, dlogits_tV.mul_(self.scale), dx_tD, grads)
+    def backward(self, saved: Any, dlogits_tY: Tensor, dx_tD: Tensor, grads: GradSum) -> None:
+        self.head.backward(saved, dlogits_tY.mul_(self.scale), dx_tD, grads)
 
 
 def linear_cross_entropy(
@@ -236,14 +229,14 @@ class _SummedDivergence(_SummedCrossEntropy):
         # Weights of the divergence and the cross-entropy of each label.
         weights_2s = torch.stack([taught_s * (1 - share), torch.where(taught_s, share, valid_s)]).to(values_3s.dtype)
         for rows, x_tD, dx_tD in _tiles(x, dx, rows_e, tile):
-            saved, logits_tV = (None, head.logits(x_tD)) if dx_tD is None else head.run(x_tD)
+            saved, logits_tY = (None, head.logits(x_tD)) if dx_tD is None else head.run(x_tD)
             valid_t, target_t1 = _valid_and_target(labels_s[rows])
             how = target_t1[:, 0], teacher.criterion, None if dx_tD is None else weights_2s[:, rows] / divisor
-            values = divergence_with_grad(logits_tV, teacher.predict(rows, rows_e), *how)
+            values = divergence_with_grad(logits_tY, teacher.predict(rows, rows_e), *how)
             values_3s[:, rows] = torch.where(valid_t, torch.stack(values), 0)
             if dx_tD is not None:
-                head.backward(saved, logits_tV, dx_tD, grads)
-            del saved, logits_tV  # before the next tile is allocated
+                head.backward(saved, logits_tY, dx_tD, grads)
+            del saved, logits_tY  # before the next tile is allocated
         ctx.grads = [dx, *(grads.take_rounded(p) for p in params)] if needs_grad else None
         values_3s[0] = torch.where(taught_s, values_3s[0], 0)
         results = (weights_2s * values_3s[::2]).sum(0), *values_3s, taught_s
@@ -259,15 +252,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         lse_s, entropies_s, mean_logits_s = (torch.empty_like(logprobs_s) for _ in range(3))
         correct_s = torch.empty_like(labels_s, dtype=torch.bool)
         for rows, x_tD, _ in _tiles(x, None, rows_e, tile):
-            logits_tV = head.logits(x_tD)
+            logits_tY = head.logits(x_tD)
             valid_t, target_t1 = _valid_and_target(labels_s[rows])
-            label_logit_t = logits_tV.gather(1, target_t1)[:, 0]
-            lse_s[rows], mean_t, plain_mean_t = row_logsumexp(logits_tV, details=True)
+            label_logit_t = logits_tY.gather(1, target_t1)[:, 0]
+            lse_s[rows], mean_t, plain_mean_t = row_logsumexp(logits_tY, details=True)
             logprobs_s[rows] = torch.where(valid_t, label_logit_t - lse_s[rows], 0)
             entropies_s[rows] = torch.where(valid_t, lse_s[rows] - mean_t, 0)
-            correct_s[rows] = valid_t & (logits_tV.argmax(-1) == target_t1[:, 0])
+            correct_s[rows] = valid_t & (logits_tY.argmax(-1) == target_t1[:, 0])
             mean_logits_s[rows] = torch.where(valid_t, plain_mean_t, 0)
-            del logits_tV  # before the next tile is allocated
+            del logits_tY  # before the next tile is allocated
         ctx.save_for_backward(x, labels_s, lse_s, entropies_s)
         ctx.head, ctx.tile, ctx.rows_e, ctx.params = head, tile, rows_e, params
         ctx.set_materialize_grads(False)
@@ -283,12 +276,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             head, grads = ctx.head, GradSum()
             dx = set_category(torch.zeros_like(x), MemoryCategory.RESIDUAL)
             for rows, x_tD, dx_tD in _tiles(x, dx, ctx.rows_e, ctx.tile):
-                saved, dlogits_tV = head.run(x_tD)
+                saved, dlogits_tY = head.run(x_tD)
                 valid_t, target_t1 = _valid_and_target(labels_s[rows])
                 entropy = None if dentropies_s is None else (valid_t * dentropies_s[rows], entropies_s[rows])
-                softmax_grad(dlogits_tV, target_t1[:, 0], lse_s[rows], valid_t * dlosses_s[rows], entropy)
-                head.backward(saved, dlogits_tV, dx_tD, grads)
-                del saved, dlogits_tV  # before the next tile is allocated
+                softmax_grad(dlogits_tY, target_t1[:, 0], lse_s[rows], valid_t * dlosses_s[rows], entropy)
+                head.backward(saved, dlogits_tY, dx_tD, grads)
+                del saved, dlogits_tY  # before the next tile is allocated
             return dx, None, None, None, None, *(grads.take_rounded(p) for p in ctx.params)
 
 
@@ -312,18 +305,18 @@ def _tiles(x: Tensor, dx: Tensor | None, rows_e: Tensor | None, tile: int) -> It
 
 
 def _tile_loss(x_tD: Tensor, target_t1: Tensor, head: Head) -> Tensor:
-    logits_tV = head.logits(x_tD)
-    (lse_t,) = row_logsumexp(logits_tV)
-    return lse_t - logits_tV.gather(1, target_t1)[:, 0]
+    logits_tY = head.logits(x_tD)
+    (lse_t,) = row_logsumexp(logits_tY)
+    return lse_t - logits_tY.gather(1, target_t1)[:, 0]
 
 
 def _tile_loss_and_grads(
     dx_tD: Tensor, x_tD: Tensor, target_t: Tensor, scale_t: Tensor, head: Head, grads: GradSum
 ) -> Tensor:
     """Return a tile's losses; add the gradients of losses * scale to dx and `grads`."""
-    saved, logits_tV = head.run(x_tD)
-    loss_t = cross_entropy_with_grad(logits_tV, target_t, scale_t)
-    head.backward(saved, logits_tV, dx_tD, grads)
+    saved, logits_tY = head.run(x_tD)
+    loss_t = cross_entropy_with_grad(logits_tY, target_t, scale_t)
+    head.backward(saved, logits_tY, dx_tD, grads)
     return loss_t
 
 

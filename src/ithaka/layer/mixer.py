@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from ithaka.blocks.block import BlockSpec
-from ithaka.blocks.mlp import MlpSpec
 from ithaka.blocks.tiles import GradSum
 from ithaka.config import ConfigError
 from ithaka.layer.inputs import LayerInputs
@@ -117,7 +116,6 @@ class LayerSpec:
     skippable: tuple[str, ...] = ()  # linear maps and norms that only feed the mixer
     forward: Callable[..., Any] | None = None  # (layer, x, *args) -> y; None: the forward of the layer's class
     blocks: tuple[BlockSpec, ...] = ()  # they replace modules of the layer
-    has_expert_block: bool = False  # an ExpertBlock computes what its experts do
     skips_mlp: bool = False  # no gradient depends on the output of its experts and MLPs
     skips_projections: bool = False  # no gradient depends on q, k and v before the mixer
     qkv: tuple[str, ...] = ()  # its maps to q, k and v, if they may run for some of the heads only
@@ -125,7 +123,7 @@ class LayerSpec:
 
     @property
     def has_mlp_block(self) -> bool:
-        return self.has_expert_block or any(isinstance(block, MlpSpec) for block in self.blocks)
+        return any(block.is_mlp for block in self.blocks)
 
 
 class StageOutput(NamedTuple):

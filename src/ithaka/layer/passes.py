@@ -88,10 +88,10 @@ class LayerPasses:
             self._resume = torch.compile(self._resume)
         self.tile = TileState()
         self.blocks = LayerBlocks(layer, spec.blocks, self.tile)
-        self.experts = LayerExperts(layer, spec.has_expert_block, self.tile)
+        self.experts = LayerExperts(layer, self.blocks.by_path.values(), self.tile)
         for path in spec.qkv:
             self.blocks.by_path[path].is_projection = True
-        self.has_blocks = bool(self.blocks.by_path)
+        self.has_blocks = any(block.reads_16_bits for block in spec.blocks)
         self.routers: list[nn.Module] = []
         self.router_index = 0  # where the logits are in a router's output
         self.router_logits: list[Tensor] = []
@@ -156,7 +156,6 @@ class LayerPasses:
     def restore(self) -> None:
         """Give the layer's modules their own forwards again."""
         self.blocks.restore()
-        self.experts.restore()
 
     def take_router_logits(self) -> list[Tensor]:
         """Return the router logits of the last resume pass, and drop them."""
@@ -229,7 +228,7 @@ class _SkippedModule:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.num_outputs = len(as_linear(module).weight_ND) if is_linear(module) else None
+        self.num_outputs = len(as_linear(module).weight_MD) if is_linear(module) else None
         self.forward = vars(module).get("forward")  # a block, if it has one
 
     def __enter__(self) -> None:

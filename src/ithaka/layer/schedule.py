@@ -6,7 +6,7 @@ its exchanges between ranks. Backward makes the same two passes per tile under l
 the graphs of its capture passes until the gradients of the mixer's inputs arrive, instead of recomputing them.
 
 Shapes: s tokens on this rank, S on this ring member (in the sequence, without a ring), t in a tile, D hidden size, c
-Ulysses ranks, n head slots per rank and stage, H query heads, K head dim, N the width of several heads, E experts,
+Ulysses ranks, n head slots per rank and stage, H query heads, K head dim, M the width of several heads, E experts,
 L layers, k experts per token. Token-sharded tensors are [c, s, n, K] ("exchange layout"), head-sharded tensors are
 [S, n, K], as in comm/exchange.py.
 
@@ -28,13 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ithaka.blocks.dropout import DropoutState
 from ithaka.blocks.routing import LoadBalancingLoss
-from ithaka.blocks.tiles import (
-    BACKWARD_RAN_TWICE,
-    PARAMETERS_CHANGED,
-    GradSum,
-    tile_slices,
-)
-from ithaka.config import ConfigError
+from ithaka.blocks.tiles import BACKWARD_RAN_TWICE, PARAMETERS_CHANGED, GradSum, tile_slices
 from ithaka.layer.inputs import CallState, CurrentCall, LayerInputs
 from ithaka.layer.mixer import LayerSpec, SideBySide, StageOutput
 from ithaka.layer.passes import CaptureGraph, LayerPasses, ResumeGraph
@@ -111,11 +105,6 @@ class LayerSchedule:
             self.passes.routers = self.balancing.find_routers(self.layer)
             self.passes.router_index = self.balancing.recorder.index
         self.experts = self.passes.experts
-        has_experts = any(name.endswith("experts") for name, _ in self.layer.named_modules())
-        if self.layout.stored_dtype and has_experts and self.experts.block is None:
-            rule = f"needs ithaka's experts, which repeat forward's choices in backward; {self.name} runs its own"
-            fix = "use train.compile=auto" if self.layout.compile is True else "leave it out"
-            raise ConfigError(f"memory.stored_dtype={self.layout.stored_dtype} {rule}; {fix}")
 
     def __call__(self, x_1sD: Tensor, *args: Any, **kwargs: Any) -> Any:
         call = self.current.state
@@ -233,7 +222,7 @@ class LayerSchedule:
                     logits = graph.router_logits
                     outputs_and_grads += [balancing.output_and_grad(logits_tE, rows) for logits_tE in logits]
             leaves = [t for t in (graph.x_tD, *graph.outs_tHK) if t.requires_grad]
-            with self.experts.add_grads_to(grads, is_only_tile=len(x_tD) == len(dy_sD)):
+            with self.passes.tile.set(grads=grads, is_only_tile=len(x_tD) == len(dy_sD)):
                 dx_tD, *douts = self._tile_backward(outputs_and_grads, leaves, graph.inputs, saved, rows, grads)
             for dout_sHK, dout_tHK in zip(douts_sHK, douts, strict=True):  # before dy: it may alias it
                 dout_sHK[rows] = dout_tHK

@@ -4,7 +4,7 @@ v, or return the output.
 transformers calls attention and makes masks through registered functions. Ours makes a `PlaceholderMask`, which the
 layer passes on to its attention call; there, what replaces it decides.
 
-Shapes: t tokens of a tile, H query heads, G kv heads, K head dim, V the head dim of v, p pairs.
+Shapes: t tokens of a tile, H query heads, G kv heads, K head dim, V the head dim of v.
 """
 
 from collections.abc import Iterator, Sequence

@@ -28,7 +28,7 @@ class ConvolutionSpec(RecurrentSpec):
         return cls(1, 1, num_channels, num_channels, 1.0, halo=call.halo)
 
     def run_reference(self, tiles: Sequence[list[Tensor]]) -> Tensor:
-        return torch.cat([y_t1N for (y_t1N,) in tiles])
+        return torch.cat([y_t1M for (y_t1M,) in tiles])
 
     def make(self, layer: Any) -> "ConvolutionMixer":
         return ConvolutionMixer(self, layer)
@@ -36,10 +36,10 @@ class ConvolutionSpec(RecurrentSpec):
 
 class ConvolutionMixer(RecurrentMixer):
     def mix(self, saved: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        (y_s1N,) = self._project(saved)
-        yield y_s1N[None], y_s1N.new_empty(1)  # it has no state
+        (y_s1M,) = self._project(saved)
+        yield y_s1M[None], y_s1M.new_empty(1)  # it has no state
 
     def mix_backward(self, saved: Any, outputs: deque[StageOutput], dy_sD: Tensor, grads: GradSum) -> None:
         outputs.popleft()
-        dout_s1N, saved.dout_sHK = saved.dout_sHK, None
-        self.project_backward(saved, [dout_s1N], [], dy_sD, grads)
+        dout_s1M, saved.dout_sHK = saved.dout_sHK, None
+        self.project_backward(saved, [dout_s1M], [], dy_sD, grads)

@@ -136,14 +136,14 @@ class ScanTap:
             del self.module.forward
 
     def _convolve(
-        self, x_1Nt: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **others: Any
+        self, x_1Mt: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **others: Any
     ) -> Tensor:
         if self.replayed_tHV is not None:
-            return x_1Nt.new_zeros(()).expand(x_1Nt.shape)
+            return x_1Mt.new_zeros(()).expand(x_1Mt.shape)
         self.halo = max(self.halo, weight.shape[-1] - 1)
-        y_tN = short_convolution(x_1Nt.squeeze(0).t(), weight, bias, self.ids_t)
-        y_tN = y_tN if activation is None else ACT2FN[activation](y_tN)
-        return y_tN.to(x_1Nt.dtype).t()[None]
+        y_tM = short_convolution(x_1Mt.squeeze(0).t(), weight, bias, self.ids_t)
+        y_tM = y_tM if activation is None else ACT2FN[activation](y_tM)
+        return y_tM.to(x_1Mt.dtype).t()[None]
 
     def _cast(self, *tensors: Tensor, wide: bool = False) -> tuple[Tensor, ...]:
         """Drop the batch dim; cast to the dtype of the pass, or to fp32 if that is narrower."""
@@ -198,14 +198,14 @@ class ConvolutionTap(ScanTap):
         return None if any(hasattr(module, "A_log") for module in layer.modules()) else super().find(layer)
 
     def _read(
-        self, x_1Nt: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **options: Any
+        self, x_1Mt: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **options: Any
     ) -> tuple[ScanCall, Tensor]:
-        y_1Nt = self._convolve(x_1Nt, weight, bias, activation)
-        (y_tN,) = self._cast(y_1Nt.transpose(1, 2))
-        return ConvolutionCall((y_tN[:, None],), options, self.halo), torch.zeros_like(x_1Nt)
+        y_1Mt = self._convolve(x_1Mt, weight, bias, activation)
+        (y_tM,) = self._cast(y_1Mt.transpose(1, 2))
+        return ConvolutionCall((y_tM[:, None],), options, self.halo), torch.zeros_like(x_1Mt)
 
     def _result(self, out: Tensor) -> Any:
-        """Its zeros are [1, N, t]."""
+        """Its zeros are [1, M, t]."""
         return out.squeeze(2).transpose(1, 2) if self.replayed_tHV is not None else out
 
 

@@ -369,7 +369,7 @@ class LayerHeads:
             for rows, x_tD, inputs in self._tiles(saved):
                 with torch.no_grad():
                     captured = passes.capture(x_tD, inputs)
-                tiles = [t_tNK.unflatten(1, (c, -1)).transpose(0, 1) for t_tNK in captured[:count]]
+                tiles = [t_tHK.unflatten(1, (c, -1)).transpose(0, 1) for t_tHK in captured[:count]]
                 if len(x_tD) == len(saved.inputs):
                     return deque(t_ctnK.contiguous() for t_ctnK in tiles)
                 if not projected:
@@ -395,9 +395,9 @@ class LayerHeads:
 
     def _indices(self, heads: Heads, linear: Linear, dim: int, head_dim: int) -> Tensor | None:
         """The heads as an index; None if they are all heads of a map, in order."""
-        order, weight_ND = flatten_heads(heads), linear.weight_ND
-        is_all = order == list(range(weight_ND.shape[dim] // head_dim))
-        return None if is_all else self.mixer.index(order, weight_ND)
+        order, weight_MD = flatten_heads(heads), linear.weight_MD
+        is_all = order == list(range(weight_MD.shape[dim] // head_dim))
+        return None if is_all else self.mixer.index(order, weight_MD)
 
     # ---- backward
 
@@ -422,8 +422,8 @@ class LayerHeads:
             if c == 1:
                 linear.input_grad(*dy_dz, dout_csnK[0, rows].flatten(1), adds=False)
             else:
-                dout_tN = linear.input_grad(*dy_dz)
-                dout_csnK[:, rows] = dout_tN.unflatten(1, (c, -1, K)).transpose(0, 1)
+                dout_tM = linear.input_grad(*dy_dz)
+                dout_csnK[:, rows] = dout_tM.unflatten(1, (c, -1, K)).transpose(0, 1)
         return dout_csnK
 
     def project_backward(

@@ -1,6 +1,7 @@
 """Apply parallelism to a model: meta init, FSDP2, streamed layers, weights."""
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
@@ -30,6 +31,7 @@ from ithaka.inputs.positions import set_positions
 from ithaka.layer.store import Store
 from ithaka.layout import Layout, check_float8, check_parallelism
 from ithaka.model.generate import generate
+from ithaka.model.truncate import read_kinds, truncate_config
 from ithaka.phases import MemoryCategory, set_category
 from ithaka.roots.find import check_arguments
 from ithaka.weights.adapters import add_adapter, auto_class, check_adapters, lora_options
@@ -152,13 +154,22 @@ def build_model(
     return model.train(trains)
 
 
+def read_layers(values: dict[str, Any], num_layers: int) -> list[Hashable]:
+    """The kind of each layer of the model with this config.json. All blocks of a video transformer are of one kind."""
+    if "_class_name" in values:
+        return [None] * num_layers
+    return [*read_kinds(read_hf_config(values))]
+
+
+def keep_layers(values: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
+    """The config.json of a model with these layers only."""
+    if "_class_name" in values:
+        return {**values, "num_layers": len(layers)}
+    return truncate_config(read_hf_config(values), layers).to_dict()
+
+
 def _build_transformer(
-    config: dict[str, Any],
-    mesh: Mesh,
-    layout: Layout,
-    store: Store | None,
-    adapter: AdapterConfig | None,
-    trains: bool,
+    config: dict[str, Any], mesh: Mesh, layout: Layout, store: Store | None, adapter: AdapterConfig | None, trains: bool
 ) -> Any:
     """Build a parallel video transformer of diffusers, with random weights."""
     import diffusers
@@ -206,7 +217,7 @@ def read_hf_config(source: Path | dict, rope: RopeConfig | None = None, context:
     name = "the configuration" if isinstance(source, dict) else f"config.json in {source}"
     try:
         if isinstance(source, dict):
-            config = AutoConfig.for_model(**source)
+            config = AutoConfig.for_model(**copy.deepcopy(source))  # it changes nested values
         else:
             config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
     except StrictDataclassError as error:  # a value of the wrong type

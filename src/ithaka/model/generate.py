@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from ithaka.comm.agree import gather_objects
@@ -68,8 +67,7 @@ def _plain_forwards(model: Any) -> Iterator[None]:
         del module.forward
     for layer in layers:
         layer.layer.forward = partial(_run_unpacked, layer)
-        if (block := layer.experts.block) is not None and (block.adapters or layer.packed):
-            block.module.forward = partial(_run_experts, block)  # PEFT cannot adapt packed weights
+        layer.experts.replace_wrapper(is_packed=bool(layer.packed))
     text_config._attn_implementation = model.config.get_text_config()._attn_implementation
     for unit in units if stays_gathered else ():
         unit.set_reshard_after_forward(False, recurse=False)
@@ -111,10 +109,6 @@ def _fits_gathered(model: Any) -> bool:
 def _run_unpacked(layer: Any, *args: Any, **kwargs: Any) -> Any:
     with unpacked(layer.packed):
         return type(layer.layer).forward(layer.layer, *args, **kwargs)
-
-
-def _run_experts(block: Any, x_tD: Tensor, *routing: Tensor) -> Tensor:
-    return block(x_tD, *routing).to(x_tD.dtype)
 
 
 def _share_logits(model: Any, args: Any, output: Any) -> None:

@@ -56,8 +56,8 @@ def token_logprobs_and_aux(
         slots = torch.full((packing.starts[-1] + 1,), len(tokens))  # by token; len(tokens): no label
         slots[tokens] = torch.arange(len(tokens))
         slots = slots[: input_ids.numel()].to(values_s4.device)
-        values_1l4 = GatherTokens.apply(values_s4, mesh, contiguous_sharding(len(tokens), 1), (1, len(tokens)))
-        values_BN4 = F.pad(values_1l4[0], (0, 0, 0, 1))[slots].view(*input_ids.shape, 4)
+        values_1S4 = GatherTokens.apply(values_s4, mesh, contiguous_sharding(len(tokens), 1), (1, len(tokens)))
+        values_BN4 = F.pad(values_1S4[0], (0, 0, 0, 1))[slots].view(*input_ids.shape, 4)
     else:
         values_BN4 = GatherTokens.apply(values_s4, mesh, packing.sharding, input_ids.shape)
         values_BN4 = F.pad(values_BN4[:, :-1], (0, 0, 1, 0))

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig
 
+from ithaka.blocks.experts import describe_mlp
 from ithaka.roots.find import find_root
-from ithaka.weights.adapters import auto_class, is_stacked
+from ithaka.weights.adapters import auto_class
 
 NUM_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")  # first layers without experts
 LAYER_INDICES = ("attn_layer_indices", "mlp_only_layers", "moe_layers")
@@ -24,7 +25,7 @@ class LayerKind:
     settings: tuple[str, ...]  # the layer's entries in the configuration's lists
     modules: tuple[tuple[str, type], ...]
     parameters: tuple[tuple[str, torch.Size], ...]
-    has_experts: bool
+    mlp: str  # its name, if it has another kind than most
 
     @property
     def num_parameters(self) -> int:
@@ -41,7 +42,7 @@ def read_kinds(config: Any) -> list[LayerKind]:
             tuple(repr(values[i]) for values in lists),
             tuple((name, type(module)) for name, module in layer.named_modules()),
             tuple((name, param.shape) for name, param in layer.named_parameters()),
-            any(map(is_stacked, layer.parameters())),
+            describe_mlp(layer),
         )
         for i, layer in enumerate(layers)
     ]
@@ -76,7 +77,7 @@ def group_layers(kinds: Sequence[Hashable], layers: Sequence[int], mixers: Seque
     groups = []
     for kind in dict.fromkeys(kinds):
         chosen = [i for i, layer in enumerate(layers) if kinds[layer] == kind]
-        name = mixers[chosen[0]] + (", experts" if getattr(kind, "has_experts", False) else "")
+        name = ", ".join(filter(None, (mixers[chosen[0]], getattr(kind, "mlp", ""))))
         groups.append(LayerGroup(name, chosen, [i for i, other in enumerate(kinds) if other == kind]))
     uses = Counter(group.name for group in groups)
     return [

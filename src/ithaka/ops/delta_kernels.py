@@ -9,7 +9,7 @@ One kernel computes all chunks' inverses and P. One passes S from chunk to chunk
 passes dS back. The last computes all chunks' gradients from y, a, S and dS'. Triton 3.4 to 3.7.0 miscompiles products
 with a transposed product on Hopper, so matrices that are needed both ways are computed twice.
 
-Shapes as in ops/delta_rule.py; t tokens of the segment, n chunks, C tokens of a chunk.
+Shapes as in ops/delta_rule.py; t tokens of the segment, z chunks, C tokens of a chunk.
 """
 
 import torch
@@ -62,13 +62,13 @@ class FusedSegment:
         )  # fmt: skip
 
     def extend(self, map_HKX: Tensor) -> Tensor:
-        matrix_HKm, added_HKV = map_HKX.tensor_split((-self.own[2].shape[-1],), -1)
-        return torch.cat([self._advance(matrix_HKm, is_map=True), self._advance(added_HKV)], -1)
+        matrix_HKx, added_HKV = map_HKX.tensor_split((-self.own[2].shape[-1],), -1)
+        return torch.cat([self._advance(matrix_HKx, is_map=True), self._advance(added_HKV)], -1)
 
     def extend_grad(self, map_HKX: Tensor, dout_tHV: Tensor) -> Tensor:
-        matrix_HKm, added_HKV = map_HKX.tensor_split((-self.own[2].shape[-1],), -1)
+        matrix_HKx, added_HKV = map_HKX.tensor_split((-self.own[2].shape[-1],), -1)
         added_HKV = self._advance_grad(added_HKV, dout_tHV)
-        return torch.cat([self._advance_grad(matrix_HKm), added_HKV], -1) if matrix_HKm.numel() else added_HKV
+        return torch.cat([self._advance_grad(matrix_HKx), added_HKV], -1) if matrix_HKx.numel() else added_HKV
 
     def forward(self, state_HKV: Tensor, out_tHV: Tensor) -> Tensor:
         assert out_tHV.is_contiguous()
@@ -138,11 +138,12 @@ if triton is not None:
 
     @triton.jit
     def _load_decays(g, ids, chunk, h, t, H, C: tl.constexpr):
-        """Load the log of the decay up to each token, its document, and the decays e, f and p."""
+        """Load the log of the decay up to each token, its document, and the decays e, f and p. Chunks after the last
+        token change nothing."""
         at = chunk * C + tl.arange(0, C)
         g_C = tl.load(g + at * H + h, at < t, other=0.0)
         log, total = tl.cumsum(g_C, 0), tl.sum(g_C, 0)
-        id_C, before = tl.load(ids + 1 + tl.minimum(at, t - 1)), tl.load(ids + chunk * C)
+        id_C, before = tl.load(ids + 1 + tl.minimum(at, t - 1)), tl.load(ids + tl.minimum(chunk * C, t))
         last = tl.load(ids + tl.minimum(chunk * C + C, t))
         e = tl.where(id_C == before, tl.exp(log), 0.0)
         f, p = tl.where(id_C == last, tl.exp(total - log), 0.0), tl.where(last == before, tl.exp(total), 0.0)

@@ -12,7 +12,7 @@ the outgoing state, and from state to state; L_ij = b_i decay_ij k_i k_j for i >
 This is affine in S (ops/scan.py). A document starts with S = 0: e, f, p and the decays between tokens of different
 documents are 0. On a GPU, 16-bit segments run in the kernels of ops/delta_kernels.py.
 
-Shapes as in ops/scan.py; X = m + V, m = K.
+Shapes as in ops/scan.py; X = x + V, x = K.
 """
 
 from dataclasses import dataclass
@@ -50,8 +50,8 @@ class DeltaRule(Scan):
         state_HKV = zero_state(self.inputs)
         return torch.eye(state_HKV.shape[1]).to(state_HKV).expand(len(state_HKV), -1, -1)
 
-    def apply(self, matrix_HKm: Tensor, state_HKV: Tensor) -> Tensor:
-        return matrix_HKm @ state_HKV
+    def apply(self, matrix_HKx: Tensor, state_HKV: Tensor) -> Tensor:
+        return matrix_HKx @ state_HKV
 
 
 def run_delta_rule(inputs: DeltaInputs, normalizes: bool = True) -> Tensor:
@@ -68,14 +68,14 @@ class Segment(NamedTuple):
 
     def extend(self, map_HKX: Tensor) -> Tensor:
         """Return the affine map from the state before the tokens of `map_HKX` to the state after this segment."""
-        (matrix_HKm, added_HKV), chunks = map_HKX.tensor_split((-self.inputs.v_sHV.shape[-1],), -1), self._prepare()
-        return torch.cat([chunks.without_values().advance(matrix_HKm)[1], chunks.advance(added_HKV)[1]], -1)
+        (matrix_HKx, added_HKV), chunks = map_HKX.tensor_split((-self.inputs.v_sHV.shape[-1],), -1), self._prepare()
+        return torch.cat([chunks.without_values().advance(matrix_HKx)[1], chunks.advance(added_HKV)[1]], -1)
 
     def extend_grad(self, map_HKX: Tensor, dout_tHV: Tensor) -> Tensor:
         """Do the same for gradients, from that of the state after the tokens of `map_HKX`. It may have several M."""
-        (matrix_HKm, added_HKV), chunks = map_HKX.tensor_split((-self.inputs.v_sHV.shape[-1],), -1), self._prepare()
+        (matrix_HKx, added_HKV), chunks = map_HKX.tensor_split((-self.inputs.v_sHV.shape[-1],), -1), self._prepare()
         dout = to_chunks(dout_tHV, map_HKX.dtype)
-        return torch.cat([chunks.pull(matrix_HKm, torch.zeros_like(dout[..., :1])), chunks.pull(added_HKV, dout)], -1)
+        return torch.cat([chunks.pull(matrix_HKx, torch.zeros_like(dout[..., :1])), chunks.pull(added_HKV, dout)], -1)
 
     def forward(self, state_HKV: Tensor, out_tHV: Tensor) -> Tensor:
         """Write `out_tHV`; return the state after the segment."""
@@ -111,7 +111,7 @@ class Segment(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The factors of y, out and S', all [H, n, ...]."""
+    """The factors of y, out and S', all [H, z, ...]."""
 
     reads: Tensor  # e q
     writes: Tensor  # f k
@@ -122,7 +122,7 @@ class Chunks(NamedTuple):
     products: Tensor  # P
 
     def advance(self, state_HKV: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out, [H, n, C, V], and the state after the last chunk."""
+        """Return out, [H, z, C, V], and the state after the last chunk."""
         outs = []
         for reads, writes, passing, erases, values, inverse, products in zip(*(t.unbind(1) for t in self), strict=True):
             y = inverse @ (values - erases @ state_HKV)

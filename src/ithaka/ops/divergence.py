@@ -5,7 +5,7 @@ beta KL(p || m) + (1 - beta) KL(q || m). By convention beta = 0 is the forward K
 || p). The gradient with respect to the student's logits is (1 - beta) q (log q - log m - KL(q || m)); for the forward
 KL it is q - p.
 
-Shapes: t tokens of a tile, V vocabulary, n outcomes, k tokens whose probabilities are stored.
+Shapes: t tokens of a tile, Y vocabulary, o outcomes, k tokens whose probabilities are stored.
 """
 
 import math
@@ -36,65 +36,65 @@ class Criterion(NamedTuple):
 
 
 def divergence_with_grad(
-    student_tV: Tensor, teacher: Any, target_t: Tensor, criterion: Criterion, scales_2t: Tensor | None
+    student_tY: Tensor, teacher: Any, target_t: Tensor, criterion: Criterion, scales_2t: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Return each row's divergence and student's entropy, at the temperature, and cross-entropy, in fp32 or wider. With
     `scales`, overwrite the student's logits by the gradient of divergence * scales[0] + cross-entropy * scales[1].
-    `teacher`: logits [t, V]; or stored ids (-1: none) and their log-probabilities at the temperature, [t, k]. Then all
+    `teacher`: logits [t, Y]; or stored ids (-1: none) and their log-probabilities at the temperature, [t, k]. Then all
     other tokens are one outcome, with the mass that is left in both models."""
-    if isinstance(teacher, Tensor) and runs_in_triton(student_tV):
-        return _launch(student_tV, teacher, target_t, criterion, scales_2t)
+    if isinstance(teacher, Tensor) and runs_in_triton(student_tY):
+        return _launch(student_tY, teacher, target_t, criterion, scales_2t)
     found = []
-    for start in range(0, len(student_tV), _ROWS):
+    for start in range(0, len(student_tY), _ROWS):
         rows = slice(start, start + _ROWS)
         with torch.enable_grad():
-            logits_tV = student_tV[rows].detach().to(torch.promote_types(student_tV.dtype, torch.float32))
-            log_q_tn = log_q_tV = (logits_tV.requires_grad_() / criterion.temperature).log_softmax(-1)
+            logits_tY = student_tY[rows].detach().to(torch.promote_types(student_tY.dtype, torch.float32))
+            log_q_to = log_q_tY = (logits_tY.requires_grad_() / criterion.temperature).log_softmax(-1)
             if isinstance(teacher, Tensor):
-                log_p_tn = (teacher[rows].to(log_q_tV.dtype) / criterion.temperature).log_softmax(-1)
+                log_p_to = (teacher[rows].to(log_q_tY.dtype) / criterion.temperature).log_softmax(-1)
             else:
-                log_q_tn, log_p_tn = _stored_outcomes(log_q_tV, teacher[0][rows], teacher[1][rows].to(log_q_tV.dtype))
-            divergence_t = _divergence(log_q_tn, log_p_tn, criterion.beta)
-            losses = divergence_t, F.cross_entropy(logits_tV, target_t[rows], reduction="none")
-        found.append((divergence_t.detach(), -(log_q_tV.exp() * log_q_tV).sum(-1).detach(), losses[1].detach()))
+                log_q_to, log_p_to = _stored_outcomes(log_q_tY, teacher[0][rows], teacher[1][rows].to(log_q_tY.dtype))
+            divergence_t = _divergence(log_q_to, log_p_to, criterion.beta)
+            losses = divergence_t, F.cross_entropy(logits_tY, target_t[rows], reduction="none")
+        found.append((divergence_t.detach(), -(log_q_tY.exp() * log_q_tY).sum(-1).detach(), losses[1].detach()))
         if scales_2t is not None:
-            student_tV[rows] = torch.autograd.grad(losses, logits_tV, [*scales_2t[:, rows]])[0]
+            student_tY[rows] = torch.autograd.grad(losses, logits_tY, [*scales_2t[:, rows]])[0]
     return tuple(map(torch.cat, zip(*found, strict=True)))
 
 
-def _stored_outcomes(log_q_tV: Tensor, ids_tk: Tensor, log_p_tk: Tensor) -> tuple[Tensor, Tensor]:
+def _stored_outcomes(log_q_tY: Tensor, ids_tk: Tensor, log_p_tk: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities of the stored tokens and of all others together, [t, k + 1], in both models."""
-    padded_tV = F.pad(log_q_tV, (0, 1), value=_NO_LOG)  # one more column, for ids of -1
-    at_tk = ids_tk.remainder(padded_tV.shape[1])
+    padded_tY = F.pad(log_q_tY, (0, 1), value=_NO_LOG)  # one more column, for ids of -1
+    at_tk = ids_tk.remainder(padded_tY.shape[1])
     left_t1 = (1 - log_p_tk.exp().sum(-1, keepdim=True)).clamp(min=math.exp(_MIN_LOG_REST))
-    others_t1 = padded_tV.scatter(1, at_tk, _NO_LOG).logsumexp(-1, keepdim=True).clamp(min=_MIN_LOG_REST)
-    log_q_tn = torch.cat([padded_tV.gather(1, at_tk), others_t1], -1)
-    return log_q_tn, torch.cat([log_p_tk, left_t1.log()], -1).clamp(min=_NO_LOG)
+    others_t1 = padded_tY.scatter(1, at_tk, _NO_LOG).logsumexp(-1, keepdim=True).clamp(min=_MIN_LOG_REST)
+    log_q_to = torch.cat([padded_tY.gather(1, at_tk), others_t1], -1)
+    return log_q_to, torch.cat([log_p_tk, left_t1.log()], -1).clamp(min=_NO_LOG)
 
 
-def _divergence(log_q_tn: Tensor, log_p_tn: Tensor, beta: float) -> Tensor:
-    log_m_tn = log_q_tn if beta == 0 else log_p_tn
+def _divergence(log_q_to: Tensor, log_p_to: Tensor, beta: float) -> Tensor:
+    log_m_to = log_q_to if beta == 0 else log_p_to
     if 0 < beta < 1:
-        log_m_tn = torch.logaddexp(log_q_tn + math.log1p(-beta), log_p_tn + math.log(beta))
+        log_m_to = torch.logaddexp(log_q_to + math.log1p(-beta), log_p_to + math.log(beta))
     weight_p, weight_q = (beta, 1 - beta) if 0 < beta < 1 else (1 - beta, beta)
-    of_p_tn, of_q_tn = (log_tn.exp() * (log_tn - log_m_tn) for log_tn in (log_p_tn, log_q_tn))
-    return (weight_p * of_p_tn + weight_q * of_q_tn).sum(-1)
+    of_p_to, of_q_to = (log_to.exp() * (log_to - log_m_to) for log_to in (log_p_to, log_q_to))
+    return (weight_p * of_p_to + weight_q * of_q_to).sum(-1)
 
 
 def _launch(
-    student_tV: Tensor, teacher_tV: Tensor, target_t: Tensor, criterion: Criterion, scales_2t: Tensor | None
+    student_tY: Tensor, teacher_tY: Tensor, target_t: Tensor, criterion: Criterion, scales_2t: Tensor | None
 ) -> tuple[Tensor, ...]:
-    (t, V), beta, scale = student_tV.shape, float(criterion.beta), 1 / criterion.temperature
-    assert student_tV.stride(1) == 1 and teacher_tV.stride(1) == 1
-    (lse_t,), (lse_y_t,) = row_logsumexp(student_tV), row_logsumexp(teacher_tV, scale=scale)
-    lse_x_t = lse_t if scale == 1 else row_logsumexp(student_tV, scale=scale)[0]
+    (t, Y), beta, scale = student_tY.shape, float(criterion.beta), 1 / criterion.temperature
+    assert student_tY.stride(1) == 1 and teacher_tY.stride(1) == 1
+    (lse_t,), (lse_y_t,) = row_logsumexp(student_tY), row_logsumexp(teacher_tY, scale=scale)
+    lse_x_t = lse_t if scale == 1 else row_logsumexp(student_tY, scale=scale)[0]
     lses_3t, values_2t = torch.stack([lse_t, lse_x_t, lse_y_t]), lse_t.new_empty(2, t)
-    cross_entropies_t = lse_t - student_tV.gather(1, target_t[:, None])[:, 0]
+    cross_entropies_t = lse_t - student_tY.gather(1, target_t[:, None])[:, 0]
     tensors = target_t, lses_3t, values_2t if scales_2t is None else scales_2t.to(torch.float32).contiguous(), values_2t
     weights = (beta, 1 - beta, math.log(beta), math.log1p(-beta)) if 0 < beta < 1 else (1 - beta, beta, 0.0, 0.0)
-    sizes = t, V, student_tV.stride(0), teacher_tV.stride(0), scale, *weights
+    sizes = t, Y, student_tY.stride(0), teacher_tY.stride(0), scale, *weights
     options = {"MIXES": 0 < beta < 1, "FORWARD": beta == 0, "PASSES": 1 if scales_2t is None else 2}
-    _divergence_kernel[(t,)](student_tV, teacher_tV, *tensors, *sizes, **options, BLOCK=_BLOCK, num_warps=8)
+    _divergence_kernel[(t,)](student_tY, teacher_tY, *tensors, *sizes, **options, BLOCK=_BLOCK, num_warps=8)
     return *values_2t, cross_entropies_t
 
 
@@ -102,7 +102,7 @@ if triton is not None:
 
     @triton.jit
     def _divergence_kernel(
-        student, teacher, target, lses, scales, values, t, V, student_stride, teacher_stride, scale, weight_p, weight_q,
+        student, teacher, target, lses, scales, values, t, Y, student_stride, teacher_stride, scale, weight_p, weight_q,
         log_beta, log_rest, MIXES: tl.constexpr, FORWARD: tl.constexpr, PASSES: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """The second pass writes the gradient. `scale` is the inverse of the temperature."""
@@ -116,8 +116,8 @@ if triton is not None:
         entropy = tl.zeros((BLOCK,), tl.float32)
         for number in tl.static_range(PASSES):
             mean = tl.sum(of_q, 0)
-            for start in range(0, V, BLOCK):
-                inside = start + cols < V
+            for start in range(0, Y, BLOCK):
+                inside = start + cols < Y
                 x = tl.load(student + start + cols, inside, other=-1e30).to(tl.float32)
                 log_q = x * scale - lse_x
                 log_p = tl.load(teacher + start + cols, inside, other=-1e30).to(tl.float32) * scale - lse_y

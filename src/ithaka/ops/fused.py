@@ -1,6 +1,6 @@
 """Element-wise steps between the large kernels, each in one pass over memory if Triton is installed.
 
-Shapes: B score blocks in the batch, h heads, t tokens of a block or tile, K head dim, V vocabulary. Tensors may be
+Shapes: B score blocks in the batch, h heads, t tokens of a block or tile, K head dim, Y vocabulary. Tensors may be
 strided except in K. All compute in fp32 and round once.
 """
 
@@ -63,30 +63,30 @@ def merge_softmax(sum_out_BhtK: Tensor, sum_lse_Bht: Tensor, out_BhtK: Tensor, l
     sum_lse_Bht.copy_(new_lse)
 
 
-def row_logsumexp(logits_tV: Tensor, details: bool = False, scale: float = 1.0) -> tuple[Tensor, ...]:
+def row_logsumexp(logits_tY: Tensor, details: bool = False, scale: float = 1.0) -> tuple[Tensor, ...]:
     """Return the log-sum-exp of every row of logits * scale and, with `details`, the mean of these logits under their
     softmax and the plain mean.
 
     In fp32 or wider.
     """
-    wide = torch.promote_types(logits_tV.dtype, torch.float32)
-    if not runs_in_triton(logits_tV):
-        wide_tV = logits_tV.to(wide) if scale == 1.0 else logits_tV.to(wide) * scale
-        lse_t = wide_tV.logsumexp(-1)
+    wide = torch.promote_types(logits_tY.dtype, torch.float32)
+    if not runs_in_triton(logits_tY):
+        wide_tY = logits_tY.to(wide) if scale == 1.0 else logits_tY.to(wide) * scale
+        lse_t = wide_tY.logsumexp(-1)
         if not details:
             return (lse_t,)
-        log_p_tV = wide_tV - lse_t[:, None]
-        return lse_t, lse_t + log_p_tV.exp().mul_(log_p_tV).sum(-1), wide_tV.mean(-1)
-    t, V = logits_tV.shape
-    values_nt = logits_tV.new_empty(3 if details else 1, t, dtype=wide)
+        log_p_tY = wide_tY - lse_t[:, None]
+        return lse_t, lse_t + log_p_tY.exp().mul_(log_p_tY).sum(-1), wide_tY.mean(-1)
+    t, Y = logits_tY.shape
+    values_nt = logits_tY.new_empty(3 if details else 1, t, dtype=wide)
     launch(
         _logsumexp_kernel,
         (t,),
-        logits_tV,
+        logits_tY,
         values_nt,
         t,
-        V,
-        _row_stride(logits_tV),
+        Y,
+        _row_stride(logits_tY),
         scale,
         DETAILS=details,
         BLOCK=_FLAT_BLOCK,
@@ -96,48 +96,48 @@ def row_logsumexp(logits_tV: Tensor, details: bool = False, scale: float = 1.0) 
 
 
 def softmax_grad(
-    logits_tV: Tensor, target_t: Tensor, lse_t: Tensor, scale_t: Tensor, entropy: tuple[Tensor, Tensor] | None = None
+    logits_tY: Tensor, target_t: Tensor, lse_t: Tensor, scale_t: Tensor, entropy: tuple[Tensor, Tensor] | None = None
 ) -> None:
     """(softmax(logits) - one-hot(target)) * scale, written over the logits.
 
     `entropy`: the gradients of the softmax entropies and the entropies, [t] each, whose gradient is added.
     """
-    if runs_in_triton(logits_tV):
-        (t, V), values = logits_tV.shape, (target_t, lse_t, scale_t.to(torch.float32))
+    if runs_in_triton(logits_tY):
+        (t, Y), values = logits_tY.shape, (target_t, lse_t, scale_t.to(torch.float32))
         more = (lse_t, lse_t) if entropy is None else (entropy[0].to(torch.float32), entropy[1])
-        grid = (t, -(-V // _FLAT_BLOCK))
+        grid = (t, -(-Y // _FLAT_BLOCK))
         launch(
             _softmax_grad_kernel,
             grid,
-            logits_tV,
+            logits_tY,
             *values,
             *more,
-            V,
-            _row_stride(logits_tV),
+            Y,
+            _row_stride(logits_tY),
             ENTROPY=entropy is not None,
             BLOCK=_FLAT_BLOCK,
             num_warps=8,
         )
         return
-    log_p_tV = logits_tV.to(lse_t.dtype).sub_(lse_t[:, None])
+    log_p_tY = logits_tY.to(lse_t.dtype).sub_(lse_t[:, None])
     if entropy is not None:
         dentropy_t, entropy_t = entropy
-        added_tV = (log_p_tV + entropy_t[:, None]).mul_(log_p_tV.exp()).mul_(-dentropy_t[:, None])
-    p_tV = log_p_tV.exp_()
-    p_tV.scatter_add_(1, target_t[:, None], p_tV.new_full((), -1.0).expand(len(p_tV), 1))
-    p_tV.mul_(scale_t[:, None])
-    logits_tV.copy_(p_tV if entropy is None else p_tV.add_(added_tV))
+        added_tY = (log_p_tY + entropy_t[:, None]).mul_(log_p_tY.exp()).mul_(-dentropy_t[:, None])
+    p_tY = log_p_tY.exp_()
+    p_tY.scatter_add_(1, target_t[:, None], p_tY.new_full((), -1.0).expand(len(p_tY), 1))
+    p_tY.mul_(scale_t[:, None])
+    logits_tY.copy_(p_tY if entropy is None else p_tY.add_(added_tY))
 
 
-def cross_entropy_with_grad(logits_tV: Tensor, target_t: Tensor, scale_t: Tensor) -> Tensor:
+def cross_entropy_with_grad(logits_tY: Tensor, target_t: Tensor, scale_t: Tensor) -> Tensor:
     """Return each row's loss in fp32 or wider; overwrite the logits with its gradient times `scale` (>= 0)."""
-    if runs_in_triton(logits_tV):
-        loss_t = scale_t.new_empty(len(logits_tV), dtype=torch.float32)
-        values = (target_t, scale_t.to(torch.float32), loss_t, logits_tV.shape[1], _row_stride(logits_tV))
+    if runs_in_triton(logits_tY):
+        loss_t = scale_t.new_empty(len(logits_tY), dtype=torch.float32)
+        values = (target_t, scale_t.to(torch.float32), loss_t, logits_tY.shape[1], _row_stride(logits_tY))
         launch(
             _cross_entropy_kernel,
-            (len(logits_tV),),
-            logits_tV,
+            (len(logits_tY),),
+            logits_tY,
             *values,
             LOG2E=_LOG2E,
             BLOCK=_LOGITS_BLOCK,
@@ -145,15 +145,15 @@ def cross_entropy_with_grad(logits_tV: Tensor, target_t: Tensor, scale_t: Tensor
             num_warps=32,
         )
         return loss_t
-    (lse_t,) = row_logsumexp(logits_tV)
-    loss_t = lse_t - logits_tV.gather(1, target_t[:, None])[:, 0]
-    softmax_grad(logits_tV, target_t, lse_t, scale_t)
+    (lse_t,) = row_logsumexp(logits_tY)
+    loss_t = lse_t - logits_tY.gather(1, target_t[:, None])[:, 0]
+    softmax_grad(logits_tY, target_t, lse_t, scale_t)
     return loss_t
 
 
-def _row_stride(logits_tV: Tensor) -> int:
-    assert logits_tV.stride(1) == 1
-    return logits_tV.stride(0)
+def _row_stride(logits_tY: Tensor) -> int:
+    assert logits_tY.stride(1) == 1
+    return logits_tY.stride(0)
 
 
 def scale_in_place(x: Tensor, factor: Tensor) -> None:
@@ -218,7 +218,7 @@ if triton is not None:
         tl.store(sum_lse, total, seen)
 
     @triton.jit
-    def _logsumexp_kernel(logits, values, t, V, row_stride, scale, DETAILS: tl.constexpr, BLOCK: tl.constexpr):
+    def _logsumexp_kernel(logits, values, t, Y, row_stride, scale, DETAILS: tl.constexpr, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         cols = tl.arange(0, BLOCK)
         # Each lane keeps its own maximum and sums until the end; -1e30 and not -inf, because -inf - -inf is NaN.
@@ -226,39 +226,39 @@ if triton is not None:
         total = tl.zeros((BLOCK,), tl.float32)
         weighted = tl.zeros((BLOCK,), tl.float32)
         plain = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, V, BLOCK):
-            x = tl.load(logits + row * row_stride + start + cols, start + cols < V, other=-1e30).to(tl.float32) * scale
+        for start in range(0, Y, BLOCK):
+            x = tl.load(logits + row * row_stride + start + cols, start + cols < Y, other=-1e30).to(tl.float32) * scale
             higher = tl.maximum(top, x)
             shrunk = tl.exp(tl.minimum(top, x) - higher)  # the other exponential is 1
             total = tl.where(x > top, total * shrunk + 1.0, total + shrunk)
             if DETAILS:
                 weighted = tl.where(x > top, weighted * shrunk + x, weighted + shrunk * x)
-                plain += tl.where(start + cols < V, x, 0.0)
+                plain += tl.where(start + cols < Y, x, 0.0)
             top = higher
         highest = tl.max(top, 0)
         sum_of_all = tl.sum(total * tl.exp(top - highest), 0)
         tl.store(values + row, highest + tl.log(sum_of_all))
         if DETAILS:
             tl.store(values + t + row, tl.sum(weighted * tl.exp(top - highest), 0) / sum_of_all)
-            tl.store(values + 2 * t + row, tl.sum(plain, 0) / V)
+            tl.store(values + 2 * t + row, tl.sum(plain, 0) / Y)
 
     @triton.jit
     def _softmax_grad_kernel(
-        logits, target, lse, scale, dentropy, entropy, V, row_stride, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
+        logits, target, lse, scale, dentropy, entropy, Y, row_stride, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
     ):
         row = tl.program_id(0).to(tl.int64)
         cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         at = logits + row * row_stride + cols
-        x = tl.load(at, cols < V, other=0.0).to(tl.float32)
+        x = tl.load(at, cols < Y, other=0.0).to(tl.float32)
         log_p = x - tl.load(lse + row)
         dx = (tl.exp(log_p) - tl.where(cols == tl.load(target + row), 1.0, 0.0)) * tl.load(scale + row)
         if ENTROPY:
             dx -= tl.exp(log_p) * (log_p + tl.load(entropy + row)) * tl.load(dentropy + row)
-        tl.store(at, dx.to(logits.dtype.element_ty), cols < V)
+        tl.store(at, dx.to(logits.dtype.element_ty), cols < Y)
 
     @triton.jit
     def _cross_entropy_kernel(
-        logits, target, scale, loss, V, row_stride, LOG2E: tl.constexpr, BLOCK: tl.constexpr, LANE: tl.constexpr
+        logits, target, scale, loss, Y, row_stride, LOG2E: tl.constexpr, BLOCK: tl.constexpr, LANE: tl.constexpr
     ):
         """Uses exp2, which takes one multiply-add per logit."""
         row = tl.program_id(0).to(tl.int64)
@@ -268,8 +268,8 @@ if triton is not None:
         cols = tl.arange(0, BLOCK)
         top = tl.full((BLOCK // LANE,), -1e30, tl.float32)  # see _logsumexp_kernel; a lane has several columns
         total = tl.zeros((BLOCK // LANE,), tl.float32)
-        for start in range(0, V, BLOCK):
-            x = tl.load(logits + start + cols, start + cols < V, other=-1e30).to(tl.float32)
+        for start in range(0, Y, BLOCK):
+            x = tl.load(logits + start + cols, start + cols < Y, other=-1e30).to(tl.float32)
             x = tl.reshape(x, (BLOCK // LANE, LANE))
             higher = tl.maximum(top, tl.max(x, 1) * LOG2E)
             total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(x * LOG2E - higher[:, None]), 1)
@@ -278,10 +278,10 @@ if triton is not None:
         log2_sum = highest + tl.log2(tl.sum(total * tl.exp2(top - highest), 0))
         tl.store(loss + row, log2_sum / LOG2E - label_logit)
         shift = log2_sum - tl.log2(factor)  # infinite for a factor of 0, which makes all gradients 0
-        for start in range(0, V, BLOCK):
+        for start in range(0, Y, BLOCK):
             at = start + cols
-            x = tl.load(logits + at, at < V, other=-1e30).to(tl.float32)
-            tl.store(logits + at, tl.exp2(x * LOG2E - shift).to(logits.dtype.element_ty), at < V)
+            x = tl.load(logits + at, at < Y, other=-1e30).to(tl.float32)
+            tl.store(logits + at, tl.exp2(x * LOG2E - shift).to(logits.dtype.element_ty), at < Y)
         tl.debug_barrier()  # the label's gradient is written twice
         dlabel = (tl.exp2(label_logit * LOG2E - log2_sum) - 1.0) * factor
         tl.store(logits + label, dlabel.to(logits.dtype.element_ty))

@@ -10,9 +10,9 @@ stop. A rank *imports* states at places on earlier ranks, and *exports* those th
 
 Segments of consecutive chunks of a piece bound the memory. Backward recomputes a segment from the state before it.
 
-Shapes: s tokens of this rank, t of a segment, n chunks, C tokens of a chunk, H value heads, J key heads, K and V their
-dims, m columns of M; N channels and W tokens of a convolution. States are [H, K, V], in fp32 or wider; maps are
-[H, K, m + V]: M and U next to each other.
+Shapes: s tokens of this rank, t of a segment, z chunks, C tokens of a chunk, H value heads, J key heads, K and V their
+dims, x columns of M, y exported states; M channels and W tokens of a convolution. States are [H, K, V], in fp32 or
+wider; maps are [H, K, x + V]: M and U next to each other.
 """
 
 import warnings
@@ -192,7 +192,7 @@ class Scan:
     other_grads: ClassVar[Any] = ()  # after `backward`: the gradients of inputs without tokens
 
     make_segment: ClassVar[Any]  # (inputs, ids) -> the recurrence over a segment, as in ops/delta_rule.py
-    identity: ClassVar[Any]  # () -> M of the map that changes nothing, [H, K, m]
+    identity: ClassVar[Any]  # () -> M of the map that changes nothing, [H, K, x]
     apply: ClassVar[Any]  # (M, S) -> M S
 
     def segments(self, piece: Piece) -> list[slice]:
@@ -203,7 +203,7 @@ class Scan:
     # ---- forward
 
     def summarize(self) -> Tensor:
-        """Return a map for each exported state, from the import that it depends on: [i, H, K, m + V]."""
+        """Return a map for each exported state, from the import that it depends on: [y, H, K, x + V]."""
         graph, exports, known = self.docs.graph, self.docs.exports, dict[int, Tensor]()
         needed, identity, zeros = {*exports}, self.identity(), zero_state(self.inputs)
         for piece in self.docs.pieces[::-1]:
@@ -225,7 +225,7 @@ class Scan:
         return self._pad([known[place] for place in exports])
 
     def combine(self, maps: Tensor) -> dict[int, Tensor]:
-        """Return the states before this rank, by place, given the maps of all ranks, [c, i, H, K, m + V]."""
+        """Return the states before this rank, by place, given the maps of all ranks, [c, y, H, K, x + V]."""
         graph, states = self.docs.graph, dict[int, Tensor]()
         for rank in range(self.docs.rank):
             for place, total in zip(graph.exports[rank], maps[rank], strict=False):
@@ -251,10 +251,10 @@ class Scan:
     # ---- backward
 
     def summarize_grad(self, dout_sHV: Tensor) -> Tensor:
-        """Return [i, H, K, m + V]: M^T of each exported state, and the gradient of each imported state if those of the
+        """Return [y, H, K, x + V]: M^T of each exported state, and the gradient of each imported state if those of the
         exported ones are 0. A state that depends on no import has zeros."""
         graph, exports, identity = self.docs.graph, self.docs.exports, self.identity()
-        m, zeros = identity.shape[-1], zero_state(self.inputs)
+        columns, zeros = identity.shape[-1], zero_state(self.inputs)
         totals: dict[int, tuple[list[int], Tensor]] = {}  # by place: exports, and M^T of each next to the gradient
         with torch.no_grad(), matmul_precision(dout_sHV):
             for piece in self.docs.pieces[::-1]:
@@ -275,7 +275,11 @@ class Scan:
                     parts = [total[..., :-V], other[..., :-V], total[..., -V:] + other[..., -V:]]
                     places, total = [*places, *others], torch.cat(parts, -1)
                 totals[piece.source] = places, total  # type: ignore[index]
-        found = {place: total[..., i * m : (i + 1) * m] for of, total in totals.values() for i, place in enumerate(of)}
+        found = {
+            place: total[..., i * columns : (i + 1) * columns]
+            for of, total in totals.values()
+            for i, place in enumerate(of)
+        }
         items = []
         for i in range(max(len(exports), len(self.docs.imports))):
             matrix = found.get(exports[i]) if i < len(exports) else None
@@ -286,11 +290,11 @@ class Scan:
 
     def combine_grad(self, maps: Tensor) -> dict[int, Tensor]:
         """Return the gradients of the exported states, by place, given `summarize_grad` of all ranks."""
-        graph, m, grads = self.docs.graph, self.identity().shape[-1], dict[int, Tensor]()
+        graph, columns, grads = self.docs.graph, self.identity().shape[-1], dict[int, Tensor]()
         for rank in reversed(range(self.docs.rank + 1, len(graph.pieces))):
             for place, item in zip(graph.imports[rank], maps[rank], strict=False):
-                total = item[..., m:]
-                for export, matrix in zip(graph.exports[rank], maps[rank][..., :m], strict=False):
+                total = item[..., columns:]
+                for export, matrix in zip(graph.exports[rank], maps[rank][..., :columns], strict=False):
                     if graph.origins[export] == place and export in grads:
                         total = total + self.apply(matrix, grads[export])
                 grads[place] = grads[place] + total if place in grads else total
@@ -321,8 +325,8 @@ class Scan:
 
     def _pad(self, items: list[Tensor]) -> Tensor:
         """Return as many maps as on every other rank."""
-        (H, K, m), V = self.identity().shape, self.inputs.v_sHV.shape[-1]
-        padded = zero_state(self.inputs).new_zeros(self.docs.graph.num_items, H, K, m + V)
+        (H, K, columns), V = self.identity().shape, self.inputs.v_sHV.shape[-1]
+        padded = zero_state(self.inputs).new_zeros(self.docs.graph.num_items, H, K, columns + V)
         for into, item in zip(padded, items, strict=False):
             into.copy_(item)
         return padded
@@ -332,17 +336,17 @@ class Scan:
 
 
 class Decays(NamedTuple):
-    """The decays of chunks, [H, n, C, ...]. Between tokens of different documents, and to and from states of other
+    """The decays of chunks, [H, z, C, ...]. Between tokens of different documents, and to and from states of other
     documents, they are 0."""
 
     entering: Tensor  # from the incoming state to a token
     leaving: Tensor  # from a token to the outgoing state
-    passing: Tensor  # from state to state, [H, n, 1, 1]
-    between: Tensor  # from token to token, [H, n, C, C]
+    passing: Tensor  # from state to state, [H, z, 1, 1]
+    between: Tensor  # from token to token, [H, z, C, C]
 
     @classmethod
     def of(cls, g: Tensor, ids: Tensor | None) -> "Decays":
-        """`g`: the log of each token's decay, [H, n, C, 1]. `ids`: as in `LocalDocs.segment_ids`."""
+        """`g`: the log of each token's decay, [H, z, C, 1]. `ids`: as in `LocalDocs.segment_ids`."""
         C = g.shape[2]
         is_seen = torch.ones(C, C, dtype=torch.bool, device=g.device).tril()
         log = g.cumsum(-2)
@@ -356,16 +360,16 @@ class Decays(NamedTuple):
 
 
 def to_chunks(t_tHK: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reshape [t, H, K] to [H, n, C, K]. Zeros pad the last chunk: such tokens write nothing and do not decay."""
+    """Reshape [t, H, K] to [H, z, C, K]. Zeros pad the last chunk: such tokens write nothing and do not decay."""
     if fill := -len(t_tHK) % CHUNK_TOKENS:
         t_tHK = F.pad(t_tHK, (0, 0, 0, 0, 0, fill))
-    chunks_HnCK = t_tHK.unflatten(0, (-1, CHUNK_TOKENS)).permute(2, 0, 1, 3)
-    return chunks_HnCK.to(dtype, memory_format=torch.contiguous_format)
+    chunks_HzCK = t_tHK.unflatten(0, (-1, CHUNK_TOKENS)).permute(2, 0, 1, 3)
+    return chunks_HzCK.to(dtype, memory_format=torch.contiguous_format)
 
 
-def from_chunks(t_HnCK: Tensor, like: Tensor) -> Tensor:
+def from_chunks(t_HzCK: Tensor, like: Tensor) -> Tensor:
     """Undo `to_chunks`, with the tokens and dtype of `like`."""
-    return t_HnCK.flatten(1, 2).transpose(0, 1)[: len(like)].to(like.dtype)
+    return t_HzCK.flatten(1, 2).transpose(0, 1)[: len(like)].to(like.dtype)
 
 
 def zero_state(inputs: Any) -> Tensor:
@@ -432,17 +436,17 @@ def _compare_segments(make: Any, inputs: Any) -> str | None:
 # ---- the short convolution before the recurrence
 
 
-def short_convolution(x_tN: Tensor, weight_NW: Tensor, bias_N: Tensor | None, ids_t: Tensor | None) -> Tensor:
-    """Convolve each channel causally over the last W tokens of its document: [t, N] in fp32 or wider.
+def short_convolution(x_tM: Tensor, weight_MW: Tensor, bias_M: Tensor | None, ids_t: Tensor | None) -> Tensor:
+    """Convolve each channel causally over the last W tokens of its document: [t, M] in fp32 or wider.
 
     `ids_t`: a number per document; None: one document. Tokens before the first count as 0.
     """
-    dtype, W = wide(x_tN), weight_NW.shape[1]
-    x_tN, weight_NW = x_tN.to(dtype), weight_NW.to(dtype)
-    y_tN = x_tN * weight_NW[:, -1]
-    for back in range(1, min(W, len(x_tN))):
-        earlier_tN = x_tN[:-back] * weight_NW[:, W - 1 - back]
+    dtype, W = wide(x_tM), weight_MW.shape[1]
+    x_tM, weight_MW = x_tM.to(dtype), weight_MW.to(dtype)
+    y_tM = x_tM * weight_MW[:, -1]
+    for back in range(1, min(W, len(x_tM))):
+        earlier_tM = x_tM[:-back] * weight_MW[:, W - 1 - back]
         if ids_t is not None:
-            earlier_tN = earlier_tN * (ids_t[back:] == ids_t[:-back])[:, None]
-        y_tN = y_tN + F.pad(earlier_tN, (0, 0, back, 0))
-    return y_tN if bias_N is None else y_tN + bias_N.to(dtype)
+            earlier_tM = earlier_tM * (ids_t[back:] == ids_t[:-back])[:, None]
+        y_tM = y_tM + F.pad(earlier_tM, (0, 0, back, 0))
+    return y_tM if bias_M is None else y_tM + bias_M.to(dtype)

@@ -10,7 +10,7 @@ In Mamba's terms, q is C, k is B, v is x and g is A dt. As in ops/delta_rule.py,
 
 On a GPU, 16-bit segments run in the kernels of ops/ssd_kernels.py.
 
-Shapes as in ops/scan.py; X = m + V, m = 1.
+Shapes as in ops/scan.py; X = x + V, x = 1.
 """
 
 from dataclasses import dataclass
@@ -56,8 +56,8 @@ class Ssd(Scan):
     def identity(self) -> Tensor:
         return torch.ones_like(zero_state(self.inputs)[..., :1])
 
-    def apply(self, matrix_HKm: Tensor, state_HKV: Tensor) -> Tensor:
-        return matrix_HKm * state_HKV
+    def apply(self, matrix_HKx: Tensor, state_HKV: Tensor) -> Tensor:
+        return matrix_HKx * state_HKV
 
 
 def run_ssd(inputs: SsdInputs, skip_H: Tensor) -> Tensor:
@@ -74,15 +74,15 @@ class Segment(NamedTuple):
     dskip_H: Tensor
 
     def extend(self, map_HKX: Tensor) -> Tensor:
-        (matrix_HKm, state_HKV), chunks = map_HKX.tensor_split((-self.inputs.v_sHV.shape[-1],), -1), self._prepare()
-        return torch.cat([chunks.passing.prod(1) * matrix_HKm, chunks.states(state_HKV)[1]], -1)
+        (matrix_HKx, state_HKV), chunks = map_HKX.tensor_split((-self.inputs.v_sHV.shape[-1],), -1), self._prepare()
+        return torch.cat([chunks.passing.prod(1) * matrix_HKx, chunks.states(state_HKV)[1]], -1)
 
     def extend_grad(self, map_HKX: Tensor, dout_tHV: Tensor) -> Tensor:
-        (matrix_HKm, dstate_HKV), chunks = map_HKX.tensor_split((-self.inputs.v_sHV.shape[-1],), -1), self._prepare()
+        (matrix_HKx, dstate_HKV), chunks = map_HKX.tensor_split((-self.inputs.v_sHV.shape[-1],), -1), self._prepare()
         read = chunks.reads.mT @ to_chunks(dout_tHV, map_HKX.dtype)
         for passing, added_HKV in zip(chunks.passing.unbind(1)[::-1], read.unbind(1)[::-1], strict=True):
             dstate_HKV = passing * dstate_HKV + added_HKV
-        return torch.cat([chunks.passing.prod(1) * matrix_HKm, dstate_HKV], -1)
+        return torch.cat([chunks.passing.prod(1) * matrix_HKx, dstate_HKV], -1)
 
     def forward(self, state_HKV: Tensor, out_tHV: Tensor) -> Tensor:
         out_tHV[:], state_HKV = self.run(state_HKV)
@@ -116,7 +116,7 @@ class Segment(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The factors of out and S', all [H, n, ...]."""
+    """The factors of out and S', all [H, z, ...]."""
 
     reads: Tensor  # e q
     writes: Tensor  # f k
@@ -125,7 +125,7 @@ class Chunks(NamedTuple):
     products: Tensor  # P
 
     def states(self, state_HKV: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the states before each chunk, [H, n, K, V], and the one after the last."""
+        """Return the states before each chunk, [H, z, K, V], and the one after the last."""
         states, added = [], self.writes.mT @ self.values
         for passing, added_HKV in zip(self.passing.unbind(1), added.unbind(1), strict=True):
             states.append(state_HKV)

@@ -10,7 +10,7 @@ the maps to the states before all blocks; a second walk from there writes the ou
 before all chunks and the gradients of those after them, in 16 bits. The last two kernels compute the gradients of some
 heads that share q and k. All products are of 16-bit matrices, of which at most one is rounded: dt scales that one.
 
-Shapes as in ops/scan.py; t tokens of the segment, n chunks of C tokens, b blocks.
+Shapes as in ops/scan.py; t tokens of the segment, z chunks of C tokens, b blocks.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from ithaka.ops.delta_kernels import triton
 CHUNK, CHUNKS = 64, 8  # tokens of a chunk, and chunks of a block
 HEADS = 8  # heads that one program of the last kernels computes, at most
 WALK_OPTIONS = {"num_warps": 4, "num_stages": 2}
-GRADIENT_OPTIONS = {"num_warps": 4, "num_stages": 2}  # twice the warps if K is 256: one thread has 255 registers
+GRADIENT_OPTIONS = {"num_warps": 8, "num_stages": 2}
 PASS_SIZE = 1024  # elements of a state that one program of `_pass_kernel` updates
 
 
@@ -53,14 +53,14 @@ class FusedSegment:
         self.grid = (self.num_blocks * H * (V // columns),)
 
     def extend(self, map_HKX: Tensor) -> Tensor:
-        matrix_HKm, state_HKV = map_HKX.tensor_split((-self.V,), -1)
+        matrix_HKx, state_HKV = map_HKX.tensor_split((-self.V,), -1)
         _, decays, state_HKV = self._states(state_HKV)
-        return torch.cat([decays.prod(0)[:, None, None] * matrix_HKm, state_HKV[:, : self.K]], -1)
+        return torch.cat([decays.prod(0)[:, None, None] * matrix_HKx, state_HKV[:, : self.K]], -1)
 
     def extend_grad(self, map_HKX: Tensor, dout_tHV: Tensor) -> Tensor:
-        matrix_HKm, dstate_HKV = map_HKX.tensor_split((-self.V,), -1)
+        matrix_HKx, dstate_HKV = map_HKX.tensor_split((-self.V,), -1)
         _, decays, dstate_HKV = self._states(dstate_HKV, dout_tHV.contiguous())
-        return torch.cat([decays.prod(0)[:, None, None] * matrix_HKm, dstate_HKV[:, : self.K]], -1)
+        return torch.cat([decays.prod(0)[:, None, None] * matrix_HKx, dstate_HKV[:, : self.K]], -1)
 
     def forward(self, state_HKV: Tensor, out_tHV: Tensor) -> Tensor:
         assert out_tHV.is_contiguous()
@@ -79,16 +79,10 @@ class FusedSegment:
         heads = max(n for n in range(1, HEADS + 1) if repeats % n == 0)
         dqk = g.new_empty(2, t, H // heads, k.shape[-1])
         dskip = g.new_empty(self.num_chunks, H)
-        grid, options = (self.num_chunks * (H // heads),), dict(GRADIENT_OPTIONS)
-        options["num_warps"] *= 2 if k.shape[-1] > 128 else 1
-        _key_grad_kernel[grid](
-            q, k, v, g, dt, self.ids, *kept, dout_tHV, *dqk, *self.sizes, HEADS=heads, **self.constants, **options
-        )
+        grid, options = (self.num_chunks * (H // heads),), {**self.constants, **GRADIENT_OPTIONS, "HEADS": heads}
+        _key_grad_kernel[grid](q, k, v, g, dt, self.ids, *kept, dout_tHV, *dqk, *self.sizes, **options)
         # Each program reads what it overwrites: v, g and dt of its chunk and heads.
-        _value_grad_kernel[grid](
-            q, k, v, g, dt, self.skip_H, self.ids, *kept, dout_tHV, dskip, *self.sizes, HEADS=heads, **self.constants,
-            **options,
-        )  # fmt: skip
+        _value_grad_kernel[grid](q, k, v, g, dt, self.skip_H, self.ids, *kept, dout_tHV, dskip, *self.sizes, **options)
         self.dskip_H.add_(dskip.sum(0))
         dqk = dqk if heads == repeats else dqk.unflatten(2, (H // repeats, -1)).sum(3)
         dq, dk = dqk[..., : self.K]
@@ -134,20 +128,7 @@ class FusedSegment:
 if triton is not None:
     import triton.language as tl
 
-    from ithaka.ops.delta_kernels import _load_rows
-
-    @triton.jit
-    def _load_decays(g, ids, chunk, h, t, H, C: tl.constexpr):
-        """Load the log of the decay up to each token, its document, and the decays e, f and p. Chunks after the last
-        token change nothing."""
-        at = chunk * C + tl.arange(0, C)
-        g_C = tl.load(g + at * H + h, at < t, other=0.0)
-        log, total = tl.cumsum(g_C, 0), tl.sum(g_C, 0)
-        id_C, before = tl.load(ids + 1 + tl.minimum(at, t - 1)), tl.load(ids + tl.minimum(chunk * C, t))
-        last = tl.load(ids + tl.minimum(chunk * C + C, t))
-        e = tl.where(id_C == before, tl.exp(log), 0.0)
-        f, p = tl.where(id_C == last, tl.exp(total - log), 0.0), tl.where(last == before, tl.exp(total), 0.0)
-        return log, id_C, e, f, p
+    from ithaka.ops.delta_kernels import _load_decays, _load_rows
 
     @triton.jit
     def _decay_between(log, id_C, i):

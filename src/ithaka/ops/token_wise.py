@@ -3,7 +3,7 @@
 Each makes one pass over memory if Triton is installed. All compute in fp32 or wider and round once, except `gate_mul`
 without Triton, which rounds twice, as Hugging Face does.
 
-Shapes: t rows, D features, F width of an MLP, h heads, K head dim, R rotated dims, p programs.
+Shapes: t rows, D features, F width of an MLP, h heads, K head dim, R rotated dims, b blocks of rows.
 """
 
 from collections.abc import Sequence
@@ -76,11 +76,12 @@ def norm_backward(x: Tensor, dy: Tensor, weight_D: Tensor, form: NormForm) -> tu
         return d.sub_(normed).mul_(factor).to(x.dtype), dweight_D
     D, dx = x.shape[-1], torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x_tD, dy_tD, sizes = x.reshape(-1, D), dy.reshape(-1, D), _norm_sizes(D) | {"CENTERED": is_centered}
-    programs = min(-(-len(x_tD) // sizes["ROWS"]), 8 * _num_multiprocessors(x))
-    dweight_pD = x.new_empty(programs, D, dtype=torch.float32)
+    num_multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 132
+    programs = min(-(-len(x_tD) // sizes["ROWS"]), 8 * num_multiprocessors)
+    dweight_bD = x.new_empty(programs, D, dtype=torch.float32)
     scalars = eps, offset, len(x_tD), D, x_tD.stride(0), dy_tD.stride(0)
-    launch(_norm_backward_kernel, (programs,), dx, x_tD, dy_tD, weight_D, dweight_pD, *scalars, **sizes)
-    return dx, dweight_pD.sum(0)
+    launch(_norm_backward_kernel, (programs,), dx, x_tD, dy_tD, weight_D, dweight_bD, *scalars, **sizes)
+    return dx, dweight_bD.sum(0)
 
 
 def _norm_factor(x: Tensor, eps: float) -> Tensor:
@@ -90,10 +91,6 @@ def _norm_factor(x: Tensor, eps: float) -> Tensor:
 def _norm_sizes(num_features: int) -> dict[str, int]:
     cols = 1 << (num_features - 1).bit_length()
     return {"ROWS": max(1, _BLOCK // cols), "COLS": cols, "num_warps": 4 if cols <= _BLOCK else 16}
-
-
-def _num_multiprocessors(x: Tensor) -> int:
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 132
 
 
 # ---- sums

@@ -213,7 +213,7 @@ class AllocatorHistory(MemoryMap):
 _PACKAGE = str(Path(ithaka.__file__).parent)
 _PROFILER = (f"{_PACKAGE}/profile/", f"{_PACKAGE}/phases.py")
 _LIBRARIES = ("/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdlib')}/")
-_GRADIENT_FUNCTIONS = ("reduce", "post_backward", "to_accumulated_grad", "unsharded_grad")  # parts of FSDP2's names
+GRADIENT_FUNCTIONS = ("reduce", "post_backward", "to_accumulated_grad", "unsharded_grad")  # parts of FSDP2's names
 
 
 def attribute_stack(frames: Iterable[tuple[str, int, str]]) -> tuple[str, MemoryCategory | None]:
@@ -224,7 +224,7 @@ def attribute_stack(frames: Iterable[tuple[str, int, str]]) -> tuple[str, Memory
         if name is not None:
             return f"{name}:{line} in {function}", category
         if "/torch/distributed/fsdp/" in file:
-            is_gradient = any(part in function for part in _GRADIENT_FUNCTIONS)
+            is_gradient = any(part in function for part in GRADIENT_FUNCTIONS)
             category = MemoryCategory.GRADIENTS if is_gradient else category or MemoryCategory.UNSHARDED
     return "", category
 

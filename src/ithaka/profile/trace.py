@@ -25,12 +25,11 @@ from ithaka.layer.store import DiskFile, Store
 from ithaka.phases import Listener, MemoryCategory, PhasePath, PhaseState, allocating_for, count, listening
 from ithaka.plan.bytes import EMBEDDING_RUN
 from ithaka.plan.trace import Amounts, Segment, Trace
-from ithaka.profile.live import local_tensor, recording_resizes
+from ithaka.profile.live import GRADIENT_FUNCTIONS, local_tensor, recording_resizes
 
 HOST = "host"  # category of pinned host memory, which is not the device's
 STARTS = ("embedding", "loss", "encoder", "optimizer")  # phases that start a segment, as a layer's directions do
 FSDP = "_fully_shard"
-GRADIENT_FUNCTIONS = ("reduce", "post_backward", "to_accumulated_grad", "unsharded_grad")  # parts of FSDP2's names
 aten: Any = torch.ops.aten
 # Matmuls, and the position of their first matrix.
 MATMULS = {**dict.fromkeys((aten.mm, aten.bmm, aten._grouped_mm), 0), **dict.fromkeys((aten.addmm, aten.addmm_), 1)}

@@ -1,7 +1,7 @@
 """The root of a language model: tokens in, their loss or logits out. The model's own forward runs before, between and
 after its layers (roots/head.py).
 
-Shapes as in inputs/batch.py and layer/inputs.py; V vocabulary.
+Shapes as in inputs/batch.py and layer/inputs.py; Y vocabulary.
 """
 
 import math
@@ -174,9 +174,8 @@ class Decoder(Root):
             rule = f"divides the loss of {share.num_valid} valid labels, so it must be a number above 0"
             fix = "pass the valid labels of all data-parallel ranks and micro-steps, or leave it out"
             raise ValueError(f"num_items_in_batch={items!r} {rule}; {fix}")
-        shape, chosen_sLk = tensors["input_ids"].shape, None
-        if (indices := named.get("expert_indices")) is not None:
-            chosen_sLk = shard_expert_indices(self.layers, indices, shape, share, self.mesh)
+        shape = tensors["input_ids"].shape
+        chosen_sLk = shard_expert_indices(self.layers, named.get("expert_indices"), shape, share, self.mesh)
         return (share, shape, items, chosen_sLk), (share.num_valid, share.num_positions, 0), fingerprint
 
     def make_call(self, named: dict[str, Any], inputs: Any, *totals: int) -> CheckedCall:
@@ -286,8 +285,8 @@ class Decoder(Root):
         if call.temperature != 1:
             head = ScaledHead(head, 1 / call.temperature)
         if labels_s is None:
-            logits_sV = head.logits(x.view(x.shape[-2:]))
-            return GatherTokens.apply(logits_sV, call.mesh, call.share.docs.sharding, call.shape), None
+            logits_sY = head.logits(x.view(x.shape[-2:]))
+            return GatherTokens.apply(logits_sY, call.mesh, call.share.docs.sharding, call.shape), None
         row_bytes = model.get_output_embeddings().weight.shape[0] * x.element_size()
         row_bytes *= 1 if call.distillation is None else 2  # a tile has the logits of both models
         inputs = x, labels_s, head, logits_tile_tokens(self.layout.tile_tokens, x.shape[-2], row_bytes)

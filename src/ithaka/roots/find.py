@@ -9,8 +9,10 @@ from ithaka.layout import check_parallelism
 from ithaka.plan.read_config import VISION_FAMILIES
 from ithaka.roots.decoder import Decoder
 from ithaka.roots.root import Root
-from ithaka.roots.video_families import FAMILIES, JOINT_ATTENTION
+from ithaka.roots.video_families import find_family
 from ithaka.roots.vision import VisionDecoder
+
+DECODERS: dict[Any, type[Root]] = dict.fromkeys(VISION_FAMILIES, VisionDecoder)  # by model_type; all others: Decoder
 
 
 def find_root(model: Any) -> Root:
@@ -18,21 +20,12 @@ def find_root(model: Any) -> Root:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if hasattr(base, "ithaka_root"):  # it is parallel
         return base.ithaka_root
-    classes = type(base).__mro__
-    if any(cls.__module__.startswith("diffusers.") for cls in classes):
-        family = next((FAMILIES[cls.__name__] for cls in classes if cls.__name__ in FAMILIES), None)
-        if family is None:
-            name, reason = type(base).__name__, "is not supported"
-            if name.startswith(JOINT_ATTENTION):
-                reason = "attends jointly to text and video, so text tokens would have to be sharded with the patches"
-            fix = f"of diffusers' models, use {' or '.join(FAMILIES)}"
-            raise ConfigError(f"parallelize got a {name}, which {reason}; {fix}")
-        return family(base)
-    if not isinstance(base, PreTrainedModel):
+    root: type[Root] | None = find_family(type(base))
+    if isinstance(base, PreTrainedModel):
+        root = DECODERS.get(getattr(base.config, "model_type", None), Decoder)
+    if root is None:
         raise ConfigError(_refuse_class(model))
-    if getattr(base.config, "model_type", None) in VISION_FAMILIES:
-        return VisionDecoder(base)
-    return Decoder(base)
+    return root(base)
 
 
 def check_arguments(model: Any, cp: int | None, ring: int | None) -> Root:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from ithaka.blocks.linear import is_linear
-from ithaka.blocks.routing import LoadBalancingLoss
+from ithaka.blocks.routing import LoadBalancingLoss, no_router_logits
 from ithaka.roots.recorder import refusal
 from ithaka.weights.adapters import find_decoder
 
@@ -24,8 +24,7 @@ def run_after_layers(
     base, own_head = model.model, model.lm_head
     result = _BaseModelOutput(last_hidden_state=hidden, router_logits=router_logits)
     base.forward = lambda *args, **kwargs: result
-    if hasattr(find_decoder(model).config, "output_router_logits"):
-        inputs.setdefault("output_router_logits", False)
+    inputs = no_router_logits(find_decoder(model).config) | inputs
     model._modules["lm_head"] = lm_head
     ids = torch.empty(hidden.shape[:2], dtype=torch.long, device="meta")  # a forward may read its shape, not its values
     try:

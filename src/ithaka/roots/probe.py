@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from ithaka.blocks.block import BlockSpec
-from ithaka.blocks.experts import is_expert_module
 from ithaka.blocks.find import find_blocks
 from ithaka.blocks.norm import NormSpec
 from ithaka.comm.loopback import LoopbackGroup
@@ -120,12 +119,12 @@ class _Probe:
 
     def _use_blocks(self, blocks: tuple[BlockSpec, ...]) -> None:
         """Use blocks where results stay the same, and find out what the passes may leave out."""
-        has_experts = any(map(is_expert_module, self.layer.modules()))
         self.theirs = self._run_transformers(0)
-        if not blocks or not self._try("runs its modules as transformers does, without ithaka's blocks", blocks=blocks):
+        for fallback in dict.fromkeys(block.fallback for block in blocks):
+            group = [block for block in blocks if block.fallback == fallback]
+            self._try(fallback, blocks=(*self.spec.blocks, *group))
+        if not self.spec.blocks:
             self._compare(0)
-        if has_experts:
-            self._try("runs its experts as transformers does, without ithaka's grouped matmuls", has_expert_block=True)
         if self.spec.has_mlp_block:
             self._try("", skips_mlp=True)
         arguments = self._arguments(0, LENGTHS[0], LENGTHS[0]).detach()  # selects our attention again
@@ -283,7 +282,8 @@ class _Probe:
         with torch.enable_grad(), _running_plainly(self.layer):
             y = type(self.layer).forward(self.layer, x[None], *args, **kwargs)
         before = arguments.unpack()
-        for where, value, old in (*zip(range(len(args)), args, before[0], strict=True), *_join(kwargs, before[1])):
+        named = [(name, kwargs.get(name), before[1].get(name)) for name in kwargs | before[1]]
+        for where, value, old in (*zip(range(len(args)), args, before[0], strict=True), *named):
             (leaves, tree_spec), (old_leaves, old_spec) = pytree.tree_flatten(value), pytree.tree_flatten(old)
             if tree_spec != old_spec or any(a is not b for a, b in zip(leaves, old_leaves, strict=True)):
                 raise refusal(self.model, f"has a layer {self.name} that changes its argument {where}")
@@ -306,10 +306,6 @@ class _Probe:
             dim = self.dims[i]
             result[f"gradient of argument {i}"] = torch.stack(joined).sum(0) if dim is None else torch.cat(joined, dim)
         return result
-
-
-def _join(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    return [(key, a.get(key), b.get(key)) for key in a | b]
 
 
 def _running_plainly(layer: nn.Module) -> ExitStack:

@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 
 from ithaka.attention.docs import Docs
 from ithaka.blocks.block import HOOK_DICTS
-from ithaka.blocks.experts import is_expert_module
+from ithaka.blocks.experts import shrink_experts
+from ithaka.blocks.mlp import shrink_mlp
+from ithaka.blocks.routing import no_router_logits
 from ithaka.config import ConfigError
 from ithaka.layer.inputs import CallState, CurrentCall, LayerInputs
 from ithaka.layer.mixer import LayerSpec, ProbedLayer
@@ -25,7 +27,6 @@ from ithaka.weights.adapters import find_decoder
 
 LENGTHS = (24, 17)  # tokens of the two recorded calls
 SMALL_VOCABULARY = 16  # token ids in the recorded calls; the copy keeps their embeddings only
-FEW_EXPERTS, SMALL_WIDTH = 32, 32  # in a small copy of a layer; the width is that of an expert or MLP
 # Settings for what surrounds the layers. A layer's own entry of layer_types counts.
 UNREAD_BY_LAYERS = ("num_hidden_layers", "layer_types", "vocab_size", "max_position_embeddings")
 # Options of an attention call that change nothing, or that every model passes along.
@@ -45,8 +46,7 @@ def copy_config(config: Any) -> Any:
     """Copy a configuration and select our attention. Router logits are off: layers record them (layer/passes.py)."""
     own = copy.deepcopy(config)
     own._attn_implementation = ATTENTION
-    if hasattr(own, "output_router_logits"):
-        own.output_router_logits = False
+    own.update(no_router_logits(own))
     return own
 
 
@@ -271,69 +271,6 @@ def shrink(layer: nn.Module) -> bool:
     Return whether anything changed."""
     sizes = [param.shape for param in layer.parameters()]
     for module in list(layer.modules()):
-        for child in module.children():
-            if is_expert_module(child) and not is_expert_module(module):  # not inside one of PEFT's wrappers
-                _shrink_experts(module, child)
-        if type(getattr(module, "down_proj", None)) is nn.Linear:
-            _shrink_mlp(module)
+        shrink_experts(module)
+        shrink_mlp(module)
     return sizes != [param.shape for param in layer.parameters()]
-
-
-def _shrink_experts(block: nn.Module, experts: Any) -> None:
-    """`block`: the module that has the router, too."""
-    adapters: dict[str, Any] = {}
-    while hasattr(experts, "parameter_name"):
-        adapters[experts.parameter_name], experts = experts, experts.base_layer
-    num_experts, few = experts.num_experts, min(experts.num_experts, FEW_EXPERTS)
-    up = "gate_up_proj" if experts.has_gate else "up_proj"
-    dims = {up: 2, "down_proj": 1} if experts.is_transposed else {up: 1, "down_proj": 2}
-    width = experts.down_proj.shape[dims["down_proj"]]
-    lora: set[nn.Module] = set()
-    for name, dim in dims.items():
-        old = getattr(experts, name).shape[dim]
-        new = old // width * min(width, SMALL_WIDTH)
-        _resize(experts, name, {dim: new})
-        if name == up and getattr(experts, f"{up}_bias", None) is not None:
-            _resize(experts, f"{up}_bias", {1: new})
-        for a, b in zip(*_adapters_of(adapters.get(name)), strict=True):
-            lora |= {a, b}
-            num_rows = a.weight.shape[0] // num_experts * few
-            _resize(a, "weight", {0: num_rows} | ({1: new} if name == "down_proj" else {}))
-            _resize(b, "weight", {1: num_rows} | ({0: new} if name == up else {}))
-    for module in block.modules():
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and module not in lora:
-                sizes = tensor.shape[:1] if module is experts else tensor.shape  # their widths may be equal
-                _resize(module, name, {dim: few for dim, size in enumerate(sizes) if size == num_experts})
-        vars(module).update(
-            {key: few for key, value in vars(module).items() if type(value) is int and value == num_experts}
-        )
-
-
-def _adapters_of(wrapper: Any) -> tuple[list[Any], list[Any]]:
-    return ([], []) if wrapper is None else ([*wrapper.lora_A.values()], [*wrapper.lora_B.values()])
-
-
-def _shrink_mlp(mlp: Any) -> None:
-    others = [getattr(mlp, name) for name in ("gate_proj", "up_proj", "gate_up_proj") if hasattr(mlp, name)]
-    width, new = mlp.down_proj.in_features, min(mlp.down_proj.in_features, SMALL_WIDTH)
-    if not all(type(linear) is nn.Linear and linear.out_features % width == 0 for linear in others):
-        return
-    _resize(mlp.down_proj, "weight", {1: new})
-    mlp.down_proj.in_features = new
-    for linear in others:
-        linear.out_features = linear.out_features // width * new
-        for name in ("weight", *(["bias"] if linear.bias is not None else [])):
-            _resize(linear, name, {0: linear.out_features})
-
-
-def _resize(module: nn.Module, name: str, sizes: dict[int, int]) -> None:
-    """Give a parameter other sizes in some dims, and no values; of a buffer, keep the first entries."""
-    if (param := module._parameters.get(name)) is not None:
-        shape = [sizes.get(dim, size) for dim, size in enumerate(param.shape)]
-        empty = torch.empty(shape, dtype=param.dtype, device="meta")
-        module._parameters[name] = nn.Parameter(empty, param.requires_grad)
-        return
-    for dim, size in sizes.items():
-        buffer = module._buffers[name]
-        module._buffers[name] = None if buffer is None else buffer.narrow(dim, 0, size)

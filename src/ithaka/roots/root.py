@@ -1,5 +1,6 @@
 """`Root`: what surrounds the layers of a model, and what the rest of ithaka needs to know about it."""
 
+import copy
 import inspect
 import re
 from abc import ABC, abstractmethod
@@ -7,12 +8,14 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 from types import MethodType
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from transformers.core_model_loading import revert_weight_conversion
 
 from ithaka.attention.choose import kernel_for
 from ithaka.blocks.dropout import DropoutState
@@ -26,7 +29,7 @@ from ithaka.layer.schedule import LayerSchedule
 from ithaka.layer.store import Store
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.shape import AttentionKind
-from ithaka.weights.adapters import check_adapters
+from ithaka.weights.adapters import ADAPTER_PREFIX, check_adapters
 
 
 class Root(ABC):
@@ -38,6 +41,7 @@ class Root(ABC):
     """
 
     library = "Hugging Face"  # that loads the model
+    file_stem, adapter_file, adapter_prefix = "model", "adapter_model.safetensors", ADAPTER_PREFIX  # of saved weights
     lora_options: ClassVar[dict[str, Any]] = {}  # options of PEFT's LoRA that must have these values
     layers_name: str  # the path of its list of layers
     # Modules whose own forward still runs once, so hooks work. "" is the model (no forward pre-hooks).
@@ -46,6 +50,7 @@ class Root(ABC):
     patchable: re.Pattern = re.compile(r".*(norm|rotary|mlp).*")
     call_type: type  # what `make_call` returns
     predicts_tokens = True  # whether it has labels and a loss of its own
+    needs_sft_trainer = False  # other trainers of TRL do not pass all arguments of its calls
 
     encoders: Sequence[nn.Module] = ()  # encode images and videos into the sequence of tokens
     dropout: DropoutState | None = None
@@ -154,11 +159,7 @@ class Root(ABC):
         for index, (layer, keeps) in enumerate(zip(self.layers, layout.layer_policies(len(self.layers)), strict=True)):
             layer.forward = self.make_layer(index, store, keeps)
             layer.gradient_checkpointing = False
-            adapted = next((n for n, module in layer.named_modules() if hasattr(module, "parameter_name")), None)
-            if adapted is not None and layer.forward.experts.block is None:
-                rule = "train.compile=true" if layout.compile is True else "experts of this structure"
-                fix = "leave out its targets"
-                raise ConfigError(f"layer {index}: adapters on {adapted} are not supported with {rule}; {fix}")
+            layer.forward.experts.check(f"layer {index}", layout)
         self.model.forward, self.model.gradient_checkpointing = MethodType(self.forward, self.model), False
 
     def make_layer(self, index: int, store: Store, keeps: ActivationPolicy) -> Any:
@@ -219,6 +220,28 @@ class Root(ABC):
         forwards: list[Any] = [layer.forward for layer in self.layers]
         outer = {name: partial(count_changes, *modules) for name, modules in self.outer_units().items()}
         guard_backward({forward.name: forward.num_changes for forward in forwards} | outer, outputs)
+
+    # ---- saved files
+
+    def write_config(self, directory: Path) -> None:
+        config = self.model.config
+        config.dtype = str(self.model.dtype).removeprefix("torch.")
+        config.architectures = [type(self.model).__name__.removeprefix("FSDP")]
+        config.save_pretrained(directory)
+        self.model.generation_config.save_pretrained(directory)
+
+    def write_adapter_config(self, config: Any, directory: Path) -> dict[str, str]:
+        """Write PEFT's configuration of an adapter. Return metadata for the file of its tensors."""
+        config = copy.copy(config)
+        config.inference_mode = True  # as PEFT writes it
+        config.save_pretrained(directory)
+        return {}
+
+    def revert_conversion(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors under the names, and in the shapes, of the library's files."""
+        return revert_weight_conversion(self.model, tensors)
+
+    # ---- examples
 
     @abstractmethod
     def example_inputs(self, num_tokens: int, document_tokens: int | None = None) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Shortcuts:
             counts = mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads
             found: list[str] = []
             for i, (count, dim) in enumerate(zip(counts, dims, strict=True)):
-                of_size = [p for p, block in blocks.items() if len(as_linear(block.module).weight_ND) == count * dim]
+                of_size = [p for p, block in blocks.items() if len(as_linear(block.module).weight_MD) == count * dim]
                 found += [p for p in of_size if self._changes(passes, blocks[p], full) == [i]]
             if len(found) != 3:
                 return ()
@@ -74,7 +74,7 @@ class Shortcuts:
     def _changes(self, passes: LayerPasses, block: LinearBlock, full: Sequence[Tensor]) -> list[int]:
         """Return which of q, k and v change with the results of a map."""
         linear = as_linear(block.module)
-        block.selected = replace(linear, weight_ND=-3 * linear.weight_ND)
+        block.selected = replace(linear, weight_MD=-3 * linear.weight_MD)
         try:
             found = passes.capture(self.x_tD, self.inputs)[:3]
         finally:

@@ -7,14 +7,16 @@ block, tile by tile. Inputs shared by all tokens (text, timestep modulation) get
 fp32, and over ranks by FSDP2 or, for the user's own tensors, by `_SumGradients`. Modules around the blocks compute in
 fp32.
 
-Shapes: S patches of a clip, s on this rank, t in a tile, C values per patch, D hidden size, H heads, K head dim, L text
-tokens, U distinct timesteps, M = 6 * D modulations.
+Shapes: S patches of a clip, s on this rank, t in a tile, M values per patch, D hidden size, H heads, K head dim, Z text
+tokens, U distinct timesteps; modulations have M = 6 * D values.
 """
 
 import copy
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -92,7 +94,7 @@ def _rotate(x_1tHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Condition:
     """The inputs of the blocks and of the head that all tokens share."""
 
-    text_1LD: Tensor
+    text_1ZD: Tensor
     bias: Tensor | None  # added to the scores of cross-attention
     modulations_UM: Tensor
     embedded_UD: Tensor
@@ -111,6 +113,8 @@ class VideoTransformer(Root):
     after another."""
 
     library = "diffusers"
+    file_stem, adapter_file = "diffusion_pytorch_model", "pytorch_lora_weights.safetensors"
+    adapter_prefix = "transformer."
     lora_options: ClassVar = {"lora_dropout": 0}
     call_type = Clips
     predicts_tokens = False
@@ -119,9 +123,9 @@ class VideoTransformer(Root):
     check_clip: Callable[..., None]  # refuse wrong sizes
     count_patches: Callable[..., int]
     example_sizes: Callable[[tuple[int, ...]], dict[str, Any]]  # arguments of a call with this grid of patches
-    cut: Callable[..., Tensor]  # into patches [S, C]
-    join: Callable[..., Tensor]  # (out_1SC, **arguments): the inverse of `cut`
-    embed: Callable[[Tensor], Tensor]  # patches [s, C] -> [s, D]
+    cut: Callable[..., Tensor]  # into patches [S, M]
+    join: Callable[..., Tensor]  # (out_1SM, **arguments): the inverse of `cut`
+    embed: Callable[[Tensor], Tensor]  # patches [s, M] -> [s, D]
     condition: Callable[..., Condition]  # (steps_U, **arguments)
     positions: Callable[..., Tensor]  # the coordinates of each patch, [S, 3]
     rotary: Callable[[Tensor], tuple[Tensor, Tensor]]  # coordinates [t, 3] -> cos and sin for `_rotate`
@@ -160,6 +164,23 @@ class VideoTransformer(Root):
     def make_layer(self, index: int, store: Store, keeps: ActivationPolicy) -> Any:
         self.layers[index].attn1.processor = SelfAttention()
         return super().make_layer(index, store, keeps)
+
+    # ---- saved files
+
+    def write_config(self, directory: Path) -> None:
+        name = type(self.model).__name__.removeprefix("FSDP")
+        values = json.loads(self.model.to_json_string()) | {"_class_name": name}
+        self.model.register_to_config(_class_name=name)  # to_json_string wrote FSDP2's name
+        (directory / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def write_adapter_config(self, config: Any, directory: Path) -> dict[str, str]:
+        """Return PEFT's configuration as metadata, for diffusers' pipelines."""
+        settings = {f"transformer.{name}": value for name, value in config.to_dict().items()}
+        settings = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
+        return {"lora_adapter_metadata": json.dumps(settings, indent=2, sort_keys=True)}
+
+    def revert_conversion(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return tensors
 
     # ---- a call
 
@@ -207,8 +228,8 @@ class VideoTransformer(Root):
     def _run_clip(self, clip: dict[str, Any]) -> Tensor:
         mesh = self.mesh
         clip = {name: self._share_input(value) for name, value in clip.items()}
-        patches_SC, steps = self.cut(**clip), clip["timestep"].flatten()
-        num_patches, c = len(patches_SC), mesh.cp_size
+        patches_SM, steps = self.cut(**clip), clip["timestep"].flatten()
+        num_patches, c = len(patches_SM), mesh.cp_size
         sharding = contiguous_sharding(-(-num_patches // c) * c, mesh.ring_group.size())
         select_own = partial(select_own_tokens, mesh=mesh, sharding=sharding, fill=0)
         steps_U, steps_s = _find_distinct(steps if len(steps) == 1 else select_own(steps))
@@ -217,14 +238,14 @@ class VideoTransformer(Root):
         state = CallState(Docs(starts, sharding, mesh.ring_group.rank()))
         with phase("embedding"):
             condition = self.condition(steps_U, **{k: v for k, v in clip.items() if k != "timestep"})
-            x_sD = mark_backward(self.embed(select_own(patches_SC)).to(self.dtype), "embedding backward")
-        x_1sD, shared = x_sD[None], (condition.text_1LD, condition.bias, condition.modulations_UM)
+            x_sD = mark_backward(self.embed(select_own(patches_SM)).to(self.dtype), "embedding backward")
+        x_1sD, shared = x_sD[None], (condition.text_1ZD, condition.bias, condition.modulations_UM)
         with self.current.running(state):
             for block in self.layers:
                 x_1sD = block(x_1sD, *shared, tokens, PlaceholderMask())
         with phase("loss"):
-            out_sC = self._run_head(x_1sD, condition.embedded_UD, tokens)
-            return self.join(GatherTokens.apply(out_sC, mesh, sharding, (1, num_patches)), **clip)
+            out_sM = self._run_head(x_1sD, condition.embedded_UD, tokens)
+            return self.join(GatherTokens.apply(out_sM, mesh, sharding, (1, num_patches)), **clip)
 
     def _share_input(self, value: Any) -> Any:
         """An argument on this rank's device. Floats are as wide as the modules around the blocks."""

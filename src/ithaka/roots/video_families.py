@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ithaka.config import ConfigError
 from ithaka.mixers.attention_call import PlaceholderMask
 from ithaka.roots.video import Condition, Tokens, VideoTransformer
 
@@ -48,19 +49,19 @@ class Wan(VideoTransformer):
         return {"hidden_states": torch.empty(1, 1, *(n * p for n, p in sizes))}
 
     def cut(self, hidden_states: Tensor, **others: Any) -> Tensor:
-        """Cut [1, channels, frames, height, width] into patches [S, C]."""
+        """Cut [1, channels, frames, height, width] into patches [S, M]."""
         p_f, p_h, p_w = self.model.config.patch_size
         parts = hidden_states[0].unflatten(3, (-1, p_w)).unflatten(2, (-1, p_h)).unflatten(1, (-1, p_f))
         return parts.permute(1, 3, 5, 0, 2, 4, 6).flatten(3).flatten(0, 2)
 
-    def join(self, out_1SC: Tensor, hidden_states: Tensor, **others: Any) -> Tensor:
-        parts = out_1SC[0].unflatten(-1, (*self.model.config.patch_size, -1))
+    def join(self, out_1SM: Tensor, hidden_states: Tensor, **others: Any) -> Tensor:
+        parts = out_1SM[0].unflatten(-1, (*self.model.config.patch_size, -1))
         parts = parts.unflatten(0, self.grid(hidden_states=hidden_states)).permute(6, 0, 3, 1, 4, 2, 5)
         return parts.flatten(5).flatten(3, 4).flatten(1, 2)[None]
 
-    def embed(self, patches_sC: Tensor) -> Tensor:
+    def embed(self, patches_sM: Tensor) -> Tensor:
         conv = self.model.patch_embedding
-        return F.linear(patches_sC, conv.weight.flatten(1), conv.bias)
+        return F.linear(patches_sM, conv.weight.flatten(1), conv.bias)
 
     def condition(self, steps_U: Tensor, encoder_hidden_states: Tensor, **others: Any) -> Condition:
         image = others.get("encoder_hidden_states_image")
@@ -116,11 +117,11 @@ class Ltx(VideoTransformer):
     def cut(self, hidden_states: Tensor, **others: Any) -> Tensor:
         return hidden_states[0]  # diffusers' pipelines pass patches
 
-    def join(self, out_1SC: Tensor, **others: Any) -> Tensor:
-        return out_1SC
+    def join(self, out_1SM: Tensor, **others: Any) -> Tensor:
+        return out_1SM
 
-    def embed(self, patches_sC: Tensor) -> Tensor:
-        return self.model.proj_in(patches_sC)
+    def embed(self, patches_sM: Tensor) -> Tensor:
+        return self.model.proj_in(patches_sM)
 
     def condition(
         self, steps_U: Tensor, encoder_hidden_states: Tensor, encoder_attention_mask: Any = None, **others: Any
@@ -172,3 +173,17 @@ class Ltx(VideoTransformer):
 
 
 FAMILIES: dict[str, type[VideoTransformer]] = {"WanTransformer3DModel": Wan, "LTXVideoTransformer3DModel": Ltx}
+
+
+def find_family(model_class: type) -> type[VideoTransformer] | None:
+    """The root of a class of diffusers; None for classes of other libraries. Raises ConfigError for other models."""
+    classes = model_class.__mro__
+    if not any(cls.__module__.startswith("diffusers.") for cls in classes):
+        return None
+    if family := next((FAMILIES[cls.__name__] for cls in classes if cls.__name__ in FAMILIES), None):
+        return family
+    name, reason = model_class.__name__, "is not supported"
+    if name.startswith(JOINT_ATTENTION):
+        reason = "attends jointly to text and video, so text tokens would have to be sharded with the patches"
+    fix = f"of diffusers' models, use {' or '.join(FAMILIES)}"
+    raise ConfigError(f"parallelize got a {name}, which {reason}; {fix}")

@@ -4,7 +4,7 @@ An image is one frame. The encoder attends within frames, so the ranks of a cp g
 Each rank encodes its frames in tiles, and one all-to-all sends the features to the ranks that have their tokens. Each
 rank embeds only its own tokens: no rank has the embeddings of the full sequence.
 
-Shapes: P patches; N features of all frames, M of them sent by this rank, n at this rank's tokens; f frames; C values
+Shapes: P patches; I features of all frames, O of them sent by this rank, i at this rank's tokens; f frames; M values
 per patch, H heads, K head dim; others as in inputs/batch.py and layer/schedule.py.
 """
 
@@ -43,13 +43,13 @@ class Media:
 
     is_used = False  # whether any rank has images in this call, so that all must run the encoder
 
-    def __init__(self, pixels_PC: Tensor, grids_f3: Tensor, route: "Route") -> None:
-        self.pixels_PC, self.grids_f3, self.route = pixels_PC, grids_f3, route
+    def __init__(self, pixels_PM: Tensor, grids_f3: Tensor, route: "Route") -> None:
+        self.pixels_PM, self.grids_f3, self.route = pixels_PM, grids_f3, route
 
     def take_pixels(self) -> Tensor:
         """Return the pixels and drop the reference to them, because the encoder makes a cast copy."""
-        pixels_PC, self.pixels_PC = self.pixels_PC, self.pixels_PC[:0]
-        return pixels_PC
+        pixels_PM, self.pixels_PM = self.pixels_PM, self.pixels_PM[:0]
+        return pixels_PM
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Route:
     sent_M: Tensor | None  # indices of this rank's features, grouped by receiver; None: all, in order
     num_sent: list[int]  # by receiver
     num_received: list[int]  # by sender
-    order_n: Tensor | None  # permutes received features to the order of tokens; None: already in order
-    rows_n: Tensor  # this rank's image tokens
+    order_i: Tensor | None  # permutes received features to the order of tokens; None: already in order
+    rows_i: Tensor  # this rank's image tokens
 
 
 # ---- a call
@@ -143,10 +143,10 @@ class _Frames:
         for pixels in self.pixels:
             parts.append(pixels[max(first, 0) : max(last, 0)].to(mesh.device))
             first, last = first - pixels.shape[0], last - pixels.shape[0]
-        pixels_PC = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else torch.zeros(0, 1, device=mesh.device)
+        pixels_PM = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else torch.zeros(0, 1, device=mesh.device)
         grids_f3 = self.grids_f3[cuts[mesh.cp_rank] : cuts[mesh.cp_rank + 1]]
         features_cs = _by_rank(self.features_S, share.docs.sharding, mesh.cp_size)
-        return Media(pixels_PC, grids_f3, make_route(features_cs, bounds // self.merged, mesh))
+        return Media(pixels_PM, grids_f3, make_route(features_cs, bounds // self.merged, mesh))
 
 
 def _by_rank(flat_S: Tensor, sharding: TokenSharding, num_ranks: int) -> Tensor:
@@ -161,17 +161,17 @@ def make_route(features_cs: Tensor, bounds: Tensor, mesh: Mesh) -> Route:
     [bounds[r], bounds[r + 1])."""
     rank, device = mesh.cp_rank, mesh.device
     wanted = [features_s[features_s >= 0] for features_s in features_cs]
-    senders = [torch.searchsorted(bounds, features_n, right=True) - 1 for features_n in wanted]
+    senders = [torch.searchsorted(bounds, features_i, right=True) - 1 for features_i in wanted]
     sent = [f[s == rank] - bounds[rank] for f, s in zip(wanted, senders, strict=True)]
     # Features arrive ordered by sender, then by token.
-    order_n = senders[rank].argsort(stable=True).argsort()
+    order_i = senders[rank].argsort(stable=True).argsort()
     num_received = senders[rank].bincount(minlength=len(wanted)).tolist()
-    rows_n = (features_cs[rank] >= 0).nonzero()[:, 0]
+    rows_i = (features_cs[rank] >= 0).nonzero()[:, 0]
     indices = [
         None if torch.equal(t, torch.arange(size)) else t.to(device)
-        for t, size in ((torch.cat(sent), int(bounds[rank + 1] - bounds[rank])), (order_n, len(order_n)))
+        for t, size in ((torch.cat(sent), int(bounds[rank + 1] - bounds[rank])), (order_i, len(order_i)))
     ]
-    return Route(indices[0], [len(s) for s in sent], num_received, indices[1], rows_n.to(device))
+    return Route(indices[0], [len(s) for s in sent], num_received, indices[1], rows_i.to(device))
 
 
 def _compute_positions(model: Any, frames: _Frames, ids_S: Tensor, starts: Sequence[int]) -> Tensor:
@@ -205,10 +205,10 @@ def _compute_positions(model: Any, frames: _Frames, ids_S: Tensor, starts: Seque
 # ---- the encoder
 
 
-def _embed_patches(module: Any, pixels_PC: Tensor) -> Tensor:
+def _embed_patches(module: Any, pixels_PM: Tensor) -> Tensor:
     """Embed patches with a matmul, which equals the convolution. cuDNN may be slow in 16 bits."""
     weight = module.proj.weight.flatten(1)
-    return F.linear(pixels_PC.to(weight.dtype), weight, module.proj.bias)
+    return F.linear(pixels_PM.to(weight.dtype), weight, module.proj.bias)
 
 
 @dataclass(eq=False, repr=False)
@@ -259,18 +259,18 @@ class _AddToRows(torch.autograd.Function):
     """Add features to some rows. Tensor.index_add would keep the features for backward."""
 
     @staticmethod
-    def forward(ctx, x_1sD, rows_n, features_nD):
-        ctx.rows_n, ctx.dtype = rows_n, features_nD.dtype
-        return x_1sD.index_add(1, rows_n, features_nD[None].to(x_1sD.dtype))
+    def forward(ctx, x_1sD, rows_i, features_iD):
+        ctx.rows_i, ctx.dtype = rows_i, features_iD.dtype
+        return x_1sD.index_add(1, rows_i, features_iD[None].to(x_1sD.dtype))
 
     @staticmethod
     def backward(ctx, dout_1sD):
-        return dout_1sD, None, dout_1sD[0].index_select(0, ctx.rows_n).to(ctx.dtype)
+        return dout_1sD, None, dout_1sD[0].index_select(0, ctx.rows_i).to(ctx.dtype)
 
 
 @dataclass(eq=False, repr=False)
 class TiledEncoder:
-    """Replaces the forward of an encoder: media -> features [M, D] for the embeddings and for each DeepStack layer.
+    """Replaces the forward of an encoder: media -> features [O, D] for the embeddings and for each DeepStack layer.
     Keeps only pixels for backward, which recomputes each tile."""
 
     visual: Any
@@ -280,10 +280,10 @@ class TiledEncoder:
 
     def __call__(self, media: Media) -> tuple[Tensor, ...]:
         params, grids_f3 = self.params(), media.grids_f3
-        pixels_PC = media.take_pixels().to(self.visual.patch_embed.proj.weight.dtype)
+        pixels_PM = media.take_pixels().to(self.visual.patch_embed.proj.weight.dtype)
         if params and torch.is_grad_enabled():
-            return _EncodeTiles.apply(self, pixels_PC, grids_f3, *params)
-        return self.encode(pixels_PC, grids_f3)
+            return _EncodeTiles.apply(self, pixels_PM, grids_f3, *params)
+        return self.encode(pixels_PM, grids_f3)
 
     def params(self) -> list[nn.Parameter]:
         return [param for param in self.visual.parameters() if param.requires_grad]
@@ -301,7 +301,7 @@ class TiledEncoder:
                 first = last
         return tiles
 
-    def encode(self, pixels_PC: Tensor, grids_f3: Tensor) -> tuple[Tensor, ...]:
+    def encode(self, pixels_PM: Tensor, grids_f3: Tensor) -> tuple[Tensor, ...]:
         config, weight = self.visual.config, next(self.visual.parameters())
         num_outputs = 1 + len(getattr(config, "deepstack_visual_indexes", ()))
         dim = getattr(config, "out_hidden_size", None) or config.hidden_size  # Qwen2-VL's name
@@ -309,17 +309,17 @@ class TiledEncoder:
         outs = tuple(weight.new_empty(num_features, dim) for _ in range(num_outputs))
         with torch.no_grad(), unpacked(self.packed):
             for frames, patches, features in self.tiles(grids_f3):
-                for out_MD, found in zip(outs, self.run(pixels_PC[patches], grids_f3[frames]), strict=True):
+                for out_MD, found in zip(outs, self.run(pixels_PM[patches], grids_f3[frames]), strict=True):
                     out_MD[features] = found
         return outs
 
-    def run(self, pixels_PC: Tensor, grids_f3: Tensor) -> list[Tensor]:
+    def run(self, pixels_PM: Tensor, grids_f3: Tensor) -> list[Tensor]:
         """Run the encoder's original forward on some frames."""
         sizes, counts = torch.unique_consecutive(grids_f3[:, 1:], dim=0, return_counts=True)
         videos = torch.cat([counts[:, None], sizes], dim=1)  # equal frames are one video: positions are computed once
         self.lengths = {len(grids_f3) + 1: grids_f3.prod(1).tolist()}
-        videos = videos if pixels_PC.is_meta else videos.to(pixels_PC.device)  # a trace needs its values
-        out = type(self.visual).forward(self.visual, pixels_PC, grid_thw=videos)
+        videos = videos if pixels_PM.is_meta else videos.to(pixels_PM.device)  # a trace needs its values
+        out = type(self.visual).forward(self.visual, pixels_PM, grid_thw=videos)
         return [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
 
     def find_lengths(self, starts: Tensor) -> list[int]:
@@ -331,18 +331,18 @@ class TiledEncoder:
 
 class _EncodeTiles(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, encoder, pixels_PC, grids_f3, *params):
-        ctx.encoder, ctx.inputs = encoder, (pixels_PC, grids_f3)
-        return encoder.encode(pixels_PC, grids_f3)
+    def forward(ctx, encoder, pixels_PM, grids_f3, *params):
+        ctx.encoder, ctx.inputs = encoder, (pixels_PM, grids_f3)
+        return encoder.encode(pixels_PM, grids_f3)
 
     @staticmethod
     def backward(ctx, *douts):
-        encoder, (pixels_PC, grids_f3), grads = ctx.encoder, ctx.inputs, GradSum()
+        encoder, (pixels_PM, grids_f3), grads = ctx.encoder, ctx.inputs, GradSum()
         params = encoder.params()
         with phase("encoder backward"), unpacked(encoder.packed):
             for frames, patches, features in encoder.tiles(grids_f3):
                 with torch.enable_grad():
-                    outs = encoder.run(pixels_PC[patches], grids_f3[frames])
+                    outs = encoder.run(pixels_PM[patches], grids_f3[frames])
                 tile_douts = [dout[features].to(out.dtype) for out, dout in zip(outs, douts, strict=True)]
                 found = torch.autograd.grad(outs, params, tile_douts, allow_unused=True)
                 for param, grad in zip(params, found, strict=True):
@@ -359,12 +359,12 @@ class _SendFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx, route, group, *features):
         ctx.route, ctx.group = route, group
-        return tuple(_select(_send(_select(t, route.sent_M), route, group), route.order_n) for t in features)
+        return tuple(_select(_send(_select(t, route.sent_M), route, group), route.order_i) for t in features)
 
     @staticmethod
     def backward(ctx, *dfeatures):
         route, back = ctx.route, replace(ctx.route, num_sent=ctx.route.num_received, num_received=ctx.route.num_sent)
-        by_sender = [_scatter(d_nD.contiguous(), route.order_n) for d_nD in dfeatures]
+        by_sender = [_scatter(d_iD.contiguous(), route.order_i) for d_iD in dfeatures]
         return None, None, *(_scatter(_send(d, back, ctx.group), route.sent_M) for d in by_sender)
 
 
@@ -372,13 +372,13 @@ def _send(t: Tensor, route: Route, group: dist.ProcessGroup) -> Tensor:
     return start_uneven_all_to_all(t, route.num_sent, route.num_received, group).wait()
 
 
-def _select(t_nD: Tensor, indices_n: Tensor | None) -> Tensor:
-    return t_nD if indices_n is None else t_nD[indices_n]
+def _select(t_iD: Tensor, indices_i: Tensor | None) -> Tensor:
+    return t_iD if indices_i is None else t_iD[indices_i]
 
 
-def _scatter(t_nD: Tensor, indices_n: Tensor | None) -> Tensor:
+def _scatter(t_iD: Tensor, indices_i: Tensor | None) -> Tensor:
     """The inverse of `_select`."""
-    return t_nD if indices_n is None else torch.empty_like(t_nD).index_copy_(0, indices_n, t_nD)
+    return t_iD if indices_i is None else torch.empty_like(t_iD).index_copy_(0, indices_i, t_iD)
 
 
 class _TakenOnce(list):
@@ -396,6 +396,7 @@ class VisionDecoder(Decoder):
     """A decoder with an encoder of images and videos, whose features replace the embeddings of some tokens."""
 
     layers_name = "model.language_model.layers"
+    needs_sft_trainer = True
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -468,10 +469,10 @@ class VisionDecoder(Decoder):
             if media.is_used:
                 features = self.encoder(media)
                 features = _SendFeatures.apply(media.route, call.mesh.cp_group, *features)
-                rows_n = media.route.rows_n
-                x_1sD = _AddToRows.apply(x_1sD.index_fill(1, rows_n, 0), rows_n, features[0])
+                rows_i = media.route.rows_i
+                x_1sD = _AddToRows.apply(x_1sD.index_fill(1, rows_i, 0), rows_i, features[0])
                 if len(features) > 1:
-                    inputs = {"visual_pos_masks": rows_n, "deepstack_visual_embeds": _TakenOnce(features[1:])}
+                    inputs = {"visual_pos_masks": rows_i, "deepstack_visual_embeds": _TakenOnce(features[1:])}
             x_1sD = mark_backward(x_1sD, "embedding backward")
         return inputs | {"inputs_embeds": x_1sD, "position_ids": share.positions_s[:, None]}
 
@@ -488,6 +489,6 @@ class VisionDecoder(Decoder):
         ids_1S[:, :used] = config.image_token_id
         cuts = divide_frames(grids.prod(1), mesh.cp_size)
         num_own = int(cuts[mesh.cp_rank + 1] - cuts[mesh.cp_rank]) * side**2
-        part_PC = torch.randn(num_own, count_values(vision))
-        pixels = {"pixel_values": OwnPixels(part_PC, len(grids) * side**2, "random"), "image_grid_thw": grids}
+        part_PM = torch.randn(num_own, count_values(vision))
+        pixels = {"pixel_values": OwnPixels(part_PM, len(grids) * side**2, "random"), "image_grid_thw": grids}
         return inputs | {"position_ids": torch.arange(num_tokens).expand(3, 1, -1), **(pixels if used else {})}

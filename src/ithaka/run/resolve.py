@@ -286,9 +286,7 @@ def _step_fixes(run: Run, tier: str) -> dict[str, bool]:
         plain = "the planner's memory and parallel settings (leave them out)"
         return fixes | {plain: True, "a shorter data.context": True}
     context, machine = space.longest_context(run.work.batch), space.smallest_machine(run.work)
-    fixes |= {
-        f"data.context={context}": context > 0,
-    }
+    fixes |= {f"data.context={context}": context > 0}
     if adapter := space.adapter_that_fits(run.work):
         settings = ", ".join(f"adapter.{name}={value}" for name, value in adapter.items())
         fixes[f"an adapter ({settings})" if "rank" in adapter else f"a four-bit base ({settings})"] = True

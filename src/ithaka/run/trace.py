@@ -1,6 +1,5 @@
 """Trace a plan: run one rank's step of a few layers on tensors without memory, and extend it to all layers."""
 
-import copy
 import json
 import warnings
 from collections.abc import Mapping
@@ -15,11 +14,11 @@ from torch.optim import Optimizer
 from ithaka.comm.ghost import GHOST, ghost_rank
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError, OptimConfig
-from ithaka.model.build import build_model, read_hf_config
+from ithaka.model.build import build_model, keep_layers, read_layers
 from ithaka.model.distillation import use_reference
 from ithaka.model.logprobs import token_logprobs
 from ithaka.model.optimizers import make_optimizer
-from ithaka.model.truncate import choose_neighbors, read_kinds, truncate_config
+from ithaka.model.truncate import choose_neighbors
 from ithaka.phases import phase
 from ithaka.plan.layer_bytes import CALL_TOKENS
 from ithaka.plan.search import Plan
@@ -64,20 +63,14 @@ def truncate_request(request: TraceRequest) -> tuple[TraceRequest, list[int]]:
     """A request for a model with few layers, and the one among them that is like each layer of the model. Its states
     stay on the device, because the ghost device has no host (`Trace.offload_states`)."""
     config, policies = json.loads(request.config), request.layout.kept
-    if "_class_name" in config:
-        layers, representatives = choose_neighbors(policies)
-        config = {**config, "num_layers": len(layers)}
-    else:
-        full = read_config(config)
-        kinds = read_kinds(full)
-        layers, representatives = choose_neighbors(list(zip(kinds, policies, strict=True)))
-        truncated = truncate_config(full, layers)
-        if read_kinds(truncated) != [kinds[i] for i in layers]:  # a kind depends on the layer's index
-            truncated, layers = full, tuple(range(len(kinds)))
-            representatives = list(layers)
-        config = truncated.to_dict()
+    kinds = read_layers(config, len(policies))
+    layers, representatives = choose_neighbors(list(zip(kinds, policies, strict=True)))
+    truncated = keep_layers(config, layers)
+    if read_layers(truncated, len(layers)) != [kinds[i] for i in layers]:  # a kind depends on the layer's index
+        truncated, layers = config, tuple(range(len(kinds)))
+        representatives = list(layers)
     layout = replace(request.layout, kept=tuple(policies[i] for i in layers), offload_optimizer=False)
-    return replace(request, config=json.dumps(config), layout=layout), representatives
+    return replace(request, config=json.dumps(truncated), layout=layout), representatives
 
 
 def _trace_lengths(request: TraceRequest, tokens: int) -> Trace:
@@ -107,10 +100,6 @@ def trace_model(request: TraceRequest, tokens: int, inputs: dict[str, Any] | Non
             inputs = model.ithaka_root.example_inputs(tokens, request.document_tokens)
         step = partial(run_step, model, optimizer, (other or model) if request.reference else None)
         return replace(trace_step(model, optimizer, step, inputs), tokens=tokens)
-
-
-def read_config(config: dict[str, Any]) -> Any:
-    return read_hf_config(copy.deepcopy(config))  # transformers changes nested values
 
 
 def run_step(model: Any, optimizer: Optimizer | None, reference: Any, inputs: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Direct preference optimization (DPO): its loss and metrics on packed pairs of a chosen and a rejected sample.
 
-Shapes: P pairs of a batch; B rows of N tokens; s labels of this rank.
+Shapes: v pairs of a batch; B rows of N tokens; s labels of this rank.
 """
 
 from typing import Any
@@ -36,18 +36,18 @@ class DPO:
     def compute(self, batch: Batch, divisor: int) -> tuple[Tensor, Any]:
         """Return this cp group's share of the loss, and the model's output. Adds to the sums of `take_means`."""
         with torch.no_grad(), use_reference(self.model, self.reference) as reference:
-            before_P2, _ = self._sum_logprobs(reference, batch)
-        own_P2, out = self._sum_logprobs(self.model, batch)
-        rewards_P2 = self.beta * (own_P2 - before_P2)
-        margins_P = rewards_P2[:, 0] - rewards_P2[:, 1]
-        kept_P, swapped_P = -F.logsigmoid(margins_P), -F.logsigmoid(-margins_P)
+            before_v2, _ = self._sum_logprobs(reference, batch)
+        own_v2, out = self._sum_logprobs(self.model, batch)
+        rewards_v2 = self.beta * (own_v2 - before_v2)
+        margins_v = rewards_v2[:, 0] - rewards_v2[:, 1]
+        kept_v, swapped_v = -F.logsigmoid(margins_v), -F.logsigmoid(-margins_v)
         # Robust DPO (arXiv 2403.00409): unbiased if this fraction of pairs is swapped.
-        losses_P = ((1 - self.smoothing) * kept_P - self.smoothing * swapped_P) / (1 - 2 * self.smoothing)
-        count = batch.num_preferences  # P is at least 1
-        figures = *rewards_P2.unbind(1), margins_P, (margins_P > 0).double(), *own_P2.unbind(1)
-        sums = torch.stack([values_P.detach()[:count].sum() for values_P in (losses_P, *figures)])
+        losses_v = ((1 - self.smoothing) * kept_v - self.smoothing * swapped_v) / (1 - 2 * self.smoothing)
+        count = batch.num_preferences  # v is at least 1
+        figures = *rewards_v2.unbind(1), margins_v, (margins_v > 0).double(), *own_v2.unbind(1)
+        sums = torch.stack([values_v.detach()[:count].sum() for values_v in (losses_v, *figures)])
         self._sums += torch.cat([sums, sums.new_tensor([count])])
-        return losses_P[:count].sum() / divisor, out
+        return losses_v[:count].sum() / divisor, out
 
     def take_means(self, prefix: str = "") -> tuple[float | None, dict[str, float]]:
         """Return the mean loss and metrics over the pairs of all ranks since the last call; no loss without pairs."""
@@ -60,7 +60,7 @@ class DPO:
         return loss, {prefix + name: mean for name, mean in zip(METRICS, means, strict=True)}
 
     def _sum_logprobs(self, model: Any, batch: Batch) -> tuple[Tensor, Any]:
-        """Return sums per answer, [P, 2] in float64, equal on all ranks of the cp group, and the model's output."""
+        """Return sums per answer, [v, 2] in float64, equal on all ranks of the cp group, and the model's output."""
         out = model(**batch.inputs, per_token=True)
         samples_BN = batch.labels.new_zeros(batch.labels.shape) if batch.sample_ids is None else batch.sample_ids
         packing = pack_batch(batch.inputs, batch.labels, self.mesh)

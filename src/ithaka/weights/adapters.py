@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from ithaka.blocks.experts import is_expert_module
+from ithaka.blocks.experts import is_expert_module, is_stacked
 from ithaka.blocks.linear import is_linear
 from ithaka.config import AdapterConfig, ConfigError
 from ithaka.ops.fourbit import packed_weights
@@ -26,12 +26,13 @@ REQUIRED_OPTIONS = {
     **dict.fromkeys(("layer_replication", "trainable_token_indices")),
 }
 REASONS = {"use_dora": " (its gradients need each module's full output again, and the norms of its merged weight)"}
+AUTO_CLASSES = dict.fromkeys(VISION_FAMILIES, AutoModelForImageTextToText)  # all others: AutoModelForCausalLM
 SUPPORTED_INITS = (True, False, "gaussian")  # the others change the base weights
 
 
 def auto_class(model_type: str) -> Any:
     """Return the auto class of transformers that builds models of this type."""
-    return AutoModelForImageTextToText if model_type in VISION_FAMILIES else AutoModelForCausalLM
+    return AUTO_CLASSES.get(model_type, AutoModelForCausalLM)
 
 
 def lora_options(adapter: AdapterConfig) -> dict[str, Any]:
@@ -97,11 +98,6 @@ def trained_names(config: Any, adapter: AdapterConfig | None) -> list[str]:
         if adapter is not None:
             add_adapter(model, adapter, None)
     return [name for name, param in model.named_parameters() if param.requires_grad]
-
-
-def is_stacked(param: Tensor) -> bool:
-    """Whether a parameter stacks the weights of several experts. The delta rule's convolution is [channels, 1, W]."""
-    return param.dim() == 3 and len(param) > 1 and param.shape[1] > 1
 
 
 def _find_linears(model: Any) -> str | list[str]:
@@ -186,8 +182,8 @@ def merge_tensors(base: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if module and kind == "weight":
             wrapper = base.get_submodule(module)
             (adapter,) = wrapper.active_adapters
-            a_rD, b_Nr = (tensors[f"{module}.{part}.{adapter}.weight"] for part in ("lora_A", "lora_B"))
+            a_rD, b_Mr = (tensors[f"{module}.{part}.{adapter}.weight"] for part in ("lora_A", "lora_B"))
             wide = torch.promote_types(tensor.dtype, torch.float32)
-            tensor = (tensor.to(wide) + wrapper.scaling[adapter] * (b_Nr.to(wide) @ a_rD.to(wide))).to(tensor.dtype)
+            tensor = (tensor.to(wide) + wrapper.scaling[adapter] * (b_Mr.to(wide) @ a_rD.to(wide))).to(tensor.dtype)
         merged[re.sub(r"\.modules_to_save\.[^.]+\.", ".", base_tensor_name(name))] = tensor
     return merged

@@ -1,6 +1,5 @@
 """`save_pretrained` and `iterate_weights` for parallel models. Every rank calls them; rank 0 writes."""
 
-import copy
 import json
 import re
 from collections import deque
@@ -14,12 +13,11 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ithaka.comm.agree import RankError, gather_objects, raise_first
 from ithaka.config import ConfigError
-from ithaka.weights.adapters import ADAPTER_PREFIX, adapter_tensor_name, can_merge, find_active_adapter, merge_tensors
+from ithaka.weights.adapters import adapter_tensor_name, can_merge, find_active_adapter, merge_tensors
 from ithaka.weights.formats import check_dense
 from ithaka.weights.load import named_tensors
 
@@ -47,13 +45,13 @@ def save_pretrained(model: Any, save_directory: str | Path, max_shard_size: int 
     adapter, params = find_active_adapter(base), named_tensors(base)
     if adapter is None:
         check_dense(base)
-        pattern = f"{_file_stem(base)}{{suffix}}.safetensors"
+        pattern = f"{base.ithaka_root.file_stem}{{suffix}}.safetensors"
         empty = {name: torch.empty(param.shape, dtype=param.dtype, device="meta") for name, param in params.items()}
         split = split_torch_state_dict_into_shards(empty, filename_pattern=pattern, max_shard_size=max_shard_size)
         files = split.filename_to_tensors
     else:
         own = [name for name, param in base.named_parameters() if param.requires_grad or f".{adapter}." in name]
-        files = {"adapter_model.safetensors" if _is_transformers(base) else "pytorch_lora_weights.safetensors": own}
+        files = {base.ithaka_root.adapter_file: own}
     gathered, failure = _gather_files(base, files), None
     if base.ithaka_mesh.rank == 0:
         try:
@@ -120,27 +118,22 @@ def _write_files(
 ) -> None:
     """Write the configuration, the tensors and, for more than one file, their index."""
     directory.mkdir(parents=True, exist_ok=True)
-    index_file, metadata = directory / f"{_file_stem(base)}.safetensors.index.json", {"format": "pt"}
+    root, metadata = base.ithaka_root, {"format": "pt"}
+    index_file = directory / f"{root.file_stem}.safetensors.index.json"
     if adapter is None:
-        for stale in [*directory.glob(f"{_file_stem(base)}-*-of-*.safetensors"), index_file]:  # left by an earlier save
+        for stale in [*directory.glob(f"{root.file_stem}-*-of-*.safetensors"), index_file]:  # left by an earlier save
             stale.unlink(missing_ok=True)
-        _write_config(base, directory)
-    elif _is_transformers(base):
-        config = copy.copy(base.peft_config[adapter])
-        config.inference_mode = True  # as PEFT writes it
-        config.save_pretrained(directory)
+        root.write_config(directory)
     else:
-        settings = {f"transformer.{name}": value for name, value in base.peft_config[adapter].to_dict().items()}
-        settings = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
-        metadata["lora_adapter_metadata"] = json.dumps(settings, indent=2, sort_keys=True)
+        metadata |= root.write_adapter_config(base.peft_config[adapter], directory)
     weight_map: dict[str, str] = {}
     num_bytes = 0
     for file, tensors in gathered:
         if adapter is not None:
-            prefix = ADAPTER_PREFIX if _is_transformers(base) else "transformer."
-            tensors = {adapter_tensor_name(name, adapter, prefix): tensor for name, tensor in tensors.items()}
-        elif _is_transformers(base):
-            tensors = revert_weight_conversion(base, tensors)
+            names = (adapter_tensor_name(name, adapter, root.adapter_prefix) for name in tensors)
+            tensors = dict(zip(names, tensors.values(), strict=True))
+        else:
+            tensors = root.revert_conversion(tensors)
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(tensors, directory / file, metadata=metadata)
         weight_map |= dict.fromkeys(tensors, file)
@@ -149,24 +142,3 @@ def _write_files(
     if len(set(weight_map.values())) > 1:
         index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
         index_file.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _is_transformers(base: Any) -> bool:
-    return isinstance(base, PreTrainedModel)
-
-
-def _file_stem(base: Any) -> str:
-    return "model" if _is_transformers(base) else "diffusion_pytorch_model"
-
-
-def _write_config(base: Any, directory: Path) -> None:
-    name = type(base).__name__.removeprefix("FSDP")
-    if _is_transformers(base):
-        base.config.dtype = str(base.dtype).removeprefix("torch.")
-        base.config.architectures = [name]
-        base.config.save_pretrained(directory)
-        base.generation_config.save_pretrained(directory)
-        return
-    values = json.loads(base.to_json_string()) | {"_class_name": name}
-    base.register_to_config(_class_name=name)  # to_json_string wrote FSDP2's name
-    (directory / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -142,9 +142,9 @@ class ImageReader:
             if found := [medium for medium in ordered if medium.kind == kind]:
                 inputs[grids] = torch.tensor([medium.grid for medium in found])
                 parts = [self._read(medium, steps) for medium, steps in own if medium.kind == kind]
-                part_PC = torch.cat(parts) if parts else torch.zeros(0, num_values)
+                part_PM = torch.cat(parts) if parts else torch.zeros(0, num_values)
                 name = repr([medium.source for medium in found])
-                inputs[pixels] = OwnPixels(part_PC, int(inputs[grids].prod(1).sum()), name)
+                inputs[pixels] = OwnPixels(part_PM, int(inputs[grids].prod(1).sum()), name)
                 if found[0].seconds is not None:
                     inputs["second_per_grid_ts"] = torch.tensor([medium.seconds for medium in found])
         return inputs
