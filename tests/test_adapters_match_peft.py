@@ -83,7 +83,7 @@ CASES = [  # family, cp, layout, documents, changes to PEFT's configuration
     ("llama", 1, "default", None, {}),
     ("llama", 2, "kept", (7, 1, 9, 4), {"use_rslora": True}),
     ("mistral", 4, "ring", None, {"rank_pattern": {"k_proj": 2}, "alpha_pattern": {"down_proj": 7}}),
-    ("qwen2", 1, "disk", (7, 1, 9, 4), {}),
+    pytest.param("qwen2", 1, "disk", (7, 1, 9, 4), {}, marks=pytest.mark.slow),
     pytest.param("qwen2", 4, "everything", None, {"use_rslora": True}, marks=pytest.mark.slow),
     pytest.param("qwen3", 2, "stages", (7, 1, 9, 4), {}, marks=pytest.mark.slow),
     ("qwen3", 2, "everything", (7, 1, 9, 4), {"modules_to_save": ["lm_head", "q_norm"]}),
