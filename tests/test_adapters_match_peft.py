@@ -12,6 +12,7 @@ from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from general import add_lora
+from grids import diagonal
 from ithaka.comm.mesh import make_mesh
 from ithaka.layer.store import Store
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
@@ -122,8 +123,7 @@ class MatmulShapes(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("kept", [ActivationPolicy(), EVERYTHING])
-@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("kept, frozen", diagonal([ActivationPolicy(), EVERYTHING], [True, False]))
 def test_gradients_of_frozen_weights_are_never_formed(kept, frozen):
     """No matrix product has the shape of a frozen weight."""
     model = with_lora(tiny_config("qwen2", tie_word_embeddings=False), target_modules=ALL)
