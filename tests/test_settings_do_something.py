@@ -138,7 +138,7 @@ def test_attention_settings_reach_attention(monkeypatch):
     assert calls[-1]["kernel"].name != "reference" and calls[-1]["blocks"] is None  # decided once
 
 
-def test_compile_compiles_both_passes_of_a_layer(monkeypatch):
+def test_compile_compiles_both_passes_of_each_layer(monkeypatch):
     """Forward and backward are traced, but the graph runs eagerly, as generating code needs a C++ compiler."""
     compiled, graphs, compile_function = [], [], torch.compile
 
@@ -150,11 +150,11 @@ def test_compile_compiles_both_passes_of_a_layer(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, **_: compiled.append(f) or compile_function(f, backend=backend))
     ids, gradients = random_ids(1, 24), []
     for value in ("true", "false"):
-        layout = layout_from_config(parse_config({"train": {"compile": value == "true"}}), 1, 1, on_gpu=False)
-        model = build.build_model(tiny_config("llama", num_hidden_layers=1).to_dict(), make_mesh(1), layout)
+        layout = layout_from_config(parse_config({"train": {"compile": value == "true"}}), 2, 1, on_gpu=False)
+        model = build.build_model(tiny_config("llama").to_dict(), make_mesh(1), layout)
         model(input_ids=ids, labels=ids).loss.backward()
         gradients.append({name: param.grad.full_tensor() for name, param in model.named_parameters()})
-    assert len(compiled) == 2 and len(graphs) >= 2, "forward alone, and forward with backward"
+    assert len(compiled) == 2 * 2 and len(graphs) >= 4, "forward alone, and forward with backward"
     for name, grad in gradients[1].items():
         torch.testing.assert_close(gradients[0][name], grad, msg=name)
 
