@@ -484,7 +484,7 @@ MUTATIONS = (
         "hf/trainer.py",
         "return loss * self.ithaka_mesh.dp_size if self.for_trl else loss",
         "return loss",
-        "test_hugging_face.py -k packed_conversations",
+        "test_hugging_face.py --slow -k 'packed_conversations and 4'",
     ),
     Mutation(
         "the mean losses of groups are added up",

@@ -27,6 +27,7 @@ from ithaka.layer.passes import ResidualSums
 from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 from ithaka.ops.token_wise import NormForm, RopeForm
+from ithaka.roots import probe
 from ithaka.roots.find import find_root
 from parity import random_ids
 
@@ -323,7 +324,8 @@ PLANTED = [
 
 
 @pytest.mark.parametrize("planted", PLANTED, ids=lambda kinds: kinds[0].__name__)
-def test_modules_that_almost_match_are_not_replaced(planted):
+def test_modules_that_almost_match_are_not_replaced(planted, monkeypatch):
+    monkeypatch.setattr(probe, "SEEDS", probe.SEEDS[:1])
     norm, mlp, other = planted
     model = tiny_decoder("llama", torch.float32, num_hidden_layers=1)
     layer = model.model.layers[0]

@@ -46,6 +46,7 @@ def with_memory(config, **memory):
     return dataclasses.replace(config, memory=dataclasses.replace(config.memory, **memory))
 
 
+@pytest.mark.slow
 def test_a_full_disk_in_a_step_is_explained_once_and_the_run_resumes(ranks, tmp_path):
     plan = {"steps": 4, "save_every": 2, "validate_every": 0, "validate_sequences": 0}
     sections = {"model": {"num_hidden_layers": 2}, "parallel": {"cp": 2}, "optim": {"schedule": "constant"}}

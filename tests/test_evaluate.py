@@ -51,7 +51,7 @@ from models import tiny_config, tiny_model
 from refusals import assert_command_refused, assert_refused
 from runs import metrics, run, tiny_run
 
-CONTEXT, SHORT = 600, 128
+CONTEXT, SHORT = 730, 128
 BYTES = ByteTokenizer()
 
 

@@ -135,6 +135,7 @@ CASES = {  # family, changes to its configuration, layout, inputs
 
 SLOW = (
     "biases, tied embeddings",
+    "sinks, a stage without heads on one rank",
     "chunks, complex rotations",  # test_prefixes_are_exact.py has them
     "data parallel",
     "experts, padding on two ranks",

@@ -33,6 +33,13 @@ TILES = Layout(tile_tokens=7)
 FAR = 512  # max_position_embeddings of the tiny decoders
 
 
+@pytest.fixture(autouse=True)
+def one_seed(request, monkeypatch):
+    """Refuse a model after the first seed, which takes a third of the time, except in the test of several seeds."""
+    if "one_seed_only" not in request.node.name:
+        monkeypatch.setattr(probe, "SEEDS", probe.SEEDS[:1])
+
+
 def plant(layer_type: type[nn.Module], layers: slice = slice(None), family: str = "olmo2", **changes):
     """Return a tiny decoder with the class of some layers replaced."""
     model = tiny_decoder(family, **{"num_hidden_layers": 2, **changes})

@@ -168,7 +168,9 @@ def test_a_debugger_does_not_change_the_reference_count():
     + [(lambda out, kept: out.retain_grad() or kept.append(out), 1)],  # PyTorch copies it
     ids=["none", "keeps nothing", "keeps it", "keeps a view", "retained"],
 )
-@pytest.mark.parametrize("make_one", [make, partial(tiny_decoder, "olmo2")], ids=["qwen3", "olmo2"])
+@pytest.mark.parametrize(
+    "make_one", [make, pytest.param(partial(tiny_decoder, "olmo2"), marks=pytest.mark.slow)], ids=["qwen3", "olmo2"]
+)
 def test_a_gradient_is_copied_only_if_something_else_holds_it(make_one, hook, num_copies):
     model, kept = parallelize_model(make_one(num_hidden_layers=3), mesh=make_mesh(1)), []
     if hook is not None:

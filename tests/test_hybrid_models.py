@@ -104,7 +104,9 @@ QUICK = {  # the types whose layers differ the most
 }
 
 
-@pytest.mark.parametrize("family", QUICK)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name == "falcon_h1")) for name in QUICK]
+)
 def test_mamba_and_short_convolutions_equal_each_document_alone(family):
     compare_case(tiny_decoder(family), QUICK[family])
 

@@ -110,7 +110,7 @@ CASES = [
         Case(8, 2, 2, 4, 32, overlap=False, inputs="device", attention="device", more=ALL), marks=pytest.mark.slow
     ),
     pytest.param(Case(8, 2, 2, 2, 32, more=ALL), marks=pytest.mark.slow),
-    Case(8, 4, 4, 4, attention="device", more=(True, False)),
+    pytest.param(Case(8, 4, 4, 4, attention="device", more=(True, False)), marks=pytest.mark.slow),
     pytest.param(
         Case(9, 3, 4, 8, overlap=False, inputs="device", more=(True, False), dtype=torch.float64),
         marks=pytest.mark.slow,

@@ -37,7 +37,7 @@ def without_grad(tier):
     return float(out.loss), float(model(input_ids=ids, labels=ids).loss.detach()), kept
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", ["host", *(pytest.param(tier, marks=pytest.mark.slow) for tier in ("device", "disk"))])
 def test_without_grad_nothing_is_kept_and_the_loss_is_the_same(ranks, tier):
     for loss, with_graph, kept in ranks.run(2, without_grad, tier):
         assert loss == with_graph

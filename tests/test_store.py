@@ -4,10 +4,8 @@ import errno
 import gc
 import os
 import random
-import subprocess
-import sys
+import signal
 import tempfile
-import textwrap
 import threading
 import time
 from types import SimpleNamespace
@@ -22,6 +20,7 @@ from ithaka.layer import slabs
 from ithaka.layer import store as store_module
 from ithaka.layer.slabs import Slab, StoreError
 from ithaka.layer.store import Store
+from programs import Program
 
 TIERS = ("device", "host", "disk")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
@@ -519,26 +518,23 @@ def test_deleting_a_handle_under_the_lock_does_not_block(slow_disk):
 # Files
 
 
+def keep_on_disk(folder):
+    store = Store(disk_path=folder)
+    handles = [store.keep(torch.ones(10_000), "disk") for _ in range(5)]
+    assert handles[0].fetch().sum() == 10_000
+    print("kept", flush=True)
+    time.sleep(600)
+
+
 def test_no_file_is_left_after_kill(tmp_path):
-    program = """
-        import sys, torch
-        from pathlib import Path
-        from ithaka.layer.store import Store
-        store = Store(disk_path=Path(sys.argv[1]))
-        handles = [store.keep(torch.ones(10_000), "disk") for _ in range(5)]
-        assert handles[0].fetch().sum() == 10_000
-        print("kept", flush=True)
-        sys.stdin.read()
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdout.readline() == b"kept\n"
-    process.kill()
-    process.communicate()
-    assert list(tmp_path.iterdir()) == []
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    program = Program(tmp_path, keep_on_disk, folder)
+    wait_until(lambda: program.stdout == "kept\n" or program.poll() is not None)
+    assert program.poll() is None, program.stderr
+    os.kill(program.pid, signal.SIGKILL)
+    assert program.wait() == -signal.SIGKILL
+    assert list(folder.iterdir()) == []
 
 
 def test_the_file_is_created_in_disk_path(tmp_path, monkeypatch):

@@ -90,7 +90,7 @@ def saved_model(tmp_path_factory):
     def save(model_type):
         if not (root / model_type).is_dir():
             sizes = {"vocab_size": 258, "num_hidden_layers": 2}
-            if model_type in WITH_ROUTER_BUFFERS:
+            if model_type in ("llama", *WITH_ROUTER_BUFFERS):
                 sizes |= {"num_hidden_layers": 1, "first_k_dense_replace": 0}
             if model_type == "qwen3_next":
                 sizes["layer_types"] = ["linear_attention", "full_attention"]

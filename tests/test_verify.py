@@ -238,7 +238,7 @@ INJECTED = [
     (pair_wrong_heads, {"logits", "gradients", "head pairing"}, {"document isolation, bitwise"}),
     (shift_after_sharding, {"labels at shard boundaries"}, {"logits", "rope"}),
     (leak_document, {"documents", "document isolation, bitwise"}, {"logits", "loss", "gradients", "rope"}),
-    (halve_gradient, {"gradients"}, {"logits", "loss", "head pairing"}),
+    pytest.param(halve_gradient, {"gradients"}, {"logits", "loss", "head pairing"}, marks=pytest.mark.slow),
     (skip_norm, {"logits", "gradients"}, {"document isolation, bitwise"}),
 ]
 

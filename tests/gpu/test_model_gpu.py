@@ -103,7 +103,7 @@ def test_every_family_is_as_good_as_autocast(yardsticks, size, family, cp, stage
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"keep_attention": "host"}, id="kept"),
+        pytest.param({"keep_attention": "host"}, id="kept", marks=slow_on_cpu),
         pytest.param({"checkpoint": False}, id="everything", marks=gpu),
     ],
 )
