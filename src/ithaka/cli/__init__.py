@@ -53,7 +53,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Train standard transformers on sequences of 100 thousand to 10 million tokens.",
+    help="Train Hugging Face models on long sequences: 64K tokens and more.",
 )
 commands: list[Callable[..., None]] = [runs.train, runs.profile, runs.report, runs.data, plan.plan, plan.rehearse]
 commands += [runs.evaluate, runs.sample, runs.verify, runs.export, plan.doctor, plan.selftest]

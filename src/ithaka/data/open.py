@@ -97,7 +97,7 @@ def check_data(data: DataConfig, vocab_size: int, model_path: Path | None = None
         if num_tokens < data.context:
             labels = " and ".join(source.label for source in sources)
             raise ConfigError(
-                f"{labels} has {num_tokens} tokens to train on, too few for one sequence of data.context="
+                f"{labels} has {num_tokens} tokens besides validation, too few for one sequence of data.context="
                 f"{data.context}; add data, or use a shorter data.context"
             )
     for shards in filter(None, held_out):
@@ -255,7 +255,7 @@ def describe_data(data: TrainData, num_sequences: int) -> dict[str, str]:
     if not is_trained.all():
         summary["trained"] = f"{is_trained.mean():.1%} of the first sequence"
         if tokenizer.hf.chat_template:
-            fix = "set a data.chat_template that has one"
+            fix = "use a data.chat_template whose end of turn is one token of the tokenizer"
             if isinstance(tokenizer, ByteTokenizer):
                 fix = "data.tokenizer=bytes encodes special tokens as text"
             none = f"no special token, so the model does not learn to stop; {fix}"

@@ -369,7 +369,7 @@ def summarize_run(trainer: Trainer) -> dict[str, str]:
     rates = [r["tokens_per_s"] for r in records if r.get("tokens_per_s")]
     summary = {"validation loss": " -> ".join([losses[0], *losses[1:][-1:]])} if losses else {}
     if trainer.first_step > 1 and len(losses) > 1:
-        summary["validation loss"] += f" since the resume after step {trainer.first_step - 1}"
+        summary["validation loss"] += f", first and last since the resume after step {trainer.first_step - 1}"
     if trainer.best is not None and trainer.saver.keep_best:
         loss, step = trainer.best
         how = f": {shell_command('export', run_dir, 'OUT_DIR', '--step', step)}"
