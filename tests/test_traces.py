@@ -305,11 +305,11 @@ def true_peaks_fit(plan, traced):
 
 def test_a_plan_that_fits_by_its_trace_is_kept_if_another_cannot_be_traced(monkeypatch):
     """The first plan leaves room, but a faster one is only an estimate."""
-    space, work, calls = llama_space(), StepShape(2**18), []
+    space, work, calls = llama_space(), StepShape(2**17), []
 
     def trace(plan):
         calls.append(plan)
-        return true_peaks(plan)._replace(device=2**35) if len(calls) == 1 else None
+        return true_peaks(plan)._replace(device=2**36) if len(calls) == 1 else None
 
     plan = choose_traced(space, work, trace)
     assert len(calls) == 2 and plan.layout == calls[0].layout and plan.fits

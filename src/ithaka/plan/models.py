@@ -235,16 +235,16 @@ def _plain_layer(
     sizes = ((hidden, q), (hidden, kv), (hidden, kv), (q, hidden), (hidden, mlp), (hidden, mlp), (mlp, hidden))
     linears = [(f"{'mlp' if i > 3 else 'self_attn'}.{LAYER_LINEARS[i]}", *sizes[i], False) for i in range(len(sizes))]
     macs = [inputs * outputs for inputs, outputs in sizes]
-    has_bias = (*biases[:1] * 3, biases[1], *biases[2:] * 3)
+    has_bias = (biases[0],) * 3 + (biases[1],) + (biases[2],) * 3
     num_biases = sum(outputs * has for (_, outputs), has in zip(sizes, has_bias, strict=True))
     parameters = sum(macs) + num_biases + 2 * hidden + 2 * head_dim * qk_norm
-    per_token = {
+    per_token: dict[str, Any] = {
         name: sum(map(operator.mul, row, (hidden, q, kv, mlp)))
         for name, rows in LAYER_BYTES.items()
         for row in [rows[qk_norm and len(rows) > 1]]
     }
-    macs_by_pass = {"projection_macs": sum(macs[:3]), "other_macs": sum(macs[3:]), "expert_macs": 0}
-    others = {"slices_heads": True, "slices_output": True, "skips_mlp": True, "arguments": 8 * head_dim + 8}
+    macs_by_pass: dict[str, Any] = {"projection_macs": sum(macs[:3]), "other_macs": sum(macs[3:]), "expert_macs": 0}
+    others: dict[str, Any] = {"slices_heads": True, "slices_output": True, "skips_mlp": True, "arguments": 8 * head_dim + 8}
     return MeasuredLayer(parameters, parameters, tuple(linears), **others, **per_token, **macs_by_pass)
 
 
