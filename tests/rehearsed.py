@@ -39,6 +39,14 @@ PARTS = {
     2**19: (0.4835, 0.0395, 1.3341, 0.1087),
     2**20: (1.9120, 0.0848, 5.2976, 0.2161),
 }
+# Seconds per step of the first six layers on one H200 with FlashAttention 4, by thousands of tokens (log/2026-11.md,
+# "one layer path with blocks"). Tiles of 16384 tokens, attention outputs on the device.
+STEPS = {
+    "llama3.2-3b": {64: 1.6430},
+    "gemma-3-4b": {64: 1.1388, 128: 2.532},
+    "olmo-3-7b": {64: 1.9940, 128: 4.359},
+    "smollm3-3b": {64: 1.1501, 128: 3.433},
+}
 
 
 def h200(count: int, kernel: str):
@@ -92,26 +100,31 @@ def plan_parts(context: int) -> list[float]:
     return [forward.attention, linear.mlp(False), backward.attention, mlp_back]
 
 
+def step_errors() -> list[float]:
+    """Return planned / measured - 1 of STEPS."""
+    layout = Layout(tile_tokens=16384, kept=(ActivationPolicy(attention="device"),) * 6)
+    return [
+        seconds.step_seconds(find_shape(model).keep_layers(range(6)), layout, h200(1, "fa4"), StepShape(k * 1024)).total
+        / measured
+        - 1
+        for model, steps in STEPS.items()
+        for k, measured in steps.items()
+    ]
+
+
 def fit() -> dict[str, object]:
-    """Fit log(planned / measured) of each direction to zero by least squares (Levenberg-Marquardt)."""
+    """Fit log(planned / measured) of layers and steps to zero by least squares (Levenberg-Marquardt)."""
     fitted = [row for row in ROWS if row["set"] == "fitted"]
 
     def constants(x: np.ndarray) -> dict[str, object]:
-        mlp, mlp_back, project, project_back, narrow, narrow_back, copy, stage, start = np.exp(x).tolist()
-        pairs = {"MLP_SHARE": (mlp, mlp_back), "PROJECTION_SHARE": (project, project_back)}
-        pairs["NARROW_HEAD_SHARE"] = (narrow, narrow_back)
-        return {**pairs, "COPY_SHARE": copy, "STAGE_SECONDS": stage, "NARROW_HEAD_START": start}
+        return dict(zip(("LAYER_SHARE", "STAGE_SECONDS"), np.exp(x).tolist(), strict=True))
 
     def residuals(x: np.ndarray) -> np.ndarray:
         vars(seconds).update(constants(x))
-        by_row = [errors(row) for row in fitted]
-        values = [of_row[name] for of_row in by_row for name in (DIRECTIONS if "forward" in of_row else ("layer",))]
-        for context in (2**17, 2**20):
-            planned, measured = plan_parts(context), PARTS[context]
-            values += [planned[i] / measured[i] - 1 for i in (1, 3)]
-        return np.log1p(values)
+        values = [of_row["layer"] for of_row in map(errors, fitted) if "layer" in of_row]
+        return np.log1p(values + step_errors())
 
-    x, damping = np.log([0.8, 0.8, 0.8, 0.8, 0.8, 0.8, 0.9, 5e-4, 2**15]), 1e-4
+    x, damping = np.log([0.8, 5e-4]), 1e-4
     now = residuals(x)
     while damping < 1:
         slopes = np.array([(residuals(x + step) - now) / 1e-4 for step in 1e-4 * np.eye(len(x))])

@@ -265,7 +265,9 @@ def test_a_layer_peaks_as_its_ledger_predicts(case, monkeypatch):
     for direction, peak in zip(("forward", "backward"), peaks, strict=True):
         live = max(highest(memory, direction) for memory in maps)
         with_tiles = peak.live - peak.grad_bytes + kept_on_device(case, direction)
-        assert planned(case, direction) <= live <= 1.1 * with_tiles, direction
+        # In 16 bits, a kept graph also has attention's output (ResidualSums).
+        most = planned(case, direction) - case.keeps.mlp * TOKENS * shape.hidden * case.dtype.itemsize
+        assert most <= live <= 1.1 * with_tiles, direction
 
 
 def test_a_gradient_is_not_copied_if_all_gradients_have_more_references_than_before(monkeypatch):
@@ -296,3 +298,14 @@ def test_layers_with_different_policies_peak_as_planned(overlap):
     for layer in range(4):
         name = "last layer" if layer == 3 else "first layer" if layer == 0 else f"layer {layer}"
         assert measured(layer, "backward") == pytest.approx(highest[f"backward, {name}"], rel=0.06), layer
+
+
+def test_a_kept_graph_does_not_hold_the_output_of_its_layer():
+    """In 16 bits, the output also holds the terms that it sums."""
+    case = Case(4, 2, 1, None, inputs="device", attention="device", more=ALL, dtype=torch.bfloat16)
+    memory = run_layer(case, 0)
+    forward_ns = max(at_ns for at_ns, *_ in memory.events() if "forward" in memory.phase_at(at_ns))
+    kept = sum(num_bytes for at_ns, num_bytes, _ in memory.events() if at_ns <= forward_ns)
+    shape = shape_of(case)
+    y = TOKENS * shape.hidden * case.dtype.itemsize
+    assert kept == LayerBytes(shape, case.layout, TOKENS, case.keeps).kept + y

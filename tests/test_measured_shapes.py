@@ -40,18 +40,23 @@ def test_a_model_with_other_settings_is_probed_again(monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_a_measured_shape_equals_the_formula(family):
-    config = tiny_config(family, 4, 2, attention_bias=True, tie_word_embeddings=False)
+    sizes = {"hidden_size": 512, "head_dim": 64, "intermediate_size": 1024}
+    config = tiny_config(family, 8, 2, attention_bias=False, tie_word_embeddings=False, **sizes)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     measured = measure_layers(model)
     formula = shape_from_config(config.to_dict())
     for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "tied", "windows"):
         assert getattr(measured, name) == getattr(formula, name), name
     assert (measured.num_parameters, measured.layer_parameters) == (formula.num_parameters, formula.layer_parameters)
-    assert {name.rpartition(".")[2]: size for name, size in measured.linears.items()} == formula.linears
+    assert measured.linears == formula.linears
     adapter = AdapterConfig(rank=3, targets=("q_proj", "1.mlp.down_proj"))
     assert measured.with_adapter(adapter).num_trained == formula.with_adapter(adapter).num_trained
     layer = measured.measured
+    for field in (*layer.bytes_per_token, "arguments", "slices_heads", "slices_output", "skips_mlp", "compiles"):
+        assert getattr(layer, field) == getattr(formula.measured, field), field
+    for field in layer.costs:
+        assert getattr(layer, field) == pytest.approx(getattr(formula.measured, field), rel=0.1), field
     assert layer.projection_macs == (formula.heads + 2 * formula.kv_heads) * formula.head_dim * formula.hidden
     assert layer.projection_macs + layer.other_macs == sum(a * b for a, b in formula.linears.values())
     assert layer.expert_macs == 0

@@ -22,9 +22,10 @@ H200 = parse_gpus("8xH200")
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: " ".join(list(row.values())[:9]))
 def test_plans_match_rehearsals(row):
-    """The step's peak is within 5 %, a layer's seconds within 7 %."""
+    """The step's peak is within 6 %, a layer's seconds within 7 %. The rows were measured when cos and sin were not
+    arguments of layers: up to 1 % of these peaks."""
     row_errors = errors(row)
-    assert abs(row_errors.pop("peak", 0.0)) < 0.05
+    assert abs(row_errors.pop("peak", 0.0)) < 0.06
     assert all(abs(error) < 0.07 for error in row_errors.values()), row_errors
 
 

@@ -109,7 +109,9 @@ def test_a_longer_run_keeps_its_learning_rate(ranks, tmp_path):
     longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=5))
     [output] = ranks.run(1, resume, longer)
     assert re.search(r"lr .*cosine.*--set optim.decay_steps=10\n", output)
-    assert re.search(r"validation loss +\d\.\d+ -> \d\.\d+, first and last since the resume after step 3\n", output), output
+    assert re.search(r"validation loss +\d\.\d+ -> \d\.\d+, first and last since the resume after step 3\n", output), (
+        output
+    )
     rates = [line["lr"] for line in metrics(config.train.run_dir) if line["lr"] is not None]
     assert rates == pytest.approx([1e-2, 5.5e-3, 1e-3, 1e-3, 1e-3])
 

@@ -27,6 +27,7 @@ from ithaka.ops.fused import KERNEL_BYTES
 from ithaka.plan import bytes as bytes_
 from ithaka.plan.bytes import STATES
 from ithaka.plan.hardware import parse_gpus
+from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan, SearchSpace
 from ithaka.plan.seconds import sent_bytes
 from ithaka.plan.shape import StepShape
@@ -306,7 +307,7 @@ def true_peaks_fit(plan, traced):
 
 def test_a_plan_that_fits_by_its_trace_is_kept_if_another_cannot_be_traced(monkeypatch):
     """The first plan leaves room, but a faster one is only an estimate."""
-    space, work, calls = llama_space(), StepShape(2**18), []
+    space, work, calls = llama_space(), StepShape(2**17), []
 
     def trace(plan):
         calls.append(plan)
@@ -332,6 +333,18 @@ def test_a_plan_has_the_host_bytes_of_its_trace():
     corrected = correct(plan, peaks._replace(host=2 * peaks.host)).ledger
     assert stored > 0 and sum(corrected.stored.values()) == pytest.approx(2 * stored)
     assert corrected.host_peak - plan.ledger.host_peak == pytest.approx(stored)
+
+
+BUILT_IN = ["gemma-3-4b", "olmo-3-7b", "qwen3-30b-a3b"]
+
+
+@pytest.mark.parametrize("model", ["llama3.2-1b", *(pytest.param(name, marks=pytest.mark.slow) for name in BUILT_IN)])
+def test_plans_of_built_in_models_agree_with_traces(model):
+    """`ithaka plan` does not trace them; `ithaka train` does."""
+    plan = SearchSpace(find_shape(model), parse_gpus("8xH200")).choose(StepShape(2**18))
+    traced = tracing.trace_peaks(find_config(model), plan)
+    assert plan.layout.keep_everything > 0
+    assert traced.device == pytest.approx(plan.ledger.gpu_peak - plan.ledger.gpu["reserve"], rel=0.02)
 
 
 @pytest.mark.usefixtures("traces_plans")

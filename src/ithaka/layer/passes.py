@@ -54,12 +54,14 @@ class CaptureGraph(NamedTuple):
 
 
 class ResumeGraph(NamedTuple):
-    """The graph of a resume pass: its inputs as leaves, its output, and its router logits."""
+    """The graph of a resume pass: its inputs as leaves, the edge and dtype of its output, and its router logits. A
+    layer may keep it, so it does not hold the output, which holds the terms that it sums."""
 
     x_tD: Tensor
     outs_tHK: list[Tensor]
     inputs: LayerInputs
-    y_tD: Tensor
+    edge: GradientEdge
+    dtype: torch.dtype
     router_logits: list[Tensor]
 
 
@@ -142,12 +144,16 @@ class LayerPasses:
                 stack.enter_context(ResidualSums(self.tile))
             return self._resume(self.layer, self._widen(x_tD), *inputs.unpack(), self.spec.forward)
 
-    def resume_with_graph(self, x_tD: Tensor, outs_tHK: Sequence[Tensor], inputs: LayerInputs) -> ResumeGraph:
+    def resume_with_graph(
+        self, x_tD: Tensor, outs_tHK: Sequence[Tensor], inputs: LayerInputs
+    ) -> tuple[Tensor, ResumeGraph]:
+        """Return the layer's output, and the graph."""
         with torch.enable_grad():
             x_tD, inputs = x_tD.detach().requires_grad_(), inputs.detach()
             outs = [t.detach().requires_grad_(not self.spec.output) for t in outs_tHK]
             y_tD = self.resume(x_tD, outs, inputs)
-        return ResumeGraph(x_tD, outs, inputs, y_tD, self.take_router_logits())
+        edge, logits = get_gradient_edge(y_tD), self.take_router_logits()
+        return y_tD.detach(), ResumeGraph(x_tD, outs, inputs, edge, y_tD.dtype, logits)
 
     def _widen(self, x_tD: Tensor) -> Tensor:
         """Blocks for norms read 16 bits and compute in fp32; other modules get the residual stream in fp32."""

@@ -195,8 +195,8 @@ class LayerSchedule:
             wanted_tk = None if chosen_sLk is None else chosen_sLk[rows, self.index]
             with self.experts.forward_tile(saved.chosen, wanted_tk):
                 if saved.policy.mlp:
-                    saved.resume_graphs.append(graph := self.passes.resume_with_graph(x_tD, outs_tHK, inputs))
-                    y_sD[rows] = graph.y_tD.detach()
+                    y_sD[rows], graph = self.passes.resume_with_graph(x_tD, outs_tHK, inputs)
+                    saved.resume_graphs.append(graph)
                 else:
                     with torch.no_grad():
                         y_sD[rows] = self.passes.resume(x_tD, outs_tHK, inputs)
@@ -215,8 +215,9 @@ class LayerSchedule:
                 graph = saved.resume_graphs.popleft()
             else:
                 with self.experts.repeat_tile(saved.chosen, self.spec.skips_mlp):
-                    graph = self.passes.resume_with_graph(x_tD, self.mixer.join(outs_ctnK), saved.inputs.tile(rows))
-            outputs_and_grads = [(graph.y_tD, dy_sD[rows].to(graph.y_tD.dtype))]
+                    outs_tHK, inputs = self.mixer.join(outs_ctnK), saved.inputs.tile(rows)
+                    graph = self.passes.resume_with_graph(x_tD, outs_tHK, inputs)[1]
+            outputs_and_grads: list[Any] = [(graph.edge, dy_sD[rows].to(graph.dtype))]
             if balancing is not None and balancing.grad_E is not None:
                 with torch.enable_grad():
                     logits = graph.router_logits

@@ -173,6 +173,7 @@ def combine_layers(layers: tuple[MeasuredLayer, ...], total_parameters: int, arg
         tuple(linears.values()),
         all(layer.slices_heads for layer in layers),
         all(layer.slices_output for layer in layers),
+        all(layer.skips_mlp for layer in layers),
         arguments=arguments,
         stacked=largest.stacked,
         compiles=all(layer.compiles for layer in layers),
@@ -240,6 +241,7 @@ class _Measurement:
         linears += tuple((name, len(p) * p.shape[1], len(p) * p.shape[2], True) for name, p in stacked.items())
         parameters = sum(param.numel() for param in self.layer.parameters())
         others: dict[str, Any] = {"slices_heads": bool(self.spec.qkv), "slices_output": bool(self.spec.output)}
+        others["skips_mlp"] = self.spec.skips_mlp and self.spec.has_mlp_block
         others |= per_token | {"compiles": not self.spec.has_mlp_block and self.root.predicts_tokens}
         others |= {"projection_macs": projected, "other_macs": dense + experts - projected, "expert_macs": experts}
         sizes = tuple((name, param.numel()) for name, param in stacked.items())

@@ -156,7 +156,7 @@ class _GpuPhases:
         self.shape, self.layout, self.hardware, self.work = shape, layout, hardware, work
         self.s, self.e, self.sum_bytes = work.local_tokens(layout.cp), layout.element_bytes, layout.sum_bytes
         self.x = layout.x_bytes(shape.hidden, self.s)
-        self.arguments = shape.measured.arguments * self.s if shape.measured else 0
+        self.arguments = shape.measured.arguments * self.s
         self.is_single = hardware.num_gpus == 1  # nothing to gather
         self.last_layer = shape.num_layers - 1
         sharers = hardware.num_gpus // layout.replicas
@@ -175,7 +175,7 @@ class _GpuPhases:
         # A tied embedding belongs to FSDP2's root: always gathered, and its first gradient waits for its second.
         self.root, self.trained_lm_head = (self.head, 0) if shape.tied else (0, shape.trained_head)
         # So do parameters that belong to neither layers, embedding nor lm_head.
-        self.other = shape.measured.root * self.sum_bytes * (not self.is_single) if shape.measured else 0
+        self.other = shape.measured.root * self.sum_bytes * (not self.is_single)
         self.root += self.other
         self.embedded = shape.trained_parameters("embed_tokens")
         self.root_grad = self.embedded * self.e if shape.tied else 0

@@ -13,9 +13,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ithaka.config import LAYER_LINEARS
 from ithaka.layout import ActivationPolicy, Layout
-from ithaka.plan.shape import MeasuredLayer, ModelShape
+from ithaka.plan.shape import ModelShape
 from ithaka.sharding.heads import count_slots
 from ithaka.sharding.tokens import ring_round_tokens
 
@@ -59,6 +58,8 @@ class MemoryPoint(NamedTuple):
 class LayerBytes:
     """Sizes of a layer's tensors on one rank, for softmax attention. Other mixers override what differs."""
 
+    has_stages = True  # outputs of several stages are joined for the resume pass
+
     def __init__(self, shape: ModelShape, layout: Layout, s: int, policy: ActivationPolicy | None = None) -> None:
         policy = policy or ActivationPolicy()
         self.shape, self.layout, self.s = shape, layout, s
@@ -84,23 +85,25 @@ class LayerBytes:
         stored_q = layout.stored_bytes(layout.ulysses * s, self.query_slots * shape.head_dim)
         self.stored_outputs = self.num_stages * (stored_q + self.lse)
         self.qkv = (self.num_stages * self.q + sum(self.new_kv)) * policy.projections
-        self.joined = 0 if self.num_stages == 1 and layout.ulysses == 1 else shape.heads * shape.head_dim
-        graph_width = 2 * shape.mlp + 3 * shape.hidden + self.joined
-        self.gate_up = s * graph_width * layout.element_bytes * policy.mlp
-        self.projected = self.douts = self.graphs = 0
-        if shape.measured:
-            self.gate_up = s * self._graph_bytes(shape.measured, resumes=True) * policy.mlp
-            self._add_general(shape.measured, policy)
+        is_joined = self.has_stages and (self.num_stages > 1 or layout.ulysses > 1)
+        self.joined = shape.heads * shape.head_dim * is_joined
+        self.gate_up = s * (self._graph_bytes(resumes=True) + self.joined * layout.element_bytes) * policy.mlp
+        # Layers that do not project heads by stage hold q, k and v of all heads until the last stage is sent, and in
+        # backward the gradients of all heads and, with overlap, the graphs of capture passes.
+        layer, head = shape.measured, s * shape.head_dim * layout.element_bytes
+        self.douts = 0 if layer.slices_output else shape.heads * head
+        self.projected = 0 if layer.slices_heads else (shape.heads + 2 * shape.kv_heads) * head
+        keeps_graphs = layout.overlap and not policy.projections and not layer.slices_heads
+        self.graphs = s * self._graph_bytes(resumes=False) * keeps_graphs
         is_stored = policy.input != "device"
         # With overlap, a stored input is fetched once and stays for all of backward; without, two tiles are fetched.
         self.fetched_input = self.x if layout.overlap and is_stored else 0
         self.fetched_tiles = 2 if is_stored and not layout.overlap else 0
         self.stages_ahead = 2 if layout.overlap else 1
         # dq of all stages but the last waits on the host (`stores_dq` in layer/schedule.py).
-        slices_heads = not shape.measured or shape.measured.slices_heads
-        self.stores_dq = slices_heads and not layout.overlap and self.fetches_attention
+        self.stores_dq = layer.slices_heads and not layout.overlap and self.fetches_attention
         # One layer's dq in host memory; it replaces the layer's outputs there, unless they were rounded.
-        stores_more = slices_heads and not layout.overlap and layout.stored_dtype is not None
+        stores_more = layer.slices_heads and not layout.overlap and layout.stored_dtype is not None
         self.stored_dq = (self.num_stages - 1) * self.q * stores_more
         self.has_exchange = layout.ulysses > 1  # an exchange receives into a separate buffer
         self.policy = policy
@@ -112,19 +115,9 @@ class LayerBytes:
         stored = self.x * keeps_input + self.outputs * (self.policy.attention == "device")
         return stored + self.qkv + self.gate_up
 
-    def _add_general(self, layer: MeasuredLayer, policy: ActivationPolicy) -> None:
-        """Add what layers that do not project heads by stage hold: q, k and v of all heads until the last stage is
-        sent, and in backward the gradients of all heads and, with overlap, the graphs of capture passes."""
-        shape, e = self.shape, self.layout.element_bytes
-        head = self.s * shape.head_dim * e
-        self.douts = 0 if layer.slices_output else shape.heads * head
-        if not layer.slices_heads:
-            self.projected = (shape.heads + 2 * shape.kv_heads) * head
-            keeps_graphs = self.layout.overlap and not policy.projections
-            self.graphs = self.s * self._graph_bytes(layer, resumes=False) * keeps_graphs
-
-    def _graph_bytes(self, layer: MeasuredLayer, resumes: bool) -> int:
+    def _graph_bytes(self, resumes: bool) -> int:
         """Bytes per token that a capture or resume pass saves for backward, in the layout's dtype."""
+        layer = self.shape.measured
         per_token = (layer.project_graph, layer.finish_graph)[resumes] * self.layout.element_bytes / 2
         if self.shape.adapter and self.shape.adapter.dropout:  # each adapter saves its own input
             widths = (self.shape.linears[name][0] for name in self.shape.most_adapted if name in self.shape.linears)
@@ -202,68 +195,34 @@ class LayerBytes:
         if not phase.startswith("backward") or phase.startswith("backward again"):
             return 0
         shape, e, sum_bytes = self.shape, self.layout.element_bytes, self.layout.sum_bytes
-        if shape.measured and not shape.adapter and phase == "backward mlp":
-            if shape.compiles(self.layout):  # a tile's gradients exist together, then they are added to the sums
-                is_only_tile = self.s <= (self.layout.tile_tokens or self.s)
-                return shape.mlp_parameters * (e if is_only_tile else e + sum_bytes)
-            return shape.mlp_parameters * sum_bytes  # blocks add to the sums
-        if phase != "backward mlp" or shape.measured:
+        if shape.adapter or phase != "backward mlp":
             return shape.trained_layer * sum_bytes
-        if shape.adapter:
-            return sum(size for name, size in shape.most_adapted.items() if name in LAYER_LINEARS[3:]) * sum_bytes
-        if self.s <= (self.layout.tile_tokens or self.s):
-            # One tile: one weight's gradient while three [s, F] tensors are live, then all three once one is freed.
-            return max(shape.mlp_parameters * sum_bytes // 3, shape.mlp_parameters * sum_bytes - self.s * e * shape.mlp)
-        output = shape.hidden * shape.heads * shape.head_dim
-        return (output + shape.mlp_parameters) * sum_bytes
+        if shape.compiles(self.layout):  # a tile's gradients exist together, then they are added to the sums
+            is_only_tile = self.s <= (self.layout.tile_tokens or self.s)
+            return shape.mlp_parameters * (e if is_only_tile else e + sum_bytes)
+        return shape.mlp_parameters * sum_bytes  # blocks add to the sums
 
     def tile_bytes(self, work: str) -> int:
-        """Temporaries of token-wise work on a tile, or of attention on a block. Counted by hand from the GPU kernels:
-        approximate, and small at long contexts."""
+        """Temporaries of token-wise work on a tile, or of attention on a block."""
         if work == "none":
             return 0
         if work in BLOCK_TOKENS:
             return self._block_bytes(work)
-        shape, c, hidden = self.shape, self.layout.ulysses, self.shape.hidden
-        if shape.measured:
-            return self._measured_tile_bytes(shape.measured, work)
-        t, e = min(self.layout.tile_tokens or self.s, self.s), self.layout.element_bytes
-        sum_bytes = self.layout.sum_bytes
+        shape, layer, e = self.shape, self.shape.measured, self.layout.element_bytes
         rank = shape.adapter.rank if shape.adapter else 0  # width between an adapter's two matrices
-        if shape.adapter and shape.adapter.dropout:  # and its input after dropout
-            rank += max(shape.mlp, shape.heads * shape.head_dim) if work.startswith("mlp") else hidden
-        # Kept tensors are not temporaries: gate and up, but then forward has a third [t, F].
-        rounded, gate_up = sum_bytes != e, 2 if self.gate_up else 0
-        if work == "mlp":  # x + attention, its terms if they are rounded, its norm, two of the MLP's width
-            width = (2 + rounded) * hidden + (2 - gate_up // 2) * shape.mlp + self.joined + rank
-            return t * e * width
-        if work == "mlp backward":
-            # x + attention, its norm, and the three [t, F] of blocks/mlp.py. (Compiled, hooked or wrapped MLPs need up
-            # to twice as much; the planner cannot see them.)
-            heads = shape.heads * shape.head_dim * (3 if self.fetches_attention else 1)
-            width = (2 + self.fetched_tiles) * hidden + heads
-            return t * e * (width + (3 - gate_up) * shape.mlp + 2 * rank)
-        if work == "project":
-            width = c * self.query_slots * shape.head_dim
-            kv_width = 2 * c * max(stage.new_kv for stage in self.slots) * shape.head_dim
-            return (width + kv_width) * hidden * e + t * e * ((3 + self.fetched_tiles) * hidden + 5 * width + rank)
-        stored_dq = (self.num_stages - 1) * self.query_slots * c * shape.head_dim * self.stores_dq
-        width = (4 + self.fetched_tiles) * hidden + 2 * self.qkv_width + 2 * stored_dq + 7 * rank
-        return self.qkv_width * hidden * e + t * e * width
-
-    def _measured_tile_bytes(self, layer: MeasuredLayer, work: str) -> int:
-        saved, total = {
-            "project": (0, layer.project_bytes),
-            "mlp": (0, layer.finish_bytes),
-            "project backward": (layer.project_graph, layer.project_backward_bytes),
-            "mlp backward": (layer.finish_graph, layer.finish_backward_bytes),
+        stored_dq = (self.num_stages - 1) * self.query_slots * self.layout.ulysses * shape.head_dim * self.stores_dq
+        saved, total, width = {
+            "project": (0, layer.project_bytes, rank),
+            "mlp": (0, layer.finish_bytes, self.joined + rank),
+            "project backward": (layer.project_graph, layer.project_backward_bytes, 2 * stored_dq + 7 * rank),
+            "mlp backward": (layer.finish_graph, layer.finish_backward_bytes, self.joined + 2 * rank),
         }[work]
-        e = self.layout.element_bytes
         per_token = int((total - saved) * e / 2 * (COMPILED_SHARE if self.shape.compiles(self.layout) else 1))
         is_kept = self.gate_up if work == "mlp backward" else self.graphs  # and counted for all tokens
         if saved and not is_kept:
-            per_token += self._graph_bytes(layer, resumes=work == "mlp backward")
-        return min(self.layout.tile_tokens or self.s, self.s) * (per_token + self.fetched_tiles * self.shape.hidden * e)
+            per_token += self._graph_bytes(resumes=work == "mlp backward")
+        width += self.fetched_tiles * shape.hidden
+        return min(self.layout.tile_tokens or self.s, self.s) * (per_token + width * e)
 
     def _block_bytes(self, work: str) -> int:
         """Buffers of one attention kernel call."""

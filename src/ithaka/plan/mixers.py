@@ -191,6 +191,8 @@ class SideBySide(Mixer):
 class DeltaBytes(LayerBytes):
     """Sizes of a layer with the gated delta rule or Mamba2."""
 
+    has_stages = False
+
     def __init__(
         self, rule: DeltaRule, shape: ModelShape, layout: Layout, s: int, policy: ActivationPolicy | None = None
     ) -> None:
@@ -229,6 +231,8 @@ class DeltaBytes(LayerBytes):
 
 class ConvolutionBytes(LayerBytes):
     """Sizes of a layer with a short convolution, whose output is what its capture pass projects, or without a mixer."""
+
+    has_stages = False
 
     def __init__(self, convolution: Convolution, *arguments: Any) -> None:
         super().__init__(*arguments)

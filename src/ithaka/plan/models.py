@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import difflib
 import json
+import operator
 import re
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ithaka.config import ConfigError
+from ithaka.config import LAYER_LINEARS, ConfigError
 from ithaka.hub import HUB_ID, split_revision
 from ithaka.plan.mixers import Attention, mixers_from_json, mixers_to_json
 from ithaka.plan.read_config import FAMILIES, PLANNED_FAMILIES, Family, read_json
@@ -23,6 +24,19 @@ SAME_SIZE = 1.3  # ratio of sizes up to which a name may be a mistake for anothe
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 CORRECT = "correct the model's config.json"
 DEFAULT_WINDOW = 4096  # for every family that has windows
+# Of layers like Llama's: bytes per token, as multiples of D, H * K, G * K and F; then those with norms on q and k.
+LAYER_BYTES: dict[str, list[tuple[int, ...]]] = {
+    "project_bytes": [(2, 4, 6, 0)],
+    "project_backward_bytes": [(6, 4, 4, 0)],
+    "project_graph": [(2, 0, 0, 0), (2, 2, 2, 0)],
+    "finish_bytes": [(6, 0, 0, 4)],
+    "finish_backward_bytes": [(10, 0, 0, 4)],
+    "finish_graph": [(6, 0, 0, 4)],
+    "project_moved": [(2, 2, 6, 0), (2, 4, 8, 0)],
+    "project_backward_moved": [(25, 10, 28, 0), (19, 16, 30, 0)],
+    "finish_moved": [(18, 0, 0, 0), (18, 2, 2, 0)],
+    "finish_backward_moved": [(41, 0, 0, 6), (41, 2, 2, 6)],
+}
 
 # From the public config.json: family, layers, hidden size, query heads, kv heads, MLP size, vocabulary, positions,
 # RoPE theta; then optionally tied embeddings, an explicit head dim (K64), Llama 3.1's RoPE with its factor (x8).
@@ -207,9 +221,32 @@ def find_known_shape(values: Mapping[str, Any], source: str) -> ModelShape | Non
     kinds = (AttentionKind(head_dim, heads // kv_heads, w) for w in _read_windows(values, family, num_layers, source))
     mixers, tied = tuple(map(Attention, kinds)), bool(values.get("tie_word_embeddings", False))
     rules = (family.qkv_bias, family.out_bias, family.mlp_bias)
-    qkv_bias, out_bias, mlp_bias = (bool(values.get(rule) if isinstance(rule, str) else rule) for rule in rules)
-    sizes = (num_layers, hidden, heads, kv_heads, head_dim, mlp, vocab)
-    return ModelShape(name, *sizes, tied, mixers, qkv_bias, out_bias, mlp_bias, family.qk_norm)
+    biases = [bool(values.get(rule) if isinstance(rule, str) else rule) for rule in rules]
+    layer = _plain_layer(hidden, heads * head_dim, kv_heads * head_dim, mlp, head_dim, biases, family.qk_norm)
+    layer = replace(layer, total_parameters=num_layers * layer.parameters + hidden)
+    return ModelShape(name, num_layers, hidden, heads, kv_heads, head_dim, mlp, vocab, tied, mixers, layer)
+
+
+def _plain_layer(
+    hidden: int, q: int, kv: int, mlp: int, head_dim: int, biases: Sequence[bool], qk_norm: bool
+) -> MeasuredLayer:
+    """The layer of a family with a formula: what model/shape.py would measure. `biases`: of q, k and v; of the output
+    projection; of the MLP."""
+    sizes = ((hidden, q), (hidden, kv), (hidden, kv), (q, hidden), (hidden, mlp), (hidden, mlp), (mlp, hidden))
+    linears = [(f"{'mlp' if i > 3 else 'self_attn'}.{LAYER_LINEARS[i]}", *sizes[i], False) for i in range(len(sizes))]
+    macs = [inputs * outputs for inputs, outputs in sizes]
+    has_bias = (biases[0],) * 3 + (biases[1],) + (biases[2],) * 3
+    num_biases = sum(outputs * has for (_, outputs), has in zip(sizes, has_bias, strict=True))
+    parameters = sum(macs) + num_biases + 2 * hidden + 2 * head_dim * qk_norm
+    per_token: dict[str, Any] = {
+        name: sum(map(operator.mul, row, (hidden, q, kv, mlp)))
+        for name, rows in LAYER_BYTES.items()
+        for row in [rows[qk_norm and len(rows) > 1]]
+    }
+    macs_by_pass: dict[str, Any] = {"projection_macs": sum(macs[:3]), "other_macs": sum(macs[3:]), "expert_macs": 0}
+    others: dict[str, Any] = dict.fromkeys(("slices_heads", "slices_output", "skips_mlp"), True)
+    others["arguments"] = 8 * head_dim + 8
+    return MeasuredLayer(parameters, parameters, tuple(linears), **others, **per_token, **macs_by_pass)
 
 
 def shape_to_json(shape: ModelShape) -> dict[str, Any]:

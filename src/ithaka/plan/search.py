@@ -170,9 +170,8 @@ def make_search_space(config: Config, explicit: Collection[str], shape: ModelSha
     if shape.why_no_ring and (ring := fixed.get("ring") or 1) > 1:
         rule = f"is not supported for model_type={shape.family}, which {shape.why_no_ring}"
         raise ConfigError(f"parallel.ring={ring} {rule}; leave it out, or use 1")
-    compiles = {"compile": config.train.compile} if shape.measured else {}
     in_place = {} if shape.optimizer == "adamw" else {"offload_optimizer": False}
-    return SearchSpace(shape, hardware, fixed | compiles | in_place)
+    return SearchSpace(shape, hardware, {**fixed, "compile": config.train.compile, **in_place})
 
 
 def _rank_key(plan: Plan) -> tuple[Any, ...]:

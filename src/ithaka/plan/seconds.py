@@ -9,35 +9,29 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ithaka.config import LAYER_LINEARS
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.bytes import logits_tile_tokens, plan_kind
 from ithaka.plan.hardware import HOST_UPDATE_BYTES_S, SLOW_HEAD_DIM, SLOW_KERNELS, Hardware
 from ithaka.plan.layer_bytes import layer_sizes
-from ithaka.plan.shape import AttentionKind, Encoder, MeasuredLayer, Mixer, ModelShape, StepShape
+from ithaka.plan.shape import AttentionKind, Encoder, Mixer, ModelShape, StepShape
 
 # Fractions of the hardware's matmul rate, forward and backward.
-MLP_SHARE = (0.82, 0.82)
-PROJECTION_SHARE = (0.62, 0.49)  # small matrices: slices of a few heads
+LAYER_SHARE, PLAIN_SHARE = 0.73, 0.8  # dense matmuls of layers, with and without blocks
 LOSS_SHARE = 0.91
 FLOP_SHARE = 0.886  # fraction of the peak rate that large matmuls reach: 700 TFLOP/s on an H200
-# Measured layers: the fraction of the matmul rate for dense matmuls; then the traffic of element-wise kernels, eager
-# and compiled, relative to the bytes counted in an eager run.
-GENERAL_SHARE, EAGER_MOVES, COMPILED_MOVES = 0.8, 2.0, 0.42
+# Traffic of a layer's element-wise kernels, relative to the bytes counted in an eager run: with blocks, where most
+# kernels run at the same time as others; without; and compiled.
+BLOCK_MOVES, EAGER_MOVES, COMPILED_MOVES = 0.2, 2.0, 0.42
+HEAD_PASSES = (8, 24)  # with blocks: over [s, K] of each projected head, forward and backward; RoPE, layout, sums
 # Grouped matmuls of experts: (fraction of the matmul rate with many rows per expert, rows per expert at which the rate
 # is half of that; with fewer, reading weights dominates). EXPERT_SUM_SHARE: the kernel that adds a tile's weight
 # gradients to a sum. Within 20 % of measurements on one H200, from 32 to 2048 rows.
 EXPERTS_SHARE, EXPERT_SUM_SHARE = (0.91, 170), (0.68, 500)
 ENCODER_SHARE = 0.65  # matmuls of image encoders, whose matrices are small
 COPY_SHARE = 0.88  # fraction of the PCIe rate that tile-by-tile copies reach
-# Passes of element-wise kernels over a tensor, forward and backward; each pass reads or writes it once.
-MLP_PASSES = (3, 6)  # over [s, F]
-TILE_LOOP_PASSES = (4, 5)  # over [s, D], for each loop over the tiles
-HEAD_PASSES = (8, 24)  # over [s, K] of each projected head: RoPE, layout, sums
-STAGE_SECONDS = 0.00016  # per stage and direction, independent of s: slicing weights, kernel launches
+STAGE_SECONDS = 0.00008  # per stage and direction, independent of s: slicing weights, kernel launches
 # Attention at head dim 64, as a fraction of the rate at 128: matmuls wait for the softmax. Forward speeds up with the
 # length of documents (444, 498 and 529 TFLOP/s at 128K, 256K and 1M; shorter ones were not measured).
 NARROW_HEAD_SHARE, NARROW_HEAD_START, NARROW_HEAD_LEAST = (0.82, 0.8), 31 * 1024, 128 * 1024
@@ -133,6 +127,7 @@ class LayerSeconds:
         self.policy, self.bytes = policy or ActivationPolicy(), layer_sizes(shape, layout, s)
         self.x, self.num_stages, self.qkv_width = self.bytes.x, self.bytes.num_stages, self.bytes.qkv_width
         self.is_frozen = shape.adapter is not None
+        self.has_blocks = not shape.measured.compiles and not shape.root.is_video
         self.num_tiles = -(-s // (layout.tile_tokens or s))
 
     def attention(self, work: StepShape, kind: AttentionKind, causal: bool) -> tuple[float, float]:
@@ -164,91 +159,63 @@ class LayerSeconds:
     def move(self, num_bytes: float) -> float:
         return num_bytes / self.gpu.memory_bytes_s
 
-    def output(self, share: float) -> float:
-        """One matmul of the output projection."""
-        return self.matmul(self.shape.hidden, self.shape.heads * self.shape.head_dim, share)
-
     def project(self, backward: bool) -> float:
-        """The q, k and v projections. Backward projects again unless q, k and v were kept, and has the gradient of the
-        output projection's input."""
-        projects = not (backward and self.policy.projections)
-        if self.shape.measured:
-            return self._measured_projections(self.shape.measured, projects, backward)
-        tiles = (self.num_stages * projects + backward) * TILE_LOOP_PASSES[backward] * self.x
-        passes = HEAD_PASSES[backward] - HEAD_PASSES[0] * (not projects)
-        heads = passes * self.s * self.qkv_width * self.layout.element_bytes
-        matmul, sums = self.matmul(self.shape.hidden, self.qkv_width, PROJECTION_SHARE[backward]), 0.0
-        if backward:
-            num_matmuls = 2 + projects - self.is_frozen
-            matmul = num_matmuls * matmul + self.output(PROJECTION_SHARE[1])
-            sums = self.sum_grads(self.qkv_width * self.shape.hidden)
-        moved = self.move(tiles + heads) + self.adapters(LAYER_LINEARS[:3], backward)
-        return matmul + moved + self.num_stages * STAGE_SECONDS + sums
-
-    def mlp(self, backward: bool) -> float:
-        """The output projection and the MLP."""
-        if self.shape.measured:
-            return self._measured_rest(self.shape.measured, backward)
-        moved = self.move(MLP_PASSES[backward] * self.s * self.shape.mlp * self.layout.element_bytes)
-        moved += self.adapters(LAYER_LINEARS[3:], backward)
-        share = MLP_SHARE[backward]
-        matmul = self.matmul(3 * self.shape.hidden, self.shape.mlp, share)
+        """The capture pass: q, k and v. Backward keeps its graphs if it projects and overlaps, or repeats it unless q,
+        k and v were kept. In stages, kv heads that several ranks attend to are projected as often."""
+        shape, layer, projects = self.shape, self.shape.measured, not self.policy.projections
+        once = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        macs = layer.projection_macs * (self.qkv_width / once if layer.slices_heads else 1)
+        passes = HEAD_PASSES[backward] * self.has_blocks
+        heads = self.move(passes * self.s * self.qkv_width * self.layout.element_bytes)
+        stages = (self.num_stages - 1) * STAGE_SECONDS + heads  # the first stage is part of what was fitted
         if not backward:
-            return self.output(share) + matmul + moved
-        recomputed = 0 if self.policy.mlp else 2 / 3  # gate and up (blocks/mlp.py)
-        num_matmuls = 2 - self.is_frozen
-        output = (num_matmuls - self.policy.projections) * self.output(share)
-        return (num_matmuls + recomputed) * matmul + output + moved + self.sum_grads(self.shape.mlp_parameters)
-
-    def _measured_projections(self, layer: MeasuredLayer, projects: bool, backward: bool) -> float:
-        """The capture pass of a measured layer. Backward keeps its graphs if it projects and overlaps, or repeats."""
-        stages = (self.num_stages - 1) * STAGE_SECONDS  # the first is part of what was fitted
-        if not backward:
-            return self._measured_run(layer.projection_macs, 1, layer.project_moved) + stages
+            return self._run(macs, layer.project_moved) + stages
         if layer.slices_heads:  # the pass for backward does not compute q, k and v
             again, num_matmuls = projects, 2 + projects - self.is_frozen
         else:
             again = projects and not self.layout.overlap
             num_matmuls = 3 + again - self.is_frozen
         moved = layer.project_backward_moved + again * layer.project_moved
-        seconds = self._measured_run(layer.projection_macs, num_matmuls, moved)
-        return seconds + self.sum_grads(layer.projection_macs) + stages
+        return self._run(num_matmuls * macs, moved) + self.sum_grads(layer.projection_macs) + stages
 
-    def _measured_rest(self, layer: MeasuredLayer, backward: bool) -> float:
-        """The resume pass of a measured layer, and all adapters. Backward runs it again unless its graphs were kept."""
-        adapters = self.adapters(tuple(self.shape.linears), backward)
+    def mlp(self, backward: bool) -> float:
+        """The resume pass, and all adapters. Backward runs it again unless its graphs were kept."""
+        layer, adapters = self.shape.measured, self.adapters(backward)
         dense = layer.other_macs - layer.expert_macs
         if not backward:
-            return self._measured_run(dense, 1, layer.finish_moved) + self._experts(layer) + adapters
+            return self._run(dense, layer.finish_moved) + self._experts() + adapters
         moved = layer.finish_backward_moved - self.policy.mlp * layer.finish_moved
         num_matmuls = 3 - self.policy.mlp - self.is_frozen
-        experts = (1 if self.policy.mlp else 5 / 3) * self._experts(layer)  # recomputes gate and up (blocks/experts.py)
+        skips_down = layer.skips_mlp and not self.policy.mlp and not layer.expert_macs
+        skipped = self.shape.hidden * self.shape.mlp * skips_down
+        experts = (1 if self.policy.mlp else 5 / 3) * self._experts()  # recomputes gate and up (blocks/experts.py)
         if not self.is_frozen:
-            experts += self._experts(layer, adds=self.num_tiles > 1)
+            experts += self._experts(adds=self.num_tiles > 1)
         sums = self.sum_grads(self.shape.mlp_parameters - layer.expert_parameters)
-        return self._measured_run(dense, num_matmuls, moved) + experts + sums + adapters
+        return self._run(num_matmuls * dense - skipped, moved) + experts + sums + adapters
 
-    def _measured_run(self, dense: int, num_matmuls: int, moved: int) -> float:
-        moves = COMPILED_MOVES if self.shape.compiles(self.layout) else EAGER_MOVES
-        return num_matmuls * self.matmul(dense, 1, GENERAL_SHARE) + self.move(self.s * moved * moves)
+    def _run(self, macs: float, moved: int) -> float:
+        plain_moves = COMPILED_MOVES if self.shape.compiles(self.layout) else EAGER_MOVES
+        share, moves = (LAYER_SHARE, BLOCK_MOVES) if self.has_blocks else (PLAIN_SHARE, plain_moves)
+        return self.matmul(macs, 1, share) + self.move(self.s * moved * moves)
 
-    def _experts(self, layer: MeasuredLayer, adds: bool = False) -> float:
+    def _experts(self, adds: bool = False) -> float:
         """One matmul with each weight of the chosen experts. `adds`: adds weight gradients to those of other tiles."""
-        if not layer.expert_macs:
+        if not (layer := self.shape.measured).expert_macs:
             return 0.0
         share, half = EXPERT_SUM_SHARE if adds else EXPERTS_SHARE
         rows = self.s / self.num_tiles * layer.expert_macs / max(1, layer.expert_parameters)
         return self.matmul(layer.expert_macs, 1, share / (1 + half / rows))
 
-    def adapters(self, names: Sequence[str], backward: bool) -> float:
+    def adapters(self, backward: bool) -> float:
         """Seconds of a layer's adapters. A token uses only the adapters of its experts."""
         if not self.shape.adapter:
             return 0.0
-        stacked, measured = dict(self.shape.measured.stacked) if self.shape.measured else {}, self.shape.measured
-        chosen = measured.expert_macs / sum(stacked.values()) if stacked and measured else 1.0
+        layer, stacked = self.shape.measured, dict(self.shape.measured.stacked)
+        chosen = layer.expert_macs / sum(stacked.values()) if stacked else 1.0
         passes = 0.0
         for name, size in self.shape.linears.items():
-            if name in names and name in self.shape.most_adapted:
+            if name in self.shape.most_adapted:
                 widths = sum(ADAPTER_PASSES[backward][side] * size[side] for side in (0, 1))
                 passes += widths * (chosen if name in stacked else 1)
         return self.move(passes * self.s * self.layout.element_bytes)

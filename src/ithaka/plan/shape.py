@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from ithaka.config import LAYER_LINEARS, AdapterConfig, ConfigError
+from ithaka.config import AdapterConfig, ConfigError
 from ithaka.config.formats import BASE_FORMATS, BaseFormat
 from ithaka.plan.read_config import DECODER, ROOTS, RootKind
 
@@ -28,7 +28,7 @@ def has_moment_blocks(shape: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class MeasuredLayer:
-    """A decoder layer without a formula, measured by model/shape.py: the largest layer's bytes, the mean of costs.
+    """A layer as model/shape.py measures it: the largest layer's bytes, the mean of costs.
 
     The capture pass projects, the resume pass finishes the layer (layer/passes.py). Bytes are per token, in 16 bits.
     """
@@ -39,6 +39,7 @@ class MeasuredLayer:
     linears: tuple[tuple[str, int, int, bool], ...]
     slices_heads: bool  # projects the heads of one stage at a time (`qkv` of a LayerSpec)
     slices_output: bool  # computes the gradient of attention's output one stage at a time (`output`)
+    skips_mlp: bool  # recomputes no output of its MLP, on which no gradient depends
     # Peaks of a run without gradients, and of one with its backward; the graph in between.
     project_bytes: int
     finish_bytes: int
@@ -143,12 +144,8 @@ class ModelShape:
     vocab: int  # V
     tied: bool  # lm_head shares the embedding's weight
     mixers: tuple[Mixer, ...]  # per layer
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
+    measured: MeasuredLayer
     adapter: AdapterConfig | None = None  # None: all parameters are trained
-    measured: MeasuredLayer | None = None  # a family without a formula, whose layers were measured
     reference: bool = False  # whether a frozen copy of the base model is kept too
     teacher: ModelShape | None = None  # another frozen model; an adapter has the format of its base
     encoders: tuple[Encoder, ...] = ()  # image encoders; `measured` includes their parameters
@@ -215,37 +212,25 @@ class ModelShape:
 
     @cached_property
     def mlp_parameters(self) -> int:
-        """Gate, up and down projections of one layer, with biases; of a measured layer, all but the projections."""
-        if self.measured:
-            return self.measured.parameters - self.measured.projection_macs
-        return 3 * self.hidden * self.mlp + self.mlp_bias * (2 * self.mlp + self.hidden)
+        """All parameters of one layer but the projections to q, k and v."""
+        return self.measured.parameters - self.measured.projection_macs
 
     @cached_property
     def layer_parameters(self) -> int:
-        """One layer: attention projections with biases and norms, the MLP, two norms. The largest measured layer."""
-        if self.measured:
-            return self.measured.parameters
-        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        weights = self.hidden * (2 * q_size + 2 * kv_size) + self.qk_norm * 2 * self.head_dim
-        biases = self.qkv_bias * (q_size + 2 * kv_size) + self.out_bias * self.hidden
-        return weights + biases + self.mlp_parameters + 2 * self.hidden
+        """The largest layer."""
+        return self.measured.parameters
 
     @cached_property
     def num_parameters(self) -> int:
         """All parameters of the base model. A tied embedding counts once."""
-        if self.measured:
-            return self.measured.total_parameters + self.vocab * self.hidden * (1 if self.tied else 2)
-        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        return self.num_layers * self.layer_parameters + embeddings + self.hidden
+        return self.measured.total_parameters + self.vocab * self.hidden * (1 if self.tied else 2)
 
     def keep_layers(self, layers: Sequence[int], dropped: int | None = None) -> ModelShape:
-        """Return the same model with these layers only. `dropped`: the parameters of all others; without it, those of a
-        measured model are scaled in proportion."""
-        measured, mixers = self.measured, tuple(self.mixers[i] for i in layers)
-        if measured:
-            kept = (measured.total_parameters - self.encoder_parameters) * len(layers) // self.num_layers
-            total = self.encoder_parameters + kept if dropped is None else measured.total_parameters - dropped
-            measured = replace(measured, total_parameters=total)
+        """Return the same model with these layers only. `dropped`: the parameters of all others; without it, parameters
+        are scaled in proportion."""
+        mixers, total = tuple(self.mixers[i] for i in layers), self.measured.total_parameters
+        kept = self.encoder_parameters + (total - self.encoder_parameters) * len(layers) // self.num_layers
+        measured = replace(self.measured, total_parameters=kept if dropped is None else total - dropped)
         return replace(self, num_layers=len(layers), mixers=mixers, measured=measured)
 
     def shards(self, num_ranks: int) -> tuple[int, int]:
@@ -267,7 +252,7 @@ class ModelShape:
         adapted = sum(sum(sizes.values()) for sizes in self.adapter_parameters)
         in_fp32, other_bytes = adapted // num_ranks, 2 * (1 + 4 / MOMENT_BLOCK)
         if self.optimizer == "muon":
-            stacked = self.num_layers * self.measured.expert_parameters if self.measured else 0
+            stacked = self.num_layers * self.measured.expert_parameters
             ends = self.trained_head + self.trained_parameters("embed_tokens") * (not self.tied)
             in_fp32, other_bytes = -(-(stacked * (not self.adapter) + ends) // num_ranks), 4
         return 8 * in_fp32 + int(other_bytes * (trained - in_fp32))
@@ -276,8 +261,8 @@ class ModelShape:
     def packed_layer(self) -> tuple[int, int]:
         """(parameters, bytes) of one layer's four-bit weights."""
         skipped = tuple(f".{name}" for name in self.adapter.unquantized) if self.adapter else ()
-        stacked = dict(self.measured.stacked) if self.measured else {}
-        names = (name for name, path in self._linear_paths.items() if not f".{path}".endswith(skipped))
+        stacked = dict(self.measured.stacked)
+        names = (name for name in self.linears if not f".{name}".endswith(skipped))
         sizes = [math.prod(self.linears[name]) for name in names if name not in stacked] * self.format.packs_linears
         sizes += [sum(stacked.values())] * self.format.packs_experts
         return sum(sizes), sum(map(self.format.num_bytes, sizes))
@@ -285,9 +270,7 @@ class ModelShape:
     def frozen_bytes(self, num_ranks: int, element_bytes: int) -> int:
         """Bytes of one rank's frozen parameters."""
         frozen, (packed, num_bytes) = self.shards(num_ranks)[1], self.packed_layer
-        layers: float = self.num_layers
-        if self.measured:
-            layers = (self.measured.total_parameters - self.encoder_parameters) / self.measured.parameters
+        layers = (self.measured.total_parameters - self.encoder_parameters) / self.measured.parameters
         other = self.teacher and self.teacher.with_adapter(self.teacher.adapter or AdapterConfig())  # it is frozen
         teacher = other.frozen_bytes(num_ranks, element_bytes) if other else 0
         return teacher + frozen * element_bytes - int(layers * (packed * element_bytes - num_bytes)) // num_ranks
@@ -303,34 +286,20 @@ class ModelShape:
     @property
     def num_products(self) -> int:
         """Multiply-adds per token, without attention."""
-        layer = sum(math.prod(size) for size in self.linears.values())
-        layer = self.measured.projection_macs + self.measured.other_macs if self.measured else layer
+        layer = self.measured.projection_macs + self.measured.other_macs
         return self.num_layers * layer + self.vocab * self.hidden
 
     @property
     def num_active(self) -> int:
         """Parameters that a token uses, with only the experts to which it is routed."""
         layer = self.measured
-        if layer is None:
-            return self.num_parameters
         stacked = layer.expert_parameters * layer.total_parameters / layer.parameters
         return self.num_parameters - round(stacked) + self.num_layers * layer.expert_macs
 
     @cached_property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of a layer's linear modules, by name in the layer."""
-        if self.measured:
-            return {name: (inputs, outputs) for name, inputs, outputs, _ in self.measured.linears}
-        D, F, q_size, kv_size = self.hidden, self.mlp, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        sizes = ((D, q_size), (D, kv_size), (D, kv_size), (q_size, D), (D, F), (D, F), (F, D))
-        return dict(zip(LAYER_LINEARS, sizes, strict=True))
-
-    @property
-    def _linear_paths(self) -> dict[str, str]:
-        """The paths of `linears` in a layer."""
-        if self.measured:
-            return {name: name for name in self.linears}
-        return {name: f"{'self_attn' if name in LAYER_LINEARS[:4] else 'mlp'}.{name}" for name in LAYER_LINEARS}
+        """(inputs, outputs) of a layer's linear modules, by path in the layer."""
+        return {name: (inputs, outputs) for name, inputs, outputs, _ in self.measured.linears}
 
     def has_adapter(self, module: str) -> bool:
         """Whether a module is adapted. PEFT's rule: a target is its full name or a dot-separated suffix of it."""
@@ -342,13 +311,13 @@ class ModelShape:
     @cached_property
     def adapter_parameters(self) -> tuple[dict[str, int], ...]:
         """Per layer: linear module -> parameters of its adapter."""
-        rank, modules = self.adapter.rank if self.adapter else 0, self._linear_paths
-        mixture = {name for name, *_, in_mixture in self.measured.linears if in_mixture} if self.measured else set()
+        rank = self.adapter.rank if self.adapter else 0
+        mixture = {name for name, *_, in_mixture in self.measured.linears if in_mixture}
         if self.adapter and self.adapter.targets != "all-linear":
             mixture = set()
         sizes = {name: rank * sum(size) for name, size in self.linears.items() if name not in mixture}
         return tuple(
-            {name: sizes[name] for name in sizes if self.has_adapter(f"model.layers.{i}.{modules[name]}")}
+            {name: sizes[name] for name in sizes if self.has_adapter(f"model.layers.{i}.{name}")}
             for i in range(self.num_layers)
         )
 
@@ -388,7 +357,7 @@ class ModelShape:
 
     def compiles(self, layout: Any) -> bool:
         """Whether the layers are compiled. With train.compile=true, those with blocks are planned as with blocks."""
-        return bool(layout.compile and self.measured and self.measured.compiles)
+        return bool(layout.compile and self.measured.compiles)
 
     def with_adapter(self, adapter: AdapterConfig | None) -> ModelShape:
         """Return the shape with an adapter. Raise ConfigError for a target that matches no module, and for a tied
@@ -396,13 +365,12 @@ class ModelShape:
         for target in adapter.targets if adapter and adapter.targets != "all-linear" else ():
             only = replace(self, adapter=AdapterConfig(targets=(target,)))
             if not any(only.adapter_parameters) and not only.has_adapter("lm_head"):
-                fix = f"use a name such as q_proj or {self.num_layers - 1}.self_attn.q_proj"
-                if self.measured:
-                    fix = f"use one of {', '.join(sorted({name.rpartition('.')[2] for name in self.linears}))}"
+                names = ", ".join(sorted({name.rpartition(".")[2] for name in self.linears}))
+                fix = f"use one of {names}, or of one layer, such as {self.num_layers - 1}.{[*self.linears][0]}"
                 raise ConfigError(f"adapter.targets={target} names no module of the model; {fix}")
         for name in sorted({*adapter.unquantized} - {*AdapterConfig.unquantized}) if adapter else ():
             module = re.sub(r"^\.\d+(?=\.)", "", f".{name}.")  # 31.mlp.up_proj: of one layer
-            if not any(module in f".{path}." for path in self._linear_paths.values()):
+            if not any(module in f".{name}." for name in self.linears):
                 raise ConfigError(f"adapter.unquantized={name} names no module of the model; use a name such as o_proj")
         if adapter:
             BASE_FORMATS[adapter.base].check_family(self.family)

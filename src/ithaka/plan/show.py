@@ -454,7 +454,7 @@ def list_assumptions(plan: Plan) -> dict[str, str]:
         "images": "all tokens, in frames of 512 x 512 pixels; fewer need less time for the encoder",
     }
     known = {"host memory": not hardware.assumed_host, "disk": not hardware.disk_bytes}
-    known["compile"] = plan.shape.measured is None or not plan.shape.measured.compiles
+    known["compile"] = not plan.shape.measured.compiles
     known |= {"attention": gpu.kernel not in KERNEL_NAMES, "images": not plan.shape.encoders}
     return {name: text for name, text in assumptions.items() if not known.get(name)}
 

@@ -360,7 +360,9 @@ def choose_traced(space: SearchSpace, work: StepShape, trace: Tracer | None) -> 
             break
         traced.append(correct(plan, peaks))
         ledger, is_better = traced[-1].ledger, sum(other.fits for other in traced) > 1
-        if traced[-1].fits and (is_better or ledger.gpu_peak > (1 - ROOM) * ledger.gpu_bytes):
+        # It fills the device, or needs about what was estimated: the search found nothing faster for the rest.
+        is_full = ledger.gpu_peak > min((1 - ROOM) * ledger.gpu_bytes, (1 - ROOM / 2) * plan.ledger.gpu_peak)
+        if traced[-1].fits and (is_better or is_full):
             break
         space = replace(space, shape=traced[-1].shape)
     if fitting := [other for other in traced if other.fits]:

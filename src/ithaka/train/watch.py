@@ -401,12 +401,8 @@ def flops_utilization(trainer: Trainer, num_tokens: int, num_pairs: int, step_s:
     shape, peak = trainer.run.shape, peak_flops(trainer.device_name)
     if peak is None:
         return None
-    # An embedding is read, not multiplied, unless it is the output head as well. A token uses some experts.
-    unused = 0 if shape.tied else shape.vocab * shape.hidden
-    if shape.measured:
-        unused = trainer.num_params - shape.num_products
-    # A frozen weight takes two matrix products, a trained one three.
-    matmul_params = trainer.num_params - unused
+    # A frozen weight takes two matrix products, a trained one three. A token uses some experts.
+    matmul_params = shape.num_products
     matmul_params -= max(0, matmul_params - trainer.num_trained) // 3
     flops = step_flops(matmul_params, num_tokens, shape.heads * shape.head_dim, num_pairs)
     return flops / (step_s * peak * trainer.mesh.world_size)
