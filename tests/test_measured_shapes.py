@@ -81,6 +81,7 @@ def test_built_in_shapes_are_up_to_date():
     for field in ("windows", "heads", "kv_heads", "head_dim", "num_parameters", "layer_parameters", "linears"):
         assert getattr(stored, field) == getattr(measured, field), field
     assert stored.measured.projection_macs == measured.measured.projection_macs
+    assert stored.measured.skips_mlp == measured.measured.skips_mlp
     assert json.loads(json.dumps(shape_to_json(stored))) == built_in_decoders()[name]["shape"]
 
 
