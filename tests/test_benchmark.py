@@ -78,7 +78,7 @@ def test_a_tiny_model_runs_at_full_depth(benchmark, tmp_path, saves):
 
 
 def test_steps_of_several_ranks_are_compared_with_the_same_steps_of_one(benchmark, tmp_path):
-    ranks = benchmark("ranks")
+    ranks = benchmark("several_ranks")
     steps = [{"step": i, "loss": 8.0 - i, "grad_norm": 1.0, "step_s": 1.0, "label_tokens": 9} for i in range(1, 6)]
     memory = {"device_peak_bytes": None, "host_peak_bytes": 1}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step | memory) + "\n" for step in steps))
@@ -96,7 +96,7 @@ def test_steps_of_several_ranks_are_compared_with_the_same_steps_of_one(benchmar
 
 @pytest.mark.slow
 def test_several_ranks_train_as_one_does(benchmark, tmp_path):
-    ranks = benchmark("ranks")
+    ranks = benchmark("several_ranks")
     runs = ranks.make_runs(ranks.write_inputs(tmp_path, tiny=True), [1, 2], 2, tmp_path, tmp_path)
     differences = ranks.run_all(runs, 2, tmp_path)["differences from 1 rank"]
     assert {*differences} == {"2 ranks", "2 ranks, resumed on 1", "1 rank, other tiles"}
