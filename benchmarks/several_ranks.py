@@ -1,7 +1,7 @@
 """Train a 1B model on 1, 2, 4 and 8 ranks, which may share one GPU, and compare losses and gradient norms.
 
-    LD_PRELOAD=DIR/libnccl.so.2 python benchmarks/several_ranks.py --out results    # several ranks per GPU need NCCL 2.30
-    python benchmarks/several_ranks.py --tiny --ranks 1,2,4                         # a tiny model; needs no GPU
+    LD_PRELOAD=DIR/libnccl.so.2 python benchmarks/several_ranks.py --out results   # several per GPU need NCCL 2.30
+    python benchmarks/several_ranks.py --tiny --ranks 1,2,4                        # a tiny model; needs no GPU
 
 Each run is `ithaka train` with all layers of Llama-3.2-1B, random weights from one seed, and one sequence of 64K tokens
 per step, which all ranks share (cp = ranks); layer inputs are in host memory, and FSDP shards parameters and optimizer.
