@@ -244,7 +244,12 @@ def _plain_layer(
         for row in [rows[qk_norm and len(rows) > 1]]
     }
     macs_by_pass: dict[str, Any] = {"projection_macs": sum(macs[:3]), "other_macs": sum(macs[3:]), "expert_macs": 0}
-    others: dict[str, Any] = {"slices_heads": True, "slices_output": True, "skips_mlp": True, "arguments": 8 * head_dim + 8}
+    others: dict[str, Any] = {
+        "slices_heads": True,
+        "slices_output": True,
+        "skips_mlp": True,
+        "arguments": 8 * head_dim + 8,
+    }
     return MeasuredLayer(parameters, parameters, tuple(linears), **others, **per_token, **macs_by_pass)
 
 
