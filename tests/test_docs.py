@@ -263,7 +263,7 @@ def test_the_wheel_installs_and_runs(tmp_path):
 
 def test_letters_of_shapes_are_in_the_legend():
     """Every letter in a file's legend is in the table of CONTRIBUTING.md, once."""
-    table = re.search(r"A letter means\n.*?\n\n(  \|.*?)\n\n", (ROOT / "CONTRIBUTING.md").read_text(), re.S)[1]
+    table = re.search(r"A letter means\s.*?\n\n(  \|.*?)\n\n", (ROOT / "CONTRIBUTING.md").read_text(), re.S)[1]
     known = re.findall(r"`([A-Za-z])`", table)
     assert len(known) == len(set(known))
     for file in (ROOT / "src").rglob("*.py"):

@@ -7,7 +7,6 @@ import shlex
 import signal
 import sys
 import time
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
@@ -153,13 +152,13 @@ def test_flops_are_counted_and_counts_are_short():
 
 
 def test_mfu_is_the_share_of_the_peak_of_all_gpus():
-    """Frozen weights take two matrix products instead of three. An untied embedding takes none."""
-    shape = find_shape("llama3-8b")
-    head, heads = shape.vocab * shape.hidden, shape.heads * shape.head_dim
-    trainer = SimpleNamespace(device_name="NVIDIA H200", mesh=SimpleNamespace(world_size=4), num_params=9 * head)
-    for tied, num_trained, flops_per_token in ((False, 9 * head, 6 * 8), (True, 9 * head, 6 * 9), (False, 0, 4 * 8)):
-        trainer.run, trainer.num_trained = SimpleNamespace(shape=replace(shape, tied=tied)), num_trained
-        flops = flops_per_token * head * 1000 + 12 * heads * 500_500
+    """Frozen weights take two matrix products instead of three. An embedding takes none, unless it is the head too."""
+    trainer = SimpleNamespace(device_name="NVIDIA H200", mesh=SimpleNamespace(world_size=4))
+    weights = {"llama3-8b": 7_504_658_432, "llama3.2-1b": 1_235_746_816}  # without norms and the 8B model's embedding
+    for model, is_trained in (("llama3-8b", True), ("llama3.2-1b", True), ("llama3-8b", False)):
+        shape = find_shape(model)
+        trainer.run, trainer.num_trained = SimpleNamespace(shape=shape), is_trained * 10**10
+        flops = (6 if is_trained else 4) * weights[model] * 1000 + 12 * shape.heads * shape.head_dim * 500_500
         mfu = flops_utilization(trainer, num_tokens=1000, num_pairs=500_500, step_s=2.0)
         assert mfu == pytest.approx(flops / (2.0 * 4 * 989.4e12), rel=1e-6)
     trainer.device_name = "CPU"
