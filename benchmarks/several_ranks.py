@@ -205,6 +205,8 @@ def main(
         folder = Path(name)
         settings = write_inputs(folder, tiny)
         counts = [int(number) for number in ranks.split(",")]
+        if save % 2 or save not in (0, *counts):
+            raise typer.BadParameter(f"--save {save}: use 0, or an even number in --ranks {ranks}")
         results = run_all(make_runs(settings, counts, save, out, folder), at_once, out)
     print("largest relative difference from 1 rank")
     for name, differences in results["differences from 1 rank"].items():

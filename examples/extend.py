@@ -51,7 +51,7 @@ def choose_documents(files: list[Path], num_chars: int, count: int) -> list[str]
     documents = list(cut_documents(files, num_chars))
     if not documents:
         sys.exit(f"{files[0].parent} has fewer than {num_chars:,} characters; use a shorter --context")
-    return documents[:: max(1, len(documents) // count)][:count]
+    return documents[:: max(1, len(documents) // max(1, count))][:count]
 
 
 def write_documents(path: Path, documents: list[str]) -> None:

@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ import torch
 from rich.console import Console as RichConsole
 
 from ithaka.checkpoint import files
+from ithaka.config import AdapterConfig
 from ithaka.config.units import format_count
 from ithaka.exits import ExitCode, TransientError
 from ithaka.inputs.batch import count_pairs
@@ -155,10 +157,14 @@ def test_mfu_is_the_share_of_the_peak_of_all_gpus():
     """Frozen weights take two matrix products instead of three. An embedding takes none, unless it is the head too."""
     trainer = SimpleNamespace(device_name="NVIDIA H200", mesh=SimpleNamespace(world_size=4))
     weights = {"llama3-8b": 7_504_658_432, "llama3.2-1b": 1_235_746_816}  # without norms and the 8B model's embedding
-    for model, is_trained in (("llama3-8b", True), ("llama3.2-1b", True), ("llama3-8b", False)):
-        shape = find_shape(model)
-        trainer.run, trainer.num_trained = SimpleNamespace(shape=shape), is_trained * 10**10
-        flops = (6 if is_trained else 4) * weights[model] * 1000 + 12 * shape.heads * shape.head_dim * 500_500
+    cases = (("llama3-8b", 10**10, None), ("llama3.2-1b", 10**10, None), ("llama3-8b", 0, None))
+    for model, num_trained, adapter in (*cases, ("llama3-8b", 10**8, AdapterConfig())):
+        shape = replace(find_shape(model), adapter=adapter)
+        trainer.run, trainer.num_trained = SimpleNamespace(shape=shape), num_trained
+        flops = (6 if num_trained == 10**10 else 4) * weights[
+            model
+        ] * 1000 + 12 * shape.heads * shape.head_dim * 500_500
+        flops += 6 * num_trained * 1000 if adapter else 0
         mfu = flops_utilization(trainer, num_tokens=1000, num_pairs=500_500, step_s=2.0)
         assert mfu == pytest.approx(flops / (2.0 * 4 * 989.4e12), rel=1e-6)
     trainer.device_name = "CPU"

@@ -250,8 +250,8 @@ class GatherTokens(torch.autograd.Function):
         return local_sY.new_empty(0).set_(full_SY.untyped_storage(), 0, (*shape, Y))
 
     @staticmethod
-    def backward(ctx, dfull_BNV):
-        return select_own_tokens(dfull_BNV.flatten(0, 1), ctx.mesh, ctx.sharding, 0), None, None, None
+    def backward(ctx, dfull_BNY):
+        return select_own_tokens(dfull_BNY.flatten(0, 1), ctx.mesh, ctx.sharding, 0), None, None, None
 
 
 def documents_from_lengths(ends: Any, rows_BN: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ Chunks are walked in blocks of CHUNKS. A walk from zero gives each block's map, 
 the maps to the states before all blocks; a second walk from there writes the output, or what backward needs: the states
 before all chunks and the gradients of those after them, in 16 bits. The last two kernels compute the gradients of some
 heads that share q and k. All products are of 16-bit matrices, of which at most one is rounded: dt scales that one.
+Two of them are transposed, which ops/delta_kernels.py avoids: tested with Triton 3.6, and by a trial before use.
 
 Shapes as in ops/scan.py; t tokens of the segment, z chunks of C tokens, b blocks.
 """

@@ -366,7 +366,7 @@ class ModelShape:
             only = replace(self, adapter=AdapterConfig(targets=(target,)))
             if not any(only.adapter_parameters) and not only.has_adapter("lm_head"):
                 names = ", ".join(sorted({name.rpartition(".")[2] for name in self.linears}))
-                fix = f"use one of {names}, or of one layer, such as {self.num_layers - 1}.{[*self.linears][0]}"
+                fix = f"use one of {names}, or of one layer, such as 0.{[*self.linears][0]}"
                 raise ConfigError(f"adapter.targets={target} names no module of the model; {fix}")
         for name in sorted({*adapter.unquantized} - {*AdapterConfig.unquantized}) if adapter else ():
             module = re.sub(r"^\.\d+(?=\.)", "", f".{name}.")  # 31.mlp.up_proj: of one layer

@@ -208,7 +208,7 @@ def describe_layer(layer: nn.Module) -> Any:
 
 
 def describe_config(config: Any, index: int) -> Any:
-    """Equal if layer `index` reads equal values from its configuration, which differs with the depth, for example."""
+    """Equal for configurations that agree in all settings that layers may read, and in the layer's own type."""
     values = {k: v for k, v in vars(config).items() if not k.startswith("_") and k not in UNREAD_BY_LAYERS}
     return repr(sorted(values.items())), tuple((getattr(config, "layer_types", None) or ())[index : index + 1])
 

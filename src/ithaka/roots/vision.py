@@ -56,7 +56,7 @@ class Media:
 class Route:
     """Which features a rank sends to which ranks, and the tokens that get the features it receives."""
 
-    sent_M: Tensor | None  # indices of this rank's features, grouped by receiver; None: all, in order
+    sent_O: Tensor | None  # indices of this rank's features, grouped by receiver; None: all, in order
     num_sent: list[int]  # by receiver
     num_received: list[int]  # by sender
     order_i: Tensor | None  # permutes received features to the order of tokens; None: already in order
@@ -309,8 +309,8 @@ class TiledEncoder:
         outs = tuple(weight.new_empty(num_features, dim) for _ in range(num_outputs))
         with torch.no_grad(), unpacked(self.packed):
             for frames, patches, features in self.tiles(grids_f3):
-                for out_MD, found in zip(outs, self.run(pixels_PM[patches], grids_f3[frames]), strict=True):
-                    out_MD[features] = found
+                for out_OD, found in zip(outs, self.run(pixels_PM[patches], grids_f3[frames]), strict=True):
+                    out_OD[features] = found
         return outs
 
     def run(self, pixels_PM: Tensor, grids_f3: Tensor) -> list[Tensor]:
@@ -359,13 +359,13 @@ class _SendFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx, route, group, *features):
         ctx.route, ctx.group = route, group
-        return tuple(_select(_send(_select(t, route.sent_M), route, group), route.order_i) for t in features)
+        return tuple(_select(_send(_select(t, route.sent_O), route, group), route.order_i) for t in features)
 
     @staticmethod
     def backward(ctx, *dfeatures):
         route, back = ctx.route, replace(ctx.route, num_sent=ctx.route.num_received, num_received=ctx.route.num_sent)
         by_sender = [_scatter(d_iD.contiguous(), route.order_i) for d_iD in dfeatures]
-        return None, None, *(_scatter(_send(d, back, ctx.group), route.sent_M) for d in by_sender)
+        return None, None, *(_scatter(_send(d, back, ctx.group), route.sent_O) for d in by_sender)
 
 
 def _send(t: Tensor, route: Route, group: dist.ProcessGroup) -> Tensor:

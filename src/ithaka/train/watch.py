@@ -401,8 +401,9 @@ def flops_utilization(trainer: Trainer, num_tokens: int, num_pairs: int, step_s:
     shape, peak = trainer.run.shape, peak_flops(trainer.device_name)
     if peak is None:
         return None
-    # A frozen weight takes two matrix products, a trained one three. A token uses some experts.
-    matmul_params = shape.num_products
-    matmul_params -= max(0, matmul_params - trainer.num_trained) // 3
+    # A frozen weight takes two matrix products, a trained one three. A token uses some experts; adapters add weights.
+    used, added = shape.num_products, trainer.num_trained if shape.adapter else 0
+    frozen = used if shape.adapter else max(0, used - trainer.num_trained)
+    matmul_params = used + added - frozen // 3
     flops = step_flops(matmul_params, num_tokens, shape.heads * shape.head_dim, num_pairs)
     return flops / (step_s * peak * trainer.mesh.world_size)
