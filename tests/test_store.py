@@ -278,7 +278,7 @@ class Cudart:
 
     def __init__(self, status: int = 0) -> None:
         self.status, self.registered, self.calls = status, dict[int, int](), list[str]()
-        self.resident_bytes = 0  # of this process when memory was pinned last
+        self.resident_bytes = 0  # resident memory of this process at the last pinning
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
         self.registered |= {address: num_bytes} if self.status == 0 else {}

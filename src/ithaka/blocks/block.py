@@ -19,7 +19,7 @@ from ithaka.blocks.tiles import GradSum
 # Rows of random inputs: epsilons show in small ones, clamps in large ones.
 ROW_SCALES = (1.0, 0.03, 1e-3, 30.0, 1e3, 1e5)
 TOLERANCE = 1e-4  # in fp32, relative to the largest value of a row
-SMALL_WIDTH = 32  # of an expert or MLP in a small copy of a layer
+SMALL_WIDTH = 32  # width of experts and MLPs in a small copy of a layer
 HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 

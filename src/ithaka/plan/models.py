@@ -24,7 +24,7 @@ SAME_SIZE = 1.3  # ratio of sizes up to which a name may be a mistake for anothe
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 CORRECT = "correct the model's config.json"
 DEFAULT_WINDOW = 4096  # for every family that has windows
-# Of layers like Llama's: bytes per token, as multiples of D, H * K, G * K and F; then those with norms on q and k.
+# Bytes per token of a Llama-like layer, as multiples of D, H * K, G * K and F; then the same with norms on q and k.
 LAYER_BYTES: dict[str, list[tuple[int, ...]]] = {
     "project_bytes": [(2, 4, 6, 0)],
     "project_backward_bytes": [(6, 4, 4, 0)],

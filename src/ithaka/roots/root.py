@@ -41,7 +41,7 @@ class Root(ABC):
     """
 
     library = "Hugging Face"  # that loads the model
-    file_stem, adapter_file, adapter_prefix = "model", "adapter_model.safetensors", ADAPTER_PREFIX  # of saved weights
+    file_stem, adapter_file, adapter_prefix = "model", "adapter_model.safetensors", ADAPTER_PREFIX  # saved weights
     lora_options: ClassVar[dict[str, Any]] = {}  # options of PEFT's LoRA that must have these values
     layers_name: str  # the path of its list of layers
     # Modules whose own forward still runs once, so hooks work. "" is the model (no forward pre-hooks).
