@@ -142,7 +142,7 @@ def test_float8_is_measured(benchmark, tmp_path):
     *_, ratios = run("layer", "--tiny", "--context", 256)
     assert ratios["to host GiB"] < 0.4 and ratios["from host GiB"] < 0.4  # fp32 on a CPU
     run("losses", "--tiny", "--steps", 3, "--context", 64, "--out", tmp_path / "losses.json")
-    assert [len(curve) for curve in json.loads((tmp_path / "losses.json").read_text())["losses"].values()] == [3, 3]
+    assert [len(curve) for curve in json.loads((tmp_path / "losses.json").read_text())["losses"].values()] == [3, 3, 3]
     rows = run("matmuls", "--tiny", "--out", tmp_path / "matmuls.json")
     assert len(rows) == 3 * 2 * 3
     found = json.loads((tmp_path / "matmuls.json").read_text())

@@ -26,7 +26,7 @@ from ithaka.comm.agree import gather_objects
 from ithaka.comm.mesh import free_memory, start_process_group
 from ithaka.comm.rank import is_local_rank_0
 from ithaka.config import load_config
-from ithaka.config.units import format_duration, format_tokens
+from ithaka.config.units import format_duration, format_rate, format_tokens
 from ithaka.exits import ExitCode
 from ithaka.log.metrics import read_metrics
 from ithaka.plan.hardware import FIGURES, RATES, profile_path
@@ -179,8 +179,8 @@ class Selftest:
         rank = min(rates, key=lambda rank: rates[rank])
         rate, planned = rates[rank], getattr(self.plan.hardware.gpu, name)
         unit, scale = ("TFLOP/s", 1e12) if name.endswith("flops") else ("GB/s", 1e9)
-        text = f"{rate / scale * SUSTAINED.get(check, 1.0):.3g} {unit} on rank {rank}, the slowest"
-        text += f"; planned {planned / scale * SUSTAINED.get(check, 1.0):.3g}" if self.has_rates else ""
+        shown, expected = (format_rate(value / scale * SUSTAINED.get(check, 1.0)) for value in (rate, planned))
+        text = f"{shown} {unit} on rank {rank}, the slowest" + f"; planned {expected}" * self.has_rates
         if not self.has_rates or rate >= self.slow * planned:
             return Finding(check, "passed", text)
         cost_s = self._with_rates({name: rate}).step_s - self.plan.step_s
@@ -202,7 +202,7 @@ class Selftest:
         at = f"2 layers of {self.model} at {format_tokens(self.plan.work.context)}"
         for what, planned, measured, unit in (row.values() for row in rows):
             is_worse = self.on_gpu and planned and unit in ("s", "GiB") and measured > planned / self.slow
-            text = f"{measured:.4g} {unit}" + (f", planned {planned:.4g}" if planned is not None else "")
+            text = f"{measured:.4g} {unit}".rstrip() + (f", planned {planned:.4g}" if planned is not None else "")
             text += (f", rehearsed {other[what]:.4g}" if what in other else "") + f" ({at})"
             yield judge(what, not is_worse, text, "compare the rates above", "slower")
 
