@@ -234,6 +234,20 @@ def test_bytes_are_linear_in_the_tokens(usual):
     assert Trace.from_json(json.loads(json.dumps(fitted.to_json()))) == fitted
 
 
+@pytest.mark.parametrize("family", ["llama", pytest.param("olmo3", marks=pytest.mark.slow)])
+def test_a_long_sequence_needs_what_two_short_ones_predict(family):
+    """Those have fewer tokens than the vocabulary has rows, and than attention takes in a kernel call."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 64, "intermediate_size": 1024}
+    config = tiny_config(family) | sizes | {"vocab_size": 2**17, "max_position_embeddings": 2**20}
+    request = tiny_request(config=config, context=2**20)
+    request = replace(request, layout=replace(request.layout, tile_tokens=2**13, kernel="fa4"))
+    fitted, direct = tracing._trace_lengths(request, 2**20), trace_model(request, 2**20)
+    assert fitted.tokens == direct.tokens and len(fitted.segments) == len(direct.segments)
+    for a, b in zip(fitted.segments[1:], direct.segments[1:], strict=True):  # the first is never the peak
+        assert a.peak_bytes == pytest.approx(b.peak_bytes, rel=1e-3), a.name
+        assert sum(a.moved.values()) == pytest.approx(sum(b.moved.values()), abs=1, rel=1e-3), a.name
+
+
 @pytest.mark.slow
 def test_a_trace_of_few_layers_is_that_of_all():
     """Layers with several policies: the peaks of all segments are those of the full model."""
