@@ -33,6 +33,7 @@ from ithaka.plan.seconds import sent_bytes
 from ithaka.plan.shape import StepShape
 from ithaka.plan.trace import LinearTrace, Peaks, Segment, Trace, TraceRequest, choose_traced, correct
 from ithaka.profile.trace import trace_step
+from ithaka.roots import probe
 from ithaka.run import shapes
 from ithaka.run import trace as tracing
 from ithaka.run.shapes import find_shape, shape_from_config
@@ -363,11 +364,15 @@ def test_plans_of_built_in_models_agree_with_traces(model):
 
 @pytest.mark.usefixtures("traces_plans")
 def test_a_cached_plan_takes_no_trace(tmp_path, monkeypatch):
-    """A model that is not built in is measured and traced once."""
+    """A model that is not built in is measured and traced once, with one probe of each of its two kinds of layers."""
     file, command = tmp_path / "config.json", ["--gpus", "2xH100", "--context", "1K", "--json"]
-    file.write_text(json.dumps(tiny_config("gemma3_text", max_position_embeddings=4096)))
+    rope = {f"{kind}_attention": {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding", "full")}
+    file.write_text(json.dumps(tiny_config("gemma3_text", max_position_embeddings=4096, rope_parameters=rope)))
+    probed, probe_kind = [], probe._probe_kind
+    monkeypatch.setattr(probe, "_findings", {})
+    monkeypatch.setattr(probe, "_probe_kind", lambda *args: probed.append(args[1]) or probe_kind(*args))
     first = json.loads(CliRunner().invoke(app, ["plan", str(file), *command]).stdout)
-    assert len(list(tmp_path.rglob("traces/*.json"))) >= 2
+    assert len(list(tmp_path.rglob("traces/*.json"))) >= 2 and len(probed) == 2
     shapes._measure.cache_clear()
     monkeypatch.setattr(tracing, "trace_model", None)
     monkeypatch.setattr("ithaka.model.shape.measure_model", None)
