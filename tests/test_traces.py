@@ -350,7 +350,7 @@ def test_a_plan_has_the_host_bytes_of_its_trace():
     assert corrected.host_peak - plan.ledger.host_peak == pytest.approx(stored)
 
 
-BUILT_IN = ["gemma-3-4b", "olmo-3-7b", "qwen3-30b-a3b"]
+BUILT_IN = ["gemma-3-4b", "gpt-oss-20b", "olmo-3-7b", "qwen3-30b-a3b"]
 
 
 @pytest.mark.parametrize("model", ["llama3.2-1b", *(pytest.param(name, marks=pytest.mark.slow) for name in BUILT_IN)])
