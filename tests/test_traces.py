@@ -33,6 +33,7 @@ from ithaka.plan.seconds import sent_bytes
 from ithaka.plan.shape import StepShape
 from ithaka.plan.trace import LinearTrace, Peaks, Segment, Trace, TraceRequest, choose_traced, correct
 from ithaka.profile.trace import trace_step
+from ithaka.roots import probe
 from ithaka.run import shapes
 from ithaka.run import trace as tracing
 from ithaka.run.shapes import find_shape, shape_from_config
@@ -234,6 +235,20 @@ def test_bytes_are_linear_in_the_tokens(usual):
     assert Trace.from_json(json.loads(json.dumps(fitted.to_json()))) == fitted
 
 
+@pytest.mark.parametrize("family", ["llama", pytest.param("olmo3", marks=pytest.mark.slow)])
+def test_a_long_sequence_needs_what_two_short_ones_predict(family):
+    """Those have fewer tokens than the vocabulary has rows, and than attention takes in a kernel call."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 64, "intermediate_size": 1024}
+    config = tiny_config(family) | sizes | {"vocab_size": 2**17, "max_position_embeddings": 2**20}
+    request = tiny_request(config=config, context=2**20)
+    request = replace(request, layout=replace(request.layout, tile_tokens=2**13, kernel="fa4"))
+    fitted, direct = tracing._trace_lengths(request, 2**20), trace_model(request, 2**20)
+    assert fitted.tokens == direct.tokens and len(fitted.segments) == len(direct.segments)
+    for a, b in zip(fitted.segments[1:], direct.segments[1:], strict=True):  # the first is never the peak
+        assert a.peak_bytes == pytest.approx(b.peak_bytes, rel=1e-3), a.name
+        assert sum(a.moved.values()) == pytest.approx(sum(b.moved.values()), abs=1, rel=1e-3), a.name
+
+
 @pytest.mark.slow
 def test_a_trace_of_few_layers_is_that_of_all():
     """Layers with several policies: the peaks of all segments are those of the full model."""
@@ -335,7 +350,7 @@ def test_a_plan_has_the_host_bytes_of_its_trace():
     assert corrected.host_peak - plan.ledger.host_peak == pytest.approx(stored)
 
 
-BUILT_IN = ["gemma-3-4b", "olmo-3-7b", "qwen3-30b-a3b"]
+BUILT_IN = ["gemma-3-4b", "gpt-oss-20b", "olmo-3-7b", "qwen3-30b-a3b"]
 
 
 @pytest.mark.parametrize("model", ["llama3.2-1b", *(pytest.param(name, marks=pytest.mark.slow) for name in BUILT_IN)])
@@ -349,11 +364,15 @@ def test_plans_of_built_in_models_agree_with_traces(model):
 
 @pytest.mark.usefixtures("traces_plans")
 def test_a_cached_plan_takes_no_trace(tmp_path, monkeypatch):
-    """A model that is not built in is measured and traced once."""
+    """A model that is not built in is measured and traced once, with one probe of each of its two kinds of layers."""
     file, command = tmp_path / "config.json", ["--gpus", "2xH100", "--context", "1K", "--json"]
-    file.write_text(json.dumps(tiny_config("gemma3_text", max_position_embeddings=4096)))
+    rope = {f"{kind}_attention": {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding", "full")}
+    file.write_text(json.dumps(tiny_config("gemma3_text", max_position_embeddings=4096, rope_parameters=rope)))
+    probed, probe_kind = [], probe._probe_kind
+    monkeypatch.setattr(probe, "_findings", {})
+    monkeypatch.setattr(probe, "_probe_kind", lambda *args: probed.append(args[1]) or probe_kind(*args))
     first = json.loads(CliRunner().invoke(app, ["plan", str(file), *command]).stdout)
-    assert len(list(tmp_path.rglob("traces/*.json"))) >= 2
+    assert len(list(tmp_path.rglob("traces/*.json"))) >= 2 and len(probed) == 2
     shapes._measure.cache_clear()
     monkeypatch.setattr(tracing, "trace_model", None)
     monkeypatch.setattr("ithaka.model.shape.measure_model", None)

@@ -11,6 +11,7 @@ kernel call has all rows that attend to a key, the kernel rounds and writes dk a
 (a ring), each call gets one part, and `out` and dq are also sums over calls.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,6 +25,7 @@ from ithaka.attention.choose import resolve_kernel
 from ithaka.attention.docs import BlockMask, Docs, VarlenChunk
 from ithaka.attention.kernels import Kernel, count_flops, trace_kernel
 from ithaka.attention.score_blocks import EDGE, FULL, SQUARES, WINDOW, QueryBlock, ScoreBlock
+from ithaka.comm.ghost import STRETCH
 from ithaka.config import ConfigError
 from ithaka.ops.fused import merge_softmax, num_multiprocessors
 from ithaka.plan.layer_bytes import CALL_TOKENS, WHOLE_TOKENS
@@ -213,12 +215,15 @@ def _plan_call(
         chosen = (trace_kernel(kernel) if q.is_meta else kernel).with_softcap(softcap)
     else:
         chosen = resolve_kernel(kernel, q.device, q.dtype, head_dim, softcap, group)
-    reach = min(docs.longest, window or docs.longest)
+    # A part of a sequence has the full sequence's heads per call, and its blocks, as many times shorter.
+    stretch = STRETCH.get() if q.is_meta and len(docs.starts) == 2 else 1.0
+    longest = round(docs.longest * stretch)
+    reach = min(longest, window or longest)
     block_q, block_kv = blocks or default_blocks(q.device, chosen, head_dim * q.element_size(), reach, backward)
-    heads_at_once = max(1, block_q // max(1, num_tokens))
+    heads_at_once = max(1, block_q // max(1, round(num_tokens * stretch)))
     most = max(1, MAX_ELEMENTS // max(x.stride(0) for x in (q, k, v)))  # tokens
-    block_q, block_kv = min(block_q, most), min(block_kv, most)
-    call_tokens = min(CALL_TOKENS, most) if chosen.direct and blocks is None else block_q
+    call_tokens = CALL_TOKENS if chosen.direct and blocks is None else block_q
+    block_q, block_kv, call_tokens = (math.ceil(min(size, most) / stretch) for size in (block_q, block_kv, call_tokens))
     options = dict(
         causal=causal, window=window, block_q=block_q, block_kv=block_kv, halve=not (backward or chosen.direct)
     )

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +25,9 @@ from torch.utils import _pytree as pytree
 from ithaka.comm.loopback import start_loopback
 
 GHOST = torch.device("meta")
+# How much longer the sequence is that a ghost rank's stands for. Its buffers are then as much smaller, so that they
+# grow linearly to those of the full sequence.
+STRETCH: ContextVar[float] = ContextVar("STRETCH", default=1.0)
 
 # What autocast does with these functions on a GPU. Others take their inputs as they come.
 _IN_16_BITS = re.compile(
@@ -164,9 +168,10 @@ def _for_ghost(value: Any, original: Any) -> Any:
 
 
 @contextmanager
-def ghost_rank(num_ranks: int, rank: int = 0) -> Iterator[None]:
+def ghost_rank(num_ranks: int, rank: int = 0, stretch: float = 1.0) -> Iterator[None]:
     """Run as one of `num_ranks` on the meta device. No process group may be open."""
     with ExitStack() as stack:
+        stack.callback(STRETCH.reset, STRETCH.set(stretch))
         for owner, name, value in (
             (torch, "autocast", _make_autocast(torch.autocast)),
             (torch, "is_autocast_enabled", _for_ghost(GhostAutocast.is_enabled, torch.is_autocast_enabled)),

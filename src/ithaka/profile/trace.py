@@ -18,11 +18,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ithaka.comm.ghost import GHOST
+from ithaka.comm.ghost import GHOST, STRETCH
 from ithaka.layer import slabs
 from ithaka.layer.slabs import Slab
 from ithaka.layer.store import DiskFile, Store
-from ithaka.phases import Listener, MemoryCategory, PhasePath, PhaseState, allocating_for, count, listening
+from ithaka.phases import Listener, MemoryCategory, PhasePath, PhaseState, allocating_for, count, listening, phase
 from ithaka.plan.bytes import EMBEDDING_RUN
 from ithaka.plan.trace import Amounts, Segment, Trace
 from ithaka.profile.live import GRADIENT_FUNCTIONS, local_tensor, recording_resizes
@@ -214,12 +214,9 @@ class _RecordOperators(TorchDispatchMode):
             return True  # transformers asks whether all positions are consecutive
         leaves = [*_flatten((*args, *kwargs.values()))]
         inputs = {t.untyped_storage()._cdata for t in leaves if recorder.is_on_device(t)}
-        workspace = None
-        if recorder.device == GHOST and inputs:
-            if any(isinstance(t, Tensor) and t.dim() and not t.is_meta for t in leaves):
-                args, kwargs = _move_to_ghost(func, args, kwargs)
-            if (workspace := _make_workspace(func.overloadpacket, args)) is not None:
-                recorder.record(workspace.untyped_storage())
+        is_mixed = inputs and any(isinstance(t, Tensor) and t.dim() and not t.is_meta for t in leaves)
+        if recorder.device == GHOST and is_mixed:
+            args, kwargs = _move_to_ghost(func, args, kwargs)
         is_wide = func is getattr(
             aten.addmm, "dtype_out", None
         )  # on meta tensors, torch 2.11 mistakes its dtype for beta
@@ -229,9 +226,11 @@ class _RecordOperators(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 if storage._cdata in recorder.live or storage._cdata not in inputs:  # else it is older than the step
                     recorder.record(storage)
-        del workspace
         packet = func.overloadpacket
-        if packet in MATMULS:
+        if packet is aten.embedding_dense_backward and out.is_meta:
+            with phase("kernel"):  # this peak grows with the tokens, others of the embedding's backward do not
+                recorder.record(_make_workspace(*args).untyped_storage())
+        elif packet in MATMULS:
             a, b = args[MATMULS[packet] :][:2]
             recorder.count("grouped matmul" if packet is aten._grouped_mm else "matmul", 2 * a.numel() * b.shape[-1])
         elif packet in ATTENTION:
@@ -264,12 +263,9 @@ def _move_to_ghost(func: Any, args: Any, kwargs: Any) -> Any:
     return move(args), move(kwargs)
 
 
-def _make_workspace(packet: Any, args: tuple[Any, ...]) -> Tensor | None:
-    """What an operator allocates on a GPU while it runs, if that is large."""
-    if packet is not aten.embedding_dense_backward:
-        return None
-    dy, ids, num_rows, *_ = args
-    rows = ids.numel() // EMBEDDING_RUN + min(ids.numel(), num_rows)
+def _make_workspace(dy: Tensor, ids: Tensor, num_rows: int, *_: Any) -> Tensor:
+    """What the backward of an embedding allocates on a GPU while it runs."""
+    rows = ids.numel() // EMBEDDING_RUN + min(ids.numel(), int(num_rows / STRETCH.get()))
     return torch.empty(rows, dy.shape[-1], dtype=torch.float32, device=GHOST)
 
 

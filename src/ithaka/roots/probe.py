@@ -41,6 +41,7 @@ from ithaka.roots.recorder import (
     describe_arguments,
     describe_config,
     describe_layer,
+    largest,
     randomize,
     read_calls,
     refusal,
@@ -339,7 +340,7 @@ def _compare_results(
             continue
         if got is None or expected is None or got.shape != expected.shape:
             raise refusal(model, f"gives no {name} {where} in one of the two runs")
-        error = float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-20))
+        error = float(largest(got - expected) / largest(expected).clamp(min=1e-20))
         if not error < TOLERANCE:
             problem = f"gives another {name} {where} when its tokens are split (by {error:.1e})"
             raise Mismatch(*refusal(model, problem).args)

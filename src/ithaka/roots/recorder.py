@@ -2,6 +2,7 @@
 call of its mixer; shrink a layer."""
 
 import copy
+import json
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -27,8 +28,12 @@ from ithaka.weights.adapters import find_decoder
 
 LENGTHS = (24, 17)  # tokens of the two recorded calls
 SMALL_VOCABULARY = 16  # token ids in the recorded calls; the copy keeps their embeddings only
-# Settings for what surrounds the layers. A layer's own entry of layer_types counts.
-UNREAD_BY_LAYERS = ("num_hidden_layers", "layer_types", "vocab_size", "max_position_embeddings")
+# Settings for what surrounds the layers, or of no effect on a probe, which is in fp32. A layer's own entry of
+# layer_types counts.
+UNREAD_BY_LAYERS = (
+    *("num_hidden_layers", "layer_types", "vocab_size", "max_position_embeddings"),
+    *("dtype", "transformers_version"),
+)
 # Options of an attention call that change nothing, or that every model passes along.
 IGNORED_OPTIONS = ("position_ids", "cache_position", "use_cache", "output_router_logits")
 COMPUTED_OPTIONS = ("scaling", "sliding_window", "s_aux", "softcap", "use_qk_l2norm_in_kernel", "chunk_size")
@@ -188,6 +193,11 @@ def randomize(module: nn.Module, device: torch.device, seed: int = 0) -> None:
             b.weight.data.div_(max(1.0, abs(wrapper.scaling[name])))
 
 
+def largest(t: Tensor) -> Tensor:
+    """The largest absolute value, without a copy of the tensor."""
+    return torch.stack(torch.aminmax(t)).abs().max()
+
+
 def randomized_copy(module: nn.Module) -> nn.Module:
     """Return a copy of a module with random parameters, on the CPU."""
     copied = copy.deepcopy(module, {id(param): param for param in module.parameters()})
@@ -210,7 +220,8 @@ def describe_layer(layer: nn.Module) -> Any:
 def describe_config(config: Any, index: int) -> Any:
     """Equal for configurations that agree in all settings that layers may read, and in the layer's own type."""
     values = {k: v for k, v in vars(config).items() if not k.startswith("_") and k not in UNREAD_BY_LAYERS}
-    return repr(sorted(values.items())), tuple((getattr(config, "layer_types", None) or ())[index : index + 1])
+    settings = json.dumps(values, sort_keys=True, default=repr)  # files list them in any order
+    return settings, tuple((getattr(config, "layer_types", None) or ())[index : index + 1])
 
 
 def describe_arguments(calls: list[Any], index: int) -> Any:

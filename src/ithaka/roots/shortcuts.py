@@ -16,6 +16,7 @@ from ithaka.blocks.linear import LinearBlock, as_linear
 from ithaka.layer.inputs import LayerInputs
 from ithaka.layer.mixer import LayerSpec
 from ithaka.layer.passes import LayerPasses
+from ithaka.roots.recorder import largest
 
 TOLERANCE = 1e-4  # relative to the largest value
 
@@ -50,10 +51,10 @@ class Shortcuts:
             full = passes.capture(self.x_tD, self.inputs)[:3]
             dims = mixer.head_dim, mixer.head_dim, mixer.v_head_dim
             counts = mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads
-            found: list[str] = []
-            for i, (count, dim) in enumerate(zip(counts, dims, strict=True)):
-                of_size = [p for p, block in blocks.items() if len(as_linear(block.module).weight_MD) == count * dim]
-                found += [p for p in of_size if self._changes(passes, blocks[p], full) == [i]]
+            sizes = [count * dim for count, dim in zip(counts, dims, strict=True)]
+            widths = {path: len(as_linear(block.module).weight_MD) for path, block in blocks.items()}
+            changes = {p: self._changes(passes, blocks[p], full) for p, width in widths.items() if width in sizes}
+            found = [p for i, size in enumerate(sizes) for p in changes if (widths[p], changes[p]) == (size, [i])]
             if len(found) != 3:
                 return ()
             maps = [blocks[path] for path in found]
@@ -135,4 +136,4 @@ def _recording(calls: list[tuple[str, Tensor, Tensor]], path: str, block: Linear
 def _is_close(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
-    return a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * b.abs().max())
+    return a.shape == b.shape and bool(largest(a - b) <= TOLERANCE * largest(b))

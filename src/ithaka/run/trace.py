@@ -25,8 +25,10 @@ from ithaka.plan.search import Plan
 from ithaka.plan.trace import LinearTrace, Peaks, Trace, TraceRequest, can_trace
 from ithaka.profile.trace import ghost_store, trace_step
 from ithaka.roots.probe import probing_once
+from ithaka.sharding.tokens import ROUND_TOKENS, ROUNDS
 
-TILES = (2, 3)  # per rank: a longer sequence is extrapolated from two short ones
+TILES = (4, 6)  # per rank: a longer sequence is extrapolated from two short ones, which have tiles of all kinds
+MIN_LOCAL_TOKENS = 2**14  # with fewer, segments of recurrences and tiles of logits are not full
 
 
 def trace_peaks(config: Mapping[str, Any], plan: Plan) -> Peaks | None:
@@ -77,18 +79,24 @@ def _trace_lengths(request: TraceRequest, tokens: int) -> Trace:
     """Trace a sequence of this length or, if it is long, two shorter ones."""
     layout = request.layout
     tile = layout.cp * (layout.tile_tokens or tokens)
-    # Attention takes several heads per call in shorter sequences than CALL_TOKENS, whose buffers are not linear.
-    first = max(TILES[0], -(-CALL_TOKENS // tile))
+    shortest = layout.cp * MIN_LOCAL_TOKENS
+    if layout.ring > 1:  # in shorter ones, rounds have their minimum length
+        shortest = max(shortest, layout.ring * ROUNDS * ROUND_TOKENS)
+    if request.document_tokens:  # only attention to a single document has the full sequence's heads per call
+        shortest = max(CALL_TOKENS, 2 * request.document_tokens)
+    first = max(TILES[0], -(-shortest // tile))
     lengths = first * tile, (first + TILES[1] - TILES[0]) * tile
     if tokens <= sum(lengths):
         return trace_model(request, tokens)
-    return LinearTrace(*(trace_model(request, length) for length in lengths)).at(tokens)
+    return LinearTrace(*(trace_model(request, length, stretch=tokens / length) for length in lengths)).at(tokens)
 
 
-def trace_model(request: TraceRequest, tokens: int, inputs: dict[str, Any] | None = None) -> Trace:
-    """Trace a step of `tokens` tokens, or of the model's arguments `inputs`."""
+def trace_model(
+    request: TraceRequest, tokens: int, inputs: dict[str, Any] | None = None, stretch: float = 1.0
+) -> Trace:
+    """Trace a step of `tokens` tokens, or of the model's arguments `inputs`. `stretch`: as in comm/ghost.py."""
     layout, trains, adapter = request.layout, request.trains, request.adapter
-    with ghost_rank(request.num_ranks, request.rank), ghost_store() as store, probing_once():
+    with ghost_rank(request.num_ranks, request.rank, stretch), ghost_store() as store, probing_once():
         mesh = make_mesh(layout.cp, GHOST, ring=layout.ring, replicas=layout.replicas)
         options: dict[str, Any] = {"store": store, "context": max(tokens, request.context)}
         build = partial(build_model, json.loads(request.config), mesh, layout, **options)
