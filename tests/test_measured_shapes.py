@@ -141,5 +141,5 @@ def test_measured_layers_peak_as_planned(family, overlap, stage, tokens, tile, c
     }
     measured = rehearsed_peaks(sizes, layout, 2 * tokens)
     assert measured(1, "forward") == pytest.approx(planned["forward"], rel=0.13)
-    assert measured(1, "backward") == pytest.approx(planned["backward, last layer"], rel=0.1)
-    assert measured(0, "backward") == pytest.approx(planned["backward, first layer"], rel=0.1)
+    assert measured(1, "backward") == pytest.approx(planned["backward, last layer"], rel=0.13)
+    assert measured(0, "backward") == pytest.approx(planned["backward, first layer"], rel=0.13)

@@ -192,8 +192,8 @@ def test_a_slower_setting_is_reported_as_a_cost():
 
 
 @pytest.mark.parametrize("args, tier, fixes", [
-    pytest.param(["llama3-8b", "--gpus", "H100", "--context", "512K"], "host",
-                 "--context --adapter --gpus --host-memory --disk", marks=pytest.mark.slow),
+    pytest.param(["llama3-8b", "--gpus", "H100", "--context", "640K"], "host",
+                 "--context --adapter --set --gpus --host-memory --disk", marks=pytest.mark.slow),
     (["llama3-8b", "--gpus", "1xRTX4090", "--context", "8K"], "host", "--adapter --gpus --host-memory"),
     pytest.param(["llama3-8b", "--gpus", "H100", "--context", "8M", "--host-memory", "1TB", "--disk", "1TB"], "GPU",
                  "--context --gpus", marks=pytest.mark.slow),
