@@ -96,9 +96,9 @@ CASES = [
     Case(8, 4, 4, 4, inputs="disk", attention="disk", overlap=False),
     pytest.param(Case(8, 1, 4, 4, overlap=False), marks=pytest.mark.slow),
     pytest.param(Case(8, 2, 2, 2, tile_tokens=64, overlap=False, dtype=torch.float64), marks=pytest.mark.slow),
-    Case(7, 1, 4, 4, overlap=False),  # 7 heads on 4 ranks: an empty slot
+    pytest.param(Case(7, 1, 4, 4, overlap=False), marks=pytest.mark.slow),  # 7 heads on 4 ranks: an empty slot
     pytest.param(Case(7, 1, 4, 8), marks=pytest.mark.slow),
-    Case(9, 3, 2, 2, attention=None, overlap=False),
+    pytest.param(Case(9, 3, 2, 2, attention=None, overlap=False), marks=pytest.mark.slow),
     pytest.param(Case(9, 3, 4, 8, overlap=False), marks=pytest.mark.slow),  # ranks whose slots read two kv heads
     pytest.param(Case(9, 3, 4, None, inputs="device", attention="device"), marks=pytest.mark.slow),
     Case(8, 2, 4, 2, ring=2),

@@ -74,6 +74,7 @@ def test_only_the_experts_a_token_uses_are_counted():
     assert layer.parameters > num_experts * 3 * hidden * mlp
 
 
+@pytest.mark.slow
 def test_built_in_shapes_are_up_to_date():
     """Parameters and multiply-adds do not depend on the version of transformers."""
     name = "smollm3-3b"

@@ -376,7 +376,7 @@ def _read_gradient_dtypes(model: Any) -> None:
     were disabled in that call, there were none, and gradients would be reduced in the compute dtype: read again."""
     for state in model._get_fsdp_state()._state_ctx.all_states:
         group = state._fsdp_param_group
-        if group is not None and getattr(group, "_orig_dtype", "torch 2.15 has none and reads in backward") is None:
+        if group is not None and getattr(group, "_orig_dtype", False) is None:  # torch 2.15 has none: it needs no help
             group._init_mp_dtypes()
 
 
