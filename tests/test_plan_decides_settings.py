@@ -136,7 +136,8 @@ def test_training_accepts_a_planned_yaml_file(tmp_path, context):
 
 
 @pytest.mark.parametrize("setting, installed, kernel", [
-    ("auto", True, "fa4"), ("auto", False, "cudnn"), ("cudnn", True, "cudnn"), ("flash", True, "flash")
+    ("auto", True, "fa4"), ("auto", False, "cudnn"), pytest.param("cudnn", True, "cudnn", marks=pytest.mark.slow),
+    pytest.param("flash", True, "flash", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_plans_assume_the_kernel_that_training_uses(tmp_path, monkeypatch, setting, installed, kernel):
     """They assume FlashAttention 4 only if it is installed and the GPU supports it, and name the kernel."""

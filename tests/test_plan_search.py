@@ -175,6 +175,9 @@ SLOW_MODELS = (
     "granite",
     "lfm2",
     "wan2.1-1.3b",
+    "ltx-video-2b",
+    "falcon-h1-7b",
+    "gemma-3-4b",
     "llama3.1",
     "llama3.3",
     "llama3-70b",
@@ -311,6 +314,7 @@ def test_groups_stay_inside_nodes(nodes, model):
     assert all(ring == 1 for cp, ring in splits if cp < 8)
 
 
+@pytest.mark.slow
 def test_five_nodes_do_not_make_rings_of_five_gpus():
     """Such rings cross nodes. If they were costed like rings inside a node, they would gain 0.8 %."""
     plan = choose(find_shape("llama3-8b"), replace(NODE, num_nodes=5), 2**17)

@@ -370,6 +370,7 @@ def test_every_patch_attends_to_all_patches():
     assert StepShape(1024).pairs(None, causal=False) == 1024**2
 
 
+@pytest.mark.slow
 def test_a_model_with_an_adapter_has_a_shape():
     model = tiny("wan")
     shape = shape_from_model(model)
