@@ -83,7 +83,7 @@ class LinearHead:
             return self.linear(h_tD)
         row_length = -(-vocab_size // ROW_ALIGNMENT) * ROW_ALIGNMENT
         padded = h_tD.new_empty(len(h_tD), row_length)
-        padded[:, vocab_size:] = 0  # on CPUs with AMX, matmuls in bf16 multiply it by 0, which leaves NaN
+        padded[:, vocab_size:].zero_()  # on CPUs with AMX, matmuls in bf16 multiply it by 0, which leaves NaN
         logits_tY = padded[:, :vocab_size]
         self.linear.write_to(logits_tY, h_tD)
         return logits_tY
