@@ -74,7 +74,6 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     """Exempt imported modules from garbage collection: each pass would traverse all of torch and transformers."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 

@@ -84,6 +84,7 @@ SLOW = {
     "ring",
     "uneven heads",
     "sliding windows",
+    "sliding windows, two ranks",
     "sliding windows, four ranks",
     "rows and tiles",
 }  # the other cases cover most of these

@@ -88,7 +88,10 @@ CASES = [  # family, cp, layout, documents, changes to PEFT's configuration
     pytest.param("qwen2", 4, "everything", None, {"use_rslora": True}, marks=pytest.mark.slow),
     pytest.param("qwen3", 2, "stages", (7, 1, 9, 4), {}, marks=pytest.mark.slow),
     ("qwen3", 2, "everything", (7, 1, 9, 4), {"modules_to_save": ["lm_head", "q_norm"]}),
-    ("mistral", 2, "kept", None, {"modules_to_save": ["embed_tokens", "lm_head"], "target_modules": ["q_proj"]}),
+    pytest.param(
+        *("mistral", 2, "kept", None, {"modules_to_save": ["embed_tokens", "lm_head"], "target_modules": ["q_proj"]}),
+        marks=pytest.mark.slow,
+    ),
     ("llama", 2, "stages", None, {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
     pytest.param("llama", 1, "stages", None, {"modules_to_save": ["embed_tokens"]}, marks=pytest.mark.slow),
     pytest.param(
@@ -99,7 +102,7 @@ CASES = [  # family, cp, layout, documents, changes to PEFT's configuration
         {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
         marks=pytest.mark.slow,
     ),
-    ("qwen3_moe", 2, "stages", None, {"target_modules": LINEARS[:4]}),
+    pytest.param("qwen3_moe", 2, "stages", None, {"target_modules": LINEARS[:4]}, marks=pytest.mark.slow),
 ]
 
 

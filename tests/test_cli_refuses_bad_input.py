@@ -394,9 +394,9 @@ def test_a_longer_run_moves_a_decay_that_has_not_begun(run_dir, started, monkeyp
         (None, ["train.steps=99"], 48),
         ("no field", ["train.steps=99"], 48),
         (24, ["train.steps=99", "optim.decay_steps=80"], 80),
-        (24, ["train.steps=99", "optim.decay_steps=null"], 99),
-        (24, [], 24),
-        (7, ["train.steps=99"], 7),
+        pytest.param(24, ["train.steps=99", "optim.decay_steps=null"], 99, marks=pytest.mark.slow),
+        pytest.param(24, [], 24, marks=pytest.mark.slow),
+        pytest.param(7, ["train.steps=99"], 7, marks=pytest.mark.slow),
         (6, ["train.steps=99"], 99),  # the warm-up takes six steps, so the cosine has not begun
     ],
 )
@@ -465,7 +465,10 @@ def test_resume_auto_starts_resumes_and_ends(run_dir, started):
         ([ExitCode.FAILED, ExitCode.FAILED], []),
         ([ExitCode.TRANSIENT, ExitCode.DONE], []),
         ([ExitCode.HANG, ExitCode.HANG, ExitCode.TRANSIENT, ExitCode.FAILED], [2, 3]),  # a checkpoint resets the count
-        *([[code], []] for code in sorted(FINAL_EXIT_CODES)),
+        *(
+            pytest.param([code], [], marks=[pytest.mark.slow] * (i > 0))
+            for i, code in enumerate(sorted(FINAL_EXIT_CODES))
+        ),
         ([ExitCode.SIGNALED + signal.SIGTERM], []),
     ],
 )

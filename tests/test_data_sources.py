@@ -84,7 +84,7 @@ def test_a_text_file_is_one_document_for_any_piece_size(tmp_path, monkeypatch, p
     assert documents_of(path) == [text.encode()]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(text=st.text(min_size=2), size=st.integers(5, 20))
 def test_cuts_fall_between_characters(tmp_path_factory, text, size):
     raw = text.encode()

@@ -170,7 +170,9 @@ DATA = ["data", "--html", "/dev/full", "--set", "data.tokenizer=bytes", "--set",
 @pytest.mark.parametrize(
     "command, full_stdout, message",
     [
-        (PLAN, True, "the disk is full (OSError: [Errno 28] No space left on device"),
+        pytest.param(
+            *(PLAN, True, "the disk is full (OSError: [Errno 28] No space left on device"), marks=pytest.mark.slow
+        ),
         (["--help"], True, "the disk is full (OSError: [Errno 28] No space left on device"),
         ([*PLAN, "--out", "/dev/full"], False, "--out=/dev/full cannot be written: the disk is full; free space"),
         (DATA, False, "--html=/dev/full cannot be written: the disk is full; free space"),

@@ -194,7 +194,7 @@ def test_labels_beyond_the_teachers_positions_have_the_cross_entropy():
     check(compare(student, teacher, Layout(2), [Criterion(0.3)], limit=4))
 
 
-@pytest.mark.parametrize("layout", [Layout(1), Layout(2)])
+@pytest.mark.parametrize("layout", [pytest.param(Layout(1), marks=pytest.mark.slow), Layout(2)])
 def test_the_model_without_its_adapter_is_a_teacher(layout):
     """Adapters are disabled in layers and head, only while the teacher runs."""
     base = tiny_model(tiny_config("qwen3"))

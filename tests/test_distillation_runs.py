@@ -156,6 +156,7 @@ def test_stored_probabilities_train_as_the_teacher_does(folder):
     assert_refused(partial(validate_run, bad, 1), "loss.teacher=data", "format text", fix="use such records")
 
 
+@pytest.mark.slow
 def test_the_model_without_its_adapter_and_a_copy_teach_a_run(folder):
     """They are their own teachers at first, so the first loss is the cross-entropy's share."""
     adapter = {"rank": 4, "targets": ["q_proj", "down_proj"]}

@@ -110,7 +110,13 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("page, command, lines", PLANS, ids=[f"{page}-{i}" for i, (page, _, _) in enumerate(PLANS)])
+@pytest.mark.parametrize(
+    "page, command, lines",
+    [
+        pytest.param(*plan, id=f"{plan[0]}-{i}", marks=[pytest.mark.slow] * (plan[0] not in ("README.md", "video.md")))
+        for i, plan in enumerate(PLANS)
+    ],
+)
 @pytest.mark.usefixtures("plans_once")
 def test_plans_in_the_docs_match_the_planner(page, command, lines):
     """The planner prints every line of a page in the same order; `...` stands for omitted lines."""

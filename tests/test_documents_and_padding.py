@@ -72,7 +72,8 @@ def with_positions(family, cp, offset, labels_cross):
 
 
 @pytest.mark.parametrize(
-    "family,cp,offset,labels_cross", [("llama", 1, 0, True), ("qwen2", 2, 5, True), ("llama", 4, 3, False)]
+    "family,cp,offset,labels_cross",
+    [("llama", 1, 0, True), ("qwen2", 2, 5, True), pytest.param("llama", 4, 3, False, marks=pytest.mark.slow)],
 )
 def test_packed_position_ids_are_read_as_hugging_face_reads_them(ranks, family, cp, offset, labels_cross):
     check(ranks.run(cp, with_positions, family, cp, offset, labels_cross))

@@ -89,6 +89,7 @@ def test_every_stage_takes_time():
     assert seconds[0] - seconds[1] == pytest.approx(7 * STAGE_SECONDS)
 
 
+@pytest.mark.slow
 def test_the_plan_prints_experts_and_the_time_of_flops():
     args = ("plan", "qwen3-30b-a3b", "--gpus", "8xH100", "--host-memory", "2TB", "--context", "1M")
     answer, text = json.loads(run(*args, "--json")), " ".join(run(*args).split())

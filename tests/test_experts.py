@@ -184,7 +184,7 @@ def test_adapters_on_experts_equal_peft(family, targets, layout):
     ("family", "layout"),
     [
         pytest.param("gpt_oss", Layout(2, ring=2, tile_tokens=7), marks=pytest.mark.slow),
-        ("deepseek_v3", Layout(tile_tokens=9)),
+        pytest.param("deepseek_v3", Layout(tile_tokens=9), marks=pytest.mark.slow),
         ("qwen3_moe", Layout(4, heads_per_stage=4, tile_tokens=5)),
     ],
 )

@@ -36,7 +36,7 @@ def compare(frozen, cp, keep_everything):
     )
 
 
-FAST = ("embedding", "all but the norms", "last layer", "attention", "all but k and v", "biases")
+FAST = ("embedding", "all but the norms", "attention", "all but k and v")
 CASES = [
     pytest.param(*case.values, marks=[*case.marks, *[pytest.mark.slow] * (case.values[0] not in FAST)])
     for case in diagonal(FROZEN, [0, 2])

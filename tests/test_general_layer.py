@@ -135,6 +135,7 @@ CASES = {  # family, changes to its configuration, layout, inputs
 
 SLOW = (
     "biases, tied embeddings",
+    "hidden states scaled before the head",
     "sinks, a stage without heads on one rank",
     "chunks, complex rotations",  # test_prefixes_are_exact.py has them
     "data parallel",
@@ -222,7 +223,9 @@ FROZEN = {
     "names,kept",
     [
         (["all but attention", "sinks and norms"], ()),
-        (["attention", "everything below the last layer"], (EVERYTHING, EVERYTHING)),
+        pytest.param(
+            ["attention", "everything below the last layer"], (EVERYTHING, EVERYTHING), marks=pytest.mark.slow
+        ),
         pytest.param(FROZEN, (), marks=pytest.mark.slow),
         pytest.param(FROZEN, (EVERYTHING, EVERYTHING), marks=pytest.mark.slow),
     ],
@@ -236,7 +239,7 @@ def test_frozen_parameters_have_no_gradient(names, kept):
         assert_equal(compare(plain, Layout(1, tile_tokens=7, kept=kept), tokens=13))
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text"])
+@pytest.mark.parametrize("family", ["gpt_oss", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_fp32_parts_of_a_family_round_as_in_transformers(family):
     """Without `InFloat64`, norms and softmaxes round to fp32 in both models."""
     changes = {"num_hidden_layers": 2}

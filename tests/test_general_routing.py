@@ -57,7 +57,7 @@ def errors_of_rank(family: str, layout: Layout):
 @pytest.mark.parametrize(
     ("family", "num_ranks", "layout"),
     [
-        ("mixtral", 1, Layout(tile_tokens=7)),
+        pytest.param("mixtral", 1, Layout(tile_tokens=7), marks=pytest.mark.slow),
         ("gpt_oss", 4, Layout(2, heads_per_stage=4, tile_tokens=5)),
         pytest.param("qwen2_moe", 2, Layout(2, ring=2, kept=(EVERYTHING,) * 2, tile_tokens=11), marks=pytest.mark.slow),
     ],

@@ -324,7 +324,7 @@ def test_a_resumed_run_keeps_the_commits_that_it_started_with(tmp_path, monkeypa
     assert names(resolve(file, [], AUTO))[0] == "c" * 40, "nothing to resume"
 
 
-@pytest.mark.parametrize("offline", ["0", "1"])
+@pytest.mark.parametrize("offline", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_push_without_a_connection_says_so(hub, tmp_path, offline):
     code = CODE.replace("except ConfigError", "except (ConfigError, TransientError)")
     code = "from ithaka.exits import TransientError\n" + code

@@ -114,7 +114,7 @@ def test_ranks_get_torchruns_variables(tmp_path, monkeypatch):
     "kind, code, words",
     [
         ("config", ExitCode.WRONG_INPUT, "parallel.cp=6"),
-        ("memory", ExitCode.OUT_OF_MEMORY, "MemoryError: no room"),
+        pytest.param("memory", ExitCode.OUT_OF_MEMORY, "MemoryError: no room", marks=pytest.mark.slow),
         ("other", ExitCode.FAILED, "RuntimeError: boom"),
     ],
 )

@@ -63,7 +63,7 @@ def drop_graphs(tier):
     return used
 
 
-@pytest.mark.parametrize("tier", ("host", "disk"))
+@pytest.mark.parametrize("tier", [pytest.param("host", marks=pytest.mark.slow), "disk"])
 def test_a_dropped_graph_leaks_nothing(ranks, tier):
     for used in ranks.run(2, drop_graphs, tier):
         # The number of slabs on their way to disk depends on its speed.

@@ -135,8 +135,15 @@ def test_muon_on_shards_equals_muon_on_full_matrices(ranks):
 
 
 def wide_sharded_steps():
+    """Muon casts with `bfloat16()` in torch 2.13, with `to(dtype=...)` in 2.15."""
+
+    def keep_or_cast(self, *args, **options):
+        return self.clone() if options.get("dtype") == torch.bfloat16 else cast(self, *args, **options)
+
+    cast = torch.Tensor.to
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())
+        patch.setattr(torch.Tensor, "to", keep_or_cast)
         return sharded_steps()
 
 

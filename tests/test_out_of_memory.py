@@ -63,7 +63,7 @@ def message_of_failed_run(config, name, path, steps_before=0):
 @pytest.mark.parametrize(
     "name, path",
     [
-        ("attend", ("layer 0", "forward", "attention", "stage 0")),
+        pytest.param("attend", ("layer 0", "forward", "attention", "stage 0"), marks=pytest.mark.slow),
         ("attend", ("layer 1", "backward", "attention", "stage 0")),
         ("attend_backward", ("layer 1", "backward", "attention", "stage 1")),
     ],

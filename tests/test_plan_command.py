@@ -135,7 +135,9 @@ LLAMA = ["plan", "llama3-8b", "--gpus", "8xH100"]
 @pytest.mark.parametrize(
     "args, fragments",
     [
-        (["plan", "llama3-70b", "--gpus", "RTX4090", "--context", "1M"], ["GPU memory"]),
+        pytest.param(
+            ["plan", "llama3-70b", "--gpus", "RTX4090", "--context", "1M"], ["GPU memory"], marks=pytest.mark.slow
+        ),
         ([*ARGS[:-1], "100M"], ["GPU memory", "host memory", "--context"]),
         ([*ARGS, "--set", "memory.offload=disk"], ["disk", "--disk "]),
         pytest.param([*LLAMA, "--set", "memory.attention_offload=disk"], ["disk", "--disk "], marks=pytest.mark.slow),
@@ -161,7 +163,9 @@ def test_a_plan_that_does_not_fit_names_each_tier_that_is_too_small(args, fragme
 EXPLICIT = {"parallel.heads_per_stage": 8, "memory.keep_attention": "none", "memory.overlap": "false"}
 
 
-@pytest.mark.parametrize("name", EXPLICIT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (i > 0)) for i, name in enumerate(EXPLICIT)]
+)
 def test_an_explicit_setting_is_marked_and_has_no_reason(name):
     chosen = json.loads(run(*ARGS, "--json"))["reasons"]
     explicit = json.loads(run(*ARGS, "--set", f"{name}={EXPLICIT[name]}", "--json"))["reasons"]
@@ -192,13 +196,13 @@ def test_a_slower_setting_is_reported_as_a_cost():
 
 
 @pytest.mark.parametrize("args, tier, fixes", [
-    pytest.param(["llama3-8b", "--gpus", "H100", "--context", "512K"], "host",
-                 "--context --adapter --gpus --host-memory --disk", marks=pytest.mark.slow),
+    pytest.param(["llama3-8b", "--gpus", "H100", "--context", "640K"], "host",
+                 "--context --adapter --set --gpus --host-memory --disk", marks=pytest.mark.slow),
     (["llama3-8b", "--gpus", "1xRTX4090", "--context", "8K"], "host", "--adapter --gpus --host-memory"),
     pytest.param(["llama3-8b", "--gpus", "H100", "--context", "8M", "--host-memory", "1TB", "--disk", "1TB"], "GPU",
                  "--context --gpus", marks=pytest.mark.slow),
-    (["llama3-8b", "--gpus", "H100", "--context", "512K", "--set", "memory.offload=none", "--adapter", "8"], "GPU",
-     "--context --gpus without"),
+    pytest.param(["llama3-8b", "--gpus", "H100", "--context", "512K", "--set", "memory.offload=none", "--adapter", "8"],
+                 "GPU", "--context --gpus without", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_each_fix_is_enough_on_its_own(args, tier, fixes):
     """Each option makes the plan fit, and the suggested context is the longest that does."""
@@ -397,7 +401,7 @@ def test_text_json_and_yaml_suggest_a_rope(tmp_path):
 
 @pytest.mark.parametrize("arguments, rehearses", [
     (ARGS[1:], True),
-    (LONGEST[1:], True),
+    pytest.param(LONGEST[1:], True, marks=pytest.mark.slow),
     (["./it's mine/config.json", "--gpus", "2xH200", "--steps", "5", "--adapter", "8", "--set", "train.accumulate=2"],
      True),
     (["llama3.2-1b", "--gpus", "H200", "--batch", "2"], False),
@@ -433,7 +437,8 @@ def test_commands_for_several_nodes_match_the_docs(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments", [
-    "gpt-oss-120b --gpus 8xH100", "qwen3-vl-4b --gpus H200", "llama3-70b --gpus RTX4090 --context 1M",
+    pytest.param("gpt-oss-120b --gpus 8xH100", marks=pytest.mark.slow),
+    "qwen3-vl-4b --gpus H200", "llama3-70b --gpus RTX4090 --context 1M",
     "llama3-8b --gpus H200 --host-memory 512GB --context 32K --branches 8x2K --adapter 16 --set train.accumulate=2",
     "llama3-8b --gpus 2x8xH100 --context 128K", "wan2.1-1.3b --gpus H200 --video 17x480x832",
 ])  # fmt: skip

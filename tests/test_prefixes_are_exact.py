@@ -184,6 +184,7 @@ OTHER_DECODERS = {  # family, changes to its configuration, adapter, layout
 
 
 SLOW = ("experts", "gated delta rule on four ranks", "short convolutions", "Mamba2")
+SLOW += ("attention and Mamba2 side by side",)
 
 
 @pytest.mark.usefixtures("quiet_transformers")

@@ -58,7 +58,13 @@ def test_a_layer_reads_its_own_tensors_first(ranks):
     assert all(sum(others) == 0 for _, *others in counts)
 
 
-@pytest.mark.parametrize("cp, sizes", diagonal([1, 2], [(1.0, 1), (1.6, 1), (3.0, 1), (3.0, 2)]), ids=str)
+POOLS = [
+    *diagonal([1, 2], [(1.0, 1), (3.0, 2)]),
+    *(pytest.param(cp, sizes, marks=pytest.mark.slow) for cp in (1, 2) for sizes in [(1.6, 1), (3.0, 1)]),
+]
+
+
+@pytest.mark.parametrize("cp, sizes", POOLS, ids=str)
 def test_small_pools_are_exact(ranks, cp, sizes):
     """With several stages and no overlap, the pool also holds dq. Plans give it three layers."""
     ids, layout, (num_layers, stages) = random_ids(1, 24), LAYOUT, sizes

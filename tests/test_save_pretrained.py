@@ -35,7 +35,7 @@ def save_parallel(plain, folder, replicas=1, **settings):
     return folder
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen3_moe"])
 def test_models_equal_those_saved_by_transformers(tmp_path, family):
     """Covers tied embeddings, and experts, which are stored one by one."""
     plain = tiny_model(tiny_config(family), torch.float32)

@@ -79,6 +79,19 @@ def test_token_results_equal_those_of_plain_logits(use, temperature):
         assert theirs.norm() > 0 and relative(mine, theirs) < TOLERANCE
 
 
+@torch.no_grad()
+def test_rows_of_logits_are_padded_with_zeros():
+    """With AMX, a CPU's matmuls in bf16 read the padding: uninitialized memory would make gradients NaN."""
+    norm, (x, weight, _), _ = head(torch.bfloat16)
+    torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
+    try:
+        _, logits = LinearHead(norm, Linear(weight)).run(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert logits.shape == (23, 37) and logits.stride() == (64, 1)
+    assert not logits.as_strided((23, 64), (64, 1))[:, 37:].any()
+
+
 def test_the_first_of_equal_logits_is_the_argmax():
     norm, (x, weight, _), labels = head()
     best = (norm(x) @ weight.t()).argmax(-1)

@@ -350,10 +350,11 @@ def test_a_plan_has_the_host_bytes_of_its_trace():
     assert corrected.host_peak - plan.ledger.host_peak == pytest.approx(stored)
 
 
-BUILT_IN = ["gemma-3-4b", "gpt-oss-20b", "olmo-3-7b", "qwen3-30b-a3b"]
+BUILT_IN = ["llama3.2-1b", "gemma-3-4b", "gpt-oss-20b", "olmo-3-7b", "qwen3-30b-a3b"]
 
 
-@pytest.mark.parametrize("model", ["llama3.2-1b", *(pytest.param(name, marks=pytest.mark.slow) for name in BUILT_IN)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", BUILT_IN)
 def test_plans_of_built_in_models_agree_with_traces(model):
     """`ithaka plan` does not trace them; `ithaka train` does."""
     plan = SearchSpace(find_shape(model), parse_gpus("8xH200")).choose(StepShape(2**18))

@@ -236,10 +236,10 @@ def skip_norm(patch):
 
 INJECTED = [
     (pair_wrong_heads, {"logits", "gradients", "head pairing"}, {"document isolation, bitwise"}),
-    (shift_after_sharding, {"labels at shard boundaries"}, {"logits", "rope"}),
+    pytest.param(shift_after_sharding, {"labels at shard boundaries"}, {"logits", "rope"}, marks=pytest.mark.slow),
     (leak_document, {"documents", "document isolation, bitwise"}, {"logits", "loss", "gradients", "rope"}),
     pytest.param(halve_gradient, {"gradients"}, {"logits", "loss", "head pairing"}, marks=pytest.mark.slow),
-    (skip_norm, {"logits", "gradients"}, {"document isolation, bitwise"}),
+    pytest.param(skip_norm, {"logits", "gradients"}, {"document isolation, bitwise"}, marks=pytest.mark.slow),
 ]
 
 

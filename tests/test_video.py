@@ -360,7 +360,8 @@ def test_built_in_models_have_their_published_sizes():
         assert find_shape(name).num_parameters / 1e9 == pytest.approx(billions, abs=1e-3)
 
 
-@pytest.mark.parametrize("name", ["wan2.1-1.3b", pytest.param("ltx-video-2b", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wan2.1-1.3b", "ltx-video-2b"])
 def test_shapes_of_built_in_models_are_those_of_diffusers(name):
     assert find_shape(name) == measure_model(find_config(name), name)
 
@@ -369,6 +370,7 @@ def test_every_patch_attends_to_all_patches():
     assert StepShape(1024).pairs(None, causal=False) == 1024**2
 
 
+@pytest.mark.slow
 def test_a_model_with_an_adapter_has_a_shape():
     model = tiny("wan")
     shape = shape_from_model(model)
@@ -414,7 +416,12 @@ def test_two_ranks_have_the_losses_of_one_plain_process():
         assert torch.allclose(clip, generated, atol=1e-4)
 
 
-@pytest.mark.parametrize("setting", ["loss.type=dpo", "adapter.base=nf4", "adapter.dropout=0.1"])
+ONLY_FOR_TOKENS = ["adapter.base=nf4", "adapter.dropout=0.1"]
+
+
+@pytest.mark.parametrize(
+    "setting", ["loss.type=dpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ONLY_FOR_TOKENS)]
+)
 def test_plans_refuse_what_video_transformers_do_not_have(setting):
     hardware = find_hardware("8xH100-80GB", None, None, None)
     assert make_request("wan2.1-1.3b", hardware, "64K", 1, [], adapter=16).plan().fits

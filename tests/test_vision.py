@@ -233,6 +233,7 @@ def test_documents_do_not_mix(family, layout):
     assert_equal(compare(tiny_vlm(family), joined, layout, lambda plain: summed_loss(plain, documents), labels))
 
 
+@pytest.mark.slow
 def test_data_parallel_ranks_with_and_without_images():
     """A group without images runs the encoder too, because FSDP2 gathers its parameters on all ranks."""
     rows = [media_inputs("qwen3_vl", **SIZES), media_inputs("qwen3_vl", [])]

@@ -133,6 +133,7 @@ class _Event:
 
 
 class _Stream(_Event):
+    stream_id = device_index = device_type = 0  # read by FSDP2 of torch 2.15
     wait_event = wait_stream = synchronize = _Event.wait
 
     def record_event(self, *args: Any) -> _Event:

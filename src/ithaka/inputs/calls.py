@@ -375,7 +375,8 @@ def _read_gradient_dtypes(model: Any) -> None:
     """FSDP2 reads the dtypes of gradients in its first call, from the parameters that are trainable then. If adapters
     were disabled in that call, there were none, and gradients would be reduced in the compute dtype: read again."""
     for state in model._get_fsdp_state()._state_ctx.all_states:
-        if (group := state._fsdp_param_group) is not None and group._orig_dtype is None:
+        group = state._fsdp_param_group
+        if group is not None and getattr(group, "_orig_dtype", False) is None:  # torch 2.15 has none: it needs no help
             group._init_mp_dtypes()
 
 

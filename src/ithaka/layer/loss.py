@@ -82,7 +82,9 @@ class LinearHead:
         if torch.is_grad_enabled() or vocab_size % ROW_ALIGNMENT == 0:
             return self.linear(h_tD)
         row_length = -(-vocab_size // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        logits_tY = h_tD.new_empty(len(h_tD), row_length)[:, :vocab_size]
+        padded = h_tD.new_empty(len(h_tD), row_length)
+        padded[:, vocab_size:].zero_()  # on CPUs with AMX, matmuls in bf16 multiply it by 0, which leaves NaN
+        logits_tY = padded[:, :vocab_size]
         self.linear.write_to(logits_tY, h_tD)
         return logits_tY
 
