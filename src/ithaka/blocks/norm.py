@@ -27,8 +27,8 @@ class NormBlock:
     """Replaces the forward of a norm. Its output has the dtype of the weight. In fp64, the module runs: Hugging
     Face's norms compute in fp32.
 
-    Of a sum with `summed_terms` (ResidualSums in layer/passes.py), it normalizes the sum before rounding. Backward
-    reads the rounded one, which loses no measurable precision, so nothing more is kept."""
+    If the input is a sum with `summed_terms` (ResidualSums in layer/passes.py), forward normalizes the unrounded sum.
+    Backward reads the rounded one, so nothing more is kept; the loss of precision is not measurable."""
 
     def __init__(self, spec: NormSpec, module: Any, tile: TileState) -> None:
         self.spec, self.module, self.tile = spec, module, tile
