@@ -13,7 +13,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
+from statistics import geometric_mean, median
 from unittest.mock import patch
 
 import torch
@@ -34,9 +34,12 @@ SEEDS = (0, 1, 2)
 MEDIAN, WORST = 1.15, 1.5
 # The same on a CPU, where models are small and ratios noisy: up to 2. Mistakes still fail: see test_precision.py.
 CPU_MEDIAN, CPU_WORST = 3.0, 4.0
-# Between equally good roundings, a router's error varies by a factor of 1.8 (autocast's own, with the residual stream
-# in fp32 and in bf16), so the errors of all layers and seeds are combined.
+# The error of a router's gradient has one or two independent directions (its squared singular values), so its ratio to
+# autocast's is mostly chance: 0.64 to 1.57 for the four routers of a model together, and 0.84 to 1.88 for autocast with
+# the residual stream in bf16 (20 seeds on a CPU). With three seeds, the errors of all together exceed 1.2 in 13 % of
+# draws; the geometric mean over the routers of ten seeds is 1.06 and exceeds 1.2 in 0.5 %.
 ROUTERS, ROUTERS_MOST = "mlp.gate.weight", 1.2
+ROUTER_SEEDS = tuple(range(10))
 # Measured on an H200 with fa4: mixtral's norms have medians of 1.151 to 1.157 in three layouts; one of an adapter's
 # small gradients has 1.59 times autocast's error, while the median of its kind is 1.0.
 EXPERTS_MEDIAN, ADAPTERS_WORST = 1.2, 1.75
@@ -171,7 +174,7 @@ def with_choices(model, batch, cp: int, layout: Layout) -> tuple[Gradients, dict
 def round_residual_stream(model: PreTrainedModel) -> PreTrainedModel:
     """Make a plain model round between layers as ours does, where autocast keeps fp32.
 
-    This rounds the residual stream, its gradient, the input of the second norm, and the embedding's weights.
+    This rounds the residual stream and its gradient, and the embedding's weights.
     """
 
     def through_bf16(x: Tensor) -> Tensor:
@@ -182,8 +185,6 @@ def round_residual_stream(model: PreTrainedModel) -> PreTrainedModel:
         embedding.weight.copy_(through_bf16(embedding.weight))
     for module in (embedding, *model.model.layers):
         module.register_forward_hook(lambda module, inputs, output: through_bf16(output))
-    for layer in model.model.layers:
-        layer.post_attention_layernorm.register_forward_pre_hook(lambda module, inputs: (through_bf16(inputs[0]),))
     return model
 
 
@@ -263,27 +264,30 @@ def ratio_of_all(errors: list[tuple[float, float]]) -> float:
 def gradients_with_choices(
     family: str, size: Size, device: torch.device, cp: int, layout: Layout, seeds: tuple[int, ...] = SEEDS
 ) -> tuple[list[Gradients], list[Gradients], list[Gradients]]:
-    """Return our, autocast's and exact gradients of a mixture of experts, all with our choice of experts."""
+    """Return our, autocast's and exact gradients of a mixture of experts, all with our choice of experts.
+
+    Of seeds that are not in SEEDS, only those of routers.
+    """
     by_method: tuple[list[Gradients], list[Gradients], list[Gradients]] = [], [], []
     for seed in seeds:
         model, batch = initial_model(family, size, seed, device), random_batch(size, seed, device)
         grads, choices = with_choices(model, batch, cp, layout)
         references = (compute(model, batch, choices["forward"]) for compute in (autocast_gradients, exact_gradients))
         for of_seeds, gradients in zip(by_method, (grads, *references), strict=True):
-            of_seeds.append(gradients)
+            kept = {name for name in gradients if seed in SEEDS or kind_of(name) == ROUTERS}
+            of_seeds.append({name: gradients[name] for name in kept})
     return by_method
 
 
 def print_routers(family: str, device: torch.device) -> None:
     """Print errors of the routers' gradients relative to autocast's, with and without expert blocks."""
     size = LARGE if device.type == "cuda" else SMALL
+    layout = bf16_layout(tile_tokens=size.tokens // 3)
     for name, is_expert_module in {"expert block": experts.is_expert_module, "black box": lambda module: False}.items():
         with patch.object(experts, "is_expert_module", is_expert_module):
-            errors = error_ratios(
-                *gradients_with_choices(family, size, device, 1, bf16_layout(tile_tokens=size.tokens // 3))
-            )
+            errors = error_ratios(*gradients_with_choices(family, size, device, 1, layout, ROUTER_SEEDS))
         ratios = [a / b for a, b in errors[ROUTERS]]
-        print(f"{family}, {name}: {ratio_of_all(errors[ROUTERS]):.3f} over {len(ratios)} routers", end="; ")
+        print(f"{family}, {name}: {geometric_mean(ratios):.3f}, mean of {len(ratios)} routers", end="; ")
         print(f"each from {min(ratios):.3f} to {max(ratios):.3f}")
 
 
@@ -292,20 +296,20 @@ def assert_as_good_as_autocast(
 ) -> None:
     """Assert that our error over autocast's, by kind of parameter, is at most `most` in the median and `worst` overall.
 
-    A CPU has its own limits.
+    Of routers, the geometric mean and the errors of all together. A CPU has its own limits.
     """
     wrong = []
     if not next(iter(exact[0].values())).is_cuda:
         most, worst = CPU_MEDIAN, CPU_WORST
     for kind, errors in error_ratios(ours, autocast, exact).items():
         ratios = [a / b for a, b in errors]
-        allowed = most
+        middle, highest, allowed = median(ratios), max(ratios), most
         if kind == ROUTERS:
-            ratios, allowed = [ratio_of_all(errors)], max(most, ROUTERS_MOST)
+            middle, highest, allowed = geometric_mean(ratios), ratio_of_all(errors), max(most, ROUTERS_MOST)
         worst_yardstick = max(b for _, b in errors)
         assert worst_yardstick < MEANINGFUL, f"{kind}: autocast itself is off by {worst_yardstick:.2g}"
-        if not (median(ratios) <= allowed and max(ratios) <= worst):
-            wrong.append(f"{kind}: median {median(ratios):.3f}, worst {max(ratios):.3f}")
+        if not (middle <= allowed and highest <= worst):
+            wrong.append(f"{kind}: median {middle:.3f}, worst {highest:.3f}")
     assert not wrong, "error over autocast's:\n" + "\n".join(wrong)
 
 

@@ -15,6 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from decoders import tiny_decoder
 from general import add_lora, assert_equal, compare
+from ithaka.blocks import norm as norm_module
 from ithaka.blocks.block import TileState
 from ithaka.blocks.dropout import replace_dropout
 from ithaka.blocks.linear import Linear, LinearBlock, find_linear
@@ -26,7 +27,7 @@ from ithaka.layer.mixer import LayerSpec
 from ithaka.layer.passes import ResidualSums
 from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
-from ithaka.ops.token_wise import NormForm, RopeForm
+from ithaka.ops.token_wise import NormForm, RopeForm, apply_norm, norm_backward
 from ithaka.roots import probe
 from ithaka.roots.find import find_root
 from parity import random_ids
@@ -420,6 +421,43 @@ def test_sums_of_the_residual_stream_are_rounded_once():
     assert torch.equal(y, exact)
     dy = draw(40, 30, dtype=torch.bfloat16, seed=5)
     assert all(torch.equal(grad, dy) for grad in torch.autograd.grad(y, [x, a, b], dy))
+
+
+@pytest.mark.parametrize("is_centered", [False, True])
+def test_a_norm_of_a_sum_reads_the_sum_before_it_is_rounded(is_centered):
+    """Otherwise deepseek_v3's gradients have 1.17 times the error of autocast, instead of 1.10."""
+    form = NormForm(1e-6, 0.0, is_centered)
+    norm = NormSpec("norm", form).make(randomized(nn.LayerNorm(30, bias=False), torch.bfloat16), TileState())
+    x, a, b = (draw(40, 30, dtype=torch.bfloat16, seed=seed).requires_grad_() for seed in range(3))
+    with ResidualSums(TileState()):
+        sums = (x + a, x + a + b)
+        results = [norm(h) for h in sums]
+    for h, y, terms in zip(sums, results, [(x, a), (x, a, b)], strict=True):
+        wide = sum(term.float() for term in terms)
+        weight = norm.module.weight
+        assert torch.equal(y, apply_norm(wide, weight, form)), "rounded before"
+        assert not torch.equal(y, apply_norm(h, weight, form)), "otherwise this test compares nothing"
+        dy = draw(40, 30, dtype=torch.bfloat16, seed=5)
+        expected = norm_backward(h, dy, weight, form)[0]
+        assert all(torch.equal(grad, expected) for grad in torch.autograd.grad(y, terms, dy, retain_graph=True))
+
+
+def test_backward_recomputes_the_norm_of_a_sum_bit_for_bit(monkeypatch):
+    model = parallelize_model(
+        tiny_decoder("llama", torch.bfloat16, num_hidden_layers=1), layout=Layout(tile_tokens=9, dtype="bfloat16")
+    )
+    of_sums = []
+
+    def recorded(x, weight_D, form, terms=()):
+        y = apply_norm(x, weight_D, form, terms)
+        of_sums.extend([y] if terms else [])
+        return y
+
+    monkeypatch.setattr(norm_module, "apply_norm", recorded)
+    ids = random_ids(1, 24)
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert len(of_sums) == 6, "three tiles, in forward and again in backward"
+    assert all(torch.equal(a, b) for a, b in zip(of_sums[:3], of_sums[3:], strict=True))
 
 
 # ---- sums of gradients

@@ -145,4 +145,4 @@ def test_only_the_residual_stream_is_rounded_more_often_than_by_autocast(family)
 
     print(f"{family}: {times(autocast):.3f} times autocast's error, {times(autocast_rounded):.3f} rounded alike")
     assert times(autocast) < 1.2
-    assert times(autocast_rounded) < 1.04
+    assert times(autocast_rounded) < 1.03  # up to 1.016; up to 1.037 if the second norm reads a rounded sum

@@ -83,3 +83,18 @@ def test_sums_are_rounded_once(count):
     )
     terms, exact = [t[:, :100].contiguous() for t in terms], [t[:, :100] for t in exact]
     assert torch.equal(sum_rounded(terms).cpu(), sum(exact).float().bfloat16())
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("shape", [(300, 3072), (1, 33, 96)])
+@pytest.mark.parametrize("form", [NormForm(1e-6, 0.0, False), NormForm(1e-5, 1.0, True)])
+def test_norms_of_sums_read_the_sum_before_it_is_rounded(shape, form, count):
+    """The output is the only thing that is rounded, so it has the error of one rounding."""
+    w, exact_w = on_both(shape[-1], dtype=torch.bfloat16)
+    terms, exact = zip(*(on_both(i, *shape, dtype=torch.bfloat16) for i in range(1, count + 1)), strict=True)
+    terms, exact = [t[-1].contiguous() for t in terms], [t[-1] for t in exact]
+    y, expected = apply_norm(sum_rounded(terms), w, form, terms), apply_norm(sum(exact), exact_w, form)
+    rounded = apply_norm(sum_rounded(terms), w, form)
+    errors = [float((result.cpu().double() - expected).norm() / expected.norm()) for result in (y, rounded)]
+    assert errors[0] < 1.02 * float((expected.bfloat16().double() - expected).norm() / expected.norm())
+    assert errors[1] > 1.2 * errors[0], "otherwise this test compares nothing"

@@ -25,7 +25,10 @@ class NormSpec(BlockSpec):
 
 class NormBlock:
     """Replaces the forward of a norm. Its output has the dtype of the weight. In fp64, the module runs: Hugging
-    Face's norms compute in fp32."""
+    Face's norms compute in fp32.
+
+    Of a sum with `summed_terms` (ResidualSums in layer/passes.py), it normalizes the sum before rounding. Backward
+    reads the rounded one, which loses no measurable precision, so nothing more is kept."""
 
     def __init__(self, spec: NormSpec, module: Any, tile: TileState) -> None:
         self.spec, self.module, self.tile = spec, module, tile
@@ -33,26 +36,27 @@ class NormBlock:
     def __call__(self, x: Tensor) -> Tensor:
         if self.module.weight.dtype == torch.float64:
             return type(self.module).forward(self.module, x)
-        return _NormFunction.apply(x, self.module.weight, self)
+        terms = [term.detach() for term in getattr(x, "summed_terms", ())]
+        return _NormFunction.apply(x, self.module.weight, self, terms)
 
 
 class _NormFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_D: Tensor, block: NormBlock) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, block: NormBlock, terms: list[Tensor]) -> Tensor:
         ctx.save_for_backward(x, weight_D)
         ctx.block = block
-        return apply_norm(x, weight_D, block.spec.form)
+        return apply_norm(x, weight_D, block.spec.form, terms)
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> Any:
         (x, weight_D), block = ctx.saved_tensors, ctx.block
         dx, dweight_D = norm_backward(x, dy[0], weight_D, block.spec.form)
         if not weight_D.requires_grad:
-            return dx, None, None
+            return dx, None, None, None
         if block.tile.grads is None:
-            return dx, dweight_D.to(weight_D.dtype), None
+            return dx, dweight_D.to(weight_D.dtype), None, None
         block.tile.grads.add(block.module.weight, dweight_D)
-        return dx, None, None
+        return dx, None, None, None
 
 
 def find_norm(path: str, module: nn.Module) -> NormSpec | None:

@@ -195,7 +195,7 @@ class _WideLayerNorm(TorchFunctionMode):
 class ResidualSums(TorchFunctionMode):
     """Rounds sums of 16-bit tensors once: x + attention + mlp, instead of (x + attention) + mlp.
 
-    The result of an addition remembers its terms, which a further addition to it sums again."""
+    The result of an addition remembers its terms, which a further addition to it, or a norm of it, sums again."""
 
     def __init__(self, tile: TileState) -> None:
         super().__init__()

@@ -45,18 +45,22 @@ class NormForm(NamedTuple):
     is_centered: bool
 
 
-def apply_norm(x: Tensor, weight_D: Tensor, form: NormForm) -> Tensor:
-    """Return y in the dtype of the weight."""
+def apply_norm(x: Tensor, weight_D: Tensor, form: NormForm, terms: Sequence[Tensor] = ()) -> Tensor:
+    """Return y in the dtype of the weight. `terms`: those of `sum_rounded`, if x is its result; y is that of the sum
+    before it was rounded."""
     eps, offset, is_centered = form
     if not runs_kernels(x):
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = _wide_sum(terms or [x])
         wide = wide - wide.mean(-1, keepdim=True) if is_centered else wide
         y = wide * _norm_factor(wide, eps)
         return y.mul_(offset + weight_D.to(y.dtype)).to(weight_D.dtype)
     into = torch.empty(x.shape, dtype=weight_D.dtype, device=x.device)
-    x_tD, D = x.reshape(-1, x.shape[-1]), x.shape[-1]
-    sizes, t = _norm_sizes(D) | {"CENTERED": is_centered}, len(x_tD)
-    launch(_norm_kernel, (-(-t // sizes["ROWS"]),), into, x_tD, weight_D, eps, offset, t, D, x_tD.stride(0), **sizes)
+    D = x.shape[-1]
+    inputs = [term.reshape(-1, D) for term in (terms if terms and _is_summable(terms) else [x])]
+    t, row_stride = len(inputs[0]), inputs[0].stride(0)
+    sizes = _norm_sizes(D) | {"COUNT": len(inputs), "CENTERED": is_centered}
+    tensors = into, *_pad(inputs), weight_D
+    launch(_norm_kernel, (-(-t // sizes["ROWS"]),), *tensors, eps, offset, t, D, row_stride, **sizes)
     return into
 
 
@@ -98,15 +102,29 @@ def _norm_sizes(num_features: int) -> dict[str, int]:
 
 def sum_rounded(terms: Sequence[Tensor]) -> Tensor:
     """Return the sum of tensors of one shape in the dtype of the first, summed in fp32 or wider and rounded once."""
-    into, (first, *others) = torch.empty_like(terms[0], memory_format=torch.contiguous_format), terms
-    if runs_kernels(first) and len(terms) <= _TERMS and all(t.is_contiguous() for t in terms):
-        padded = [*terms, *[first] * (_TERMS - len(terms))]
-        launch(_sum_kernel, (-(-into.numel() // _BLOCK),), into, *padded, into.numel(), COUNT=len(terms), BLOCK=_BLOCK)
+    into = torch.empty_like(terms[0], memory_format=torch.contiguous_format)
+    if runs_kernels(into) and _is_summable(terms):
+        grid, count = (-(-into.numel() // _BLOCK),), len(terms)
+        launch(_sum_kernel, grid, into, *_pad(terms), into.numel(), COUNT=count, BLOCK=_BLOCK)
         return into
-    total = first.to(torch.promote_types(first.dtype, torch.float32))
-    for term in others:
+    return into.copy_(_wide_sum(terms))
+
+
+def _wide_sum(terms: Sequence[Tensor]) -> Tensor:
+    total = terms[0].to(torch.promote_types(terms[0].dtype, torch.float32))
+    for term in terms[1:]:
         total = total + term
-    return into.copy_(total)
+    return total
+
+
+def _is_summable(terms: Sequence[Tensor]) -> bool:
+    """Whether a kernel can sum the terms."""
+    return len(terms) <= _TERMS and all(term.is_contiguous() for term in terms)
+
+
+def _pad(terms: Sequence[Tensor]) -> list[Tensor]:
+    """Repeat the first term: a kernel has as many arguments as it can sum."""
+    return [*terms, *[terms[0]] * (_TERMS - len(terms))]
 
 
 # ---- gates
@@ -203,24 +221,33 @@ def _pair_dims(half: int, neighbors: bool) -> tuple[slice, slice]:
 if triton is not None:
 
     @triton.jit
-    def _sum_kernel(into, a, b, c, d, count, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = at < count
-        total = tl.load(a + at, inside, other=0.0).to(tl.float32) + tl.load(b + at, inside, other=0.0).to(tl.float32)
+    def _load_sum(a, b, c, d, at, inside, COUNT: tl.constexpr):
+        """Return the sum in fp32 of the first COUNT tensors."""
+        total = tl.load(a + at, inside, other=0.0).to(tl.float32)
+        if COUNT > 1:
+            total += tl.load(b + at, inside, other=0.0).to(tl.float32)
         if COUNT > 2:
             total += tl.load(c + at, inside, other=0.0).to(tl.float32)
         if COUNT > 3:
             total += tl.load(d + at, inside, other=0.0).to(tl.float32)
+        return total
+
+    @triton.jit
+    def _sum_kernel(into, a, b, c, d, count, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < count
+        total = _load_sum(a, b, c, d, at, inside, COUNT)
         tl.store(into + at, total.to(into.dtype.element_ty), inside)
 
     @triton.jit
     def _norm_kernel(
-        into, x, weight, eps, offset, t, D, row_stride, ROWS: tl.constexpr, COLS: tl.constexpr, CENTERED: tl.constexpr
-    ):
+        into, a, b, c, d, weight, eps, offset, t, D, row_stride,
+        COUNT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CENTERED: tl.constexpr,
+    ):  # fmt: skip
         rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         cols = tl.arange(0, COLS)
         inside = (rows < t)[:, None] & (cols < D)[None, :]
-        v = tl.load(x + rows[:, None] * row_stride + cols[None, :], inside, other=0.0).to(tl.float32)
+        v = _load_sum(a, b, c, d, rows[:, None] * row_stride + cols[None, :], inside, COUNT)
         if CENTERED:
             v = tl.where(inside, v - (tl.sum(v, 1) / D)[:, None], 0.0)
         factor = tl.rsqrt(tl.sum(v * v, 1) / D + eps)
