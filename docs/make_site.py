@@ -41,6 +41,7 @@ def render_page(file: Path) -> str:
         anchor = re.sub("-+", "-", link[3])  # as mkdocs makes them; GitHub keeps a hyphen for every space
         return f"{link[1]}{'../' * (len(page.parts) - 1)}{page_of(target).as_posix()}{anchor}"
 
+    text = re.sub(r"^```\n(?=\$ )", "```console\n", text, flags=re.M)  # output: its columns must not wrap
     parts = re.split(r"(```.*?```)", text, flags=re.S)
     return "".join(part if part.startswith("```") else LINK.sub(redirect, part) for part in parts)
 

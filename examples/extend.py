@@ -105,9 +105,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--scaled", action="store_true", help="also evaluate YaRN without training")
     options = parser.parse_args(arguments)
     model, out, context = options.model, options.out, parse_count(options.context)
+    positions = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    if context <= positions:
+        parser.error(f"--context {options.context} is within the model's {positions} positions; give a longer one")
     out.mkdir(parents=True, exist_ok=True)
     write_texts(out, context, options.steps, options.documents)
-    positions = json.loads((model / "config.json").read_text())["max_position_embeddings"]
     rope = {"type": "yarn", "factor": context / positions}
     config = {
         "model": {"path": str(model), "rope": rope},

@@ -153,6 +153,31 @@ def test_configurations_in_the_docs_are_valid(tmp_path):
         load_config(tmp_path / "run.yaml")
 
 
+def test_settings_in_prose_exist(tmp_path):
+    """`section.name` is a setting, and `section: value` is valid YAML for one."""
+    known = set(re.findall(r"\| `([\w.]+)` \|", (ROOT / "docs" / "settings.md").read_text()))
+    sections = {name.rpartition(".")[0] for name in known}
+    other = {"model.safetensors", "model.ithaka_plan", "memory.pickle", "model.layers"}
+    names, snippets = 0, 0
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+        for code in (code.replace("\n", " ") for code in re.findall(r"`([^`]+)`", prose)):
+            section = re.split(r"[.:]", code.removeprefix("--set "))[0]
+            if section not in SECTIONS or "..." in code:
+                continue
+            if name := re.fullmatch(r"(?:--set )?([\w.]+)(?:=.*)?", code):
+                names += 1
+                assert name[1] in known | sections | other, (page.name, code)
+            elif re.match(r"[\w.]+: ", code):
+                snippets += 1
+                (section, value), *rest = yaml.safe_load(code).items()
+                for name in reversed(section.split(".")[1:]):
+                    value = {name: value}
+                (tmp_path / "run.yaml").write_text(yaml.safe_dump({section.split(".")[0]: value} | dict(rest)))
+                load_config(tmp_path / "run.yaml")
+    assert names > 100 and snippets > 30
+
+
 def test_the_faq_quotes_errors_that_exist():
     quoted = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "faq.md").read_text(), re.M)
     sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
@@ -194,6 +219,7 @@ def test_every_page_is_in_the_site(tmp_path):
     assert not {str(page.relative_to(tmp_path)) for page in evidence} & {*nav}
     assert all(page.read_text().startswith("---\nsearch: {exclude: true}\n---\n# ") for page in evidence)
     assert all((tmp_path / file).is_file() for file in settings["extra_css"])
+    assert "```console\n$ ithaka plan" in (tmp_path / "how-much-context.md").read_text()  # not wrapped, see site.css
     for page in tmp_path.rglob("*.md"):  # every link leads to a page of the site
         for link in LINK.findall(re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.S)):
             path = link.partition("#")[0]

@@ -476,13 +476,26 @@ def test_encoders_are_refused(tmp_path):
         assert_refused(refused, f"MODEL={tmp_path / name}", f"model_type={name}", "not a decoder", fix="such as llama")
 
 
+def load_extend_example(root):
+    spec = importlib.util.spec_from_file_location("extend", root / "examples" / "extend.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example
+
+
+def test_the_example_refuses_a_context_within_the_positions(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
+    with pytest.raises(SystemExit):
+        load_extend_example(Path(__file__).parents[1]).main([str(tmp_path), str(tmp_path / "out"), "--context", "4K"])
+    assert "--context 4K is within the model's 4096 positions" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_the_example_measures_a_model_before_and_after_its_extension(tmp_path, monkeypatch):
     """examples/extend.py, on few files and without a learning rate: only YaRN changes the model."""
     root = Path(__file__).parents[1]
-    spec = importlib.util.spec_from_file_location("extend", root / "examples" / "extend.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load_extend_example(root)
     monkeypatch.setattr(example, "find_sources", lambda folder: sorted((root / "src/ithaka/config").glob("*.py")))
     monkeypatch.setenv("PYTHONPATH", str(root / "src"))
     config = tiny_config("llama", **CONFIG | {"max_position_embeddings": 64})
