@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -179,18 +180,25 @@ def loss_and_gradients(model: nn.Module, inputs: dict[str, Tensor], mode: Any) -
     "family", [pytest.param(f, marks=pytest.mark.slow) if f == FAMILIES[0] else f for f in FAMILIES]
 )
 def test_bfloat16_is_as_precise_as_autocast(family):
-    exact, inputs = tiny_vlm(family), media_inputs(family, **SIZES)
-    plain, models = copy.deepcopy(exact).float(), [copy.deepcopy(exact).float()]
+    """Compares the mean over eight models: the ratio of errors of a single tiny one is 0.8 to 1.8, by chance."""
+    inputs = media_inputs(family, **SIZES)
     narrow = {name: t.float() if t.is_floating_point() else t for name, t in inputs.items()}
-    expected = loss_and_gradients(exact, inputs, InFloat64())
-    theirs = loss_and_gradients(plain, narrow, torch.autocast("cpu", torch.bfloat16))
+    ratios = []
+    for seed in range(8):
+        exact, generator = tiny_vlm(family), torch.Generator().manual_seed(seed)
+        for param in exact.parameters():
+            param.data.mul_(1 + 0.5 * torch.randn(param.shape, generator=generator, dtype=param.dtype))
+        plain, models = copy.deepcopy(exact).float(), [copy.deepcopy(exact).float()]
+        expected = loss_and_gradients(exact, inputs, InFloat64())
+        theirs = loss_and_gradients(plain, narrow, torch.autocast("cpu", torch.bfloat16))
 
-    def work() -> Tensor:
-        model = parallelize_model(models[0], layout=Layout(dtype="bfloat16", tile_tokens=9))
-        return loss_and_gradients(model, narrow, contextlib.nullcontext())
+        def work(models: list[Any] = models) -> Tensor:
+            model = parallelize_model(models[0], layout=Layout(dtype="bfloat16", tile_tokens=9))
+            return loss_and_gradients(model, narrow, contextlib.nullcontext())
 
-    (ours,) = run_on_threads(1, work)
-    assert relative(ours, expected) < 1.2 * relative(theirs, expected)  # a tiny model; up to 1.16, depending on the CPU
+        (ours,) = run_on_threads(1, work)
+        ratios.append(float(relative(ours, expected) / relative(theirs, expected)))
+    assert statistics.geometric_mean(ratios) < 1.25, ratios
 
 
 def test_a_batch_may_have_no_images():
