@@ -266,7 +266,7 @@ def gradients_with_choices(
 ) -> tuple[list[Gradients], list[Gradients], list[Gradients]]:
     """Return our, autocast's and exact gradients of a mixture of experts, all with our choice of experts.
 
-    Of seeds that are not in SEEDS, only those of routers.
+    Seeds that are not in SEEDS have only the routers' gradients.
     """
     by_method: tuple[list[Gradients], list[Gradients], list[Gradients]] = [], [], []
     for seed in seeds:
@@ -296,7 +296,7 @@ def assert_as_good_as_autocast(
 ) -> None:
     """Assert that our error over autocast's, by kind of parameter, is at most `most` in the median and `worst` overall.
 
-    Of routers, the geometric mean and the errors of all together. A CPU has its own limits.
+    For routers, `most` limits the geometric mean, and `worst` the error of all together. A CPU has its own limits.
     """
     wrong = []
     if not next(iter(exact[0].values())).is_cuda:
@@ -309,7 +309,7 @@ def assert_as_good_as_autocast(
         worst_yardstick = max(b for _, b in errors)
         assert worst_yardstick < MEANINGFUL, f"{kind}: autocast itself is off by {worst_yardstick:.2g}"
         if not (middle <= allowed and highest <= worst):
-            wrong.append(f"{kind}: median {middle:.3f}, worst {highest:.3f}")
+            wrong.append(f"{kind}: {'mean' if kind == ROUTERS else 'median'} {middle:.3f}, worst {highest:.3f}")
     assert not wrong, "error over autocast's:\n" + "\n".join(wrong)
 
 

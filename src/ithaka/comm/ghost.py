@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 from ithaka.comm.loopback import start_loopback
 
 GHOST = torch.device("meta")
-# How much longer the sequence is that a ghost rank's stands for. Its buffers are then as much smaller, so that they
-# grow linearly to those of the full sequence.
+# A ghost rank's sequence may stand for one STRETCH times as long. Blocks and buffers whose size depends on the length
+# are then those of the long sequence, divided by STRETCH, so that memory grows linearly between the two.
 STRETCH: ContextVar[float] = ContextVar("STRETCH", default=1.0)
 
 # What autocast does with these functions on a GPU. Others take their inputs as they come.
