@@ -3,14 +3,18 @@
 For the shapes of released models, compares ithaka's kernels with plain PyTorch in fp64 on a few tokens, then times
 forward and backward over one rank's tokens, with and without the maps that other ranks need. Prints a JSON line per
 shape, with the time that the bytes and FLOPs of the scan need at the rates measured first, and the ratio to it.
-`--sweep` also times other sizes of the blocks of Mamba2's kernels.
+`--sweep` instead compiles and checks variants of Mamba2's kernels in a process each, against fp64 on one segment, and
+prints what each kernel takes for `--tokens`.
 """
 
 import argparse
 import json
 import statistics
-from collections.abc import Callable
-from itertools import product
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
 
 import torch
@@ -20,6 +24,7 @@ from ithaka.ops import delta_rule, ssd, ssd_kernels
 from ithaka.ops.delta_rule import DeltaInputs, DeltaRule
 from ithaka.ops.scan import LocalDocs, Scan, zero_state
 from ithaka.ops.ssd import Ssd, SsdInputs
+from ithaka.plan.mixers import SEGMENT_ROWS
 
 SHAPES = {  # recurrence, key heads, heads, key dim, value dim
     "nemotron-3-nano": ("mamba2", 8, 64, 128, 64),
@@ -28,6 +33,20 @@ SHAPES = {  # recurrence, key heads, heads, key dim, value dim
     "qwen3.5-9b": ("delta", 16, 32, 128, 128),
 }
 CHUNK = 64  # tokens
+CHECK_TOKENS, LIMIT = 2048, 4e-3  # of a sweep's checks, as in tests/gpu/test_ssd_kernels.py
+# Per kernel: its warps, stages, and heads of a program, or the tile of a state; the most promising first.
+Variant = dict[str, tuple[Any, ...]]
+SWEEP: list[tuple[str, Variant]] = [
+    ("nemotron-3-nano", {"walk": (4, 4, (64, 64)), "out": (4, 3, 8), "key": (4, 3, 8), "value": (4, 2, 8)}),
+    ("nemotron-3-nano", {"walk": (4, 4, (64, 32)), "out": (4, 2, 8), "key": (4, 2, 8), "value": (4, 3, 8)}),
+    ("granite-4-h-small", {"walk": (4, 4, (64, 64)), "out": (4, 3, 8), "key": (4, 3, 8), "value": (4, 2, 8)}),
+    ("falcon-h1-7b", {"walk": (4, 4, (64, 64)), "out": (4, 2, 8), "key": (8, 3, 8), "value": (4, 2, 8)}),
+    ("nemotron-3-nano", {"walk": (4, 6, (64, 64)), "out": (4, 4, 8), "key": (8, 3, 8), "value": (8, 2, 8)}),
+    ("nemotron-3-nano", {"walk": (4, 3, (64, 64)), "out": (4, 3, 4), "key": (4, 3, 4), "value": (4, 2, 4)}),
+    ("nemotron-3-nano", {"walk": (8, 4, (128, 64)), "out": (8, 3, 8), "key": (8, 2, 8), "value": (8, 3, 8)}),
+    ("nemotron-3-nano", {"walk": (4, 6, (64, 16)), "out": (4, 2, 4), "key": (4, 2, 4), "value": (4, 3, 4)}),
+    ("falcon-h1-7b", {"walk": (4, 4, (64, 32)), "out": (4, 3, 8), "key": (4, 2, 8), "value": (8, 2, 8)}),
+]
 
 
 def make_scan(shape: str, tokens: int, docs: LocalDocs) -> Scan:
@@ -113,25 +132,149 @@ def time_shape(shape: str, tokens: int, rates: tuple[float, float], repeats: int
     }
 
 
+class Timed:
+    """A kernel whose launches are timed."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.events = kernel, list[tuple[torch.cuda.Event, torch.cuda.Event]]()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            self.events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            self.events[-1][0].record()
+            self.kernel[grid](*args, **options)
+            self.events[-1][1].record()
+
+        return launch
+
+    def median_ms(self) -> float:
+        torch.cuda.synchronize()
+        return statistics.median(start.elapsed_time(end) for start, end in self.events)
+
+
+@contextmanager
+def timed_kernels() -> Iterator[dict[str, Timed]]:
+    names = ["_prepare_kernel", "_walk_kernel", "_out_kernel", "_key_grad_kernel", "_value_grad_kernel"]
+    kernels = {name: Timed(getattr(ssd_kernels, name)) for name in names}
+    for name, kernel in kernels.items():
+        setattr(ssd_kernels, name, kernel)
+    yield kernels
+    for name, kernel in kernels.items():
+        setattr(ssd_kernels, name, kernel.kernel)
+
+
+def use_variant(variant: Variant) -> None:
+    for name, (warps, stages, size) in variant.items():
+        ssd_kernels.OPTIONS[name] = {"num_warps": warps, "num_stages": stages}
+        if name == "walk":
+            ssd_kernels.TILE = size
+        else:
+            ssd_kernels.HEADS[name] = size
+
+
+def check_variant(index: int) -> dict[str, float]:
+    """Compile a variant, and return its errors over a segment of packed documents."""
+    shape, variant = SWEEP[index]
+    use_variant(variant)
+    tokens = CHECK_TOKENS
+    starts = (-tokens, -1, 5, 63, 64, 65, 130, 256, 449, tokens - 1, 2 * tokens)
+    docs = LocalDocs(tuple(tokens + start for start in starts), tokens, tokens, 1, "cuda")
+    scan = make_scan(shape, tokens, docs)
+    # Some heads forget within a few tokens, others carry their state across all of them.
+    scan.inputs.g_sH.copy_(-torch.logspace(-4, 0, SHAPES[shape][2], device="cuda") * scan.inputs.dt_sH)
+    ids, generator = docs.segment_ids(slice(0, tokens)), torch.Generator("cuda").manual_seed(1)
+    dout = torch.randn(scan.inputs.v_sHV.shape, generator=generator, device="cuda").bfloat16()
+    first, last = torch.randn(2, *zero_state(scan.inputs).shape, generator=generator, device="cuda")
+    results: list[dict[str, Tensor]] = []
+    for kind, dtype in ((ssd.FusedSegment, None), (ssd.Segment, torch.float64)):
+        inputs = SsdInputs(*(x.to(dtype, copy=True) for x in scan.inputs))
+        skip, state, dstate, dy = (x.to(dtype) for x in (scan.skip_H, first, last, dout))
+        segment = kind(inputs, ids, skip, torch.zeros_like(skip))
+        out = torch.full_like(inputs.v_sHV, float("nan"))
+        found = {"map": segment.extend(torch.cat([torch.ones_like(state[..., :1]), state], -1))}
+        found["gradient's map"] = segment.extend_grad(torch.cat([torch.ones_like(state[..., :1]), dstate], -1), dy)
+        found |= {"state": segment.forward(state, out), "out": out}
+        found["gradient of the state"] = segment.backward(state, dy, dstate)
+        results.append(found | inputs._asdict() | {"D": segment.dskip_H})
+    ours, exact = results
+    return {name: float((ours[name].double() - x).norm() / x.norm()) for name, x in exact.items() if x.any()}
+
+
+def segment_tokens(shape: str) -> int:
+    _, _, H, _, _ = SHAPES[shape]
+    return Ssd.segment_size * SEGMENT_ROWS // H // CHUNK * CHUNK
+
+
+def time_variant(index: int, tokens: int, repeats: int) -> dict[str, float]:
+    """Return what the kernels of forward and backward take for `tokens`, in ms."""
+    shape, variant = SWEEP[index]
+    use_variant(variant)
+    rows = segment_tokens(shape)
+    scan = make_scan(shape, rows, LocalDocs((0, 3 * rows), rows, rows, 1, "cuda"))
+    state, dout = zero_state(scan.inputs), torch.randn_like(scan.inputs.v_sHV)
+    out, kept = torch.empty_like(dout), [x.clone() for x in scan.inputs]
+    for is_warm in (False, True):
+        with timed_kernels() as kernels:
+            for _ in range(repeats if is_warm else 1):
+                for x, value in zip(scan.inputs, kept, strict=True):
+                    x.copy_(value)
+                ssd.FusedSegment(scan.inputs, None, scan.skip_H, scan.dskip_H).forward(state, out)
+                ssd.FusedSegment(scan.inputs, None, scan.skip_H, scan.dskip_H).backward(state, dout, state)
+            ms = {name: kernel.median_ms() * tokens / rows for name, kernel in kernels.items()}
+    return {name.removesuffix("_kernel")[1:]: round(each, 3) for name, each in ms.items()}
+
+
+def sweep(args: argparse.Namespace, rates: tuple[float, float]) -> None:
+    """Check all variants at once, time them one by one, and time the best of each shape over all segments."""
+    commands = [[sys.executable, __file__, "--check-variant", str(index)] for index in range(len(SWEEP))]
+    processes = [Popen(command, stdout=PIPE, stderr=PIPE, text=True) for command in commands]
+    deadline, errors = time.monotonic() + args.compile_s, list[dict[str, float]]()
+    for index, process in enumerate(processes):  # timing starts when no other process uses the GPU
+        try:
+            output, messages = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+        except TimeoutExpired:
+            process.kill()
+            output, messages = process.communicate()
+        errors.append(json.loads(output.splitlines()[-1]) if output and not process.returncode else {})
+        report = {name: float(f"{error:.1e}") for name, error in errors[-1].items()} or messages.splitlines()[-3:]
+        print(json.dumps({"variant": index, "errors": report}), flush=True)
+    setattr(ssd, "_try", lambda *_: None)  # noqa: B010
+    best: dict[str, dict[str, tuple[float, Any]]] = {}
+    for index, (shape, variant) in enumerate(SWEEP):
+        if not errors[index]:
+            continue
+        ms, is_right = time_variant(index, args.tokens, args.repeats), all(x < LIMIT for x in errors[index].values())
+        print(json.dumps({"variant": index, "is_right": is_right, "shape": shape, **variant, "ms": ms}), flush=True)
+        of_shape = best.setdefault(shape, {})
+        for name, options in variant.items() if is_right else ():
+            each = ms[name if name in ms else f"{name}_grad"], options
+            of_shape[name] = min(of_shape.get(name, each), each)
+    for shape, chosen in best.items():
+        variant = {name: options for name, (_, options) in chosen.items()}
+        use_variant(variant)
+        print(json.dumps({**variant, **time_shape(shape, args.tokens, rates, args.repeats)}), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=65536)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--compile-s", type=float, default=70.0, help="seconds of a sweep's checks")
+    parser.add_argument("--check-variant", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.check_variant is not None:
+        print(json.dumps(check_variant(args.check_variant)))
+        return
     rates = measure_rates(args.repeats)
     print(json.dumps({"device": torch.cuda.get_device_name(), "bytes_s": rates[0], "tf32_flops_s": rates[1]}))
+    if args.sweep:
+        torch.cuda.empty_cache()
+        sweep(args, rates)
+        return
     for shape in args.shapes:
         print(json.dumps(time_shape(shape, args.tokens, rates, args.repeats)), flush=True)
-    for chunks, walk_warps, warps, stages in product((4, 8, 16), (4, 8), (4, 8), (1, 2)) if args.sweep else ():
-        ssd_kernels.CHUNKS = chunks
-        ssd_kernels.WALK_OPTIONS = {"num_warps": walk_warps, "num_stages": 2}
-        ssd_kernels.GRADIENT_OPTIONS = {"num_warps": warps, "num_stages": stages}
-        names = {"chunks": chunks, "walk_warps": walk_warps, "gradient_warps": warps, "stages": stages}
-        for shape in [name for name in args.shapes if SHAPES[name][0] == "mamba2"]:
-            result = time_shape(shape, args.tokens, rates, args.repeats)
-            print(json.dumps({**names, "shape": shape, "ms": result["ms"]}), flush=True)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def make_modules() -> dict[str, ModuleType]:
     triton.cdiv, triton.next_power_of_2 = lambda a, b: -(-a // b), lambda n: 1 << (n - 1).bit_length()
     functions = {name: getattr(torch, name) for name in ("arange", "sum", "where", "exp", "rsqrt", "zeros")}
     language.__dict__.update(functions, load=load, store=store, dot=dot, cumsum=cumsum)
-    language.__dict__.update(constexpr=int, static_range=range)
+    language.__dict__.update(constexpr=int, static_range=range, range=lambda *bounds, num_stages: range(*bounds))
     language.__dict__.update(float32=torch.float32, bfloat16=torch.bfloat16, int32=torch.int32, trans=Tensor.t)
     language.zeros = lambda shape, dtype: torch.zeros(shape, dtype=dtype)
     language.program_id = lambda axis: torch.tensor(_program[0])

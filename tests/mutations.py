@@ -164,8 +164,8 @@ MUTATIONS = (
     Mutation(
         "a kernel of Mamba2 does not decay what leaves a chunk",
         "ops/ssd_kernels.py",
-        "(x.to(tl.float32) * (b * f)[:, None])",
-        "(x.to(tl.float32) * b[:, None])",
+        "tl.store(into + 4 * step, f * b)",
+        "tl.store(into + 4 * step, b)",
         "test_scan.py -k 'kernels and ssd'",
     ),
     # ---- train

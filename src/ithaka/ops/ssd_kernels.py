@@ -5,13 +5,15 @@ In the terms used there, with dP = dout y^T, a chunk's gradients are
     dS = p dS' + (e q)^T dout;   dy = P^T dout + f k dS';   dv = dt dy + D dout
     dq = e dout S^T + (decay dP) k;   dk = f y dS'^T + (decay dP)^T q
 
-Chunks are walked in blocks of CHUNKS. A walk from zero gives each block's map, S' = p S + U; `_pass_kernel` composes
-the maps to the states before all blocks; a second walk from there writes the output, or what backward needs: the states
-before all chunks and the gradients of those after them, in 16 bits. The last two kernels compute the gradients of some
-heads that share q and k. All products are of 16-bit matrices, of which at most one is rounded: dt scales that one.
-Two of them are transposed, which ops/delta_kernels.py avoids: tested with Triton 3.6, and by a trial before use.
+`_prepare_kernel` computes the decays, for the other kernels to load. `_walk_kernel` passes a tile of a head's state
+through all chunks: its elements are independent, so that there are programs enough, and a step waits for one small
+product only. It keeps the states before all chunks, or the gradients of those after them, in 16 bits; the other kernels
+take all chunks at once, and several heads that share q and k. `tl.range` with `num_stages` also loads the decays ahead;
+two stages have one buffer and load nothing ahead. All products are of 16-bit matrices, of which at most one
+is rounded: dt scales that one. Some are transposed, which ops/delta_kernels.py avoids: tested with Triton 3.6, and by a
+trial before use.
 
-Shapes as in ops/scan.py; t tokens of the segment, z chunks of C tokens, b blocks.
+Shapes as in ops/scan.py; t tokens of the segment, z chunks of C tokens.
 """
 
 from typing import Any
@@ -22,11 +24,16 @@ from torch.nn import functional as F
 
 from ithaka.ops.delta_kernels import triton
 
-CHUNK, CHUNKS = 64, 8  # tokens of a chunk, and chunks of a block
-HEADS = 8  # heads that one program of the last kernels computes, at most
-WALK_OPTIONS = {"num_warps": 4, "num_stages": 2}
-GRADIENT_OPTIONS = {"num_warps": 8, "num_stages": 2}
-PASS_SIZE = 1024  # elements of a state that one program of `_pass_kernel` updates
+CHUNK = 64  # tokens
+HEADS = {"out": 8, "key": 8, "value": 8}  # heads that one program computes, at most
+TILE = 64, 64  # rows and columns of a state that one program of `_walk_kernel` updates, at most
+OPTIONS = {
+    "prepare": {"num_warps": 2},
+    "walk": {"num_warps": 4, "num_stages": 4},
+    "out": {"num_warps": 4, "num_stages": 3},
+    "key": {"num_warps": 4, "num_stages": 3},
+    "value": {"num_warps": 4, "num_stages": 2},
+}
 
 
 def runs_in_kernels(k_sJK: Tensor, v_sHV: Tensor) -> bool:
@@ -41,89 +48,88 @@ class FusedSegment:
         self.inputs, self.skip_H, self.dskip_H = inputs, skip_H.contiguous(), dskip_H
         q, k, v, g, dt = (x.contiguous() for x in inputs)
         (t, J, K), (_, H, V) = k.shape, v.shape
-        self.K, self.V, self.padding = K, V, triton.next_power_of_2(K) - K
+        self.K, self.padding = K, triton.next_power_of_2(K) - K
         if self.padding:
             q, k = (F.pad(x, (0, self.padding)) for x in (q, k))
         self.own = q, k, v, g, dt
         self.ids = ids if ids is not None else torch.zeros(t + 1, dtype=torch.int32, device=v.device)
-        self.num_chunks = triton.cdiv(t, CHUNK)
-        self.num_blocks = triton.cdiv(self.num_chunks, CHUNKS)
+        self.num_chunks, self.repeats = triton.cdiv(t, CHUNK), H // J
         self.sizes = t, H, H // J
-        columns = next(n for n in (64, 32, 16) if V % n == 0)
-        self.constants = {"V": V, "COLUMNS": columns, "C": CHUNK, "K": K + self.padding}
-        self.grid = (self.num_blocks * H * (V // columns),)
+        self.constants = {"V": V, "C": CHUNK, "K": K + self.padding}
+        self.factors = g.new_empty(5, H, self.num_chunks * CHUNK)  # log of the decay, e, f, dt and f dt
+        self.passing = g.new_empty(H, self.num_chunks)  # p
+        self.decays = self.factors, self.passing
+        _prepare_kernel[(self.num_chunks * H,)](g, dt, self.ids, *self.decays, t, H, C=CHUNK, **OPTIONS["prepare"])
 
     def extend(self, map_HKX: Tensor) -> Tensor:
-        matrix_HKx, state_HKV = map_HKX.tensor_split((-self.V,), -1)
-        _, decays, state_HKV = self._states(state_HKV)
-        return torch.cat([decays.prod(0)[:, None, None] * matrix_HKx, state_HKV[:, : self.K]], -1)
+        return self._extend(map_HKX, None)
 
     def extend_grad(self, map_HKX: Tensor, dout_tHV: Tensor) -> Tensor:
-        matrix_HKx, dstate_HKV = map_HKX.tensor_split((-self.V,), -1)
-        _, decays, dstate_HKV = self._states(dstate_HKV, dout_tHV.contiguous())
-        return torch.cat([decays.prod(0)[:, None, None] * matrix_HKx, dstate_HKV[:, : self.K]], -1)
+        return self._extend(map_HKX, dout_tHV.contiguous())
 
     def forward(self, state_HKV: Tensor, out_tHV: Tensor) -> Tensor:
         assert out_tHV.is_contiguous()
-        states, decays, state_HKV = self._states(state_HKV)
-        self._walk(states, decays, out=out_tHV)
-        return state_HKV[:, : self.K]
+        (q, k, v, _, _), states = self.own, self._new_states(1)[0]
+        state_HKV = self._walk(state_HKV, kept=states)
+        self._launch(_out_kernel, "out", q, k, v, *self.decays, self.skip_H, self.ids, states, out_tHV)
+        return state_HKV
 
     def backward(self, state_HKV: Tensor, dout_tHV: Tensor, dstate_HKV: Tensor) -> Tensor:
-        (t, H, repeats), (q, k, v, g, dt) = self.sizes, self.own
-        dout_tHV = dout_tHV.contiguous()
-        kept = v.new_empty(2, self.num_chunks, H, k.shape[-1], self.V)  # S and dS'
-        states, decays, _ = self._states(state_HKV)
-        self._walk(states, decays, kept=kept[0])
-        states, decays, dstate_HKV = self._states(dstate_HKV, dout_tHV)
-        self._walk_grad(states, decays, dout_tHV, kept=kept[1])
-        heads = max(n for n in range(1, HEADS + 1) if repeats % n == 0)
-        dqk = g.new_empty(2, t, H // heads, k.shape[-1])
-        dskip = g.new_empty(self.num_chunks, H)
-        grid, options = (self.num_chunks * (H // heads),), {**self.constants, **GRADIENT_OPTIONS, "HEADS": heads}
-        _key_grad_kernel[grid](q, k, v, g, dt, self.ids, *kept, dout_tHV, *dqk, *self.sizes, **options)
-        # Each program reads what it overwrites: v, g and dt of its chunk and heads.
-        _value_grad_kernel[grid](q, k, v, g, dt, self.skip_H, self.ids, *kept, dout_tHV, dskip, *self.sizes, **options)
+        q, k, v, g, dt = self.own
+        dout_tHV, kept = dout_tHV.contiguous(), self._new_states(2)  # S and dS'
+        self._walk(state_HKV, kept=kept[0])
+        dstate_HKV = self._walk(dstate_HKV, dout_tHV, kept[1])
+        parts = v.shape[1] // self._heads("key")
+        dqk, dskip = g.new_empty(2, len(k), parts, k.shape[-1]), g.new_empty(self.num_chunks, v.shape[1])
+        self._launch(_key_grad_kernel, "key", q, k, v, *self.decays, self.ids, *kept, dout_tHV, *dqk)
+        # Each program reads what it overwrites: v of its chunk and heads.
+        self._launch(
+            _value_grad_kernel, "value", q, k, v, *self.decays, self.skip_H, self.ids, *kept, dout_tHV, g, dt, dskip
+        )
         self.dskip_H.add_(dskip.sum(0))
-        dqk = dqk if heads == repeats else dqk.unflatten(2, (H // repeats, -1)).sum(3)
+        dqk = dqk if parts == k.shape[1] else dqk.unflatten(2, (k.shape[1], -1)).sum(3)
         dq, dk = dqk[..., : self.K]
         for x, grad in zip(self.inputs, (dq, dk, v, g, dt), strict=True):
             if x.data_ptr() != grad.data_ptr():
                 x.copy_(grad)
-        return dstate_HKV[:, : self.K]
+        return dstate_HKV
 
-    def _states(self, state_HKV: Tensor, dout: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the states before all blocks, their decays, and the state after the segment; with `dout`, the
-        gradients of the states after all blocks, and of the one before the segment."""
-        (_, H, _), first = self.sizes, F.pad(state_HKV, (0, 0, 0, self.padding)).contiguous()
-        states, last = first.new_empty(self.num_blocks, *first.shape), torch.empty_like(first)
-        decays = first.new_empty(self.num_blocks, H)
-        if dout is None:
-            self._walk(states, decays)
-        else:
-            self._walk_grad(states, decays, dout)
-        size = first[0].numel()
-        _pass_kernel[(H * triton.cdiv(size, PASS_SIZE),)](
-            states, decays, first, last, self.num_blocks, H, SIZE=size, PART=PASS_SIZE, REVERSES=dout is not None
+    def _extend(self, map_HKX: Tensor, dout_tHV: Tensor | None) -> Tensor:
+        matrix_HKx, state_HKV = map_HKX.tensor_split((-self.constants["V"],), -1)
+        matrix_HKx = self.passing.prod(1)[:, None, None] * matrix_HKx
+        return torch.cat([matrix_HKx, self._walk(state_HKV, dout_tHV)], -1)
+
+    def _new_states(self, count: int) -> Tensor:
+        _, k, v, _, _ = self.own
+        return v.new_empty(count, self.num_chunks, v.shape[1], k.shape[-1], v.shape[-1])
+
+    def _walk(self, first_HKV: Tensor, dout: Tensor | None = None, kept: Tensor | None = None) -> Tensor:
+        """Return the state after the segment; with `dout`, the gradient of the one before it. Write `kept`."""
+        (q, k, v, _, _), first = self.own, F.pad(first_HKV, (0, 0, 0, self.padding)).contiguous()
+        (H, K, V), last = first.shape, torch.empty_like(first)
+        rows, columns = min(TILE[0], K), _divisor(V, TILE[1])
+        read, written = (k, v) if dout is None else (q, dout)
+        _walk_kernel[(H * (K // rows) * (V // columns),)](
+            read, written, *self.decays, first, last, last if kept is None else kept, *self.sizes, **self.constants,
+            ROWS=rows, COLUMNS=columns, KEEPS=kept is not None, REVERSES=dout is not None, **OPTIONS["walk"],
+        )  # fmt: skip
+        return last[:, : self.K]
+
+    def _heads(self, name: str) -> int:
+        return max(n for n in range(1, HEADS[name] + 1) if self.repeats % n == 0)
+
+    def _launch(self, kernel: Any, name: str, *tensors: Tensor) -> None:
+        """Launch a kernel over all chunks and heads."""
+        heads, options = self._heads(name), OPTIONS[name]
+        sizes = {"HEADS": heads, "COLUMNS": _divisor(self.constants["V"], 64), "STAGES": options["num_stages"]}
+        kernel[(self.num_chunks * (self.sizes[1] // heads),)](
+            *tensors, *self.sizes, **self.constants, **sizes, **options
         )
-        return states, decays, last
 
-    def _walk(self, states: Tensor, decays: Tensor, out: Tensor | None = None, kept: Tensor | None = None) -> None:
-        """Write `out` or `kept`, from the states before all blocks; without both, write the blocks' maps to `states`
-        and `decays`."""
-        q, k, v, g, dt = self.own
-        _walk_kernel[self.grid](
-            q, k, v, g, dt, self.skip_H, self.ids, states, decays, states if out is None else out,
-            states if kept is None else kept, *self.sizes, **self.constants, CHUNKS=CHUNKS, HAS_OUT=out is not None,
-            KEEPS=kept is not None, IS_MAP=out is None and kept is None, **WALK_OPTIONS,
-        )  # fmt: skip
 
-    def _walk_grad(self, states: Tensor, decays: Tensor, dout: Tensor, kept: Tensor | None = None) -> None:
-        q, _, _, g, _ = self.own
-        _walk_grad_kernel[self.grid](
-            q, g, dout, self.ids, states, decays, states if kept is None else kept, *self.sizes, **self.constants,
-            CHUNKS=CHUNKS, IS_MAP=kept is None, **WALK_OPTIONS,
-        )  # fmt: skip
+def _divisor(size: int, limit: int) -> int:
+    """Return the largest power of two from 16 to `limit` that divides `size`."""
+    return next(n for n in (128, 64, 32, 16) if n <= limit and size % n == 0)
 
 
 if triton is not None:
@@ -132,173 +138,169 @@ if triton is not None:
     from ithaka.ops.delta_kernels import _load_decays, _load_rows
 
     @triton.jit
-    def _decay_between(log, id_C, i):
-        """Return the decay from each token of a chunk to each later one of its document."""
-        is_seen, between = (i[:, None] >= i[None, :]) & (id_C[:, None] == id_C[None, :]), log[:, None] - log[None, :]
-        return tl.where(is_seen, tl.exp(tl.minimum(between, 0.0)), 0.0)
+    def _prepare_kernel(g, dt, ids, factors, passing, t, H, C: tl.constexpr):
+        chunk, h, z = tl.program_id(0) // H, tl.program_id(0) % H, (t + C - 1) // C
+        at = chunk * C + tl.arange(0, C)
+        log, _, e, f, p = _load_decays(g, ids, chunk, h, t, H, C)
+        into, step = factors + h * (z * C) + at, H * z * C
+        tl.store(into, log)
+        tl.store(into + step, e)
+        tl.store(into + 2 * step, f)
+        b = tl.load(dt + at * H + h, at < t, other=0.0)
+        tl.store(into + 3 * step, b)
+        tl.store(into + 4 * step, f * b)
+        tl.store(passing + h * z + chunk, p)
+
+    @triton.jit
+    def _load_weights(factors, passing, chunk, h, z, H, C: tl.constexpr, REVERSES: tl.constexpr):
+        """Load what scales a chunk's tokens and the state in a walk: e or f dt, and p."""
+        w = tl.load(factors + ((1 if REVERSES else 4) * H * z + h * z + chunk) * C + tl.arange(0, C))
+        return w, tl.load(passing + h * z + chunk)
 
     @triton.jit
     def _walk_kernel(
-        q, k, v, g, dt, skip, ids, states, decays, out, kept, t, H, repeats,
-        V: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
-        CHUNKS: tl.constexpr, HAS_OUT: tl.constexpr, KEEPS: tl.constexpr, IS_MAP: tl.constexpr,
+        k, v, factors, passing, first, last, kept, t, H, repeats, V: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+        ROWS: tl.constexpr, COLUMNS: tl.constexpr, KEEPS: tl.constexpr, REVERSES: tl.constexpr,
     ):  # fmt: skip
-        parts: tl.constexpr = V // COLUMNS
-        row, col = tl.program_id(0) // parts, tl.program_id(0) % parts * COLUMNS + tl.arange(0, COLUMNS)
-        block, h = row // H, row % H
-        j, J, i = h // repeats, H // repeats, tl.arange(0, C)
-        at_KV = tl.arange(0, K)[:, None] * V + col[None, :]
-        passed = tl.sum(tl.zeros((C,), tl.float32), 0) + 1.0
-        state = tl.zeros((K, COLUMNS), tl.float32) if IS_MAP else tl.load(states + row * (K * V) + at_KV)
-        for step in range(CHUNKS):
-            chunk = block * CHUNKS + step
+        across: tl.constexpr = V // COLUMNS
+        parts: tl.constexpr = K // ROWS * across
+        h, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+        rows, col = part // across * ROWS + tl.arange(0, ROWS), part % across * COLUMNS + tl.arange(0, COLUMNS)
+        at_KV, i = rows[:, None] * V + col[None, :], tl.arange(0, C)
+        j, J, z = h // repeats, H // repeats, (t + C - 1) // C
+        state = tl.load(first + h * (K * V) + at_KV)
+        w_next, p_next = _load_weights(factors, passing, z - 1 if REVERSES else 0, h, z, H, C, REVERSES)
+        for step in range(z):
+            chunk = z - 1 - step if REVERSES else step
             at = chunk * C + i
-            inside, at_CV = (at < t)[:, None], (at * H + h)[:, None] * V + col[None, :]
-            log, id_C, e, f, p = _load_decays(g, ids, chunk, h, t, H, C)
-            x, b = tl.load(v + at_CV, inside, other=0.0), tl.load(dt + at * H + h, at < t, other=0.0)
-            k_CK = _load_rows(k, at, j, t, J, K)
-            if HAS_OUT:
-                q_CK = _load_rows(q, at, j, t, J, K)
-                products = tl.dot(q_CK, tl.trans(k_CK)) * _decay_between(log, id_C, i) * b[None, :]
-                o = tl.dot(q_CK, state.to(x.dtype)) * e[:, None] + tl.dot(products.to(x.dtype), x)
-                o += x.to(tl.float32) * tl.load(skip + h)
-                tl.store(out + at_CV, o.to(out.dtype.element_ty), inside)
+            inside = (at < t)[:, None]
+            x = tl.load(v + (at * H + h)[:, None] * V + col[None, :], inside, other=0.0)
+            k_CK = tl.load(k + (at * J + j)[:, None] * K + rows[None, :], inside, other=0.0)
+            # Those of the next chunk are loaded during this one.
+            w, p = w_next, p_next
+            following = tl.minimum(step + 1, z - 1)
+            following = z - 1 - following if REVERSES else following
+            w_next, p_next = _load_weights(factors, passing, following, h, z, H, C, REVERSES)
             if KEEPS:
-                is_chunk = tl.zeros((K, COLUMNS), tl.int32) + chunk * C < t
-                tl.store(kept + (chunk * H + h) * (K * V) + at_KV, state.to(kept.dtype.element_ty), is_chunk)
-            state = state * p + tl.dot(tl.trans(k_CK), (x.to(tl.float32) * (b * f)[:, None]).to(x.dtype))
-            passed *= p
-        if IS_MAP:
-            tl.store(states + row * (K * V) + at_KV, state)
-            tl.store(decays + row, passed)
+                tl.store(kept + (chunk * H + h) * (K * V) + at_KV, state.to(kept.dtype.element_ty))
+            state = state * p + tl.dot(tl.trans(k_CK), (x.to(tl.float32) * w[:, None]).to(x.dtype))
+        tl.store(last + h * (K * V) + at_KV, state)
 
     @triton.jit
-    def _walk_grad_kernel(
-        q, g, dout, ids, states, decays, kept, t, H, repeats,
-        V: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
-        CHUNKS: tl.constexpr, IS_MAP: tl.constexpr,
+    def _out_kernel(
+        q, k, v, factors, passing, skip, ids, states, out, t, H, repeats,
+        V: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+        HEADS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
-        parts: tl.constexpr = V // COLUMNS
-        row, col = tl.program_id(0) // parts, tl.program_id(0) % parts * COLUMNS + tl.arange(0, COLUMNS)
-        block, h = row // H, row % H
-        j, J, i = h // repeats, H // repeats, tl.arange(0, C)
-        at_KV = tl.arange(0, K)[:, None] * V + col[None, :]
-        passed = tl.sum(tl.zeros((C,), tl.float32), 0) + 1.0
-        dstate = tl.zeros((K, COLUMNS), tl.float32) if IS_MAP else tl.load(states + row * (K * V) + at_KV)
-        for step in range(CHUNKS):
-            chunk = block * CHUNKS + CHUNKS - 1 - step
-            at = chunk * C + i
-            _, _, e, _, p = _load_decays(g, ids, chunk, h, t, H, C)
-            if not IS_MAP:
-                is_chunk = tl.zeros((K, COLUMNS), tl.int32) + chunk * C < t
-                tl.store(kept + (chunk * H + h) * (K * V) + at_KV, dstate.to(kept.dtype.element_ty), is_chunk)
-            d = tl.load(dout + (at * H + h)[:, None] * V + col[None, :], (at < t)[:, None], other=0.0)
-            read = (d.to(tl.float32) * e[:, None]).to(d.dtype)
-            dstate = dstate * p + tl.dot(tl.trans(_load_rows(q, at, j, t, J, K)), read)
-            passed *= p
-        if IS_MAP:
-            tl.store(states + row * (K * V) + at_KV, dstate)
-            tl.store(decays + row, passed)
-
-    @triton.jit
-    def _pass_kernel(
-        states, decays, first, last, num_blocks, H,
-        SIZE: tl.constexpr, PART: tl.constexpr, REVERSES: tl.constexpr,
-    ):  # fmt: skip
-        parts: tl.constexpr = (SIZE + PART - 1) // PART
-        h, at = tl.program_id(0) // parts, tl.program_id(0) % parts * PART + tl.arange(0, PART)
-        inside = at < SIZE
-        state = tl.load(first + h * SIZE + at, inside, other=0.0)
-        for step in range(num_blocks):
-            block = num_blocks - 1 - step if REVERSES else step
-            into = states + (block * H + h) * SIZE + at
-            added = tl.load(into, inside, other=0.0)
-            tl.store(into, state, inside)
-            state = state * tl.load(decays + block * H + h) + added
-        tl.store(last + h * SIZE + at, state, inside)
+        parts, columns, i = H // HEADS, V // COLUMNS, tl.arange(0, C)
+        chunk, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+        at, j, J, z = chunk * C + i, part * HEADS // repeats, H // repeats, (t + C - 1) // C
+        step = H * z * C
+        inside, id_C = (at < t)[:, None], tl.load(ids + 1 + tl.minimum(at, t - 1))
+        q_CK = _load_rows(q, at, j, t, J, K)
+        scores = tl.dot(q_CK, tl.trans(_load_rows(k, at, j, t, J, K)))
+        scores = tl.where((i[:, None] >= i[None, :]) & (id_C[:, None] == id_C[None, :]), scores, 0.0)
+        for index in tl.range(0, HEADS * columns, num_stages=STAGES):
+            h, col = part * HEADS + index // columns, index % columns * COLUMNS + tl.arange(0, COLUMNS)
+            at_CV = (at * H + h)[:, None] * V + col[None, :]
+            x = tl.load(v + at_CV, inside, other=0.0)
+            state = tl.load(states + ((chunk * H + h) * K + tl.arange(0, K)[:, None]) * V + col[None, :])
+            factor = factors + (h * z + chunk) * C + i
+            log, e, b = tl.load(factor), tl.load(factor + step), tl.load(factor + 3 * step)
+            decay = tl.exp(tl.minimum(log[:, None] - log[None, :], 0.0)) * b[None, :]
+            o = tl.dot(q_CK, state) * e[:, None]
+            o = tl.dot((scores * decay).to(x.dtype), x, o) + x.to(tl.float32) * tl.load(skip + h)
+            tl.store(out + at_CV, o.to(out.dtype.element_ty), inside)
 
     @triton.jit
     def _key_grad_kernel(
-        q, k, v, g, dt, ids, states, dstates, dout, dq, dk, t, H, repeats, HEADS: tl.constexpr,
-        V: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+        q, k, v, factors, passing, ids, states, dstates, dout, dq, dk, t, H, repeats,
+        V: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+        HEADS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
         """Write dq and dk, summed over HEADS heads."""
-        parts = H // HEADS
+        parts, i = H // HEADS, tl.arange(0, C)
         chunk, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-        j, J, i = part * HEADS // repeats, H // repeats, tl.arange(0, C)
-        at = chunk * C + i
-        inside, at_CK = at < t, (at * parts + part)[:, None] * K + tl.arange(0, K)[None, :]
+        at, j, J, z = chunk * C + i, part * HEADS // repeats, H // repeats, (t + C - 1) // C
+        step = H * z * C
+        inside, at_CK = (at < t)[:, None], (at * parts + part)[:, None] * K + tl.arange(0, K)[None, :]
+        id_C = tl.load(ids + 1 + tl.minimum(at, t - 1))
         dscores, dq_CK = tl.zeros((C, C), tl.float32), tl.zeros((C, K), tl.float32)
-        for head in range(HEADS):
+        for head in tl.range(0, HEADS, num_stages=STAGES):
             h = part * HEADS + head
-            log, id_C, e, _, _ = _load_decays(g, ids, chunk, h, t, H, C)
-            b = tl.load(dt + at * H + h, inside, other=0.0)
+            factor = factors + (h * z + chunk) * C + i
+            log, e, b = tl.load(factor), tl.load(factor + step), tl.load(factor + 3 * step)
             dproducts = tl.zeros((C, C), tl.float32)
             for first in range(0, V, COLUMNS):
                 col = first + tl.arange(0, COLUMNS)
                 at_CV = (at * H + h)[:, None] * V + col[None, :]
-                x, d = tl.load(v + at_CV, inside[:, None], other=0.0), tl.load(dout + at_CV, inside[:, None], other=0.0)
+                x, d = tl.load(v + at_CV, inside, other=0.0), tl.load(dout + at_CV, inside, other=0.0)
                 state = tl.load(states + ((chunk * H + h) * K + tl.arange(0, K)[:, None]) * V + col[None, :])
                 dproducts = tl.dot(d, tl.trans(x), dproducts)
-                dq_CK = tl.dot((d.to(tl.float32) * e[:, None]).to(d.dtype), tl.trans(state), dq_CK)
-            dscores += dproducts * _decay_between(log, id_C, i) * b[None, :]
+                dq_CK += tl.dot(d, tl.trans(state)) * e[:, None]
+            dscores += dproducts * tl.exp(tl.minimum(log[:, None] - log[None, :], 0.0)) * b[None, :]
         k_CK = _load_rows(k, at, j, t, J, K)
+        dscores = tl.where((i[:, None] >= i[None, :]) & (id_C[:, None] == id_C[None, :]), dscores, 0.0)
         dscores_CC = dscores.to(k_CK.dtype)
-        tl.store(dq + at_CK, tl.dot(dscores_CC, k_CK, dq_CK), inside[:, None])
+        tl.store(dq + at_CK, tl.dot(dscores_CC, k_CK, dq_CK), inside)
         dk_CK = tl.dot(tl.trans(dscores_CC), _load_rows(q, at, j, t, J, K))
-        for head in range(HEADS):
+        for head in tl.range(0, HEADS, num_stages=STAGES):
             h = part * HEADS + head
-            _, _, _, f, _ = _load_decays(g, ids, chunk, h, t, H, C)
-            b = tl.load(dt + at * H + h, inside, other=0.0) * f
+            factor = factors + (h * z + chunk) * C + i
+            w = tl.load(factor + 4 * step)
             for first in range(0, V, COLUMNS):
                 col = first + tl.arange(0, COLUMNS)
-                x = tl.load(v + (at * H + h)[:, None] * V + col[None, :], inside[:, None], other=0.0)
+                x = tl.load(v + (at * H + h)[:, None] * V + col[None, :], inside, other=0.0)
                 dstate = tl.load(dstates + ((chunk * H + h) * K + tl.arange(0, K)[:, None]) * V + col[None, :])
-                dk_CK = tl.dot((x.to(tl.float32) * b[:, None]).to(x.dtype), tl.trans(dstate), dk_CK)
-        tl.store(dk + at_CK, dk_CK, inside[:, None])
+                dk_CK += tl.dot(x, tl.trans(dstate)) * w[:, None]
+        tl.store(dk + at_CK, dk_CK, inside)
 
     @triton.jit
     def _value_grad_kernel(
-        q, k, v, g, dt, skip, ids, states, dstates, dout, dskip, t, H, repeats, HEADS: tl.constexpr,
-        V: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+        q, k, v, factors, passing, skip, ids, states, dstates, dout, dg, ddt, dskip, t, H, repeats,
+        V: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+        HEADS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
-        """Overwrite v, g and dt with their gradients, and write a chunk's part of D's."""
-        parts = H // HEADS
+        """Overwrite v with its gradient; write those of g and dt, and a chunk's part of D's. Products of tokens are
+        transposed: rows are those of k and v."""
+        parts, i = H // HEADS, tl.arange(0, C)
         chunk, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-        j, J, i = part * HEADS // repeats, H // repeats, tl.arange(0, C)
-        at = chunk * C + i
-        inside = at < t
+        at, j, J, z = chunk * C + i, part * HEADS // repeats, H // repeats, (t + C - 1) // C
+        step = H * z * C
+        inside, id_C = at < t, tl.load(ids + 1 + tl.minimum(at, t - 1))
         q_CK, k_CK = _load_rows(q, at, j, t, J, K), _load_rows(k, at, j, t, J, K)
-        scores = tl.dot(q_CK, tl.trans(k_CK))
-        for head in range(HEADS):
+        scores = tl.dot(k_CK, tl.trans(q_CK))
+        scores = tl.where((i[:, None] <= i[None, :]) & (id_C[:, None] == id_C[None, :]), scores, 0.0)
+        for head in tl.range(0, HEADS, num_stages=STAGES):
             h = part * HEADS + head
-            row = at * H + h
-            log, id_C, e, f, p = _load_decays(g, ids, chunk, h, t, H, C)
-            b, skipped = tl.load(dt + row, inside, other=0.0), tl.load(skip + h)
-            products = scores * _decay_between(log, id_C, i)
+            row, factor = at * H + h, factors + (h * z + chunk) * C + i
+            log, e, f, b = (
+                tl.load(factor), tl.load(factor + step), tl.load(factor + 2 * step), tl.load(factor + 3 * step)
+            )  # fmt: skip
+            skipped = tl.load(skip + h)
+            products = scores * tl.exp(tl.minimum(log[None, :] - log[:, None], 0.0))
+            products_CC = products.to(v.dtype.element_ty)
             dproducts = tl.zeros((C, C), tl.float32)
-            db, dlog, to_state = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
-            dskip_C, passed = tl.zeros((C,), tl.float32), tl.zeros((K,), tl.float32)
+            dlog, to_state = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
+            passed = tl.sum(tl.zeros((C,), tl.float32), 0)
             for first in range(0, V, COLUMNS):
                 col = first + tl.arange(0, COLUMNS)
                 at_CV = row[:, None] * V + col[None, :]
                 at_KV = ((chunk * H + h) * K + tl.arange(0, K)[:, None]) * V + col[None, :]
                 x, d = tl.load(v + at_CV, inside[:, None], other=0.0), tl.load(dout + at_CV, inside[:, None], other=0.0)
                 state, dstate = tl.load(states + at_KV), tl.load(dstates + at_KV)
-                passed += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
-                dproducts = tl.dot(d, tl.trans(x), dproducts)
+                passed += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
+                dlog += tl.sum(tl.dot(q_CK, state) * d.to(tl.float32), 1)
                 dwritten = tl.dot(k_CK, dstate) * f[:, None]
-                dy = tl.dot(tl.trans(products.to(x.dtype)), d) + dwritten
-                x, d = x.to(tl.float32), d.to(tl.float32)
-                dlog += tl.sum(tl.dot(q_CK, state) * d, 1)
-                to_state += tl.sum(dwritten * x, 1)
-                db += tl.sum(dy * x, 1)
-                dskip_C += tl.sum(d * x, 1)
-                tl.store(v + at_CV, (dy * b[:, None] + d * skipped).to(v.dtype.element_ty), inside[:, None])
-            dlog_CC, to_state = dproducts * products * b[None, :], to_state * b
-            dlog = dlog * e + tl.sum(dlog_CC, 1) - tl.sum(dlog_CC, 0) - to_state
+                to_state += tl.sum(dwritten * x.to(tl.float32), 1)
+                dproducts = tl.dot(x, tl.trans(d), dproducts)
+                dv = tl.dot(products_CC, d, dwritten) * b[:, None] + d.to(tl.float32) * skipped
+                tl.store(v + at_CV, dv.to(v.dtype.element_ty), inside[:, None])
+            tl.store(dskip + chunk * H + h, tl.sum(tl.where(i[:, None] == i[None, :], dproducts, 0.0)))
+            dproducts *= products
+            db = tl.sum(dproducts, 1) + to_state  # the sum over y's gradient times x
+            tl.store(ddt + row, db, inside)
+            dlog = dlog * e + tl.sum(dproducts * b[:, None], 0) - db * b
             # g decays what later tokens read, and what leaves the chunk.
-            dg = tl.cumsum(dlog, 0, reverse=True) + tl.sum(to_state, 0) + p * tl.sum(passed, 0)
-            tl.store(g + row, dg, inside)
-            tl.store(dt + row, db, inside)
-            tl.store(dskip + chunk * H + h, tl.sum(dskip_C, 0))
+            total = tl.sum(to_state * b, 0) + tl.load(passing + h * z + chunk) * passed
+            tl.store(dg + row, tl.cumsum(dlog, 0, reverse=True) + total, inside)

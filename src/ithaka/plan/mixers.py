@@ -28,9 +28,8 @@ PLAIN_SSD_BUFFERS = ((2.2, 1.5, 2.5), (2.5, 3.0, 5.0))
 # delta rule").
 RULE_PASSES, RULE_MAP_PASSES = (18, 58), (22, 31)
 # The same for Mamba2 (ops/ssd_kernels.py), as passes over the states of all chunks: within 12 % of what the shapes of
-# Nemotron-3-Nano, Granite-4-H and Falcon-H1 take at 64K tokens on one H200 (LOG.md, "Mamba2's kernels"). The kernels
-# keep states for blocks of 512 tokens and, in backward, for chunks.
-SSD_PASSES, SSD_MAP_PASSES, SSD_BLOCK_TOKENS = (6, 19), (3, 3), 512
+# Nemotron-3-Nano, Granite-4-H and Falcon-H1 take at 64K tokens on one H200 (LOG.md, "Mamba2's kernels").
+SSD_PASSES, SSD_MAP_PASSES = (6, 19), (3, 3)
 
 
 @dataclass(frozen=True)
@@ -124,8 +123,8 @@ class Ssd(DeltaRule):
 
     def segment_values(self, backward: bool, element_bytes: int) -> float:
         state = self.key_dim * self.value_dim
-        if element_bytes == 2:  # states of blocks; in backward also of chunks, in 16 bits, and sums of dq and dk
-            return state / SSD_BLOCK_TOKENS + backward * (state / CHUNK_TOKENS + self.key_dim / 2)
+        if element_bytes == 2:  # decays; states of chunks in 16 bits; in backward their gradients, dq and dk
+            return 5 + (1 + backward) * state / CHUNK_TOKENS / 2 + backward * self.key_dim / 2
         vectors, states, matrices = PLAIN_SSD_BUFFERS[backward]
         return vectors * (self.key_dim + self.value_dim) + states * state / CHUNK_TOKENS + matrices * CHUNK_TOKENS
 
