@@ -65,6 +65,20 @@ def test_settings_are_printed_before_the_work(model, monkeypatch):
     assert "for this CPU, planned times for H100-80GB" in result.stdout
 
 
+def test_any_rank_can_be_rehearsed(model, monkeypatch):
+    ranks = []
+
+    def start(*args):
+        ranks.append(args)
+        raise Started  # DTensor caches local shapes, which differ between ranks of one process
+
+    monkeypatch.setattr(rehearsal, "start_loopback", start)
+    result = rehearse(model, "--context", "64", "--rank", "1")
+    assert result.stdout.startswith("rank 1 of 2xH100-80GB") and ranks == [(2, 1)]
+    refused = rehearse(model, "--context", "64", "--rank", "2")
+    assert refused.exit_code == 2 and "--rank 2 is not one of the 2 ranks; use 0 to 1" in refused.output
+
+
 @pytest.mark.parametrize("runs, planned", [("cudnn", "cudnn"), ("fa4", "fa4"), ("cpu", "fa4")])
 def test_the_plan_is_for_the_kernel_that_runs(model, monkeypatch, runs, planned):
     """On a CPU, the plan is that of `ithaka plan` for the GPU that --gpus names."""

@@ -1,5 +1,5 @@
-"""Run rank 0 of N on one device: real shards, buffers, copies, kernels and optimizer; collectives are local copies. If
-torch.distributed is initialized, as under torchrun, run all N ranks with real collectives instead.
+"""Run one rank of N on one device: real shards, buffers, copies, kernels and optimizer; collectives are local copies.
+If torch.distributed is initialized, as under torchrun, run all N ranks with real collectives instead.
 
 X is the bytes of one residual-stream tensor on one rank: s * D * 2 in bf16.
 """
@@ -88,8 +88,9 @@ def rehearse(
     reference: bool = False,
     document_tokens: int | None = None,
     layers: Sequence[int] | None = None,
+    rank: int = 0,
 ) -> RehearsalResult:
-    """Run training steps (trains=False: forward passes) as rank 0 of `ranks`, and measure the last. `config` is the
+    """Run training steps (trains=False: forward passes) as `rank` of `ranks`, and measure the last. `config` is the
     model's config.json, of which `layers` run, by default the first; the layout has a policy for each. Weights are
     random. `memory_only`: run one step, and limit attention to documents of 128 Ki tokens; allocations do not change.
     `reference`: run the model without its adapter, or a frozen copy, first, as DPO and GRPO do."""
@@ -100,7 +101,7 @@ def rehearse(
     with ExitStack() as stack:
         is_real = dist.is_initialized()
         if not is_real:
-            start_loopback(ranks)
+            start_loopback(ranks, rank)
         stack.callback(destroy_subgroups if is_real else dist.destroy_process_group)
         mesh = make_mesh(layout.cp, default_device(), ring=layout.ring, replicas=layout.replicas)
         with phase("building the model"):
@@ -258,7 +259,7 @@ def describe_rehearsal(plan: Plan, truncated: TruncatedPlan) -> dict[str, Any]:
     }
 
 
-def rehearse_plan(plan: Plan, truncated: TruncatedPlan, model: str) -> tuple[list[dict[str, Any]], str]:
+def rehearse_plan(plan: Plan, truncated: TruncatedPlan, model: str, rank: int = 0) -> tuple[list[dict[str, Any]], str]:
     """Rehearse a few layers of `model` within the planned GPU's memory. Return table rows and the peak's phase."""
     config, memory_tracker = find_config(model), OutOfMemoryTracker(default_device())
     if _on_gpu():
@@ -267,7 +268,7 @@ def rehearse_plan(plan: Plan, truncated: TruncatedPlan, model: str) -> tuple[lis
     try:
         options = (truncated.work != plan.work, truncated.shape.adapter, plan.work.trains)
         named: dict[str, Any] = {"optimizer_name": truncated.shape.optimizer, "reference": plan.work.reference}
-        named["layers"] = truncated.layers
+        named |= {"layers": truncated.layers, "rank": rank}
         if plan.work.batch > 1:
             named["document_tokens"] = plan.work.context
         with listening(memory_tracker):

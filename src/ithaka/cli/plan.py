@@ -189,13 +189,13 @@ def rehearse(
     ghost: Annotated[
         bool, typer.Option("--ghost", help="Only trace memory, of all layers, without a GPU: in seconds.")
     ] = False,
-    rank: Annotated[int, typer.Option(min=0, help="With --ghost: the rank to trace.")] = 0,
+    rank: Annotated[int, typer.Option(min=0, help="The rank to run, or to trace with --ghost.")] = 0,
     data: Annotated[
         Path | None, typer.Option(help="With --ghost: a run's configuration, whose worst packed batch is traced.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run rank 0 of these GPUs on this device, or all under torchrun, and compare measurements with the plan."""
+    """Run one rank of these GPUs on this device, or all under torchrun, and compare measurements with the plan."""
     from ithaka.config.units import format_bytes
     from ithaka.plan import show
     from ithaka.plan.hardware import find_hardware
@@ -205,8 +205,12 @@ def rehearse(
 
     hardware = find_hardware(gpus, gpu_file, host_memory, disk)
     if under_torchrun() and hardware.num_gpus != (ranks := int(os.environ["WORLD_SIZE"])):
-        fix = f"use --gpus for {ranks}, or leave torchrun out to run rank 0 of {hardware.num_gpus}"
+        fix = f"use --gpus for {ranks}, or leave torchrun out to run one rank of {hardware.num_gpus}"
         raise ConfigError(f"--gpus {gpus} has {hardware.num_gpus} GPUs, but torchrun started {ranks} ranks; {fix}")
+    if rank >= (num_ranks := hardware.num_gpus):
+        raise ConfigError(f"--rank {rank} is not one of the {num_ranks} ranks; use 0 to {num_ranks - 1}")
+    if rank and under_torchrun() and not ghost:
+        raise ConfigError(f"--rank {rank} needs one process, and under torchrun all ranks run; leave --rank out")
     context = _count_tokens(model, video, context)
     request = make_request(model, hardware, context, batch, overrides or [], adapter, traces=ghost)
     plan = request.forward_plan() if evaluate else request.plan()
@@ -221,8 +225,8 @@ def rehearse(
     if ghost:
         _rehearse_ghost(plan, find_config(model), rank, data, as_json)
         return
-    if rank or data:
-        raise ConfigError(f"{'--rank' if rank else '--data'} needs --ghost: a rehearsal runs rank 0 on random tokens")
+    if data:
+        raise ConfigError("--data needs --ghost: a rehearsal runs on random tokens")
 
     with loading() as status:
         from ithaka.checks import rehearse as rehearsal
@@ -242,7 +246,7 @@ def rehearse(
     if not as_json:
         decided = {name: format_value(value) for name, value in plan.settings.items() if value is not None}
         settings = ", ".join(f"{name}={value}" for name, value in decided.items())
-        print("all ranks" if under_torchrun() else "rank 0", end=" ")
+        print("all ranks" if under_torchrun() else f"rank {rank}", end=" ")
         print("of {gpus}, {context} tokens, {layers} of {layers_of_model} layers, on {device}".format(**header))
         for kind in header["kinds"] if len(header["kinds"]) > 1 else ():
             rehearsed, num_layers = ", ".join(map(str, kind["rehearsed"])), header["layers_of_model"]
@@ -250,7 +254,7 @@ def rehearse(
         print("attention: kernel {kernel}, planned with {planned_kernel}".format(**header))
         print(f"settings: {settings}\nX: {header['x']}\n", flush=True)
     with status(f"rehearsing at {truncated.work.tokens} tokens"):
-        rows, peak_phase = rehearsal.rehearse_plan(plan, truncated, model)
+        rows, peak_phase = rehearsal.rehearse_plan(plan, truncated, model, rank)
     end_process_group()
     if as_json:
         print(json.dumps(header | {"rows": rows, "peak_phase": peak_phase}, indent=2))
