@@ -26,13 +26,13 @@ from ithaka.ops.delta_kernels import triton
 
 CHUNK = {"forward": 64, "backward": 64}  # tokens
 HEADS = {"out": 8, "key": 8, "value": 8}  # heads that one program computes, at most
-TILE = 64, 64  # rows and columns of a state that one program of `_walk_kernel` updates, at most
+TILE = 64, 32  # rows and columns of a state that one program of `_walk_kernel` updates, at most
 OPTIONS = {
     "prepare": {"num_warps": 2},
     "walk": {"num_warps": 4, "num_stages": 4},
     "out": {"num_warps": 4, "num_stages": 3},
-    "key": {"num_warps": 4, "num_stages": 3},
-    "value": {"num_warps": 4, "num_stages": 2},
+    "key": {"num_warps": 8, "num_stages": 3},
+    "value": {"num_warps": 4, "num_stages": 3},
 }
 
 
@@ -230,8 +230,8 @@ if triton is not None:
         V: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
         HEADS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
-        """Write dq and dk, summed over HEADS heads. For `_value_grad_kernel`, write the products of S's gradient with S:
-        from each token that reads it, and from what passes the chunk."""
+        """Write dq and dk, summed over HEADS heads. For `_value_grad_kernel`, write what dS sums to, times S: from each
+        token that reads S, and from what passes the chunk."""
         parts, i = H // HEADS, tl.arange(0, C)
         chunk, part = tl.program_id(0) // parts, tl.program_id(0) % parts
         at, j, J, z = chunk * C + i, part * HEADS // repeats, H // repeats, (t + C - 1) // C
