@@ -184,13 +184,15 @@ def test_resets_are_found_without_scanning_all_documents():
     ]
 
 
-def compare_kernels(kind: str) -> str | None:
+def compare_kernels(kind: str, chunk: int = 64) -> str | None:
     """Run the trial of the kernels, on a CPU; return what is wrong."""
     module = {"delta": delta_rule, "ssd": ssd}[kind]
     module._try.cache_clear()
     with kernel_modules("delta_kernels", "ssd_kernels") as modules, pytest.MonkeyPatch.context() as patch:
         fused = next(each for each in modules if each.__name__.endswith(f"{kind}_kernels")).FusedSegment
         patch.setattr(module, "FusedSegment", fused)
+        if kind == "ssd":
+            patch.setattr(modules[1], "CHUNK", dict.fromkeys(modules[1].CHUNK, chunk))
         kinds = [fused] if kind == "delta" else []
         sizes = [torch.device("cpu"), torch.bfloat16, (2, 24), (4, 32)]
         found = module._try(*kinds, *sizes, *([True] if kind == "delta" else []))
@@ -198,6 +200,6 @@ def compare_kernels(kind: str) -> str | None:
     return found
 
 
-@pytest.mark.parametrize("kind", ["delta", "ssd"])
-def test_kernels_compute_what_the_plain_recurrence_does(kind):
-    assert compare_kernels(kind) is None
+@pytest.mark.parametrize(("kind", "chunk"), [("delta", 64), ("ssd", 64), ("ssd", 128)])
+def test_kernels_compute_what_the_plain_recurrence_does(kind, chunk):
+    assert compare_kernels(kind, chunk) is None

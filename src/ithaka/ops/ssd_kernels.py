@@ -24,15 +24,15 @@ from torch.nn import functional as F
 
 from ithaka.ops.delta_kernels import triton
 
-CHUNK = 64  # tokens
+CHUNK = {"forward": 64, "backward": 64}  # tokens
 HEADS = {"out": 8, "key": 8, "value": 8}  # heads that one program computes, at most
-TILE = 64, 64  # rows and columns of a state that one program of `_walk_kernel` updates, at most
+TILE = 64, 32  # rows and columns of a state that one program of `_walk_kernel` updates, at most
 OPTIONS = {
     "prepare": {"num_warps": 2},
     "walk": {"num_warps": 4, "num_stages": 4},
     "out": {"num_warps": 4, "num_stages": 3},
-    "key": {"num_warps": 4, "num_stages": 3},
-    "value": {"num_warps": 4, "num_stages": 2},
+    "key": {"num_warps": 8, "num_stages": 3},
+    "value": {"num_warps": 4, "num_stages": 3},
 }
 
 
@@ -53,46 +53,58 @@ class FusedSegment:
             q, k = (F.pad(x, (0, self.padding)) for x in (q, k))
         self.own = q, k, v, g, dt
         self.ids = ids if ids is not None else torch.zeros(t + 1, dtype=torch.int32, device=v.device)
-        self.num_chunks, self.repeats = triton.cdiv(t, CHUNK), H // J
-        self.sizes = t, H, H // J
-        self.constants = {"V": V, "C": CHUNK, "K": K + self.padding}
-        self.factors = g.new_empty(5, H, self.num_chunks * CHUNK)  # log of the decay, e, f, dt and f dt
-        self.passing = g.new_empty(H, self.num_chunks)  # p
-        self.decays = self.factors, self.passing
-        _prepare_kernel[(self.num_chunks * H,)](g, dt, self.ids, *self.decays, t, H, C=CHUNK, **OPTIONS["prepare"])
+        self.repeats, self.sizes = H // J, (t, H, H // J)
+        self.constants = {"V": V, "K": K + self.padding}
 
     def extend(self, map_HKX: Tensor) -> Tensor:
+        self._prepare("forward")
         return self._extend(map_HKX, None)
 
     def extend_grad(self, map_HKX: Tensor, dout_tHV: Tensor) -> Tensor:
+        self._prepare("backward")
         return self._extend(map_HKX, dout_tHV.contiguous())
 
     def forward(self, state_HKV: Tensor, out_tHV: Tensor) -> Tensor:
         assert out_tHV.is_contiguous()
+        self._prepare("forward")
         (q, k, v, _, _), states = self.own, self._new_states(1)[0]
         state_HKV = self._walk(state_HKV, kept=states)
         self._launch(_out_kernel, "out", q, k, v, *self.decays, self.skip_H, self.ids, states, out_tHV)
         return state_HKV
 
     def backward(self, state_HKV: Tensor, dout_tHV: Tensor, dstate_HKV: Tensor) -> Tensor:
+        self._prepare("backward")
         q, k, v, g, dt = self.own
         dout_tHV, kept = dout_tHV.contiguous(), self._new_states(2)  # S and dS'
         self._walk(state_HKV, kept=kept[0])
         dstate_HKV = self._walk(dstate_HKV, dout_tHV, kept[1])
         parts = v.shape[1] // self._heads("key")
-        dqk, dskip = g.new_empty(2, len(k), parts, k.shape[-1]), g.new_empty(self.num_chunks, v.shape[1])
-        self._launch(_key_grad_kernel, "key", q, k, v, *self.decays, self.ids, *kept, dout_tHV, *dqk)
+        dqk = (k if parts == k.shape[1] else g).new_empty(2, len(k), parts, k.shape[-1])
+        read, passed = torch.empty_like(self.factors[0]), torch.empty_like(self.passing)
+        self._launch(_key_grad_kernel, "key", q, k, v, *self.decays, self.ids, *kept, dout_tHV, *dqk, read, passed)
+        dskip = g.new_empty(self.num_chunks, v.shape[1])
         # Each program reads what it overwrites: v of its chunk and heads.
         self._launch(
-            _value_grad_kernel, "value", q, k, v, *self.decays, self.skip_H, self.ids, *kept, dout_tHV, g, dt, dskip
-        )
+            _value_grad_kernel, "value", q, k, v, *self.decays, self.skip_H, self.ids, kept[1], dout_tHV,
+            read, passed, g, dt, dskip,
+        )  # fmt: skip
         self.dskip_H.add_(dskip.sum(0))
-        dqk = dqk if parts == k.shape[1] else dqk.unflatten(2, (k.shape[1], -1)).sum(3)
+        if parts != k.shape[1]:
+            dqk = dqk.unflatten(2, (k.shape[1], -1)).sum(3)
         dq, dk = dqk[..., : self.K]
         for x, grad in zip(self.inputs, (dq, dk, v, g, dt), strict=True):
             if x.data_ptr() != grad.data_ptr():
                 x.copy_(grad)
         return dstate_HKV
+
+    def _prepare(self, direction: str) -> None:
+        """Cut the segment into chunks, and compute their decays."""
+        (_, _, _, g, dt), (t, H, _), C = self.own, self.sizes, CHUNK[direction]
+        self.num_chunks, self.constants["C"] = triton.cdiv(t, C), C
+        self.factors = g.new_empty(5, H, self.num_chunks * C)  # log of the decay, e, f, dt and f dt
+        self.passing = g.new_empty(H, self.num_chunks)  # p
+        self.decays = self.factors, self.passing
+        _prepare_kernel[(self.num_chunks * H,)](g, dt, self.ids, *self.decays, t, H, C=C, **OPTIONS["prepare"])
 
     def _extend(self, map_HKX: Tensor, dout_tHV: Tensor | None) -> Tensor:
         matrix_HKx, state_HKV = map_HKX.tensor_split((-self.constants["V"],), -1)
@@ -214,50 +226,54 @@ if triton is not None:
 
     @triton.jit
     def _key_grad_kernel(
-        q, k, v, factors, passing, ids, states, dstates, dout, dq, dk, t, H, repeats,
+        q, k, v, factors, passing, ids, states, dstates, dout, dq, dk, read, passed, t, H, repeats,
         V: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
         HEADS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
-        """Write dq and dk, summed over HEADS heads."""
+        """Write dq and dk, summed over HEADS heads. For `_value_grad_kernel`, write what dS sums to, times S: from each
+        token that reads S, and from what passes the chunk."""
         parts, i = H // HEADS, tl.arange(0, C)
         chunk, part = tl.program_id(0) // parts, tl.program_id(0) % parts
         at, j, J, z = chunk * C + i, part * HEADS // repeats, H // repeats, (t + C - 1) // C
         step = H * z * C
         inside, at_CK = (at < t)[:, None], (at * parts + part)[:, None] * K + tl.arange(0, K)[None, :]
         id_C = tl.load(ids + 1 + tl.minimum(at, t - 1))
-        dscores, dq_CK = tl.zeros((C, C), tl.float32), tl.zeros((C, K), tl.float32)
+        q_CK = _load_rows(q, at, j, t, J, K)
+        dscores = tl.zeros((C, C), tl.float32)
+        dq_CK, dk_CK = tl.zeros((C, K), tl.float32), tl.zeros((C, K), tl.float32)
         for head in tl.range(0, HEADS, num_stages=STAGES):
             h = part * HEADS + head
             factor = factors + (h * z + chunk) * C + i
-            log, e, b = tl.load(factor), tl.load(factor + step), tl.load(factor + 3 * step)
-            dproducts = tl.zeros((C, C), tl.float32)
+            log, e, b, w = (
+                tl.load(factor), tl.load(factor + step), tl.load(factor + 3 * step), tl.load(factor + 4 * step)
+            )  # fmt: skip
+            dproducts, dlog = tl.zeros((C, C), tl.float32), tl.zeros((C,), tl.float32)
+            through = tl.sum(tl.zeros((C,), tl.float32), 0)
             for first in range(0, V, COLUMNS):
                 col = first + tl.arange(0, COLUMNS)
                 at_CV = (at * H + h)[:, None] * V + col[None, :]
+                at_KV = ((chunk * H + h) * K + tl.arange(0, K)[:, None]) * V + col[None, :]
                 x, d = tl.load(v + at_CV, inside, other=0.0), tl.load(dout + at_CV, inside, other=0.0)
-                state = tl.load(states + ((chunk * H + h) * K + tl.arange(0, K)[:, None]) * V + col[None, :])
+                state, dstate = tl.load(states + at_KV), tl.load(dstates + at_KV)
                 dproducts = tl.dot(d, tl.trans(x), dproducts)
-                dq_CK += tl.dot(d, tl.trans(state)) * e[:, None]
-            dscores += dproducts * tl.exp(tl.minimum(log[:, None] - log[None, :], 0.0)) * b[None, :]
-        k_CK = _load_rows(k, at, j, t, J, K)
-        dscores = tl.where((i[:, None] >= i[None, :]) & (id_C[:, None] == id_C[None, :]), dscores, 0.0)
-        dscores_CC = dscores.to(k_CK.dtype)
-        tl.store(dq + at_CK, tl.dot(dscores_CC, k_CK, dq_CK), inside)
-        dk_CK = tl.dot(tl.trans(dscores_CC), _load_rows(q, at, j, t, J, K))
-        for head in tl.range(0, HEADS, num_stages=STAGES):
-            h = part * HEADS + head
-            factor = factors + (h * z + chunk) * C + i
-            w = tl.load(factor + 4 * step)
-            for first in range(0, V, COLUMNS):
-                col = first + tl.arange(0, COLUMNS)
-                x = tl.load(v + (at * H + h)[:, None] * V + col[None, :], inside, other=0.0)
-                dstate = tl.load(dstates + ((chunk * H + h) * K + tl.arange(0, K)[:, None]) * V + col[None, :])
+                dread = tl.dot(d, tl.trans(state)) * e[:, None]
+                dlog += tl.sum(dread * q_CK.to(tl.float32), 1)
+                dq_CK += dread
                 dk_CK += tl.dot(x, tl.trans(dstate)) * w[:, None]
-        tl.store(dk + at_CK, dk_CK, inside)
+                through += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
+            dscores += dproducts * tl.exp(tl.minimum(log[:, None] - log[None, :], 0.0)) * b[None, :]
+            tl.store(read + (h * z + chunk) * C + i, dlog)
+            tl.store(passed + h * z + chunk, tl.load(passing + h * z + chunk) * through)
+        dscores = tl.where((i[:, None] >= i[None, :]) & (id_C[:, None] == id_C[None, :]), dscores, 0.0)
+        dscores_CC = dscores.to(q_CK.dtype)
+        dq_CK = tl.dot(dscores_CC, _load_rows(k, at, j, t, J, K), dq_CK)
+        dk_CK = tl.dot(tl.trans(dscores_CC), q_CK, dk_CK)
+        tl.store(dq + at_CK, dq_CK.to(dq.dtype.element_ty), inside)
+        tl.store(dk + at_CK, dk_CK.to(dk.dtype.element_ty), inside)
 
     @triton.jit
     def _value_grad_kernel(
-        q, k, v, factors, passing, skip, ids, states, dstates, dout, dg, ddt, dskip, t, H, repeats,
+        q, k, v, factors, passing, skip, ids, dstates, dout, read, passed, dg, ddt, dskip, t, H, repeats,
         V: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
         HEADS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
@@ -268,29 +284,23 @@ if triton is not None:
         at, j, J, z = chunk * C + i, part * HEADS // repeats, H // repeats, (t + C - 1) // C
         step = H * z * C
         inside, id_C = at < t, tl.load(ids + 1 + tl.minimum(at, t - 1))
-        q_CK, k_CK = _load_rows(q, at, j, t, J, K), _load_rows(k, at, j, t, J, K)
-        scores = tl.dot(k_CK, tl.trans(q_CK))
+        k_CK = _load_rows(k, at, j, t, J, K)
+        scores = tl.dot(k_CK, tl.trans(_load_rows(q, at, j, t, J, K)))
         scores = tl.where((i[:, None] <= i[None, :]) & (id_C[:, None] == id_C[None, :]), scores, 0.0)
         for head in tl.range(0, HEADS, num_stages=STAGES):
             h = part * HEADS + head
             row, factor = at * H + h, factors + (h * z + chunk) * C + i
-            log, e, f, b = (
-                tl.load(factor), tl.load(factor + step), tl.load(factor + 2 * step), tl.load(factor + 3 * step)
-            )  # fmt: skip
+            log, f, b = tl.load(factor), tl.load(factor + 2 * step), tl.load(factor + 3 * step)
             skipped = tl.load(skip + h)
             products = scores * tl.exp(tl.minimum(log[None, :] - log[:, None], 0.0))
             products_CC = products.to(v.dtype.element_ty)
             dproducts = tl.zeros((C, C), tl.float32)
-            dlog, to_state = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32)
-            passed = tl.sum(tl.zeros((C,), tl.float32), 0)
+            to_state = tl.zeros((C,), tl.float32)
             for first in range(0, V, COLUMNS):
                 col = first + tl.arange(0, COLUMNS)
                 at_CV = row[:, None] * V + col[None, :]
-                at_KV = ((chunk * H + h) * K + tl.arange(0, K)[:, None]) * V + col[None, :]
                 x, d = tl.load(v + at_CV, inside[:, None], other=0.0), tl.load(dout + at_CV, inside[:, None], other=0.0)
-                state, dstate = tl.load(states + at_KV), tl.load(dstates + at_KV)
-                passed += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
-                dlog += tl.sum(tl.dot(q_CK, state) * d.to(tl.float32), 1)
+                dstate = tl.load(dstates + ((chunk * H + h) * K + tl.arange(0, K)[:, None]) * V + col[None, :])
                 dwritten = tl.dot(k_CK, dstate) * f[:, None]
                 to_state += tl.sum(dwritten * x.to(tl.float32), 1)
                 dproducts = tl.dot(x, tl.trans(d), dproducts)
@@ -300,7 +310,7 @@ if triton is not None:
             dproducts *= products
             db = tl.sum(dproducts, 1) + to_state  # the sum over y's gradient times x
             tl.store(ddt + row, db, inside)
-            dlog = dlog * e + tl.sum(dproducts * b[:, None], 0) - db * b
+            dlog = tl.load(read + (h * z + chunk) * C + i) + tl.sum(dproducts * b[:, None], 0) - db * b
             # g decays what later tokens read, and what leaves the chunk.
-            total = tl.sum(to_state * b, 0) + tl.load(passing + h * z + chunk) * passed
+            total = tl.sum(to_state * b, 0) + tl.load(passed + h * z + chunk)
             tl.store(dg + row, tl.cumsum(dlog, 0, reverse=True) + total, inside)
