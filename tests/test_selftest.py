@@ -217,7 +217,7 @@ def test_everything_passes_on_a_healthy_machine(tmp_path, num_ranks):
     paths = {"PYTHONPATH": str(Path(ithaka.__file__).parents[1]), "XDG_CONFIG_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     command += ["-m", "ithaka", "selftest", "--json", "result.json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | paths, timeout=600)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | paths, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     lines = done.stdout.splitlines()
     assert re.fullmatch(r"\d+ passed, 0 slower, 0 failed in .*", lines[-1]), done.stdout
