@@ -39,7 +39,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> N
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    return TRACED_SMS if device.type == "meta" else torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else TRACED_SMS
 
 
 def power_of_two(size: int) -> int:
