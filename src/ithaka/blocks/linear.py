@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ithaka.blocks.block import BlockSpec, TileState, is_plain
+from ithaka.blocks.block import BlockSpec, TileState, is_plain, reshape_output
 from ithaka.blocks.dropout import TokenDropout
 from ithaka.blocks.tiles import GradSum, sum_dtype
 
@@ -157,7 +157,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(x_tD)
         if block.is_projection and block.tile.skips_projections:
             return x_tD.new_zeros(()).expand(*x.shape[:-1], len(linear.weight_MD))
-        return linear(x_tD).view(*x.shape[:-1], -1)
+        return reshape_output(linear(x_tD), *x.shape[:-1], len(linear.weight_MD))
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> Any:
