@@ -136,16 +136,14 @@ def _comparable_rows(
     """Return one row of integers per token of each sequence. Tokens with equal rows may be shared."""
     if not isinstance(keys, Sequence):
         raise ConfigError(f"keys={keys!r} is a {type(keys).__name__}; pass a list of keys")
-    named = {"sequences": sequences, "labels": labels} | {f"keys[{i}]": key for i, key in enumerate(keys)}
-    for name, values in named.items():
-        if values is None:
-            continue
+    named = {"sequences": sequences} | ({} if labels is None else {"labels": labels})
+    for name, values in (named | {f"keys[{i}]": key for i, key in enumerate(keys)}).items():
         if not isinstance(values, Sequence | Tensor):
             fix = "pass a list with one tensor of integers per sequence"
             raise ConfigError(f"{name}={values!r} is a {type(values).__name__}; {fix}")
         if len(values) != len(sequences) or not len(values):
-            rule = f"{len(values)} values for {len(sequences)} sequences" if len(values) else "no values"
-            raise ConfigError(f"{name} has {rule}; pass one tensor per sequence")
+            rule = f"has {len(values)} values for {len(sequences)} sequences" if len(values) else "is empty"
+            raise ConfigError(f"{name} {rule}; pass one per sequence")
         for number, value in enumerate(values):
             is_key = name.startswith("keys")
             is_integers = isinstance(value, Tensor) and not (value.is_floating_point() or value.dtype == torch.bool)
