@@ -41,7 +41,10 @@ def measure(config: Path, tokens: int, compiles: str, caches: Path, run_dir: Pat
     words = ["profile", "--steps", "2", "--run-dir", str(run_dir), *(w for each in options for w in ("--set", each))]
     folders = {name: str(caches / folder) for name, folder in CACHES.items()}
     command = [sys.executable, "-m", "ithaka", *words]
-    run = subprocess.run(command, env=os.environ | folders, capture_output=True, text=True, timeout=limit_s)
+    try:
+        run = subprocess.run(command, env=os.environ | folders, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return {"stopped_after_s": limit_s}
     if run.returncode:
         raise SystemExit(f"{shell_command(*words)} failed:\n{run.stderr[-2000:]}")
     compiled = [line.split(None, 1)[1] for line in run.stdout.splitlines() if line.startswith("  compile ")]
@@ -59,16 +62,15 @@ def main(
     """Measure how much longer the first step takes if layers are compiled."""
     for model in models.split(","):
         with tempfile.TemporaryDirectory() as name:
-            folder, eager = Path(name), dict[str, float]()
+            folder, eager = Path(name), dict[str, float | None]()
             config = write_config(model, tokens, folder / "model")
             for mode in ("false", compile):
                 for caches in ("cold", "cached"):
                     figures = measure(config, tokens, mode, folder / mode, folder / f"{mode}-{caches}", limit_s)
-                    eager.setdefault(caches, figures["first_step_s"])
-                    longer = {"longer_s": round(figures["first_step_s"] - eager[caches], 3)}
-                    print(
-                        json.dumps({"model": model, "compile": mode, "caches": caches} | longer | figures), flush=True
-                    )
+                    first_s = figures.get("first_step_s")
+                    if (eager_s := eager.setdefault(caches, first_s)) and first_s:
+                        figures["longer_s"] = round(first_s - eager_s, 3)
+                    print(json.dumps({"model": model, "compile": mode, "caches": caches} | figures), flush=True)
 
 
 if __name__ == "__main__":
