@@ -186,9 +186,15 @@ def make_layout(num_layers: int, **settings: Any) -> Layout:
 
 @lru_cache(maxsize=4096)
 def _make_policies(
-    num_layers: int, *, input_tier: Tier = "device", keep_inputs: int = 0, keep_attention: int = 0,
-    attention_tier: Tier = "device", keep_projections: int = 0, keep_everything: int = 0,
-) -> tuple[ActivationPolicy, ...]:  # fmt: skip
+    num_layers: int,
+    *,
+    input_tier: Tier = "device",
+    keep_inputs: int = 0,
+    keep_attention: int = 0,
+    attention_tier: Tier = "device",
+    keep_projections: int = 0,
+    keep_everything: int = 0,
+) -> tuple[ActivationPolicy, ...]:
     """The last layers keep the most: their backward runs first and frees it before the layers below recompute."""
     num_everything = min(keep_everything, num_layers)
     num_projections = max(min(keep_projections, num_layers), num_everything)
@@ -301,9 +307,14 @@ def check_size(name: str, size: Any) -> None:
 
 
 def check_parallelism(
-    num_ranks: int | None = None, num_heads: int | None = None, *, cp: int | None = None, ring: int | None = None,
-    replicas: int | None = None, heads_per_stage: int | None = None,
-) -> None:  # fmt: skip
+    num_ranks: int | None = None,
+    num_heads: int | None = None,
+    *,
+    cp: int | None = None,
+    ring: int | None = None,
+    replicas: int | None = None,
+    heads_per_stage: int | None = None,
+) -> None:
     """Raise ConfigError if these sizes do not go together. None: unknown, or left to the planner. `num_heads`: the
     model's query heads."""
     for name, size in (("cp", cp), ("ring", ring), ("replicas", replicas), ("heads_per_stage", heads_per_stage)):

@@ -117,9 +117,16 @@ def _check_types(
 
 
 def plan_model_run(
-    model: Any, cp: int | None, ring: int | None, dtype: str, layout: Layout | None, context: int, batch: int,
-    reference: bool = False, teacher: Any = None,
-) -> resolve.Run:  # fmt: skip
+    model: Any,
+    cp: int | None,
+    ring: int | None,
+    dtype: str,
+    layout: Layout | None,
+    context: int,
+    batch: int,
+    reference: bool = False,
+    teacher: Any = None,
+) -> resolve.Run:
     """Plan a layout, or take the user's, and check that it fits on every rank's machine."""
     num_ranks = dist.get_world_size()
     parallel = {name: value for name, value in {"cp": cp, "ring": ring}.items() if value}

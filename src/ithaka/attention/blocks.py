@@ -177,10 +177,22 @@ class _AttentionCall:
 
 
 def _plan_call(
-    q: Tensor, k: Tensor, v: Tensor, *, backward: bool, part: int, accumulates: bool, owns_kv_grads: bool = False,
-    scale: float, causal: bool = True, window: int | None = None, docs: Docs | tuple[int, ...] | None = None,
-    kernel: str | Kernel = "auto", blocks: tuple[int, int] | None = None, softcap: float | None = None,
-) -> _AttentionCall:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    backward: bool,
+    part: int,
+    accumulates: bool,
+    owns_kv_grads: bool = False,
+    scale: float,
+    causal: bool = True,
+    window: int | None = None,
+    docs: Docs | tuple[int, ...] | None = None,
+    kernel: str | Kernel = "auto",
+    blocks: tuple[int, int] | None = None,
+    softcap: float | None = None,
+) -> _AttentionCall:
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
     docs = docs if isinstance(docs, Docs) else Docs((0, num_tokens) if docs is None else tuple(docs))
     if num_heads % num_kv_heads:
@@ -236,9 +248,14 @@ def _plan_call(
 
 
 def _count_blocks(
-    kernel: Kernel, backward: bool, q: Tensor, query_blocks: list[QueryBlock], chunks: list[VarlenChunk], causal: bool,
+    kernel: Kernel,
+    backward: bool,
+    q: Tensor,
+    query_blocks: list[QueryBlock],
+    chunks: list[VarlenChunk],
+    causal: bool,
     window: int | None,
-) -> None:  # fmt: skip
+) -> None:
     """Count the FLOPs of all calls."""
     direction, (_, num_heads, head_dim) = "backward" if backward else "forward", q.shape
     for block in query_blocks:

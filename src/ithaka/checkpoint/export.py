@@ -98,9 +98,14 @@ def check_export(run_dir: Path, out_dir: Path, merge: bool, step: int | None, fo
 
 
 def _write(
-    run_dir: Path, checkpoint: Path, model_dir: Path, out_dir: Path, weights: dict[str, Tensor], merge: bool,
+    run_dir: Path,
+    checkpoint: Path,
+    model_dir: Path,
+    out_dir: Path,
+    weights: dict[str, Tensor],
+    merge: bool,
     as_trained: bool,
-) -> None:  # fmt: skip
+) -> None:
     """`model_dir` is a copy of RUN_DIR/model, whose RoPE settings may be from a later step than the checkpoint."""
     state, config_file = read_state(checkpoint), model_dir / "config.json"
     values = json.loads(config_file.read_text())

@@ -76,10 +76,19 @@ class RehearsalResult:
 
 
 def rehearse(
-    config: dict[str, Any], layout: Layout, ranks: int, context: int, memory_only: bool = False,
-    adapter: AdapterConfig | None = None, trains: bool = True, steps: int = 2, optimizer_name: Any = "adamw",
-    reference: bool = False, document_tokens: int | None = None, layers: Sequence[int] | None = None,
-) -> RehearsalResult:  # fmt: skip
+    config: dict[str, Any],
+    layout: Layout,
+    ranks: int,
+    context: int,
+    memory_only: bool = False,
+    adapter: AdapterConfig | None = None,
+    trains: bool = True,
+    steps: int = 2,
+    optimizer_name: Any = "adamw",
+    reference: bool = False,
+    document_tokens: int | None = None,
+    layers: Sequence[int] | None = None,
+) -> RehearsalResult:
     """Run training steps (trains=False: forward passes) as rank 0 of `ranks`, and measure the last. `config` is the
     model's config.json, of which `layers` run, by default the first; the layout has a policy for each. Weights are
     random. `memory_only`: run one step, and limit attention to documents of 128 Ki tokens; allocations do not change.

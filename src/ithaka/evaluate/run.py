@@ -59,9 +59,16 @@ def evaluate_all(sources: Sequence[Path], *options: Any) -> list[dict[str, Any]]
 
 
 def evaluate(
-    source: Path, contexts: Sequence[int], data: Path | None, ranks: int | None, num_documents: int, samples: int,
-    tasks: Path | None = None, chat_template: Path | None = None, base: Path | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    source: Path,
+    contexts: Sequence[int],
+    data: Path | None,
+    ranks: int | None,
+    num_documents: int,
+    samples: int,
+    tasks: Path | None = None,
+    chat_template: Path | None = None,
+    base: Path | None = None,
+) -> dict[str, Any]:
     """Evaluate a Hugging Face directory, a run's latest checkpoint or an adapter, and its divergence from `base`."""
     with tempfile.TemporaryDirectory(prefix="ithaka-evaluate-") as name:
         folder = Path(name)
@@ -135,9 +142,15 @@ def prepare_model(source: Path, out: Path) -> Path:
 
 
 def _evaluate_rank(
-    directory: Path, folder: Path, text: EvalText, contexts: list[int], samples: int, prompts: Sequence[Prompt],
-    longest: int, other: Path | None = None,
-) -> None:  # fmt: skip
+    directory: Path,
+    folder: Path,
+    text: EvalText,
+    contexts: list[int],
+    samples: int,
+    prompts: Sequence[Prompt],
+    longest: int,
+    other: Path | None = None,
+) -> None:
     start_process_group()
     shapes, cp = [read_shape(each) for each in (directory, other) if each is not None], dist.get_world_size()
     ring = max(smallest_ring(cp, shape.heads) for shape in shapes)  # both models share each sequence in the same way

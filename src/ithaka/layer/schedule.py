@@ -232,9 +232,14 @@ class LayerSchedule:
         saved.dout_sHK = douts_sHK
 
     def _tile_backward(
-        self, outputs_and_grads: Sequence[tuple[Any, Tensor]], leaves: list[Tensor], inputs: LayerInputs,
-        saved: SavedActivations, rows: slice, grads: GradSum,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        self,
+        outputs_and_grads: Sequence[tuple[Any, Tensor]],
+        leaves: list[Tensor],
+        inputs: LayerInputs,
+        saved: SavedActivations,
+        rows: slice,
+        grads: GradSum,
+    ) -> tuple[Tensor, ...]:
         """Return the gradients of `leaves`, given each output (or its edge) with its gradient. Add the gradients of
         parameters and of the layer's arguments to `grads`."""
         params = [param for param in self.layer.parameters() if param.requires_grad]

@@ -103,10 +103,19 @@ def parallelize_model(
 
 
 def build_model(
-    source: Path | dict, mesh: Mesh, layout: Layout | None = None, *, store: Store | None = None, seed: int = 0,
-    vocab_size: int | None = None, adapter: AdapterConfig | None = None, packing: AdapterConfig | None = None,
-    rope: RopeConfig | None = None, context: int = 0, trains: bool = True,
-) -> Any:  # fmt: skip
+    source: Path | dict,
+    mesh: Mesh,
+    layout: Layout | None = None,
+    *,
+    store: Store | None = None,
+    seed: int = 0,
+    vocab_size: int | None = None,
+    adapter: AdapterConfig | None = None,
+    packing: AdapterConfig | None = None,
+    rope: RopeConfig | None = None,
+    context: int = 0,
+    trains: bool = True,
+) -> Any:
     """Build a parallel model from a Hugging Face directory, a config.json or a config dict.
 
     The model is built on the meta device. Weights are read from safetensors straight into this rank's shards; without

@@ -23,9 +23,15 @@ ADAPTER_SETTINGS = {
 
 
 def make_request(
-    model: str, hardware: Hardware, context: str, batch: int, overrides: Sequence[str], adapter: int | None = None,
-    any_setting: bool = False, traces: bool = False,
-) -> PlanRequest:  # fmt: skip
+    model: str,
+    hardware: Hardware,
+    context: str,
+    batch: int,
+    overrides: Sequence[str],
+    adapter: int | None = None,
+    any_setting: bool = False,
+    traces: bool = False,
+) -> PlanRequest:
     """`overrides`: section.key=value, as for training. `any_setting`: also accept settings that affect no plan.
     `traces`: also trace plans of built-in models."""
     overrides = [*overrides, *([f"adapter.rank={adapter}"] if adapter else [])]

@@ -182,9 +182,15 @@ def _warn_only(what: str) -> Iterator[None]:
 
 
 def _record_step(
-    trainer: Trainer, result: StepResult, lr: float, num_tokens: int, step_s: float, val_loss: float | None,
-    sources: dict[str, float], memory: dict[str, int | None],
-) -> None:  # fmt: skip
+    trainer: Trainer,
+    result: StepResult,
+    lr: float,
+    num_tokens: int,
+    step_s: float,
+    val_loss: float | None,
+    sources: dict[str, float],
+    memory: dict[str, int | None],
+) -> None:
     losses = result.loss, val_loss, lr, result.grad_norm
     counts, ring = (trainer.tokens, result.label_tokens), {"balance": result.balance, "ring_bytes": result.ring_bytes}
     speed = num_tokens / step_s, step_s, flops_utilization(trainer, num_tokens, result.num_pairs, step_s)

@@ -124,11 +124,20 @@ class StepResult:
 
 
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], *, lr: float, clip_norm: float | None,
-    mesh: Mesh, windows: Sequence[int | None] = (), source_names: Sequence[str] = (), seed_and_step: tuple[int,
-    int] = (0, 0), accepts: Callable[[float, float], bool] = lambda loss, norm: True, dpo: DPO | None = None,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Batch],
+    *,
+    lr: float,
+    clip_norm: float | None,
+    mesh: Mesh,
+    windows: Sequence[int | None] = (),
+    source_names: Sequence[str] = (),
+    seed_and_step: tuple[int, int] = (0, 0),
+    accepts: Callable[[float, float], bool] = lambda loss, norm: True,
+    dpo: DPO | None = None,
     distill: Callable[[Batch, int], Any] | None = None,
-) -> StepResult:  # fmt: skip
+) -> StepResult:
     """Run one update on this rank's micro-batches. `windows`: sliding window of each layer. `seed_and_step`: for
     adapter.dropout. Skips the update if `accepts(loss, gradient norm)` is false. `distill` calls model and teacher.
 
