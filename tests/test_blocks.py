@@ -199,6 +199,16 @@ def test_some_heads_of_a_map_are_rows_or_columns_of_its_weight():
     torch.testing.assert_close(inner.input_grad(full.flatten(1), None), full.flatten(1) @ linear.weight_MD[:, 2:4])
 
 
+@pytest.mark.parametrize("find, make", [(find_linear, lambda: randomized(nn.Linear(D, D))), (find_mlp, make_mlp)])
+def test_results_of_blocks_may_be_changed_in_place(find, make):
+    module, x = make(), draw(1, TOKENS, D).requires_grad_()
+    results = []
+    for function in (find("module", module).make(module, TileState()), module):
+        y = function(x).clamp_(-0.2, 0.4)
+        results.append([y, *torch.autograd.grad(y, [x, *module.parameters()], draw(*y.shape, seed=1))])
+    torch.testing.assert_close(*results)
+
+
 # ---- RoPE
 
 
@@ -397,6 +407,18 @@ def test_layers_project_the_heads_of_a_stage_if_they_can(family, slices_heads, s
     # Gemma normalizes q and k, whose gradients then depend on them.
     assert spec.skips_projections == (slices_heads and family != "gemma3_text")
     assert spec.output == ("self_attn.o_proj" if slices_output else "")
+
+
+@pytest.mark.filterwarnings("ignore:model.layers.0 computes")
+@pytest.mark.parametrize(
+    ("family", "path", "changes"),
+    [("olmo", "self_attn.q_proj", {"clip_qkv": 0.5}), ("llama4_text", "feed_forward.shared_expert", {})],
+)
+def test_layers_that_change_results_in_place_have_blocks(family, path, changes):
+    """OLMo clips q, k and v, Llama 4 adds its experts to the output of the shared one."""
+    model = tiny_decoder(family, torch.float32, num_hidden_layers=2, **changes)
+    assert all(path in [block.path for block in spec.blocks] for spec in specs_of(model))
+    assert_equal(compare(model, Layout(tile_tokens=9), wide=False), tolerance=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])

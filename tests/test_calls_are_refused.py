@@ -518,9 +518,9 @@ def test_weights_and_prefixes_of_the_wrong_type_are_refused():
     ids, row = [1, 2, 3], torch.tensor([1, 2, 3])
     for arguments, *named in (((None,), "sequences=None"), (([row], 5), "labels=5", "int"), ((7,), "sequences=7")):
         assert_refused(partial(ithaka.pack_prefixes, *arguments), *named, fix="one tensor of integers per sequence")
-    for keys, named in ((None, "keys=None"), ([5], "keys=5")):
+    for keys, named in ((None, "keys=None"), ([5], "keys[0]=5")):
         assert_refused(partial(ithaka.pack_prefixes, [row], keys=keys), named, fix="pass a list")
-    assert_refused(partial(ithaka.pack_prefixes, []), "sequences is empty", fix="one tensor")
+    assert_refused(partial(ithaka.pack_prefixes, []), "sequences is empty", fix="one per sequence")
     assert_refused(partial(ithaka.pack_prefixes([row]).unpack, [1, 2, 3]), "list", fix="one value per token")
     for arguments, *named in (
         (([ids, ids],), "sequences[0]", "list"),

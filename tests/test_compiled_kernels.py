@@ -124,7 +124,7 @@ def test_helpers_start_before_slow_imports_and_checks(tmp_path, monkeypatch):
     events = []
     monkeypatch.setattr(preflight.launch, "num_gpus", lambda: 1)
     monkeypatch.setattr(preflight, "compile_ahead", lambda *kernel: events.append(kernel))
-    monkeypatch.setattr(preflight, "check_inputs", lambda run: events.append("inputs") or 0)
+    monkeypatch.setattr(preflight.validate, "check_inputs", lambda run: events.append("inputs") or 0)
     config = preflight.resolve(None, [], run_dir=tmp_path / "run")
     preflight.validate_run(config, 1, hardware=find_hardware("H200"))
     assert [event[0] if event != "inputs" else event for event in events] == ["H200-141GB", "inputs"]

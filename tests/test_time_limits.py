@@ -15,7 +15,7 @@ from ithaka.config import DataConfig
 from ithaka.data.documents import files
 from ithaka.data.open import check_data
 from ithaka.layer import stages
-from ithaka.mixers.softmax import LayerHeads
+from ithaka.mixers.softmax import SoftmaxMixer
 from ithaka.phases import listening, phase
 from ithaka.plan.hardware import GPUS, find_gpu
 from ithaka.train import heartbeat, watch
@@ -185,7 +185,7 @@ def slow_down(patch, where):
     for name in ("attend", "attend_backward"):
         attend = delay(getattr(stages.StagedAttention, name), 0.02 + late.get("attention", 0.0))
         patch.setattr(stages.StagedAttention, name, attend)
-    patch.setattr(LayerHeads, "project", delay(LayerHeads.project, late.get("projections", 0.0)))
+    patch.setattr(SoftmaxMixer, "project", delay(SoftmaxMixer.project, late.get("projections", 0.0)))
 
 
 def run_slowly(where, config):

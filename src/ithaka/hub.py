@@ -7,11 +7,12 @@ huggingface_hub provides the cache, the token, resumed downloads and offline mod
 import os
 import re
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeVar
 
 from ithaka.config import ConfigError, input_error
 from ithaka.exits import is_transient
 
+P = TypeVar("P", Path, Path | None)
 _HUB_NAME = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 HUB_ID = rf"(?!.*(?:--|\.\.)){_HUB_NAME}/{_HUB_NAME}"  # owner/name, as the hub allows it
 # A snapshot in the cache: a run's config.yaml names it, so that it resumes with the same commit.
@@ -26,13 +27,7 @@ def split_revision(name: str) -> tuple[str, str | None]:
     return repo, revision or None
 
 
-@overload
-def fetch_model(path: Path, setting: str = ...) -> Path: ...
-@overload
-def fetch_model(path: None, setting: str = ...) -> None: ...
-@overload
-def fetch_model(path: Path | None, setting: str = ...) -> Path | None: ...
-def fetch_model(path: Path | None, setting: str = "model.path=") -> Path | None:
+def fetch_model(path: P, setting: str = "model.path=") -> P:
     """Return the directory of a model. If `path` does not exist and could be a name on the hub, print the size of the
     files that are not cached, and download them. Any other path is returned unchanged. `setting` prefixes errors."""
     if path is None or path.exists() or path.parent.is_dir() or path.parts[:1] == ("models",):

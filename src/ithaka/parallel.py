@@ -18,16 +18,7 @@ from ithaka.model import build
 from ithaka.plan import show
 from ithaka.plan.shape import ModelShape
 from ithaka.roots.find import check_arguments, find_root
-from ithaka.run import launch
-from ithaka.run.resolve import (
-    Run,
-    check_fits,
-    detect_machine,
-    plan_run,
-    store_host_bytes,
-    uses_planner,
-    weakest_machine,
-)
+from ithaka.run import launch, resolve
 from ithaka.run.shapes import shape_from_config
 from ithaka.weights.adapters import find_active_adapter
 
@@ -94,7 +85,7 @@ def parallelize(
         start_process_group()
         run = plan_model_run(model, cp, ring, planned_dtype, layout, num_tokens, batch, reference, teacher)
         layout, plan = run.layout, run.plan
-        store = store or Store(default_device(), host_bytes=store_host_bytes(run))
+        store = store or Store(default_device(), host_bytes=resolve.store_host_bytes(run))
         if plan is not None and dist.get_rank() == 0:
             print(show.as_text(plan, _model_name(base)), flush=True)
     elif dtype is not None and layout is None:
@@ -135,24 +126,26 @@ def plan_model_run(
     batch: int,
     reference: bool = False,
     teacher: Any = None,
-) -> Run:
+) -> resolve.Run:
     """Plan a layout, or take the user's, and check that it fits on every rank's machine."""
     num_ranks = dist.get_world_size()
     parallel = {name: value for name, value in {"cp": cp, "ring": ring}.items() if value}
     settings = {"data": {"context": context}, "train": {"batch": batch}, "parallel": parallel}
     config, explicit = parse_config({"model": {"dtype": dtype}, **settings}), {f"parallel.{name}" for name in parallel}
-    machine = raise_on_all_ranks(lambda: detect_machine(config, num_ranks, launch.detect_gpu()))
-    least = raise_on_all_ranks(weakest_machine, gather_objects(machine))
+    machine = raise_on_all_ranks(lambda: resolve.detect_machine(config, num_ranks, launch.detect_gpu()))
+    least = raise_on_all_ranks(resolve.weakest_machine, gather_objects(machine))
     other = None if teacher is None else raise_on_all_ranks(shape_from_model, teacher)
     shape = dataclasses.replace(raise_on_all_ranks(shape_from_model, model), reference=reference, teacher=other)
-    if default_device().type == "cuda" and uses_planner(config, least):  # which kernel works is found by running it
+    if default_device().type == "cuda" and resolve.uses_planner(
+        config, least
+    ):  # which kernel works is found by running it
         least = least.with_kernel(agree_on_kernel("auto", default_device(), torch.bfloat16, shape.attention_kinds))
 
-    def plan_and_check() -> Run:
-        planned, plan = (config, None) if layout else plan_run(config, explicit, least, shape)
+    def plan_and_check() -> resolve.Run:
+        planned, plan = (config, None) if layout else resolve.plan_run(config, explicit, least, shape)
         chosen = layout or layout_from_config(planned, shape.num_layers, num_ranks, on_gpu=machine.gpu.name != "CPU")
-        run = Run(planned, num_ranks, shape, chosen, machine, plan)
-        check_fits(run)
+        run = resolve.Run(planned, num_ranks, shape, chosen, machine, plan)
+        resolve.check_fits(run)
         return run
 
     return raise_on_all_ranks(plan_and_check)

@@ -224,10 +224,8 @@ def _plan_call(
     most = max(1, MAX_ELEMENTS // max(x.stride(0) for x in (q, k, v)))  # tokens
     call_tokens = CALL_TOKENS if chosen.direct and blocks is None else block_q
     block_q, block_kv, call_tokens = (math.ceil(min(size, most) / stretch) for size in (block_q, block_kv, call_tokens))
-    options = dict(
-        causal=causal, window=window, block_q=block_q, block_kv=block_kv, halve=not (backward or chosen.direct)
-    )
-    options |= dict(call_tokens=call_tokens, has_windows=chosen.direct)
+    options = dict(causal=causal, window=window, block_q=block_q, block_kv=block_kv, call_tokens=call_tokens)
+    options |= dict(halve=not (backward or chosen.direct), has_windows=chosen.direct)
     query_blocks, chunks = docs.plan(part, q.device, chosen.varlen is not None, **options)
     heads_per_kv = group if chosen.direct and heads_at_once >= group else 1
     once = (
@@ -238,32 +236,15 @@ def _plan_call(
         and not isinstance(docs, BlockMask)
     )
     # Every key is in at least one call, because each row attends to its own key. So equal counts mean exactly one.
-    writes_kv_grads = once and _count_keys(query_blocks, chunks) == len(k)
+    in_blocks = sum(scores.keys * scores.count * block.count for block in query_blocks for scores in block.score_blocks)
+    in_chunks = sum(chunk.keys.stop - chunk.keys.start for chunk in chunks)
+    writes_kv_grads = once and in_blocks + in_chunks == len(k)
     if q.is_meta:
         _count_blocks(chosen, backward, q, query_blocks, chunks, causal, window)
-        query_blocks, chunks = (
-            _distinct_blocks(query_blocks),
-            [*{c.rows.stop - c.rows.start: c for c in chunks}.values()],
-        )
-    return _AttentionCall(
-        chosen,
-        scale,
-        causal,
-        window,
-        query_blocks,
-        chunks,
-        heads_at_once,
-        sum_dtype=torch.promote_types(q.dtype, torch.float32),
-        accumulates=accumulates,
-        heads_per_kv=heads_per_kv,
-        writes_kv_grads=writes_kv_grads,
-    )
-
-
-def _count_keys(query_blocks: list[QueryBlock], chunks: list[VarlenChunk]) -> int:
-    """Keys in all calls for one head."""
-    in_blocks = sum(scores.keys * scores.count * block.count for block in query_blocks for scores in block.score_blocks)
-    return in_blocks + sum(chunk.keys.stop - chunk.keys.start for chunk in chunks)
+        query_blocks = _distinct_blocks(query_blocks)
+        chunks = [*{c.rows.stop - c.rows.start: c for c in chunks}.values()]
+    how = chosen, scale, causal, window, query_blocks, chunks, heads_at_once
+    return _AttentionCall(*how, torch.promote_types(q.dtype, torch.float32), accumulates, heads_per_kv, writes_kv_grads)
 
 
 def _count_blocks(

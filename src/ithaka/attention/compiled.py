@@ -29,7 +29,8 @@ IS_HELPER = "ITHAKA_COMPILES_KERNELS"  # set in the environment of helpers
 
 def cache_root() -> Path | None:
     """The folder of compiled kernels; None, with a warning, if it cannot be used or others can write to it."""
-    root = Path(os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR") or _user_cache() / "ithaka" / "flash-attn-4")
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    root = Path(os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR") or caches / "ithaka" / "flash-attn-4")
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = root.stat()
@@ -44,10 +45,6 @@ def cache_root() -> Path | None:
         _warn(f"{root} {problem}")
         return None
     return root
-
-
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
 
 
 def _warn(problem: str) -> None:
@@ -123,17 +120,10 @@ def start_helpers(gpu: str, program: str, kernels: Sequence[tuple[Any, ...]]) ->
             for kernel in missing:
                 then = f"import pathlib; pathlib.Path({str(done[kernel])!r}).touch()"
                 # A helper inherits the lock with the open file, and releases it when it ends.
-                started.append(
-                    subprocess.Popen(
-                        [sys.executable, "-c", f"{setup}; {program}(*{kernel!r}); {then}"],
-                        pass_fds=[lock.fileno()],
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,
-                        stderr=subprocess.DEVNULL,
-                        start_new_session=True,
-                        env={**os.environ, "OMP_NUM_THREADS": "1", IS_HELPER: "1"},
-                    )
-                )
+                command = [sys.executable, "-c", f"{setup}; {program}(*{kernel!r}); {then}"]
+                how: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+                how["env"] = {**os.environ, "OMP_NUM_THREADS": "1", IS_HELPER: "1"}
+                started.append(subprocess.Popen(command, pass_fds=[lock.fileno()], start_new_session=True, **how))
     except OSError as error:
         _warn_about_helpers(f"{len(missing) - len(started)} of {len(missing)} could not start ({error.strerror})")
     threading.Thread(target=_reap, args=(started,), daemon=True).start()

@@ -345,9 +345,9 @@ KERNELS = {kernel.name: kernel for kernel in (_FA4, _CUDNN, _FLASH, _EFFICIENT, 
 
 def trace_kernel(kernel: Kernel) -> Kernel:
     """The kernel for tensors without memory: allocates what it allocates on a GPU."""
-    backward = partial(_trace_backward, kernel)
-    varlen = kernel.varlen and Varlen(_trace_varlen, backward)
-    return replace(kernel, forward=partial(_trace_forward, kernel), backward=backward, varlen=varlen, fallback=None)
+    forward, backward = partial(_trace_forward, kernel), partial(_trace_backward, kernel)
+    varlen = kernel.varlen and Varlen(forward, backward)
+    return replace(kernel, forward=forward, backward=backward, varlen=varlen, fallback=None)
 
 
 def _trace_forward(kernel, q, k, *others, into=(None, None), **options):
@@ -355,13 +355,8 @@ def _trace_forward(kernel, q, k, *others, into=(None, None), **options):
     out, lse = into
     out = torch.empty_like(q) if out is None else out
     del scores
-    return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse is None else lse
-
-
-def _trace_varlen(q, *others, into=(None, None), **options):
-    out, lse = into
-    out = torch.empty_like(q) if out is None else out
-    return out, torch.empty(q.shape[1], len(q), dtype=torch.float32, device=q.device) if lse is None else lse
+    shape = q.shape[:3] if q.dim() == 4 else (q.shape[1], len(q))
+    return out, torch.empty(shape, dtype=torch.float32, device=q.device) if lse is None else lse
 
 
 def _trace_backward(kernel, dout, q, k, v, *others, into=(None, None, None), **options):

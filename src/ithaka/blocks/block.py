@@ -71,6 +71,11 @@ def takes_one_input(module: nn.Module) -> bool:
     return len(inspect.signature(type(module).forward).parameters) == 2
 
 
+def reshape_output(y: Tensor, *shape: int) -> Tensor:
+    """Return a block's result in another shape: not as a view, which models could not change in place."""
+    return torch.ops.aten._unsafe_view(y, shape)
+
+
 def random_rows(num_features: int) -> Tensor:
     """Random inputs [1, t, D] for `reproduces`."""
     generator = torch.Generator().manual_seed(5)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ithaka.blocks.tiles import add_matmul, sum_dtype
-from ithaka.ops.fused import launch, runs_kernels
+from ithaka.ops.fused import launch, power_of_two, runs_kernels
 from ithaka.phases import count
 
 try:
@@ -66,7 +66,7 @@ def add_products(into_EDM: Tensor, a_aD: Tensor, b_aM: Tensor, ends_E: Tensor) -
     if a_aD.dtype == torch.bfloat16 and runs_kernels(a_aD):
         (num_experts, D, M), (a_aD, b_aM) = into_EDM.shape, (a_aD.contiguous(), b_aM.contiguous())
         # Two programs per multiprocessor: one adds its block while the other multiplies.
-        block_d, block_n = (max(16, min(128, _power_of_two(size))) for size in (D, M))
+        block_d, block_n = (max(16, min(128, power_of_two(size))) for size in (D, M))
         grid = (-(-D // block_d) * -(-M // block_n), num_experts)
         settings = {"BLOCK_D": block_d, "BLOCK_N": block_n, "BLOCK_R": 64, "num_stages": 3, "num_warps": 4}
         tensors = (into_EDM, a_aD, b_aM, ends_E)
@@ -75,11 +75,6 @@ def add_products(into_EDM: Tensor, a_aD: Tensor, b_aM: Tensor, ends_E: Tensor) -
         return
     for e, rows in enumerate(_groups(ends_E)):
         add_matmul(into_EDM[e], a_aD[rows].t(), b_aM[rows])
-
-
-def _power_of_two(size: int) -> int:
-    """Return the smallest power of two that is at least `size`."""
-    return 1 << (size - 1).bit_length()
 
 
 def _groups(ends_E: Tensor) -> list[slice]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ithaka.blocks.block import BlockSpec, TileState, is_plain
+from ithaka.blocks.block import BlockSpec, TileState, is_plain, reshape_output
 from ithaka.blocks.dropout import TokenDropout
 from ithaka.blocks.tiles import GradSum, sum_dtype
 
@@ -66,12 +66,7 @@ class Linear:
         dx_tD = dy_tM @ self.weight_MD if into_tD is None else into_tD.addmm_(dy_tM, self.weight_MD, beta=int(adds))
         if dz_tr is None or self.a_rD is None:
             return dx_tD
-        return dx_tD.addmm_(dz_tr, self.a_rD) if self.dropout is None else self.add_dropped_grad(dx_tD, dz_tr)
-
-    def add_dropped_grad(self, dx_tD: Tensor, dz_tr: Tensor) -> Tensor:
-        """Add the gradient through the adapter and its dropout to dx."""
-        assert self.a_rD is not None
-        return dx_tD.add_(self._drop(dz_tr @ self.a_rD))
+        return dx_tD.addmm_(dz_tr, self.a_rD) if self.dropout is None else dx_tD.add_(self._drop(dz_tr @ self.a_rD))
 
     def add_grads(self, dy_tM: Tensor, x_tD: Tensor, dz_tr: Tensor | None, grads: GradSum) -> None:
         """Add one tile's gradients of the parameters that require them."""
@@ -162,7 +157,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(x_tD)
         if block.is_projection and block.tile.skips_projections:
             return x_tD.new_zeros(()).expand(*x.shape[:-1], len(linear.weight_MD))
-        return linear(x_tD).view(*x.shape[:-1], -1)
+        return reshape_output(linear(x_tD), *x.shape[:-1], len(linear.weight_MD))
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> Any:

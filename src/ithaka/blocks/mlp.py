@@ -22,6 +22,7 @@ from ithaka.blocks.block import (
     is_plain,
     random_rows,
     reproduces,
+    reshape_output,
     resize,
     takes_one_input,
 )
@@ -82,7 +83,7 @@ class _MlpFunction(torch.autograd.Function):
         a_tF = torch.empty(gate_tF.shape, dtype=h_tD.dtype, device=x.device) if keeps or len(inputs) == 1 else gate_tF
         gate_mul(gate_tF, up_tF, a_tF, block.spec.activation)
         del gate_tF, up_tF, projected
-        return down(a_tF).view(x.shape)
+        return reshape_output(down(a_tF), *x.shape)
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> Any:

@@ -29,7 +29,8 @@ class RopeSpec(BlockSpec):
 
     def make(self, module: Any, tile: TileState) -> Callable[..., Any]:
         forward: Any = type(module).forward
-        return replace_global(module, self.function, RopeBlock(forward.__globals__[self.function], self.form, tile))
+        block = RopeBlock(forward.__globals__[self.function], self.form, tile)
+        return MethodType(with_globals(forward, {self.function: block}), module)
 
 
 class RopeBlock:
@@ -70,7 +71,7 @@ def find_rope(layer: nn.Module, run: Callable[[], Any]) -> list[RopeSpec]:
             if "rotary" not in name or not isinstance(original := forward.__globals__.get(name), FunctionType):
                 continue
             calls: list[Any] = []
-            module.forward = replace_global(module, name, partial(_record, original, calls))
+            module.forward = MethodType(with_globals(forward, {name: partial(_record, original, calls)}), module)
             try:
                 run()
             finally:
@@ -108,10 +109,10 @@ def _find_form(original: Any, args: tuple, kwargs: dict[str, Any]) -> RopeForm |
     return None
 
 
-def replace_global(module: nn.Module, name: str, value: Any) -> Any:
-    """Return the module's forward, in which the global `name` has another value."""
-    forward: Any = type(module).forward
-    scope = {**forward.__globals__, name: value}
-    copied = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
-    copied.__kwdefaults__ = forward.__kwdefaults__
-    return MethodType(copied, module)
+def with_globals(function: Any, values: dict[str, Any]) -> Any:
+    """Return a copy of a function in which some globals have other values."""
+    scope = function.__globals__ | values
+    del scope["__name__"]  # so that a compiler does not look them up in the module
+    copied = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied

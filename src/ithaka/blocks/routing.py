@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ithaka.blocks.tiles import sum_dtype
 
@@ -37,9 +37,6 @@ class LoadBalancingLoss:
     def start_call(self, real_s: Tensor) -> "LoadBalancingLoss":
         """Return empty sums for a new call. Earlier ones are kept, because their backward may still need them."""
         return replace(self, real_s=real_s, sums_2E=None, num_rows=None, grad_E=None)
-
-    def find_routers(self, layer: nn.Module) -> list[nn.Module]:
-        return [module for module in layer.modules() if isinstance(module, self.recorder.target_class)]
 
     def add(self, logits_tE: Tensor, rows: slice) -> None:
         """Add the real tokens of a tile."""

@@ -72,13 +72,10 @@ def examine(disk: Path | None) -> dict[str, Any]:
     """Return all findings. `disk`: a folder on the disk to measure; by default the one for temporary files."""
     system = f"{platform.system()} {platform.release()}, {platform.machine()}, Python {platform.python_version()}"
     found = {"versions": package_versions(), "system": system, **_examine_gpus()}
-    found |= {"host": _examine_host(), "disk": measure_disk(disk or Path(tempfile.gettempdir()))}
+    found["host"] = {"cores": num_cores(), "memory_bytes": psutil.virtual_memory().total}
+    found["host"]["available_bytes"] = available_memory()
+    found["disk"] = measure_disk(disk or Path(tempfile.gettempdir()))
     return found | {"missing": find_missing(found), "optional": find_optional(found["versions"])}
-
-
-def _examine_host() -> dict[str, int]:
-    memory = psutil.virtual_memory().total
-    return {"cores": num_cores(), "memory_bytes": memory, "available_bytes": available_memory()}
 
 
 def _examine_gpus() -> dict[str, Any]:

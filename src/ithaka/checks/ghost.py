@@ -33,10 +33,8 @@ def find_worst_batch(file: Path, plan: Plan, rank: int = 0) -> dict[str, Any]:
         options: dict[str, Any] = {"seed": config.train.seed, "batch": work.batch, "cp": (rank % cp, cp)}
         data = open_data(config.data, tokenizer=tokenizer, cache_dir=Path(folder), **options)
         try:
-            sequences = sorted(
-                map(data.stream.get_sequence, range(len(data.stream.current_round()))), key=_memory_order, reverse=True
-            )
-            return data.collate(sequences[: work.batch]).inputs
+            sequences = map(data.stream.get_sequence, range(len(data.stream.current_round())))
+            return data.collate(sorted(sequences, key=_memory_order, reverse=True)[: work.batch]).inputs
         finally:
             data.close()
 

@@ -26,7 +26,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -43,6 +42,7 @@ from ithaka.model.logprobs import token_logprobs
 from ithaka.model.truncate import LayerKind, find_representative_layers, group_layers, truncate_config
 from ithaka.plan.read_config import read_json
 from ithaka.roots.find import find_root
+from ithaka.roots.rotary import InFloat64
 from ithaka.roots.vision import count_values
 from ithaka.run.launch import check_cpu_ranks, max_cpu_ranks, num_gpus, run_ranks
 from ithaka.run.resolve import read_stored_settings
@@ -350,17 +350,6 @@ def _plain_loss_sum(model: nn.Module, ids: Tensor, labels: Tensor, **inputs: Ten
         logits = _plain_logits(model, ids, **inputs)[:, :-1].flatten(0, 1)
     labels = labels[:, 1:].flatten().to(logits.device)
     return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-
-
-class InFloat64(TorchFunctionMode):
-    """Turns every conversion to float32 into one to float64."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.Tensor.float:
-            return args[0].double()
-        args = [torch.float64 if arg is torch.float32 else arg for arg in args]
-        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
-        return function(*args, **kwargs)
 
 
 def _relative_error(actual: Tensor, expected: Tensor, min_norm: float = 0.0) -> float:

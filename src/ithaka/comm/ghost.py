@@ -141,16 +141,10 @@ class _Stream(_Event):
 
 
 _DEVICE_MODULE = SimpleNamespace(
-    Event=_Event,
-    Stream=_Stream,
-    current_stream=lambda *args: _Stream(),
-    stream=lambda stream: nullcontext(),
-    current_device=lambda: 0,
-    set_device=lambda device: None,
-    device_count=lambda: 1,
-    is_available=lambda: True,
-    is_initialized=lambda: True,
-)
+    Event=_Event, Stream=_Stream, current_stream=lambda *args: _Stream(), stream=lambda stream: nullcontext(),
+    current_device=lambda: 0, set_device=lambda device: None, device_count=lambda: 1,
+    is_available=lambda: True, is_initialized=lambda: True,
+)  # fmt: skip
 
 
 def _make_autocast(original: Any) -> Any:
@@ -171,6 +165,7 @@ def _for_ghost(value: Any, original: Any) -> Any:
 @contextmanager
 def ghost_rank(num_ranks: int, rank: int = 0, stretch: float = 1.0) -> Iterator[None]:
     """Run as one of `num_ranks` on the meta device. No process group may be open."""
+    fused_devices = sys.modules[Optimizer.__module__], "_get_fused_kernels_supported_devices"
     with ExitStack() as stack:
         stack.callback(STRETCH.reset, STRETCH.set(stretch))
         for owner, name, value in (
@@ -181,11 +176,7 @@ def ghost_rank(num_ranks: int, rank: int = 0, stretch: float = 1.0) -> Iterator[
             (F, "rms_norm", _make_rms_norm(F.rms_norm)),
             (torch.accelerator, "current_stream", lambda *args: _Stream()),
             (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda self: None),
-            (
-                sys.modules[Optimizer.__module__],
-                "_get_fused_kernels_supported_devices",
-                lambda: ["cpu", "cuda", GHOST.type],
-            ),
+            (*fused_devices, lambda: ["cpu", "cuda", GHOST.type]),
         ):
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(patch.object(torch, GHOST.type, _DEVICE_MODULE, create=True))

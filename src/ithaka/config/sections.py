@@ -357,12 +357,11 @@ class Config(Section):
             ),
             "curriculum": (bool(self.curriculum), "leave it out"),
             "adapter.path": (
-                adapter is not None and adapter.path is not None,
+                bool(adapter and adapter.path),
                 "the reference is the model without any adapter; merge it first, with `ithaka export --merge`",
             ),
             "adapter.modules_to_save": (
-                adapter is not None and bool(adapter.modules_to_save),
-                "the reference needs their initial weights; leave it out",
+                bool(adapter and adapter.modules_to_save), "the reference needs their initial weights; leave it out",
             ),
         }  # fmt: skip
         for name, (is_set, fix) in refused.items():

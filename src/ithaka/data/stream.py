@@ -27,19 +27,8 @@ from ithaka.data.batch import Batch, collate
 from ithaka.data.cache import TokenCache
 from ithaka.data.documents.images import Medium
 from ithaka.data.documents.read import Shard
-from ithaka.data.pack import (
-    NODE_DTYPE,
-    SEGMENT_DTYPE,
-    CutDocuments,
-    Documents,
-    Key,
-    LongDocuments,
-    PackedRound,
-    PackedSequence,
-    Packing,
-)  # fmt: skip
 
-Cut = Callable[..., CutDocuments]  # pack.cut_documents with `context` and `long` bound
+Cut = Callable[..., pack.CutDocuments]  # pack.cut_documents with `context` and `long` bound
 STATE_FORMAT = 6  # increase it if a position has another meaning
 PACKING_KEYS = ("context", "group", "lead", "done", "most")  # in a state, for the fields of Packing
 # Minimum size of a round.
@@ -50,7 +39,7 @@ HELD_OUT_SEQUENCES = 16  # in a round of held-out data, of which a run may need 
 SPARE_SEQUENCES = 8  # in a limited round: shuffling may put the last and least filled sequence first
 
 
-def tokens_per_round(packing: Packing, shuffled: bool = True) -> int:
+def tokens_per_round(packing: pack.Packing, shuffled: bool = True) -> int:
     """Return the size of a round. It affects packing, so it depends on what the run needs only if it is expensive."""
     num_sequences = max(ROUND_SEQUENCES, ROUND_STEPS * packing.group) if shuffled else HELD_OUT_SEQUENCES
     full = max(num_sequences * packing.context, ROUND_TOKENS * shuffled)
@@ -76,7 +65,7 @@ class StreamPosition:
 
     sequences: int = 0  # since the start of training, over all ranks
     sources: tuple[SourcePosition, ...] = ()
-    packings: tuple[Packing, ...] = ()
+    packings: tuple[pack.Packing, ...] = ()
 
     @property
     def epoch(self) -> int:
@@ -97,7 +86,7 @@ class SelectedDocuments(NamedTuple):
     """Documents of one shard, as segments. Only these are kept: a round may have millions of documents."""
 
     shard: Shard
-    tokens: tuple[Documents, ...]  # the shard's, and pieces that are not a range of their document
+    tokens: tuple[pack.Documents, ...]  # the shard's, and pieces that are not a range of their document
     documents: np.ndarray  # before any is cut
     pieces: np.ndarray
     pieces_left_out: int  # without a trained token
@@ -107,7 +96,7 @@ class SelectedDocuments(NamedTuple):
 class Source:
     """The documents of one data source, epoch after epoch."""
 
-    def __init__(self, name: str, weight: float, shards: Sequence[Shard], cache: TokenCache, key: Key | None):
+    def __init__(self, name: str, weight: float, shards: Sequence[Shard], cache: TokenCache, key: pack.Key | None):
         """`key` shuffles each epoch, without end; None: one epoch, in the order of the files."""
         self.name, self.weight, self.shards, self.cache, self.key = name, weight, shards, cache, key
         self.num_bytes = sum(shard.num_bytes for shard in shards)
@@ -155,7 +144,7 @@ class Source:
             self.cache.prepare(self.shards[i] for i in order[position.shard :][: 1 + len(selected)])
         return selected, position
 
-    def _select(self, shard: Shard, cut: CutDocuments, indices: np.ndarray) -> SelectedDocuments:
+    def _select(self, shard: Shard, cut: pack.CutDocuments, indices: np.ndarray) -> SelectedDocuments:
         documents, records = pack.split_samples(cut.shards[0])
         documents = documents[np.isin(records, indices)]
         counts = (int(each[indices].sum()) for each in (cut.pieces_left_out, cut.removed))
@@ -188,7 +177,7 @@ class SequenceStream:
 
     def __init__(
         self, sources: Sequence[Source], context: int, *, group: int = 1, pad_id: int = 0,
-        long_documents: LongDocuments | str = "split", documents_together: bool = False,
+        long_documents: pack.LongDocuments | str = "split", documents_together: bool = False,
         needed: int | None = None,
     ):  # fmt: skip
         """`group`: sequences per step, over all ranks. `needed`: sequences that the run still needs; None: unknown.
@@ -197,7 +186,7 @@ class SequenceStream:
         """
         self.sources, self.context, self.group, self.pad_id, self.needed = sources, context, group, pad_id, needed
         self.documents_together = documents_together
-        self.long = LongDocuments(long_documents) if isinstance(long_documents, str) else long_documents
+        self.long = pack.LongDocuments(long_documents) if isinstance(long_documents, str) else long_documents
         self.cut: Cut = functools.partial(pack.cut_documents, context=context, long=self.long)
         self.report: Callable[[float], None] = lambda share: None  # called with the share of a round that is read
         self.shuffled = sources[0].key is not None
@@ -208,17 +197,17 @@ class SequenceStream:
         max_sequences = 0
         if self.needed is not None:
             max_sequences = max(self.group, self.needed) + SPARE_SEQUENCES * self.shuffled
-        packings = position.packings or (Packing(self.context, self.group, max_sequences=max_sequences),)
+        packings = position.packings or (pack.Packing(self.context, self.group, max_sequences=max_sequences),)
         if packings[-1].context != self.context:
-            packings = (*packings, Packing(self.context, self.group))
+            packings = (*packings, pack.Packing(self.context, self.group))
         sources = position.sources or (SourcePosition(),) * len(self.sources)
         self.position = StreamPosition(position.sequences, sources, packings)
         # A step starts at this sequence of the round. A change of group applies from the next round on.
         self._step_start = packings[-1].num_leading if packings[-1].group == self.group else packings[-1].done
-        self._round: PackedRound | None = None
+        self._round: pack.PackedRound | None = None
         self.num_left_out = self.read_tokens = 0
 
-    def next_sequence(self, materialize: bool = True) -> PackedSequence | None:
+    def next_sequence(self, materialize: bool = True) -> pack.PackedSequence | None:
         """Advance, and return the sequence: None at the end of a stream without keys, or if not `materialize`."""
         num_sequences = len(self.current_round())  # may start the next round
         *earlier, packing = self.position.packings
@@ -228,12 +217,12 @@ class SequenceStream:
         self.position = replace(self.position, sequences=self.position.sequences + 1, packings=packings)
         return self.get_sequence(packing.done) if materialize else None
 
-    def get_sequence(self, index: int) -> PackedSequence:
+    def get_sequence(self, index: int) -> pack.PackedSequence:
         """Return a sequence of the current round, without advancing."""
         assert self._round is not None
         return self.build_sequence(self._round.segments(index, index + 1))
 
-    def build_sequence(self, segments: np.ndarray) -> PackedSequence:
+    def build_sequence(self, segments: np.ndarray) -> pack.PackedSequence:
         """Concatenate the tokens of `segments` of the current round, and pad."""
         tokens_S = np.full(self.context, self.pad_id, dtype=np.int32)
         ends, images = segments["length"].cumsum(), list[Medium]()
@@ -248,7 +237,9 @@ class SequenceStream:
                 images += found
         starts = np.concatenate([np.zeros(1, np.int64), ends])
         num_documents, length = max(len(segments), 1), int(starts[-1])
-        sequence = PackedSequence(tokens_S, starts[:num_documents], length, segments["source"], self.documents_together)
+        sequence = pack.PackedSequence(
+            tokens_S, starts[:num_documents], length, segments["source"], self.documents_together
+        )
         sequence = replace(sequence, images=tuple(images)) if images else sequence
         if len(segments) and self._documents[segments["shard"][0]].teacher is not None:  # then all have one
             columns = [self._documents[shard].teacher[low : low + n] for shard, _, low, n in segments.tolist()]
@@ -256,15 +247,15 @@ class SequenceStream:
             sequence = replace(sequence, teacher=pack.join_teachers([*columns, padding]))
         return self._with_nodes(sequence, segments) if self.long.shares or self.long.pairs else sequence
 
-    def _with_nodes(self, sequence: PackedSequence, segments: np.ndarray) -> PackedSequence:
+    def _with_nodes(self, sequence: pack.PackedSequence, segments: np.ndarray) -> pack.PackedSequence:
         """Replace each forest, which is one segment, by its nodes."""
-        nodes = [np.zeros(0, NODE_DTYPE)]
+        nodes = [np.zeros(0, pack.NODE_DTYPE)]
         sources, num_nodes, num_samples = [], 0, 0
         for (shard, source, low, length), start in zip(segments.tolist(), sequence.starts.tolist(), strict=False):
             known = self._documents[shard].nodes
             own = known[slice(*np.searchsorted(known["start"], [low, low + length]))].copy()
             if not len(own):
-                own = np.array([(low, -1, 0)], NODE_DTYPE)
+                own = np.array([(low, -1, 0)], pack.NODE_DTYPE)
             own["start"] += start - low
             own["parent"] += np.where(own["parent"] >= 0, num_nodes, 0)
             own["sample"] += num_samples
@@ -276,7 +267,7 @@ class SequenceStream:
         starts, parents, samples = (np.concatenate(nodes)[name] for name in ("start", "parent", "sample"))
         return replace(sequence, starts=starts, sources=np.array(sources), parents=parents, samples=samples)
 
-    def current_round(self) -> PackedRound:
+    def current_round(self) -> pack.PackedRound:
         """Return the round of the next sequence, loading it if necessary; empty at the end of a stream without keys."""
         if self._round is None:
             self._round = self._load_round()
@@ -291,12 +282,12 @@ class SequenceStream:
                 self.num_left_out = self.read_tokens = 0
             self._step_start = (self._step_start - len(self._round)) % self.group
             max_sequences = self.position.packings[0].max_sequences
-            packing = Packing(self.context, self.group, self._step_start, max_sequences=max_sequences)
+            packing = pack.Packing(self.context, self.group, self._step_start, max_sequences=max_sequences)
             self.position = StreamPosition(self.position.sequences, self._round_end, (packing,))
             self._round = self._load_round()
         return self._round
 
-    def _load_round(self) -> PackedRound:
+    def _load_round(self) -> pack.PackedRound:
         main, key = self.position.sources[self.main], self.sources[self.main].key
         key = None if key is None else (*key, main.epoch, main.shard, main.document)
         segments = self._next_documents(key)
@@ -315,23 +306,23 @@ class SequenceStream:
             if self.long.mode == "drop" and i:
                 segments = segments[~is_long]
             segments = pack.split_long(segments, packing.context)
-            packed = PackedRound(segments, packing, key, self._documents, self.documents_together)
+            packed = pack.PackedRound(segments, packing, key, self._documents, self.documents_together)
             segments = packed.segments(packing.done, len(packed))
         self.num_left_out += packed.num_left_out
         self.read_tokens += packed.read_tokens
         return packed
 
-    def _next_documents(self, key: Key | None) -> np.ndarray:
+    def _next_documents(self, key: pack.Key | None) -> np.ndarray:
         """Return the pieces [n] of the next round, from all sources, shuffled by `key`."""
         positions, packing = list(self.position.sources), self.position.packings[0]
         num_tokens = tokens_per_round(packing, self.shuffled)
         prefetch = self.needed is None or self.needed * self.context > num_tokens  # the run needs another round
         cut = functools.partial(self.cut, context=packing.context)
         main, weights, done = self.main, [source.weight for source in self.sources], 0.0
-        self._shards: list[tuple[Shard, Documents]] = []
+        self._shards: list[tuple[Shard, pack.Documents]] = []
         self.pieces_left_out = self.removed_tokens = 0
         by_source: list[np.ndarray] = []
-        all_documents = [np.empty(0, SEGMENT_DTYPE)]
+        all_documents = [np.empty(0, pack.SEGMENT_DTYPE)]
         for i in sorted(range(len(positions)), key=lambda i: i != main):  # the others follow the main source
             need = weights[i] / weights[main] * positions[main].tokens - positions[i].tokens
             need = num_tokens * weights[i] / sum(weights) if i == main else need
@@ -348,7 +339,7 @@ class SequenceStream:
                 self.removed_tokens += each.removed_tokens
                 self._shards += [(each.shard, documents) for documents in each.tokens]
                 all_documents.append(each.documents)
-            by_source.append(np.concatenate([np.empty(0, SEGMENT_DTYPE), *(each.pieces for each in shards)]))
+            by_source.append(np.concatenate([np.empty(0, pack.SEGMENT_DTYPE), *(each.pieces for each in shards)]))
         self.documents = np.concatenate(all_documents)
         self._round_end = tuple(positions)
         starts = (position.tokens for position in self.position.sources)
@@ -387,7 +378,7 @@ class TrainData:
         self.position = stream.position  # after the last returned batch; the stream is ahead of it
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="prefetch batch")
         self._prefetched: Future[tuple[Batch, StreamPosition]] | None = None
-        self._held_out: tuple[int, list[PackedSequence]] = (-1, [])
+        self._held_out: tuple[int, list[pack.PackedSequence]] = (-1, [])
 
     def next_batch(self) -> Batch:
         """Return this rank's next batch [B, S], and prefetch another. All ranks must make the same calls."""
@@ -401,12 +392,12 @@ class TrainData:
         own = [row for row in rows if row is not None]
         return self.collate(own, len(self.source_names) > 1), self.stream.position
 
-    def collate(self, sequences: Sequence[PackedSequence], with_sources: bool = False) -> Batch:
+    def collate(self, sequences: Sequence[pack.PackedSequence], with_sources: bool = False) -> Batch:
         """Make a batch, and read its images."""
         batch, images = collate(sequences, with_sources), [image for each in sequences for image in each.images]
         return batch._replace(images=self.cache.tokenizer.images.load(images, *self.cp)) if images else batch
 
-    def validation_sequences(self, count: int) -> list[PackedSequence]:
+    def validation_sequences(self, count: int) -> list[pack.PackedSequence]:
         """Return the first `count` held-out sequences, or all if there are fewer; the same on every rank."""
         if self.validation is None:
             return []
@@ -420,7 +411,7 @@ class TrainData:
         rank. Rows without labels pad the last one."""
         sequences = self.validation_sequences(count)
         with_sources = self.validation is not None and len(self.validation.sources) > 1
-        blank = self.stream.build_sequence(np.empty(0, SEGMENT_DTYPE))
+        blank = self.stream.build_sequence(np.empty(0, pack.SEGMENT_DTYPE))
         for low in range(0, len(sequences), self.batch * self.dp_size):
             rows = sequences[low : low + self.batch * self.dp_size][self.dp_rank :: self.dp_size]
             yield self.collate(rows + [blank] * (self.batch - len(rows)), with_sources)
@@ -450,7 +441,7 @@ class TrainData:
             )
         assert self._prefetched is None, "load the state before the first batch"
         sources = tuple(SourcePosition(**source) for source in state["cursors"])
-        packings = tuple(Packing(*(packing[key] for key in PACKING_KEYS)) for packing in state["packings"])
+        packings = tuple(pack.Packing(*(packing[key] for key in PACKING_KEYS)) for packing in state["packings"])
         self.position = StreamPosition(state["sequences"], sources, packings)
         self.stream.seek(self.position)
 

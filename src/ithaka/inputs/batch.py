@@ -115,15 +115,13 @@ def shard_batch(inputs: dict[str, Tensor], vocab_size: int, mesh: Mesh) -> Share
     elif shifted_BN is not None:
         labels_s = _select_own(shifted_BN, mesh, packing.sharding, IGNORE_INDEX)
 
-    sharding = packing.sharding
+    sharding, real_BN = packing.sharding, torch.ones_like(ids_BN, dtype=torch.bool) if mask_BN is None else mask_BN
     return Share(
         ids_s=_select_own(ids_BN, mesh, sharding, 0),
         positions_s=_select_own(positions_BN, mesh, sharding, 0),
         labels_s=labels_s,
         branch_rows_e=rows_e,
-        real_s=_select_own(
-            torch.ones_like(ids_BN, dtype=torch.bool) if mask_BN is None else mask_BN, mesh, sharding, False
-        ),
+        real_s=_select_own(real_BN, mesh, sharding, False),
         docs=Docs(packing.starts, sharding, mesh.ring_group.rank(), packing.parents),
         num_valid=0 if shifted_BN is None else int((shifted_BN != IGNORE_INDEX).sum()),
         num_positions=1 + int(positions_BN.max()),

@@ -41,10 +41,6 @@ def check_positions(config: Any, name: str, num_positions: int) -> None:
     raise ConfigError(f"{name} exceeds max_position_embeddings={limit} of the model; {fix}")
 
 
-def _head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
 def set_positions(config: Any, rope: RopeConfig | None, context: int, trained: bool) -> None:
     """Set RoPE and max_position_embeddings, at least `context`, of a transformers configuration.
 
@@ -95,7 +91,8 @@ def _apply_rope(config: Any, rope: RopeConfig, context: int) -> int:
     keeps_type = rope_type == stored["rope_type"]
     values |= {name: value for name, value in stored.items() if keeps_type or name not in TYPE_PARAMETERS} | settings
     if rope_type == "longrope":
-        num_frequencies = int(_head_dim(config) * values.get("partial_rotary_factor", 1)) // 2
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        num_frequencies = int(head_dim * values.get("partial_rotary_factor", 1)) // 2
         for name in ("short_factor", "long_factor"):
             if (length := len(values.get(name) or ())) != num_frequencies:
                 raise ConfigError(

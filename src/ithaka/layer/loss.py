@@ -199,11 +199,13 @@ class _SummedCrossEntropy(torch.autograd.Function):
         dx, grads = set_category(torch.zeros_like(x), MemoryCategory.RESIDUAL) if needs_grad else None, GradSum()
         for rows, x_tD, dx_tD in _tiles(x, dx, rows_e, tile):
             valid_t, target_t1 = _valid_and_target(labels_s[rows])
+            saved, logits_tY = (None, head.logits(x_tD)) if dx_tD is None else head.run(x_tD)
             if dx_tD is None:
-                loss_t = _tile_loss(x_tD, target_t1, head)
+                loss_t = row_logsumexp(logits_tY)[0] - logits_tY.gather(1, target_t1)[:, 0]
             else:
-                scale_t = valid_t.to(sum_.dtype) / divisor
-                loss_t = _tile_loss_and_grads(dx_tD, x_tD, target_t1[:, 0], scale_t, head, grads)
+                loss_t = cross_entropy_with_grad(logits_tY, target_t1[:, 0], valid_t.to(sum_.dtype) / divisor)
+                head.backward(saved, logits_tY, dx_tD, grads)
+            del saved, logits_tY  # before the next tile is allocated
             sum_ += torch.where(valid_t, loss_t, 0).sum()
         ctx.grads = [dx, *(grads.take_rounded(p) for p in params)] if needs_grad else None
         return sum_ / divisor
@@ -304,22 +306,6 @@ def _tiles(x: Tensor, dx: Tensor | None, rows_e: Tensor | None, tile: int) -> It
         sums_eD = torch.zeros_like(dx_eD, dtype=sum_dtype(dx_eD.dtype))
         sums_eD.index_put_((first_e,), dx_eD.to(sums_eD.dtype), accumulate=True)
         dx_sD[rows_e] = (dx_sD[rows_e] + sums_eD[first_e]).to(dx_sD.dtype)
-
-
-def _tile_loss(x_tD: Tensor, target_t1: Tensor, head: Head) -> Tensor:
-    logits_tY = head.logits(x_tD)
-    (lse_t,) = row_logsumexp(logits_tY)
-    return lse_t - logits_tY.gather(1, target_t1)[:, 0]
-
-
-def _tile_loss_and_grads(
-    dx_tD: Tensor, x_tD: Tensor, target_t: Tensor, scale_t: Tensor, head: Head, grads: GradSum
-) -> Tensor:
-    """Return a tile's losses; add the gradients of losses * scale to dx and `grads`."""
-    saved, logits_tY = head.run(x_tD)
-    loss_t = cross_entropy_with_grad(logits_tY, target_t, scale_t)
-    head.backward(saved, logits_tY, dx_tD, grads)
-    return loss_t
 
 
 def _valid_and_target(labels_t: Tensor) -> tuple[Tensor, Tensor]:

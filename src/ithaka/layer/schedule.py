@@ -102,8 +102,9 @@ class LayerSchedule:
         self.mixer = SideBySide([mixer.make(self) for mixer in self.spec.mixers])
         self.passes = LayerPasses(self.name, self.layer, self.spec, self.layout.compile is True)
         if self.balancing is not None:
-            self.passes.routers = self.balancing.find_routers(self.layer)
-            self.passes.router_index = self.balancing.recorder.index
+            router = self.balancing.recorder
+            self.passes.routers = [each for each in self.layer.modules() if isinstance(each, router.target_class)]
+            self.passes.router_index = router.index
         self.experts = self.passes.experts
 
     def __call__(self, x_1sD: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
+from ithaka.blocks.rope import with_globals
 from ithaka.layer.inputs import LayerInputs
 from ithaka.layer.mixer import EndPass
 from ithaka.ops.scan import short_convolution
@@ -120,12 +121,7 @@ class ScanTap:
         return self._result(zeros)
 
     def _with_functions(self, functions: dict[str, Any]) -> Callable[..., Any]:
-        own = _own_forward(self.module)
-        names = own.__globals__ | functions
-        del names["__name__"]  # so that a compiler does not look them up in the module
-        forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
-        forward.__kwdefaults__ = own.__kwdefaults__
-        return MethodType(forward, self.module)
+        return MethodType(with_globals(_own_forward(self.module), functions), self.module)
 
     @contextmanager
     def _replace_forward(self, forward: Callable[..., Any]) -> Iterator[None]:

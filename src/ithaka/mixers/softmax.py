@@ -136,7 +136,7 @@ class Mixing:
 
 
 class SoftmaxMixer:
-    """Attention of one layer, stage by stage. `heads` projects the layer's input to heads."""
+    """Attention of one layer, stage by stage."""
 
     def __init__(self, spec: SoftmaxSpec, layer: LayerSchedule) -> None:
         self.spec, self.layer = spec, layer
@@ -146,9 +146,9 @@ class SoftmaxMixer:
         self.num_in_flight = 2 if self.layout.overlap else 1  # stages
         self.query_heads = concat_heads([stage.query_heads for stage in self.table.stages])
         self.kv_heads = concat_heads([kv_transfer.kv_heads for kv_transfer in self.table.kv_transfers])
-        self.heads = LayerHeads(self)
+        self.is_sliced = bool(layer.spec.qkv)
         # Without overlap, memory is scarce. Attention outputs that backward has used free room on the host.
-        self.stores_dq = self.heads.is_sliced and not self.layout.overlap
+        self.stores_dq = self.is_sliced and not self.layout.overlap
         self._indices = dict[tuple[int, ...], Tensor]()
 
     def start(self, x_sD: Tensor, saved: SavedActivations) -> Mixing:
@@ -182,7 +182,7 @@ class SoftmaxMixer:
 
     def _project_and_send(self, saved: SavedActivations, stage: Stage) -> InFlight:
         with phase("projections"):
-            projected = self.heads.project(saved, stage)
+            projected = self.project(saved, stage)
             return self._send([projected.popleft] * len(projected))
 
     def _send(self, makers: Sequence[Callable[[], Tensor]]) -> InFlight:
@@ -233,7 +233,7 @@ class SoftmaxMixer:
             for exchange in (dq, dk, dv):
                 exchange.wait()
         with phase("projections"):
-            self.heads.project_backward(saved, [dq.take(), dk.take(), dv.take()], dy_sD, grads)
+            self.project_backward(saved, [dq.take(), dk.take(), dv.take()], dy_sD, grads)
 
     def _send_backward(self, saved: SavedActivations, stage: Stage, output: StageOutput, dy_sD: Tensor) -> InFlight:
         """Send q, the attention output and its gradient, and a new kv transfer. lse, and q, k and v that were saved
@@ -241,12 +241,12 @@ class SoftmaxMixer:
         with phase("projections"):
             makers: list[Callable[[], Tensor]] = [
                 output.out.fetch,
-                partial(self.heads.output_grad, stage, saved, dy_sD),
+                partial(self._stage_output_grad, stage, saved, dy_sD),
             ]
             if saved.mixer_inputs:
                 q, *kv = saved.mixer_inputs.popleft()
                 return deque([q.fetch, *self._send(makers), *(t.fetch for t in kv), output.state.fetch])
-            projected = self.heads.project(saved, stage)
+            projected = self.project(saved, stage)
             sent = self._send([projected.popleft, *makers, *[projected.popleft] * (len(projected) - 1)])
             sent.append(output.state.fetch)
             return sent
@@ -327,21 +327,11 @@ class SoftmaxMixer:
         sums_tHK.index_add_(1, self.index(order, d_tQK), d_tQK.to(sums_tHK.dtype))
         return sums_tHK
 
-
-class LayerHeads:
-    """The heads of a layer. If its capture pass accepts some of the heads, it projects those of one stage at a time;
-    otherwise, all heads at once."""
-
-    def __init__(self, mixer: SoftmaxMixer) -> None:
-        self.mixer = mixer
-        self.layer: Any = mixer.layer
-        self.is_sliced = bool(mixer.layer.spec.qkv)
-
-    # ---- forward
+    # ---- project: heads of one stage at a time if the capture pass accepts that, otherwise all heads at once
 
     def project(self, saved: Any, stage: Stage) -> deque[Tensor]:
         """Return q of a stage, and k and v of its new kv transfer, in exchange layout [c, s, n, K]."""
-        mixing, table = saved.mixing, self.mixer.table
+        mixing, table = saved.mixing, self.table
         kv_heads = None if stage.kv_transfer is None else table.kv_transfers[stage.kv_transfer].kv_heads
         if self.is_sliced:
             return self._project_stage(saved, stage.query_heads, kv_heads)
@@ -349,16 +339,16 @@ class LayerHeads:
             mixing.projected, others = self.layer.project(saved, self._tiles(saved))
             mixing.sinks_H = others[0] if others else None
         q_sHK, *kv = mixing.projected
-        selected = [self.mixer.select_heads(q_sHK, stage.query_heads)]
+        selected = [self.select_heads(q_sHK, stage.query_heads)]
         if kv_heads is not None:
-            selected += [self.mixer.select_heads(t, kv_heads) for t in kv]
+            selected += [self.select_heads(t, kv_heads) for t in kv]
         if stage is table.stages[-1]:
             mixing.projected = None
         return deque(selected)
 
     def _project_stage(self, saved: Any, query_heads: Heads, kv_heads: Heads | None) -> deque[Tensor]:
         """Make the capture passes with some of the heads."""
-        mixer, passes, c = self.mixer, self.layer.passes, self.mixer.group.size()
+        passes, c = self.layer.passes, self.group.size()
         heads = (query_heads, kv_heads, kv_heads)
         count = 1 if kv_heads is None else 3
         projected: deque[Tensor] = deque()
@@ -379,7 +369,7 @@ class LayerHeads:
         finally:
             for i in range(3):
                 self._block(i).selected = None
-            if mixer.spec.has_sinks and captured:
+            if self.spec.has_sinks and captured:
                 saved.mixing.sinks_H = captured[3]
         return projected
 
@@ -389,32 +379,32 @@ class LayerHeads:
 
     def _select(self, i: int, heads: Heads | None) -> Linear | int:
         """Select heads of q, k or v; without any, zeros for one."""
-        head_dim = self.mixer.spec.v_head_dim if i == 2 else self.mixer.spec.head_dim
+        head_dim = self.spec.v_head_dim if i == 2 else self.spec.head_dim
         linear = as_linear(self._block(i).module)
-        return head_dim if heads is None else linear.select_heads(self._indices(heads, linear, 0, head_dim), head_dim)
+        return (
+            head_dim if heads is None else linear.select_heads(self._find_index(heads, linear, 0, head_dim), head_dim)
+        )
 
-    def _indices(self, heads: Heads, linear: Linear, dim: int, head_dim: int) -> Tensor | None:
+    def _find_index(self, heads: Heads, linear: Linear, dim: int, head_dim: int) -> Tensor | None:
         """The heads as an index; None if they are all heads of a map, in order."""
         order, weight_MD = flatten_heads(heads), linear.weight_MD
         is_all = order == list(range(weight_MD.shape[dim] // head_dim))
-        return None if is_all else self.mixer.index(order, weight_MD)
+        return None if is_all else self.index(order, weight_MD)
 
-    # ---- backward
-
-    def output_grad(self, stage: Stage, saved: Any, dy_sD: Tensor) -> Tensor:
+    def _stage_output_grad(self, stage: Stage, saved: Any, dy_sD: Tensor) -> Tensor:
         """Return the gradient of a stage's attention output, [c, s, n, K]."""
         if self.layer.spec.output:
-            return self._output_grad(stage, saved, dy_sD)
-        dout_csnK = self.mixer.select_heads(saved.dout_sHK, stage.query_heads)
-        if stage is self.mixer.table.stages[-1]:
+            return self._multiply_output_grad(stage, saved, dy_sD)
+        dout_csnK = self.select_heads(saved.dout_sHK, stage.query_heads)
+        if stage is self.table.stages[-1]:
             saved.dout_sHK = None
         return dout_csnK
 
-    def _output_grad(self, stage: Stage, saved: Any, dy_sD: Tensor) -> Tensor:
+    def _multiply_output_grad(self, stage: Stage, saved: Any, dy_sD: Tensor) -> Tensor:
         """dy is the gradient of the output projection's result: multiply it with the columns of the stage's heads."""
-        layer, c, K = self.layer, self.mixer.group.size(), self.mixer.spec.head_dim
+        layer, c, K = self.layer, self.group.size(), self.spec.head_dim
         linear = as_linear(layer.passes.blocks.by_path[layer.spec.output].module)
-        linear = linear.select_heads(self._indices(stage.query_heads, linear, 1, K), K, dim=1)
+        linear = linear.select_heads(self._find_index(stage.query_heads, linear, 1, K), K, dim=1)
         dout_csnK = dy_sD.new_empty(c, len(dy_sD), stage.num_slots, K)
         for rows in tile_slices(len(dy_sD), layer.layout.tile_tokens):
             layer.start_tile(saved, rows)
@@ -430,15 +420,15 @@ class LayerHeads:
         self, saved: Any, head_grads: Sequence[list[TensorHandle]], dy_sD: Tensor, grads: GradSum
     ) -> None:
         """Add the gradient through q, k and v to dy. `head_grads`: for each, those of each stage or kv transfer."""
-        mixer, spec, mixing = self.mixer, self.mixer.spec, saved.mixing
-        all_heads = mixer.query_heads, mixer.kv_heads, mixer.kv_heads
+        spec, mixing = self.spec, saved.mixing
+        all_heads = self.query_heads, self.kv_heads, self.kv_heads
         counts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         slices = tile_slices(len(dy_sD), self.layer.layout.tile_tokens)
         tiles = [zip(*(handle.tiles(slices, dim=1) for handle in handles), strict=True) for handles in head_grads]
 
         def grads_of(rows: slice) -> list[Tensor]:
             douts = [
-                mixer.sum_heads(next(ds_ctnK), heads, count).to(dy_sD.dtype)
+                self.sum_heads(next(ds_ctnK), heads, count).to(dy_sD.dtype)
                 for ds_ctnK, heads, count in zip(tiles, all_heads, counts, strict=True)
             ]
             if mixing.dsinks_H is not None and rows.start == 0:

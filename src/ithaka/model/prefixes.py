@@ -134,31 +134,23 @@ def _comparable_rows(
     sequences: Sequence[Tensor], labels: Sequence[Tensor] | None, keys: Sequence[Sequence[Tensor | Hashable]]
 ) -> list[np.ndarray]:
     """Return one row of integers per token of each sequence. Tokens with equal rows may be shared."""
-    fix = "pass a list with one tensor of integers per sequence"
-    lists: list[tuple[str, Any]] = [
-        ("sequences", sequences),
-        ("labels", () if labels is None else labels),
-        ("keys", keys),
-    ]
-    lists += [("keys", key) for key in (keys if isinstance(keys, Sequence) else ())]
-    for name, each in lists:
-        if not isinstance(each, Sequence | Tensor):
-            raise ConfigError(f"{name}={each!r} is a {type(each).__name__}; {fix}")
-    if not len(sequences):
-        raise ConfigError(f"sequences is empty; {fix}")
-    for name, values in (("labels", labels), *(("keys", key) for key in keys)):
-        if values is not None and len(values) != len(sequences):
-            raise ConfigError(f"{name} has {len(values)} values for {len(sequences)} sequences; pass one per sequence")
-    named = [("sequences", sequences), ("labels", () if labels is None else labels)]
-    for name, values in (*named, *((f"keys[{number}]", key) for number, key in enumerate(keys))):
-        is_key, fix = name.startswith("keys"), "pass a tensor of integers, e.g. torch.tensor([1, 2])"
+    if not isinstance(keys, Sequence):
+        raise ConfigError(f"keys={keys!r} is a {type(keys).__name__}; pass a list of keys")
+    named = {"sequences": sequences} | ({} if labels is None else {"labels": labels})
+    for name, values in (named | {f"keys[{i}]": key for i, key in enumerate(keys)}).items():
+        if not isinstance(values, Sequence | Tensor):
+            fix = "pass a list with one tensor of integers per sequence"
+            raise ConfigError(f"{name}={values!r} is a {type(values).__name__}; {fix}")
+        if len(values) != len(sequences) or not len(values):
+            rule = f"has {len(values)} values for {len(sequences)} sequences" if len(values) else "is empty"
+            raise ConfigError(f"{name} {rule}; pass one per sequence")
         for number, value in enumerate(values):
-            if isinstance(value, Tensor):
-                is_valid, kind = not (value.is_floating_point() or value.dtype == torch.bool), str(value.dtype)
-            else:
-                is_valid, kind = is_key and isinstance(value, Hashable), type(value).__name__
-            if not is_valid:
-                raise ConfigError(f"{name}[{number}] is a {kind}; {fix}" + ", or a name" * is_key)
+            is_key = name.startswith("keys")
+            is_integers = isinstance(value, Tensor) and not (value.is_floating_point() or value.dtype == torch.bool)
+            if not is_integers and not (is_key and isinstance(value, Hashable) and not isinstance(value, Tensor)):
+                kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+                fix = "pass a tensor of integers, e.g. torch.tensor([1, 2])" + ", or a name" * is_key
+                raise ConfigError(f"{name}[{number}] is a {kind}; {fix}")
     names: dict[Hashable, int] = {}
     rows = []
     for number, ids in enumerate(sequences):

@@ -39,7 +39,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> N
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    return TRACED_SMS if device.type == "meta" else torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else TRACED_SMS
 
 
 def power_of_two(size: int) -> int:
@@ -79,19 +79,8 @@ def row_logsumexp(logits_tY: Tensor, details: bool = False, scale: float = 1.0) 
         return lse_t, lse_t + log_p_tY.exp().mul_(log_p_tY).sum(-1), wide_tY.mean(-1)
     t, Y = logits_tY.shape
     values_nt = logits_tY.new_empty(3 if details else 1, t, dtype=wide)
-    launch(
-        _logsumexp_kernel,
-        (t,),
-        logits_tY,
-        values_nt,
-        t,
-        Y,
-        _row_stride(logits_tY),
-        scale,
-        DETAILS=details,
-        BLOCK=_FLAT_BLOCK,
-        num_warps=8,
-    )
+    sizes = t, Y, _row_stride(logits_tY), scale
+    launch(_logsumexp_kernel, (t,), logits_tY, values_nt, *sizes, DETAILS=details, **_FLAT)
     return values_nt.unbind()
 
 
@@ -103,21 +92,12 @@ def softmax_grad(
     `entropy`: the gradients of the softmax entropies and the entropies, [t] each, whose gradient is added.
     """
     if runs_in_triton(logits_tY):
-        (t, Y), values = logits_tY.shape, (target_t, lse_t, scale_t.to(torch.float32))
-        more = (lse_t, lse_t) if entropy is None else (entropy[0].to(torch.float32), entropy[1])
-        grid = (t, -(-Y // _FLAT_BLOCK))
-        launch(
-            _softmax_grad_kernel,
-            grid,
-            logits_tY,
-            *values,
-            *more,
-            Y,
-            _row_stride(logits_tY),
-            ENTROPY=entropy is not None,
-            BLOCK=_FLAT_BLOCK,
-            num_warps=8,
-        )
+        (t, Y), more = logits_tY.shape, (lse_t, lse_t)
+        if entropy is not None:
+            more = entropy[0].to(torch.float32), entropy[1]
+        values = target_t, lse_t, scale_t.to(torch.float32), *more, Y, _row_stride(logits_tY)
+        grid = (t, -(-Y // _FLAT["BLOCK"]))
+        launch(_softmax_grad_kernel, grid, logits_tY, *values, ENTROPY=entropy is not None, **_FLAT)
         return
     log_p_tY = logits_tY.to(lse_t.dtype).sub_(lse_t[:, None])
     if entropy is not None:
@@ -134,16 +114,7 @@ def cross_entropy_with_grad(logits_tY: Tensor, target_t: Tensor, scale_t: Tensor
     if runs_in_triton(logits_tY):
         loss_t = scale_t.new_empty(len(logits_tY), dtype=torch.float32)
         values = (target_t, scale_t.to(torch.float32), loss_t, logits_tY.shape[1], _row_stride(logits_tY))
-        launch(
-            _cross_entropy_kernel,
-            (len(logits_tY),),
-            logits_tY,
-            *values,
-            LOG2E=_LOG2E,
-            BLOCK=_LOGITS_BLOCK,
-            LANE=8,
-            num_warps=32,
-        )
+        launch(_cross_entropy_kernel, (len(logits_tY),), logits_tY, *values, **_ROWS)
         return loss_t
     (lse_t,) = row_logsumexp(logits_tY)
     loss_t = lse_t - logits_tY.gather(1, target_t[:, None])[:, 0]
@@ -159,23 +130,15 @@ def _row_stride(logits_tY: Tensor) -> int:
 def scale_in_place(x: Tensor, factor: Tensor) -> None:
     """x *= factor, a scalar tensor. On a GPU, x is not touched if the factor is 1."""
     if runs_in_triton(x) and x.is_contiguous():
-        launch(
-            _scale_kernel,
-            (-(-x.numel() // _FLAT_BLOCK),),
-            x,
-            factor.to(torch.float32),
-            x.numel(),
-            BLOCK=_FLAT_BLOCK,
-            num_warps=8,
-        )
+        grid = (-(-x.numel() // _FLAT["BLOCK"]),)
+        launch(_scale_kernel, grid, x, factor.to(torch.float32), x.numel(), **_FLAT)
     else:
         x.mul_(factor)
 
 
-_LOG2E = math.log2(math.e)
 _TILE_ROWS = 32
-_FLAT_BLOCK = 4096
-_LOGITS_BLOCK = 16384  # columns
+_FLAT: dict[str, Any] = {"BLOCK": 4096, "num_warps": 8}
+_ROWS: dict[str, Any] = {"LOG2E": math.log2(math.e), "BLOCK": 16384, "LANE": 8, "num_warps": 32}
 
 
 def _launch(kernel, *tensors: Tensor) -> None:
@@ -183,9 +146,8 @@ def _launch(kernel, *tensors: Tensor) -> None:
     assert all(x.stride(-1) == 1 for x in tensors if x.dim() == 4)
     strides = [s for x in tensors for s in x.stride()[:3]]
     tiles = -(-t // _TILE_ROWS)
-    launch(
-        kernel, (tiles * B * h,), *tensors, *strides, h, t, tiles, K, ROWS=_TILE_ROWS, COLS=power_of_two(K), num_warps=4
-    )
+    sizes = h, t, tiles, K
+    launch(kernel, (tiles * B * h,), *tensors, *strides, *sizes, ROWS=_TILE_ROWS, COLS=power_of_two(K), num_warps=4)
 
 
 if triton is not None:

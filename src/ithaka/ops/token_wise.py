@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ithaka.ops.fused import launch, runs_kernels
+from ithaka.ops.fused import launch, num_multiprocessors, power_of_two, runs_kernels
 
 try:
     import triton
@@ -80,8 +80,7 @@ def norm_backward(x: Tensor, dy: Tensor, weight_D: Tensor, form: NormForm) -> tu
         return d.sub_(normed).mul_(factor).to(x.dtype), dweight_D
     D, dx = x.shape[-1], torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x_tD, dy_tD, sizes = x.reshape(-1, D), dy.reshape(-1, D), _norm_sizes(D) | {"CENTERED": is_centered}
-    num_multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 132
-    programs = min(-(-len(x_tD) // sizes["ROWS"]), 8 * num_multiprocessors)
+    programs = min(-(-len(x_tD) // sizes["ROWS"]), 8 * num_multiprocessors(x.device))
     dweight_bD = x.new_empty(programs, D, dtype=torch.float32)
     scalars = eps, offset, len(x_tD), D, x_tD.stride(0), dy_tD.stride(0)
     launch(_norm_backward_kernel, (programs,), dx, x_tD, dy_tD, weight_D, dweight_bD, *scalars, **sizes)
@@ -93,7 +92,7 @@ def _norm_factor(x: Tensor, eps: float) -> Tensor:
 
 
 def _norm_sizes(num_features: int) -> dict[str, int]:
-    cols = 1 << (num_features - 1).bit_length()
+    cols = power_of_two(num_features)
     return {"ROWS": max(1, _BLOCK // cols), "COLS": cols, "num_warps": 4 if cols <= _BLOCK else 16}
 
 
@@ -194,7 +193,7 @@ def rotate(x_1htK: Tensor, cos_1tR: Tensor, sin_1tR: Tensor, form: RopeForm, bac
         strides = *into.stride()[1:3], *x_1htK.stride()[1:], cos_1tR.stride(-2), sin_1tR.stride(-2)
         scalars = {"h": h, "t": t, "K": K, "half": half, "second": second}
         flags = {"COS_STRIDE": stride, "READS": reads, "WRITES": writes, "BACKWARD": backward, "HEADS": _HEADS}
-        cols = 1 << (half - 1).bit_length()
+        cols = power_of_two(half)
         rows = max(1, 1024 // cols)
         flags |= {"ROWS": rows, "COLS": cols, "REST": 1 << max(K - 2 * half - 1, 0).bit_length(), "num_warps": 4}
         grid = (-(-t // rows), -(-h // _HEADS))

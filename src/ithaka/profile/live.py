@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ithaka
 from ithaka.phases import MemoryCategory, PhaseState, listening
-from ithaka.profile.memory import Allocation, MemoryMap
+from ithaka.profile.memory import Allocation, CategoryListener, MemoryMap
 
 MAX_EVENTS = 2_000_000  # of the CUDA allocator
 CLOCK_SLACK_NS = 20_000  # between the allocator's clock and Python's
@@ -45,83 +45,117 @@ def recording_resizes(device_type: str, record: Callable[[UntypedStorage], Any])
         UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
 
-class LiveBytes(MemoryMap):
-    """Records each new CPU storage once, until it is freed, while entered. Views and autograd keep a storage live;
+class StorageTracker(CategoryListener):
+    """Follows each new storage on a device while entered, until it is freed. Views and autograd keep a storage live;
     FSDP2's resizing is tracked. Older storages count if they get a category. Buffers inside operators are invisible."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self.device = device
         self.live: dict[int, tuple[weakref.ref, Allocation]] = {}  # by the address of the C++ storage
 
-    def __enter__(self) -> "LiveBytes":
+    def __enter__(self) -> Self:
         self.callback(self.live.clear)  # ignore storages freed later
-        self.enter_context(recording_resizes("cpu", self.record))
+        self.enter_context(recording_resizes(self.device.type, self.record))
         self.enter_context(listening(self))
-        self.enter_context(_RecordOutputs(self))
+        self.enter_context(self.make_mode())
         return self
+
+    def make_mode(self) -> TorchDispatchMode:
+        return RecordOutputs(self)
+
+    def on_change(self, old: Allocation | None, new: Allocation) -> None:
+        """Called for a new storage (`old` is None), and when its size or category changes."""
+
+    def on_free(self, allocation: Allocation) -> None: ...
 
     def set_category(self, tensor: Tensor, category: str) -> None:
         local = local_tensor(tensor)
-        if not self._update(local.untyped_storage(), category=category):
-            self._add(local.untyped_storage(), category=category, **dtype_and_shape(local))
+        storage = local.untyped_storage()
+        if storage.device == self.device and not self._update(storage, category=category):
+            self._add(storage, local, category=category)
 
-    def record(self, storage: UntypedStorage, **fields: Any) -> None:
+    def record(self, storage: UntypedStorage, tensor: Tensor | None = None) -> None:
         """Record a storage, or its new size. FSDP2 resizes storages of earlier steps from 0, so any may be new."""
         if not self._update(storage, num_bytes=storage.nbytes()):
             frames = traceback.walk_stack(sys._getframe())
             line, category = attribute_stack(
                 (frame.f_code.co_filename, at, frame.f_code.co_name) for frame, at in frames
             )
-            self._add(storage, line=line, category=category or PhaseState.category, **fields)
+            self._add(storage, tensor, line=line, category=category or PhaseState.category)
 
-    def _add(self, storage: UntypedStorage, **fields: Any) -> None:
+    def _add(self, storage: UntypedStorage, tensor: Tensor | None, **fields: Any) -> None:
         def on_free(_: weakref.ref, key: int = storage._cdata) -> None:
             if key in self.live:
-                self.live.pop(key)[1].stop_ns = time.time_ns()
+                self.on_free(self.live.pop(key)[1])
 
+        fields |= {} if tensor is None else dtype_and_shape(tensor)
         allocation = Allocation(storage.nbytes(), time.time_ns(), phase=PhaseState.path, **fields)
         self.live[storage._cdata] = weakref.ref(storage, on_free), allocation
-        self.allocations.append(allocation)
+        self.on_change(None, allocation)
 
     def _update(self, storage: UntypedStorage, **changes: Any) -> bool:
         """Apply `changes` from now on. Return whether the storage was recorded before."""
         if storage._cdata not in self.live:
             return False
-        ref, allocation = self.live[storage._cdata]
-        if any(getattr(allocation, name) != value for name, value in changes.items()):
-            allocation = allocation.split(time.time_ns(), **changes)
-            self.live[storage._cdata] = ref, allocation
-            self.allocations.append(allocation)
+        ref, old = self.live[storage._cdata]
+        if any(getattr(old, name) != value for name, value in changes.items()):
+            new = old.split(time.time_ns(), **changes)
+            self.live[storage._cdata] = ref, new
+            self.on_change(old, new)
         return True
 
+    def own_tensors(self, values: Iterable[Any]) -> Iterator[Tensor]:
+        """Tensors with memory on the device, so no FakeTensors, with which DTensor computes shapes."""
+        for t in flatten(values):
+            is_real = isinstance(t, Tensor) and not isinstance(t, FakeTensor)
+            if is_real and t.device == self.device and t.layout == torch.strided:
+                yield t
 
-class _RecordOutputs(TorchDispatchMode):
+
+def flatten(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the arguments or results of an operator, which pytree would take most of a trace's time for."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from flatten(value)
+        else:
+            yield value
+
+
+class RecordOutputs(TorchDispatchMode):
     """Records the outputs of every operator, also inside autograd functions and in backward."""
 
-    def __init__(self, recorder: LiveBytes) -> None:
+    def __init__(self, tracker: StorageTracker) -> None:
         super().__init__()
-        self.recorder = recorder
+        self.tracker = tracker
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # DTensor dispatches again, with local tensors
-        inputs = {tensor.untyped_storage()._cdata for tensor in _cpu_tensors((args, *(kwargs or {}).values()))}
-        out = func(*args, **(kwargs or {}))
-        for tensor in _cpu_tensors(out):
+        if any(hasattr(t, "__tensor_flatten__") for t in types):
+            return NotImplemented  # DTensors and quantized moments dispatch again, with their parts
+        tracker, kwargs = self.tracker, kwargs or {}
+        inputs = {tensor.untyped_storage()._cdata for tensor in tracker.own_tensors((*args, *kwargs.values()))}
+        out = self.run(func, args, kwargs)
+        for tensor in tracker.own_tensors((out,)):
             storage = tensor.untyped_storage()
-            if storage._cdata in self.recorder.live or storage._cdata not in inputs:  # else it is older than the step
-                self.recorder.record(storage, **dtype_and_shape(tensor))
+            if storage._cdata in tracker.live or storage._cdata not in inputs:  # else it is older than the step
+                tracker.record(storage, tensor)
         return out
 
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
 
-def _cpu_tensors(tree: Any) -> Iterator[Tensor]:
-    """Tensors with CPU memory, so no FakeTensors, with which DTensor computes shapes."""
-    if isinstance(tree, Tensor):
-        if not isinstance(tree, FakeTensor) and tree.device.type == "cpu" and tree.layout == torch.strided:
-            yield tree
-    elif isinstance(tree, list | tuple):
-        for part in tree:
-            yield from _cpu_tensors(part)
+
+class LiveBytes(StorageTracker, MemoryMap):
+    """The memory map of a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    def on_change(self, old: Allocation | None, new: Allocation) -> None:
+        self.allocations.append(new)
+
+    def on_free(self, allocation: Allocation) -> None:
+        allocation.stop_ns = time.time_ns()
 
 
 class AllocatorHistory(MemoryMap):

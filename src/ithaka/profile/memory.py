@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ithaka.config.units import format_bytes
@@ -69,7 +70,34 @@ class Allocation:
         return rest
 
 
-class MemoryMap(PhaseLog, ExitStack):
+def state_tensors(optimizer: Optimizer | None, params: set[Any] | None = None) -> Iterator[Tensor]:
+    """This rank's tensors of an optimizer's state, of these parameters only if they are passed."""
+    for param, state in optimizer.state.items() if optimizer is not None else ():
+        for value in state.values() if params is None or param in params else ():
+            yield from _parts(value.to_local() if isinstance(value, DTensor) else value)
+
+
+def _parts(value: Any) -> Iterator[Tensor]:
+    """The tensors of a wrapper, such as quantized moments."""
+    if hasattr(value, "__tensor_flatten__"):
+        for name in value.__tensor_flatten__()[0]:
+            yield from _parts(getattr(value, name))
+    elif isinstance(value, Tensor):
+        yield value
+
+
+class CategoryListener(Listener, ExitStack):
+    """Attributes memory to categories while entered."""
+
+    def set_state_categories(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        """Attribute memory that is live before the step: parameters, buffers and optimizer states."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.set_category(tensor, MemoryCategory.PARAMETERS)
+        for tensor in state_tensors(optimizer):
+            self.set_category(tensor, MemoryCategory.OPTIMIZER)
+
+
+class MemoryMap(PhaseLog, CategoryListener):
     """Allocations and phases of a step. Subclasses record them while entered."""
 
     measured_peak_bytes: int | None = None  # by the CUDA allocator
@@ -77,15 +105,6 @@ class MemoryMap(PhaseLog, ExitStack):
     def __init__(self) -> None:
         super().__init__()
         self.allocations: list[Allocation] = []
-
-    def set_state_categories(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Attribute memory that is live before the step: parameters, buffers and optimizer states."""
-        for tensor in (*model.parameters(), *model.buffers()):
-            self.set_category(tensor, MemoryCategory.PARAMETERS)
-        for state in optimizer.state.values() if optimizer else ():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    self.set_category(value, MemoryCategory.OPTIMIZER)
 
     def events(self) -> list[tuple[int, int, Allocation]]:
         """(time in ns, bytes gained or lost, allocation), sorted by time."""

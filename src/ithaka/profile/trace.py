@@ -1,18 +1,14 @@
 """Record a `Trace`: run a training step as one rank of any mesh, on tensors without memory (comm/ghost.py)."""
 
-import sys
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, UntypedStorage, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,14 +18,14 @@ from ithaka.comm.ghost import GHOST, STRETCH
 from ithaka.layer import slabs
 from ithaka.layer.slabs import Slab
 from ithaka.layer.store import DiskFile, Store
-from ithaka.phases import Listener, MemoryCategory, PhasePath, PhaseState, allocating_for, count, listening, phase
+from ithaka.phases import MemoryCategory, PhasePath, PhaseState, allocating_for, count, phase
 from ithaka.plan.bytes import EMBEDDING_RUN
 from ithaka.plan.trace import Amounts, Segment, Trace
-from ithaka.profile.live import GRADIENT_FUNCTIONS, local_tensor, recording_resizes
+from ithaka.profile.live import RecordOutputs, StorageTracker, flatten, local_tensor
+from ithaka.profile.memory import Allocation, state_tensors
 
 HOST = "host"  # category of pinned host memory, which is not the device's
 STARTS = ("embedding", "loss", "encoder", "optimizer")  # phases that start a segment, as a layer's directions do
-FSDP = "_fully_shard"
 aten: Any = torch.ops.aten
 # Matmuls, and the position of their first matrix.
 MATMULS = {**dict.fromkeys((aten.mm, aten.bmm, aten._grouped_mm), 0), **dict.fromkeys((aten.addmm, aten.addmm_), 1)}
@@ -105,25 +101,18 @@ class _OpenSegment:
         return Segment(self.name, self.start, self.recorder.sizes(), self.peaks, host, self.flops, self.moved)
 
 
-class TraceRecorder(Listener, ExitStack):
-    """Records the storages of a device's tensors while entered, by memory category and phase: of the ghost device, or
-    of the CPU."""
+class TraceRecorder(StorageTracker):
+    """Records the bytes of the ghost device, or of the CPU, by memory category and phase, and of pinned host memory."""
 
     def __init__(self, device: torch.device = GHOST) -> None:
-        super().__init__()
-        self.device = device
-        self.live: dict[int, tuple[weakref.ref, int, str]] = {}  # by the address of the C++ storage
+        super().__init__(device)
         self.live_bytes: Counter[str] = Counter()  # on the device, by category
         self.total_bytes = self.host_bytes = 0
         self.segments: list[Segment] = []
         self.open = _OpenSegment("embedding", self)
 
-    def __enter__(self) -> "TraceRecorder":
-        self.callback(self.live.clear)
-        self.enter_context(recording_resizes(self.device.type, self.record))
-        self.enter_context(listening(self))
-        self.enter_context(_RecordOperators(self))
-        return self
+    def make_mode(self) -> TorchDispatchMode:
+        return _RecordOperators(self)
 
     # ---- phases
 
@@ -150,36 +139,17 @@ class TraceRecorder(Listener, ExitStack):
         return {str(category): size for category, size in self.live_bytes.items() if size}
 
     def set_category(self, tensor: Tensor, category: str) -> None:
-        storage = local_tensor(tensor).untyped_storage()
-        if storage.device != self.device:
-            return
-        if storage._cdata in self.live:
-            ref, size, before = self.live[storage._cdata]
-            if before != HOST:
-                self.live[storage._cdata] = ref, size, category
-                self._change(-size, before)
-                self._change(size, category)
-        else:
-            self._add(storage, category)
+        if not self.is_host(local_tensor(tensor)):
+            super().set_category(tensor, category)
 
-    def record(self, storage: UntypedStorage) -> None:
-        """Record a storage, or its new size."""
-        if storage._cdata not in self.live:
-            self._add(storage, _fsdp_category() or PhaseState.category)
-            return
-        ref, size, category = self.live[storage._cdata]
-        if (num_bytes := storage.nbytes()) != size:
-            self.live[storage._cdata] = ref, num_bytes, category
-            self._change(num_bytes - size, category)
+    def on_change(self, old: Allocation | None, new: Allocation) -> None:
+        is_same = old is not None and old.category == new.category
+        if old is not None and not is_same:
+            self._change(-old.num_bytes, old.category)
+        self._change(new.num_bytes - (old.num_bytes if old is not None and is_same else 0), new.category)
 
-    def _add(self, storage: UntypedStorage, category: str) -> None:
-        def on_free(_: weakref.ref, key: int = storage._cdata) -> None:
-            if key in self.live:
-                _, size, category = self.live.pop(key)
-                self._change(-size, category)
-
-        self.live[storage._cdata] = weakref.ref(storage, on_free), storage.nbytes(), category
-        self._change(storage.nbytes(), category)
+    def on_free(self, allocation: Allocation) -> None:
+        self._change(-allocation.num_bytes, allocation.category)
 
     def _change(self, num_bytes: int, category: str) -> None:
         if category == HOST:
@@ -190,42 +160,30 @@ class TraceRecorder(Listener, ExitStack):
         if num_bytes > 0:
             self.open.observe()
 
-    def is_on_device(self, t: Any) -> bool:
-        is_real = isinstance(t, Tensor) and not isinstance(t, FakeTensor)  # DTensor computes shapes with fake ones
-        return is_real and t.device == self.device and t.layout == torch.strided
-
     def is_host(self, tensor: Tensor) -> bool:
         entry = self.live.get(tensor.untyped_storage()._cdata)
-        return entry is not None and entry[2] == HOST
+        return entry is not None and entry[1].category == HOST
 
 
-class _RecordOperators(TorchDispatchMode):
-    """Records the outputs of every operator, its FLOPs, and copies to and from the host."""
+class _RecordOperators(RecordOutputs):
+    """Also records the FLOPs of operators, and copies to and from the host."""
 
-    def __init__(self, recorder: TraceRecorder) -> None:
-        super().__init__()
-        self.recorder = recorder
+    tracker: TraceRecorder
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(hasattr(t, "__tensor_flatten__") for t in types):
-            return NotImplemented  # DTensors and quantized moments dispatch again, with their parts
-        recorder, kwargs = self.recorder, kwargs or {}
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
             return True  # transformers asks whether all positions are consecutive
-        leaves = [*_flatten((*args, *kwargs.values()))]
-        inputs = {t.untyped_storage()._cdata for t in leaves if recorder.is_on_device(t)}
-        is_mixed = inputs and any(isinstance(t, Tensor) and t.dim() and not t.is_meta for t in leaves)
-        if recorder.device == GHOST and is_mixed:
+        tensors = [t for t in flatten((*args, *kwargs.values())) if isinstance(t, Tensor) and (t.is_meta or t.dim())]
+        if self.tracker.device == GHOST and len({t.is_meta for t in tensors}) == 2:
             args, kwargs = _move_to_ghost(func, args, kwargs)
-        is_wide = func is getattr(
-            aten.addmm, "dtype_out", None
-        )  # on meta tensors, torch 2.11 mistakes its dtype for beta
-        out = kwargs["out"] if is_wide and kwargs["out"].is_meta else func(*args, **kwargs)
-        for tensor in _flatten((out,)):
-            if recorder.is_on_device(tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata in recorder.live or storage._cdata not in inputs:  # else it is older than the step
-                    recorder.record(storage)
+        # On meta tensors, torch 2.11 mistakes addmm's dtype for beta.
+        is_wide = func is getattr(aten.addmm, "dtype_out", None)
+        return kwargs["out"] if is_wide and kwargs["out"].is_meta else func(*args, **kwargs)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out, recorder, kwargs = super().__torch_dispatch__(func, types, args, kwargs), self.tracker, kwargs or {}
+        if out is NotImplemented:
+            return out
         packet = func.overloadpacket
         if packet is aten.embedding_dense_backward and out.is_meta:
             with phase("kernel"):  # this peak grows with the tokens, others of the embedding's backward do not
@@ -238,21 +196,12 @@ class _RecordOperators(TorchDispatchMode):
             recorder.count(name, flop_registry[packet](*args, **kwargs, out_val=out))
         elif packet in CONVOLUTIONS:
             recorder.count("matmul", flop_registry[packet](*args, **kwargs, out_val=out))
-        elif packet is aten.copy_ and all(map(recorder.is_on_device, args[:2])):
+        elif packet is aten.copy_ and len([*recorder.own_tensors(args[:2])]) == 2:
             if recorder.is_host(args[0]):
                 count("copy to host", args[0].nbytes)
             elif recorder.is_host(args[1]):
                 count("copy from host", args[0].nbytes)
         return out
-
-
-def _flatten(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the arguments or results of an operator, which pytree would take most of a trace's time for."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _flatten(value)
-        else:
-            yield value
 
 
 def _move_to_ghost(func: Any, args: Any, kwargs: Any) -> Any:
@@ -269,24 +218,6 @@ def _make_workspace(dy: Tensor, ids: Tensor, num_rows: int, *_: Any) -> Tensor:
     return torch.empty(rows, dy.shape[-1], dtype=torch.float32, device=GHOST)
 
 
-def _fsdp_category() -> MemoryCategory | None:
-    """The category of memory that FSDP2 allocates, if it is the caller."""
-    frame: FrameType | None = sys._getframe(2)
-    category = None
-    for _ in range(24):
-        if frame is None:
-            break
-        file, function = frame.f_code.co_filename, frame.f_code.co_name
-        if FSDP in file:
-            if any(part in function for part in GRADIENT_FUNCTIONS):
-                return MemoryCategory.GRADIENTS
-            category = MemoryCategory.UNSHARDED
-        elif category is not None or "/ithaka/layer/" in file:
-            break
-        frame = frame.f_back
-    return category
-
-
 # ---- a step
 
 
@@ -298,10 +229,7 @@ def trace_step(
     if optimizer is not None:
         _make_states(optimizer)
     recorder = TraceRecorder(model.ithaka_root.mesh.device)
-    for tensor in (*model.parameters(), *model.buffers()):
-        recorder.set_category(tensor, MemoryCategory.PARAMETERS)
-    for tensor in _states(optimizer):
-        recorder.set_category(tensor, MemoryCategory.OPTIMIZER)
+    recorder.set_state_categories(model, optimizer)
     recorder.open = _OpenSegment("embedding", recorder)
     with recorder:
         step(inputs)
@@ -318,22 +246,6 @@ def _make_states(optimizer: Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def _states(optimizer: Optimizer | None, params: set[Any] | None = None) -> Iterator[Tensor]:
-    for param, state in optimizer.state.items() if optimizer is not None else ():
-        if params is None or param in params:
-            for value in state.values():
-                yield from _parts(local_tensor(value)) if isinstance(value, Tensor) else ()
-
-
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors of a wrapper, such as quantized moments."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from _parts(getattr(tensor, name))
-
-
 def _layer_states(layer: nn.Module, optimizer: Optimizer | None) -> Amounts:
     """Bytes of a layer's parameters and buffers, sharded gradients and optimizer states on this rank."""
     params = set(layer.parameters())
@@ -341,5 +253,5 @@ def _layer_states(layer: nn.Module, optimizer: Optimizer | None) -> Amounts:
     return {
         str(MemoryCategory.GRADIENTS): sum(trained) if optimizer is not None else 0,
         str(MemoryCategory.PARAMETERS): sum(local_tensor(t).nbytes for t in (*params, *layer.buffers())),
-        str(MemoryCategory.OPTIMIZER): sum(local_tensor(t).nbytes for t in _states(optimizer, params)),
+        str(MemoryCategory.OPTIMIZER): sum(t.nbytes for t in state_tensors(optimizer, params)),
     }

@@ -15,18 +15,15 @@ def rotary_modules(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if any(name.endswith("inv_freq") for name in m._buffers)]
 
 
-class _FloatIsDouble(TorchFunctionMode):
-    """Turns conversions of tensors to fp32 into conversions to fp64."""
+class InFloat64(TorchFunctionMode):
+    """Turns every conversion to float32 into one to float64."""
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in (torch.Tensor.float, torch.Tensor.to):
-            function = torch.Tensor.double if function is torch.Tensor.float else function
-            args, kwargs = pytree.tree_map_only(torch.dtype, _widen_float32, (args, kwargs))
-        return function(*args, **(kwargs or {}))
-
-
-def _widen_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float32 else dtype
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.float:
+            return args[0].double()
+        args = [torch.float64 if arg is torch.float32 else arg for arg in args]
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return function(*args, **kwargs)
 
 
 class ExactRotary:
@@ -51,7 +48,7 @@ class ExactRotary:
         if extra:
             self._update_frequencies(leaves, tree_spec)
         args, kwargs = pytree.tree_unflatten([self._convert(leaf, extra) for leaf in leaves], tree_spec)
-        with _FloatIsDouble():
+        with InFloat64():
             result = type(self.module).forward(self.module, *args, **kwargs)
 
         def convert(t: Tensor) -> Tensor:

@@ -162,14 +162,9 @@ class Ltx(VideoTransformer):
     def run_block(
         block: nn.Module, x_1tD: Tensor, text: Tensor, bias: Any, mods_UM: Tensor, tokens: Tokens, mask: Any
     ) -> Tensor:
-        return type(block).forward(
-            block,
-            hidden_states=x_1tD,
-            encoder_hidden_states=text,
-            temb=tokens.select(mods_UM)[None],
-            image_rotary_emb=(tokens, mask) if isinstance(mask, PlaceholderMask) else mask,
-            encoder_attention_mask=bias,
-        )
+        rotary, temb = (tokens, mask) if isinstance(mask, PlaceholderMask) else mask, tokens.select(mods_UM)[None]
+        inputs = dict(hidden_states=x_1tD, encoder_hidden_states=text, temb=temb, image_rotary_emb=rotary)
+        return type(block).forward(block, **inputs, encoder_attention_mask=bias)
 
 
 FAMILIES: dict[str, type[VideoTransformer]] = {"WanTransformer3DModel": Wan, "LTXVideoTransformer3DModel": Ltx}

@@ -40,7 +40,7 @@ from ithaka.plan.hardware import Hardware
 from ithaka.plan.read_config import read_json
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import ModelShape
-from ithaka.run import launch
+from ithaka.run import launch, validate
 from ithaka.run.resolve import (
     Run,
     check_fits,
@@ -52,15 +52,6 @@ from ithaka.run.resolve import (
     weakest_machine,
 )
 from ithaka.run.shapes import read_shape
-from ithaka.run.validate import (
-    check_base,
-    check_inputs,
-    check_path,
-    check_ranks_agree,
-    check_run_dir,
-    check_settings,
-    check_weights,
-)
 
 AUTO = Path("auto")  # --resume auto: resume in train.run_dir if it has a checkpoint, else start there
 
@@ -88,7 +79,7 @@ def preflight(
         return config, detect_machine(config, num_ranks, launch.detect_gpu()), newest
 
     def plan_and_check() -> Run:
-        check_ranks_agree(configs, newest)
+        validate.check_ranks_agree(configs, newest)
         full, weakest, plan = configs[0], weakest_machine(machines), None
         explicit = explicit_settings(file, changes, default_settings(file, changes))
         if resume not in (None, AUTO):
@@ -100,7 +91,7 @@ def preflight(
         run = validate_run(config, weakest.num_gpus, resume, local[1], trains, force, plan)
         for start in (end for end in full.ends[:-1] if end >= config.train.steps):  # later entries must fit too
             later, later_plan = plan_run(full.at(start), explicit, weakest)
-            check_inputs(build_run(later, weakest.num_gpus, local[1], resume is not None, later_plan))
+            validate.check_inputs(build_run(later, weakest.num_gpus, local[1], resume is not None, later_plan))
         saved_config = curriculum_to_save(full, explicit, plan) if full.curriculum else ""
         return dataclasses.replace(run, saved_config=saved_config, commits=commits)
 
@@ -126,12 +117,12 @@ def validate_run(
     if auto:
         resume = run_dir if files.newest_checkpoint(run_dir) else None
     if resume is None and run_dir is not None:
-        check_run_dir(run_dir, auto, force)
+        validate.check_run_dir(run_dir, auto, force)
     run = build_run(config, num_ranks, hardware, resume is not None, plan)
     if resume is not None:
         checkpoint, changed = find_resume_point(resume, run.config, run.shape)
         run = dataclasses.replace(run, checkpoint=checkpoint, changed=changed)
-        check_base(run)
+        validate.check_base(run)
         if trains and run.finished and not auto:
             name = "steps" if run.last_step >= config.train.steps else "patience"
             value = getattr(config.train, name)
@@ -144,7 +135,7 @@ def validate_run(
         for head_dim, group in {(kind.head_dim, kind.group) for kind in run.shape.attention_kinds}:
             if run.hardware.for_attention(head_dim).gpu.kernel == "fa4":
                 compile_ahead(run.hardware.gpu.name, head_dim, run.layout.dtype or "float32", group)
-    return dataclasses.replace(run, data_bytes=check_inputs(run))
+    return dataclasses.replace(run, data_bytes=validate.check_inputs(run))
 
 
 def build_run(
@@ -152,7 +143,7 @@ def build_run(
 ) -> Run:
     """A run with these settings, which fits on its machine. `plan`: where they come from."""
     shape = plan.shape if plan else model_shape(config)
-    check_settings(config, num_ranks, shape)
+    validate.check_settings(config, num_ranks, shape)
     hardware = hardware or detect_machine(config, num_ranks, launch.detect_gpu())
     kernel = config.attention.kernel
     if hardware.gpu.name == "CPU" and kernel != "auto" and KERNELS[kernel].device == "cuda":
@@ -172,8 +163,8 @@ def build_run(
         run = dataclasses.replace(run, shape=trace_shape(run))
     check_fits(run)
     if not resumes or run.needs_base:  # else the checkpoint has all weights
-        check_weights(config.model.path)
-    check_weights(config.loss.teacher_path, "loss.teacher", "learn from")
+        validate.check_weights(config.model.path)
+    validate.check_weights(config.loss.teacher_path, "loss.teacher", "learn from")
     return run
 
 
@@ -195,7 +186,7 @@ def resolve(
     """The run's settings, with its run directory (by default runs/`name`) and the length of its learning-rate
     schedule. Names on the hub get the commits that a resumed run started with, or the current ones, which are added to
     `commits`."""
-    check_path("--resume ", None if resume == AUTO else resume)
+    validate.check_path("--resume ", None if resume == AUTO else resume)
     if resume is not None and resume != AUTO:
         _check_resumed(file, changes, resume, run_dir)
         file, run_dir = resume / "config.yaml", resume
@@ -207,7 +198,7 @@ def resolve(
             fix = "set it in the file, or use --run-dir DIR"
             raise ConfigError(f"--resume auto needs train.run_dir, where it looks for the run; {fix}")
         run_dir = run_dir or Path("runs") / name
-        check_path("train.run_dir=", run_dir)
+        validate.check_path("train.run_dir=", run_dir)
         saved = run_dir / "config.yaml"
         if resume == AUTO and config.optim.decay_steps is None and saved.is_file():
             changes = [*changes, f"optim.decay_steps={_resumed_decay_steps(saved)}"]

@@ -167,12 +167,9 @@ def _stage_slots(table: HeadTable, i: int) -> StageSlots:
 
     def count(numbers: set[int], needed_at: int) -> int:
         """Slots of these transfers that stage `needed_at` or a later one reads."""
-        return sum(
-            kv_transfer.num_slots
-            for n, kv_transfer in kv_transfers
-            if n in numbers and kv_transfer.last_stage >= needed_at
-        )
+        return sum(each.num_slots for n, each in kv_transfers if n in numbers and each.last_stage >= needed_at)
 
+    partial_widths = (read.width for rank in ranks if not has_one_read[rank] for read in stage.reads[rank])
     return StageSlots(
         query=stage.num_slots,
         new_kv=0 if stage.kv_transfer is None else table.kv_transfers[stage.kv_transfer].num_slots,
@@ -180,9 +177,7 @@ def _stage_slots(table: HeadTable, i: int) -> StageSlots:
         left_kv=count(arrived, i + 1),
         summed_kv=max(count(numbers, i) for numbers in read_by),
         left_summed_kv=max(count(numbers, i + 1) for numbers in read_by),
-        partial_query=max(
-            (read.width for rank in ranks if not has_one_read[rank] for read in stage.reads[rank]), default=0
-        ),
+        partial_query=max(partial_widths, default=0),
         widest_read=max(read.width for reads in stage.reads for read in reads),
         widest_read_kv=max(read.num_kv for reads in stage.reads for read in reads),
         read_kv=max(sum(read.num_kv for read in reads) for reads in stage.reads),
