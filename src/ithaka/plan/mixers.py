@@ -6,7 +6,7 @@ H heads, K key dim, V value dim.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
 from ithaka.layout import ActivationPolicy, Layout
@@ -275,7 +275,9 @@ class SideBySideBytes(LayerBytes):
         return self.second.tile_bytes(work)
 
 
-_TYPES: dict[str, Any] = {kind.__name__: kind for kind in (Ssd, Convolution, SideBySide)}
+_TYPES: dict[str, Any] = {
+    kind.__name__: kind for kind in (Attention, AttentionKind, DeltaRule, Ssd, Convolution, SideBySide)
+}
 
 
 def mixers_to_json(mixers: Sequence[Any]) -> dict[str, Any]:
@@ -285,20 +287,18 @@ def mixers_to_json(mixers: Sequence[Any]) -> dict[str, Any]:
 
 
 def mixers_from_json(values: Mapping[str, Any]) -> tuple[Mixer, ...]:
-    kinds = [_from_json(fields) for fields in values["kinds"]]
+    kinds = [_from_json(kind) for kind in values["kinds"]]
     return tuple(kinds[index] for index in values["layers"])
 
 
-def _to_json(mixer: Any) -> dict[str, Any]:
-    name = type(mixer).__name__
-    if isinstance(mixer, SideBySide):
-        return {"type": name, "first": _to_json(mixer.first), "second": _to_json(mixer.second)}
-    return asdict(mixer) | ({"type": name} if name in _TYPES else {})
+def _to_json(value: Any) -> Any:
+    if not is_dataclass(value):
+        return value
+    return {"type": type(value).__name__, **{field.name: _to_json(getattr(value, field.name)) for field in fields(value)}}
 
 
-def _from_json(fields: Mapping[str, Any]) -> Any:
-    values = {name: value for name, value in fields.items() if name != "type"}
-    kind = _TYPES.get(fields.get("type", ""), DeltaRule)
-    if "kind" in values:
-        return Attention(AttentionKind(**values["kind"]), values["causal"])
-    return kind(**{name: _from_json(value) if isinstance(value, dict) else value for name, value in values.items()})
+def _from_json(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    arguments = {name: _from_json(part) for name, part in value.items() if name != "type"}
+    return _TYPES[value["type"]](**arguments)
