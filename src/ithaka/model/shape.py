@@ -164,22 +164,17 @@ def _plan_mixer(spec: Any) -> Mixer:
 def combine_layers(layers: tuple[MeasuredLayer, ...], total_parameters: int, arguments: int) -> MeasuredLayer:
     """Combine layers into one that has the maximum of each byte count and the mean of each cost."""
     largest = max(layers, key=lambda layer: layer.parameters)
-    most = {name: max(getattr(layer, name) for layer in layers) for name in MeasuredLayer.bytes_per_token}
-    mean = {name: round(sum(getattr(layer, name) for layer in layers) / len(layers)) for name in MeasuredLayer.costs}
+    combined: dict[str, Any] = {"total_parameters": total_parameters, "arguments": arguments}
+    for name, value in vars(largest).items():
+        values = [getattr(layer, name) for layer in layers]
+        if isinstance(value, bool):
+            combined[name] = all(values)
+        elif name.endswith(("_bytes", "_graph")):
+            combined[name] = max(values)
+        elif name.endswith(("_moved", "_macs")):
+            combined[name] = round(sum(values) / len(values))
     linears = {linear[0]: linear for layer in layers for linear in layer.linears}
-    return MeasuredLayer(
-        largest.parameters,
-        total_parameters,
-        tuple(linears.values()),
-        all(layer.slices_heads for layer in layers),
-        all(layer.slices_output for layer in layers),
-        all(layer.skips_mlp for layer in layers),
-        arguments=arguments,
-        stacked=largest.stacked,
-        compiles=all(layer.compiles for layer in layers),
-        **most,
-        **mean,
-    )
+    return replace(largest, **combined, linears=tuple(linears.values()))
 
 
 class _Measurement:
