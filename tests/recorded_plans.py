@@ -99,7 +99,10 @@ def trace(numbers: list[int]) -> None:
 
     for number in numbers:
         plan, _ = make_plan(CASES[number])
-        peaks, planned = trace_peaks(find_config(CASES[number][0]), plan), plan.ledger.gpu_peak - plan.ledger.gpu["reserve"]
+        peaks, planned = (
+            trace_peaks(find_config(CASES[number][0]), plan),
+            plan.ledger.gpu_peak - plan.ledger.gpu["reserve"],
+        )
         if peaks is not None:
             print(f"{number} {CASES[number]}: planned {planned / GIB:.2f}, traced {peaks.device / GIB:.2f} GiB, "
                   f"{planned / peaks.device - 1:+.1%}", flush=True)  # fmt: skip

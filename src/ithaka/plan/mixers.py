@@ -294,7 +294,10 @@ def mixers_from_json(values: Mapping[str, Any]) -> tuple[Mixer, ...]:
 def _to_json(value: Any) -> Any:
     if not is_dataclass(value):
         return value
-    return {"type": type(value).__name__, **{field.name: _to_json(getattr(value, field.name)) for field in fields(value)}}
+    return {
+        "type": type(value).__name__,
+        **{field.name: _to_json(getattr(value, field.name)) for field in fields(value)},
+    }
 
 
 def _from_json(value: Any) -> Any:

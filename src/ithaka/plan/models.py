@@ -20,6 +20,7 @@ from ithaka.plan.shape import Encoder, MeasuredLayer, ModelShape
 HUB_TIMEOUT_S = 5.0
 SAME_SIZE = 1.3  # ratio of sizes up to which a name may be a mistake for another: llama3-7b
 
+
 @lru_cache
 def built_in_decoders() -> dict[str, Any]:
     """Built-in models: hub id, config.json from there, and measured shape. Written by benchmarks/measure_decoders.py."""
