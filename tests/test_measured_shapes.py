@@ -8,7 +8,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from allocations import rehearsed_peaks
 from decoders import DECODERS, HYBRIDS, RECURRENT, SIZES, tiny_decoder
-from ithaka.config import AdapterConfig
 from ithaka.layout import make_layout
 from ithaka.model.shape import measure_layers, measure_model
 from ithaka.plan.bytes import gpu_phases
@@ -39,7 +38,7 @@ def test_a_model_with_other_settings_is_probed_again(monkeypatch):
 
 
 def test_a_measured_layer_needs_what_a_hand_count_says():
-    """Bytes per token of a Llama layer, in 16 bits: D hidden size, Q and G columns of queries and keys, F of the MLP."""
+    """Bytes per token of a Llama layer, in 16 bits: Q and G columns of queries and keys, F of the MLP."""
     D, Q, G, F = 512, 512, 128, 1024
     sizes = {"hidden_size": D, "head_dim": 64, "intermediate_size": F}
     config = tiny_config("llama", 8, 2, attention_bias=False, tie_word_embeddings=False, **sizes)

@@ -23,7 +23,7 @@ SAME_SIZE = 1.3  # ratio of sizes up to which a name may be a mistake for anothe
 
 @lru_cache
 def built_in_decoders() -> dict[str, Any]:
-    """Built-in models: hub id, config.json from there, and measured shape. Written by benchmarks/measure_decoders.py."""
+    """Built-in models: hub id, config.json, and measured shape. Written by benchmarks/measure_decoders.py."""
     return json.loads(Path(__file__).with_name("decoders.json").read_text(encoding="utf-8"))
 
 
