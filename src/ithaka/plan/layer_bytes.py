@@ -354,8 +354,8 @@ def layer_peaks(
     """Return the bytes kept on the device, and the peak points of forward and of backward, for the kind of layer that
     needs the most."""
     if "disk" in (policy.input, policy.attention):  # the same on the device
-        tiers = ("host" if tier == "disk" else tier for tier in (policy.input, policy.attention))
-        policy = ActivationPolicy(*tiers, policy.projections, policy.mlp)  # type: ignore[arg-type]
+        tiers: Any = ["host" if tier == "disk" else tier for tier in (policy.input, policy.attention)]
+        policy = replace(policy, input=tiers[0], attention=tiers[1])
     return _layer_peaks(shape, s, policy, layout.tile_tokens, _fields(layout))
 
 

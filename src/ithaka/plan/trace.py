@@ -174,7 +174,7 @@ def _extend(a: Any, b: Any, share: float) -> Any:
     """Extend a line from each number in `a` to that in `b`; one that is missing is 0."""
     if isinstance(b, dict):
         names = dict.fromkeys((*b, *(name for name, value in a.items() if not isinstance(value, dict))))
-        empty = {} if any(isinstance(value, dict) for value in b.values()) else 0
+        empty: Any = {} if any(isinstance(value, dict) for value in b.values()) else 0
         return {name: _extend(a.get(name, empty), b.get(name, 0), share) for name in names}
     if isinstance(b, list | tuple):
         return [_extend(x, y, share) for x, y in zip(a, b, strict=True)]
