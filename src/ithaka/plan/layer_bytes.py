@@ -25,9 +25,6 @@ BLOCK_TOKENS = {"attend": 128 * 1024, "attend backward": 264 * 1024}
 # WHOLE_TOKENS long. A call of fa4 costs about 0.5 ms of host time, enough for a GPU to attend to 200 documents of 2K
 # tokens, and full documents up to 128K run 1 to 4 % faster than blocks of them. At 256K there is no difference.
 CALL_TOKENS, WHOLE_TOKENS = 512 * 1024, 256 * 1024
-# Bytes of a compiled measured layer relative to eager execution: what the capture and resume passes save for
-# backward, and other temporaries.
-COMPILED_GRAPH_SHARES, COMPILED_SHARE = (0.2, 0.62), 0.3
 BLOCK_BUFFERS = 4  # buffers of a block inside attention, in the sum dtype
 
 
@@ -123,7 +120,7 @@ class LayerBytes:
         if self.shape.adapter and self.shape.adapter.dropout:  # each adapter saves its own input
             widths = (self.shape.linears[name][0] for name in self.shape.most_adapted if name in self.shape.linears)
             per_token += sum(widths) * self.layout.element_bytes
-        return int(per_token * (COMPILED_GRAPH_SHARES[resumes] if self.shape.compiles(self.layout) else 1))
+        return int(per_token)
 
     def unsent(self, num_sent: int, held: int) -> int:
         """Bytes of all heads, kept until the last stage is sent. With one stage on one rank, the stage aliases them."""
@@ -201,13 +198,8 @@ class LayerBytes:
         """Weight gradients, summed over tiles (GradSum in blocks/tiles.py)."""
         if not phase.startswith("backward") or phase.startswith("backward again"):
             return 0
-        shape, e, sum_bytes = self.shape, self.layout.element_bytes, self.layout.sum_bytes
-        if shape.adapter or phase != "backward mlp":
-            return shape.trained_layer * sum_bytes
-        if shape.compiles(self.layout):  # a tile's gradients exist together, then they are added to the sums
-            is_only_tile = self.s <= (self.layout.tile_tokens or self.s)
-            return shape.mlp_parameters * (e if is_only_tile else e + sum_bytes)
-        return shape.mlp_parameters * sum_bytes  # blocks add to the sums
+        is_mlp = phase == "backward mlp" and not self.shape.adapter
+        return (self.shape.mlp_parameters if is_mlp else self.shape.trained_layer) * self.layout.sum_bytes
 
     def tile_bytes(self, work: str) -> int:
         """Temporaries of token-wise work on a tile, or of attention on a block."""
@@ -224,7 +216,7 @@ class LayerBytes:
             "project backward": (layer.project_graph, layer.project_backward_bytes, 2 * stored_dq + 7 * rank),
             "mlp backward": (layer.finish_graph, layer.finish_backward_bytes, self.joined + 2 * rank),
         }[work]
-        per_token = int((total - saved) * e / 2 * (COMPILED_SHARE if self.shape.compiles(self.layout) else 1))
+        per_token = int((total - saved) * e / 2)
         is_kept = self.gate_up if work == "mlp backward" else self.graphs  # and counted for all tokens
         if saved and not is_kept:
             per_token += self._graph_bytes(resumes=work == "mlp backward")
@@ -232,24 +224,11 @@ class LayerBytes:
         return min(self.layout.tile_tokens or self.s, self.s) * (per_token + width * e)
 
     def _block_bytes(self, work: str) -> int:
-        """Buffers of one attention kernel call."""
-        e, sum_bytes, tokens = self.layout.element_bytes, self.layout.sum_bytes, self.layout.ulysses * self.s
-        reads = [(stage.widest_read, stage.widest_read_kv) for stage in self.slots]
-        max_rows = CALL_TOKENS if tokens <= WHOLE_TOKENS else BLOCK_TOKENS[work]
-        heads = max(_heads_per_call(max_rows // tokens, *read) for read in reads)
-        elements = tokens * self.shape.head_dim
-        if heads == 1:
-            return BLOCK_BUFFERS * min(BLOCK_TOKENS[work] * 128, elements) * sum_bytes
-        # Full sequences in one call. Backward sums dq, dk and dv; forward writes to our buffers, or attends to one
-        # head of each group.
-        backward = 2 * heads * elements * sum_bytes
-        return backward if work == "attend backward" else max(kv for _, kv in reads) * elements * e
-
-
-def _heads_per_call(max_heads: int, queries: int, kv: int) -> int:
-    """Query heads per kernel call: entire groups, or one head of each (`_AttentionCall` in attention/blocks.py)."""
-    group = queries // kv
-    return min(queries, max_heads // group * group) if max_heads >= group else min(max(1, max_heads), kv)
+        """Buffers of one attention kernel call, at most."""
+        tokens, head_dim = self.layout.ulysses * self.s, self.shape.head_dim
+        most = BLOCK_BUFFERS * BLOCK_TOKENS[work] * 128 if tokens > WHOLE_TOKENS else 2 * CALL_TOKENS * head_dim
+        elements = max(stage.widest_read for stage in self.slots) * tokens * head_dim
+        return min(most, BLOCK_BUFFERS * elements) * self.layout.sum_bytes
 
 
 def attention_points(b: LayerBytes, phase: str, stream: int) -> Iterator[MemoryPoint]:
@@ -362,16 +341,16 @@ def layer_peaks(
 def _fields(layout: Layout) -> tuple[Any, ...]:
     """The fields of a layout that change sizes, by which they are cached."""
     sizes = layout.cp, layout.ring, layout.heads_per_stage
-    return *sizes, layout.overlap, layout.dtype, layout.compile, layout.stored_dtype
+    return *sizes, layout.overlap, layout.dtype, layout.stored_dtype
 
 
 @lru_cache(maxsize=8192)
 def _layer_sizes(
     make_sizes: Any, shape: ModelShape, s: int, policy: ActivationPolicy, fields: tuple[Any, ...]
 ) -> LayerBytes:
-    cp, ring, heads_per_stage, overlap, dtype, compiles, stored = fields
+    cp, ring, heads_per_stage, overlap, dtype, stored = fields
     dtypes: Any = {"dtype": dtype, "stored_dtype": stored}
-    layout = Layout(cp, heads_per_stage, ring=ring, overlap=overlap, compile=compiles, **dtypes)
+    layout = Layout(cp, heads_per_stage, ring=ring, overlap=overlap, **dtypes)
     return make_sizes(shape, layout, s, policy)
 
 
