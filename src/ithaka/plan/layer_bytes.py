@@ -224,11 +224,24 @@ class LayerBytes:
         return min(self.layout.tile_tokens or self.s, self.s) * (per_token + width * e)
 
     def _block_bytes(self, work: str) -> int:
-        """Buffers of one attention kernel call, at most."""
-        tokens, head_dim = self.layout.ulysses * self.s, self.shape.head_dim
-        most = BLOCK_BUFFERS * BLOCK_TOKENS[work] * 128 if tokens > WHOLE_TOKENS else 2 * CALL_TOKENS * head_dim
-        elements = max(stage.widest_read for stage in self.slots) * tokens * head_dim
-        return min(most, BLOCK_BUFFERS * elements) * self.layout.sum_bytes
+        """Buffers of one attention kernel call."""
+        e, sum_bytes, tokens = self.layout.element_bytes, self.layout.sum_bytes, self.layout.ulysses * self.s
+        reads = [(stage.widest_read, stage.widest_read_kv) for stage in self.slots]
+        max_rows = CALL_TOKENS if tokens <= WHOLE_TOKENS else BLOCK_TOKENS[work]
+        heads = max(_heads_per_call(max_rows // tokens, *read) for read in reads)
+        elements = tokens * self.shape.head_dim
+        if heads == 1:
+            return BLOCK_BUFFERS * min(BLOCK_TOKENS[work] * 128, elements) * sum_bytes
+        # Full sequences in one call. Backward sums dq, dk and dv; forward writes to our buffers, or attends to one
+        # head of each group.
+        backward = 2 * heads * elements * sum_bytes
+        return backward if work == "attend backward" else max(kv for _, kv in reads) * elements * e
+
+
+def _heads_per_call(max_heads: int, queries: int, kv: int) -> int:
+    """Query heads per kernel call: entire groups, or one head of each (`_AttentionCall` in attention/blocks.py)."""
+    group = queries // kv
+    return min(queries, max_heads // group * group) if max_heads >= group else min(max(1, max_heads), kv)
 
 
 def attention_points(b: LayerBytes, phase: str, stream: int) -> Iterator[MemoryPoint]:
