@@ -1,4 +1,4 @@
-"""Measure the built-in models that the planner has no formula for: `python benchmarks/measure_decoders.py`.
+"""Measure the built-in models: `python benchmarks/measure_decoders.py`.
 
 Rewrites the shapes in src/ithaka/plan/decoders.json. To add a model, add its hub id and config.json there first.
 """

@@ -170,7 +170,7 @@ TRAIN = [
     ("--set model.path=adapter", "model.path=adapter/config.json", "its base model"),
     ("--set model.path=gpt2", "model_type=gpt2", "llama"),
     ("--set model.path=t5", "model_type=t5", "not a decoder", "gemma3_text"),
-    ("--set model.path=mamba2", "model_type=mamba2", "(ValueError: Inconsistent", "correct mamba2"),
+    ("--set model.path=mamba2", "model_type=mamba2", "(ValueError: Inconsistent", "fix the value"),
     ("--set model.path=words/config.json", "rms_norm_eps", "expected float", "fix the value"),
     ("--set model.path=banana/config.json", "hidden_act=banana", "banana/config.json", "silu"),
     ("--set model.path=below-zero/config.json", "rms_norm_eps=-1e-06", "below-zero/config.json", "1.0e-6"),

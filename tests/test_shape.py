@@ -121,15 +121,15 @@ def test_embedded_models_have_fewer_kv_heads_than_query_heads(name, low, high):
         ({"model_type": "gpt2"}, ["model_type=gpt2", "model.layers"]),
         ({"model_type": None}, ["model_type=None", "llama"]),
         ({"model_type": "lama"}, ["model_type=lama", "unknown to transformers", "llama"]),
-        ({"hidden_size": None}, ["hidden_size", "missing"]),
+        ({"hidden_size": None}, ["hidden_size", "None"]),
         ({"num_hidden_layers": 0}, ["num_hidden_layers=0", "positive"]),
         ({"vocab_size": "big"}, ["vocab_size=big", "positive"]),
-        ({"head_dim": 15}, ["head_dim=15", "odd"]),
+        ({"head_dim": 15}, ["head_dim", "15", "even"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["(gptq)", "bfloat16"]),
         ({"num_key_value_heads": 4}, ["num_key_value_heads=4", "num_attention_heads=6"]),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full_attention"]},
-            ["layer_types", "1 entries", "num_hidden_layers=3"],
+            ["layer_types", "(1)", "num_hidden_layers", "(3)"],
         ),
     ],
 )

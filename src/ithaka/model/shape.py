@@ -1,4 +1,4 @@
-"""Measure models that the planner has no formula for: sizes, multiply-adds and bytes per token of their layers.
+"""Measure models: sizes, multiply-adds and bytes per token of their layers.
 
 One layer of each kind runs on fake tensors (shapes without storage), as layer/passes.py runs it on a tile.
 """
@@ -26,6 +26,7 @@ from ithaka.mixers.attention_call import PlaceholderMask
 from ithaka.mixers.convolution import ConvolutionSpec
 from ithaka.mixers.delta import DeltaSpec
 from ithaka.mixers.ssd import SsdSpec
+from ithaka.model.build import check_values
 from ithaka.plan.mixers import Attention, Convolution, DeltaRule, SideBySide, Ssd
 from ithaka.plan.read_config import VIDEO_SCALES
 from ithaka.plan.shape import FRAME_PATCHES, Encoder, MeasuredLayer, Mixer, ModelShape
@@ -55,11 +56,14 @@ def measure_model(values: Mapping[str, Any], source: str) -> ModelShape:
         )
     try:
         config = AutoConfig.for_model(**copy.deepcopy(dict(values)))  # it changes rope_parameters
+        check_values(config.get_text_config(), source)
         with torch.device("meta"):
             model = auto_class(config.model_type).from_config(config, dtype=torch.bfloat16)
+    except ConfigError:
+        raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[-1].strip()  # nested errors end with the cause
-        fix = f"correct {source}"
+        fix = "fix the value in its config.json"
         if "Unrecognized configuration class" in str(error):
             reason, fix = "it is not a decoder", "use one that AutoModelForCausalLM builds, such as gemma3_text"
         raise ConfigError(f"model_type={name} of {source} cannot be built by transformers ({reason}); {fix}") from error
@@ -164,22 +168,17 @@ def _plan_mixer(spec: Any) -> Mixer:
 def combine_layers(layers: tuple[MeasuredLayer, ...], total_parameters: int, arguments: int) -> MeasuredLayer:
     """Combine layers into one that has the maximum of each byte count and the mean of each cost."""
     largest = max(layers, key=lambda layer: layer.parameters)
-    most = {name: max(getattr(layer, name) for layer in layers) for name in MeasuredLayer.bytes_per_token}
-    mean = {name: round(sum(getattr(layer, name) for layer in layers) / len(layers)) for name in MeasuredLayer.costs}
+    combined: dict[str, Any] = {"total_parameters": total_parameters, "arguments": arguments}
+    for name, value in vars(largest).items():
+        values = [getattr(layer, name) for layer in layers]
+        if isinstance(value, bool):
+            combined[name] = all(values)
+        elif name.endswith(("_bytes", "_graph")):
+            combined[name] = max(values)
+        elif name.endswith(("_moved", "_macs")):
+            combined[name] = round(sum(values) / len(values))
     linears = {linear[0]: linear for layer in layers for linear in layer.linears}
-    return MeasuredLayer(
-        largest.parameters,
-        total_parameters,
-        tuple(linears.values()),
-        all(layer.slices_heads for layer in layers),
-        all(layer.slices_output for layer in layers),
-        all(layer.skips_mlp for layer in layers),
-        arguments=arguments,
-        stacked=largest.stacked,
-        compiles=all(layer.compiles for layer in layers),
-        **most,
-        **mean,
-    )
+    return replace(largest, **combined, linears=tuple(linears.values()))
 
 
 class _Measurement:

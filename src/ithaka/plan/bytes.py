@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ithaka.layout import STAGED_BYTES, Layout
 from ithaka.plan.hardware import GIB, Hardware
-from ithaka.plan.layer_bytes import MemoryPoint, kinds_of_sizes, layer_peaks, layer_sizes
+from ithaka.plan.layer_bytes import MemoryPoint, layer_peaks, layer_sizes
 from ithaka.plan.shape import PATCHES_PER_TILE, Correction, Encoder, ModelShape, StepShape
 
 LOGITS_TILE_BYTES = (2**29, 2**32)  # minimum and maximum bytes of logits in a tile of the loss
@@ -323,7 +323,7 @@ def _host_and_disk(shape: ModelShape, layout: Layout, hardware: Hardware, work: 
         outputs[policy.attention] += count
     x = ranks * layout.stored_bytes(s, shape.hidden)
     stores_outputs = outputs["host"] or outputs["disk"]
-    kinds = [layer_sizes(shape, layout, s, make_sizes) for make_sizes in kinds_of_sizes(shape)]
+    kinds = [layer_sizes(shape, layout, s, make_sizes) for make_sizes in shape.kinds_of_sizes]
     out = ranks * max(sizes.stored_outputs for sizes in kinds) if stores_outputs else 0
     sharers = hardware.num_gpus // layout.replicas
     frozen = shape.frozen_bytes(sharers, layout.element_bytes)

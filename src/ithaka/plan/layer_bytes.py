@@ -7,10 +7,11 @@ X = s * D * element bytes, T = S * n * K * element bytes (a stage tensor), U the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ithaka.layout import ActivationPolicy, Layout
@@ -24,9 +25,6 @@ BLOCK_TOKENS = {"attend": 128 * 1024, "attend backward": 264 * 1024}
 # WHOLE_TOKENS long. A call of fa4 costs about 0.5 ms of host time, enough for a GPU to attend to 200 documents of 2K
 # tokens, and full documents up to 128K run 1 to 4 % faster than blocks of them. At 256K there is no difference.
 CALL_TOKENS, WHOLE_TOKENS = 512 * 1024, 256 * 1024
-# Bytes of a compiled measured layer relative to eager execution: what the capture and resume passes save for
-# backward, and other temporaries.
-COMPILED_GRAPH_SHARES, COMPILED_SHARE = (0.2, 0.62), 0.3
 BLOCK_BUFFERS = 4  # buffers of a block inside attention, in the sum dtype
 
 
@@ -122,7 +120,7 @@ class LayerBytes:
         if self.shape.adapter and self.shape.adapter.dropout:  # each adapter saves its own input
             widths = (self.shape.linears[name][0] for name in self.shape.most_adapted if name in self.shape.linears)
             per_token += sum(widths) * self.layout.element_bytes
-        return int(per_token * (COMPILED_GRAPH_SHARES[resumes] if self.shape.compiles(self.layout) else 1))
+        return int(per_token)
 
     def unsent(self, num_sent: int, held: int) -> int:
         """Bytes of all heads, kept until the last stage is sent. With one stage on one rank, the stage aliases them."""
@@ -183,6 +181,12 @@ class LayerBytes:
         kv_slots = self.slots[stage].widest_read_kv
         return 2 * kv_slots * tokens * self.shape.head_dim * self.layout.element_bytes
 
+    @cached_property
+    def highest(self) -> list[MemoryPoint]:
+        """The highest point of each phase and tile work, without the bytes of tiles."""
+        ascending = sorted(layer_points(self), key=lambda point: point.full_length)
+        return [*{(point.phase, point.tile_work): point for point in ascending}.values()]
+
     def mix_points(self, phase: str, stream: int) -> Iterator[MemoryPoint]:
         """The mixer in forward, and in backward where its output is recomputed."""
         return attention_points(self, phase, stream)
@@ -194,13 +198,8 @@ class LayerBytes:
         """Weight gradients, summed over tiles (GradSum in blocks/tiles.py)."""
         if not phase.startswith("backward") or phase.startswith("backward again"):
             return 0
-        shape, e, sum_bytes = self.shape, self.layout.element_bytes, self.layout.sum_bytes
-        if shape.adapter or phase != "backward mlp":
-            return shape.trained_layer * sum_bytes
-        if shape.compiles(self.layout):  # a tile's gradients exist together, then they are added to the sums
-            is_only_tile = self.s <= (self.layout.tile_tokens or self.s)
-            return shape.mlp_parameters * (e if is_only_tile else e + sum_bytes)
-        return shape.mlp_parameters * sum_bytes  # blocks add to the sums
+        is_mlp = phase == "backward mlp" and not self.shape.adapter
+        return (self.shape.mlp_parameters if is_mlp else self.shape.trained_layer) * self.layout.sum_bytes
 
     def tile_bytes(self, work: str) -> int:
         """Temporaries of token-wise work on a tile, or of attention on a block."""
@@ -217,7 +216,7 @@ class LayerBytes:
             "project backward": (layer.project_graph, layer.project_backward_bytes, 2 * stored_dq + 7 * rank),
             "mlp backward": (layer.finish_graph, layer.finish_backward_bytes, self.joined + 2 * rank),
         }[work]
-        per_token = int((total - saved) * e / 2 * (COMPILED_SHARE if self.shape.compiles(self.layout) else 1))
+        per_token = int((total - saved) * e / 2)
         is_kept = self.gate_up if work == "mlp backward" else self.graphs  # and counted for all tokens
         if saved and not is_kept:
             per_token += self._graph_bytes(resumes=work == "mlp backward")
@@ -249,25 +248,25 @@ def attention_points(b: LayerBytes, phase: str, stream: int) -> Iterator[MemoryP
     """Attention of all stages (`_attend`): in forward, and in backward where its output is recomputed. Outputs of all
     stages stay until the output projection after the last one."""
     project, attend = f"{phase} projections", f"{phase} attention"
+    done, held_kv, left_kv = b.q + b.lse, b.held_kv, b.left_kv  # bytes that a stage leaves
+    if b.qkv:
+        done, held_kv = done + b.q, [*accumulate(b.new_kv)]
+        left_kv = held_kv
 
-    def outputs(num_attended: int, stage: int, held: int) -> int:
-        """Outputs so far, and q, k and v if they are kept and not counted as held."""
-        kept_qkv = num_attended * b.q + sum(b.new_kv[: stage + 1]) - held if b.qkv else 0
-        return num_attended * (b.q + b.lse) + kept_qkv
+    def send(stage: int, live: int) -> Iterator[MemoryPoint]:
+        projected = live + b.q + b.new_kv[stage] + b.unsent(stage, b.projected)
+        yield MemoryPoint(project, stream, projected, "project")
+        yield MemoryPoint(project, stream, live + b.send_peak(b.q, stage) + b.unsent(stage + 1, b.projected))
 
     for i in range(min(b.stages_ahead, b.num_stages)):
-        earlier = b.in_flight(b.q, 0, i)
-        yield MemoryPoint(project, stream, earlier + b.q + b.new_kv[i] + b.unsent(i, b.projected), "project")
-        yield MemoryPoint(project, stream, earlier + b.send_peak(b.q, i) + b.unsent(i + 1, b.projected))
+        yield from send(i, b.in_flight(b.q, 0, i))
     for i in range(b.num_stages):
-        later = b.in_flight(b.q, i + 1, i + b.stages_ahead)
-        stages = b.q + later + b.held_kv[i] + b.attend_bytes(i) + b.unsent(i + b.stages_ahead, b.projected)
-        yield MemoryPoint(attend, stream, stages + outputs(i, i, b.held_kv[i]), "attend")
-        if (new := i + b.stages_ahead) < b.num_stages:
-            live = later + b.left_kv[i] + outputs(i + 1, i, b.left_kv[i])
-            projected = live + b.q + b.new_kv[new] + b.unsent(new, b.projected)
-            yield MemoryPoint(project, stream, projected, "project")
-            yield MemoryPoint(project, stream, live + b.send_peak(b.q, new) + b.unsent(new + 1, b.projected))
+        following = i + b.stages_ahead
+        later = b.in_flight(b.q, i + 1, following)
+        stages = b.q + later + held_kv[i] + b.attend_bytes(i) + b.unsent(following, b.projected)
+        yield MemoryPoint(attend, stream, stages + i * done, "attend")
+        if following < b.num_stages:
+            yield from send(following, later + left_kv[i] + (i + 1) * done)
 
 
 def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoint]:
@@ -335,18 +334,10 @@ def layer_points(b: LayerBytes) -> Iterator[MemoryPoint]:
     yield from b.mix_backward_points(outputs - kept_later)
 
 
-# Results are cached by the fields of a layout that change them.
-
-
 def layer_sizes(shape: ModelShape, layout: Layout, s: int, make_sizes: Any = LayerBytes) -> LayerBytes:
     """Return the sizes of a layer's tensors, except those of tiles and of kept activations. `make_sizes`: `sizes` of
     its mixer."""
     return _layer_sizes(make_sizes, shape, s, ActivationPolicy(), _fields(layout))
-
-
-def kinds_of_sizes(shape: ModelShape) -> Collection[Any]:
-    """Return the `sizes` of the model's mixers."""
-    return dict.fromkeys(mixer.sizes for mixer in shape.mixer_kinds)
 
 
 def layer_peaks(
@@ -354,38 +345,26 @@ def layer_peaks(
 ) -> tuple[int, MemoryPoint, MemoryPoint]:
     """Return the bytes kept on the device, and the peak points of forward and of backward, for the kind of layer that
     needs the most."""
-    policy = ActivationPolicy(
-        "device" if policy.input == "device" else "host",
-        "host" if policy.attention == "disk" else policy.attention,  # the same on the device
-        policy.projections,
-        policy.mlp,
-    )
+    if "disk" in (policy.input, policy.attention):  # the same on the device
+        tiers: Any = ["host" if tier == "disk" else tier for tier in (policy.input, policy.attention)]
+        policy = replace(policy, input=tiers[0], attention=tiers[1])
     return _layer_peaks(shape, s, policy, layout.tile_tokens, _fields(layout))
 
 
 def _fields(layout: Layout) -> tuple[Any, ...]:
+    """The fields of a layout that change sizes, by which they are cached."""
     sizes = layout.cp, layout.ring, layout.heads_per_stage
-    return *sizes, layout.overlap, layout.dtype, layout.compile, layout.stored_dtype
+    return *sizes, layout.overlap, layout.dtype, layout.stored_dtype
 
 
 @lru_cache(maxsize=8192)
 def _layer_sizes(
     make_sizes: Any, shape: ModelShape, s: int, policy: ActivationPolicy, fields: tuple[Any, ...]
 ) -> LayerBytes:
-    cp, ring, heads_per_stage, overlap, dtype, compiles, stored = fields
+    cp, ring, heads_per_stage, overlap, dtype, stored = fields
     dtypes: Any = {"dtype": dtype, "stored_dtype": stored}
-    layout = Layout(cp, heads_per_stage, ring=ring, overlap=overlap, compile=compiles, **dtypes)
+    layout = Layout(cp, heads_per_stage, ring=ring, overlap=overlap, **dtypes)
     return make_sizes(shape, layout, s, policy)
-
-
-@lru_cache(maxsize=8192)
-def _full_length_peaks(
-    make_sizes: Any, shape: ModelShape, s: int, policy: ActivationPolicy, fields: tuple[Any, ...]
-) -> list[MemoryPoint]:
-    """Return the highest point of each phase and tile work, without the bytes of tiles."""
-    points = layer_points(_layer_sizes(make_sizes, shape, s, policy, fields))
-    ascending = sorted(points, key=lambda point: point.full_length)
-    return [*{(point.phase, point.tile_work): point for point in ascending}.values()]
 
 
 @lru_cache(maxsize=8192)
@@ -393,12 +372,13 @@ def _layer_peaks(
     shape: ModelShape, s: int, policy: ActivationPolicy, tile_tokens: int | None, fields: tuple[Any, ...]
 ) -> tuple[int, MemoryPoint, MemoryPoint]:
     points, kept = [], 0
-    for make_sizes in kinds_of_sizes(shape):
-        b = copy(_layer_sizes(make_sizes, shape, s, policy, fields))
-        b.layout, kept = replace(b.layout, tile_tokens=tile_tokens), max(kept, b.kept)
-        peaks = _full_length_peaks(make_sizes, shape, s, policy, fields)
-        tiles = {work: b.tile_bytes(work) for work in {p.tile_work for p in peaks}}
-        points += [p._replace(tile_bytes=tiles[p.tile_work], grad_bytes=b.weight_grads(p.phase)) for p in peaks]
+    for make_sizes in shape.kinds_of_sizes:
+        sizes = _layer_sizes(make_sizes, shape, s, policy, fields)
+        kept, highest = max(kept, sizes.kept), sizes.highest
+        b = copy(sizes)
+        b.layout = replace(b.layout, tile_tokens=tile_tokens)
+        tiles = {work: b.tile_bytes(work) for work in {p.tile_work for p in highest}}
+        points += [p._replace(tile_bytes=tiles[p.tile_work], grad_bytes=b.weight_grads(p.phase)) for p in highest]
     forward, backward = (
         max((p for p in points if p.phase.startswith(direction)), key=lambda point: (point.live, -point.tile_bytes))
         for direction in ("forward", "backward")

@@ -6,7 +6,7 @@ H heads, K key dim, V value dim.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
 from ithaka.layout import ActivationPolicy, Layout
@@ -27,9 +27,9 @@ PLAIN_SSD_BUFFERS = ((2.2, 1.5, 2.5), (2.5, 3.0, 5.0))
 # 0.0096 and 0.0139 s for the maps, measured at 64K tokens, 32 heads of 128, on one H200 (LOG.md, "kernels of the gated
 # delta rule").
 RULE_PASSES, RULE_MAP_PASSES = (18, 58), (22, 31)
-# The same for Mamba2 (ops/ssd_kernels.py), as passes over the states of all chunks: within 12 % of what the shapes of
-# Nemotron-3-Nano, Granite-4-H and Falcon-H1 take at 64K tokens on one H200 (LOG.md, "Mamba2's kernels").
-SSD_PASSES, SSD_MAP_PASSES = (6, 19), (3, 3)
+# The same for Mamba2 (ops/ssd_kernels.py), as passes over the states of all chunks: within 8 % of what a layer of
+# Nemotron-3-Nano, Granite-4-H and Falcon-H1 takes at 64K tokens on one H200 (LOG.md, "Mamba2's kernels with one walk").
+SSD_PASSES, SSD_MAP_PASSES = (4, 11), (3, 3)
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,9 @@ class SideBySideBytes(LayerBytes):
         return self.second.tile_bytes(work)
 
 
-_TYPES: dict[str, Any] = {kind.__name__: kind for kind in (Ssd, Convolution, SideBySide)}
+_TYPES: dict[str, Any] = {
+    kind.__name__: kind for kind in (Attention, AttentionKind, DeltaRule, Ssd, Convolution, SideBySide)
+}
 
 
 def mixers_to_json(mixers: Sequence[Any]) -> dict[str, Any]:
@@ -287,20 +289,21 @@ def mixers_to_json(mixers: Sequence[Any]) -> dict[str, Any]:
 
 
 def mixers_from_json(values: Mapping[str, Any]) -> tuple[Mixer, ...]:
-    kinds = [_from_json(fields) for fields in values["kinds"]]
+    kinds = [_from_json(kind) for kind in values["kinds"]]
     return tuple(kinds[index] for index in values["layers"])
 
 
-def _to_json(mixer: Any) -> dict[str, Any]:
-    name = type(mixer).__name__
-    if isinstance(mixer, SideBySide):
-        return {"type": name, "first": _to_json(mixer.first), "second": _to_json(mixer.second)}
-    return asdict(mixer) | ({"type": name} if name in _TYPES else {})
+def _to_json(value: Any) -> Any:
+    if not is_dataclass(value):
+        return value
+    return {
+        "type": type(value).__name__,
+        **{field.name: _to_json(getattr(value, field.name)) for field in fields(value)},
+    }
 
 
-def _from_json(fields: Mapping[str, Any]) -> Any:
-    values = {name: value for name, value in fields.items() if name != "type"}
-    kind = _TYPES.get(fields.get("type", ""), DeltaRule)
-    if "kind" in values:
-        return Attention(AttentionKind(**values["kind"]), values["causal"])
-    return kind(**{name: _from_json(value) if isinstance(value, dict) else value for name, value in values.items()})
+def _from_json(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    arguments = {name: _from_json(part) for name, part in value.items() if name != "type"}
+    return _TYPES[value["type"]](**arguments)

@@ -8,43 +8,18 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ithaka.config import ConfigError, input_error
 
 GIVE_MODEL = "give a model directory or a config.json"
+CORRECT = "correct the model's config.json"
 
 
-@dataclass(frozen=True)
-class Family:
-    """Properties of a model_type that its `config.json` may omit. Defaults match transformers."""
-
-    qkv_bias: str | bool = False  # a key of config.json, or a constant
-    out_bias: str | bool = False
-    mlp_bias: str | bool = False
-    qk_norm: bool = False  # RMS norms of size K on queries and keys
-    # all: sliding_window, if set, applies to every layer. switched: use_sliding_window enables it, layer by layer.
-    window: Literal["none", "all", "switched"] = "none"
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    positions: int = 32768
-    has_formula: bool = True  # False: a mixture of experts, whose layers are measured
-
-
-# Families whose plans have formulas. To add one: one entry here, one case in tests/test_shape.py and one in
-# tests/models.py.
-FAMILIES: dict[str, Family] = {
-    "llama": Family("attention_bias", "attention_bias", "mlp_bias", positions=2048),
-    "mistral": Family(window="all", kv_heads=8, positions=131072),
-    "qwen2": Family(True, window="switched", kv_heads=32),
-    "qwen3": Family("attention_bias", "attention_bias", qk_norm=True, window="switched", kv_heads=32, head_dim=128),
-    "qwen3_moe": Family(qk_norm=True, window="switched", has_formula=False),
-    "mixtral": Family(window="all", has_formula=False),
-}
+POSITIONS = 32768  # of a config.json without max_position_embeddings
 # Vision-language models: an encoder whose frames are independent, and a language model with 3-D positions.
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 WITHOUT_ROPE = ("nemotron_h",)  # so max_position_embeddings is no limit
-PLANNED_FAMILIES = [name for name, family in FAMILIES.items() if family.has_formula]
 
 
 def read_json(file: Path, name: str = "model.path=", fix: str = GIVE_MODEL) -> dict[str, Any]:
@@ -69,6 +44,14 @@ def read_json(file: Path, name: str = "model.path=", fix: str = GIVE_MODEL) -> d
 
 def check_values(values: Mapping[str, Any], source: str) -> None:
     """Refuse values of a config.json that no model can have."""
+    for key in ("hidden_size", "num_hidden_layers", "vocab_size"):
+        value = values.get(key, 1)
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{key}={value} of {source} is not a positive integer; {CORRECT}")
+    heads, kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
+        rule = f"does not divide num_attention_heads={heads}"
+        raise ConfigError(f"num_key_value_heads={kv_heads} of {source} {rule}; {CORRECT}")
     for key, value in values.items():
         if key.endswith(("norm_eps", "norm_epsilon")) and type(value) in (int, float) and not value >= 0:
             raise ConfigError(f"{key}={value} of {source} is below 0; use the model's own value, for example 1.0e-6")

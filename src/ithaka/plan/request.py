@@ -19,7 +19,7 @@ from ithaka.config import (
 )
 from ithaka.config.units import format_tokens
 from ithaka.plan.models import hub_id
-from ithaka.plan.read_config import FAMILIES, WITHOUT_ROPE, Family, yarn_factor
+from ithaka.plan.read_config import POSITIONS, WITHOUT_ROPE, yarn_factor
 from ithaka.plan.search import Plan, SearchSpace, forward_plan
 from ithaka.plan.shape import StepShape
 from ithaka.plan.trace import MAX_TRACES, Tracer, choose_traced
@@ -87,10 +87,8 @@ class PlanRequest:
 
     @property
     def positions(self) -> int:
-        if positions := self.space.shape.root.positions:
-            return positions
-        family = FAMILIES.get(self.hf_config["model_type"], Family())
-        return self._text_config.get("max_position_embeddings") or family.positions
+        fixed = self.space.shape.root.positions
+        return fixed or self._text_config.get("max_position_embeddings") or POSITIONS
 
     @property
     def _text_config(self) -> Mapping[str, Any]:

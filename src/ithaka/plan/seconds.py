@@ -226,32 +226,35 @@ class LayerSeconds:
         return num_sums * self.move(num_parameters * 2 * self.layout.sum_bytes)
 
     def exchange(self) -> tuple[float, float]:
-        """(forward, backward) seconds of all-to-alls that compute does not hide. Kept q, k and v are not sent again."""
+        """(forward, backward) seconds of all-to-alls that compute does not hide. With overlap, only the first stage
+        waits for what it receives."""
         b, ulysses = self.bytes, self.layout.ulysses
         if self.layout.cp == 1:
             return 0.0, 0.0
-        kv, queries = sum(b.new_kv), b.num_stages * b.q
-        # With overlap, only the first stage waits for what it receives.
-        sent_q, sent_kv = (b.q, b.new_kv[0]) if self.layout.overlap and b.num_stages > 1 else (queries, kv)
-        sent_back = 2 * sent_q + (0 if self.policy.projections else sent_q + sent_kv)
+        waits = self.layout.overlap and b.num_stages > 1
+        sent = self._sent(b.q, b.new_kv[0]) if waits else self._sent(b.num_stages * b.q, sum(b.new_kv))
         traced = self.shape.correction(plan_kind(self.shape, self.layout)).sent if self.shape.corrections else 1.0
-        in_node = math.gcd(ulysses, self.hardware.gpus_per_node)  # smallest part in one node of a group across nodes
+        # Smallest part in one node of a group across nodes. The link and the network are used at the same time.
+        in_node = math.gcd(ulysses, self.hardware.gpus_per_node)
+        link = (in_node - 1) / ulysses / self.gpu.link_bytes_s  # each rank keeps 1 / ulysses
+        forward, backward = (
+            num_bytes * traced * max(link, (ulysses - in_node) / ulysses / self.gpu.network_bytes_s)
+            for num_bytes in sent
+        )
+        return forward, backward
 
-        def seconds(num_bytes: int) -> float:
-            """Each rank keeps 1/ulysses. The link and the network are used at the same time."""
-            link = num_bytes * (in_node - 1) / ulysses / self.gpu.link_bytes_s
-            network = num_bytes * (ulysses - in_node) / ulysses / self.gpu.network_bytes_s
-            return traced * max(link, network)
-
-        return seconds(sent_q + sent_kv + queries), seconds(sent_back + queries + kv)
+    def _sent(self, queries: int, kv: int) -> tuple[int, int]:
+        """Bytes sent in forward and backward, if stages wait for these bytes of q, and of k and v. Outputs and
+        gradients are never hidden, kept q, k and v are not sent again."""
+        b = self.bytes
+        outputs, again = b.num_stages * b.q, 0 if self.policy.projections else queries + kv
+        return queries + kv + outputs, 2 * queries + again + outputs + sum(b.new_kv)
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that a layer with softmax attention sends in all-to-alls, forward and backward."""
-        kv, queries = sum(self.bytes.new_kv), self.bytes.num_stages * self.bytes.q
-        again = 0 if self.policy.projections else queries + kv
-        forwards = 1 if self.policy.attention else 2
-        total = forwards * (2 * queries + kv) + 3 * queries + kv + again
+        forward, backward = self._sent(self.bytes.num_stages * self.bytes.q, sum(self.bytes.new_kv))
+        total = (1 if self.policy.attention else 2) * forward + backward
         return total * (self.layout.ulysses - 1) // self.layout.ulysses
 
     def ring(self) -> tuple[float, float, float]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from ithaka.config import AdapterConfig, ConfigError
 from ithaka.config.formats import BASE_FORMATS, BaseFormat
@@ -59,16 +59,6 @@ class MeasuredLayer:
     stacked: tuple[tuple[str, int], ...] = ()  # 3-D weights, of experts: name and parameters
     compiles: bool = False  # with train.compile=auto, on a GPU
     root: int = 0  # parameters around the layers that stay gathered, in the sum dtype, for all of a step
-
-    bytes_per_token: ClassVar = tuple(
-        f"{run}_{what}" for run in ("project", "finish") for what in ("bytes", "backward_bytes", "graph")
-    )
-    costs: ClassVar = (
-        *(f"{run}_{what}" for run in ("project", "finish") for what in ("moved", "backward_moved")),
-        "projection_macs",
-        "other_macs",
-        "expert_macs",
-    )
 
     @property
     def expert_parameters(self) -> int:
@@ -175,6 +165,11 @@ class ModelShape:
     def mixer_kinds(self) -> tuple[Mixer, ...]:
         """The different mixers, in the order of their first layers."""
         return tuple(dict.fromkeys(self.mixers))
+
+    @cached_property
+    def kinds_of_sizes(self) -> tuple[Any, ...]:
+        """The different `sizes` of mixers."""
+        return tuple(dict.fromkeys(mixer.sizes for mixer in self.mixer_kinds))
 
     @cached_property
     def mixer_indices(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -166,29 +166,20 @@ class LinearTrace:
     def at(self, tokens: int) -> Trace:
         """The trace of a sequence of this length."""
         share = (tokens - self.short.tokens) / (self.long.tokens - self.short.tokens)
-
-        def extend(a: float, b: float) -> float:
-            return a + share * (b - a)
-
-        segments = [
-            _map_segments(lambda *amounts: _combine(extend, *amounts), a, b)
-            for a, b in zip(self.short.segments, self.long.segments, strict=True)
-        ]
-        return Trace(tokens, tuple(segments), self.long.states)
+        trace = Trace.from_json(_extend(self.short.to_json(), self.long.to_json(), share))
+        return replace(trace, tokens=tokens, states=self.long.states)
 
 
-def _map_segments(combine: Callable[..., Amounts], a: Segment, b: Segment) -> Segment:
-    assert a.name == b.name, f"{a.name} and {b.name} differ"
-    values: dict[str, Any] = {"name": a.name}
-    for entry in fields(Segment)[1:]:
-        x, y = getattr(a, entry.name), getattr(b, entry.name)
-        if entry.name == "peaks":
-            values["peaks"] = {phase: combine(x.get(phase, {}), y[phase]) for phase in y}
-        elif entry.name == "host":
-            values["host"] = tuple(combine(dict(enumerate(x)), dict(enumerate(y))).values())
-        else:
-            values[entry.name] = combine(x, y)
-    return Segment(**values)
+def _extend(a: Any, b: Any, share: float) -> Any:
+    """Extend a line from each number in `a` to that in `b`; one that is missing is 0."""
+    if isinstance(b, dict):
+        names = dict.fromkeys((*b, *(name for name, value in a.items() if not isinstance(value, dict))))
+        empty: Any = {} if any(isinstance(value, dict) for value in b.values()) else 0
+        return {name: _extend(a.get(name, empty), b.get(name, 0), share) for name in names}
+    if isinstance(b, list | tuple):
+        return [_extend(x, y, share) for x, y in zip(a, b, strict=True)]
+    assert not isinstance(b, str) or a == b, f"{a} and {b} differ"
+    return b if isinstance(b, str) else a + share * (b - a)
 
 
 def _combine(function: Callable[..., float], *amounts: Amounts) -> Amounts:

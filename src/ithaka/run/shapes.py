@@ -1,4 +1,4 @@
-"""The shape of any model: by formula, stored, or else measured, which takes torch and seconds; traces of its plans."""
+"""The shape of any model: stored, or else measured, which takes torch and seconds; traces of its plans."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def shape_from_config(values: Mapping[str, Any], source: str = "the model") -> M
     values = dict(values)
     check_quantization(values.pop("quantization_config", None), source)
     check_values(values, source)
-    return find_known_shape(values, source) or _measure(json.dumps(values, sort_keys=True), source)
+    return find_known_shape(values) or _measure(json.dumps(values, sort_keys=True), source)
 
 
 @lru_cache
@@ -65,7 +65,7 @@ def make_tracer(config: Mapping[str, Any], always: bool) -> Tracer:
     """Return a function that traces plans of the model with this config.json. Unless `always`, models whose shape is
     known are not traced, so that planning them takes no torch: their estimates are corrected by stored traces."""
     values = {name: value for name, value in config.items() if name != "quantization_config"}
-    traces = always or find_known_shape(values, "the model") is None
+    traces = always or find_known_shape(values) is None
 
     def trace(plan: Plan) -> Peaks | None:
         return read_traced(plan, config) or (_trace(config, plan) if traces else None)
