@@ -286,7 +286,7 @@ def test_a_run_is_evaluated_and_printed(ranks, tmp_path, monkeypatch, capfd):
         file.unlink()
     assert_command_refused(["sample", str(base), "--prompt", "a"], f"MODEL={base}", fix="add its tokenizer files")
     export(config.train.run_dir, base, force=True)
-    few = json.loads((base / "config.json").read_text()) | {"vocab_size": 100}
+    few = json.loads((base / "config.json").read_text()) | {"vocab_size": 100, "pad_token_id": None}
     (base / "config.json").write_text(json.dumps(few))
     assert_command_refused(["evaluate", str(base), *arguments[2:]], "259", "vocab_size=100", fix="tokenizer")
     (base / "config.json").write_text(json.dumps(few | {"vocab_size": 264, "max_position_embeddings": 512}))

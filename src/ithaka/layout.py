@@ -211,14 +211,21 @@ def _make_policies(
 
 # Settings that a layout decides -> the argument of `make_layout` for each.
 SETTINGS = {
-    "parallel.cp": "cp", "parallel.ring": "ring", "parallel.replicas": "replicas",
+    "parallel.cp": "cp",
+    "parallel.ring": "ring",
+    "parallel.replicas": "replicas",
     "parallel.heads_per_stage": "heads_per_stage",
-    "memory.checkpoint": "keep_everything", "memory.offload": "input_tier", "memory.keep_inputs": "keep_inputs",
-    "memory.tile_tokens": "tile_tokens", "memory.keep_attention": "keep_attention",
-    "memory.attention_offload": "attention_tier", "memory.keep_projections": "keep_projections",
-    "memory.offload_optimizer": "offload_optimizer", "memory.overlap": "overlap",
+    "memory.checkpoint": "keep_everything",
+    "memory.offload": "input_tier",
+    "memory.keep_inputs": "keep_inputs",
+    "memory.tile_tokens": "tile_tokens",
+    "memory.keep_attention": "keep_attention",
+    "memory.attention_offload": "attention_tier",
+    "memory.keep_projections": "keep_projections",
+    "memory.offload_optimizer": "offload_optimizer",
+    "memory.overlap": "overlap",
     "memory.stored_dtype": "stored_dtype",
-}  # fmt: skip
+}
 
 
 def _keyword_values(num_layers: int, num_ranks: int) -> dict[str, dict[Any, Any]]:

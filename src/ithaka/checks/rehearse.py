@@ -120,11 +120,16 @@ def rehearse(
         layer_s = [[seconds.get(("step", f"layer {i}", name), 0.0) for name in DIRECTIONS] for i in range(num_layers)]
         exchange_s = _measure_exchange(step, root.example_inputs(context, document)) if is_real else None
         result = RehearsalResult(
-            x_bytes=layout.x_bytes(root.hidden_size, s), layer_bytes=_layers_peak(peaks) - _layers_peak(tiny_peaks),
-            peak_bytes=peaks[peak_path], peak_phase=" / ".join(peak_path[1:]) or "outside layers and loss",
-            host_bytes=store.pool.peak_bytes, disk_bytes=store.disk.used_bytes,
-            layer_s=layer_s, step_s=seconds[("step",)], exchange_s=exchange_s,
-        )  # fmt: skip
+            x_bytes=layout.x_bytes(root.hidden_size, s),
+            layer_bytes=_layers_peak(peaks) - _layers_peak(tiny_peaks),
+            peak_bytes=peaks[peak_path],
+            peak_phase=" / ".join(peak_path[1:]) or "outside layers and loss",
+            host_bytes=store.pool.peak_bytes,
+            disk_bytes=store.disk.used_bytes,
+            layer_s=layer_s,
+            step_s=seconds[("step",)],
+            exchange_s=exchange_s,
+        )
         return max(gather_objects(result), key=lambda each: each.step_s) if is_real else result
 
 

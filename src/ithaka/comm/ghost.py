@@ -141,10 +141,16 @@ class _Stream(_Event):
 
 
 _DEVICE_MODULE = SimpleNamespace(
-    Event=_Event, Stream=_Stream, current_stream=lambda *args: _Stream(), stream=lambda stream: nullcontext(),
-    current_device=lambda: 0, set_device=lambda device: None, device_count=lambda: 1,
-    is_available=lambda: True, is_initialized=lambda: True,
-)  # fmt: skip
+    Event=_Event,
+    Stream=_Stream,
+    current_stream=lambda *args: _Stream(),
+    stream=lambda stream: nullcontext(),
+    current_device=lambda: 0,
+    set_device=lambda device: None,
+    device_count=lambda: 1,
+    is_available=lambda: True,
+    is_initialized=lambda: True,
+)
 
 
 def _make_autocast(original: Any) -> Any:

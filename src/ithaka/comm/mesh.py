@@ -66,11 +66,18 @@ def make_mesh(cp: int = 1, device: torch.device | str | None = None, *, ring: in
         ring_grid = init_device_mesh(device.type, ring_sizes, mesh_dim_names=("dp", "ring", "ulysses"))
         ulysses_group, ring_group = ring_grid.get_group("ulysses"), ring_grid.get_group("ring")
     return Mesh(
-        fsdp, dist.get_rank(), world_size,
-        cp_group=grid.get_group("cp"), cp_rank=grid.get_local_rank("cp"), cp_size=cp,
-        ulysses_group=ulysses_group, ring_group=ring_group,
-        dp_rank=grid.get_local_rank("dp"), dp_size=world_size // cp, device=device,
-    )  # fmt: skip
+        fsdp,
+        dist.get_rank(),
+        world_size,
+        cp_group=grid.get_group("cp"),
+        cp_rank=grid.get_local_rank("cp"),
+        cp_size=cp,
+        ulysses_group=ulysses_group,
+        ring_group=ring_group,
+        dp_rank=grid.get_local_rank("dp"),
+        dp_size=world_size // cp,
+        device=device,
+    )
 
 
 def resolve_layout(cp: int | None, ring: int | None, mesh: Mesh | None, layout: Layout | None) -> Layout:

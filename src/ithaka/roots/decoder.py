@@ -238,9 +238,14 @@ class Decoder(Root):
         self.guard_backward([loss, *(tokens or ()), *([] if aux_loss is None else [aux_loss])])
         tokens, own = tokens if call.per_token else None, own.detach()
         return ParallelOutput(
-            loss, num_tokens=call.num_tokens, tokens=tokens, docs=share.docs, own_loss=own, aux_loss=aux_loss,
+            loss,
+            num_tokens=call.num_tokens,
+            tokens=tokens,
+            docs=share.docs,
+            own_loss=own,
+            aux_loss=aux_loss,
             distilled=distilled,
-        )  # fmt: skip
+        )
 
     def _make_state(self, call: CheckedCall) -> CallState:
         dropout, share, keys_s = self.dropout, call.share, None

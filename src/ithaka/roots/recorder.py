@@ -31,8 +31,13 @@ SMALL_VOCABULARY = 16  # token ids in the recorded calls; the copy keeps their e
 # Settings for what surrounds the layers, or of no effect on a probe, which is in fp32. A layer's own entry of
 # layer_types counts.
 UNREAD_BY_LAYERS = (
-    "num_hidden_layers", "layer_types", "vocab_size", "max_position_embeddings", "dtype", "transformers_version",
-)  # fmt: skip
+    "num_hidden_layers",
+    "layer_types",
+    "vocab_size",
+    "max_position_embeddings",
+    "dtype",
+    "transformers_version",
+)
 # Options of an attention call that change nothing, or that every model passes along.
 IGNORED_OPTIONS = ("position_ids", "cache_position", "use_cache", "output_router_logits")
 COMPUTED_OPTIONS = ("scaling", "sliding_window", "s_aux", "softcap", "use_qk_l2norm_in_kernel", "chunk_size")

@@ -93,9 +93,15 @@ class Trainer:
         self.random_weights = run.checkpoint is None and not has_weights(source)
         with phase("building the model"), status("building the model"):
             build = partial(
-                build_model, source, mesh, run.layout,
-                seed=config.train.seed, vocab_size=run.shape.vocab, rope=config.model.rope, context=config.data.context,
-            )  # fmt: skip
+                build_model,
+                source,
+                mesh,
+                run.layout,
+                seed=config.train.seed,
+                vocab_size=run.shape.vocab,
+                rope=config.model.rope,
+                context=config.data.context,
+            )
             self.model = build(store=self.store, adapter=config.adapter)
             self.dpo: DPO | None = None
             if config.loss.type == "dpo":
@@ -113,12 +119,20 @@ class Trainer:
             self.tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.chat_template)
             steps = config.train.steps - max(run.last_step, config.start) if config.train.epochs is None else None
             self.data = open_data(
-                config.data, tokenizer=self.tokenizer, seed=config.train.seed,
-                dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, cp=(mesh.cp_rank, mesh.cp_size),
-                batch=config.train.batch, accumulate=config.train.accumulate, steps=steps,
-                validate_sequences=config.train.validate_sequences, cache_dir=run.run_dir / "tokens",
-                fills_cache=fills_cache, shares_prefixes=not self.model.ithaka_root.why_no_parents(),
-            )  # fmt: skip
+                config.data,
+                tokenizer=self.tokenizer,
+                seed=config.train.seed,
+                dp_rank=mesh.dp_rank,
+                dp_size=mesh.dp_size,
+                cp=(mesh.cp_rank, mesh.cp_size),
+                batch=config.train.batch,
+                accumulate=config.train.accumulate,
+                steps=steps,
+                validate_sequences=config.train.validate_sequences,
+                cache_dir=run.run_dir / "tokens",
+                fills_cache=fills_cache,
+                shares_prefixes=not self.model.ithaka_root.why_no_parents(),
+            )
         if run.checkpoint is not None:
             state = files.read_state(run.checkpoint)
             self.data_positions = state.get("places", {}) | {state["data"]["data"]: state["data"]}
@@ -255,11 +269,20 @@ class Trainer:
         config = self.config
         lr = learning_rate(self.step - config.schedule_start, config.optim, config.train.steps)
         compute = partial(
-            train_step, self.model, self.optimizer, batches,
-            lr=lr, clip_norm=config.optim.clip_norm, mesh=self.mesh, windows=self.run.shape.windows,
-            source_names=self.data.source_names, seed_and_step=(config.train.seed, self.step + 1),
-            accepts=self.accepts, dpo=self.dpo, distill=self._distill if config.loss.type == "distill" else None,
-        )  # fmt: skip
+            train_step,
+            self.model,
+            self.optimizer,
+            batches,
+            lr=lr,
+            clip_norm=config.optim.clip_norm,
+            mesh=self.mesh,
+            windows=self.run.shape.windows,
+            source_names=self.data.source_names,
+            seed_and_step=(config.train.seed, self.step + 1),
+            accepts=self.accepts,
+            dpo=self.dpo,
+            distill=self._distill if config.loss.type == "distill" else None,
+        )
         result = compute()
         if result.refused is not None:
             first, result = result, compute()
