@@ -37,16 +37,22 @@ class Ranks:
     def run(self, num_ranks: int, function: Callable, *args: Any, timeout_s: float = 300) -> list[Any]:
         with tempfile.TemporaryDirectory() as directory:
             self.start(num_ranks, Path(directory), function, *args)
-            results = []
-            for rank in range(num_ranks):
-                if not self._pipes[rank].poll(timeout_s):
-                    self.close()
-                    self._fork()  # for the tests that follow
-                    raise TimeoutError(f"rank {rank} of {num_ranks} did not answer in {timeout_s} s")
-                results.append(self._pipes[rank].recv())
+            results = [self._receive(rank, timeout_s) for rank in range(num_ranks)]
         failures = [f"rank {rank}:\n{error}" for rank, (_, error) in enumerate(results) if error]
         assert not failures, "\n".join(failures)
         return [value for value, _ in results]
+
+    def _receive(self, rank: int, timeout_s: float) -> Any:
+        try:
+            if self._pipes[rank].poll(timeout_s):
+                return self._pipes[rank].recv()
+            problem = f"did not answer in {timeout_s} s"
+        except EOFError:
+            self._processes[rank].join()
+            problem = f"exited with code {self._processes[rank].exitcode}"
+        self.close()
+        self._fork()  # for the tests that follow
+        raise RuntimeError(f"rank {rank} {problem}")
 
     def start(self, num_ranks: int, directory: Path, function: Callable, *args: Any) -> None:
         """Like `run`, without waiting for the results; the ranks rendezvous in `directory`."""
