@@ -16,7 +16,7 @@ from ithaka.cli import app
 from ithaka.comm.ghost import GhostAutocast, ghost_rank
 from ithaka.comm.loopback import start_loopback
 from ithaka.comm.mesh import make_mesh
-from ithaka.config import OptimConfig
+from ithaka.config import AdapterConfig, OptimConfig
 from ithaka.layer import store as stores
 from ithaka.layout import ActivationPolicy, Layout, make_layout
 from ithaka.mixers import softmax
@@ -38,6 +38,7 @@ from ithaka.run import shapes
 from ithaka.run import trace as tracing
 from ithaka.run.shapes import find_shape, shape_from_config
 from ithaka.run.trace import run_step, trace_model, trace_plan, truncate_request
+from vlms import vlm_config
 
 CP, TILE = 2, 64
 TOKENS = 2 * TILE * CP
@@ -262,6 +263,20 @@ def test_a_trace_of_few_layers_is_that_of_all():
     expected, unrolled = trace_model(full, TOKENS // 2), trace_model(few, TOKENS // 2).unroll(representatives)
     for a, b in zip(unrolled.segments, expected.segments, strict=True):
         assert (a.name, a.peak_bytes, a.host) == (b.name, b.peak_bytes, b.host)
+
+
+@pytest.mark.parametrize("case", ["features of images", "reference"])
+def test_what_first_layers_free_and_a_first_pass_are_not_repeated(case):
+    """Qwen3-VL adds features of images to the outputs of its first layers; DPO runs them again, with other peaks."""
+    config, options = tiny_config(num_layers=8), {"reference": True, "adapter": AdapterConfig(rank=2)}
+    if case == "features of images":
+        config, options = vlm_config("qwen3_vl", num_hidden_layers=8).to_dict(), {}
+    request = tiny_request(num_layers=8, config=config, **options)
+    truncated, representatives = truncate_request(request)
+    assert len(truncated.layout.kept) < 8
+    expected, unrolled = trace_model(request, TOKENS), trace_model(truncated, TOKENS).unroll(representatives)
+    for a, b in zip(unrolled.segments, expected.segments, strict=True):
+        assert (a.name, a.peak_bytes) == (b.name, b.peak_bytes)
 
 
 def test_layers_with_the_same_neighbor_are_alike():

@@ -13,12 +13,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,18 +136,17 @@ class Trace:
         return before
 
     def _repeat(self, representatives: Sequence[int]) -> Iterator[tuple[Segment, str, Amounts]]:
-        """Yield segments in the order of the full step, with their names there and the gradients that they add."""
-        by_name, done = {segment.name: segment for segment in self.segments}, set[str]()
-        for segment in self.segments:
-            direction = segment.name.rpartition(" ")[2]
-            if not segment.name.startswith("layer "):
-                yield segment, segment.name, {}
-            elif direction not in done:
-                done.add(direction)
-                order = list(enumerate(representatives))
-                for layer, traced in order if direction == "forward" else reversed(order):
-                    state = self.states[traced] if direction == "backward" else {}
-                    yield by_name[f"layer {traced} {direction}"], f"layer {layer} {direction}", state
+        """Yield segments in the order of the full step, with their names there and the gradients that they add. The
+        layers run forward once more for a reference."""
+        order = list(enumerate(representatives))
+        for direction, run in groupby(self.segments, lambda segment: re.sub(r"layer \d+ ", "", segment.name)):
+            segments = {segment.name: segment for segment in run}
+            if not any(name.startswith("layer ") for name in segments):
+                yield from ((segment, name, {}) for name, segment in segments.items())
+                continue
+            for layer, traced in order if direction == "forward" else reversed(order):
+                state = self.states[traced] if direction == "backward" else {}
+                yield segments[f"layer {traced} {direction}"], f"layer {layer} {direction}", state
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -64,7 +64,10 @@ def truncate_request(request: TraceRequest) -> tuple[TraceRequest, list[int]]:
     stay on the device, because the ghost device has no host (`Trace.offload_states`)."""
     config, policies = json.loads(request.config), request.layout.kept
     kinds = read_layers(config, len(policies))
-    layers, representatives = choose_neighbors(list(zip(kinds, policies, strict=True)))
+    # The first layers of some vision-language models add features of images, which the next layer frees.
+    num_adding = len(config.get("vision_config", {}).get("deepstack_visual_indexes", ()))
+    adding = (min(i, num_adding + 1) for i in range(len(kinds)))
+    layers, representatives = choose_neighbors(list(zip(kinds, policies, adding, strict=True)))
     truncated = keep_layers(config, layers)
     if read_layers(truncated, len(layers)) != [kinds[i] for i in layers]:  # a kind depends on the layer's index
         truncated, layers = config, tuple(range(len(kinds)))
