@@ -138,7 +138,8 @@ def test_measured_layers_peak_as_planned(family, overlap, stage, tokens, tile, c
         for name, holders in gpu_phases(shape, layout, parse_gpus("2xH100"), StepShape(2 * tokens))
     }
     measured = rehearsed_peaks(sizes, layout, 2 * tokens)
-    # Gemma 3, which has four norms per layer, is 11.5 % above the plan in backward, the others 10 % at most.
+    # Gemma 3, which has four norms per layer, is 11.5 % above the plan in backward, the others 10 % at most. Without a
+    # CPU's copies, traces in 16 bits are 0.3 % above the plans of Gemma 3, OLMo 2 and Qwen3-MoE at most.
     assert measured(1, "forward") == pytest.approx(planned["forward"], rel=0.13)
     assert measured(1, "backward") == pytest.approx(planned["backward, last layer"], rel=0.13)
     assert measured(0, "backward") == pytest.approx(planned["backward, first layer"], rel=0.13)

@@ -25,7 +25,7 @@ from ithaka.model.optimizers import make_optimizer
 from ithaka.model.truncate import choose_neighbors
 from ithaka.ops.fused import KERNEL_BYTES
 from ithaka.plan import bytes as bytes_
-from ithaka.plan.bytes import STATES
+from ithaka.plan.bytes import STATES, gpu_phases
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan, SearchSpace
@@ -277,6 +277,17 @@ def test_what_first_layers_free_and_a_first_pass_are_not_repeated(case):
     expected, unrolled = trace_model(request, TOKENS), trace_model(truncated, TOKENS).unroll(representatives)
     for a, b in zip(unrolled.segments, expected.segments, strict=True):
         assert (a.name, a.peak_bytes) == (b.name, b.peak_bytes)
+
+
+def test_layers_of_two_kinds_keep_what_each_keeps():
+    """Estimates once counted every layer as the kind that keeps the most."""
+    keeps_all, config = ActivationPolicy("device", "device", True, True), tiny_config("qwen3_5_text", num_layers=4)
+    plan = tiny_plan(config, kept=(keeps_all,) * 4, dtype="bfloat16")
+    assert len(plan.shape.kinds_of_sizes) == 2
+    phases = dict(gpu_phases(plan.shape, plan.layout, plan.hardware, plan.work))
+    start = trace_model(tiny_request("qwen3_5_text", 4, keeps_all), TOKENS).find("loss forward").start
+    kept = start["kept on device"] + start["MLP tile"]
+    assert phases["loss"]["kept activations"] == pytest.approx(kept, rel=0.03)
 
 
 def test_layers_with_the_same_neighbor_are_alike():

@@ -173,10 +173,10 @@ def combine_layers(layers: tuple[MeasuredLayer, ...], total_parameters: int, arg
         values = [getattr(layer, name) for layer in layers]
         if isinstance(value, bool):
             combined[name] = all(values)
+        elif name.endswith(("kept_graph", "_moved", "_macs")):
+            combined[name] = round(sum(values) / len(values))
         elif name.endswith(("_bytes", "_graph")):
             combined[name] = max(values)
-        elif name.endswith(("_moved", "_macs")):
-            combined[name] = round(sum(values) / len(values))
     linears = {linear[0]: linear for layer in layers for linear in layer.linears}
     return replace(largest, **combined, linears=tuple(linears.values()))
 
@@ -297,7 +297,7 @@ class _Measurement:
                     torch.autograd.grad(edges, leaves, douts)  # weight gradients do not grow with the tokens
                 counts |= {f"{name}_backward_bytes": live.peak, f"{name}_backward_moved": live.moved}
         passes.restore()
-        return counts
+        return counts | {"kept_graph": counts["finish_graph"]}
 
 
 def measure_video(values: Mapping[str, Any], source: str) -> ModelShape:

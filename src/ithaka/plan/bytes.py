@@ -120,7 +120,7 @@ def saved_bytes(shape: ModelShape, layout: Layout, hardware: Hardware) -> int:
 
 
 class _LayerGroup(NamedTuple):
-    """Consecutive layers with one policy: bytes that each keeps on the device, and its peaks."""
+    """Consecutive layers with one policy: bytes that one keeps on the device, on average, and the highest peaks."""
 
     num_layers: int
     kept: int
@@ -186,11 +186,14 @@ class _GpuPhases:
         self.staged = min(4 * STAGED_BYTES, 2 * self.x) if layout.stored_dtype else 0
 
     def _group_layers(self) -> list[_LayerGroup]:
-        groups, kept_up_to = [], 0
-        for policy, count in self.layout.policy_groups(self.shape.num_layers, self.shape.first_trained):
+        groups, kept_up_to, last = [], 0, self.shape.first_trained
+        sizes = [self.shape.mixer_kinds[index].sizes for index in self.shape.mixer_indices]
+        for policy, count in self.layout.policy_groups(self.shape.num_layers, last):
             kept, forward, backward = layer_peaks(self.shape, self.layout, self.s, policy)
-            kept_up_to += count * kept
-            groups.append(_LayerGroup(count, kept, forward, backward, kept_up_to))
+            first, last = last, last + count
+            num_bytes = sum(kept[kind] for kind in sizes[first:last])
+            kept_up_to += num_bytes
+            groups.append(_LayerGroup(count, num_bytes // count, forward, backward, kept_up_to))
         return groups
 
     def bytes_at(self, point: MemoryPoint, weights: int, reduced: int = 0, pending: int = 0, kept: int = 0) -> Sizes:

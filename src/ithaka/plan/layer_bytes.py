@@ -78,6 +78,7 @@ class LayerBytes:
         # What a layer can keep in addition to its input: out and lse of all stages (with empty slots), q, k and v, and
         # the graphs of resume passes: gate and up, x + attention, its norm, y, and attention's output if it was copied.
         self.outputs = self.num_stages * (self.q + self.lse)
+        self.out_width = self.num_stages * self.query_slots * layout.ulysses * shape.head_dim  # of out, per token
         # The input and the outputs in host memory or on disk.
         self.stored_x = layout.stored_bytes(s, shape.hidden)
         stored_q = layout.stored_bytes(layout.ulysses * s, self.query_slots * shape.head_dim)
@@ -85,18 +86,20 @@ class LayerBytes:
         self.qkv = (self.num_stages * self.q + sum(self.new_kv)) * policy.projections
         is_joined = self.has_stages and (self.num_stages > 1 or layout.ulysses > 1)
         self.joined = shape.heads * shape.head_dim * is_joined
-        self.gate_up = s * (self._graph_bytes(resumes=True) + self.joined * layout.element_bytes) * policy.mlp
+        self.gate_up = (
+            s * (self._graph_bytes(shape.measured.kept_graph) + self.joined * layout.element_bytes) * policy.mlp
+        )
         # Layers that do not project heads by stage hold q, k and v of all heads until the last stage is sent, and in
         # backward the gradients of all heads and, with overlap, the graphs of capture passes.
         layer, head = shape.measured, s * shape.head_dim * layout.element_bytes
         self.douts = 0 if layer.slices_output else shape.heads * head
         self.projected = 0 if layer.slices_heads else (shape.heads + 2 * shape.kv_heads) * head
         keeps_graphs = layout.overlap and not policy.projections and not layer.slices_heads
-        self.graphs = s * self._graph_bytes(resumes=False) * keeps_graphs
+        self.graphs = s * self._graph_bytes(layer.project_graph) * keeps_graphs
         is_stored = policy.input != "device"
         # With overlap, a stored input is fetched once and stays for all of backward; without, two tiles are fetched.
         self.fetched_input = self.x if layout.overlap and is_stored else 0
-        self.fetched_tiles = 2 if is_stored and not layout.overlap else 0
+        self.fetches_tiles = is_stored and not layout.overlap
         self.stages_ahead = 2 if layout.overlap else 1
         # dq of all stages but the last waits on the host (`stores_dq` in layer/schedule.py).
         self.stores_dq = layer.slices_heads and not layout.overlap and self.fetches_attention
@@ -113,10 +116,9 @@ class LayerBytes:
         stored = self.x * keeps_input + self.outputs * (self.policy.attention == "device")
         return stored + self.qkv + self.gate_up
 
-    def _graph_bytes(self, resumes: bool) -> int:
+    def _graph_bytes(self, measured: int) -> int:
         """Bytes per token that a capture or resume pass saves for backward, in the layout's dtype."""
-        layer = self.shape.measured
-        per_token = (layer.project_graph, layer.finish_graph)[resumes] * self.layout.element_bytes / 2
+        per_token = measured * self.layout.element_bytes / 2
         if self.shape.adapter and self.shape.adapter.dropout:  # each adapter saves its own input
             widths = (self.shape.linears[name][0] for name in self.shape.most_adapted if name in self.shape.linears)
             per_token += sum(widths) * self.layout.element_bytes
@@ -219,9 +221,11 @@ class LayerBytes:
         per_token = int((total - saved) * e / 2)
         is_kept = self.gate_up if work == "mlp backward" else self.graphs  # and counted for all tokens
         if saved and not is_kept:
-            per_token += self._graph_bytes(resumes=work == "mlp backward")
-        width += self.fetched_tiles * shape.hidden
-        return min(self.layout.tile_tokens or self.s, self.s) * (per_token + width * e)
+            per_token += self._graph_bytes(saved)
+        tile = min(self.layout.tile_tokens or self.s, self.s)
+        is_fetched = work == "mlp backward" and self.fetches_attention
+        fetched = self.fetches_tiles * shape.hidden + is_fetched * self.out_width
+        return tile * (per_token + width * e) + min(2 * tile, self.s) * fetched * e  # with the next tile
 
     def _block_bytes(self, work: str) -> int:
         """Buffers of one attention kernel call."""
@@ -342,9 +346,9 @@ def layer_sizes(shape: ModelShape, layout: Layout, s: int, make_sizes: Any = Lay
 
 def layer_peaks(
     shape: ModelShape, layout: Layout, s: int, policy: ActivationPolicy
-) -> tuple[int, MemoryPoint, MemoryPoint]:
-    """Return the bytes kept on the device, and the peak points of forward and of backward, for the kind of layer that
-    needs the most."""
+) -> tuple[dict[Any, int], MemoryPoint, MemoryPoint]:
+    """Return the bytes kept on the device, by the `sizes` of a layer's mixer, and the peak points of forward and of
+    backward, for the kind of layer that needs the most."""
     if "disk" in (policy.input, policy.attention):  # the same on the device
         tiers: Any = ["host" if tier == "disk" else tier for tier in (policy.input, policy.attention)]
         policy = replace(policy, input=tiers[0], attention=tiers[1])
@@ -370,11 +374,11 @@ def _layer_sizes(
 @lru_cache(maxsize=8192)
 def _layer_peaks(
     shape: ModelShape, s: int, policy: ActivationPolicy, tile_tokens: int | None, fields: tuple[Any, ...]
-) -> tuple[int, MemoryPoint, MemoryPoint]:
-    points, kept = [], 0
+) -> tuple[dict[Any, int], MemoryPoint, MemoryPoint]:
+    points, kept = [], {}
     for make_sizes in shape.kinds_of_sizes:
         sizes = _layer_sizes(make_sizes, shape, s, policy, fields)
-        kept, highest = max(kept, sizes.kept), sizes.highest
+        kept[make_sizes], highest = sizes.kept, sizes.highest
         b = copy(sizes)
         b.layout = replace(b.layout, tile_tokens=tile_tokens)
         tiles = {work: b.tile_bytes(work) for work in {p.tile_work for p in highest}}

@@ -204,8 +204,8 @@ class DeltaBytes(LayerBytes):
         self.rule = rule
         self.projected = keys + rows * (rule.value_dim * element_bytes + 2 * sum_bytes)  # q, k, v, g and beta
         self.douts = rows * rule.value_dim * element_bytes
-        self.outputs = self.douts + -(-rows // rule.segment_rows) * state
-        self.stored_outputs = self.outputs - self.douts + layout.stored_bytes(s, rule.heads * rule.value_dim)
+        self.outputs, self.out_width = self.douts + -(-rows // rule.segment_rows) * state, rule.heads * rule.value_dim
+        self.stored_outputs = self.outputs - self.douts + layout.stored_bytes(s, self.out_width)
         self.qkv = self.projected * self.policy.projections
 
     def mix_points(self, phase: str, stream: int) -> Iterator[MemoryPoint]:
@@ -239,7 +239,7 @@ class ConvolutionBytes(LayerBytes):
         super().__init__(*arguments)
         self.projected = self.douts = self.outputs = self.s * convolution.channels * self.layout.element_bytes
         self.stored_outputs = self.layout.stored_bytes(self.s, convolution.channels)
-        self.graphs, self.qkv = self.graphs * bool(convolution.channels), 0
+        self.graphs, self.qkv, self.out_width = self.graphs * bool(convolution.channels), 0, convolution.channels
 
     def mix_points(self, phase: str, stream: int) -> Iterator[MemoryPoint]:
         if self.projected:
@@ -261,6 +261,7 @@ class SideBySideBytes(LayerBytes):
         self.outputs += self.second.outputs
         self.stored_outputs += self.second.stored_outputs
         self.qkv += self.second.qkv
+        self.out_width += self.second.out_width
 
     def mix_points(self, phase: str, stream: int) -> Iterator[MemoryPoint]:
         yield from attention_points(self, phase, stream)
@@ -273,8 +274,7 @@ class SideBySideBytes(LayerBytes):
         yield from self.second.mix_backward_points(0)
 
     def tile_bytes(self, work: str) -> int:
-        self.second.layout = self.layout
-        return self.second.tile_bytes(work)
+        return (self.second if work.startswith("rule") else super()).tile_bytes(work)
 
 
 _TYPES: dict[str, Any] = {

@@ -47,6 +47,7 @@ class MeasuredLayer:
     finish_backward_bytes: int
     project_graph: int
     finish_graph: int
+    kept_graph: int  # the mean of `finish_graph`, which layers that keep everything keep
     # Bytes that element-wise kernels move, and multiply-adds with weights, per token.
     project_moved: int
     finish_moved: int
