@@ -1,6 +1,7 @@
 """Plans of mixtures match counts by hand: Qwen3-30B-A3B has 128 experts of 3 x 2048 x 768, 8 per token."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from ithaka.plan.search import Plan
 from ithaka.plan.seconds import ADAPTER_PASSES, STAGE_SECONDS, LayerSeconds, flop_seconds, layer_seconds
 from ithaka.plan.shape import StepShape
 from ithaka.run.shapes import find_shape
+from ithaka.train.watch import flops_utilization
 from test_plan_command import run
 
 pytestmark = pytest.mark.usefixtures("plans_once")
@@ -56,6 +58,10 @@ def test_adapters_of_experts_cost_only_what_a_tokens_experts_cost():
     widths = inputs * (2 * 768 + 2048) + outputs * (2048 + 768)  # stored as [E, outputs, inputs]
     assert seconds == pytest.approx(8 * 2 * TOKENS * widths / H200.gpu.memory_bytes_s)
     assert adapted.num_trained == 48 * 16 * 128 * (2 * 768 + 2048 + 2048 + 768)
+    trainer = SimpleNamespace(device_name="NVIDIA H200", mesh=SimpleNamespace(world_size=1))
+    trainer.run, trainer.num_trained = SimpleNamespace(shape=adapted), adapted.num_trained
+    used = (4 * adapted.num_products + 6 * adapted.num_trained * 8 / 128) * TOKENS
+    assert flops_utilization(trainer, TOKENS, 0, 1.0) == pytest.approx(used / 989.4e12, rel=1e-6)
 
 
 @pytest.mark.parametrize(

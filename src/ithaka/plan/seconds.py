@@ -204,20 +204,18 @@ class LayerSeconds:
         if not (layer := self.shape.measured).expert_macs:
             return 0.0
         share, half = EXPERT_SUM_SHARE if adds else EXPERTS_SHARE
-        rows = self.s / self.num_tiles * layer.expert_macs / max(1, layer.expert_parameters)
+        rows = self.s / self.num_tiles * self.shape.used_experts
         return self.matmul(layer.expert_macs, 1, share / (1 + half / rows))
 
     def adapters(self, backward: bool) -> float:
         """Seconds of a layer's adapters. A token uses only the adapters of its experts."""
         if not self.shape.adapter:
             return 0.0
-        layer, stacked = self.shape.measured, dict(self.shape.measured.stacked)
-        chosen = layer.expert_macs / sum(stacked.values()) if stacked else 1.0
-        passes = 0.0
+        passes, stacked = 0.0, dict(self.shape.measured.stacked)
         for name, size in self.shape.linears.items():
             if name in self.shape.most_adapted:
                 widths = sum(ADAPTER_PASSES[backward][side] * size[side] for side in (0, 1))
-                passes += widths * (chosen if name in stacked else 1)
+                passes += widths * (self.shape.used_experts if name in stacked else 1)
         return self.move(passes * self.s * self.layout.element_bytes)
 
     def sum_grads(self, num_parameters: int) -> float:

@@ -279,6 +279,18 @@ class ModelShape:
 
     # ---- trained parameters
 
+    @cached_property
+    def used_experts(self) -> float:
+        """The fraction of the stacked experts that a token uses."""
+        return self.measured.expert_macs / max(1, self.measured.expert_parameters)
+
+    @cached_property
+    def num_idle(self) -> int:
+        """Parameters of the adapters of experts that a token does not use."""
+        stacked = {name for name, _ in self.measured.stacked}
+        sizes = (size for layer in self.adapter_parameters for name, size in layer.items() if name in stacked)
+        return round((1 - self.used_experts) * sum(sizes))
+
     @property
     def num_products(self) -> int:
         """Multiply-adds per token, without attention."""

@@ -402,7 +402,7 @@ def flops_utilization(trainer: Trainer, num_tokens: int, num_pairs: int, step_s:
     if peak is None:
         return None
     # A frozen weight takes two matrix products, a trained one three. A token uses some experts; adapters add weights.
-    used, added = shape.num_products, trainer.num_trained if shape.adapter else 0
+    used, added = shape.num_products, trainer.num_trained - shape.num_idle if shape.adapter else 0
     frozen = used if shape.adapter else max(0, used - trainer.num_trained)
     matmul_params = used + added - frozen // 3
     flops = step_flops(matmul_params, num_tokens, shape.heads * shape.head_dim, num_pairs)
