@@ -52,7 +52,7 @@ def test_frozen_weights_have_no_gradients():
         phases["loss"]["loss tile"] - alone["loss"]["loss tile"] == 2048 * 2 * D
     )  # no gradient of the normalized rows
     # Weights of this layer and of the next one.
-    assert phases["forward"]["layer weights"] == 2 * 2 * (LLAMA.layer_parameters + LAYER)
+    assert phases["forward"]["layer weights"] == 2 * 2 * (LLAMA.measured.parameters + LAYER)
     # Layers above are reduced; the previous layer's gradients are being sent, the first layer's computed.
     assert phases["backward, first layer"]["gradients"] == 4 * 31 * LAYER // 8 + 4 * LAYER + 4 * LAYER
     assert phases["backward, embedding"]["gradients"] == 4 * 32 * LAYER // 8 + 4 * LAYER
@@ -96,7 +96,7 @@ def test_a_saved_module_is_trained_in_full():
     full, part = (dict(gpu_phases(shape, LAYOUT, H100, StepShape(2**17))) for shape in (LLAMA, saving))
     assert full["loss"]["loss tile"] == part["loss"]["loss tile"]
     arrived = [phases["backward, embedding"]["gradients"] for phases in (full, part)]
-    assert arrived[0] - arrived[1] == pytest.approx(4 * 32 * (LLAMA.layer_parameters - LAYER) / 8, rel=1e-6)
+    assert arrived[0] - arrived[1] == pytest.approx(4 * 32 * (LLAMA.measured.parameters - LAYER) / 8, rel=1e-6)
     tied = find_shape("llama3.2-1b")
     for name in ("lm_head", "embed_tokens"):
         one = tied.with_adapter(AdapterConfig(16, modules_to_save=(name,)))

@@ -100,8 +100,8 @@ def test_the_plan_prints_experts_and_the_time_of_flops():
     args = ("plan", "qwen3-30b-a3b", "--gpus", "8xH100", "--host-memory", "2TB", "--context", "1M")
     answer, text = json.loads(run(*args, "--json")), " ".join(run(*args).split())
     experts, seconds = answer["experts"], answer["flop_seconds"]
-    assert experts["gathered_bytes"] == experts["prefetched_bytes"] == 2 * QWEN.layer_parameters
-    assert experts["gradient_sum_bytes"] == 4 * QWEN.layer_parameters
+    assert experts["gathered_bytes"] == experts["prefetched_bytes"] == 2 * QWEN.measured.parameters
+    assert experts["gradient_sum_bytes"] == 4 * QWEN.measured.parameters
     assert "3.35B of 30.5B parameters are used per token; one layer: 1.161 GiB gathered, 1.161 GiB prefetched" in text
     assert seconds["linear"] == pytest.approx(6 * 2**17 * QWEN.num_products / 700e12, rel=1e-3)
     pairs, rates = 2**20 * (2**20 + 1) / 2, H100.gpu

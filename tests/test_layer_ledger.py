@@ -267,7 +267,8 @@ def test_a_layer_peaks_as_its_ledger_predicts(case, monkeypatch):
         with_tiles = peak.live - peak.grad_bytes + kept_on_device(case, direction)
         # In 16 bits, a kept graph also has attention's output (ResidualSums).
         most = planned(case, direction) - case.keeps.mlp * TOKENS * shape.hidden * case.dtype.itemsize
-        # A CPU's attention and gates need more than the kernels that plans assume: up to 10.5 %, in fp64 18 %.
+        # A CPU's attention and gates need more than the kernels that plans assume, and tiles of backward are measured
+        # too low (at few tokens, weight gradients decide where they peak): together up to 10.5 %, in fp64 18 %.
         assert most <= live <= (1.2 if case.dtype == torch.float64 else 1.11) * with_tiles, direction
 
 

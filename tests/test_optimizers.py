@@ -149,7 +149,7 @@ def wide_sharded_steps():
 
 def test_plans_count_the_state_and_never_offload_it():
     shape, hardware, layout = find_shape("llama3-8b"), parse_gpus("8xH100"), make_layout(32, cp=8)
-    matrices = 32 * shape.layer_parameters
+    matrices = 32 * shape.measured.parameters
     expected = {"adamw": 8 * shape.num_parameters, "adamw8bit": 2.125 * shape.num_parameters}
     expected["muon"] = 4 * matrices + 8 * (shape.num_parameters - matrices)
     for name, num_bytes in expected.items():

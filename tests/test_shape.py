@@ -58,7 +58,7 @@ def test_shape_agrees_with_transformers(case, tmp_path):
         model = AutoModelForCausalLM.from_config(config)
     attention = model.model.layers[0].self_attn
     assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert shape.layer_parameters == sum(p.numel() for p in model.model.layers[0].parameters())
+    assert shape.measured.parameters == sum(p.numel() for p in model.model.layers[0].parameters())
     assert (shape.num_layers, shape.hidden, shape.vocab) == (3, 48, 99)
     assert shape.heads * shape.head_dim == attention.q_proj.weight.shape[0]
     assert shape.kv_heads * shape.head_dim == attention.k_proj.weight.shape[0]

@@ -72,7 +72,7 @@ class RehearsalResult:
 
     def comparable(self, planned: Seconds) -> float:
         """The part of planned seconds that was measured."""
-        return planned.total if self.exchange_s else planned.without_exchange
+        return planned.total if self.exchange_s else planned.total - planned.exchange
 
 
 def rehearse(

@@ -250,12 +250,9 @@ class _Measurement:
         """Multiply-adds per token with the module's own weights: dense ones, and those of the experts it is sent to."""
         config, sizes = self.root.base.config, [p.shape for p in module.parameters(recurse=False)]
         top_k = next((k for k in (getattr(config, name, None) for name in TOP_K) if isinstance(k, int)), 1)
-        flat = sum(size.numel() for size in sizes if len(size) == 2 and not self._is_expert_bias(size, sizes))
+        experts = {size[0] for size in sizes if len(size) == 3}  # their biases are 2-D
+        flat = sum(size.numel() for size in sizes if len(size) == 2 and size[0] not in experts)
         return flat, sum(p.numel() // len(p) * top_k for p in module.parameters(recurse=False) if is_stacked(p))
-
-    @staticmethod
-    def _is_expert_bias(size: torch.Size, sizes: list[torch.Size]) -> bool:
-        return any(len(other) == 3 and other[0] == size[0] for other in sizes)
 
     def _inputs(self, num_tokens: int) -> tuple[Tensor, LayerInputs]:
         with torch.utils._python_dispatch._disable_current_modes():

@@ -249,11 +249,8 @@ class _GpuPhases:
             # FSDP2 holds the last all-gather twice: as received, and as parameters.
             lm_head = self.root + self.next_layer if self.shape.tied else self.head * (1 if self.is_single else 2)
             return self.bytes_at(MemoryPoint("loss", self.x), lm_head) | {"loss tile": logits + normed}
-        sizes = self.bytes_at(
-            MemoryPoint("loss", 2 * self.x),
-            self.head + self.other + self.next_layer,
-            kept=self.groups[-1].kept_up_to,
-        )
+        weights, kept = self.head + self.other + self.next_layer, self.groups[-1].kept_up_to
+        sizes = self.bytes_at(MemoryPoint("loss", 2 * self.x), weights, kept=kept)
         head = self.shape.trained_head
         computed = max(logits + 2 * normed, head * self.e)  # normed and its gradient
         sizes["loss tile"] = head * self.sum_bytes + computed

@@ -55,9 +55,6 @@ class Attention(Mixer):
     def exchange_seconds(self, layer: LayerSeconds) -> tuple[float, float]:
         return layer.exchange()
 
-    def flop_seconds(self, layer: LayerSeconds, work: StepShape) -> float:
-        return sum(self.seconds(layer, work))
-
 
 @dataclass(frozen=True)
 class DeltaRule(Mixer):
@@ -148,12 +145,6 @@ class Convolution(Mixer):
     def sizes(self, *arguments: Any) -> ConvolutionBytes:
         return ConvolutionBytes(self, *arguments)
 
-    def seconds(self, layer: LayerSeconds, work: StepShape) -> tuple[float, float]:
-        return 0.0, 0.0
-
-    def exchange_seconds(self, layer: LayerSeconds) -> tuple[float, float]:
-        return 0.0, 0.0
-
 
 @dataclass(frozen=True)
 class SideBySide(Mixer):
@@ -184,9 +175,6 @@ class SideBySide(Mixer):
     def exchange_seconds(self, layer: LayerSeconds) -> tuple[float, float]:
         (a, b), (c, d) = (mixer.exchange_seconds(layer) for mixer in (self.first, self.second))
         return a + c, b + d
-
-    def flop_seconds(self, layer: LayerSeconds, work: StepShape) -> float:
-        return self.first.flop_seconds(layer, work)
 
 
 class DeltaBytes(LayerBytes):
@@ -274,7 +262,7 @@ class SideBySideBytes(LayerBytes):
         yield from self.second.mix_backward_points(0)
 
     def tile_bytes(self, work: str) -> int:
-        return (self.second if work.startswith("rule") else super()).tile_bytes(work)
+        return self.second.tile_bytes(work) if work.startswith("rule") else super().tile_bytes(work)
 
 
 _TYPES: dict[str, Any] = {

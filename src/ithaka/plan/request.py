@@ -9,14 +9,7 @@ from typing import Any
 
 import yaml
 
-from ithaka.config import (
-    SECTIONS,
-    Config,
-    ConfigError,
-    format_value,
-    parse_count,
-    to_dict,
-)
+from ithaka.config import SECTIONS, Config, ConfigError, format_value, parse_count, to_dict
 from ithaka.config.units import format_tokens
 from ithaka.plan.models import hub_id
 from ithaka.plan.read_config import POSITIONS, WITHOUT_ROPE, yarn_factor

@@ -426,11 +426,7 @@ class SearchSpace:
         or of 1024 GB from 1 TB on."""
         if not self.with_capacity(tier).fits(work):
             return 0
-
-        def is_too_small(grains: int) -> bool:
-            return not self.with_capacity(tier, grains * CAPACITY_GRAIN).fits(work)
-
-        grains = 1 + _largest(is_too_small)
+        grains = 1 + _largest(lambda n: not self.with_capacity(tier, n * CAPACITY_GRAIN).fits(work))
         return CAPACITY_GRAIN * (grains if grains < 16 else -(-grains // 16) * 16)
 
     def smallest_machine(self, work: StepShape) -> Hardware | None:

@@ -59,10 +59,6 @@ class Seconds:
     def total(self) -> float:
         return sum(vars(self).values())
 
-    @property
-    def without_exchange(self) -> float:
-        return self.total - self.exchange
-
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(*map(operator.add, vars(self).values(), vars(other).values()))
 
@@ -307,7 +303,9 @@ def flop_seconds(shape: ModelShape, layout: Layout, hardware: Hardware, work: St
     """The time of a step's FLOPs alone, without recomputation and element-wise kernels: attention at the kernel's rate,
     matmuls at 700 TFLOP/s on an H200, and the optimizer update at memory bandwidth."""
     layer = LayerSeconds(shape, layout, hardware, work.local_tokens(layout.cp))
-    attention = sum(mixer.flop_seconds(layer, work) for mixer in shape.mixers)
+    # Recurrences are limited by memory.
+    kinds = ((kind, mixer.causal) for mixer in shape.mixers for kind in mixer.attention)
+    attention = sum(sum(layer.attention(work, *kind)) for kind in kinds)
     linear = (3 - layer.is_frozen) * layer.matmul(shape.num_products, 1, FLOP_SHARE)
     return Seconds(attention, linear).times(work.accumulate) + _update_seconds(shape, layout, hardware)
 

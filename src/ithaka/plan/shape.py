@@ -97,20 +97,17 @@ class Mixer:
 
     name: str
     attention: tuple[AttentionKind, ...] = ()  # softmax attention that it computes
+    causal: bool = True
     why_no_ring: str | None = None  # "... which {why_no_ring}"
     sizes: Any  # (shape, layout, s, policy) -> LayerBytes
 
     def seconds(self, layer: Any, work: StepShape) -> tuple[float, float]:
         """(forward, backward), without exchanges. `layer`: a LayerSeconds."""
-        raise NotImplementedError
+        return 0.0, 0.0
 
     def exchange_seconds(self, layer: Any) -> tuple[float, float]:
         """(forward, backward) of exchanges that compute does not hide."""
-        raise NotImplementedError
-
-    def flop_seconds(self, layer: Any, work: StepShape) -> float:
-        """Forward and backward at the rate of its kernel; 0 if the kernel is limited by memory."""
-        return 0.0
+        return 0.0, 0.0
 
 
 @dataclass(frozen=True)
@@ -212,11 +209,6 @@ class ModelShape:
         return self.measured.parameters - self.measured.projection_macs
 
     @cached_property
-    def layer_parameters(self) -> int:
-        """The largest layer."""
-        return self.measured.parameters
-
-    @cached_property
     def num_parameters(self) -> int:
         """All parameters of the base model. A tied embedding counts once."""
         return self.measured.total_parameters + self.vocab * self.hidden * (1 if self.tied else 2)
@@ -231,13 +223,11 @@ class ModelShape:
 
     def shards(self, num_ranks: int) -> tuple[int, int]:
         """(trained, frozen) parameters of one rank. Trained ones are fp32, with a gradient and two AdamW moments."""
-        return -(-self.num_trained // num_ranks), -(-self._num_frozen // num_ranks)
-
-    @cached_property
-    def _num_frozen(self) -> int:
-        saved = self.trained_parameters("lm_head") + self.trained_parameters("embed_tokens") * (not self.tied)
-        frozen = (self.num_parameters - saved) * bool(self.adapter) + self.num_parameters * self.reference
-        return frozen + (self.num_parameters - self.num_trained if self.adapter is None else 0)
+        saved = self.num_trained  # of the base model
+        if self.adapter:
+            saved = self.trained_parameters("lm_head") + self.trained_parameters("embed_tokens") * (not self.tied)
+        frozen = self.num_parameters * (1 + self.reference) - saved
+        return -(-self.num_trained // num_ranks), -(-frozen // num_ranks)
 
     def moment_bytes(self, num_ranks: int) -> int:
         """Bytes of one rank's optimizer state: two fp32 moments, two in 8 bits with their scales, or one for Muon. Of
@@ -274,7 +264,7 @@ class ModelShape:
     def gathered_bytes(self, element_bytes: int) -> int:
         """Bytes of one layer's parameters with their adapters, gathered but not unpacked."""
         packed, num_bytes = self.packed_layer
-        dense = self.layer_parameters + sum(self.most_adapted.values()) - packed
+        dense = self.measured.parameters + sum(self.most_adapted.values()) - packed
         return dense * element_bytes + num_bytes
 
     # ---- trained parameters
@@ -342,7 +332,7 @@ class ModelShape:
     @cached_property
     def trained_layer(self) -> int:
         """Trained parameters of one layer; with adapters, of the layer that has the most."""
-        return sum(self.most_adapted.values()) if self.adapter else self.layer_parameters
+        return sum(self.most_adapted.values()) if self.adapter else self.measured.parameters
 
     @cached_property
     def trained_head(self) -> int:

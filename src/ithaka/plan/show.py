@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -192,13 +192,13 @@ def _suggest_float8(plan: Plan) -> Iterator[str]:
 
 def _warn_of_slow_attention(plan: Plan) -> Iterator[str]:
     """Layers whose attention no fast kernel computes, and their part of the step."""
-    shape, slow = plan.shape, _slow_kernels(plan)
+    shape, (slow, kinds, kernels) = plan.shape, _find_slow_attention(plan)
     mixers = tuple(m for m in shape.mixers if any(kind in slow for kind in m.attention))
     if mixers:
         only_slow = replace(plan, shape=replace(shape, mixers=mixers))
         share = only_slow.flop_seconds.attention / plan.flop_seconds.attention * plan.seconds.attention / plan.step_s
-        layers = f"{len(mixers)} of {shape.num_layers} layers ({_format_slow_kinds(plan)})"
-        yield f"Slow attention: {layers} run {_name_kernels(slow.values())}, which takes {share:.0%} of the step"
+        layers = f"{len(mixers)} of {shape.num_layers} layers ({kinds})"
+        yield f"Slow attention: {layers} run {kernels}, which takes {share:.0%} of the step"
 
 
 def _format_forest(work: StepShape) -> str:
@@ -241,8 +241,9 @@ def _expert_costs(plan: Plan) -> dict[str, int]:
     shape, layout = plan.shape, plan.layout
     gathered, sum_bytes = shape.gathered_bytes(layout.element_bytes), layout.sum_bytes
     is_single = plan.hardware.num_gpus == 1
-    contexts = (2**i * layout.cp for i in range(10, plan.work.context.bit_length()))
-    waits = (c for c in reversed([*contexts]) if _waiting_share(plan, c) > 0.5)
+    contexts = (2**i * layout.cp for i in reversed(range(10, plan.work.context.bit_length())))
+    seconds = ((c, replace(plan, work=replace(plan.work, context=c)).seconds) for c in contexts)
+    waits = (context for context, parts in seconds if parts.exchange > parts.total / 2)
     return {
         "parameters": shape.num_parameters,
         "active_parameters": shape.num_active,
@@ -252,12 +253,6 @@ def _expert_costs(plan: Plan) -> dict[str, int]:
         "gradient_sum_bytes": shape.trained_layer * sum_bytes,
         "shortest_context": 2 * next(waits, 0),
     }
-
-
-def _waiting_share(plan: Plan, context: int) -> float:
-    """The part of a step at a shorter context that exchanges take."""
-    seconds = replace(plan, work=replace(plan.work, context=context)).seconds
-    return seconds.exchange / seconds.total
 
 
 def _format_experts(plan: Plan) -> list[str]:
@@ -470,9 +465,10 @@ def _explain_kernel(plan: Plan) -> str:
     """The attention kernel, and the speed with the alternative if FlashAttention 4 runs on this GPU."""
     gpu = plan.hardware.gpu
     name, other = KERNEL_NAMES.get(gpu.kernel, gpu.kernel), "cudnn" if gpu.kernel == "fa4" else "fa4"
-    if slow := _slow_kernels(plan):
+    slow, kinds, kernels = _find_slow_attention(plan)
+    if slow:
         name = f"{name}; " * (len(slow) < len(plan.kernels))
-        return f"{name}{_name_kernels(slow.values())} for {_format_slow_kinds(plan)}, which no faster kernel computes"
+        return f"{name}{kernels} for {kinds}, which no faster kernel computes"
     if "fa4" not in gpu.kernels:
         return name
     changed = replace(plan, hardware=plan.hardware.with_kernel(other))
@@ -482,15 +478,9 @@ def _explain_kernel(plan: Plan) -> str:
     return f"{name} ({FA4_PACKAGE}); with {KERNEL_NAMES[other]}: {speed}"
 
 
-def _slow_kernels(plan: Plan) -> dict[AttentionKind, str]:
-    return {kind: kernel for kind, kernel in plan.kernels.items() if kernel in SLOW_KERNELS}
-
-
-def _name_kernels(kernels: Iterable[str]) -> str:
-    return " and ".join(dict.fromkeys(KERNEL_NAMES[kernel] for kernel in kernels))
-
-
-def _format_slow_kinds(plan: Plan) -> str:
-    slow = _slow_kernels(plan)
+def _find_slow_attention(plan: Plan) -> tuple[list[AttentionKind], str, str]:
+    """The kinds of attention that no fast kernel computes, in words too, and the kernels that do."""
+    slow = {kind: kernel for kind, kernel in plan.kernels.items() if kernel in SLOW_KERNELS}
     softcaps = {kind: f" and softcap {kind.softcap:g}" if kind.softcap else "" for kind in slow}
-    return ", ".join(dict.fromkeys(f"head dim {kind.head_dim}{softcaps[kind]}" for kind in slow))
+    kinds = ", ".join(dict.fromkeys(f"head dim {kind.head_dim}{softcaps[kind]}" for kind in slow))
+    return [*slow], kinds, join_kernels(KERNEL_NAMES[kernel] for kernel in slow.values())
