@@ -207,3 +207,17 @@ def test_loss_tiles_grow_with_layer_tiles():
         for tile, s in [(2**14, 2**17), (2**15, 2**17), (2**16, 2**17), (None, 2**20), (2**16, 2**14), (2**16, 700)]
     }
     assert list(tokens.values()) == [4096, 8192, 16384, 16640, 4096, 700]
+
+
+def test_tiles_have_fetched_and_joined_outputs():
+    """Backward fetches a tile of attention's outputs while another is used; stages are joined, also next to Mamba2."""
+    falcon, layout = find_shape("falcon-h1-7b"), Layout(4, 4, 16384)
+
+    def tile_bytes(shape, work, layout=layout, s=2**15, **keeps):
+        return shape.mixers[0].sizes(shape, layout, s, ActivationPolicy(**keeps)).tile_bytes(work)
+
+    for s, num_fetched in ((2**15, 2), (2**14, 1)):
+        fetched, kept = (tile_bytes(LLAMA, "mlp backward", s=s, attention=tier) for tier in ("host", "device"))
+        assert fetched - kept == num_fetched * 16384 * 32 * 128 * 2
+    in_stages, at_once = (tile_bytes(falcon, "mlp", of) for of in (layout, Layout(1, None, 16384)))
+    assert in_stages - at_once == 16384 * falcon.heads * falcon.head_dim * 2
