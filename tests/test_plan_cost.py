@@ -1,5 +1,6 @@
 """The cost model matches measurements and hand-computed counts."""
 
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -103,6 +104,19 @@ def test_kept_attention_is_8_3_kilobytes_per_token():
 def test_empty_head_slots_take_memory():
     qwen = find_shape("qwen2.5-7b")  # 28 heads on 8 ranks: 4 slots each
     assert LayerBytes(qwen, Layout(8, 8), 1000).outputs == 4 * (8 * 1000 * (128 * 2 + 4))
+
+
+def test_layers_store_the_outputs_of_their_own_mixer():
+    """Nemotron-H has layers with Mamba2, with attention and without a mixer."""
+    shape, ranks, s = find_shape("nemotron-3-nano-30b-a3b"), 8, 2**17
+    layout = Layout(ranks, kept=(ActivationPolicy("host", "host"),) * shape.num_layers)
+    ledger = build_ledger(shape, layout, H200, StepShape(ranks * s))
+    names = [mixer.name for mixer in shape.mixers]
+    states = s * 64 // (2 * 2**18) * 64 * 128 * 64 * 4  # one in fp32 per segment
+    mamba, attention = s * 64 * 64 * 2 + states, s * 32 * (128 * 2 + 4)
+    stored = names.count("Mamba2") * mamba + names.count("full attention") * attention
+    assert names.count("no attention") == 23 and ledger.host["kept attention"] == ranks * stored
+    assert build_ledger(deepcopy(shape), layout, H200, StepShape(ranks * s)) == ledger  # sizes are cached
 
 
 def test_windows_and_documents_shorten_attention():

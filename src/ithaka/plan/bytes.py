@@ -187,11 +187,10 @@ class _GpuPhases:
 
     def _group_layers(self) -> list[_LayerGroup]:
         groups, kept_up_to, last = [], 0, self.shape.first_trained
-        sizes = [self.shape.mixer_kinds[index].sizes for index in self.shape.mixer_indices]
         for policy, count in self.layout.policy_groups(self.shape.num_layers, last):
             kept, forward, backward = layer_peaks(self.shape, self.layout, self.s, policy)
             first, last = last, last + count
-            num_bytes = sum(kept[kind] for kind in sizes[first:last])
+            num_bytes = sum(kept[kind] for kind in self.shape.size_indices[first:last])
             kept_up_to += num_bytes
             groups.append(_LayerGroup(count, num_bytes // count, forward, backward, kept_up_to))
         return groups
@@ -318,22 +317,24 @@ def _host_and_disk(shape: ModelShape, layout: Layout, hardware: Hardware, work: 
     """Bytes by category in a node's host memory and on its disk."""
     s, ranks = work.local_tokens(layout.cp), hardware.gpus_per_node
     inputs, outputs = {"device": 0, "host": 0, "disk": 0}, {None: 0, "device": 0, "host": 0, "disk": 0}
-    for policy, count in layout.policy_groups(shape.num_layers, shape.first_trained):
-        inputs[policy.input] += count
-        outputs[policy.attention] += count
-    x = ranks * layout.stored_bytes(s, shape.hidden)
-    stores_outputs = outputs["host"] or outputs["disk"]
     kinds = [layer_sizes(shape, layout, s, make_sizes) for make_sizes in shape.kinds_of_sizes]
-    out = ranks * max(sizes.stored_outputs for sizes in kinds) if stores_outputs else 0
+    stored = [ranks * kinds[index].stored_outputs for index in shape.size_indices]
+    last = shape.first_trained
+    for policy, count in layout.policy_groups(shape.num_layers, last):
+        first, last = last, last + count
+        inputs[policy.input] += count
+        outputs[policy.attention] += sum(stored[first:last])
+    x = ranks * layout.stored_bytes(s, shape.hidden)
+    dq = max(sizes.stored_dq for sizes in kinds) if outputs["host"] or outputs["disk"] else 0
     sharers = hardware.num_gpus // layout.replicas
     frozen = shape.frozen_bytes(sharers, layout.element_bytes)
     states = ranks * (8 * shape.shards(sharers)[0] + shape.moment_bytes(sharers) + frozen)
-    staged = min(DISK_STAGING_LAYERS, inputs["disk"]) * x + min(DISK_STAGING_LAYERS, outputs["disk"]) * out
+    staged = min(DISK_STAGING_LAYERS, inputs["disk"]) * x + min(DISK_STAGING_LAYERS * max(stored), outputs["disk"])
     host = {
         "layer inputs": inputs["host"] * x,
-        "kept attention": outputs["host"] * out + (ranks * kinds[0].stored_dq if stores_outputs else 0),
+        "kept attention": outputs["host"] + ranks * dq,
         "on the way to disk": staged,
         "parameters, gradients, optimizer": states * layout.offload_optimizer,
         "reserve": ranks * HOST_PROCESS_BYTES + int(HOST_RESERVE_SHARE * hardware.host_bytes),
     }
-    return host, {"layer inputs": inputs["disk"] * x, "kept attention": outputs["disk"] * out}
+    return host, {"layer inputs": inputs["disk"] * x, "kept attention": outputs["disk"]}

@@ -344,11 +344,18 @@ def layer_sizes(shape: ModelShape, layout: Layout, s: int, make_sizes: Any = Lay
     return _layer_sizes(make_sizes, shape, s, ActivationPolicy(), _fields(layout))
 
 
+def sizes_by_layer(shape: ModelShape, layout: Layout, s: int) -> list[LayerBytes]:
+    """Return the sizes of each layer's tensors, with what it keeps."""
+    policies, fields = layout.layer_policies(shape.num_layers), _fields(layout)
+    layers = zip(shape.size_indices, policies, strict=True)
+    return [_layer_sizes(shape.kinds_of_sizes[index], shape, s, policy, fields) for index, policy in layers]
+
+
 def layer_peaks(
     shape: ModelShape, layout: Layout, s: int, policy: ActivationPolicy
-) -> tuple[dict[Any, int], MemoryPoint, MemoryPoint]:
-    """Return the bytes kept on the device, by the `sizes` of a layer's mixer, and the peak points of forward and of
-    backward, for the kind of layer that needs the most."""
+) -> tuple[list[int], MemoryPoint, MemoryPoint]:
+    """Return the bytes that a layer keeps on the device, for each of `kinds_of_sizes`, and the peak points of forward
+    and of backward, for the kind of layer that needs the most."""
     if "disk" in (policy.input, policy.attention):  # the same on the device
         tiers: Any = ["host" if tier == "disk" else tier for tier in (policy.input, policy.attention)]
         policy = replace(policy, input=tiers[0], attention=tiers[1])
@@ -374,12 +381,12 @@ def _layer_sizes(
 @lru_cache(maxsize=8192)
 def _layer_peaks(
     shape: ModelShape, s: int, policy: ActivationPolicy, tile_tokens: int | None, fields: tuple[Any, ...]
-) -> tuple[dict[Any, int], MemoryPoint, MemoryPoint]:
-    points, kept = [], {}
+) -> tuple[list[int], MemoryPoint, MemoryPoint]:
+    points, kept = [], []
     for make_sizes in shape.kinds_of_sizes:
         sizes = _layer_sizes(make_sizes, shape, s, policy, fields)
-        kept[make_sizes], highest = sizes.kept, sizes.highest
-        b = copy(sizes)
+        kept.append(sizes.kept)
+        highest, b = sizes.highest, copy(sizes)
         b.layout = replace(b.layout, tile_tokens=tile_tokens)
         tiles = {work: b.tile_bytes(work) for work in {p.tile_work for p in highest}}
         points += [p._replace(tile_bytes=tiles[p.tile_work], grad_bytes=b.weight_grads(p.phase)) for p in highest]

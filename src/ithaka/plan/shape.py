@@ -170,6 +170,12 @@ class ModelShape:
         return tuple(dict.fromkeys(mixer.sizes for mixer in self.mixer_kinds))
 
     @cached_property
+    def size_indices(self) -> tuple[int, ...]:
+        """Per layer: the index of its mixer's `sizes` in `kinds_of_sizes`."""
+        kinds = [self.kinds_of_sizes.index(mixer.sizes) for mixer in self.mixer_kinds]
+        return tuple(kinds[index] for index in self.mixer_indices)
+
+    @cached_property
     def mixer_indices(self) -> tuple[int, ...]:
         """Per layer: the index of its mixer in `mixer_kinds`."""
         return tuple(map(self.mixer_kinds.index, self.mixers))

@@ -19,10 +19,10 @@ from ithaka.config.units import (
     wrap_columns,
     wrap_list,
 )
-from ithaka.layout import EVERYTHING, SETTINGS
+from ithaka.layout import SETTINGS
 from ithaka.plan.bytes import HOST_PROCESS_BYTES, HOST_RESERVE_SHARE, RESERVE_BYTES, RESERVE_SHARE
 from ithaka.plan.hardware import FA4_PACKAGE, GIB, KERNEL_NAMES, SLOW_KERNELS, join_kernels
-from ithaka.plan.layer_bytes import LayerBytes
+from ithaka.plan.layer_bytes import sizes_by_layer
 from ithaka.plan.read_config import unscaled_positions
 from ithaka.plan.request import PlanRequest
 from ithaka.plan.search import Plan, SearchSpace
@@ -306,10 +306,10 @@ def _explain_settings(plan: Plan) -> dict[str, str]:
     layout, shape, batch = plan.layout, plan.shape, _format_sequences(plan.work.batch)
     cp, ulysses, width = layout.cp, layout.ulysses, layout.heads_per_stage or shape.heads
     s = plan.work.local_tokens(cp)
-    b = LayerBytes(shape, layout, s)
-    x, out = (b.x, b.stored_x), (b.outputs, b.stored_outputs)
-    inputs = format_bytes((shape.num_layers - shape.first_trained) * x[layout.input_tier != "device"])
-    outputs = format_bytes(out[layout.attention_tier != "device"] * layout.keep_attention)
+    layers = sizes_by_layer(shape, layout, s)
+    x = (layers[0].x, layers[0].stored_x)[layout.input_tier != "device"]
+    inputs = format_bytes((shape.num_layers - shape.first_trained) * x)
+    outs = [(b.outputs, b.stored_outputs)[layout.attention_tier != "device"] for b in layers if b.keeps_attention]
 
     shared = f"{cp} of {plan.hardware.num_gpus} GPUs share {batch}" if cp > 1 else f"each GPU has {batch} of its own"
     step = f"{_format_sequences(plan.sequences_per_step)}, {format_tokens(plan.tokens_per_step)} tokens per step"
@@ -332,7 +332,7 @@ def _explain_settings(plan: Plan) -> dict[str, str]:
     reasons["memory.keep_attention"] = _explain_level(plan, "keep_attention")
     if layout.keep_attention:
         place = PLACES[layout.attention_tier]
-        reasons["memory.attention_offload"] = f"attention outputs ({outputs} per GPU) are kept {place}"
+        reasons["memory.attention_offload"] = f"attention outputs ({format_bytes(sum(outs))} per GPU) are kept {place}"
         reasons["memory.keep_projections"] = _explain_level(plan, "keep_projections")
     if layout.keep_projections:
         reasons["memory.checkpoint"] = _explain_level(plan, "keep_everything")
@@ -370,9 +370,9 @@ def _explain_level(plan: Plan, level: str) -> str:
     above = dict.fromkeys([*LEVELS][[*LEVELS].index(level) + 1 :], 0)
     saved_s = plan.with_changes(**above, **{level: 0}).step_s - plan.with_changes(**above).step_s
     effect = f"{'saves' if saved_s >= 0 else 'costs'} {format_duration(abs(saved_s))} per step"
-    b = LayerBytes(plan.shape, plan.layout, plan.work.local_tokens(plan.layout.cp), EVERYTHING)
-    num_bytes = {"keep_projections": b.qkv, "keep_everything": b.gate_up}.get(level, 0)
-    more = f" ({format_bytes(num_layers * num_bytes)} more)" if num_bytes else ""
+    layers = sizes_by_layer(plan.shape, plan.layout, plan.work.local_tokens(plan.layout.cp))
+    added = {"keep_projections": sum(b.qkv for b in layers), "keep_everything": sum(b.gate_up for b in layers)}
+    more = f" ({format_bytes(added[level])} more)" if added.get(level) else ""
     return f"{num_layers} of {plan.shape.num_layers} layers keep {kept}{more}: {effect}"
 
 
