@@ -86,9 +86,8 @@ class LayerBytes:
         self.qkv = (self.num_stages * self.q + sum(self.new_kv)) * policy.projections
         is_joined = self.has_stages and (self.num_stages > 1 or layout.ulysses > 1)
         self.joined = shape.heads * shape.head_dim * is_joined
-        self.gate_up = (
-            s * (self._graph_bytes(shape.measured.kept_graph) + self.joined * layout.element_bytes) * policy.mlp
-        )
+        resumed = self._graph_bytes(shape.measured.kept_graph) + self.joined * layout.element_bytes
+        self.gate_up = s * resumed * policy.mlp
         # Layers that do not project heads by stage hold q, k and v of all heads until the last stage is sent, and in
         # backward the gradients of all heads and, with overlap, the graphs of capture passes.
         layer, head = shape.measured, s * shape.head_dim * layout.element_bytes

@@ -120,9 +120,8 @@ class Ssd(DeltaRule):
 
     def segment_values(self, backward: bool, element_bytes: int) -> float:
         state = self.key_dim * self.value_dim
-        if (
-            element_bytes == 2
-        ):  # decays; states of chunks in 16 bits; in backward their gradients and products, dq and dk
+        if element_bytes == 2:
+            # Decays; states of chunks in 16 bits; in backward their gradients and products, dq and dk.
             return 5 + backward + (1 + backward) * state / CHUNK_TOKENS / 2 + backward * self.key_dim / 2
         vectors, states, matrices = PLAIN_SSD_BUFFERS[backward]
         return vectors * (self.key_dim + self.value_dim) + states * state / CHUNK_TOKENS + matrices * CHUNK_TOKENS
