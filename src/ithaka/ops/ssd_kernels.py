@@ -76,8 +76,7 @@ class FusedSegment:
         self._prepare("backward")
         q, k, v, g, dt = self.own
         dout_tHV, kept = dout_tHV.contiguous(), self._new_states(2)  # S and dS'
-        self._walk(state_HKV, kept=kept[0])
-        dstate_HKV = self._walk(dstate_HKV, dout_tHV, kept[1])
+        dstate_HKV = self._walk(state_HKV, dstate_HKV, dout_tHV, kept)
         parts = v.shape[1] // self._heads("key")
         dqk = (k if parts == k.shape[1] else g).new_empty(2, len(k), parts, k.shape[-1])
         read, passed = torch.empty_like(self.factors[0]), torch.empty_like(self.passing)
@@ -109,23 +108,32 @@ class FusedSegment:
     def _extend(self, map_HKX: Tensor, dout_tHV: Tensor | None) -> Tensor:
         matrix_HKx, state_HKV = map_HKX.tensor_split((-self.constants["V"],), -1)
         matrix_HKx = self.passing.prod(1)[:, None, None] * matrix_HKx
-        return torch.cat([matrix_HKx, self._walk(state_HKV, dout_tHV)], -1)
+        state_HKV = self._walk(state_HKV) if dout_tHV is None else self._walk(None, state_HKV, dout_tHV)
+        return torch.cat([matrix_HKx, state_HKV], -1)
 
     def _new_states(self, count: int) -> Tensor:
         _, k, v, _, _ = self.own
         return v.new_empty(count, self.num_chunks, v.shape[1], k.shape[-1], v.shape[-1])
 
-    def _walk(self, first_HKV: Tensor, dout: Tensor | None = None, kept: Tensor | None = None) -> Tensor:
-        """Return the state after the segment; with `dout`, the gradient of the one before it. Write `kept`."""
-        (q, k, v, _, _), first = self.own, F.pad(first_HKV, (0, 0, 0, self.padding)).contiguous()
-        (H, K, V), last = first.shape, torch.empty_like(first)
-        rows, columns = min(TILE[0], K), _divisor(V, TILE[1])
-        read, written = (k, v) if dout is None else (q, dout)
-        _walk_kernel[(H * (K // rows) * (V // columns),)](
-            read, written, *self.decays, first, last, last if kept is None else kept, *self.sizes, **self.constants,
-            ROWS=rows, COLUMNS=columns, KEEPS=kept is not None, REVERSES=dout is not None, **OPTIONS["walk"],
+    def _walk(
+        self, state_HKV: Tensor | None, dstate_HKV: Tensor | None = None, dout_tHV: Any = None, kept: Any = None
+    ) -> Tensor:
+        """Pass on the state before the segment, the gradient of the one after it, or both at once; write those of all
+        chunks to `kept`. Return the gradient, if given, or the state."""
+        q, k, v, _, _ = self.own
+        walks = [
+            (read, written, F.pad(first, (0, 0, 0, self.padding)) if self.padding else first.contiguous())
+            for read, written, first in ((k, v, state_HKV), (q, dout_tHV, dstate_HKV))
+            if first is not None
+        ]
+        H, K, V = walks[0][2].shape
+        rows, columns, last = min(TILE[0], K), _divisor(V, TILE[1]), walks[0][2].new_empty(len(walks), H, K, V)
+        _walk_kernel[(len(walks) * H * (K // rows) * (V // columns),)](
+            *walks[0], *walks[-1], *self.decays, last, last if kept is None else kept, *self.sizes, **self.constants,
+            ROWS=rows, COLUMNS=columns, KEEPS=kept is not None, REVERSES=state_HKV is None, BOTH=len(walks) == 2,
+            **OPTIONS["walk"],
         )  # fmt: skip
-        return last[:, : self.K]
+        return last[-1, :, : self.K]
 
     def _heads(self, name: str) -> int:
         return max(n for n in range(1, HEADS[name] + 1) if self.repeats % n == 0)
@@ -164,35 +172,42 @@ if triton is not None:
         tl.store(passing + h * z + chunk, p)
 
     @triton.jit
-    def _load_weights(factors, passing, chunk, h, z, H, C: tl.constexpr, REVERSES: tl.constexpr):
+    def _load_weights(factors, passing, chunk, h, z, H, C: tl.constexpr, back):
         """Load what scales a chunk's tokens and the state in a walk: e or f dt, and p."""
-        w = tl.load(factors + ((1 if REVERSES else 4) * H * z + h * z + chunk) * C + tl.arange(0, C))
+        w = tl.load(factors + ((4 - 3 * back) * H * z + h * z + chunk) * C + tl.arange(0, C))
         return w, tl.load(passing + h * z + chunk)
 
     @triton.jit
     def _walk_kernel(
-        k, v, factors, passing, first, last, kept, t, H, repeats, V: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
-        ROWS: tl.constexpr, COLUMNS: tl.constexpr, KEEPS: tl.constexpr, REVERSES: tl.constexpr,
+        k, v, first, q, dout, dfirst, factors, passing, last, kept, t, H, repeats,
+        V: tl.constexpr, C: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+        KEEPS: tl.constexpr, REVERSES: tl.constexpr, BOTH: tl.constexpr,
     ):  # fmt: skip
         across: tl.constexpr = V // COLUMNS
         parts: tl.constexpr = K // ROWS * across
-        h, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+        walk, h, part = tl.program_id(0) // (H * parts), tl.program_id(0) // parts % H, tl.program_id(0) % parts
         rows, col = part // across * ROWS + tl.arange(0, ROWS), part % across * COLUMNS + tl.arange(0, COLUMNS)
         at_KV, i = rows[:, None] * V + col[None, :], tl.arange(0, C)
         j, J, z = h // repeats, H // repeats, (t + C - 1) // C
+        back = 1 if REVERSES else 0
+        if BOTH:
+            back = walk
+            if walk == 1:
+                k, v, first = q, dout, dfirst
+            last, kept = last + walk * H * (K * V), kept + walk * z * H * (K * V)
+        start, sign = back * (z - 1), 1 - 2 * back
         state = tl.load(first + h * (K * V) + at_KV)
-        w_next, p_next = _load_weights(factors, passing, z - 1 if REVERSES else 0, h, z, H, C, REVERSES)
+        w_next, p_next = _load_weights(factors, passing, start, h, z, H, C, back)
         for step in range(z):
-            chunk = z - 1 - step if REVERSES else step
+            chunk = start + sign * step
             at = chunk * C + i
             inside = (at < t)[:, None]
             x = tl.load(v + (at * H + h)[:, None] * V + col[None, :], inside, other=0.0)
             k_CK = tl.load(k + (at * J + j)[:, None] * K + rows[None, :], inside, other=0.0)
             # Those of the next chunk are loaded during this one.
             w, p = w_next, p_next
-            following = tl.minimum(step + 1, z - 1)
-            following = z - 1 - following if REVERSES else following
-            w_next, p_next = _load_weights(factors, passing, following, h, z, H, C, REVERSES)
+            following = start + sign * tl.minimum(step + 1, z - 1)
+            w_next, p_next = _load_weights(factors, passing, following, h, z, H, C, back)
             if KEEPS:
                 tl.store(kept + (chunk * H + h) * (K * V) + at_KV, state.to(kept.dtype.element_ty))
             state = state * p + tl.dot(tl.trans(k_CK), (x.to(tl.float32) * w[:, None]).to(x.dtype))
