@@ -184,8 +184,8 @@ def test_resets_are_found_without_scanning_all_documents():
     ]
 
 
-def compare_kernels(kind: str, chunk: int = 64) -> str | None:
-    """Run the trial of the kernels, on a CPU; return what is wrong."""
+def compare_kernels(kind: str, chunk: int = 64, heads: int = 8) -> str | None:
+    """Run the trial of the kernels, on a CPU; return what is wrong. `heads`: of a program, at most."""
     module = {"delta": delta_rule, "ssd": ssd}[kind]
     module._try.cache_clear()
     with kernel_modules("delta_kernels", "ssd_kernels") as modules, pytest.MonkeyPatch.context() as patch:
@@ -193,6 +193,7 @@ def compare_kernels(kind: str, chunk: int = 64) -> str | None:
         patch.setattr(module, "FusedSegment", fused)
         if kind == "ssd":
             patch.setattr(modules[1], "CHUNK", dict.fromkeys(modules[1].CHUNK, chunk))
+            patch.setattr(modules[1], "HEADS", dict.fromkeys(modules[1].HEADS, heads))
         kinds = [fused] if kind == "delta" else []
         sizes = [torch.device("cpu"), torch.bfloat16, (2, 24), (4, 32)]
         found = module._try(*kinds, *sizes, *([True] if kind == "delta" else []))
@@ -200,6 +201,8 @@ def compare_kernels(kind: str, chunk: int = 64) -> str | None:
     return found
 
 
-@pytest.mark.parametrize(("kind", "chunk"), [("delta", 64), ("ssd", 64), ("ssd", 128)])
-def test_kernels_compute_what_the_plain_recurrence_does(kind, chunk):
-    assert compare_kernels(kind, chunk) is None
+@pytest.mark.parametrize(
+    ("kind", "chunk", "heads"), [("delta", 64, 8), ("ssd", 64, 8), ("ssd", 128, 8), ("ssd", 64, 1)]
+)
+def test_kernels_compute_what_the_plain_recurrence_does(kind, chunk, heads):
+    assert compare_kernels(kind, chunk, heads) is None

@@ -7,15 +7,17 @@ In the terms used there, with dP = dout y^T, a chunk's gradients are
 
 `_prepare_kernel` computes the decays, for the other kernels to load. `_walk_kernel` passes a tile of a head's state
 through all chunks: its elements are independent, so that there are programs enough, and a step waits for one small
-product only. It keeps the states before all chunks, or the gradients of those after them, in 16 bits; the other kernels
-take all chunks at once, and several heads that share q and k. `tl.range` with `num_stages` also loads the decays ahead;
-two stages have one buffer and load nothing ahead. All products are of 16-bit matrices, of which at most one
-is rounded: dt scales that one. Some are transposed, which ops/delta_kernels.py avoids: tested with Triton 3.6, and by a
-trial before use.
+product only. It keeps the states before all chunks, or the gradients of those after them, in 16 bits; backward walks
+both ways at once. The other kernels take all chunks at once, and several heads that share q and k; `_out_kernel` and
+`_value_grad_kernel` start with the last chunk, which the kernel before has just left in the cache. `tl.range` with
+`num_stages` also loads the decays ahead; two stages have one buffer and load nothing ahead. All products are of 16-bit
+matrices, of which at most one is rounded: dt scales that one. Some are transposed, which ops/delta_kernels.py avoids:
+tested with Triton 3.6, and by a trial before use.
 
 Shapes as in ops/scan.py; t tokens of the segment, z chunks of C tokens.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from torch.nn import functional as F
 from ithaka.ops.delta_kernels import triton
 
 CHUNK = {"forward": 64, "backward": 64}  # tokens
-HEADS = {"out": 8, "key": 8, "value": 8}  # heads that one program computes, at most
+HEADS = {"out": 8, "key": 16, "value": 8}  # heads that one program computes, at most
 TILE = 64, 32  # rows and columns of a state that one program of `_walk_kernel` updates, at most
 OPTIONS = {
     "prepare": {"num_warps": 2},
@@ -34,6 +36,8 @@ OPTIONS = {
     "key": {"num_warps": 8, "num_stages": 3},
     "value": {"num_warps": 4, "num_stages": 3},
 }
+WIDE_OPTIONS = {"key": {"num_warps": 16, "num_stages": 2}}  # for states of 256 rows: fewer registers spill
+_zeros = cache(torch.zeros)  # ids of tokens that are all in one document
 
 
 def runs_in_kernels(k_sJK: Tensor, v_sHV: Tensor) -> bool:
@@ -52,48 +56,44 @@ class FusedSegment:
         if self.padding:
             q, k = (F.pad(x, (0, self.padding)) for x in (q, k))
         self.own = q, k, v, g, dt
-        self.ids = ids if ids is not None else torch.zeros(t + 1, dtype=torch.int32, device=v.device)
+        self.ids = ids if ids is not None else _zeros(triton.next_power_of_2(t + 1), dtype=torch.int32, device=v.device)
         self.repeats, self.sizes = H // J, (t, H, H // J)
         self.constants = {"V": V, "K": K + self.padding}
 
     def extend(self, map_HKX: Tensor) -> Tensor:
-        self._prepare("forward")
-        return self._extend(map_HKX, None)
+        return self._extend("forward", map_HKX, *self.own[1:3])
 
     def extend_grad(self, map_HKX: Tensor, dout_tHV: Tensor) -> Tensor:
-        self._prepare("backward")
-        return self._extend(map_HKX, dout_tHV.contiguous())
+        return self._extend("backward", map_HKX, self.own[0], dout_tHV.contiguous())
 
     def forward(self, state_HKV: Tensor, out_tHV: Tensor) -> Tensor:
         assert out_tHV.is_contiguous()
         self._prepare("forward")
-        (q, k, v, _, _), states = self.own, self._new_states(1)[0]
-        state_HKV = self._walk(state_HKV, kept=states)
+        q, k, v, _, _ = self.own
+        state_HKV, states = self._walk((k, v, state_HKV), keeps=True)
         self._launch(_out_kernel, "out", q, k, v, *self.decays, self.skip_H, self.ids, states, out_tHV)
         return state_HKV
 
     def backward(self, state_HKV: Tensor, dout_tHV: Tensor, dstate_HKV: Tensor) -> Tensor:
         self._prepare("backward")
-        q, k, v, g, dt = self.own
-        dout_tHV, kept = dout_tHV.contiguous(), self._new_states(2)  # S and dS'
-        dstate_HKV = self._walk(state_HKV, dstate_HKV, dout_tHV, kept)
-        parts = v.shape[1] // self._heads("key")
-        dqk = (k if parts == k.shape[1] else g).new_empty(2, len(k), parts, k.shape[-1])
+        (q, k, v, g, dt), dout_tHV = self.own, dout_tHV.contiguous()
+        (t, J, K), H, z = k.shape, v.shape[1], self.num_chunks
+        dstate_HKV, kept = self._walk((k, v, state_HKV), (q, dout_tHV, dstate_HKV), keeps=True)  # kept: S and dS'
+        parts = H // self._heads("key")
+        dqk, dskip = (k if parts == J else g).new_empty(2, t, parts, K), g.new_empty(z, H)
         read, passed = torch.empty_like(self.factors[0]), torch.empty_like(self.passing)
         self._launch(_key_grad_kernel, "key", q, k, v, *self.decays, self.ids, *kept, dout_tHV, *dqk, read, passed)
-        dskip = g.new_empty(self.num_chunks, v.shape[1])
         # Each program reads what it overwrites: v of its chunk and heads.
         self._launch(
             _value_grad_kernel, "value", q, k, v, *self.decays, self.skip_H, self.ids, kept[1], dout_tHV,
             read, passed, g, dt, dskip,
         )  # fmt: skip
-        self.dskip_H.add_(dskip.sum(0))
-        if parts != k.shape[1]:
-            dqk = dqk.unflatten(2, (k.shape[1], -1)).sum(3)
-        dq, dk = dqk[..., : self.K]
-        for x, grad in zip(self.inputs, (dq, dk, v, g, dt), strict=True):
+        _sum_kernel[(max(H, 2 * triton.cdiv(t * J, 8)),)](
+            *dqk, dskip, q, k, self.dskip_H, t * J, z, H, PARTS=parts // J, K=K, Z=triton.next_power_of_2(z)
+        )
+        for x, grad in zip(self.inputs, self.own, strict=True):
             if x.data_ptr() != grad.data_ptr():
-                x.copy_(grad)
+                x.copy_(grad[..., : x.shape[-1]])
         return dstate_HKV
 
     def _prepare(self, direction: str) -> None:
@@ -105,46 +105,35 @@ class FusedSegment:
         self.decays = self.factors, self.passing
         _prepare_kernel[(self.num_chunks * H,)](g, dt, self.ids, *self.decays, t, H, C=C, **OPTIONS["prepare"])
 
-    def _extend(self, map_HKX: Tensor, dout_tHV: Tensor | None) -> Tensor:
+    def _extend(self, direction: str, map_HKX: Tensor, *read: Tensor) -> Tensor:
+        self._prepare(direction)
         matrix_HKx, state_HKV = map_HKX.tensor_split((-self.constants["V"],), -1)
         matrix_HKx = self.passing.prod(1)[:, None, None] * matrix_HKx
-        state_HKV = self._walk(state_HKV) if dout_tHV is None else self._walk(None, state_HKV, dout_tHV)
-        return torch.cat([matrix_HKx, state_HKV], -1)
+        return torch.cat([matrix_HKx, self._walk((*read, state_HKV), reverses=direction == "backward")[0]], -1)
 
-    def _new_states(self, count: int) -> Tensor:
-        _, k, v, _, _ = self.own
-        return v.new_empty(count, self.num_chunks, v.shape[1], k.shape[-1], v.shape[-1])
-
-    def _walk(
-        self, state_HKV: Tensor | None, dstate_HKV: Tensor | None = None, dout_tHV: Any = None, kept: Any = None
-    ) -> Tensor:
-        """Pass on the state before the segment, the gradient of the one after it, or both at once; write those of all
-        chunks to `kept`. Return the gradient, if given, or the state."""
-        q, k, v, _, _ = self.own
-        walks = [
-            (read, written, F.pad(first, (0, 0, 0, self.padding)) if self.padding else first.contiguous())
-            for read, written, first in ((k, v, state_HKV), (q, dout_tHV, dstate_HKV))
-            if first is not None
-        ]
-        H, K, V = walks[0][2].shape
-        rows, columns, last = min(TILE[0], K), _divisor(V, TILE[1]), walks[0][2].new_empty(len(walks), H, K, V)
+    def _walk(self, *walks: Any, reverses: bool = False, keeps: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the state after the segment, given k, v and the one before it. `reverses`: return the gradient of the
+        one before it, given q, dout and that of the one after it. Given both, do both and return the second. `keeps`:
+        also return those at all chunks, [., z, H, K, V]."""
+        walks = tuple((*x, F.pad(y, (0, 0, 0, self.padding)) if self.padding else y.contiguous()) for *x, y in walks)
+        first, (H, K, V) = walks[0][2], walks[0][2].shape
+        rows, columns, last = min(TILE[0], K), _divisor(V, TILE[1]), first.new_empty(len(walks), H, K, V)
+        kept = self.own[2].new_empty(len(walks), self.num_chunks, H, K, V) if keeps else last
         _walk_kernel[(len(walks) * H * (K // rows) * (V // columns),)](
-            *walks[0], *walks[-1], *self.decays, last, last if kept is None else kept, *self.sizes, **self.constants,
-            ROWS=rows, COLUMNS=columns, KEEPS=kept is not None, REVERSES=state_HKV is None, BOTH=len(walks) == 2,
-            **OPTIONS["walk"],
+            *walks[0], *walks[-1], *self.decays, last, kept, *self.sizes, int(reverses), **self.constants,
+            ROWS=rows, COLUMNS=columns, KEEPS=keeps, **OPTIONS["walk"],
         )  # fmt: skip
-        return last[-1, :, : self.K]
+        return last[-1, :, : self.K], kept
 
     def _heads(self, name: str) -> int:
         return max(n for n in range(1, HEADS[name] + 1) if self.repeats % n == 0)
 
     def _launch(self, kernel: Any, name: str, *tensors: Tensor) -> None:
         """Launch a kernel over all chunks and heads."""
-        heads, options = self._heads(name), OPTIONS[name]
+        heads, options = self._heads(name), (WIDE_OPTIONS if self.constants["K"] > 128 else {}).get(name, OPTIONS[name])
         sizes = {"HEADS": heads, "COLUMNS": _divisor(self.constants["V"], 64), "STAGES": options["num_stages"]}
-        kernel[(self.num_chunks * (self.sizes[1] // heads),)](
-            *tensors, *self.sizes, **self.constants, **sizes, **options
-        )
+        grid = (self.num_chunks * (self.sizes[1] // heads),)
+        kernel[grid](*tensors, *self.sizes, **self.constants, **sizes, **options)
 
 
 def _divisor(size: int, limit: int) -> int:
@@ -172,32 +161,25 @@ if triton is not None:
         tl.store(passing + h * z + chunk, p)
 
     @triton.jit
-    def _load_weights(factors, passing, chunk, h, z, H, C: tl.constexpr, back):
-        """Load what scales a chunk's tokens and the state in a walk: e or f dt, and p."""
-        w = tl.load(factors + ((4 - 3 * back) * H * z + h * z + chunk) * C + tl.arange(0, C))
-        return w, tl.load(passing + h * z + chunk)
-
-    @triton.jit
     def _walk_kernel(
-        k, v, first, q, dout, dfirst, factors, passing, last, kept, t, H, repeats,
-        V: tl.constexpr, C: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-        KEEPS: tl.constexpr, REVERSES: tl.constexpr, BOTH: tl.constexpr,
+        k, v, first, q, dout, dfirst, factors, passing, last, kept, t, H, repeats, reverses, V: tl.constexpr,
+        C: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, KEEPS: tl.constexpr,
     ):  # fmt: skip
+        """Two walks in one launch: the first half of the programs reads k, v and `first`, the second the others."""
         across: tl.constexpr = V // COLUMNS
         parts: tl.constexpr = K // ROWS * across
         walk, h, part = tl.program_id(0) // (H * parts), tl.program_id(0) // parts % H, tl.program_id(0) % parts
         rows, col = part // across * ROWS + tl.arange(0, ROWS), part % across * COLUMNS + tl.arange(0, COLUMNS)
         at_KV, i = rows[:, None] * V + col[None, :], tl.arange(0, C)
         j, J, z = h // repeats, H // repeats, (t + C - 1) // C
-        back = 1 if REVERSES else 0
-        if BOTH:
-            back = walk
-            if walk == 1:
-                k, v, first = q, dout, dfirst
-            last, kept = last + walk * H * (K * V), kept + walk * z * H * (K * V)
+        if walk == 1:
+            k, v, first = q, dout, dfirst
+        last, kept, back = last + walk * H * (K * V), kept + walk * z * H * (K * V), walk + reverses
         start, sign = back * (z - 1), 1 - 2 * back
+        # What scales a chunk's tokens and the state: e or f dt, and p.
+        factors, passing = factors + ((4 - 3 * back) * H + h) * z * C + i, passing + h * z
         state = tl.load(first + h * (K * V) + at_KV)
-        w_next, p_next = _load_weights(factors, passing, start, h, z, H, C, back)
+        w_next, p_next = tl.load(factors + start * C), tl.load(passing + start)
         for step in range(z):
             chunk = start + sign * step
             at = chunk * C + i
@@ -207,7 +189,7 @@ if triton is not None:
             # Those of the next chunk are loaded during this one.
             w, p = w_next, p_next
             following = start + sign * tl.minimum(step + 1, z - 1)
-            w_next, p_next = _load_weights(factors, passing, following, h, z, H, C, back)
+            w_next, p_next = tl.load(factors + following * C), tl.load(passing + following)
             if KEEPS:
                 tl.store(kept + (chunk * H + h) * (K * V) + at_KV, state.to(kept.dtype.element_ty))
             state = state * p + tl.dot(tl.trans(k_CK), (x.to(tl.float32) * w[:, None]).to(x.dtype))
@@ -219,10 +201,9 @@ if triton is not None:
         V: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
         HEADS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
-        parts, columns, i = H // HEADS, V // COLUMNS, tl.arange(0, C)
-        chunk, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-        at, j, J, z = chunk * C + i, part * HEADS // repeats, H // repeats, (t + C - 1) // C
-        step = H * z * C
+        parts, columns, z, i = H // HEADS, V // COLUMNS, (t + C - 1) // C, tl.arange(0, C)
+        chunk, part = z - 1 - tl.program_id(0) // parts, tl.program_id(0) % parts
+        at, j, J, step = chunk * C + i, part * HEADS // repeats, H // repeats, H * z * C
         inside, id_C = (at < t)[:, None], tl.load(ids + 1 + tl.minimum(at, t - 1))
         q_CK = _load_rows(q, at, j, t, J, K)
         scores = tl.dot(q_CK, tl.trans(_load_rows(k, at, j, t, J, K)))
@@ -247,10 +228,9 @@ if triton is not None:
     ):  # fmt: skip
         """Write dq and dk, summed over HEADS heads. For `_value_grad_kernel`, write what dS sums to, times S: from each
         token that reads S, and from what passes the chunk."""
-        parts, i = H // HEADS, tl.arange(0, C)
+        parts, z, i = H // HEADS, (t + C - 1) // C, tl.arange(0, C)
         chunk, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-        at, j, J, z = chunk * C + i, part * HEADS // repeats, H // repeats, (t + C - 1) // C
-        step = H * z * C
+        at, j, J, step = chunk * C + i, part * HEADS // repeats, H // repeats, H * z * C
         inside, at_CK = (at < t)[:, None], (at * parts + part)[:, None] * K + tl.arange(0, K)[None, :]
         id_C = tl.load(ids + 1 + tl.minimum(at, t - 1))
         q_CK = _load_rows(q, at, j, t, J, K)
@@ -294,10 +274,9 @@ if triton is not None:
     ):  # fmt: skip
         """Overwrite v with its gradient; write those of g and dt, and a chunk's part of D's. Products of tokens are
         transposed: rows are those of k and v."""
-        parts, i = H // HEADS, tl.arange(0, C)
-        chunk, part = tl.program_id(0) // parts, tl.program_id(0) % parts
-        at, j, J, z = chunk * C + i, part * HEADS // repeats, H // repeats, (t + C - 1) // C
-        step = H * z * C
+        parts, z, i = H // HEADS, (t + C - 1) // C, tl.arange(0, C)
+        chunk, part = z - 1 - tl.program_id(0) // parts, tl.program_id(0) % parts
+        at, j, J, step = chunk * C + i, part * HEADS // repeats, H // repeats, H * z * C
         inside, id_C = at < t, tl.load(ids + 1 + tl.minimum(at, t - 1))
         k_CK = _load_rows(k, at, j, t, J, K)
         scores = tl.dot(k_CK, tl.trans(_load_rows(q, at, j, t, J, K)))
@@ -329,3 +308,19 @@ if triton is not None:
             # g decays what later tokens read, and what leaves the chunk.
             total = tl.sum(to_state * b, 0) + tl.load(passed + h * z + chunk)
             tl.store(dg + row, tl.cumsum(dlog, 0, reverse=True) + total, inside)
+
+    @triton.jit
+    def _sum_kernel(dq, dk, dskip, q, k, total, t, z, H, PARTS: tl.constexpr, K: tl.constexpr, Z: tl.constexpr):
+        """Overwrite q and k, of t rows, with the sums of their gradients' parts, and add those of D's to `total`."""
+        n, chunk = tl.program_id(0), tl.arange(0, Z)
+        at = n // 2 * 8 + tl.arange(0, 8)
+        if n % 2 == 1:
+            dq, q = dk, k
+        sums = tl.zeros((8, K), tl.float32)
+        for part in tl.static_range(PARTS):
+            sums += _load_rows(dq, at, part, t, PARTS, K).to(tl.float32)
+        at_tK = at[:, None] * K + tl.arange(0, K)[None, :]
+        tl.store(q + at_tK, sums.to(q.dtype.element_ty), (at < t)[:, None])
+        if n < H:
+            dskip_z = tl.load(dskip + chunk * H + n, chunk < z, other=0.0)
+            tl.store(total + n, tl.load(total + n) + tl.sum(dskip_z, 0))
