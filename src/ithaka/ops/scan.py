@@ -197,7 +197,7 @@ class Scan:
 
     def segments(self, piece: Piece) -> list[slice]:
         num_heads, first, stop = self.inputs.v_sHV.shape[1], piece.start - self.docs.first, piece.stop - self.docs.first
-        step = max(1, self.segment_size * SEGMENT_ROWS // num_heads // CHUNK_TOKENS) * CHUNK_TOKENS
+        step = -(-self.segment_size * SEGMENT_ROWS // (num_heads * CHUNK_TOKENS)) * CHUNK_TOKENS
         return [slice(a, min(a + step, stop)) for a in range(first, stop, step)]
 
     # ---- forward
