@@ -176,7 +176,7 @@ class Timed:
 
 @contextmanager
 def timed_kernels() -> Iterator[dict[str, Timed]]:
-    names = ["_prepare_kernel", "_walk_kernel", "_out_kernel", "_key_grad_kernel", "_value_grad_kernel"]
+    names = [f"_{name}_kernel" for name in ("prepare", "walk", "out", "key_grad", "value_grad", "sum")]
     kernels = {name: Timed(getattr(ssd_kernels, name)) for name in names}
     for name, kernel in kernels.items():
         setattr(ssd_kernels, name, kernel)
@@ -186,6 +186,7 @@ def timed_kernels() -> Iterator[dict[str, Timed]]:
 
 
 def use_variant(chunks: Chunks, variant: Variant) -> None:
+    ssd_kernels.WIDE_OPTIONS = {}
     ssd_kernels.CHUNK = dict(zip(("forward", "backward"), chunks, strict=True))
     for name, (warps, stages, size) in variant.items():
         ssd_kernels.OPTIONS[name] = {"num_warps": warps, "num_stages": stages}
@@ -225,7 +226,7 @@ def check_variant(index: int) -> dict[str, float]:
 
 def segment_tokens(shape: str) -> int:
     _, _, H, _, _ = SHAPES[shape]
-    return Ssd.segment_size * SEGMENT_ROWS // H // CHUNK * CHUNK
+    return -(-Ssd.segment_size * SEGMENT_ROWS // (H * CHUNK)) * CHUNK
 
 
 def time_variant(index: int, tokens: int, repeats: int) -> dict[str, float]:
