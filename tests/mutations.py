@@ -168,6 +168,13 @@ MUTATIONS = (
         "tl.store(into + 4 * step, b)",
         "test_scan.py -k 'kernels and ssd'",
     ),
+    Mutation(
+        "the gradient of a key that heads of several programs of Mamba2 share is not their sum",
+        "ops/ssd_kernels.py",
+        "for part in tl.static_range(PARTS):",
+        "for part in tl.static_range(1):",
+        "test_scan.py -k 'kernels and ssd'",
+    ),
     # ---- train
     Mutation(
         "MFU is doubled",

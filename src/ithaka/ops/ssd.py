@@ -143,7 +143,7 @@ def _try(device: torch.device, dtype: torch.dtype, keys: Any, values: Any) -> st
 
     def make(inputs: Any, ids: Tensor, is_plain: bool) -> tuple[Any, dict[str, Tensor]]:
         skip = skip_H.to(wide(inputs.v_sHV))
-        dskip = torch.zeros_like(skip)
+        dskip = 10 * skip  # large enough to show whether the gradient is added
         return (Segment if is_plain else FusedSegment)(inputs, ids, skip, dskip), {"dD": dskip}
 
     inputs = SsdInputs(*(x.to(device) for x in (q, k / keys[1] ** 0.5, v, -dt * decay_H, dt)))
