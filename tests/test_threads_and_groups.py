@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,6 +103,20 @@ def test_a_users_allocator_settings_are_kept(monkeypatch, fake_gpu, name):
     monkeypatch.setenv(name, "max_split_size_mb:512")
     mesh.default_device()
     assert not settings
+
+
+@pytest.mark.parametrize(("limit", "allowed"), [(1.0, 0.875), (0.5, 0.5)])
+def test_the_allocator_leaves_memory_to_nccl(monkeypatch, limit, allowed):
+    """It may not fill the GPU, and NCCL takes its memory first; a user's own limit is kept."""
+    limits, reduced = [limit], []
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: limits[-1])
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: limits.append(share))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=16 * 2**30))
+    monkeypatch.setattr(mesh.dist, "all_reduce", reduced.append)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **options: options)
+    device = torch.device("cuda", 0)
+    mesh._leave_memory(device)
+    assert limits[-1] == allowed and reduced == [{"device": device}]
 
 
 def groups_after_entries(config):

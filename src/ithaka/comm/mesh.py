@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ithaka.comm.exchange import SINGLE_RANK
 from ithaka.config import ConfigError, renaming
-from ithaka.layout import Layout, check_parallelism
+from ithaka.layout import RESERVE_BYTES, Layout, check_parallelism
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # a user's own
 MAX_FIXED_BYTES = 2**30  # in segments of fixed size, which fragment, without a warning
@@ -55,6 +55,8 @@ def make_mesh(cp: int = 1, device: torch.device | str | None = None, *, ring: in
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={device} needs an NVIDIA GPU, and this machine has none; leave it out")
     start_process_group(device)
+    if device.type == "cuda":
+        _leave_memory(device)
     world_size = dist.get_world_size()
     check_parallelism(world_size, cp=cp, ring=ring, replicas=replicas)
     axes = {"replicas": replicas, "fsdp": world_size // replicas} if replicas > 1 else {"fsdp": world_size}
@@ -134,6 +136,15 @@ def _use_expandable_segments() -> None:
             "fragment; set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment",
             stacklevel=2,
         )
+
+
+def _leave_memory(device: torch.device) -> None:
+    """Keep the CUDA allocator's cache from filling the GPU, unless the user has limited it, and let NCCL take its
+    memory now: the first all-reduce may be the last step of a forward pass that needs nearly all of it."""
+    if torch.cuda.get_per_process_memory_fraction(device.index) == 1:
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(1 - RESERVE_BYTES / total_bytes, device.index)
+    dist.all_reduce(torch.zeros((), device=device))
 
 
 def use_device(device: torch.device) -> None:

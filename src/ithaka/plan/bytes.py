@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ithaka.layout import STAGED_BYTES, Layout
+from ithaka.layout import RESERVE_BYTES, STAGED_BYTES, Layout
 from ithaka.plan.hardware import GIB, Hardware
 from ithaka.plan.layer_bytes import MemoryPoint, layer_peaks, layer_sizes
 from ithaka.plan.shape import PATCHES_PER_TILE, Correction, Encoder, ModelShape, StepShape
@@ -17,7 +17,6 @@ LOGITS_TILE_BYTES = (2**29, 2**32)  # minimum and maximum bytes of logits in a t
 LOGITS_TILES_PER_TILE = 4  # tiles of the loss in a tile of the layers
 MATMUL_ROWS = 128  # matmuls are faster with a multiple of this many rows
 EMBEDDING_RUN = 10  # tokens whose gradients PyTorch's embedding backward sums into one row of its buffer
-RESERVE_BYTES = 2 * GIB  # CUDA context, NCCL, cuBLAS and cuDNN workspaces
 RESERVE_SHARE = 0.05  # fraction of the GPU lost to fragmentation
 HOST_RESERVE_SHARE = 0.05  # fraction of a node's memory for the system and file cache
 HOST_PROCESS_BYTES = 6 * 10**9  # per rank: Python, torch, data
