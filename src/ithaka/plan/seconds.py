@@ -32,6 +32,11 @@ EXPERTS_SHARE, EXPERT_SUM_SHARE = (0.91, 170), (0.68, 500)
 ENCODER_SHARE = 0.65  # matmuls of image encoders, whose matrices are small
 COPY_SHARE = 0.88  # fraction of the PCIe rate that tile-by-tile copies reach
 STAGE_SECONDS = 0.00008  # per stage and direction, independent of s: slicing weights, kernel launches
+# Small tiles wait for the CPU: what it launches for a tile, forward and backward, as counted for Llama and Qwen3-MoE,
+# and how far it runs ahead while attention computes. Chosen with Llama-3.1-8B with adapters at 256K, in tiles of 2K.
+LAUNCH_SECONDS, LAUNCHES_AHEAD = 0.000025, 1000
+TILE_LAUNCHES, STAGE_LAUNCHES, EXPERT_LAUNCHES = (20, 130), (50, 50), (60, 150)
+ADAPTER_LAUNCHES = 1.3  # relative to a layer without adapters
 # Attention at head dim 64, as a fraction of the rate at 128: matmuls wait for the softmax. Forward speeds up with the
 # length of documents (444, 498 and 529 TFLOP/s at 128K, 256K and 1M; shorter ones were not measured).
 NARROW_HEAD_SHARE, NARROW_HEAD_START, NARROW_HEAD_LEAST = (0.82, 0.8), 31 * 1024, 128 * 1024
@@ -106,10 +111,12 @@ def layer_seconds(
     copies_back = layer.wait(stored / pcie, mlp_back) + layer.wait(fetches * x / pcie, projections_back)
     copies_back += max(0.0, disk - busy_back)
 
-    forward = Seconds(attend, projections + mlp + unpack, exchange + max(0.0, gather - busy), copies)
+    linear = max(projections + mlp, layer.launches(False)) + unpack
+    linear_back = max(mlp_back + projections_back, layer.launches(True)) + unpack
+    forward = Seconds(attend, linear, exchange + max(0.0, gather - busy), copies)
     hidden = gather if layout.prefetches(trained * e + frozen) else 0.0
     exchange_back += gather - hidden + max(0.0, hidden + reduce - busy_back)
-    backward = Seconds(attend_back, mlp_back + projections_back + unpack, exchange_back, copies_back)
+    backward = Seconds(attend_back, linear_back, exchange_back, copies_back)
     return forward, backward + recomputed
 
 
@@ -189,6 +196,14 @@ class LayerSeconds:
             experts += self._experts(adds=self.num_tiles > 1)
         sums = self.sum_grads(self.shape.mlp_parameters - layer.expert_parameters)
         return self._run(num_matmuls * dense - skipped, moved) + experts + sums + adapters
+
+    def launches(self, backward: bool) -> float:
+        """Seconds in which the CPU launches the kernels of all tiles, less what it launches while attention runs."""
+        stages = 0 if backward and self.policy.projections else self.num_stages
+        experts = EXPERT_LAUNCHES[backward] * bool(self.shape.measured.expert_macs)
+        per_tile = TILE_LAUNCHES[backward] + STAGE_LAUNCHES[backward] * stages + experts
+        per_tile *= ADAPTER_LAUNCHES if self.is_frozen else 1
+        return max(0.0, per_tile * self.num_tiles - LAUNCHES_AHEAD * self.num_stages) * LAUNCH_SECONDS
 
     def _run(self, macs: float, moved: int) -> float:
         plain_moves = COMPILED_MOVES if self.shape.compiles(self.layout) else EAGER_MOVES
