@@ -30,7 +30,8 @@ def shares(monkeypatch):
     """Run matmuls and copies at the full rate, so that seconds count FLOPs and bytes."""
     for name in ("LAYER_SHARE", "PLAIN_SHARE", "LOSS_SHARE", "COPY_SHARE"):
         monkeypatch.setattr(seconds, name, 1.0)
-    monkeypatch.setattr(seconds, "STAGE_SECONDS", 0.0)
+    for name in ("STAGE_SECONDS", "LAUNCH_SECONDS"):
+        monkeypatch.setattr(seconds, name, 0.0)
 
 
 def machine(nodes=1, gpus=8, **rates):
@@ -140,6 +141,21 @@ def exchanged(hardware, layout, keeps=KEPT, **more):
     """Return exchange seconds with enough compute to hide the weights' all-gather."""
     slow = replace(hardware, gpu=replace(hardware.gpu, matmul_flops=WORK))
     return [part.exchange for part in layer(slow, layout, keeps, **more)]
+
+
+@pytest.mark.parametrize("keeps, backward", [(KEPT, 130 + 2 * 50), (PROJECTED, 130)])
+def test_small_tiles_wait_for_the_cpu(monkeypatch, keeps, backward):
+    """Two stages of 128 tiles; the CPU launches 1000 kernels of each stage while its attention runs."""
+    monkeypatch.setattr(seconds, "LAUNCH_SECONDS", 1.0)
+    work, layout = StepShape(2**18), layout_of(1, heads_per_stage=16, tile_tokens=2048)
+    for adapter, ratio in ((None, 1.0), (AdapterConfig(rank=16), 1.3)):
+        planned = layer(machine(gpus=1), layout, keeps, LLAMA.with_adapter(adapter), work)
+        launched = [part.linear for part in planned]
+        assert launched == pytest.approx([ratio * 128 * (20 + 2 * 50) - 2000, ratio * 128 * backward - 2000])
+    monkeypatch.setattr(seconds, "LAUNCH_SECONDS", 1e-9)
+    slow = machine(gpus=1, matmul_flops=1.0)
+    small, large = (layer(slow, layout_of(1, tile_tokens=tile), keeps, work=work)[0].linear for tile in (2048, 16384))
+    assert small == large  # launched while matmuls run
 
 
 def test_exchange_inside_a_node():
