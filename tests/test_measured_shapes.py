@@ -17,7 +17,7 @@ from ithaka.plan.models import built_in_decoders, find_config, shape_to_json
 from ithaka.plan.shape import AttentionKind, StepShape
 from ithaka.roots import probe
 from ithaka.roots.recorder import Recorder
-from ithaka.run.shapes import shape_from_config
+from ithaka.run.shapes import find_shape, shape_from_config
 from models import tiny_config
 
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
@@ -121,6 +121,29 @@ def test_recurrences_and_layers_without_attention_are_planned(family, names):
     assert [mixer.name for mixer in shape.mixers] == names
     assert mixers_from_json(json.loads(json.dumps(mixers_to_json(shape.mixers)))) == shape.mixers
     assert shape.why_no_ring and shape.attention_kinds == (AttentionKind(16, 4),)
+
+
+def test_layers_of_a_hybrid_are_planned_as_their_own_kind():
+    """Nemotron's layers have a recurrence, experts or attention; the shape itself has the largest bytes and the mean of
+    costs."""
+    shape = shape_from_config(config := find_config("nemotron-3-nano-30b-a3b"))
+    recurrence, experts, attention = (own.measured for own in shape.by_mixer.values())
+    width, mlp, inner = config["hidden_size"], config["moe_intermediate_size"], 64 * 64
+    assert experts.expert_macs == config["num_experts_per_tok"] * 2 * width * mlp
+    assert recurrence.expert_macs == attention.expert_macs == experts.projection_macs == experts.project_bytes == 0
+    assert recurrence.projection_macs == pytest.approx(width * (2 * inner + 2 * 8 * 128 + 64), rel=1e-3)
+    assert recurrence.project_bytes == shape.measured.project_bytes > attention.project_bytes
+    counts = [shape.mixers.count(mixer) for mixer in shape.by_mixer]
+    for name in ("other_macs", "finish_moved"):
+        total = sum(n * getattr(own.measured, name) for n, own in zip(counts, shape.by_mixer.values(), strict=True))
+        assert total / shape.num_layers == pytest.approx(getattr(shape.measured, name), abs=1)
+    truncated = shape.keep_layers([5, 0])
+    assert [truncated.by_mixer[mixer].measured.project_bytes for mixer in truncated.mixers] == [
+        attention.project_bytes,
+        recurrence.project_bytes,
+    ]
+    llama = find_shape("llama3-8b")
+    assert all(own is llama for own in llama.by_mixer.values())
 
 
 @pytest.mark.parametrize("family,overlap,stage,tokens,tile,changes", [OLMO, *SLOW])

@@ -67,10 +67,13 @@ def test_attention_takes_two_products_forward_and_five_backward(cp, ring, model,
     assert again.attention == pytest.approx(forward.attention + backward.attention)
 
 
-def test_narrow_heads_attend_more_slowly():
+@pytest.mark.parametrize("kernel", ["cudnn", "fa4"])
+def test_narrow_heads_attend_more_slowly(kernel):
     """The slowdown grows as documents shorten, down to 128K."""
-    hardware, shape = machine(attention_forward_flops=1e12, attention_backward_flops=1e12), find_shape("llama3.2-1b")
+    rates = {"attention_forward_flops": 1e12, "attention_backward_flops": 1e12, "kernel": kernel}
+    hardware, shape = machine(**rates), find_shape("llama3.2-1b")
     (share, share_back), start = seconds.NARROW_HEAD_SHARE, seconds.NARROW_HEAD_START
+    share_back = seconds.NARROW_FA4_SHARE if kernel == "fa4" else share_back
     for length, counted in ((2**20, 2**20), (2**17, 2**17), (2**14, 2**17)):
         forward, backward = layer(hardware, layout_of(), KEPT, shape, StepShape(S, document_tokens=length))
         flops = 4 * 64 * 4 * S * length / 2

@@ -5,7 +5,7 @@ One layer of each kind runs on fake tensors (shapes without storage), as layer/p
 
 import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -96,6 +96,10 @@ def measure_layers(model: Any) -> ModelShape:
     ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
     num_parameters = sum(param.numel() for param in model.parameters() if id(param) not in ends)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    kinds: dict[Mixer, list[MeasuredLayer]] = {}
+    for spec, part in zip(specs, parts, strict=True):
+        kinds.setdefault(_plan_mixers(spec), []).append(part)
+    by_mixer = tuple((mixer, tuple(combine_layers(own, 0, 0).per_token.values())) for mixer, own in kinds.items())
     return ModelShape(
         family=model.config.model_type,
         num_layers=len(specs),
@@ -107,7 +111,8 @@ def measure_layers(model: Any) -> ModelShape:
         vocab=config.vocab_size,
         tied=tied,
         mixers=tuple(_plan_mixers(spec) for spec in specs),
-        measured=combine_layers(tuple(parts), num_parameters, arguments),
+        measured=combine_layers(parts, num_parameters, arguments),
+        measured_by_mixer=by_mixer if len({mixer.sizes for mixer in kinds}) > 1 else (),
         encoders=tuple(map(measure_encoder, root.encoders)),
     )
 
@@ -165,7 +170,7 @@ def _plan_mixer(spec: Any) -> Mixer:
     return Convolution(spec.head_dim) if isinstance(spec, ConvolutionSpec) else Attention(spec.kind, spec.causal)
 
 
-def combine_layers(layers: tuple[MeasuredLayer, ...], total_parameters: int, arguments: int) -> MeasuredLayer:
+def combine_layers(layers: Sequence[MeasuredLayer], total_parameters: int, arguments: int) -> MeasuredLayer:
     """Combine layers into one that has the maximum of each byte count and the mean of each cost."""
     largest = max(layers, key=lambda layer: layer.parameters)
     combined: dict[str, Any] = {"total_parameters": total_parameters, "arguments": arguments}

@@ -347,7 +347,7 @@ def sizes_by_layer(shape: ModelShape, layout: Layout, s: int) -> list[LayerBytes
     """Return the sizes of each layer's tensors, with what it keeps."""
     policies, fields = layout.layer_policies(shape.num_layers), _fields(layout)
     layers = zip(shape.size_indices, policies, strict=True)
-    return [_layer_sizes(shape.kinds_of_sizes[index], shape, s, policy, fields) for index, policy in layers]
+    return [_layer_sizes(*shape.kinds_of_sizes[index], s, policy, fields) for index, policy in layers]
 
 
 def layer_peaks(
@@ -382,8 +382,8 @@ def _layer_peaks(
     shape: ModelShape, s: int, policy: ActivationPolicy, tile_tokens: int | None, fields: tuple[Any, ...]
 ) -> tuple[list[int], MemoryPoint, MemoryPoint]:
     points, kept = [], []
-    for make_sizes in shape.kinds_of_sizes:
-        sizes = _layer_sizes(make_sizes, shape, s, policy, fields)
+    for make_sizes, own_shape in shape.kinds_of_sizes:
+        sizes = _layer_sizes(make_sizes, own_shape, s, policy, fields)
         kept.append(sizes.kept)
         highest, b = sizes.highest, copy(sizes)
         b.layout = replace(b.layout, tile_tokens=tile_tokens)

@@ -207,11 +207,15 @@ class DeltaBytes(LayerBytes):
         # Kept outputs were used by the resume pass; without them, states are recomputed.
         states = -self.douts if is_resident else self.outputs - self.douts
         live = projected + self.douts + states + self.graphs - self.gate_up
-        yield MemoryPoint("backward projections", stream, live, "project")
+        yield MemoryPoint("backward projections", stream, live, "project again")
         yield MemoryPoint("backward attention", stream, live, "rule backward")
         yield MemoryPoint("backward projections", stream, live - self.douts, "project backward")
 
     def tile_bytes(self, work: str) -> int:
+        if work in ("project", "project again"):  # its results are among those of all tokens
+            results = self.projected + self.graphs * (work == "project again")
+            tile = min(self.layout.tile_tokens or self.s, self.s)
+            return max(0, super().tile_bytes("project") - results * tile // self.s)
         if not work.startswith("rule"):
             return super().tile_bytes(work)
         per_row = self.rule.segment_values(work == "rule backward", self.layout.element_bytes)
@@ -262,7 +266,9 @@ class SideBySideBytes(LayerBytes):
         yield from self.second.mix_backward_points(0)
 
     def tile_bytes(self, work: str) -> int:
-        return self.second.tile_bytes(work) if work.startswith("rule") else super().tile_bytes(work)
+        if work.startswith("rule"):
+            return self.second.tile_bytes(work)
+        return super().tile_bytes(work.removesuffix(" again"))
 
 
 _TYPES: dict[str, Any] = {

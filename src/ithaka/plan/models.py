@@ -137,7 +137,8 @@ def find_known_shape(values: Mapping[str, Any]) -> ModelShape | None:
 
 
 def shape_to_json(shape: ModelShape) -> dict[str, Any]:
-    stored = asdict(shape) | {"mixers": mixers_to_json(shape.mixers)}
+    sizes = [sizes for _, sizes in shape.measured_by_mixer]
+    stored = asdict(shape) | {"mixers": mixers_to_json(shape.mixers), "measured_by_mixer": sizes}
     return {name: value for name, value in stored.items() if name not in ("teacher", "corrections")}
 
 
@@ -148,9 +149,11 @@ def _stored_shape(model: str) -> ModelShape:
 
 def shape_from_json(values: Mapping[str, Any]) -> ModelShape:
     measured = {key: tuple(map(tuple, values["measured"][key])) for key in ("linears", "stacked")}
+    mixers, sizes = mixers_from_json(values["mixers"]), values["measured_by_mixer"]
     types = {
         "measured": MeasuredLayer(**values["measured"] | measured),
-        "mixers": mixers_from_json(values["mixers"]),
+        "measured_by_mixer": tuple(zip(dict.fromkeys(mixers), map(tuple, sizes), strict=True)) if sizes else (),
+        "mixers": mixers,
         "encoders": tuple(Encoder(**encoder) for encoder in values["encoders"]),
     }
     return ModelShape(**{**values, **types})

@@ -40,6 +40,7 @@ ADAPTER_LAUNCHES = 1.3  # relative to a layer without adapters
 # Attention at head dim 64, as a fraction of the rate at 128: matmuls wait for the softmax. Forward speeds up with the
 # length of documents (444, 498 and 529 TFLOP/s at 128K, 256K and 1M; shorter ones were not measured).
 NARROW_HEAD_SHARE, NARROW_HEAD_START, NARROW_HEAD_LEAST = (0.82, 0.8), 31 * 1024, 128 * 1024
+NARROW_FA4_SHARE = 0.85  # backward of FlashAttention 4: Llama-3.2-1B at 512K and gpt-oss-20b at 256K, at full depth
 # Attention at head dim 256, and with a sliding window, whose blocks are mostly masked, as fractions of the same rate.
 WIDE_HEAD_SHARE, WINDOW_SHARE = (1.08, 0.59), (0.46, 0.43)
 LOGIT_PASSES = 3  # over the logits: one for the loss, two for its gradient
@@ -75,7 +76,8 @@ def layer_seconds(
     shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape, mixer: Mixer, policy: ActivationPolicy
 ) -> tuple[Seconds, Seconds]:
     """Return (forward, backward) of one layer on the rank with the most heads."""
-    layer, gpu = LayerSeconds(shape, layout, hardware, work.local_tokens(layout.cp), policy), hardware.gpu
+    shape, gpu = shape.by_mixer[mixer], hardware.gpu
+    layer = LayerSeconds(shape, layout, hardware, work.local_tokens(layout.cp), policy)
     attend, attend_back = mixer.seconds(layer, work)
     projections, mlp = layer.project(False), layer.mlp(False)
     projections_back, mlp_back = layer.project(True), layer.mlp(True)
@@ -142,7 +144,7 @@ class LayerSeconds:
         if gpu.kernel in SLOW_KERNELS:  # rates at head dim 512; except in the first, scores dominate
             share = share_back = 1.0 if gpu.kernel == "efficient" else head_dim / SLOW_HEAD_DIM
         elif head_dim <= 64:
-            share, share_back = NARROW_HEAD_SHARE
+            share, share_back = NARROW_HEAD_SHARE[0], NARROW_FA4_SHARE if gpu.kernel == "fa4" else NARROW_HEAD_SHARE[1]
             share /= 1 + NARROW_HEAD_START / max(work.length, NARROW_HEAD_LEAST)
         elif head_dim > 128:
             share, share_back = WIDE_HEAD_SHARE
@@ -202,8 +204,8 @@ class LayerSeconds:
         stages = 0 if backward and self.policy.projections else self.num_stages
         experts = EXPERT_LAUNCHES[backward] * bool(self.shape.measured.expert_macs)
         per_tile = TILE_LAUNCHES[backward] + STAGE_LAUNCHES[backward] * stages + experts
-        per_tile *= ADAPTER_LAUNCHES if self.is_frozen else 1
-        return max(0.0, per_tile * self.num_tiles - LAUNCHES_AHEAD * self.num_stages) * LAUNCH_SECONDS
+        adapters = ADAPTER_LAUNCHES if self.is_frozen else 1.0
+        return max(0.0, per_tile * adapters * self.num_tiles - LAUNCHES_AHEAD * self.num_stages) * LAUNCH_SECONDS
 
     def _run(self, macs: float, moved: int) -> float:
         plain_moves = COMPILED_MOVES if self.shape.compiles(self.layout) else EAGER_MOVES

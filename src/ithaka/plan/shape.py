@@ -65,6 +65,12 @@ class MeasuredLayer:
     def expert_parameters(self) -> int:
         return sum(size for _, size in self.stacked)
 
+    @property
+    def per_token(self) -> dict[str, int]:
+        """What differs between the layers of a hybrid: bytes, and multiply-adds."""
+        ends = ("_bytes", "_graph", "_moved", "_macs")
+        return {name: size for name, size in vars(self).items() if name.endswith(ends)}
+
 
 @dataclass(frozen=True)
 class Encoder:
@@ -133,6 +139,7 @@ class ModelShape:
     tied: bool  # lm_head shares the embedding's weight
     mixers: tuple[Mixer, ...]  # per layer
     measured: MeasuredLayer
+    measured_by_mixer: tuple[tuple[Mixer, tuple[int, ...]], ...] = ()  # values of `per_token`, if `sizes` differ
     adapter: AdapterConfig | None = None  # None: all parameters are trained
     reference: bool = False  # whether a frozen copy of the base model is kept too
     teacher: ModelShape | None = None  # another frozen model; an adapter has the format of its base
@@ -165,14 +172,23 @@ class ModelShape:
         return tuple(dict.fromkeys(self.mixers))
 
     @cached_property
-    def kinds_of_sizes(self) -> tuple[Any, ...]:
-        """The different `sizes` of mixers."""
-        return tuple(dict.fromkeys(mixer.sizes for mixer in self.mixer_kinds))
+    def by_mixer(self) -> dict[Mixer, ModelShape]:
+        """For each mixer: this shape, with what its layers measured."""
+        if not (sizes := dict(self.measured_by_mixer)):
+            return dict.fromkeys(self.mixer_kinds, self)
+        names = self.measured.per_token
+        own: dict[Mixer, Any] = {mixer: dict(zip(names, sizes[mixer], strict=True)) for mixer in self.mixer_kinds}
+        return {mixer: replace(self, measured=replace(self.measured, **own[mixer])) for mixer in own}
+
+    @cached_property
+    def kinds_of_sizes(self) -> tuple[tuple[Any, ModelShape], ...]:
+        """The different `sizes` of mixers, each with the shape for them."""
+        return tuple(dict.fromkeys((mixer.sizes, shape) for mixer, shape in self.by_mixer.items()))
 
     @cached_property
     def size_indices(self) -> tuple[int, ...]:
-        """Per layer: the index of its mixer's `sizes` in `kinds_of_sizes`."""
-        kinds = [self.kinds_of_sizes.index(mixer.sizes) for mixer in self.mixer_kinds]
+        """Per layer: the index of its mixer's entry in `kinds_of_sizes`."""
+        kinds = [self.kinds_of_sizes.index((mixer.sizes, shape)) for mixer, shape in self.by_mixer.items()]
         return tuple(kinds[index] for index in self.mixer_indices)
 
     @cached_property
