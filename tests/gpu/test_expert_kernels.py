@@ -13,6 +13,7 @@ from parity import relative
 SHAPES = {
     "qwen3_moe": {"moe_intermediate_size": 768},
     "gpt_oss": {"intermediate_size": 1440, "swiglu_limit": 0.5},
+    "nemotron_h": {"moe_intermediate_size": 1856},  # one matrix and a squared ReLU instead of a gate
 }
 
 
@@ -20,10 +21,10 @@ SHAPES = {
 @pytest.mark.parametrize("family", SHAPES)
 def test_experts_on_a_gpu_match_transformers(family):
     """One expert has no tokens: its gradients are zero."""
-    experts = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 4}
-    changes = {"hidden_size": 256, **experts, **SHAPES[family]}
-    layer = tiny_decoder(family, num_hidden_layers=1, **changes).model.layers[0].cuda()
-    module = layer.mlp.experts
+    experts = {**dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8), "num_experts_per_tok": 4}
+    layers = tiny_decoder(family, hidden_size=256, **experts, **SHAPES[family]).model.layers
+    layer = next(layer for layer in layers if find_experts(layer)).cuda()
+    module = layer.get_submodule(next(iter(find_experts(layer))))
     generator = torch.Generator("cuda").manual_seed(1)
     x, dy = (torch.randn(300, 256, generator=generator, device="cuda", dtype=torch.float64) for _ in range(2))
     weights = torch.rand(300, 4, generator=generator, device="cuda", dtype=torch.float64)

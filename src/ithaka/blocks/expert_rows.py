@@ -106,16 +106,19 @@ class Gate:
     def __init__(self, experts: Any) -> None:
         self.apply = experts._apply_gate if experts.has_gate else experts.act_fn
         self.is_interleaved = type(experts).__name__ == "GptOssExperts"
-        is_silu = type(getattr(experts, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
+        activation = type(getattr(experts, "act_fn", None)).__name__
         is_default = type(experts)._apply_gate.__name__ == "_default_apply_gate"
-        self.has_kernel = self.is_interleaved or (experts.has_gate and is_default and is_silu)
+        is_silu = experts.has_gate and is_default and activation in ("SiLU", "SiLUActivation")
+        self.is_squared = not experts.has_gate and activation == "ReLUSquaredActivation"  # of Nemotron-H
+        self.has_kernel = self.is_interleaved or self.is_squared or is_silu
         alpha, limit = (experts.alpha, experts.limit) if self.is_interleaved else (1.0, 0.0)
-        self.options = {"alpha": alpha, "limit": limit, "INTERLEAVED": self.is_interleaved}
+        kinds = {"INTERLEAVED": self.is_interleaved, "SQUARED": self.is_squared}
+        self.options = {"alpha": alpha, "limit": limit, **kinds}
 
     def forward(self, h_aF: Tensor, bias_EF: Tensor | None, weight_a: Tensor, rows: SortedAssignments) -> Tensor:
         """Return the gate of h + bias, times the router's weights, [a, F]."""
         if self.has_kernel and runs_kernels(h_aF):
-            n, width = len(h_aF), h_aF.shape[1] // 2
+            n, width = len(h_aF), h_aF.shape[1] // (1 if self.is_squared else 2)
             a_aF = h_aF.new_empty(n, width)
             tensors = (a_aF, h_aF, *self._bias(h_aF, bias_EF), weight_a, rows.expert_a)
             launch(_gate_kernel, (n, -(-width // _BLOCK)), *tensors, width, **self._settings(bias_EF))
@@ -130,7 +133,7 @@ class Gate:
     def backward(
         self, h_aF: Tensor, bias_EF: Tensor | None, weight_a: Tensor, da_aF: Tensor, rows: SortedAssignments
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dh [a, 2 F], the output a [a, F] and dweight [a]. Overwrites h and da."""
+        """Return dh [a, 2 F] (or [a, F]), the output a [a, F] and dweight [a]. Overwrites h and da."""
         dweight_a = torch.empty_like(weight_a)
         if self.has_kernel and runs_kernels(h_aF):
             n, width = da_aF.shape
@@ -221,53 +224,72 @@ if triton is not None:
         return gate, up
 
     @triton.jit
+    def _load_positive(h, bias, row, expert, cols, F, HAS_BIAS: tl.constexpr):
+        """Load the positive part of one block of a row, with bias, in fp32."""
+        x = tl.load(h + row * F + cols, cols < F, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            x += tl.load(bias + expert * F + cols, cols < F, other=0.0).to(tl.float32)
+        return tl.maximum(x, 0.0)
+
+    @triton.jit
     def _gate_kernel(
         into, h, bias, weights, experts, F, alpha, limit,
-        INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+        INTERLEAVED: tl.constexpr, SQUARED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
         expert = tl.load(experts + row).to(tl.int64)
-        gate, up = _load_pairs(h, bias, row, expert, block, F, INTERLEAVED, HAS_BIAS, BLOCK)
-        if INTERLEAVED:
-            gate = tl.minimum(gate, limit)
-            up = tl.minimum(tl.maximum(up, -limit), limit) + 1
-        a = gate * tl.sigmoid(gate * alpha) * up * tl.load(weights + row)
         cols = block * BLOCK + tl.arange(0, BLOCK)
-        tl.store(into + row * F + cols, a.to(into.dtype.element_ty), cols < F)
+        if SQUARED:
+            x = _load_positive(h, bias, row, expert, cols, F, HAS_BIAS)
+            a = x * x
+        else:
+            gate, up = _load_pairs(h, bias, row, expert, block, F, INTERLEAVED, HAS_BIAS, BLOCK)
+            if INTERLEAVED:
+                gate = tl.minimum(gate, limit)
+                up = tl.minimum(tl.maximum(up, -limit), limit) + 1
+            a = gate * tl.sigmoid(gate * alpha) * up
+        tl.store(into + row * F + cols, (a * tl.load(weights + row)).to(into.dtype.element_ty), cols < F)
 
     @triton.jit
     def _gate_backward_kernel(
-        h, da, dweights, bias, weights, experts, F, alpha, limit,
-        INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+        h, da, dweights, bias, weights, experts, F, alpha, limit, INTERLEAVED: tl.constexpr,
+        SQUARED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
         expert = tl.load(experts + row).to(tl.int64)
         weight = tl.load(weights + row)
         dweight = tl.zeros([BLOCK], tl.float32)
         for block in range(BLOCKS):
-            gate, up = _load_pairs(h, bias, row, expert, block, F, INTERLEAVED, HAS_BIAS, BLOCK)
             cols = block * BLOCK + tl.arange(0, BLOCK)
             inside = cols < F
             d = tl.load(da + row * F + cols, inside, other=0.0).to(tl.float32)
-            clamped, factor = gate, up
-            if INTERLEAVED:
-                clamped = tl.minimum(gate, limit)
-                factor = tl.minimum(tl.maximum(up, -limit), limit) + 1
-            s = tl.sigmoid(clamped * alpha)
-            glu = clamped * s
-            a = glu * factor
+            if SQUARED:
+                x = _load_positive(h, bias, row, expert, cols, F, HAS_BIAS)
+                a = x * x
+            else:
+                gate, up = _load_pairs(h, bias, row, expert, block, F, INTERLEAVED, HAS_BIAS, BLOCK)
+                clamped, factor = gate, up
+                if INTERLEAVED:
+                    clamped = tl.minimum(gate, limit)
+                    factor = tl.minimum(tl.maximum(up, -limit), limit) + 1
+                s = tl.sigmoid(clamped * alpha)
+                glu = clamped * s
+                a = glu * factor
             dweight += d * a
             d *= weight
-            dgate = d * factor * (s + alpha * glu * (1 - s))
-            dup = d * glu
             tl.store(da + row * F + cols, (a * weight).to(da.dtype.element_ty), inside)
-            if INTERLEAVED:
-                dgate = tl.where(gate <= limit, dgate, 0.0)
-                dup = tl.where((up <= limit) & (up >= -limit), dup, 0.0)
-                pairs = block * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
-                dh = tl.reshape(tl.join(dgate, dup), (2 * BLOCK,))
-                tl.store(h + row * 2 * F + pairs, dh.to(h.dtype.element_ty), pairs < 2 * F)
+            if SQUARED:
+                tl.store(h + row * F + cols, (2 * d * x).to(h.dtype.element_ty), inside)
             else:
-                tl.store(h + row * 2 * F + cols, dgate.to(h.dtype.element_ty), inside)
-                tl.store(h + row * 2 * F + F + cols, dup.to(h.dtype.element_ty), inside)
+                dgate = d * factor * (s + alpha * glu * (1 - s))
+                dup = d * glu
+                if INTERLEAVED:
+                    dgate = tl.where(gate <= limit, dgate, 0.0)
+                    dup = tl.where((up <= limit) & (up >= -limit), dup, 0.0)
+                    pairs = block * 2 * BLOCK + tl.arange(0, 2 * BLOCK)
+                    dh = tl.reshape(tl.join(dgate, dup), (2 * BLOCK,))
+                    tl.store(h + row * 2 * F + pairs, dh.to(h.dtype.element_ty), pairs < 2 * F)
+                else:
+                    tl.store(h + row * 2 * F + cols, dgate.to(h.dtype.element_ty), inside)
+                    tl.store(h + row * 2 * F + F + cols, dup.to(h.dtype.element_ty), inside)
         tl.store(dweights + row, tl.sum(dweight))
