@@ -103,10 +103,6 @@ def test_the_last_checkpoint_resumes_with_another_setting(tmp_path, capfd, monke
             OOM,
         ),
         (
-            RuntimeError("NCCL error, unhandled cuda error. Last error:\nFailed to CUDA calloc async 24 bytes"),
-            OOM,
-        ),
-        (
             RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate 64 bytes."),
             OOM,
         ),

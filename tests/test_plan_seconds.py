@@ -151,13 +151,15 @@ def test_small_tiles_wait_for_the_cpu(monkeypatch, keeps, backward):
     """Two stages of 128 tiles; the CPU launches 1000 kernels of each stage while its attention runs."""
     monkeypatch.setattr(seconds, "LAUNCH_SECONDS", 1.0)
     work, layout = StepShape(2**18), layout_of(1, heads_per_stage=16, tile_tokens=2048)
-    for adapter, ratio in ((None, 1.0), (AdapterConfig(rank=16), 1.3)):
-        planned = layer(machine(gpus=1), layout, keeps, LLAMA.with_adapter(adapter), work)
-        launched = [part.linear for part in planned]
-        assert launched == pytest.approx([ratio * 128 * (20 + 2 * 50) - 2000, ratio * 128 * backward - 2000])
-    monkeypatch.setattr(seconds, "LAUNCH_SECONDS", 1e-9)
-    slow = machine(gpus=1, matmul_flops=1.0)
-    small, large = (layer(slow, layout_of(1, tile_tokens=tile), keeps, work=work)[0].linear for tile in (2048, 16384))
+    slow_attention = machine(gpus=1, attention_forward_flops=WORK, attention_backward_flops=WORK)
+    for hardware, ahead in ((slow_attention, 2000), (machine(gpus=1), 0)):
+        for adapter, ratio in ((None, 1.0), (AdapterConfig(rank=16), 1.3)):
+            planned = layer(hardware, layout, keeps, LLAMA.with_adapter(adapter), work)
+            launched = [part.linear for part in planned]
+            assert launched == pytest.approx([ratio * 128 * (20 + 2 * 50) - ahead, ratio * 128 * backward - ahead])
+    monkeypatch.setattr(seconds, "LAUNCH_SECONDS", 1e-6)
+    busy = machine(gpus=1, matmul_flops=1e12)
+    small, large = (layer(busy, layout_of(1, tile_tokens=tile), keeps, work=work)[0].linear for tile in (2048, 16384))
     assert small == large  # launched while matmuls run
 
 

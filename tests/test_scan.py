@@ -185,7 +185,7 @@ def test_resets_are_found_without_scanning_all_documents():
 
 
 def compare_kernels(kind: str, chunk: int = 64, heads: int = 8) -> str | None:
-    """Run the trial of the kernels, on a CPU; return what is wrong. `heads`: of a program, at most."""
+    """Run the trial of the kernels, on a CPU; return what is wrong. At most `heads` heads per program."""
     module = {"delta": delta_rule, "ssd": ssd}[kind]
     module._try.cache_clear()
     with kernel_modules("delta_kernels", "ssd_kernels") as modules, pytest.MonkeyPatch.context() as patch:

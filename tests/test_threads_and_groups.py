@@ -115,8 +115,21 @@ def test_the_allocator_leaves_memory_to_nccl(monkeypatch, limit, allowed):
     monkeypatch.setattr(mesh.dist, "all_reduce", reduced.append)
     monkeypatch.setattr(torch, "zeros", lambda *_, **options: options)
     device = torch.device("cuda", 0)
-    mesh._leave_memory(device)
+    mesh._reserve_nccl_memory(device)
     assert limits[-1] == allowed and reduced == [{"device": device}]
+
+
+def test_a_mesh_on_a_gpu_reserves_memory_for_nccl(monkeypatch, fake_gpu):
+    class ReservedError(Exception):
+        pass
+
+    def reserve(device):
+        raise ReservedError(device)
+
+    monkeypatch.setattr(mesh, "start_process_group", lambda _: None)
+    monkeypatch.setattr(mesh, "_reserve_nccl_memory", reserve)
+    with pytest.raises(ReservedError, match="cuda:0"):
+        mesh.make_mesh(device="cuda:0")
 
 
 def groups_after_entries(config):

@@ -45,8 +45,8 @@ NETWORK_ERRNOS = ["ECOMM", "ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EHOSTD
 NETWORK_ERRNOS += ["ENETRESET", "ENETUNREACH", "ENOTCONN", "ESHUTDOWN"]
 # Some platforms lack some of these names.
 TRANSIENT_ERRNOS = {getattr(errno, name, errno.EIO) for name in STORAGE_ERRNOS + NETWORK_ERRNOS} | {socket.EAI_AGAIN}
-# CUDA and its callers (PyTorch, Triton); PyTorch's CPU allocator; cuBLAS and cuDNN; NCCL.
-OUT_OF_MEMORY_MESSAGES = ("out of memory", "DefaultCPUAllocator", "_STATUS_ALLOC_FAILED", "Failed to CUDA calloc")
+# CUDA and its callers (PyTorch, NCCL, Triton); PyTorch's CPU allocator; cuBLAS and cuDNN.
+OUT_OF_MEMORY_MESSAGES = ("out of memory", "DefaultCPUAllocator", "_STATUS_ALLOC_FAILED")
 TRANSIENT_HTTP_STATUS = {408, 429, 500, 502, 503, 504}  # HTTP status codes of the Hugging Face hub
 
 

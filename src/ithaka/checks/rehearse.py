@@ -23,7 +23,7 @@ from ithaka.comm.loopback import start_loopback
 from ithaka.comm.mesh import default_device, destroy_subgroups, make_mesh
 from ithaka.config import AdapterConfig, ConfigError, OptimConfig
 from ithaka.config.units import format_bytes
-from ithaka.layout import Layout, default_dtype
+from ithaka.layout import RESERVE_BYTES, Layout, default_dtype
 from ithaka.model.build import build_model, keep_layers, read_hf_config
 from ithaka.model.optimizers import make_optimizer
 from ithaka.model.truncate import LayerGroup, choose_layers, find_representative_layers, group_layers
@@ -265,7 +265,8 @@ def rehearse_plan(plan: Plan, truncated: TruncatedPlan, model: str, rank: int = 
     config, memory_tracker = find_config(model), OutOfMemoryTracker(default_device())
     if _on_gpu():
         total_bytes = torch.cuda.get_device_properties(default_device()).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, plan.hardware.gpu.memory_bytes / total_bytes))
+        allowed_bytes = min(total_bytes, plan.hardware.gpu.memory_bytes) - RESERVE_BYTES
+        torch.cuda.set_per_process_memory_fraction(allowed_bytes / total_bytes)
     try:
         options = (truncated.work != plan.work, truncated.shape.adapter, plan.work.trains)
         named: dict[str, Any] = {"optimizer_name": truncated.shape.optimizer, "reference": plan.work.reference}

@@ -56,7 +56,7 @@ def make_mesh(cp: int = 1, device: torch.device | str | None = None, *, ring: in
         raise ConfigError(f"device={device} needs an NVIDIA GPU, and this machine has none; leave it out")
     start_process_group(device)
     if device.type == "cuda":
-        _leave_memory(device)
+        _reserve_nccl_memory(device)
     world_size = dist.get_world_size()
     check_parallelism(world_size, cp=cp, ring=ring, replicas=replicas)
     axes = {"replicas": replicas, "fsdp": world_size // replicas} if replicas > 1 else {"fsdp": world_size}
@@ -138,9 +138,9 @@ def _use_expandable_segments() -> None:
         )
 
 
-def _leave_memory(device: torch.device) -> None:
-    """Keep the CUDA allocator's cache from filling the GPU, unless the user has limited it, and let NCCL take its
-    memory now: the first all-reduce may be the last step of a forward pass that needs nearly all of it."""
+def _reserve_nccl_memory(device: torch.device) -> None:
+    """Keep the CUDA allocator's cache from filling the GPU, unless the user has limited it, and let NCCL take the
+    default group's memory now: its first all-reduce would be at the end of a forward pass."""
     if torch.cuda.get_per_process_memory_fraction(device.index) == 1:
         total_bytes = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(1 - RESERVE_BYTES / total_bytes, device.index)

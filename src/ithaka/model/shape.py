@@ -99,7 +99,7 @@ def measure_layers(model: Any) -> ModelShape:
     kinds: dict[Mixer, list[MeasuredLayer]] = {}
     for spec, part in zip(specs, parts, strict=True):
         kinds.setdefault(_plan_mixers(spec), []).append(part)
-    by_mixer = tuple((mixer, tuple(combine_layers(own, 0, 0).per_token.values())) for mixer, own in kinds.items())
+    by_mixer = tuple((mixer, tuple(combine_layers(like, 0, 0).per_token.values())) for mixer, like in kinds.items())
     return ModelShape(
         family=model.config.model_type,
         num_layers=len(specs),

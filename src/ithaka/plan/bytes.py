@@ -316,7 +316,7 @@ def _host_and_disk(shape: ModelShape, layout: Layout, hardware: Hardware, work: 
     """Bytes by category in a node's host memory and on its disk."""
     s, ranks = work.local_tokens(layout.cp), hardware.gpus_per_node
     inputs, outputs = {"device": 0, "host": 0, "disk": 0}, {None: 0, "device": 0, "host": 0, "disk": 0}
-    kinds = [layer_sizes(own_shape, layout, s, make_sizes) for make_sizes, own_shape in shape.kinds_of_sizes]
+    kinds = [layer_sizes(kind_shape, layout, s, make_sizes) for make_sizes, kind_shape in shape.kinds_of_sizes]
     stored = [ranks * kinds[index].stored_outputs for index in shape.size_indices]
     last = shape.first_trained
     for policy, count in layout.policy_groups(shape.num_layers, last):

@@ -382,8 +382,8 @@ def _layer_peaks(
     shape: ModelShape, s: int, policy: ActivationPolicy, tile_tokens: int | None, fields: tuple[Any, ...]
 ) -> tuple[list[int], MemoryPoint, MemoryPoint]:
     points, kept = [], []
-    for make_sizes, own_shape in shape.kinds_of_sizes:
-        sizes = _layer_sizes(make_sizes, own_shape, s, policy, fields)
+    for make_sizes, kind_shape in shape.kinds_of_sizes:
+        sizes = _layer_sizes(make_sizes, kind_shape, s, policy, fields)
         kept.append(sizes.kept)
         highest, b = sizes.highest, copy(sizes)
         b.layout = replace(b.layout, tile_tokens=tile_tokens)

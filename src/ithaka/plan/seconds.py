@@ -2,6 +2,7 @@
 
 Letters as in plan/layer_bytes.py, rates from plan/hardware.py. The shares, STAGE_SECONDS and NARROW_HEAD_START are
 fitted to rehearsals on an H200; half of the rehearsals are held out for testing (`python tests/rehearsed.py` refits).
+NARROW_FA4_SHARE and LAUNCH_SECONDS were chosen with runs at full depth.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ EXPERTS_SHARE, EXPERT_SUM_SHARE = (0.91, 170), (0.68, 500)
 ENCODER_SHARE = 0.65  # matmuls of image encoders, whose matrices are small
 COPY_SHARE = 0.88  # fraction of the PCIe rate that tile-by-tile copies reach
 STAGE_SECONDS = 0.00008  # per stage and direction, independent of s: slicing weights, kernel launches
-# Small tiles wait for the CPU: what it launches for a tile, forward and backward, as counted for Llama and Qwen3-MoE,
-# and how far it runs ahead while attention computes. Chosen with Llama-3.1-8B with adapters at 256K, in tiles of 2K.
+# Small tiles wait for the CPU: what it launches for a tile, forward and backward, counted on a CPU for tiny layers of
+# Llama and Qwen3-MoE, and how far it runs ahead while attention computes. The seconds are Llama-3.1-8B's with adapters
+# at 256K, in tiles of 2K.
 LAUNCH_SECONDS, LAUNCHES_AHEAD = 0.000025, 1000
 TILE_LAUNCHES, STAGE_LAUNCHES, EXPERT_LAUNCHES = (20, 130), (50, 50), (60, 150)
 ADAPTER_LAUNCHES = 1.3  # relative to a layer without adapters
@@ -87,7 +89,11 @@ def layer_seconds(
         exchange += max(0.0, ring - attend)
         exchange_back += max(0.0, ring_back - attend_back) + last_round
     recomputed = Seconds() if policy.attention else Seconds(attend, projections, exchange)
-    busy, busy_back = projections + attend + mlp, mlp_back + projections_back + attend_back + recomputed.total
+    sizes = layer_sizes(shape, layout, layer.s, mixer.sizes)
+    num_stages = sizes.num_stages if sizes.has_stages else 1
+    linear = max(projections + mlp, layer.launches(False, num_stages, attend))
+    linear_back = max(projections_back + mlp_back, layer.launches(True, num_stages, attend_back))
+    busy, busy_back = linear + attend, linear_back + attend_back + recomputed.total
 
     # All-gather of the layer's weights and reduce-scatter of its gradients.
     e, trained = layout.element_bytes, shape.trained_layer
@@ -102,7 +108,6 @@ def layer_seconds(
 
     # Copies to and from the store. All GPUs of a node share its disk.
     is_stored, pcie = policy.input != "device", gpu.pcie_bytes_s * COPY_SHARE
-    sizes = layer_sizes(shape, layout, layer.s, mixer.sizes)
     x, outputs = sizes.stored_x, sizes.stored_outputs if policy.attention in ("host", "disk") else 0
     stored = x * is_stored + outputs
     to_disk = x * (policy.input == "disk") + outputs * (policy.attention == "disk")
@@ -113,12 +118,10 @@ def layer_seconds(
     copies_back = layer.wait(stored / pcie, mlp_back) + layer.wait(fetches * x / pcie, projections_back)
     copies_back += max(0.0, disk - busy_back)
 
-    linear = max(projections + mlp, layer.launches(False)) + unpack
-    linear_back = max(mlp_back + projections_back, layer.launches(True)) + unpack
-    forward = Seconds(attend, linear, exchange + max(0.0, gather - busy), copies)
+    forward = Seconds(attend, linear + unpack, exchange + max(0.0, gather - busy), copies)
     hidden = gather if layout.prefetches(trained * e + frozen) else 0.0
     exchange_back += gather - hidden + max(0.0, hidden + reduce - busy_back)
-    backward = Seconds(attend_back, linear_back, exchange_back, copies_back)
+    backward = Seconds(attend_back, linear_back + unpack, exchange_back, copies_back)
     return forward, backward + recomputed
 
 
@@ -199,13 +202,13 @@ class LayerSeconds:
         sums = self.sum_grads(self.shape.mlp_parameters - layer.expert_parameters)
         return self._run(num_matmuls * dense - skipped, moved) + experts + sums + adapters
 
-    def launches(self, backward: bool) -> float:
+    def launches(self, backward: bool, num_stages: int, attend: float) -> float:
         """Seconds in which the CPU launches the kernels of all tiles, less what it launches while attention runs."""
-        stages = 0 if backward and self.policy.projections else self.num_stages
+        projected = 0 if backward and self.policy.projections else num_stages
         experts = EXPERT_LAUNCHES[backward] * bool(self.shape.measured.expert_macs)
-        per_tile = TILE_LAUNCHES[backward] + STAGE_LAUNCHES[backward] * stages + experts
-        adapters = ADAPTER_LAUNCHES if self.is_frozen else 1.0
-        return max(0.0, per_tile * adapters * self.num_tiles - LAUNCHES_AHEAD * self.num_stages) * LAUNCH_SECONDS
+        per_tile = TILE_LAUNCHES[backward] + STAGE_LAUNCHES[backward] * projected + experts
+        seconds = per_tile * (ADAPTER_LAUNCHES if self.is_frozen else 1) * self.num_tiles * LAUNCH_SECONDS
+        return max(0.0, seconds - min(attend, LAUNCHES_AHEAD * num_stages * LAUNCH_SECONDS))
 
     def _run(self, macs: float, moved: int) -> float:
         plain_moves = COMPILED_MOVES if self.shape.compiles(self.layout) else EAGER_MOVES

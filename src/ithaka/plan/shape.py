@@ -177,8 +177,8 @@ class ModelShape:
         if not (sizes := dict(self.measured_by_mixer)):
             return dict.fromkeys(self.mixer_kinds, self)
         names = self.measured.per_token
-        own: dict[Mixer, Any] = {mixer: dict(zip(names, sizes[mixer], strict=True)) for mixer in self.mixer_kinds}
-        return {mixer: replace(self, measured=replace(self.measured, **own[mixer])) for mixer in own}
+        costs: dict[Mixer, Any] = {mixer: dict(zip(names, sizes[mixer], strict=True)) for mixer in self.mixer_kinds}
+        return {mixer: replace(self, measured=replace(self.measured, **costs[mixer])) for mixer in costs}
 
     @cached_property
     def kinds_of_sizes(self) -> tuple[tuple[Any, ModelShape], ...]:
