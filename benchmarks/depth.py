@@ -14,6 +14,7 @@ which is updated after every step, NAME.log and NAME.metrics.jsonl.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -164,7 +165,8 @@ def run_case(name: str, steps: int | None, out: Path, work: Path, saves: bool) -
     row: dict[str, Any] = {"run": name, "model": case.model, "context": parse_count(case.context)}
     row |= {"settings": case.settings, "steps": steps}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        environment = {"NCCL_DEBUG": "WARN", **os.environ}  # its errors name no reason otherwise
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         try:
             while True:
                 code = process.poll()
