@@ -109,7 +109,7 @@ def test_the_plan_prints_experts_and_the_time_of_flops():
     expected = flops / rates.attention_forward_flops + 2.5 * flops / rates.attention_backward_flops
     assert seconds["attention"] == pytest.approx(expected, rel=1e-3)
     assert sum(seconds.values()) < answer["step_s"]
-    assert "Below 32K tokens, gathering weights takes most of a step" in text and experts["shortest_context"] == 2**15
+    assert "Below 16K tokens, gathering weights takes most of a step" in text and experts["shortest_context"] == 2**14
     assert "parameters are used per token" not in run("plan", "llama3.2-1b", "--gpus", "H200", "--context", "8K")
 
 

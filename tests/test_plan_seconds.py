@@ -148,7 +148,7 @@ def exchanged(hardware, layout, keeps=KEPT, **more):
 
 @pytest.mark.parametrize("keeps, backward", [(KEPT, 130 + 2 * 50), (PROJECTED, 130)])
 def test_small_tiles_wait_for_the_cpu(monkeypatch, keeps, backward):
-    """Two stages of 128 tiles; the CPU launches 1000 kernels of each stage while its attention runs."""
+    """Two stages of 127 tiles after the first; the CPU launches 1000 kernels of each stage while its attention runs."""
     monkeypatch.setattr(seconds, "LAUNCH_SECONDS", 1.0)
     work, layout = StepShape(2**18), layout_of(1, heads_per_stage=16, tile_tokens=2048)
     slow_attention = machine(gpus=1, attention_forward_flops=WORK, attention_backward_flops=WORK)
@@ -156,7 +156,7 @@ def test_small_tiles_wait_for_the_cpu(monkeypatch, keeps, backward):
         for adapter, ratio in ((None, 1.0), (AdapterConfig(rank=16), 1.3)):
             planned = layer(hardware, layout, keeps, LLAMA.with_adapter(adapter), work)
             launched = [part.linear for part in planned]
-            assert launched == pytest.approx([ratio * 128 * (20 + 2 * 50) - ahead, ratio * 128 * backward - ahead])
+            assert launched == pytest.approx([ratio * 127 * (20 + 2 * 50) - ahead, ratio * 127 * backward - ahead])
     monkeypatch.setattr(seconds, "LAUNCH_SECONDS", 1e-6)
     busy = machine(gpus=1, matmul_flops=1e12)
     small, large = (layer(busy, layout_of(1, tile_tokens=tile), keeps, work=work)[0].linear for tile in (2048, 16384))

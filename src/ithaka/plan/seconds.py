@@ -32,7 +32,7 @@ HEAD_PASSES = (8, 24)  # with blocks: over [s, K] of each projected head, forwar
 EXPERTS_SHARE, EXPERT_SUM_SHARE = (0.91, 170), (0.68, 500)
 ENCODER_SHARE = 0.65  # matmuls of image encoders, whose matrices are small
 COPY_SHARE = 0.88  # fraction of the PCIe rate that tile-by-tile copies reach
-STAGE_SECONDS = 0.00008  # per stage and direction, independent of s: slicing weights, kernel launches
+STAGE_SECONDS = 0.00023  # per stage and direction, independent of s: slicing weights, kernel launches
 # Small tiles wait for the CPU: what it launches for a tile, forward and backward, counted on a CPU for tiny layers of
 # Llama and Qwen3-MoE, and how far it runs ahead while attention computes. The seconds are Llama-3.1-8B's with adapters
 # at 256K, in tiles of 2K.
@@ -203,11 +203,12 @@ class LayerSeconds:
         return self._run(num_matmuls * dense - skipped, moved) + experts + sums + adapters
 
     def launches(self, backward: bool, num_stages: int, attend: float) -> float:
-        """Seconds in which the CPU launches the kernels of all tiles, less what it launches while attention runs."""
+        """Seconds in which the CPU launches the kernels of all tiles but the first, which is part of what was fitted,
+        less what it launches while attention runs."""
         projected = 0 if backward and self.policy.projections else num_stages
         experts = EXPERT_LAUNCHES[backward] * bool(self.shape.measured.expert_macs)
         per_tile = TILE_LAUNCHES[backward] + STAGE_LAUNCHES[backward] * projected + experts
-        seconds = per_tile * (ADAPTER_LAUNCHES if self.is_frozen else 1) * self.num_tiles * LAUNCH_SECONDS
+        seconds = per_tile * (ADAPTER_LAUNCHES if self.is_frozen else 1) * (self.num_tiles - 1) * LAUNCH_SECONDS
         return max(0.0, seconds - min(attend, LAUNCHES_AHEAD * num_stages * LAUNCH_SECONDS))
 
     def _run(self, macs: float, moved: int) -> float:
