@@ -7,8 +7,8 @@ Planned figures are next to measured ones.
     python benchmarks/depth.py tiny                            # a tiny model; needs no GPU
 
 Weights are random and drawn on the GPU, so nothing is downloaded. Data are random tokens, one document per sequence.
-Three steps each, or two if a step is planned to take more than five minutes. Prints one line and writes NAME.json,
-which is updated after every step, NAME.log and NAME.metrics.jsonl.
+Three steps each, or two if a step is planned to take more than five minutes; tokens/s are those of later steps, or of
+the only one. Prints one line and writes NAME.json, which is updated after every step, NAME.log and NAME.metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def read_results(run_dir: Path) -> dict[str, Any]:
     later = [record["step_s"] for record in records[1:]]
     per_step = records[0]["tokens"]
     row: dict[str, Any] = {
-        "tokens/s": {"planned": plan.get("tokens_per_s"), "measured": per_step / statistics.mean(later or [np.nan])},
+        "tokens/s": {"planned": plan.get("tokens_per_s"), "measured": per_step / statistics.mean(later or [records[0]["step_s"]])},
         "peak GiB": {"planned": sum(plan["peak_bytes"].values()) / GIB, "measured": None},
         "host GiB": {"planned": plan["host_bytes"] / GIB, "measured": records[-1]["host_peak_bytes"] / GIB},
         "first step s": records[0]["step_s"],

@@ -105,6 +105,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--scaled", action="store_true", help="also evaluate YaRN without training")
     options = parser.parse_args(arguments)
     model, out, context = options.model, options.out, parse_count(options.context)
+    if not (model / "config.json").is_file():
+        parser.error(f"{model} has no config.json; give a Hugging Face directory")
     positions = json.loads((model / "config.json").read_text())["max_position_embeddings"]
     if context <= positions:
         parser.error(f"--context {options.context} is within the model's {positions} positions; give a longer one")
