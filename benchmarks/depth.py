@@ -120,9 +120,9 @@ def read_results(run_dir: Path) -> dict[str, Any]:
         return {}
     plan = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))
     later = [record["step_s"] for record in records[1:]]
-    per_step = records[0]["tokens"]
+    tokens_per_s = records[0]["tokens"] / statistics.mean(later or [records[0]["step_s"]])
     row: dict[str, Any] = {
-        "tokens/s": {"planned": plan.get("tokens_per_s"), "measured": per_step / statistics.mean(later or [records[0]["step_s"]])},
+        "tokens/s": {"planned": plan.get("tokens_per_s"), "measured": tokens_per_s},
         "peak GiB": {"planned": sum(plan["peak_bytes"].values()) / GIB, "measured": None},
         "host GiB": {"planned": plan["host_bytes"] / GIB, "measured": records[-1]["host_peak_bytes"] / GIB},
         "first step s": records[0]["step_s"],

@@ -40,6 +40,11 @@ class ActivationPolicy:
             if not isinstance(keeps, bool):
                 raise ConfigError(f"{name}={keeps!r} of an ActivationPolicy is not a bool; use True or False")
 
+    @property
+    def keeps_while_mixing(self) -> bool:
+        """Whether the layer allocates tensors that it keeps on the device before its output is computed."""
+        return self.attention == "device" or self.projections
+
 
 EVERYTHING = ActivationPolicy("device", "device", True, True)
 

@@ -128,12 +128,15 @@ class LayerSchedule:
 
     def forward(self, x_sD: Tensor, saved: SavedActivations) -> Tensor:
         policy = saved.policy
+        # Kept tensors would split the memory that the input of the layer below left, and the rest would be too small
+        # for the next output. So y, as large as that input, takes its place before they are allocated.
+        y_1sD = new_output(x_sD) if policy.keeps_while_mixing else None
         saved.mixing = self.mixer.start(x_sD, saved)
         outputs = self._mix(saved, policy.attention)
         if policy.attention is not None:
             saved.outputs = outputs
         with phase("mlp"):
-            y_1sD = set_category(x_sD.new_empty(1, *x_sD.shape), MemoryCategory.RESIDUAL)
+            y_1sD = new_output(x_sD) if y_1sD is None else y_1sD
             self._finish(saved, outputs, y_1sD.view(x_sD.shape))
         saved.release_sources()
         return y_1sD  # not a view, about which FSDP2 warns
@@ -282,6 +285,11 @@ class LayerSchedule:
         finally:
             if self.dropout is not None:
                 self.dropout.keys_t = None
+
+
+def new_output(x_sD: Tensor) -> Tensor:
+    """Return memory for a layer's output, [1, s, D]."""
+    return set_category(x_sD.new_empty(1, *x_sD.shape), MemoryCategory.RESIDUAL)
 
 
 class _LayerFunction(torch.autograd.Function):

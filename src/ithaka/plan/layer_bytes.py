@@ -266,8 +266,10 @@ def attention_points(b: LayerBytes, phase: str, stream: int) -> Iterator[MemoryP
     for i in range(b.num_stages):
         following = i + b.stages_ahead
         later = b.in_flight(b.q, i + 1, following)
-        stages = b.q + later + held_kv[i] + b.attend_bytes(i) + b.unsent(following, b.projected)
-        yield MemoryPoint(attend, stream, stages + i * done, "attend")
+        live = b.q + later + held_kv[i] + b.unsent(following, b.projected) + i * done
+        yield MemoryPoint(attend, stream, live + b.attend_bytes(i), "attend")
+        if b.qkv and b.has_exchange:  # q stays while the output is sent
+            yield MemoryPoint(attend, stream, live + 2 * b.q + b.lse)
         if following < b.num_stages:
             yield from send(following, later + left_kv[i] + (i + 1) * done)
 
@@ -325,8 +327,7 @@ def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoi
 def layer_points(b: LayerBytes) -> Iterator[MemoryPoint]:
     """Every point of a layer's forward and backward on one rank."""
     outputs, kept_later = b.outputs, b.gate_up
-    yield from b.mix_points("forward", b.x)
-    # y, computed from x and the outputs of all stages
+    yield from b.mix_points("forward", b.x + b.x * b.policy.keeps_while_mixing)  # x, and y if it is allocated first
     yield MemoryPoint("forward mlp", 2 * b.x, outputs + b.qkv + kept_later, "mlp")
     if b.keeps_attention:
         outputs = 0
