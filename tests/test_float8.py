@@ -26,7 +26,7 @@ from ithaka.plan.shape import StepShape
 from ithaka.plan.show import as_text
 from ithaka.plan.trace import TraceRequest
 from ithaka.run.preflight import build_run
-from ithaka.run.shapes import shape_from_config
+from ithaka.run.shapes import find_shape, shape_from_config
 from ithaka.run.trace import trace_model
 from models import CONSTRUCTING
 from precision import Batch, bf16_layout, error, our_gradients
@@ -273,19 +273,13 @@ def test_planned_bytes_are_those_of_the_schedule(family, overlap):
 
 
 def test_a_plan_that_does_not_fit_names_float8():
-    shape, machine = shape_from_config(json.loads(LLAMA_8B)), replace(parse_gpus("8xH100"), host_bytes=2 * 10**12)
+    shape, machine = find_shape("llama3-8b"), replace(parse_gpus("8xH100"), host_bytes=2 * 10**12)
     space = SearchSpace(shape, machine)
     longest = space.longest_context(1)
     assert space.with_float8.longest_context(1) > 1.6 * longest
     text = as_text(space.choose(StepShape(3 * longest // 2)), "llama3-8b")
     assert "  --set memory.stored_dtype=float8\n" in text
     assert replace(space, hardware=parse_gpus("8xA100-80GB")).with_float8 is None
-
-
-LLAMA_8B = json.dumps(
-    {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
-)  # fmt: skip
 
 
 def test_float8_without_anything_to_store_is_refused(tmp_path):
@@ -297,7 +291,7 @@ def test_float8_without_anything_to_store_is_refused(tmp_path):
     build_run(config, 1, None, resumes=True)
     for changes in ({"offload": "host"}, {"keep_attention": 1, "attention_offload": "host"}):
         build_run(tiny_run(tmp_path, memory=memory | changes), 1, None, resumes=False)
-    shape, machine = shape_from_config(json.loads(LLAMA_8B)), parse_gpus("8xH200")
+    shape, machine = find_shape("llama3-8b"), parse_gpus("8xH200")
     text = as_text(SearchSpace(shape, machine, {"stored_dtype": "float8"}).choose(StepShape(8192)), "llama3-8b")
     assert "no effect: nothing leaves the device" in text
 
