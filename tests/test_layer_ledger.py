@@ -92,7 +92,7 @@ CASES = [
     Case(8, 2, 2, None, inputs="device", attention="device"),
     pytest.param(Case(8, 2, 4, 4, overlap=False, attention=None), marks=pytest.mark.slow),
     pytest.param(Case(8, 2, 4, 4, inputs="device", attention=None), marks=pytest.mark.slow),
-    pytest.param(Case(8, 8, 2, 4, overlap=False, attention="device"), marks=pytest.mark.slow),
+    Case(8, 8, 2, 4, overlap=False, attention="device"),
     Case(8, 4, 4, 4, inputs="disk", attention="disk", overlap=False),
     pytest.param(Case(8, 1, 4, 4, overlap=False), marks=pytest.mark.slow),
     pytest.param(Case(8, 2, 2, 2, tile_tokens=64, overlap=False, dtype=torch.float64), marks=pytest.mark.slow),

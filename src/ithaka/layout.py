@@ -41,9 +41,13 @@ class ActivationPolicy:
                 raise ConfigError(f"{name}={keeps!r} of an ActivationPolicy is not a bool; use True or False")
 
     @property
-    def keeps_while_mixing(self) -> bool:
-        """Whether the layer allocates tensors that it keeps on the device before its output is computed."""
-        return self.attention == "device" or self.projections
+    def allocates_output_first(self) -> bool:
+        """Whether a layer's output is allocated before the tensors of its mixer that it keeps on the device.
+
+        Then it takes exactly the memory that the input of the layer below left. Otherwise a smaller kept tensor would,
+        and leave a gap that the next output does not fit.
+        """
+        return self.input != "device" and (self.attention == "device" or self.projections)
 
 
 EVERYTHING = ActivationPolicy("device", "device", True, True)

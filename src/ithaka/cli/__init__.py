@@ -18,9 +18,9 @@ from ithaka.exits import ExitCode, is_disk_full, is_transient
 # Commands that run on all ranks of torchrun. The others run on rank 0 only.
 ON_ALL_RANKS = (["train"], ["profile"], ["evaluate"], ["rehearse"], ["selftest"], ["bench", "network"])
 
-# On import, torchao warns of enums that it registers and of GPU kernels that it cannot load; neither is used here.
-for name in ("torch.utils._pytree", "torchao"):
-    logging.getLogger(name).setLevel(logging.ERROR)
+# torchao warns on import about enums that it registers and GPU kernels that it cannot load; nothing here needs them.
+for logger_name in ("torch.utils._pytree", "torchao"):
+    logging.getLogger(logger_name).setLevel(logging.ERROR)
 
 
 class Commands(TyperGroup):

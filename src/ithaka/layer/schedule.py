@@ -128,9 +128,7 @@ class LayerSchedule:
 
     def forward(self, x_sD: Tensor, saved: SavedActivations) -> Tensor:
         policy = saved.policy
-        # Kept tensors would split the memory that the input of the layer below left, and the rest would be too small
-        # for the next output. So y, as large as that input, takes its place before they are allocated.
-        y_1sD = new_output(x_sD) if policy.keeps_while_mixing else None
+        y_1sD = new_output(x_sD) if policy.allocates_output_first else None
         saved.mixing = self.mixer.start(x_sD, saved)
         outputs = self._mix(saved, policy.attention)
         if policy.attention is not None:

@@ -327,7 +327,8 @@ def attention_backward_points(b: LayerBytes, outputs: int) -> Iterator[MemoryPoi
 def layer_points(b: LayerBytes) -> Iterator[MemoryPoint]:
     """Every point of a layer's forward and backward on one rank."""
     outputs, kept_later = b.outputs, b.gate_up
-    yield from b.mix_points("forward", b.x + b.x * b.policy.keeps_while_mixing)  # x, and y if it is allocated first
+    yield from b.mix_points("forward", b.x + b.x * b.policy.allocates_output_first)
+    # x and y, and the outputs of all stages
     yield MemoryPoint("forward mlp", 2 * b.x, outputs + b.qkv + kept_later, "mlp")
     if b.keeps_attention:
         outputs = 0
