@@ -119,6 +119,17 @@ def test_layers_store_the_outputs_of_their_own_mixer():
     assert build_ledger(deepcopy(shape), layout, H200, StepShape(ranks * s)) == ledger  # sizes are cached
 
 
+def test_queries_that_attention_keeps_are_live_while_a_recurrence_runs():
+    shape, s = find_shape("falcon-h1-7b"), 2**17
+
+    def live(keeps_projections: bool) -> int:
+        make_sizes, kind_shape = shape.kinds_of_sizes[0]
+        sizes = make_sizes(kind_shape, Layout(), s, ActivationPolicy("host", "host", keeps_projections))
+        return max(p.full_length for p in sizes.mix_points("forward", 0) if p.tile_work == "rule")
+
+    assert live(True) - live(False) == s * (shape.heads + 2 * shape.kv_heads) * shape.head_dim * 2
+
+
 def test_windows_and_documents_shorten_attention():
     work = StepShape(2**20)
     assert work.pairs(None) == 2**39
