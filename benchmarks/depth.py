@@ -38,6 +38,7 @@ from ithaka.log.metrics import read_metrics, read_times
 from ithaka.plan.hardware import find_hardware
 from ithaka.plan.models import find_config
 from ithaka.plan.search import Plan
+from ithaka.run.launch import num_gpus
 from ithaka.run.request import make_request
 
 GIB = 2**30
@@ -193,13 +194,13 @@ def describe(row: dict[str, Any]) -> str:
         values = row.get(name, {}).get("planned"), row.get(name, {}).get("measured")
         return " / ".join("-" if value is None else f"{value:,.{digits}f}" for value in values)
 
-    parts = [f"{row['run']}: tokens/s {both('tokens/s', 0)}", f"peak GiB {both('peak GiB', 1)}"]
+    parts = [f"{row['run']}, planned / measured: tokens/s {both('tokens/s', 0)}", f"peak GiB {both('peak GiB', 1)}"]
     parts += [f"host GiB {both('host GiB', 1)}"]
     for name in ("reserved GiB", "reserved - allocated GiB", "allocator retries", "first step s", "save s", "save GiB"):
         if (value := row.get(name)) is not None:
             parts.append(f"{name} {value:.{0 if name == 'allocator retries' else 1}f}")
-    parts.append("later " + (", ".join(f"{step_s:.1f}" for step_s in row.get("later steps s", ())) or "-"))
-    return ", ".join(parts) + (" FAILED" if "error" in row else "") + " (planned / measured)"
+    parts.append("later " + (", ".join(f"{step_s:.1f}" for step_s in row.get("later steps s", ())) or "-") + " s")
+    return ", ".join(parts) + (" FAILED" if "error" in row else "")
 
 
 def list_cases() -> None:
@@ -230,6 +231,8 @@ def main(
         return
     if name not in CASES:
         raise typer.BadParameter(f"{name or 'no run'} is not one of {', '.join(CASES)}")
+    if name != "tiny" and not num_gpus():
+        raise typer.BadParameter(f"{name} needs a GPU with the memory of an H200; tiny runs on a CPU")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=work) as folder:
         row = run_case(name, steps, out, Path(folder), saves=not no_save)

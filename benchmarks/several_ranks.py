@@ -193,20 +193,23 @@ def run_all(waiting: list[Run], at_once: int, out: Path) -> dict[str, Any]:
 
 def main(
     ranks: Annotated[str, typer.Option(help="Numbers of ranks; 1 is always run.")] = "1,2,4,8",
-    save: Annotated[int, typer.Option(help="Number of ranks whose run half of them resume; 0: none.")] = 4,
+    save: Annotated[int | None, typer.Option(help="Ranks whose run half of them resume; 0: none.")] = None,
     out: Annotated[Path, typer.Option(help="Directory of the results.")] = Path("ranks"),
     work: Annotated[Path | None, typer.Option(help="Directory of the runs; by default temporary.")] = None,
     at_once: Annotated[int, typer.Option(min=1, help="Runs at a time; they share the GPU.")] = 1,
     tiny: Annotated[bool, typer.Option("--tiny", help="A small model and context, for a CPU.")] = False,
 ) -> None:
-    """Compare training on several ranks with training on one."""
+    """Compare training on several ranks with training on one. By default, half of 4 ranks resume."""
+    counts = [int(number) if number.isdecimal() else 0 for number in ranks.split(",")]
+    if not all(counts):
+        raise typer.BadParameter(f"--ranks {ranks}: write numbers of ranks such as 1,2,4")
+    save = 4 * (4 in counts) if save is None else save
+    if save % 2 or save not in (0, *counts):
+        raise typer.BadParameter(f"--save {save}: use 0, or an even number in --ranks {ranks}")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=work) as name:
         folder = Path(name)
         settings = write_inputs(folder, tiny)
-        counts = [int(number) for number in ranks.split(",")]
-        if save % 2 or save not in (0, *counts):
-            raise typer.BadParameter(f"--save {save}: use 0, or an even number in --ranks {ranks}")
         results = run_all(make_runs(settings, counts, save, out, folder), at_once, out)
     print("largest relative difference from 1 rank")
     for name, differences in results["differences from 1 rank"].items():

@@ -129,6 +129,8 @@ def main(arguments: list[str] | None = None) -> None:
         ithaka("evaluate", out / "scaled", *measure, output=out / "scaled.json")
     ithaka("train", out / "extend.yaml", "--run-dir", out / "run", "--resume", "auto")
     ithaka("evaluate", out / "run", *measure, output=out / "after.json")
+    if options.scaled:
+        ithaka("evaluate", out / "before.json", out / "scaled.json")
     ithaka("evaluate", out / "before.json", out / "after.json")
 
 

@@ -66,7 +66,7 @@ def test_a_run_at_full_depth_shows_planned_next_to_measured_figures(benchmark, t
     assert row["first / later"] == 3 and row["startup_s"] == {"model": 4.0} and row["pinning"] == {"bytes": gib}
     line = "tokens/s 120 / 100, peak GiB 4.0 / 5.0, host GiB 2.0 / 3.0, reserved GiB 6.0, reserved - allocated GiB 1.0"
     line += ", allocator retries 0, first step s 3.0, save s 0.5, save GiB 1.0, later 1.0, 1.0"
-    assert depth.describe(row) == f"case: {line} (planned / measured)"
+    assert depth.describe(row) == f"case, planned / measured: {line} s"
 
 
 @pytest.mark.slow

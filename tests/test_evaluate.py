@@ -247,7 +247,7 @@ def test_a_run_is_evaluated_and_printed(ranks, tmp_path, monkeypatch, capfd):
     (tmp_path / "run.json").write_text(result.stdout)
     for more, *named, fix in (
         (["--contexts", "4K"], "--data=", "4096 tokens", "shorter"),
-        (["--contexts", "300,900"], "300 tokens", "at least"),
+        (["--contexts", "300,900"], "--contexts=300", "--samples=0"),
         (["--contexts", "900", "--ranks", "0"], "--ranks=0", "at least 1"),
         (["--contexts", "800", str(tmp_path / "run.json")], "run.json", "contexts=[900]", "the same --contexts"),
     ):

@@ -14,13 +14,12 @@ from ithaka.checks.doctor import package_versions
 from ithaka.cli import plan, runs
 from ithaka.comm.rank import is_rank_0, leave_launcher
 from ithaka.exits import ExitCode, is_disk_full, is_transient
+from ithaka.run.launch import quiet_torchao
 
 # Commands that run on all ranks of torchrun. The others run on rank 0 only.
 ON_ALL_RANKS = (["train"], ["profile"], ["evaluate"], ["rehearse"], ["selftest"], ["bench", "network"])
 
-# torchao warns on import about enums that it registers and GPU kernels that it cannot load; nothing here needs them.
-for logger_name in ("torch.utils._pytree", "torchao"):
-    logging.getLogger(logger_name).setLevel(logging.ERROR)
+quiet_torchao()
 
 
 class Commands(TyperGroup):

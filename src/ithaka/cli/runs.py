@@ -42,7 +42,12 @@ MODEL_NAMES = {
     "repair it, or set data.tokenizer": "repair it",
     "or to a file, or data.tokenizer to the tokenizer of an instruct model": "or to a file",
 }
-EVALUATE_NAMES = MODEL_NAMES | {"data.chat_template": "--chat-template", "parallel.ranks": "--ranks"}
+EVALUATE_NAMES = MODEL_NAMES | {
+    "data.chat_template": "--chat-template",
+    "parallel.ranks": "--ranks",
+    "evaluate.contexts": "--contexts",
+    "evaluate.samples": "--samples",
+}
 SAMPLE_NAMES = MODEL_NAMES | {
     "set data.chat_template to a file that is": "repair it, or use --raw",
     "change or drop the record, or set another data.chat_template": "change the messages",
@@ -324,6 +329,8 @@ def evaluate(
             page.write_text(compare.render_results(results), encoding="utf-8")
     if as_json:
         print(format_json(results if len(results) > 1 else results[0], indent=2))
+    elif not all(each.is_file() for each in models):
+        print(f"documents of {data or 'the standard library of Python'}\n")
     for title, rows in compare.make_tables(results) if not as_json else ():
         missing = compare.explain_missing_retrieval(results) if title == "retrieval by depth" else ""
         print(f"{title}\n{format_table(rows) if rows else missing or 'not measured'}\n")

@@ -71,7 +71,8 @@ class Section:
             try:
                 value = _convert(value, hint)
             except _TypeMismatch:
-                raise ConfigError(f"{name}={format_value(value)} is not valid; use {_describe(hint)}") from None
+                units = " (64K is 65536)" if hint is int else ""
+                raise ConfigError(f"{name}={format_value(value)} is not valid; use {_describe(hint)}{units}") from None
             for number in value if isinstance(value, tuple) else (value,):
                 _check_limits(name, number, field.metadata)
             object.__setattr__(self, field.name, value)

@@ -129,6 +129,7 @@ def _find_shards(data: DataConfig) -> tuple[list[SourceShards], list[list[Shard]
     for i, (config, name) in enumerate(zip(configs, _name_paths(paths), strict=True)):
         setting, split = f"data.sources[{i}].path" if data.sources else "data.path", None
         label = f"{setting}={config.path}"
+        origin = label if config.path else "Python's standard library"
         found = find_files(config.path, setting)
         if data.validation_path is None and not fraction:
             validation = "none, data.validation_fraction=0"
@@ -140,13 +141,13 @@ def _find_shards(data: DataConfig) -> tuple[list[SourceShards], list[list[Shard]
         elif data.validation_path is None:
             split = Split(fraction, held_out=False)
             held_out.append(make_shards(found.files, config, Split(fraction, held_out=True)))
-            origin = label if config.path else "Python's standard library"
             validation = f"data.validation_fraction={fraction} of {'each source' if data.sources else origin}"
         train = make_shards(found.files, config, split)
         sources.append(SourceShards(label, name, config.weight, train))
         kinds, num_files = ", ".join(sorted({file.kind for file in found.files})), len(found.files)
         megabytes = sum(shard.num_bytes for shard in train) / 1e6
-        summary[name] = f"{num_files:,} file{'s' * (num_files != 1)} ({kinds}), {megabytes:,.1f} MB"
+        summary[name] = "" if config.path else f"{origin}, "
+        summary[name] += f"{num_files:,} file{'s' * (num_files != 1)} ({kinds}), {megabytes:,.1f} MB"
         if is_streamed(found.files[0].path):
             summary[name] += f", streamed from {'/'.join(found.files[0].path.parts[2:4])}"
         if found.ignored:

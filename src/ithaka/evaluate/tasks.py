@@ -93,7 +93,8 @@ def make_prompt(task: Task, haystack: np.ndarray, tokenizer: Tokenizer, length: 
     prefix = np.asarray(tokenizer.document_prefix, np.int32)
     room = length - sum(map(len, (prefix, *parts, question, answer)))
     if room < 0:
-        raise ConfigError(f"a context of {length} tokens is too short for the tasks; use at least {length - room}")
+        rule = f"is too short for the retrieval tasks; use at least {length - room}, or evaluate.samples=0"
+        raise ConfigError(f"evaluate.contexts={length} {rule}")
     pieces = np.split(np.resize(haystack, room), [int(where * room) for where, _ in needles])
     woven = itertools.chain.from_iterable(itertools.zip_longest(pieces, parts, fillvalue=prefix[:0]))
     return np.concatenate([prefix, *woven, question, answer]), len(answer)

@@ -75,7 +75,8 @@ def _suggestion(model: str) -> str:
         if other in closest
     }
     nearest = sorted(ratios, key=lambda name: ratios[name])
-    if alike := [name for name in nearest if ratios[name] <= SAME_SIZE][:2]:
+    longer = [name for name in MODELS if model and name.startswith(model.lower())]
+    if alike := (longer or [name for name in nearest if ratios[name] <= SAME_SIZE])[:2]:
         return f"did you mean {' or '.join(alike)}?"
     example = f"a name such as {nearest[0] if nearest else 'llama3.1-8b'}"
     return f"use a directory with its config.json, its Hugging Face hub id (ORG/NAME), or {example}"

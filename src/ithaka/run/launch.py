@@ -314,7 +314,7 @@ def run_child_rank(folder_name: str) -> None:
     """Main program of a rank: unpickle the call from the folder, run it, and report the outcome there."""
     global _outcome_dir
     folder = _outcome_dir = Path(folder_name)
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # as in ithaka.cli
+    quiet_torchao()
     with (folder / "call").open("rb") as file:
         launcher_pid, sys.path[:] = pickle.load(file)
         threading.Thread(target=_exit_with_launcher, args=(launcher_pid, folder), daemon=True).start()
@@ -325,6 +325,12 @@ def run_child_rank(folder_name: str) -> None:
         exit_rank(outcome)
     elif outcome.code:
         (folder / f"stopped-{os.environ['RANK']}").write_bytes(pickle.dumps(outcome))
+
+
+def quiet_torchao() -> None:
+    """Hide torchao's warnings on import: about enums that it registers and GPU kernels that it cannot load."""
+    for name in ("torch.utils._pytree", "torchao"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _run_forked_rank(folder_name: str) -> None:

@@ -249,7 +249,8 @@ def check_fits(run: Run) -> None:
 def _check_tiers(run: Run, ledger: Ledger, setting: str, find_fixes: Callable[[Run, str], dict[str, bool]]) -> None:
     planned = uses_planner(run.config, run.hardware)
     host, disk = (ledger.host, ledger.disk) if planned else certain_needs(run, ledger)
-    per_node = f"per node of {run.hardware.gpus_per_node} ranks"
+    num_ranks = run.hardware.gpus_per_node
+    per_node = f"per node of {num_ranks} rank{'s' * (num_ranks > 1)}"
     tiers = {
         "GPU memory": (ledger.gpu if planned else {}, ledger.gpu_bytes, "per GPU"),
         "host memory": (host, ledger.host_bytes, per_node),

@@ -216,7 +216,8 @@ def _parse_json(record: Any) -> Any:
     except (ValueError, RecursionError) as error:
         if record.startswith(LFS_POINTER):
             raise BadRecord("not JSON", "not JSON but a Git LFS pointer; run `git lfs pull`") from error
-        raise BadRecord("not JSON", f"not JSON ({error}); write one JSON object per line") from error
+        problem = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise BadRecord("not JSON", f"not JSON ({problem}); write one JSON object per line") from error
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
