@@ -1,6 +1,5 @@
 """The `ithaka` command: parse arguments, print results. Commands import torch only when they run."""
 
-import logging
 import os
 import signal
 import sys
