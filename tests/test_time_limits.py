@@ -172,7 +172,7 @@ def test_only_ranks_that_are_slow_for_their_work_are_reported():
 
 
 def slow_down(patch, where):
-    """Make attention take 20 ms on both ranks and, on rank 1, attention or the projections before it 100 ms more.
+    """Make attention take 20 ms on both ranks and, on rank 1, attention or the projections before it 250 ms more.
 
     The ratio is large because the machine may be busy."""
     patch.setattr(watch, "SLOW_STEPS", 2)
@@ -181,7 +181,7 @@ def slow_down(patch, where):
     def delay(function, seconds):
         return lambda *args: time.sleep(seconds) or function(*args)
 
-    late = {where: 0.1} if dist.get_rank() == 1 else {}
+    late = {where: 0.25} if dist.get_rank() == 1 else {}
     for name in ("attend", "attend_backward"):
         attend = delay(getattr(stages.StagedAttention, name), 0.02 + late.get("attention", 0.0))
         patch.setattr(stages.StagedAttention, name, attend)
