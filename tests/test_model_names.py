@@ -56,6 +56,7 @@ def test_built_in_shapes_have_the_checkpoints_number_of_parameters(name):
 @pytest.mark.parametrize("name, suggestion", [
     ("llama3-9b", "did you mean llama3-8b?"), ("qwen25-7b", "did you mean qwen2.5-7b?"),
     ("gemma-3-27", "did you mean gemma-3-27b?"), ("glm-4.5", "did you mean glm-4.5-air?"),
+    ("gpt-oss-20", "did you mean gpt-oss-20b?"),
     ("gpt9", "a name such as llama3.1-8b"), ("Qwen3.5-27B", "a name such as qwen3.5-9b"),
     ("qwen3-vl-32b", "a name such as qwen3-vl-8b"), ("codellama-34b", "a name such as llama3.1-8b"),
 ])  # fmt: skip
