@@ -203,7 +203,8 @@ def main(
     counts = [int(number) if number.isdecimal() else 0 for number in ranks.split(",")]
     if not all(counts):
         raise typer.BadParameter(f"--ranks {ranks}: write numbers of ranks such as 1,2,4")
-    save = 4 * (4 in counts) if save is None else save
+    if save is None:
+        save = 4 if 4 in counts else 0
     if save % 2 or save not in (0, *counts):
         raise typer.BadParameter(f"--save {save}: use 0, or an even number in --ranks {ranks}")
     out.mkdir(parents=True, exist_ok=True)

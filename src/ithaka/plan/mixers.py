@@ -249,7 +249,7 @@ class SideBySideBytes(LayerBytes):
     def __init__(self, rule: DeltaRule, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.second = DeltaBytes(rule, *arguments)
-        self.first_kept = self.outputs + self.qkv  # of attention, while the recurrence runs
+        self.attention_kept = self.outputs + self.qkv  # live while the recurrence runs
         self.outputs += self.second.outputs
         self.stored_outputs += self.second.stored_outputs
         self.qkv += self.second.qkv
@@ -258,7 +258,7 @@ class SideBySideBytes(LayerBytes):
     def mix_points(self, phase: str, stream: int) -> Iterator[MemoryPoint]:
         yield from attention_points(self, phase, stream)
         for point in self.second.mix_points(phase, stream):
-            yield point._replace(heads=point.heads + self.first_kept)
+            yield point._replace(heads=point.heads + self.attention_kept)
 
     def mix_backward_points(self, outputs: int) -> Iterator[MemoryPoint]:
         for point in attention_backward_points(self, outputs):

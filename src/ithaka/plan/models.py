@@ -63,7 +63,8 @@ def _plain(name: str) -> str:
 
 
 def _suggestion(model: str) -> str:
-    """Names of the same family and nearly the same size; of other models, the nearest name is only an example."""
+    """Names that begin with `model`, or of the same family and nearly the same size; of other models, the nearest name
+    is only an example."""
     family, size = _split_size(model)
     families = {name: _split_size(name) for name in MODELS}
     # Another number is another family: Qwen3.5 is not a typo of Qwen3.
@@ -75,8 +76,8 @@ def _suggestion(model: str) -> str:
         if other in closest
     }
     nearest = sorted(ratios, key=lambda name: ratios[name])
-    longer = [name for name in MODELS if model and name.startswith(model.lower())]
-    if alike := (longer or [name for name in nearest if ratios[name] <= SAME_SIZE])[:2]:
+    completed = [name for name in MODELS if model and name.startswith(model.lower())]
+    if alike := (completed or [name for name in nearest if ratios[name] <= SAME_SIZE])[:2]:
         return f"did you mean {' or '.join(alike)}?"
     example = f"a name such as {nearest[0] if nearest else 'llama3.1-8b'}"
     return f"use a directory with its config.json, its Hugging Face hub id (ORG/NAME), or {example}"
