@@ -8,7 +8,8 @@ Planned figures are next to measured ones.
 
 Weights are random and drawn on the GPU, so nothing is downloaded. Data are random tokens, one document per sequence.
 Three steps each, or two if a step is planned to take more than five minutes; tokens/s are those of later steps, or of
-the only one. Prints one line and writes NAME.json, which is updated after every step, NAME.log and NAME.metrics.jsonl.
+the only one. Prints one line and writes NAME.json, which is updated after every step, NAME.log, NAME.metrics.jsonl and
+NAME.gpu.csv: the clock in MHz, the power in W and the use in percent of GPU 0, every five seconds.
 """
 
 from __future__ import annotations
@@ -148,6 +149,26 @@ def read_results(run_dir: Path) -> dict[str, Any]:
     return row | {"layout": plan["layout"], "gpus": plan["gpus"]}
 
 
+def watch_gpu(file: Path) -> subprocess.Popen[bytes] | None:
+    """Write the GPU's clock, power and use until killed. A GPU at its power limit lowers its clock."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    query = ["--query-gpu=clocks.sm,power.draw,utilization.gpu", "--format=csv,noheader,nounits"]
+    with file.open("wb") as output:
+        return subprocess.Popen(["nvidia-smi", "--id=0", "--loop=5", *query], stdout=output)
+
+
+def read_gpu(file: Path) -> dict[str, Any]:
+    """Return the median clock and power while the GPU was in use."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    lines = [line for line in lines if line.count(",") == 2 and "N/A" not in line]
+    samples = [[float(value) for value in line.split(",")] for line in lines]
+    if not (busy := [sample for sample in samples if sample[2] > 50]):
+        return {}
+    clocks, powers, _ = zip(*busy, strict=True)
+    return {"clock MHz": statistics.median(clocks), "power W": statistics.median(powers)}
+
+
 def end(process: subprocess.Popen[bytes]) -> None:
     """Kill the run and the processes that it started."""
     for each in [*psutil.Process(process.pid).children(recursive=True), process]:
@@ -165,6 +186,7 @@ def run_case(name: str, steps: int | None, out: Path, work: Path, saves: bool) -
     metrics, log, started = work / "run" / "metrics.jsonl", out / f"{name}.log", time.monotonic()
     row: dict[str, Any] = {"run": name, "model": case.model, "context": parse_count(case.context)}
     row |= {"settings": case.settings, "steps": steps}
+    watcher = watch_gpu(out / f"{name}.gpu.csv")
     with log.open("wb") as output:
         environment = {"NCCL_DEBUG": "WARN", **os.environ}  # its errors name no reason otherwise
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
@@ -181,6 +203,9 @@ def run_case(name: str, steps: int | None, out: Path, work: Path, saves: bool) -
         finally:
             if process.poll() is None:
                 end(process)
+            if watcher:
+                end(watcher)
+    row |= read_gpu(out / f"{name}.gpu.csv")
     if code:
         row["error"] = log.read_text(encoding="utf-8", errors="replace")[-2000:]
     if metrics.exists():
@@ -199,6 +224,8 @@ def describe(row: dict[str, Any]) -> str:
     for name in ("reserved GiB", "reserved - allocated GiB", "allocator retries", "first step s", "save s", "save GiB"):
         if (value := row.get(name)) is not None:
             parts.append(f"{name} {value:.{0 if name == 'allocator retries' else 1}f}")
+    if clock := row.get("clock MHz"):
+        parts.append(f"{clock:,.0f} MHz at {row['power W']:.0f} W")
     parts.append("later " + (", ".join(f"{step_s:.1f}" for step_s in row.get("later steps s", ())) or "-") + " s")
     return ", ".join(parts) + (" FAILED" if "error" in row else "")
 
