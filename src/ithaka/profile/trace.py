@@ -30,6 +30,8 @@ aten: Any = torch.ops.aten
 # Matmuls, and the position of their first matrix.
 MATMULS = {**dict.fromkeys((aten.mm, aten.bmm, aten._grouped_mm), 0), **dict.fromkeys((aten.addmm, aten.addmm_), 1)}
 MATMULS |= dict.fromkeys((aten.baddbmm, aten.baddbmm_, aten.addbmm), 1)
+# On meta tensors, these take most of a mixture's trace, and torch 2.11 mistakes the dtype of the last one for beta.
+ADDMMS = {aten.addmm.default, aten.addmm_.default, aten.addmm.out, getattr(aten.addmm, "dtype_out", None)}
 ATTENTION = {
     aten._scaled_dot_product_efficient_attention: "forward",
     aten._scaled_dot_product_efficient_attention_backward: "backward",
@@ -176,9 +178,10 @@ class _RecordOperators(RecordOutputs):
         tensors = [t for t in flatten((*args, *kwargs.values())) if isinstance(t, Tensor) and (t.is_meta or t.dim())]
         if self.tracker.device == GHOST and len({t.is_meta for t in tensors}) == 2:
             args, kwargs = _move_to_ghost(func, args, kwargs)
-        # On meta tensors, torch 2.11 mistakes addmm's dtype for beta.
-        is_wide = func is getattr(aten.addmm, "dtype_out", None)
-        return kwargs["out"] if is_wide and kwargs["out"].is_meta else func(*args, **kwargs)
+        if func in ADDMMS and type(args[1]) is Tensor and args[1].is_meta:
+            a, b = args[1:3]
+            return args[0] if func is aten.addmm_.default else kwargs.get("out", a.new_empty(len(a), b.shape[1]))
+        return func(*args, **kwargs)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out, recorder, kwargs = super().__torch_dispatch__(func, types, args, kwargs), self.tracker, kwargs or {}
