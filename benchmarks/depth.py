@@ -8,12 +8,12 @@ Planned figures are next to measured ones.
 
 Weights are random and drawn on the GPU, so nothing is downloaded. Data are random tokens, one document per sequence.
 Three steps each, or two if a step is planned to take more than five minutes; tokens/s are those of later steps, or of
-the only one. Prints one line and writes NAME.json, which is updated after every step, NAME.log, NAME.metrics.jsonl and
-NAME.gpu.csv: the clock in MHz, the power in W and the use in percent of GPU 0, every five seconds.
+the only one. Prints one line and writes NAME.json, which is updated after every step, NAME.log and NAME.metrics.jsonl.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -45,6 +45,7 @@ from ithaka.run.request import make_request
 GIB = 2**30
 H200 = ("1xH200", "134GB")  # with 125 GiB of host memory
 LONG_STEP_S = 300.0  # planned, above which two steps are enough
+POLL_S, SAMPLE_POLLS, BUSY_PERCENT = 0.2, 25, 50.0  # the GPU's clock is read every five seconds
 STARTUP_S = 60.0  # expected before the first step: imports, random weights, kernels
 TINY = {"model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 4,
@@ -149,24 +150,22 @@ def read_results(run_dir: Path) -> dict[str, Any]:
     return row | {"layout": plan["layout"], "gpus": plan["gpus"]}
 
 
-def watch_gpu(file: Path) -> subprocess.Popen[bytes] | None:
-    """Write the GPU's clock, power and use until killed. A GPU at its power limit lowers its clock."""
-    if not shutil.which("nvidia-smi"):
-        return None
+def sample_gpu() -> list[float]:
+    """Return the GPU's SM clock in MHz, power draw in W and utilization in percent; nothing without nvidia-smi."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
     query = ["--query-gpu=clocks.sm,power.draw,utilization.gpu", "--format=csv,noheader,nounits"]
-    with file.open("wb") as output:
-        return subprocess.Popen(["nvidia-smi", "--id=0", "--loop=5", *query], stdout=output)
+    with suppress(OSError, subprocess.SubprocessError, ValueError):  # ValueError: "[N/A]"
+        command = ["nvidia-smi", f"--id={gpu}", *query]
+        output = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
+        return [float(value) for value in output.split(",")]
+    return []
 
 
-def read_gpu(file: Path) -> dict[str, Any]:
-    """Return the median clock and power while the GPU was in use."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    lines = [line for line in lines if line.count(",") == 2 and "N/A" not in line]
-    samples = [[float(value) for value in line.split(",")] for line in lines]
-    if not (busy := [sample for sample in samples if sample[2] > 50]):
-        return {}
-    clocks, powers, _ = zip(*busy, strict=True)
-    return {"clock MHz": statistics.median(clocks), "power W": statistics.median(powers)}
+def read_clock(samples: list[list[float]]) -> dict[str, Any]:
+    """Return the median clock and power of a busy GPU. One at its power limit lowers its clock, and so tokens/s."""
+    busy = [sample for sample in samples if sample and sample[2] > BUSY_PERCENT]
+    names = ("clock MHz", "power W") if busy else ()
+    return {name: statistics.median(sample[i] for sample in busy) for i, name in enumerate(names)}
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -186,26 +185,26 @@ def run_case(name: str, steps: int | None, out: Path, work: Path, saves: bool) -
     metrics, log, started = work / "run" / "metrics.jsonl", out / f"{name}.log", time.monotonic()
     row: dict[str, Any] = {"run": name, "model": case.model, "context": parse_count(case.context)}
     row |= {"settings": case.settings, "steps": steps}
-    watcher = watch_gpu(out / f"{name}.gpu.csv")
+    samples = list[list[float]]()
     with log.open("wb") as output:
         environment = {"NCCL_DEBUG": "WARN", **os.environ}  # its errors name no reason otherwise
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         try:
-            while True:
+            for poll in itertools.count():
                 code = process.poll()
                 row |= read_results(work / "run") if metrics.exists() else {}
+                if poll % SAMPLE_POLLS == 0:
+                    samples.append(sample_gpu())
+                    row |= read_clock(samples)
                 row["took s"] = time.monotonic() - started
                 is_done = len(row.get("loss", ())) == steps
                 if code is not None or (is_done and not saves):
                     break
                 (out / f"{name}.json").write_text(json.dumps(row, indent=1), encoding="utf-8")
-                time.sleep(0.2)
+                time.sleep(POLL_S)
         finally:
             if process.poll() is None:
                 end(process)
-            if watcher:
-                end(watcher)
-    row |= read_gpu(out / f"{name}.gpu.csv")
     if code:
         row["error"] = log.read_text(encoding="utf-8", errors="replace")[-2000:]
     if metrics.exists():

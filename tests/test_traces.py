@@ -32,7 +32,7 @@ from ithaka.plan.search import Plan, SearchSpace
 from ithaka.plan.seconds import sent_bytes
 from ithaka.plan.shape import StepShape
 from ithaka.plan.trace import LinearTrace, Peaks, Segment, Trace, TraceRequest, choose_traced, correct
-from ithaka.profile.trace import trace_step
+from ithaka.profile.trace import TraceRecorder, trace_step
 from ithaka.roots import probe
 from ithaka.run import shapes
 from ithaka.run import trace as tracing
@@ -195,6 +195,22 @@ def test_flops_are_those_of_the_matmuls(usual):
     assert flops["matmul"] == 2 * s * HIDDEN * width
     pairs = TOKENS * (TOKENS + 1) // 2
     assert flops[f"attention forward, cpu, head dim {K}"] == 4 * K * heads // CP * pairs
+
+
+@pytest.mark.parametrize("bias", [(5,), (1, 5), (3, 1), (3, 5)])
+def test_matmuls_that_add_have_the_shapes_of_a_cpu(bias):
+    def run(device):
+        c, a, b = (torch.ones(shape, dtype=torch.bfloat16, device=device) for shape in (bias, (3, 4), (5, 4)))
+        out = torch.empty(3, 5, dtype=torch.bfloat16, device=device)
+        results = torch.addmm(c, a, b.t()), torch.addmm(c, a, b.t(), out=out), out.addmm_(a, b.t(), beta=0.5)
+        assert results[1] is out and results[2] is out
+        return [(tuple(result.shape), result.dtype, result.stride()) for result in results]
+
+    with TraceRecorder() as recorder:
+        assert run("meta") == run("cpu")
+        with pytest.raises(AssertionError, match="addmm"):
+            torch.addmm(*(torch.ones(3, 4, device="meta") for _ in range(3)))
+    assert recorder.open.flops == {"matmul": 3 * 2 * 3 * 4 * 5 * 2}
 
 
 def test_copies_to_the_host_are_counted():

@@ -30,7 +30,8 @@ aten: Any = torch.ops.aten
 # Matmuls, and the position of their first matrix.
 MATMULS = {**dict.fromkeys((aten.mm, aten.bmm, aten._grouped_mm), 0), **dict.fromkeys((aten.addmm, aten.addmm_), 1)}
 MATMULS |= dict.fromkeys((aten.baddbmm, aten.baddbmm_, aten.addbmm), 1)
-# On meta tensors, these take most of a mixture's trace, and torch 2.11 mistakes the dtype of the last one for beta.
+# PyTorch decomposes these on meta tensors, which took almost half of a mixture's trace. torch 2.11 also mistakes the
+# dtype of the last one for beta.
 ADDMMS = {aten.addmm.default, aten.addmm_.default, aten.addmm.out, getattr(aten.addmm, "dtype_out", None)}
 ATTENTION = {
     aten._scaled_dot_product_efficient_attention: "forward",
@@ -178,9 +179,12 @@ class _RecordOperators(RecordOutputs):
         tensors = [t for t in flatten((*args, *kwargs.values())) if isinstance(t, Tensor) and (t.is_meta or t.dim())]
         if self.tracker.device == GHOST and len({t.is_meta for t in tensors}) == 2:
             args, kwargs = _move_to_ghost(func, args, kwargs)
-        if func in ADDMMS and type(args[1]) is Tensor and args[1].is_meta:
+        if func in ADDMMS and type(args[1]) is Tensor and args[1].is_meta:  # no FakeTensor
             a, b = args[1:3]
-            return args[0] if func is aten.addmm_.default else kwargs.get("out", a.new_empty(len(a), b.shape[1]))
+            assert a.shape[1] == b.shape[0], f"{func} of {a.shape} and {b.shape}"
+            if func is aten.addmm.default:
+                return a.new_empty(len(a), b.shape[1])
+            return kwargs.get("out", args[0])
         return func(*args, **kwargs)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
