@@ -34,6 +34,7 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from ithaka.checks.doctor import query_gpu
 from ithaka.config import parse_count
 from ithaka.log.metrics import read_metrics, read_times
 from ithaka.plan.hardware import find_hardware
@@ -151,19 +152,14 @@ def read_results(run_dir: Path) -> dict[str, Any]:
 
 
 def sample_gpu() -> list[float]:
-    """Return the GPU's SM clock in MHz, power draw in W and utilization in percent; nothing without nvidia-smi."""
+    """Return the GPU's SM clock in MHz, power draw in W and utilization in percent; 0 without nvidia-smi."""
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
-    query = ["--query-gpu=clocks.sm,power.draw,utilization.gpu", "--format=csv,noheader,nounits"]
-    with suppress(OSError, subprocess.SubprocessError, ValueError):  # ValueError: "[N/A]"
-        command = ["nvidia-smi", f"--id={gpu}", *query]
-        output = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
-        return [float(value) for value in output.split(",")]
-    return []
+    return query_gpu(gpu, "clocks.sm", "power.draw", "utilization.gpu")
 
 
 def read_clock(samples: list[list[float]]) -> dict[str, Any]:
     """Return the median clock and power of a busy GPU. One at its power limit lowers its clock, and so tokens/s."""
-    busy = [sample for sample in samples if sample and sample[2] > BUSY_PERCENT]
+    busy = [sample for sample in samples if sample[2] > BUSY_PERCENT]
     names = ("clock MHz", "power W") if busy else ()
     return {name: statistics.median(sample[i] for sample in busy) for i, name in enumerate(names)}
 

@@ -62,9 +62,8 @@ def test_a_run_at_full_depth_shows_planned_next_to_measured_figures(benchmark, t
     lines += [{"step": 1, "times": {"startup_s": {"model": 4.0}, "pinning": {"bytes": gib}}}]
     lines += [{"step": 3, "times": {"save_s": 0.5, "saved_bytes": gib}}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    clocks = depth.read_clock(
-        [[1980.0, 130.1, 0.0], [], [1620.0, 690.0, 100.0], [1600.0, 688.0, 99.0], [1600.0, 690.0, 99.0]]
-    )
+    samples = [[1980.0, 130.1, 0.0], [1620.0, 690.0, 100.0], [1600.0, 688.0, 99.0], [1600.0, 690.0, 99.0]]
+    clocks = depth.read_clock(samples)
     row = depth.read_results(tmp_path) | clocks | {"run": "case"}
     assert row["first / later"] == 3 and row["startup_s"] == {"model": 4.0} and row["pinning"] == {"bytes": gib}
     line = "tokens/s 120 / 100, peak GiB 4.0 / 5.0, host GiB 2.0 / 3.0, reserved GiB 6.0, reserved - allocated GiB 1.0"
@@ -72,14 +71,16 @@ def test_a_run_at_full_depth_shows_planned_next_to_measured_figures(benchmark, t
     assert depth.describe(row) == f"case, planned / measured: {line} s"
 
 
-@pytest.mark.parametrize("output, sample", [("1620, 690.00, 100", [1620.0, 690.0, 100.0]), ("1620, [N/A], 100", [])])
+@pytest.mark.parametrize(
+    "output, sample", [("1620, 690.00, 100", [1620, 690, 100]), ("1620, [N/A], 100", [1620, 0, 100])]
+)
 def test_the_clock_is_read_from_nvidia_smi(benchmark, tmp_path, monkeypatch, output, sample):
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{output}'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert benchmark("depth").sample_gpu() == sample
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
-    assert benchmark("depth").sample_gpu() == []
+    assert benchmark("depth").sample_gpu() == [0, 0, 0]
 
 
 @pytest.mark.slow

@@ -234,6 +234,16 @@ def examine_rank(device: Any, ranks_per_gpu: int) -> dict[str, Any]:
     return {"versions": package_versions(), "clock": clock, "checks": checks | gpu_checks}
 
 
+def query_gpu(gpu: str, *fields: str) -> list[float]:
+    """Return what nvidia-smi reports about a GPU, given by index or UUID; 0 for what it does not report."""
+    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    output = ""
+    with suppress(OSError, subprocess.SubprocessError):
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+    numbers = [float(value) if re.fullmatch(r"\d+\.?\d*", value.strip()) else 0.0 for value in output.split(",")]
+    return (numbers + [0.0] * len(fields))[: len(fields)]
+
+
 def _examine_gpu(device: Any, ranks_per_gpu: int) -> tuple[float, dict[str, tuple[bool, str]]]:
     """The clock under load in MHz, and checks."""
     import torch
@@ -241,14 +251,10 @@ def _examine_gpu(device: Any, ranks_per_gpu: int) -> tuple[float, dict[str, tupl
     from ithaka.comm.mesh import ALLOCATOR_VARIABLES
 
     gpu: Any = torch.cuda.get_device_properties(device)
-    a_nn, output = torch.ones(8192, 8192, device=device, dtype=torch.bfloat16), ""
+    a_nn = torch.ones(8192, 8192, device=device, dtype=torch.bfloat16)
     for _ in range(500):  # in flight while nvidia-smi runs: about a second
         a_nn @ a_nn
-    with suppress(OSError, subprocess.SubprocessError):
-        query = ["--query-gpu=clocks.sm,power.limit,power.default_limit", "--format=csv,noheader,nounits"]
-        command = ["nvidia-smi", f"--id=GPU-{gpu.uuid}", *query]
-        output = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
-    clock, power, default = [*map(float, re.findall(r"\d+\.?\d*", output)), 0.0, 0.0, 0.0][:3]  # 0: not reported
+    clock, power, default = query_gpu(f"GPU-{gpu.uuid}", "clocks.sm", "power.limit", "power.default_limit")
     torch.cuda.synchronize(device)
     number, built = ctypes.c_int(), torch.cuda.nccl.version()
     with suppress(OSError):  # torch includes it
