@@ -877,6 +877,26 @@ MUTATIONS = (
         "_read_json(profiles[min(profiles)])",
         "test_report.py -k latest_profile",
     ),
+    # ---- heartbeat, watch and loop
+    #
+    # ---- launching ranks
+    #
+    # ---- trackers and console
+    #
+    # ---- hub, preflight and configuration
+    #
+    # ---- checks: selftest, rehearse, ghost
+    #
+    # ---- data/documents and views
+    #
+    # ---- files, checkpoints and pages
+    #
+    # ---- models and plans of files
+    #
+    # ---- layers, stores and kernels
+    #
+    # ---- distillation and trainers
+    #
 )
 
 
