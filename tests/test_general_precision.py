@@ -23,7 +23,9 @@ INITIALIZER_RANGE = 0.06  # gives autocast an error of one or two percent in eve
 
 
 # As wide as kernels need it: head dim 256, and a vocabulary that is not a multiple of 8.
+GPU_TOKENS = 600
 GPU_SIZES = BF16_SIZES | {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "vocab_size": 1003}
+GPU_SIZES |= {"max_position_embeddings": GPU_TOKENS}
 GPU_CASES = [("gemma3_text", {"head_dim": 256}), ("gpt_oss", {}), ("olmo3", {}), ("glm4", {}), ("gemma2", {})]
 
 
@@ -95,6 +97,13 @@ def test_gradients_are_as_good_as_those_of_autocast(family, num_seeds):
     assert max(times) < 4  # the error of a wrong gradient is as large as the gradient
 
 
+def gpu_case(family: str, sizes: dict[str, int], device: torch.device) -> tuple[PreTrainedModel, Batch]:
+    """Return the model and batch of a case that needs a GPU; test_gpu_setups.py calls the model on a CPU."""
+    model = initial_model(family, 0, **GPU_SIZES | sizes).to(device)
+    ids = torch.randint(1003, (1, GPU_TOKENS), generator=torch.Generator().manual_seed(100))
+    return model, Batch(ids.to(device))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("family,sizes", GPU_CASES, ids=[family for family, _ in GPU_CASES])
@@ -102,8 +111,7 @@ def test_gradients_on_a_gpu_are_as_good_as_those_of_autocast(device, family, siz
     """Use the best installed kernel; softcap needs fa4."""
     if family == "gemma2" and "fa4" not in available_kernels(device, torch.bfloat16, 64):
         pytest.skip("needs flash-attn-4")
-    model = initial_model(family, 0, **GPU_SIZES | sizes).to(device)
-    batch = Batch(torch.randint(1003, (1, 600), generator=torch.Generator().manual_seed(100)).to(device))
+    model, batch = gpu_case(family, sizes, device)
     exact, autocast = exact_gradients(model, batch), autocast_gradients(model, batch)
     ours = our_gradients(model, batch, 1, bf16_layout(2, tile_tokens=256, compile=compiles))
     size = median(error for errors in error_ratios([autocast], [autocast], [exact]).values() for error, _ in errors)
