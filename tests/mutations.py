@@ -5,11 +5,12 @@
     python tests/mutations.py --list     print them
 
 Each error is planted in a copy of the repository. The selected tests are those that should catch it, as few as
-possible, and must pass without it. A mutation whose text no longer occurs exactly once is an error: adapt it to the new
-code, or delete it (tests/test_mutations.py checks all of them).
+possible, and must pass without it. A mutation whose text no longer occurs exactly once, or leaves no valid Python, is
+an error: adapt it to the new code, or delete it (tests/test_mutations.py checks all of them).
 """
 
 import argparse
+import ast
 import contextlib
 import importlib
 import importlib.util
@@ -906,11 +907,38 @@ class Result(NamedTuple):
 
 
 def plant(mutation: Mutation, sources: Path) -> str:
-    """Return the text of the mutated file."""
+    """Return the text of the mutated file. How its lines are wrapped does not matter."""
     text = (sources / mutation.file).read_text(encoding="utf-8")
-    if (count := text.count(mutation.old)) != 1:
+    first, last = find_unwrapped(mutation, text)
+    mutated = text[:first] + mutation.new.strip() + text[last:]
+    try:
+        ast.parse(mutated)
+    except SyntaxError as error:
+        raise ValueError(f"{mutation.name}: {mutation.file} is no longer Python: {error}") from None
+    return mutated
+
+
+def find_unwrapped(mutation: Mutation, text: str) -> tuple[int, int]:
+    """Return where the mutation's text begins and ends, whatever the white space and trailing commas."""
+    characters, places = unwrap(text)
+    old, _ = unwrap(mutation.old)
+    count = characters.count(old)
+    if count != 1:
         raise ValueError(f"{mutation.name}: {mutation.old!r} occurs {count} times in {mutation.file}; adapt it")
-    return text.replace(mutation.old, mutation.new)
+    first = characters.index(old)
+    return places[first], places[first + len(old) - 1] + 1
+
+
+def unwrap(text: str) -> tuple[str, list[int]]:
+    """Return the characters that are neither white space nor a comma before a closing bracket, and their places."""
+    places = [place for place, character in enumerate(text) if not character.isspace()]
+    following = [*places[1:], None]
+    kept = [
+        place
+        for place, after in zip(places, following, strict=True)
+        if text[place] != "," or after is None or text[after] not in ")]}"
+    ]
+    return "".join(text[place] for place in kept), kept
 
 
 @contextlib.contextmanager

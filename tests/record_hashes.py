@@ -48,8 +48,11 @@ TIERS = {
     "disk": ActivationPolicy("disk"),
 }
 LENGTHS = (23, 1, 24)  # packed documents
+PARENTS = (-1, 0, 0)  # of a forest: both other documents continue the first
 OTHER_DECODERS = ("gemma3_text", "gpt_oss", "glm4_moe", "deepseek_v3", "phi3", "qwen3_5_text", "qwen3_next")
-OTHERS = (*OTHER_DECODERS, "qwen2_5_vl", "qwen3_vl", "wan", "ltx", "nf4 llama", "nf4 gemma3_text")
+RECURRENT = ("bamba", "granitemoehybrid", "nemotron_h", "falcon_h1", "lfm2", "lfm2_moe")
+FORESTS = ("forest llama", "forest qwen3_5_text", "forest falcon_h1", "forest lfm2")
+OTHERS = (*OTHER_DECODERS, *RECURRENT, *FORESTS, "qwen2_5_vl", "qwen3_vl", "wan", "ltx", "nf4 llama", "nf4 gemma3_text")
 SIZES_WITH_NF4 = {"hidden_size": 256, "intermediate_size": 192, "head_dim": 32, "tie_word_embeddings": False}
 
 MODELS = ("llama3-8b", "llama3.1-70b", "qwen3-8b", "qwen2.5-7b", "mistral-7b")
@@ -61,6 +64,9 @@ OTHER_MODELS = (
     "qwen3.5-9b",
     "qwen3-vl-8b",
     "wan2.1-14b",
+    "lfm2-8b-a1b",
+    "falcon-h1-7b",
+    "granite-4-h-small",
 )
 GPUS = ("1xH100-80GB", "8xH100-80GB", "2x8xH200", "8xA100-80GB", "1xRTX4090")
 PROSE = ("reasons", "assumed", "output")  # keys of a plan that may be reworded
@@ -92,7 +98,7 @@ def hash_step(family: str, group: str, tier: str, adapter: bool, dtype: str) -> 
 
 
 def hash_other(name: str, group: str, tier: str, adapter: bool, dtype: str) -> dict[str, str]:
-    """The same for other decoders, experts, hybrids, vision, video and a base in four bits."""
+    """The same for other decoders, experts, hybrids, forests, vision, video and a base in four bits."""
     cp, ring = GROUPS[group]
     kept = (TIERS[tier],) * 3
     mesh = make_mesh(cp, ring=ring)
@@ -117,9 +123,12 @@ def hash_other(name: str, group: str, tier: str, adapter: bool, dtype: str) -> d
             model, inputs = tiny_vlm(name, torch.float32), media_inputs(name, images=[(4, 6), (2, 4)])
             inputs = {key: value.float() if value.is_floating_point() else value for key, value in inputs.items()}
         else:
-            model, inputs = tiny_decoder(name, torch.float32), {"input_ids": random_ids(1, sum(LENGTHS))}
-            documents = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
-            inputs["document_ids"] = documents[None]
+            model = tiny_decoder(name.removeprefix("forest "), torch.float32)
+            lengths = torch.tensor(LENGTHS)
+            documents = torch.arange(len(LENGTHS)).repeat_interleave(lengths)
+            inputs = {"input_ids": random_ids(1, sum(LENGTHS)), "document_ids": documents[None]}
+            if name in FORESTS:
+                inputs["parents"] = torch.tensor(PARENTS).repeat_interleave(lengths)[None]
         if not name.startswith("nf4"):
             if adapter:
                 model = _with_adapter(model)
@@ -171,7 +180,7 @@ def record_hashes() -> dict[str, Any]:
         for name, group, (tier, dtype), adapter in product(
             OTHERS, GROUPS, (("device", "float32"), ("host", "float32"), ("host", "bfloat16")), (False, True)
         )
-        if not adapter or name in OTHER_DECODERS or "_vl" in name
+        if not adapter or name in (*OTHER_DECODERS, *RECURRENT) or "_vl" in name
     ]
     ranks, recorded = Ranks(4), {}
     for group, (cp, _) in GROUPS.items():
@@ -188,12 +197,15 @@ def _name(family: str, group: str, tier: str, adapter: bool, dtype: str) -> str:
 
 
 def record_plan(arguments: tuple[str, ...]) -> Any:
+    """Return a plan as JSON, with the hash of what it prints as text."""
     result = CliRunner().invoke(app, ["plan", *arguments, "--json"])
+    text = CliRunner().invoke(app, ["plan", *arguments]).output
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     try:
         answer = json.loads(result.stdout)
     except json.JSONDecodeError:
         answer = {"output": result.output}
-    return {"exit code": result.exit_code, **answer}
+    return {"exit code": result.exit_code, "text": digest, **answer}
 
 
 def record_plans() -> dict[str, Any]:
