@@ -39,6 +39,9 @@ class ActivationPolicy:
         for name, keeps in (("projections", self.projections), ("mlp", self.mlp)):
             if not isinstance(keeps, bool):
                 raise ConfigError(f"{name}={keeps!r} of an ActivationPolicy is not a bool; use True or False")
+            if keeps and self.attention is None:  # backward would attend again, and keep them a second time
+                rule = f"{name}=True of an ActivationPolicy needs a kept attention output, but attention=None"
+                raise ConfigError(f"{rule}; use attention='device', or {name}=False")
 
     @property
     def allocates_output_first(self) -> bool:

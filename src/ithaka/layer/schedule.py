@@ -270,9 +270,14 @@ class LayerSchedule:
             self.start_tile(saved, rows)
             yield rows, x_tD
 
-    def start_tile(self, saved: SavedActivations, rows: slice) -> None:
-        if self.dropout is not None:
-            self.dropout.keys_t = None if saved.call.keys_s is None else saved.call.keys_s[rows]
+    def start_tile(self, saved: SavedActivations, rows: slice, halo_keys_w: Tensor | None = None) -> None:
+        """Give dropout the keys of a tile's tokens, and of the halo that its x starts with."""
+        keys_s = saved.call.keys_s
+        if self.dropout is None:
+            return
+        self.dropout.keys_t = None if keys_s is None else keys_s[rows]
+        if keys_s is not None and halo_keys_w is not None:
+            self.dropout.keys_t = torch.cat([halo_keys_w, keys_s[rows]])
 
     @contextmanager
     def running(self) -> Iterator[None]:
