@@ -301,7 +301,8 @@ class _LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, layer, inputs, call, *tensors):
         ctx.layer, ctx.tensors, ctx.num_changes, x_sD = layer, tensors, layer.num_changes(), x.view(x.shape[-2:])
-        kept = layer.store.keep(x_sD, layer.policy.input, layer.layout.stored_dtype)
+        stored_dtype = layer.layout.input_dtype(layer.policy)
+        kept = layer.store.keep(x_sD, layer.policy.input, stored_dtype)
         ctx.saved = SavedActivations(inputs, call, kept, layer.policy)
         ctx.saved.below = layer.store.register_layer(ctx.saved)
         with phase(layer.name), phase("forward"), layer.running():
