@@ -181,9 +181,10 @@ class ConvolvingLayer:
 
     def __init__(self, group, tile_tokens: int) -> None:
         self.group, self.slices = group, tile_slices(TOKENS // group.size(), tile_tokens)
+        self.halo_keys: dict[int, Tensor] = {}  # by the first row of a tile
 
-    def start_tile(self, *_) -> None:
-        pass
+    def start_tile(self, saved, rows: slice, halo_keys_w: Tensor | None = None) -> None:
+        self.halo_keys[rows.start] = halo_keys_w
 
     def input_tiles(self, saved):
         yield from ((rows, saved.x_sD[rows]) for rows in self.slices)
@@ -213,14 +214,19 @@ def test_tiles_and_ranks_return_the_gradients_of_their_halos(cp, tile_tokens, fo
         own = slice(group.rank() * s, (group.rank() + 1) * s)
         layer = ConvolvingLayer(group, tile_tokens)
         mixer = RecurrentMixer(ConvolutionSpec(1, 1, 5, 5, 1.0, halo=3), layer)
-        call = CallState(SimpleNamespace(starts=starts, parents=parents, local={}))
+        docs = SimpleNamespace(starts=starts, parents=parents, local={})
+        call = CallState(docs, keys_s=torch.arange(TOKENS, dtype=torch.int32)[own])
         saved = SimpleNamespace(call=call, x_sD=x.detach()[own], inputs=LayerInputs([], None, (), s))
         saved.mixing = mixer.start(saved.x_sD, saved)
         (y_sD,) = mixer._project(saved)
         dx_sD = torch.zeros_like(saved.x_sD)
         mixer.project_backward(saved, [dy[own]], [], dx_sD, GradSum())
+        for row, keys_w in layer.halo_keys.items():  # of adapter dropout
+            tokens = before[own.start + row]
+            assert keys_w[3 - len(tokens) :].tolist() == tokens
         return y_sD, dx_sD
 
+    before = {path[i]: path[max(0, i - 3) : i] for path in paths(starts, parents) for i in range(len(path))}
     wanted: dict[int, Tensor] = {}
     for path in paths(starts, parents):
         branch = ConvolvingLayer.convolve(None, x[path], None) if path else ()
