@@ -942,7 +942,7 @@ MUTATIONS = (
         "mixers/recurrent.py",
         "halo_keys_w = torch.cat([halo_keys_w, keys_s[rows]])[-w:]",
         "halo_keys_w = torch.cat([keys_s[rows], halo_keys_w])[:w]",
-        "test_adapter_dropout.py -k 'recurrence and lfm2'",
+        "test_scan.py -k gradients_of_their_halos",
     ),
     Mutation(
         "q, k and v may be kept without the attention output",
