@@ -895,7 +895,113 @@ MUTATIONS = (
     # ---- models and plans of files
     #
     # ---- layers, stores and kernels
-    #
+    Mutation(
+        "a sum of four residual terms holds itself",
+        "layer/passes.py",
+        "                if len(terms) <= MAX_TERMS:  # otherwise the result is a term, and must not hold itself\n"
+        "                    result.summed_terms = terms\n",
+        "                result.summed_terms = terms if len(terms) <= MAX_TERMS else (result,)\n",
+        "test_blocks.py -k garbage_collector",
+    ),
+    Mutation(
+        "a layer that keeps attention rounds its input",
+        "layout.py",
+        "return self.stored_dtype if policy.attention is None else None",
+        "return self.stored_dtype",
+        "test_float8.py -k normalized",
+    ),
+    Mutation(
+        "inputs that are not rounded are planned as rounded",
+        "layout.py",
+        "        if self.input_dtype(policy):\n            return float8_bytes",
+        "        if self.stored_dtype:\n            return float8_bytes",
+        "test_float8.py -k keeps_its_input",
+    ),
+    Mutation(
+        "copies of inputs that are not rounded are planned as rounded",
+        "plan/seconds.py",
+        "x = layout.stored_input_bytes(policy, layer.s, shape.hidden)",
+        "x = sizes.stored_x",
+        "test_float8.py -k keeps_its_input",
+    ),
+    Mutation(
+        "inputs of two sizes are pinned ahead in one",
+        "run/resolve.py",
+        "counts[layout.stored_input_bytes(policy, num_tokens, run.shape.hidden)] += count",
+        "counts[layout.stored_input_bytes(layout.kept[0], num_tokens, run.shape.hidden)] += count",
+        "test_float8.py -k keeps_its_input",
+    ),
+    Mutation(
+        "a halo drops other elements than its tokens",
+        "mixers/recurrent.py",
+        "mixing.halo_keys = halos.collect(keys_s[:, None], self._gather)[:, 0]",
+        "mixing.halo_keys = keys_s.new_zeros(len(mixing.halos))",
+        "test_adapter_dropout.py -k 'recurrence and lfm2'",
+    ),
+    Mutation(
+        "a tile's halo has the dropout of its own tokens",
+        "mixers/recurrent.py",
+        "halo_keys_w = torch.cat([halo_keys_w, keys_s[rows]])[-w:]",
+        "halo_keys_w = torch.cat([keys_s[rows], halo_keys_w])[:w]",
+        "test_scan.py -k gradients_of_their_halos",
+    ),
+    Mutation(
+        "q, k and v may be kept without the attention output",
+        "layout.py",
+        "if keeps and self.attention is None:",
+        "if False:",
+        "test_hugging_face_is_refused.py -k wrong_settings",
+    ),
+    Mutation(
+        "a kernel that ran out of memory once is never tried again",
+        "attention/choose.py",
+        "        if is_out_of_memory(error):  # it says nothing about the kernel\n            raise\n",
+        "",
+        "test_attention_kernels.py -k memory_is_repeated",
+    ),
+    Mutation(
+        "unpacked weights stay if one cannot be unpacked",
+        "ops/fourbit.py",
+        "    try:\n"
+        "        with allocating_for(MemoryCategory.UNSHARDED):\n"
+        "            for weight in weights:\n"
+        "                weight.unpack()\n"
+        "        yield\n",
+        "    with allocating_for(MemoryCategory.UNSHARDED):\n"
+        "        for weight in weights:\n"
+        "            weight.unpack()\n"
+        "    try:\n"
+        "        yield\n",
+        "test_fourbit.py -k cannot_be_unpacked",
+    ),
+    Mutation(
+        "a copy that fails keeps its host memory",
+        "layer/store.py",
+        "            store.pool.release(acquired)\n            raise\n",
+        "            raise\n",
+        "test_float8.py -k copy_that_fails",
+    ),
+    Mutation(
+        "a tile loses the gradient of its halo",
+        "mixers/recurrent.py",
+        "dy_sD[rows.start - inside : rows.start] += dx_tD[w - inside : w]",
+        "pass",
+        "test_scan.py -k gradients_of_their_halos",
+    ),
+    Mutation(
+        "a rank loses the gradient of its halo",
+        "mixers/recurrent.py",
+        "dhalos[index * w + inside : (index + 1) * w] += dx_tD[: w - inside]",
+        "pass",
+        "test_scan.py -k gradients_of_their_halos",
+    ),
+    Mutation(
+        "halos return no gradients to other ranks",
+        "mixers/recurrent.py",
+        "halos.collect_backward(dhalos, dy_sD, self._gather)",
+        "pass",
+        "test_scan.py -k gradients_of_their_halos",
+    ),
     # ---- distillation and trainers
     #
 )

@@ -108,6 +108,24 @@ def test_gradients_equal_those_of_peft_under_the_same_mask(case):
     assert_equal(errors)
 
 
+RECURRENT = {  # projections before a convolution: a capture pass starts with earlier tokens
+    "qwen3_5_text": (["in_proj_qkv", "in_proj_z", "in_proj_b", "q_proj"], Layout(2, tile_tokens=5)),
+    "lfm2": (["in_proj", "q_proj"], Layout(4, tile_tokens=2, overlap=False)),
+    "granitemoehybrid": (["in_proj", "out_proj"], Layout(tile_tokens=7)),
+    "falcon_h1": (["in_proj", "q_proj"], Layout(2, tile_tokens=5)),
+}
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=[pytest.mark.slow] * (f not in ("lfm2",))) for f in RECURRENT]
+)
+def test_dropout_before_a_recurrence_equals_that_of_peft(family):
+    targets, layout = RECURRENT[family]
+    plain = add_lora(tiny_decoder(family), target_modules=targets, lora_dropout=P).train()
+    ids = random_ids(1, 24)
+    assert_equal(compare(plain, layout, injected_loss(ids), input_ids=ids))
+
+
 def test_the_mask_changes_with_every_argument_and_drops_the_right_share():
     def mask(seed=0, step=1, name="q", sequence=0):
         state = DropoutState()

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import socket
 import sys
 import warnings
@@ -23,6 +24,7 @@ from ithaka.checks import bench
 from ithaka.checks.bench import AttentionCase, measure_attention
 from ithaka.cli import app
 from ithaka.config import ConfigError
+from ithaka.exits import exit_code_for
 from ithaka.model.build import parallelize_model
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.shape import AttentionKind
@@ -376,6 +378,38 @@ def test_a_keyboard_interrupt_ends_a_trial(monkeypatch):
     monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], forward=raising(KeyboardInterrupt())))
     with pytest.raises(KeyboardInterrupt):
         resolve_kernel("auto", CPU, torch.float32, 24)
+
+
+def test_a_trial_that_runs_out_of_memory_is_repeated(monkeypatch):
+    """It says nothing about the kernel: `auto` must not skip it from then on."""
+    kernel = replace(CPU_KERNEL, forward=raising(torch.OutOfMemoryError("CUDA out of memory")))
+    with monkeypatch.context() as patch:
+        patch.setitem(KERNELS, "cpu", kernel)
+        for name in ("auto", "cpu"):
+            with pytest.raises(torch.OutOfMemoryError):
+                resolve_kernel(name, CPU, torch.float32, 40)
+        assert "cpu is out of memory; end other" in str(choose.try_kernels(CPU, torch.float32, 40)["cpu"])
+        patch.setitem(KERNELS, "cpu", replace(kernel, forward=CPU_KERNEL.forward))
+        assert resolve_kernel("auto", CPU, torch.float32, 40).name == "cpu"
+
+
+def try_kernels_on_two_ranks():
+    """Rank 1 runs out of memory in the test of a second kernel."""
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        error = torch.OutOfMemoryError("CUDA out of memory")
+        why_unusable = raising(error) if rank else lambda *_: None
+        patch.setattr(choose, "_resolve", lambda *_: KERNELS["fa4"])
+        patch.setattr(choose, "_why_unusable", why_unusable)
+        try:
+            agree_on_kernel("auto", torch.device("cuda"), torch.bfloat16, [AttentionKind(512, 2)])
+        except Exception as failure:
+            return f"{exit_code_for(failure).name}: {failure}"
+
+
+def test_a_trial_that_runs_out_of_memory_on_one_rank_ends_all(ranks):
+    messages = ranks.run(2, try_kernels_on_two_ranks)
+    assert messages[0] == messages[1] and re.match("OUT_OF_MEMORY: rank 1 on .*: CUDA out of memory", messages[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

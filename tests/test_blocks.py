@@ -1,5 +1,7 @@
 """Blocks reproduce modules of transformers in output and every gradient. Modules that compute anything else stay."""
 
+import gc
+import weakref
 from types import FunctionType
 
 import pytest
@@ -443,6 +445,22 @@ def test_sums_of_the_residual_stream_are_rounded_once():
     assert torch.equal(y, exact)
     dy = draw(40, 30, dtype=torch.bfloat16, seed=5)
     assert all(torch.equal(grad, dy) for grad in torch.autograd.grad(y, [x, a, b], dy))
+
+
+@pytest.mark.parametrize("num_added", [1, 2, 3, 4])
+def test_a_sum_is_freed_without_the_garbage_collector(num_added):
+    """Falcon-H1 sums four tensors: each tile's output would stay until the next collection."""
+    y, *others = (draw(40, 30, dtype=torch.bfloat16, seed=seed) for seed in range(1 + num_added))
+    gc.disable()
+    try:
+        with ResidualSums(TileState()):
+            for other in others:
+                y = y + other
+        freed = weakref.ref(y)
+        del y
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("is_centered", [False, True])

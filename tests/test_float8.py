@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,19 +17,21 @@ from ithaka.blocks.experts import LayerExperts
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import ConfigError
 from ithaka.layer.store import Store
-from ithaka.layout import FLOAT8_BLOCK, ActivationPolicy, Layout, check_float8, float8_bytes
+from ithaka.layout import FLOAT8_BLOCK, ActivationPolicy, Layout, check_float8, float8_bytes, make_layout
 from ithaka.model import build
 from ithaka.ops import float8
 from ithaka.plan.bytes import build_ledger
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.search import SearchSpace
+from ithaka.plan.seconds import step_seconds
 from ithaka.plan.shape import StepShape
 from ithaka.plan.show import as_text
 from ithaka.plan.trace import TraceRequest
 from ithaka.run.preflight import build_run
+from ithaka.run.resolve import input_slabs
 from ithaka.run.shapes import find_shape, shape_from_config
 from ithaka.run.trace import trace_model
-from models import CONSTRUCTING
+from models import CONSTRUCTING, tiny_config, tiny_model
 from precision import Batch, bf16_layout, error, our_gradients
 from runs import tiny_run
 from test_general_precision import BF16_SIZES, INITIALIZER_RANGE, exact_gradients
@@ -136,6 +139,24 @@ def test_a_store_returns_the_rounded_tensor_and_all_its_tiles(tier, tmp_path):
         assert (store.pool.busy_bytes, tier) == (0, "host") or tier == "disk"
 
 
+def run_out_of_memory(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_copy_that_fails_leaves_nothing_in_the_store(tier, tmp_path, monkeypatch):
+    """Rounding needs a buffer on the device, which may be out of memory."""
+    store, x = Store(disk_path=tmp_path, host_bytes=float8_bytes(20, 48)), torch.ones(20, 48)
+    with monkeypatch.context() as patch:
+        patch.setattr(float8, "quantize", run_out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            store.keep(x, tier, "float8")
+        assert store.pool.busy_bytes == 0
+    handle = store.keep(x, tier, "float8")
+    handle.release_source()
+    assert torch.equal(handle.fetch(), x)
+
+
 # ---- gradients
 
 FAMILIES = {
@@ -156,24 +177,58 @@ def initial_model(family, **changes):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").train()
 
 
-SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "gemma3_text", "gpt_oss", "qwen3_5_text")]
+SLOW = [(family, attention) for family in FAMILIES for attention in (None, "host")]
+SLOW.remove(("qwen3_moe", "host"))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", *SLOW])
-def test_gradients_have_at_most_twice_the_error_of_bf16(family):
-    """In the median over all parameters, against fp64, on weights with which bf16 is off by a few percent."""
+@pytest.mark.parametrize(
+    "family, attention", [("qwen3_moe", "host"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+def test_gradients_have_at_most_twice_the_error_of_bf16(family, attention):
+    """In the median over all parameters, against fp64, on weights with which bf16 is off by a few percent. Layers that
+    keep attention store their input unrounded. Without, qwen3_5's recurrence has 2.1 times bf16's error."""
     model, batch = initial_model(family), Batch(torch.randint(128, (1, 96), generator=torch.Generator().manual_seed(9)))
     exact = exact_gradients(model, batch)
     bf16, rounded = (
         our_gradients(model, batch, 1, replace(layout, stored_dtype=stored))
-        for layout in [bf16_layout(2, "host", "host", tile_tokens=40)]
+        for layout in [bf16_layout(2, "host", attention, tile_tokens=40)]
         for stored in (None, "float8")
     )
     errors = {name: (error(rounded[name], exact[name]), error(bf16[name], exact[name])) for name in exact}
     assert any(a != b for a, b in errors.values())
-    print(family, median(b for _, b in errors.values()), median(a / b for a, b in errors.values()))
+    print(family, attention, median(b for _, b in errors.values()), median(a / b for a, b in errors.values()))
     assert 0.002 < median(b for _, b in errors.values()) < 0.05
-    assert median(a / b for a, b in errors.values()) < 2
+    limits = {("qwen3_5_text", None): 2.2}
+    default = 2 if attention is None else 1.6
+    assert median(a / b for a, b in errors.values()) < limits.get((family, attention), default)
+
+
+def test_a_softmax_whose_log_sum_exp_is_kept_is_normalized():
+    """Keeping attention must not add to the errors of rounding, also where attention is peaked. With the log-sum-exp of
+    exact scores and the scores of rounded inputs, errors were 2.5 times those of recomputed attention, or more."""
+    model = tiny_model(tiny_config("llama", tie_word_embeddings=False), torch.float32)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= 10
+    model = build.parallelize_model(model, mesh=make_mesh(1), layout=Layout(kept=(ActivationPolicy(),) * 2))
+    projections = [f"{name}_proj.weight" for name in "qkv"]
+
+    def gradients(policy, stored_dtype):
+        for layer in model.model.layers:
+            layer.forward.policy = policy
+            layer.forward.layout = replace(layer.forward.layout, stored_dtype=stored_dtype)
+        model.zero_grad()
+        ids = random_ids(256) % 61
+        model(input_ids=ids, labels=ids).loss.backward()
+        grads = {name: param.grad.to_local() for name, param in model.named_parameters()}
+        return {name: grad.clone() for name, grad in grads.items() if name.endswith(tuple(projections))}
+
+    exact = gradients(ActivationPolicy(), None)
+    kept, recomputed = (
+        max(error(grad, exact[name]) for name, grad in gradients(policy, "float8").items())
+        for policy in (ActivationPolicy("host", "host"), ActivationPolicy("host"))
+    )
+    assert 0 < kept < recomputed < 0.5
 
 
 # ---- experts
@@ -227,18 +282,23 @@ def test_experts_whose_choices_are_not_repeated_are_refused(monkeypatch):
 # ---- bytes
 
 
-def test_half_of_the_bytes_are_stored_and_forward_is_exact():
-    """A scale per 32 elements is added. The log-sum-exps of attention stay in fp32."""
+@pytest.mark.parametrize("attention", [None, "host"])
+def test_half_of_the_bytes_are_stored_and_forward_is_exact(attention):
+    """A scale per 32 elements is added. The log-sum-exps of attention stay in fp32, and with them the input in bf16."""
     held, losses = {}, []
     for stored in (None, "float8"):
-        model, loss = step(float8_layout(stored_dtype=stored), "llama")
+        kept = (ActivationPolicy("host", attention),) * 2
+        model, loss = step(replace(float8_layout(stored_dtype=stored), kept=kept), "llama")
         store = model.model.layers[0].forward.store
         held[stored], _ = store.pool.busy_bytes, losses.append(loss.detach())
         loss.backward()
         assert store.pool.busy_bytes == 0
-    lse_bytes = 2 * 60 * 4 * 4
-    assert held[None] == 2 * 60 * (64 + 64) * 2 + lse_bytes
-    assert held["float8"] == 2 * 60 * (64 + 64) * (1 + 1 / 32) + lse_bytes
+    x_bytes, lse_bytes = 2 * 60 * 64 * 2, 2 * 60 * 4 * 4
+    rounded_bytes = x_bytes * (1 + 1 / 32) / 2
+    if attention is None:
+        assert (held[None], held["float8"]) == (x_bytes, rounded_bytes)
+    else:
+        assert (held[None], held["float8"]) == (2 * x_bytes + lse_bytes, x_bytes + rounded_bytes + lse_bytes)
     assert torch.equal(*losses)
 
 
@@ -253,7 +313,7 @@ def test_planned_bytes_are_those_of_the_schedule(family, overlap):
     """On the host, copied, and on the device, where buffers for rounding are added. Without overlap, dq waits on the
     host in bf16, in addition."""
     sizes = {**SIZES, **FAMILIES[family], "model_type": family, "num_hidden_layers": 2, "hidden_size": 128}
-    kept, cp, tokens = (ActivationPolicy("host", "host"),) * 2, 2, 512
+    kept, cp, tokens = (ActivationPolicy("host"), ActivationPolicy("host", "host")), 2, 512
     layout = Layout(cp, 2, 64, kept, overlap=overlap, dtype="bfloat16", kernel="cpu", stored_dtype="float8")
     shape, machine, names = shape_from_config(sizes), parse_gpus("2xH100"), ("layer inputs", "kept attention")
     trace = trace_model(TraceRequest(json.dumps(sizes), layout, cp), tokens)
@@ -264,9 +324,10 @@ def test_planned_bytes_are_those_of_the_schedule(family, overlap):
     )  # fmt: skip
     assert trace.host_bytes == rounded if family == "llama" else trace.host_bytes <= rounded
     kept_bytes = trace.find("loss forward").host[0]
-    assert kept_bytes < 0.56 * bf16  # with log-sum-exps in fp32
-    dq_bytes = 3 * tokens * 16 * 2 * (not overlap)  # every stage but the last stores its dq
-    assert trace.total("moved")["copy to host"] == kept_bytes + 2 * dq_bytes
+    assert kept_bytes < 0.7 * bf16  # with log-sum-exps in fp32, and one of two inputs in bf16
+    # Every stage but the last of the layer that keeps attention stores its dq.
+    dq_bytes = 3 * tokens * 16 * 2 * (not overlap)
+    assert trace.total("moved")["copy to host"] == kept_bytes + dq_bytes
 
 
 # ---- plans and refusals
@@ -285,15 +346,37 @@ def test_a_plan_that_does_not_fit_names_float8():
 def test_float8_without_anything_to_store_is_refused(tmp_path):
     """Except in a plan, which may find that everything fits on the device, and in a run that resumes with it."""
     memory = {"stored_dtype": "float8", "offload": "none"}
-    config = tiny_run(tmp_path, memory=memory)
-    with pytest.raises(ConfigError, match="memory.stored_dtype=float8 has no effect: .*use memory.offload=host, or"):
-        build_run(config, 1, None, resumes=False)
-    build_run(config, 1, None, resumes=True)
+    in_full = {"offload": "host", "keep_attention": "all", "attention_offload": "none"}
+    for changes in ({}, in_full):
+        config = tiny_run(tmp_path, memory=memory | changes)
+        with pytest.raises(ConfigError, match="memory.stored_dtype=float8 has no effect: .*; use memory.offload=host"):
+            build_run(config, 1, None, resumes=False)
+        build_run(config, 1, None, resumes=True)
     for changes in ({"offload": "host"}, {"keep_attention": 1, "attention_offload": "host"}):
         build_run(tiny_run(tmp_path, memory=memory | changes), 1, None, resumes=False)
     shape, machine = find_shape("llama3-8b"), parse_gpus("8xH200")
     text = as_text(SearchSpace(shape, machine, {"stored_dtype": "float8"}).choose(StepShape(8192)), "llama3-8b")
-    assert "no effect: nothing leaves the device" in text
+    assert "no effect: nothing off the device is rounded" in text
+
+
+def test_a_layer_that_keeps_attention_keeps_its_input_in_full():
+    """In the layout, in the search's bytes and seconds, and in what is pinned ahead."""
+    layout = make_layout(3, input_tier="host", keep_attention=1, attention_tier="device", stored_dtype="float8")
+    assert [layout.input_dtype(policy) for policy in layout.kept] == ["float8", "float8", None]
+    assert layout.rounds and not layout.with_changes(keep_attention=3).rounds
+    assert layout.with_changes(keep_attention=3, attention_tier="host").rounds
+    shape, machine, work = find_shape("llama3-8b"), parse_gpus("1xH200"), StepShape(4096)
+    bytes_, seconds = [], []
+    for stored in ("float8", None):
+        kept = make_layout(
+            32, input_tier="host", keep_attention=32, attention_tier="device", overlap=False, stored_dtype=stored
+        )
+        bytes_.append(build_ledger(shape, kept, machine, work).host["layer inputs"])
+        seconds.append(step_seconds(shape, kept, machine, work))
+    assert bytes_[0] == bytes_[1] == 32 * 4096 * 4096 * 2 and seconds[0] == seconds[1]
+    run = SimpleNamespace(layout=layout, work=work, shape=SimpleNamespace(num_layers=3, first_trained=0, hidden=64))
+    assert input_slabs(run) == (4096 * 66, 2)
+    assert input_slabs(SimpleNamespace(**{**vars(run), "layout": make_layout(3)})) == (0, 0)
 
 
 def test_gpus_without_float8_and_other_dtypes_are_refused(monkeypatch):

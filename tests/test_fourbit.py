@@ -27,7 +27,17 @@ from ithaka.evaluate.sample import sample
 from ithaka.layer.store import Store
 from ithaka.layout import EVERYTHING, ActivationPolicy, Layout
 from ithaka.model.build import build_model, parallelize_model
-from ithaka.ops.fourbit import NF4, ROW, SCALES_AT, block_scales, dequantize, packed_weights, quantize_nf4
+from ithaka.ops import fourbit
+from ithaka.ops.fourbit import (
+    NF4,
+    ROW,
+    SCALES_AT,
+    PackedWeight,
+    block_scales,
+    dequantize,
+    packed_weights,
+    quantize_nf4,
+)
 from ithaka.weights.adapters import base_tensor_name
 from ithaka.weights.formats import PACKED_AS, round_weights, trained_format
 from ithaka.weights.pretrained import load_dequantized
@@ -159,6 +169,23 @@ def test_gradients_equal_those_of_peft_on_the_dequantized_weights(family, cp, la
 
     with fp64_tiles() if is_general else nullcontext():
         check(run_on_threads(cp, work))
+
+
+def test_weights_are_released_if_one_cannot_be_unpacked(monkeypatch):
+    module = nn.ModuleList(nn.Linear(16, 16, bias=False, dtype=torch.bfloat16) for _ in range(3))
+    weights = [PackedWeight(linear, "weight", NF4, torch.bfloat16) for linear in module]
+    for failing in (1, None):
+        unpacks = iter(range(3))
+
+        def unpack_unless_failing(packed, layout, into, failing=failing, unpacks=unpacks):
+            if next(unpacks) == failing:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        monkeypatch.setattr(fourbit, "dequantize", unpack_unless_failing)
+        with nullcontext() if failing is None else pytest.raises(torch.OutOfMemoryError), fourbit.unpacked(weights):
+            sizes = [weight.weight.untyped_storage().nbytes() for weight in weights]
+            assert failing is None and sizes == [512] * 3
+        assert not any(weight.weight.untyped_storage().nbytes() for weight in weights if not weight.weight.is_meta)
 
 
 @pytest.fixture(scope="module")

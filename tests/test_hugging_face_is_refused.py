@@ -411,6 +411,9 @@ def test_wrong_settings_are_refused_and_a_layout_replaces_the_plan():
     assert_refused(partial(make_mesh, 1, "banana"), "device='banana'", fix="leave it out")
     assert_refused(partial(Layout, kept=5), "layout.kept=5", fix="ActivationPolicy")
     assert_refused(partial(ActivationPolicy, mlp="x"), "mlp='x'", fix="True or False")
+    for name in ("projections", "mlp"):
+        needs = f"{name}=True of an ActivationPolicy needs a kept attention output"
+        assert_refused(partial(ActivationPolicy, **{name: True}), needs, fix=f"attention='device', or {name}=False")
     assert_refused(partial(ithaka.parallelize, tiny_model(tiny_config("llama", num_hidden_layers=0))),
                    "num_hidden_layers=0", fix="at least 1")  # fmt: skip
     quantized = tiny_model(tiny_config("llama"))

@@ -2,6 +2,7 @@
 transformers, in fp64."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,11 +10,17 @@ from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from fake_triton import kernel_modules
+from ithaka.blocks.tiles import GradSum, tile_slices
 from ithaka.checks.verify import InFloat64
+from ithaka.comm.mesh import make_mesh
+from ithaka.layer.inputs import CallState, LayerInputs
+from ithaka.mixers.convolution import ConvolutionSpec
+from ithaka.mixers.recurrent import RecurrentMixer
 from ithaka.ops import delta_rule, scan, ssd
 from ithaka.ops.delta_rule import DeltaInputs, DeltaRule
 from ithaka.ops.scan import Halos, LocalDocs, StateGraph, short_convolution
 from ithaka.ops.ssd import Ssd, SsdInputs
+from threads import run_on_threads
 
 TOKENS, KEY_HEADS, HEADS, K, V = 60, 2, 4, 5, 6
 # Starts of documents, and their parents. 60 tokens on 1 to 5 ranks, in chunks of 4: ends on, before and after the
@@ -167,6 +174,68 @@ def test_halos_are_the_tokens_before_and_return_their_gradients(forest, cp):
     for rank, each in enumerate(halos):
         each.collect_backward(returned[rank], grad[rank * s : (rank + 1) * s], lambda own: padded)
     torch.testing.assert_close(grad, wanted_grad)
+
+
+class ConvolvingLayer:
+    """A layer whose capture pass is a convolution over 4 tokens, without weights that are trained."""
+
+    def __init__(self, group, tile_tokens: int) -> None:
+        self.group, self.slices = group, tile_slices(TOKENS // group.size(), tile_tokens)
+        self.halo_keys: dict[int, Tensor] = {}  # by the first row of a tile
+
+    def start_tile(self, saved, rows: slice, halo_keys_w: Tensor | None = None) -> None:
+        self.halo_keys[rows.start] = halo_keys_w
+
+    def input_tiles(self, saved):
+        yield from ((rows, saved.x_sD[rows]) for rows in self.slices)
+
+    def convolve(self, x_tD: Tensor, ids_t: Tensor | None) -> Tensor:
+        return short_convolution(x_tD, draw(5, seed=8)[:4].t(), None, ids_t)
+
+    def project(self, saved, tiles):
+        return [torch.cat([self.convolve(x_tD, inputs.ids_t)[3:] for _, x_tD, inputs in tiles])], []
+
+    def project_backward(self, saved, tiles, grads_of, grads):
+        for rows, x_tD, inputs in tiles:
+            x_tD.requires_grad_()
+            y_tD = self.convolve(x_tD, inputs.ids_t)[3:]
+            yield rows, torch.autograd.grad(y_tD, x_tD, grads_of(rows))[0]
+
+
+@pytest.mark.parametrize("forest", FORESTS)
+@pytest.mark.parametrize("cp, tile_tokens", [(1, 7), (3, 60), (3, 7), (5, 2)])
+def test_tiles_and_ranks_return_the_gradients_of_their_halos(cp, tile_tokens, forest):
+    """Each tile reads 3 tokens of the tile or rank before, or of a document's parent."""
+    (starts, parents), s = FORESTS[forest], TOKENS // cp
+    x, dy = draw(5, seed=7).requires_grad_(), draw(5, seed=6)
+
+    def run_rank() -> tuple[Tensor, Tensor]:
+        group = make_mesh(cp).ulysses_group
+        own = slice(group.rank() * s, (group.rank() + 1) * s)
+        layer = ConvolvingLayer(group, tile_tokens)
+        mixer = RecurrentMixer(ConvolutionSpec(1, 1, 5, 5, 1.0, halo=3), layer)
+        docs = SimpleNamespace(starts=starts, parents=parents, local={})
+        call = CallState(docs, keys_s=torch.arange(TOKENS, dtype=torch.int32)[own])
+        saved = SimpleNamespace(call=call, x_sD=x.detach()[own], inputs=LayerInputs([], None, (), s))
+        saved.mixing = mixer.start(saved.x_sD, saved)
+        (y_sD,) = mixer._project(saved)
+        dx_sD = torch.zeros_like(saved.x_sD)
+        mixer.project_backward(saved, [dy[own]], [], dx_sD, GradSum())
+        for row, keys_w in layer.halo_keys.items():  # of adapter dropout
+            tokens = before[own.start + row]
+            assert keys_w[3 - len(tokens) :].tolist() == tokens
+        return y_sD, dx_sD
+
+    before = {path[i]: path[max(0, i - 3) : i] for path in paths(starts, parents) for i in range(len(path))}
+    wanted: dict[int, Tensor] = {}
+    for path in paths(starts, parents):
+        branch = ConvolvingLayer.convolve(None, x[path], None) if path else ()
+        wanted |= {token: y for token, y in zip(path, branch, strict=True) if token not in wanted}
+    y = torch.stack([wanted[token] for token in range(TOKENS)])
+    (dx,) = torch.autograd.grad(y, x, dy)
+    ys, dxs = zip(*run_on_threads(cp, run_rank), strict=True)
+    torch.testing.assert_close(torch.cat(ys), y.detach())
+    torch.testing.assert_close(torch.cat(dxs), dx)
 
 
 class ListThatRefusesScans(list):

@@ -103,7 +103,8 @@ def test_offload_also_moves_attentions_output():
     held = run_step("memory: {offload: host, keep_attention: 1}")[2]
     assert held == (2 * 24 * 32 * 4 + 24 * (32 + 4) * 4, 0)
     rounded = run_step("memory: {offload: host, keep_attention: 1, stored_dtype: float8}")[2]
-    assert rounded == (2 * 24 * (32 + 1) + 24 * (32 + 1 + 4 * 4), 0), "one scale per row; log-sum-exps stay in fp32"
+    # One scale per row. The layer that keeps attention keeps log-sum-exps and its input in fp32.
+    assert rounded == (24 * (32 + 1) + 24 * 32 * 4 + 24 * (32 + 1 + 4 * 4), 0)
 
 
 def test_layers_keep_what_the_settings_name():

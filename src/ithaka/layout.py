@@ -39,6 +39,9 @@ class ActivationPolicy:
         for name, keeps in (("projections", self.projections), ("mlp", self.mlp)):
             if not isinstance(keeps, bool):
                 raise ConfigError(f"{name}={keeps!r} of an ActivationPolicy is not a bool; use True or False")
+            if keeps and self.attention is None:  # backward would attend again, and keep them a second time
+                rule = f"{name}=True of an ActivationPolicy needs a kept attention output, but attention=None"
+                raise ConfigError(f"{rule}; use attention='device', or {name}=False")
 
     @property
     def allocates_output_first(self) -> bool:
@@ -124,8 +127,22 @@ class Layout:
         """X: one tensor of the residual stream."""
         return num_tokens * hidden * self.element_bytes
 
-    def stored_bytes(self, num_rows: int, width: int) -> int:
-        """Bytes of a layer's input or attention output in host memory or on disk."""
+    def input_dtype(self, policy: ActivationPolicy) -> str | None:
+        """The stored dtype of a layer's input; None: the compute dtype.
+
+        A layer that keeps its attention output stores its input unrounded: backward recomputes q and k from the input,
+        and with those of a rounded one, the kept log-sum-exp would not normalize the softmax.
+        """
+        return self.stored_dtype if policy.attention is None else None
+
+    def stored_input_bytes(self, policy: ActivationPolicy, num_rows: int, width: int) -> int:
+        """Bytes of a layer's input in host memory or on disk."""
+        if self.input_dtype(policy):
+            return float8_bytes(num_rows, width)
+        return num_rows * width * self.element_bytes
+
+    def stored_output_bytes(self, num_rows: int, width: int) -> int:
+        """Bytes of a layer's attention output in host memory or on disk."""
         return float8_bytes(num_rows, width) if self.stored_dtype else num_rows * width * self.element_bytes
 
     def prefetches(self, layer_bytes: int) -> bool:
@@ -173,9 +190,11 @@ class Layout:
         return next((policy.attention for policy in self.kept if policy.attention), "device")
 
     @property
-    def is_offloaded(self) -> bool:
-        """Whether a layer keeps its input or attention output in host memory or on disk."""
-        return any(tier in ("host", "disk") for policy in self.kept for tier in (policy.input, policy.attention))
+    def rounds(self) -> bool:
+        """Whether a layer's input or attention output is rounded in host memory or on disk."""
+        inputs = any(policy.input != "device" and self.input_dtype(policy) for policy in self.kept)
+        outputs = any(policy.attention in ("host", "disk") for policy in self.kept)
+        return inputs or (outputs and self.stored_dtype is not None)
 
     def with_changes(self, **changes: Any) -> Layout:
         """A copy with some fields changed; `kept` is changed by the properties in KEPT_SETTINGS."""

@@ -18,6 +18,7 @@ from ithaka.attention.kernels import KERNELS, Kernel, Varlen
 from ithaka.comm.agree import gather_objects, raise_on_all_ranks
 from ithaka.comm.rank import is_local_rank_0, is_rank_0
 from ithaka.config import ConfigError
+from ithaka.exits import is_out_of_memory
 from ithaka.ops.fused import merge_softmax
 from ithaka.plan.shape import AttentionKind
 
@@ -29,7 +30,16 @@ DEFAULT_GROUP = 2  # query heads per kv head in tests for no model in particular
 def try_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, str | None]:
     """Return why each kernel cannot be used on this machine, and a fix; None if it passes its test."""
     kinds = (AttentionKind(head_dim, DEFAULT_GROUP),)
-    return {name: _why_unusable(kernel, device, dtype, kinds) for name, kernel in KERNELS.items()}
+
+    def try_kernel(kernel: Kernel) -> str | None:
+        try:
+            return _why_unusable(kernel, device, dtype, kinds)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return f"was not tested, because {device} is out of memory; end other processes on it"
+
+    return {name: try_kernel(kernel) for name, kernel in KERNELS.items()}
 
 
 def available_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[str]:
@@ -76,8 +86,7 @@ def agree_on_kernel(name: str, device: torch.device, dtype: torch.dtype, kinds: 
         chosen = _agree(chosen, device, dtype, kinds)
     for kind in kinds:
         while (other := kernel_for(chosen, kind)) not in (chosen, "reference"):
-            problem = _why_unusable(KERNELS[other], device, dtype, (kind,))
-            problems = list(filter(None, gather_objects(problem) if is_parallel else [problem]))
+            problems = list(filter(None, _gather_problems(KERNELS[other], device, dtype, (kind,))))
             if not problems:
                 break
             _unusable.add(other)
@@ -93,16 +102,22 @@ def _agree(chosen: str, device: torch.device, dtype: torch.dtype, kinds: Kinds) 
     if len(set(names)) == 1:
         return chosen
     best, common = (pick(names, key=order.index) for pick in (min, max))
-    problems = gather_objects((socket.gethostname(), _why_unusable(KERNELS[best], device, dtype, kinds)))
-    while any(gather_objects(_why_unusable(KERNELS[common], device, dtype, kinds))):
+    hosts, problems = gather_objects(socket.gethostname()), _gather_problems(KERNELS[best], device, dtype, kinds)
+    while any(_gather_problems(KERNELS[common], device, dtype, kinds)):
         common = order[order.index(common) + 1]  # ends at the reference, which always runs
     if dist.get_rank() == 0:
-        lacking = [(rank, host, why) for rank, (host, why) in enumerate(problems) if why is not None]
+        found = enumerate(zip(hosts, problems, strict=True))
+        lacking = [(rank, host, why) for rank, (host, why) in found if why is not None]
         (rank, host, why), *others = lacking
         where = f"rank {rank} on {host}{f' and {len(others)} more' if others else ''}"
         message = f"attention.kernel=auto is {common} on all ranks: {where} cannot use {best}, which {why}"
         warnings.warn(message, stacklevel=4)
     return common
+
+
+def _gather_problems(kernel: Kernel, device: torch.device, dtype: torch.dtype, kinds: Kinds) -> list[str | None]:
+    """Return `_why_unusable` of every rank. Collective; an error on one rank is raised on all."""
+    return gather_objects(raise_on_all_ranks(_why_unusable, kernel, device, dtype, kinds))
 
 
 _unusable: set[str] = set()  # kernels that failed a test on some rank as a model's second kernel
@@ -212,7 +227,7 @@ def _trial_kind(kernel: Kernel, kind: AttentionKind) -> AttentionKind:
 
 @cache
 def _test_kernel(kernel: Kernel, device: torch.device, dtype: torch.dtype, kind: AttentionKind) -> str | None:
-    """Run the kernel on small random data; return what is wrong, or None.
+    """Run the kernel on small random data; return what is wrong, or None. Raises if the device is out of memory.
 
     Only a test shows what this build of PyTorch or cuDNN accepts and computes correctly.
     """
@@ -226,6 +241,8 @@ def _test_kernel(kernel: Kernel, device: torch.device, dtype: torch.dtype, kind:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # no error of a kernel may end the run
+        if is_out_of_memory(error):  # it says nothing about the kernel
+            raise
         reason = str(error).strip().partition("\n")[0][:160]
         wrong = f"does not run here ({type(error).__name__}: {reason})"
     if wrong is not None:

@@ -257,7 +257,8 @@ class MemoryConfig(Section, name="memory"):
     # Layers, counted from the last, that also keep q, k and v: all but the activations after attention.
     keep_projections: int | Literal["none", "all"] = setting("none", ge=0)
     # Dtype of layer inputs and kept attention outputs in host memory and on disk. float8 halves their bytes, but rounds
-    # gradients (`ithaka verify` prints their error), and needs compute capability 8.9. null: the compute dtype.
+    # gradients (`ithaka verify` prints their error), and needs compute capability 8.9. Layers that keep attention keep
+    # their input in full. null: the compute dtype.
     stored_dtype: Literal["float8"] | None = None
     # Overlap communication and copies with computation, which takes more memory. Use false for the longest sequences.
     overlap: bool = True

@@ -208,7 +208,8 @@ class ResidualSums(TorchFunctionMode):
                 terms = [*getattr(a, "summed_terms", (a,)), *getattr(b, "summed_terms", (b,))]
                 is_skipped = self.tile.skips_mlp and not any(b.stride())
                 result = _AddOnce.apply(a, b, [term.detach() for term in terms], is_skipped)
-                result.summed_terms = terms if len(terms) <= MAX_TERMS else (result,)
+                if len(terms) <= MAX_TERMS:  # otherwise the result is a term, and must not hold itself
+                    result.summed_terms = terms
                 return result
         return function(*args, **(kwargs or {}))
 

@@ -270,9 +270,14 @@ class LayerSchedule:
             self.start_tile(saved, rows)
             yield rows, x_tD
 
-    def start_tile(self, saved: SavedActivations, rows: slice) -> None:
-        if self.dropout is not None:
-            self.dropout.keys_t = None if saved.call.keys_s is None else saved.call.keys_s[rows]
+    def start_tile(self, saved: SavedActivations, rows: slice, halo_keys_w: Tensor | None = None) -> None:
+        """Give dropout the keys of a tile's tokens, and of the halo that its x starts with."""
+        keys_s = saved.call.keys_s
+        if self.dropout is None:
+            return
+        self.dropout.keys_t = None if keys_s is None else keys_s[rows]
+        if keys_s is not None and halo_keys_w is not None:
+            self.dropout.keys_t = torch.cat([halo_keys_w, keys_s[rows]])
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -296,7 +301,8 @@ class _LayerFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, layer, inputs, call, *tensors):
         ctx.layer, ctx.tensors, ctx.num_changes, x_sD = layer, tensors, layer.num_changes(), x.view(x.shape[-2:])
-        kept = layer.store.keep(x_sD, layer.policy.input, layer.layout.stored_dtype)
+        stored_dtype = layer.layout.input_dtype(layer.policy)
+        kept = layer.store.keep(x_sD, layer.policy.input, stored_dtype)
         ctx.saved = SavedActivations(inputs, call, kept, layer.policy)
         ctx.saved.below = layer.store.register_layer(ctx.saved)
         with phase(layer.name), phase("forward"), layer.running():

@@ -139,8 +139,14 @@ class HostHandle(TensorHandle):
             store.disk.start_pass(self.nbytes)
         self._source: Tensor | None = tensor
         self._prefetched: tuple[Tensor, Event] | None = None
-        self._range: SlabRange | None = store.pool.acquire(self.nbytes)
-        self._copied_out = self._copy_out(tensor, self._range)
+        acquired = store.pool.acquire(self.nbytes)
+        self._range: SlabRange | None = acquired
+        try:
+            self._copied_out = self._copy_out(tensor, acquired)
+        except BaseException:
+            acquired.slab.last_copy = store.record_event(store.out_stream)  # of what was queued
+            store.pool.release(acquired)
+            raise
 
     def release_source(self) -> None:
         if self._source is not None:

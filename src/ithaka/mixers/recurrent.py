@@ -59,6 +59,7 @@ class Mixing:
     """One call's state."""
 
     halos: Tensor  # [., D]: w rows for each halo of this rank
+    halo_keys: Tensor | None = None  # [.]: the dropout keys of these rows, if there is dropout
     others: list[Tensor] = field(default_factory=list)  # inputs without tokens
 
 
@@ -72,7 +73,11 @@ class RecurrentMixer:
         self.num_halo = max(1, spec.halo)
 
     def start(self, x_sD: Tensor, saved: Any) -> Mixing:
-        return Mixing(self._local_docs(saved.call.docs, x_sD).halos.collect(x_sD.detach(), self._gather))
+        halos, keys_s = self._local_docs(saved.call.docs, x_sD).halos, saved.call.keys_s
+        mixing = Mixing(halos.collect(x_sD.detach(), self._gather))
+        if keys_s is not None:
+            mixing.halo_keys = halos.collect(keys_s[:, None], self._gather)[:, 0]
+        return mixing
 
     def mix(self, saved: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield out_1sHV and the states before each segment."""
@@ -126,8 +131,10 @@ class RecurrentMixer:
 
     def _tiles(self, saved: Any) -> Iterator[tuple[slice, Tensor, LayerInputs]]:
         """Yield the capture passes' tiles, cut where a document continues a distant one. x starts with the halo."""
-        halos_fwD = saved.mixing.halos.unflatten(0, (-1, self.num_halo))
+        w, keys_s, halo_keys = self.num_halo, saved.call.keys_s, saved.mixing.halo_keys
+        halos_fwD = saved.mixing.halos.unflatten(0, (-1, w))
         halo_wD = halos_fwD[0]
+        halo_keys_w = None
         docs = self._local_docs(saved.call.docs, halos_fwD)
         starts = docs.halos.starts
         for tile, tile_tD in self.layer.input_tiles(saved):
@@ -135,11 +142,14 @@ class RecurrentMixer:
             for first, stop in zip(cuts, cuts[1:], strict=False):
                 rows = slice(first, stop)
                 if first in starts:
-                    halo_wD = halos_fwD[starts.index(first)]
-                if len(cuts) > 2:
-                    self.layer.start_tile(saved, rows)
+                    index = starts.index(first)
+                    halo_wD = halos_fwD[index]
+                    halo_keys_w = None if halo_keys is None else halo_keys[index * w : (index + 1) * w]
+                self.layer.start_tile(saved, rows, halo_keys_w)
                 x_tD = torch.cat([halo_wD, tile_tD[first - tile.start : stop - tile.start]])
-                halo_wD = x_tD[-self.num_halo :].clone()
+                halo_wD = x_tD[-w:].clone()
+                if halo_keys_w is not None:
+                    halo_keys_w = torch.cat([halo_keys_w, keys_s[rows]])[-w:]
                 yield rows, x_tD, replace(saved.inputs.tile(rows), ids_t=docs.tile_ids(rows))
 
     def project_backward(

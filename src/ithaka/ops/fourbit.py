@@ -252,10 +252,10 @@ def packed_weights(model: nn.Module) -> dict[str, PackedWeight]:
 @contextmanager
 def unpacked(weights: Sequence[PackedWeight]) -> Iterator[None]:
     """Unpack weights on entry, and release them on exit."""
-    with allocating_for(MemoryCategory.UNSHARDED):
-        for weight in weights:
-            weight.unpack()
     try:
+        with allocating_for(MemoryCategory.UNSHARDED):
+            for weight in weights:
+                weight.unpack()
         yield
     finally:
         for weight in weights:

@@ -315,25 +315,26 @@ class _GpuPhases:
 def _host_and_disk(shape: ModelShape, layout: Layout, hardware: Hardware, work: StepShape) -> tuple[Sizes, Sizes]:
     """Bytes by category in a node's host memory and on its disk."""
     s, ranks = work.local_tokens(layout.cp), hardware.gpus_per_node
-    inputs, outputs = {"device": 0, "host": 0, "disk": 0}, {None: 0, "device": 0, "host": 0, "disk": 0}
+    inputs: dict[str, list[int]] = {"device": [], "host": [], "disk": []}  # bytes of each layer
+    outputs = {None: 0, "device": 0, "host": 0, "disk": 0}
     kinds = [layer_sizes(kind_shape, layout, s, make_sizes) for make_sizes, kind_shape in shape.kinds_of_sizes]
     stored = [ranks * kinds[index].stored_outputs for index in shape.size_indices]
     last = shape.first_trained
     for policy, count in layout.policy_groups(shape.num_layers, last):
         first, last = last, last + count
-        inputs[policy.input] += count
+        inputs[policy.input] += [ranks * layout.stored_input_bytes(policy, s, shape.hidden)] * count
         outputs[policy.attention] += sum(stored[first:last])
-    x = ranks * layout.stored_bytes(s, shape.hidden)
     dq = max(sizes.stored_dq for sizes in kinds) if outputs["host"] or outputs["disk"] else 0
     sharers = hardware.num_gpus // layout.replicas
     frozen = shape.frozen_bytes(sharers, layout.element_bytes)
     states = ranks * (8 * shape.shards(sharers)[0] + shape.moment_bytes(sharers) + frozen)
-    staged = min(DISK_STAGING_LAYERS, inputs["disk"]) * x + min(DISK_STAGING_LAYERS * max(stored), outputs["disk"])
+    staged = sum(sorted(inputs["disk"])[-DISK_STAGING_LAYERS:])
+    staged += min(DISK_STAGING_LAYERS * max(stored), outputs["disk"])
     host = {
-        "layer inputs": inputs["host"] * x,
+        "layer inputs": sum(inputs["host"]),
         "kept attention": outputs["host"] + ranks * dq,
         "on the way to disk": staged,
         "parameters, gradients, optimizer": states * layout.offload_optimizer,
         "reserve": ranks * HOST_PROCESS_BYTES + int(HOST_RESERVE_SHARE * hardware.host_bytes),
     }
-    return host, {"layer inputs": inputs["disk"] * x, "kept attention": outputs["disk"]}
+    return host, {"layer inputs": sum(inputs["disk"]), "kept attention": outputs["disk"]}

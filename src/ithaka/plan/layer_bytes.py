@@ -80,8 +80,8 @@ class LayerBytes:
         self.outputs = self.num_stages * (self.q + self.lse)
         self.out_width = self.num_stages * self.query_slots * layout.ulysses * shape.head_dim  # of out, per token
         # The input and the outputs in host memory or on disk.
-        self.stored_x = layout.stored_bytes(s, shape.hidden)
-        stored_q = layout.stored_bytes(layout.ulysses * s, self.query_slots * shape.head_dim)
+        self.stored_x = layout.stored_input_bytes(policy, s, shape.hidden)
+        stored_q = layout.stored_output_bytes(layout.ulysses * s, self.query_slots * shape.head_dim)
         self.stored_outputs = self.num_stages * (stored_q + self.lse)
         self.qkv = (self.num_stages * self.q + sum(self.new_kv)) * policy.projections
         is_joined = self.has_stages and (self.num_stages > 1 or layout.ulysses > 1)

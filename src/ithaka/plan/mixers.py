@@ -193,7 +193,7 @@ class DeltaBytes(LayerBytes):
         self.projected = keys + rows * (rule.value_dim * element_bytes + 2 * sum_bytes)  # q, k, v, g and beta
         self.douts = rows * rule.value_dim * element_bytes
         self.outputs, self.out_width = self.douts + -(-rows // rule.segment_rows) * state, rule.heads * rule.value_dim
-        self.stored_outputs = self.outputs - self.douts + layout.stored_bytes(s, self.out_width)
+        self.stored_outputs = self.outputs - self.douts + layout.stored_output_bytes(s, self.out_width)
         self.qkv = self.projected * self.policy.projections
 
     def mix_points(self, phase: str, stream: int) -> Iterator[MemoryPoint]:
@@ -230,7 +230,7 @@ class ConvolutionBytes(LayerBytes):
     def __init__(self, convolution: Convolution, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.projected = self.douts = self.outputs = self.s * convolution.channels * self.layout.element_bytes
-        self.stored_outputs = self.layout.stored_bytes(self.s, convolution.channels)
+        self.stored_outputs = self.layout.stored_output_bytes(self.s, convolution.channels)
         self.graphs, self.qkv, self.out_width = self.graphs * bool(convolution.channels), 0, convolution.channels
 
     def mix_points(self, phase: str, stream: int) -> Iterator[MemoryPoint]:

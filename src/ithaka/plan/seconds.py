@@ -108,7 +108,8 @@ def layer_seconds(
 
     # Copies to and from the store. All GPUs of a node share its disk.
     is_stored, pcie = policy.input != "device", gpu.pcie_bytes_s * COPY_SHARE
-    x, outputs = sizes.stored_x, sizes.stored_outputs if policy.attention in ("host", "disk") else 0
+    x = layout.stored_input_bytes(policy, layer.s, shape.hidden)
+    outputs = sizes.stored_outputs if policy.attention in ("host", "disk") else 0
     stored = x * is_stored + outputs
     to_disk = x * (policy.input == "disk") + outputs * (policy.attention == "disk")
     disk = to_disk * hardware.gpus_per_node / gpu.disk_bytes_s

@@ -307,8 +307,8 @@ def _explain_settings(plan: Plan) -> dict[str, str]:
     cp, ulysses, width = layout.cp, layout.ulysses, layout.heads_per_stage or shape.heads
     s = plan.work.local_tokens(cp)
     layers = sizes_by_layer(shape, layout, s)
-    x = (layers[0].x, layers[0].stored_x)[layout.input_tier != "device"]
-    inputs = format_bytes((shape.num_layers - shape.first_trained) * x)
+    is_stored = layout.input_tier != "device"
+    inputs = format_bytes(sum(b.stored_x if is_stored else b.x for b in layers[shape.first_trained :]))
     outs = [(b.outputs, b.stored_outputs)[layout.attention_tier != "device"] for b in layers if b.keeps_attention]
 
     shared = f"{cp} of {plan.hardware.num_gpus} GPUs share {batch}" if cp > 1 else f"each GPU has {batch} of its own"
@@ -337,8 +337,8 @@ def _explain_settings(plan: Plan) -> dict[str, str]:
     if layout.keep_projections:
         reasons["memory.checkpoint"] = _explain_level(plan, "keep_everything")
     if layout.stored_dtype:
-        effect = "what is kept in host memory and on disk is rounded to one byte"
-        reasons["memory.stored_dtype"] = effect if layout.is_offloaded else "no effect: nothing leaves the device"
+        effect = "off the device, attention outputs and the inputs of layers that keep none are rounded to one byte"
+        reasons["memory.stored_dtype"] = effect if layout.rounds else "no effect: nothing off the device is rounded"
     reasons["memory.overlap"] = "exchanges overlap with attention; " * (cp > 1) + "backward fetches each input once"
     if not layout.overlap:
         rejected = _explain_rejected(plan, "overlap", overlap=True)

@@ -150,9 +150,10 @@ def build_run(
         raise ConfigError(f"attention.kernel={kernel} needs an NVIDIA GPU, and this machine has none; use auto, or cpu")
     check_float8(config.memory.stored_dtype, hardware.gpu.name, hardware.gpu.has_float8)
     layout = layout_from_config(config, shape.num_layers, num_ranks, hardware.gpu.name != "CPU", shape.heads)
-    if layout.stored_dtype and not (layout.is_offloaded or plan or resumes):  # a plan may find that all of it fits
-        rule = "has no effect: no layer keeps its input or attention output in host memory or on disk"
-        raise ConfigError(f"memory.stored_dtype={layout.stored_dtype} {rule}; use memory.offload=host, or leave it out")
+    if layout.stored_dtype and not (layout.rounds or plan or resumes):  # a plan may find that all of it fits
+        rule = "has no effect: nothing that a layer keeps in host memory or on disk is rounded"
+        fix = "use memory.offload=host, and memory.attention_offload=host if attention is kept, or leave it out"
+        raise ConfigError(f"memory.stored_dtype={layout.stored_dtype} {rule}; {fix}")
     accumulate = config.train.micro_steps(num_ranks // layout.cp)
     if not resumes and config.train.accumulate not in (1, accumulate):
         rule = f"is not the {accumulate} that train.global_batch={config.train.global_batch} implies"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -321,10 +322,13 @@ def store_host_bytes(run: Run) -> int | None:
 
 
 def input_slabs(run: Run) -> tuple[int, int]:
-    """Size and number of the layer inputs that one rank keeps in host memory."""
-    num_bytes = run.layout.stored_bytes(run.work.local_tokens(run.layout.cp), run.shape.hidden)
-    groups = run.layout.policy_groups(run.shape.num_layers, run.shape.first_trained)
-    return num_bytes, sum(count for policy, count in groups if policy.input == "host")
+    """Size of the first layer input that one rank keeps in host memory, and the number of inputs of this size."""
+    layout, num_tokens = run.layout, run.work.local_tokens(run.layout.cp)
+    counts: Counter[int] = Counter()  # by size, in the order of the layers
+    for policy, count in layout.policy_groups(run.shape.num_layers, run.shape.first_trained):
+        if policy.input == "host":
+            counts[layout.stored_input_bytes(policy, num_tokens, run.shape.hidden)] += count
+    return next(iter(counts.items()), (0, 0))
 
 
 def can_save_in_background(run: Run) -> bool:
