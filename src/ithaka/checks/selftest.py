@@ -74,7 +74,7 @@ class Selftest:
         for i, section in enumerate(SECTIONS):
             problem, left = None, format_duration(sum([*SECTIONS.values()][i:]))
             free_memory()  # ranks, also those of `ithaka train`, may share a GPU
-            self._print(f"{section} ({i + 1} of {len(SECTIONS)}), {self.num_ranks} ranks, about {left} left")
+            self._print(f"{section} ({i + 1} of {len(SECTIONS)}), {_ranks(self.num_ranks)}, about {left} left")
             try:
                 for finding in getattr(self, f"check_{section}")():
                     self._add(finding)
@@ -89,7 +89,7 @@ class Selftest:
             if save_profile and self.rank == 0 and self.ranks_per_gpu == 1:
                 gpu, file = changed.hardware.gpu, profile_path(changed.hardware.gpu.name)
                 values = {name: getattr(gpu, name) for name in (*FIGURES, "name", "kernel")}
-                values["source"] = f"ithaka selftest, {self.num_ranks} ranks, {time.strftime('%Y-%m-%d')}"
+                values["source"] = f"ithaka selftest, {_ranks(self.num_ranks)}, {time.strftime('%Y-%m-%d')}"
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
                 self._print(f"wrote {file}: ithaka plan and ithaka train use its rates on this machine")
@@ -257,6 +257,10 @@ class Selftest:
         return judge(what, measured <= planned / self.slow, text, "compare the rates above", "slower")
 
 
+def _ranks(number: int) -> str:
+    return f"{number} rank" if number == 1 else f"{number} ranks"
+
+
 def run_rank(save_profile: bool, *arguments: Any) -> int:
     return Selftest(*arguments).run(save_profile)
 
@@ -311,7 +315,8 @@ def run_drill(run_dir: Path) -> Iterator[Finding]:
     after = run_on_all_ranks(_read_losses, run_dir)
     problems, codes = [end.log[-500:] for end in ends if end.code], [end.code for end in ends]
     error = max(abs(after.get(step, math.inf) / before.get(step, 1.0) - 1) for step in range(SAVE_EVERY + 1, STEPS + 1))
-    text = f"saved on {num_ranks} ranks, resumed on {fewer}: losses differ by {error:.0e}, {LOSS_TOLERANCE:.0e} allowed"
+    text = f"saved on {_ranks(num_ranks)}, resumed on {fewer}: "
+    text += f"losses differ by {error:.0e}, {LOSS_TOLERANCE:.0e} allowed"
     ok = error <= LOSS_TOLERANCE and not problems
     figures: dict[str, Any] = {"codes": codes, "largest error": error, "allowed": LOSS_TOLERANCE, "resumed on": fewer}
     yield judge("save and resume", ok, text, "".join(problems[:1]), **figures)
