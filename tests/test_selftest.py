@@ -135,6 +135,7 @@ def break_device_of_rank_1(patch, rank: int) -> None:
 
     if rank == 1:
         patch.setattr(bench, "measure_device", fail)
+    patch.setattr(selftest, "END_S", 5.0)
     patch.setattr(verify, "verify_layouts", lambda *args: [doctor.Finding("dense", "passed", "")])
 
 
@@ -290,6 +291,12 @@ def test_what_is_not_compared_is_measured_and_names_no_plan():
     """A plan for a GPU says nothing about a CPU."""
     found = planned_test(has_rates=False)._judge_rate("matmul", "matmul_flops", {0: 1e9})
     assert found.status == "measured" and "planned" not in found.text
+    for has_rates in (True, False):
+        test = planned_test(has_rates)
+        test.measured, test.known = {"matmul_flops": 1e12}, {"matmul_flops": 1e15}
+        text = test._describe_step()
+        assert re.match(r"llama3.1-8b at 256K: .* min per step with the rates measured here", text)
+        assert text.endswith(" planned") == has_rates
     row = {"what": "exchange per layer", "planned": 0.0044, "measured": 0.0328, "unit": "s"}
     on_cpu, on_gpu = (planned_test(on_gpu=on_gpu)._judge_row(row) for on_gpu in (False, True))
     assert on_cpu.status == "measured" and on_cpu.text == "0.0328 s (2 layers of llama3.1-8b at 256K)"
@@ -305,6 +312,28 @@ def test_what_is_not_compared_is_measured_and_names_no_plan():
     test.rehearsed = {"rows": [{"what": "layer forward", "measured": 1.25}]}
     found = test._judge_row({"what": "layer forward", "planned": 1.0, "measured": 1.0, "unit": "s"})
     assert found.text.startswith("1 s, planned 1, rehearsed 1.25 (2 layers")
+
+
+def test_the_worst_layout_is_reported_and_wrong_weights_fail(monkeypatch):
+    """Also if the wrong weights change the results little."""
+    monkeypatch.setattr(verify, "KINDS", {"hybrid": {}, "dense": {}})
+    monkeypatch.setattr(verify, "TOLERANCES", {"float32": 1e-3})
+    monkeypatch.setattr(verify, "write_truncated_model", lambda *args: None)
+    layouts, wrong = [], list[int]()
+
+    def check(folder, device, cp, ring, dtype):
+        layouts.append((cp, ring))
+        return cp * 1e-4 / ring, wrong
+
+    monkeypatch.setattr(verify, "_verify_layout", check)
+    hybrid, dense = verify.verify_layouts(torch.device("cpu"), 4, math.inf)
+    assert layouts == [(1, 1), (2, 1), (4, 1), (1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+    assert hybrid.status == "passed" and hybrid.text.startswith("3 of 3 layouts; largest error 4e-04, 1e-03 allowed")
+    assert dense.figures == {"layouts": 6, "largest error": 4e-4, "allowed": 1e-3, "cp": 4, "ring": 1, "ranks": []}
+    wrong.append(3)
+    for finding in verify.verify_layouts(torch.device("cpu"), 4, 0.0):
+        assert finding.status == "failed" and finding.figures["ranks"] == [3] and "dcgmi" in finding.fix
+        assert finding.figures["layouts"] == 1, "after the deadline, one layout"
 
 
 class FakeGpu:

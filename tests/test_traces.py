@@ -513,6 +513,9 @@ def test_a_ghost_rehearsal_fits_only_with_the_reserve():
         report = ghost.describe_ghost(plan, Trace(TOKENS, (Segment("update", {}, {}, {"": {"other": peak}}),)), 0)
         assert report["fits"] is fits and report["device_gib"]["reserve"] > 1
     assert report["peak_phase"] == "update" and report["device_gib"]["traced"] < report["device_gib"]["capacity"]
+    highest = [Segment(f"layer {i} forward", {}, {}, {"": {"other": size}}) for i, size in enumerate((1, 3, 2))]
+    report = ghost.describe_ghost(plan, Trace(TOKENS, tuple(highest)), 0)
+    assert [row["phase"] for row in report["phases"]] == ["layer 1 forward"] == [report["peak_phase"]]
 
 
 def test_images_then_branches_then_long_documents_need_the_most_memory():

@@ -82,12 +82,10 @@ class Selftest:
                 problem = error
             self._end_section(section, problem)
         if "rates" in self.figures:
-            changed = self._with_rates(self.measured)
-            text = f"{self.model} at {format_tokens(changed.work.context)}: {format_duration(changed.step_s)} per step"
-            planned = format_duration(self._with_rates(self.known).step_s)
-            self._print(f"{text} with the rates measured here" + f", {planned} planned" * self.has_rates)
+            self._print(self._describe_step())
             if save_profile and self.rank == 0 and self.ranks_per_gpu == 1:
-                gpu, file = changed.hardware.gpu, profile_path(changed.hardware.gpu.name)
+                gpu = self._with_rates(self.measured).hardware.gpu
+                file = profile_path(gpu.name)
                 values = {name: getattr(gpu, name) for name in (*FIGURES, "name", "kernel")}
                 values["source"] = f"ithaka selftest, {_ranks(self.num_ranks)}, {time.strftime('%Y-%m-%d')}"
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -99,6 +97,12 @@ class Selftest:
         faulthandler.cancel_dump_traceback_later()
         dist.destroy_process_group()
         return int("failed" in statuses)
+
+    def _describe_step(self) -> str:
+        """Seconds by the rates measured here, next to those of the plan if its rates are for such devices."""
+        measured, planned = (format_duration(self._with_rates(rates).step_s) for rates in (self.measured, self.known))
+        text = f"{self.model} at {format_tokens(self.plan.work.context)}: {measured} per step"
+        return f"{text} with the rates measured here" + f", {planned} planned" * self.has_rates
 
     def _end_section(self, section: str, error: Exception | None) -> None:
         """Add a failure of any rank. If others wait for a rank that failed, end the test: their collectives no longer
