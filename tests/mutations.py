@@ -901,10 +901,10 @@ MUTATIONS = (
         "test_selftest.py -k while_others_measure",
     ),
     Mutation(
-        "selftest: ranks that hang are waited for",
+        "selftest: the cause of an error inside collectives is lost",
         "checks/selftest.py",
-        "        if missing:\n            raise RuntimeError",
-        "        if False:\n            raise RuntimeError",
+        'ended in section {section}: {text}") from error',
+        'ended in section {section}: {text}") from None',
         "test_selftest.py -k inside_collectives",
     ),
     Mutation(
