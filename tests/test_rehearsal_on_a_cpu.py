@@ -152,6 +152,8 @@ def test_an_evaluation_peaks_as_its_ledger_predicts():
     measured = rehearsal.rehearse(config, few.layout, 2, 512, memory_only=True, trains=False)
     planned = few.ledger.gpu_peak - few.ledger.gpu["reserve"]
     assert measured.peak_bytes == pytest.approx(planned, rel=0.05) and "/ forward" in measured.peak_phase
+    weights = few.ledger.gpu["parameters"] + few.ledger.gpu["layer weights"]
+    assert measured.layer_bytes == pytest.approx(measured.peak_bytes - weights, rel=0.05)
 
 
 def test_an_evaluation_uses_stages_at_long_contexts():
@@ -215,6 +217,14 @@ def test_real_exchanges_are_compared_and_divided_by_layers():
     assert together["exchange per layer"]["measured"] == 1.5
     assert together["exchange per layer"]["planned"] == pytest.approx(forward.exchange)
     assert together["exchange hidden by compute"]["measured"] == 25.0
+
+
+def test_the_first_pass_of_a_reference_takes_as_long_as_a_forward():
+    plan = plan_of("llama3.1-8b")
+    with_reference = replace(plan, work=replace(plan.work, reference=True))
+    forward, backward = rehearsal._layer_seconds(plan)[0]
+    both, same = rehearsal._layer_seconds(with_reference)[0]
+    assert both.total == pytest.approx(2 * forward.total) and same.total == backward.total > forward.total > 0
 
 
 def test_bytes_of_a_node_are_shared_by_its_ranks():
