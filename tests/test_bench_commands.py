@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
+from ithaka.checks import bench
 from ithaka.checks import rehearse as rehearsal
 from ithaka.cli import Commands, app
 from ithaka.config import ConfigError
@@ -18,6 +20,8 @@ from ithaka.exits import ExitCode
 from ithaka.plan.hardware import read_gpu
 from models import tiny_config
 from refusals import assert_command_refused
+
+CPU = torch.device("cpu")
 
 
 def benchmark(name: str, *arguments: object):
@@ -50,6 +54,57 @@ def test_plan_reads_what_bench_device_wrote(tmp_path):
     assert "bench device" in gpu.source and "link_bytes_s is not measured" in gpu.source
     plan = run("plan", "llama3.2-1b", "--gpus", "8", "--gpu-file", file, "--context", "4K")
     assert "llama3.2-1b, 4K tokens, 8x" in plan.output
+
+
+def test_the_second_half_of_the_calls_counts(monkeypatch):
+    """An idle chip starts at a higher clock than it sustains."""
+    marks = []
+
+    class Timeline:
+        on_gpu = False
+
+        def __class_getitem__(cls, _):
+            return lambda device: cls()
+
+        def mark(self) -> int:
+            marks.append(len(marks))
+            return marks[-1]
+
+        def seconds(self, start: int, end: int) -> float:
+            assert end == start + 1
+            return 1.0 if start < 2 else 5.0  # the first of three calls is fast
+
+    monkeypatch.setattr(bench, "DeviceTimeline", Timeline)
+    assert bench.measure_sustained(lambda: None, CPU, 1e-9) == 5.0 and len(marks) == 6
+
+
+def test_rates_are_those_of_the_slower_direction_and_of_all_flops(monkeypatch):
+    """A backward has five matmuls where a forward has two."""
+    seconds = iter((1.0, 4.0, 0.5, 0.5))
+    monkeypatch.setattr(bench, "measure_sustained", lambda *args, **options: next(seconds))
+    assert bench.measure_host_copies(CPU, 1.0) == bench.COPY_BYTES["cpu"] / 4
+    case = bench.AttentionCase("cpu", 64, head_dim=8, documents=2)
+    row = bench.measure_attention(case, CPU, torch.float32, 1.0)
+    assert case.flops > 0 and row["forward_tflops"] == pytest.approx(2 * case.flops / 1e12)
+    assert row["backward_tflops"] == pytest.approx(5 * case.flops / 1e12)
+
+
+def test_the_slowest_rank_and_exchange_set_the_rate_of_a_network(monkeypatch):
+    """All others wait for that rank. A layer waits for all-to-alls or sends, not for FSDP2's collectives."""
+    group, seconds = SimpleNamespace(size=lambda: 3), {"all-to-all": [1.0, 4.0, 2.0], "all-gather": [9.0, 9.0, 9.0]}
+    monkeypatch.setattr(bench, "make_node_groups", lambda device: {"inside a node": group})
+    monkeypatch.setattr(bench, "_network_calls", lambda *args: {name: (8 * 10**9, name) for name in seconds})
+    monkeypatch.setattr(bench, "_measure_collective", lambda call, device: call)
+    monkeypatch.setattr(bench, "gather_objects", lambda name: seconds[name])
+    rows = bench.measure_network(CPU, 1)
+    assert [(row["what"], row["GB/s"], row["slowest rank"]) for row in rows] == [
+        ("all-to-all", 2.0, 1),
+        ("all-gather", 8 / 9, 0),
+    ]
+    rows.append({"what": "send/recv", "where": "inside a node", "GB/s": 3.0})
+    monkeypatch.setattr(bench.dist, "get_world_size", lambda: 3)
+    figures = bench.network_figures(rows, CPU)
+    assert figures["link_bytes_s"] == 2e9 and "network_bytes_s" not in figures and "3 ranks" in figures["source"]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Frozen parameters get no gradient and everything else stays exact."""
 
 import pytest
+from torch import nn
 
 from grids import diagonal
 from ithaka.layout import make_layout
+from ithaka.roots.recorder import describe_layer
 from models import tiny_config
 from parity import check, compare_with, plain_sum, random_ids
 
@@ -34,6 +36,14 @@ def compare(frozen, cp, keep_everything):
         input_ids=ids,
         labels=ids,
     )
+
+
+def test_a_layer_with_frozen_parameters_is_probed_separately():
+    """The probe compares the gradients of one layer of each kind."""
+    layers = [nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(3)]
+    layers[1][0].bias.requires_grad_(False)
+    same, frozen, other = (describe_layer(layer) for layer in layers)
+    assert same == other != frozen
 
 
 FAST = ("embedding", "all but the norms", "attention", "all but k and v")

@@ -14,6 +14,7 @@ from decoders import SIZES
 from ithaka.checks import rehearse as rehearsal
 from ithaka.cli import app
 from ithaka.comm.loopback import LoopbackGroup
+from ithaka.config import ConfigError
 from ithaka.layout import make_layout
 from ithaka.model.truncate import choose_layers, find_representative_layers, read_kinds, truncate_config
 from ithaka.plan.hardware import parse_gpus
@@ -151,6 +152,8 @@ def test_an_evaluation_peaks_as_its_ledger_predicts():
     measured = rehearsal.rehearse(config, few.layout, 2, 512, memory_only=True, trains=False)
     planned = few.ledger.gpu_peak - few.ledger.gpu["reserve"]
     assert measured.peak_bytes == pytest.approx(planned, rel=0.05) and "/ forward" in measured.peak_phase
+    weights = few.ledger.gpu["parameters"] + few.ledger.gpu["layer weights"]
+    assert measured.layer_bytes == pytest.approx(measured.peak_bytes - weights, rel=0.05)
 
 
 def test_an_evaluation_uses_stages_at_long_contexts():
@@ -196,6 +199,52 @@ def test_the_forward_of_all_layers_is_extrapolated_from_few_layers_and_the_loss(
     measured = rehearsal.RehearsalResult(1, 1, 1, "", 0, 0, [[alone_s, 0.0]] * 2, 2 * alone_s + loss_s)
     rows = {row["what"]: row for row in rehearsal.compare_with_plan(plan, few, measured)}
     assert rows["forward of 32 layers"]["measured"] == pytest.approx(rows["forward of 32 layers"]["planned"])
+
+
+def test_real_exchanges_are_compared_and_divided_by_layers():
+    """On one rank of many, exchanges are local copies: their planned seconds are left out."""
+    plan = forward_plan(find_shape("llama3-8b"), parse_gpus("8xH200"), StepShape(2**20))
+    few = rehearsal.truncate_plan(plan, 2, False)
+    forward, _ = layer_seconds(few.shape, few.layout, few.hardware, few.work, few.shape.mixers[0], few.layout.kept[0])
+    result = rehearsal.RehearsalResult(1, 1, 1, "", 0, 0, [[1.0, 0.0]] * 2, 7.0)
+    alone, together = (
+        {row["what"]: row for row in rehearsal.compare_with_plan(plan, few, replace(result, exchange_s=exchange_s))}
+        for exchange_s in (None, (3.0, 1.0))
+    )
+    assert "exchange per layer" not in alone
+    assert alone["layer forward"]["planned"] == pytest.approx(forward.total - forward.exchange)
+    assert together["layer forward"]["planned"] == pytest.approx(forward.total) and forward.exchange > 0
+    assert together["exchange per layer"]["measured"] == 1.5
+    assert together["exchange per layer"]["planned"] == pytest.approx(forward.exchange)
+    assert together["exchange hidden by compute"]["measured"] == 25.0
+
+
+def test_the_first_pass_of_a_reference_takes_as_long_as_a_forward():
+    plan = plan_of("llama3.1-8b")
+    with_reference = replace(plan, work=replace(plan.work, reference=True))
+    forward, backward = rehearsal._layer_seconds(plan)[0]
+    both, same = rehearsal._layer_seconds(with_reference)[0]
+    assert both.total == pytest.approx(2 * forward.total) and same.total == backward.total > forward.total > 0
+
+
+def test_bytes_of_a_node_are_shared_by_its_ranks():
+    plan = plan_of("llama3.1-8b", "8xH200").with_changes(input_tier="host")
+    few = rehearsal.truncate_plan(plan, 2, False)
+    num_bytes = 2 * few.layout.stored_bytes(few.work.local_tokens(few.layout.cp), few.shape.hidden)
+    result = rehearsal.RehearsalResult(1, 1, 1, "", num_bytes, 0, [[1.0, 2.0]] * 2, 7.0)
+    rows = {row["what"]: row for row in rehearsal.compare_with_plan(plan, few, result)}
+    host = rows["host, including disk staging"]
+    assert host["measured"] > 0 and host["planned"] == pytest.approx(host["measured"])
+
+
+def test_real_ranks_share_the_memory_of_a_cpu(monkeypatch):
+    few = rehearsal.truncate_plan(plan_of("llama3.1-8b"), 2, False)
+    set_free_memory(monkeypatch, 2 * few.ledger.gpu_peak)
+    monkeypatch.setattr(rehearsal, "_on_gpu", lambda: False)
+    rehearsal.check_cpu_memory(few)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="without a GPU"):
+        rehearsal.check_cpu_memory(few)
 
 
 # ---- kinds of layers

@@ -3,7 +3,9 @@
 import json
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -468,6 +470,74 @@ def test_a_plan_is_traced_at_full_depth():
         replace(plan, layout=replace(plan.layout, offload_optimizer=True)), tiny_config(num_layers=9)
     )
     assert offloaded.peak_bytes < trace.peak_bytes and offloaded.host_bytes > 0
+
+
+def test_offloaded_states_are_on_the_host():
+    """Parameters, optimizer states and the gradients that are sharded; those in flight stay on the device."""
+
+    def segment(name, first, last, most):
+        start, peak, end = (
+            {"parameters": 5.0, "optimizer": 7.0, "gradients": grads, "tiles": 1.0} for grads in (first, most, last)
+        )
+        return Segment(name, start, end, {"": peak}, (1.0, 3.0, 2.0))
+
+    segments = (
+        segment("loss backward", 0.0, 4.0, 4.0),  # of the head, 4
+        segment("layer 1 backward", 4.0, 24.0, 64.0),  # 20 of 60 in flight are this rank's
+        segment("layer 0 backward", 24.0, 34.0, 84.0),
+        segment("optimizer", 34.0, 0.0, 34.0),
+    )
+    trace = Trace(8, segments, ({"gradients": 10.0}, {"gradients": 20.0})).offload_states()
+    grads = [(s.start["gradients"], s.peaks[""]["gradients"], s.end["gradients"]) for s in trace.segments]
+    assert grads == [(0.0, 4.0, 4.0), (4.0, 64.0, 4.0), (4.0, 64.0, 4.0), (4.0, 4.0, 0.0)]
+    assert all(s.host == (1.0 + 46.0, 3.0 + 46.0, 2.0 + 46.0) for s in trace.segments)  # 5 + 7 + 34
+    assert all(s.start.keys() == s.end.keys() == {"gradients", "tiles"} for s in trace.segments)
+    assert trace.peak_bytes == 65.0
+
+
+def test_an_offloaded_plan_agrees_with_its_trace():
+    """The host's bytes are exact. On the device, the gradients of all layers would be as large as the rest."""
+    config = tiny_config(num_layers=12, intermediate_size=512)
+    plan = tiny_plan(config, offload_optimizer=True)
+    trace = trace_plan(plan, config)
+    assert trace.host_bytes == pytest.approx(sum(plan.ledger.stored.values()) / CP, rel=1e-3)
+    peak = plan.ledger.gpu_peak - plan.ledger.gpu["reserve"]
+    assert trace.peak_bytes == pytest.approx(peak, rel=0.2)
+
+
+def test_a_ghost_rehearsal_fits_only_with_the_reserve():
+    """A GPU also holds the CUDA context and what fragments."""
+    plan = tiny_plan(tiny_config())
+    room = plan.ledger.gpu_bytes - plan.ledger.gpu["reserve"]
+    for peak, fits in ((room - 2**20, True), (room + 2**20, False)):
+        report = ghost.describe_ghost(plan, Trace(TOKENS, (Segment("update", {}, {}, {"": {"other": peak}}),)), 0)
+        assert report["fits"] is fits and report["device_gib"]["reserve"] > 1
+    assert report["peak_phase"] == "update" and report["device_gib"]["traced"] < report["device_gib"]["capacity"]
+    highest = [Segment(f"layer {i} forward", {}, {}, {"": {"other": size}}) for i, size in enumerate((1, 3, 2))]
+    report = ghost.describe_ghost(plan, Trace(TOKENS, tuple(highest)), 0)
+    assert [row["phase"] for row in report["phases"]] == ["layer 1 forward"] == [report["peak_phase"]]
+
+
+def test_images_then_branches_then_long_documents_need_the_most_memory():
+    """Pixels and an encoder's outputs come on top of the tokens."""
+
+    def packed(starts=(0,), images=(), parents=None):
+        return SimpleNamespace(
+            borders=np.array(starts),
+            length=100,
+            images=[SimpleNamespace(num_tokens=tokens) for tokens in images],
+            parents=None if parents is None else np.array(parents),
+        )
+
+    by_order = {
+        "short documents": packed(starts=(0, 30, 60)),
+        "a longer document": packed(starts=(0, 10)),
+        "one document": packed(),
+        "a branch": packed(starts=(0, 50), parents=(-1, 0)),
+        "an image": packed(starts=(0, 40), images=(5,)),
+        "two images": packed(starts=(0, 40, 80), images=(3, 3)),
+    }
+    assert sorted(by_order, key=lambda name: ghost._memory_order(by_order[name])) == list(by_order)
 
 
 def test_a_ghost_rehearsal_prints_peaks_by_phase(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -300,3 +301,25 @@ def test_models_that_cannot_be_verified_are_refused(tmp_path, monkeypatch):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     refusal = assert_refused(lambda: verify.verify(tmp_path), "MODEL=", "pytorch_model.bin", fix="config.json")
     assert "train" not in refusal.replace(str(tmp_path), "")
+
+
+class TwoWeights(nn.Module):
+    """Its loss depends on the second weight, or not."""
+
+    def __init__(self, uses_second: bool) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(2, 2))
+        self.second = nn.Parameter(torch.ones(2, 2))
+        self.uses_second = uses_second
+
+    def forward(self, input_ids, labels) -> SimpleNamespace:
+        return SimpleNamespace(loss=self.first.sum() + (self.second.sum() if self.uses_second else 4.0))
+
+
+def test_a_missing_gradient_fails_though_the_loss_is_right(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "full_tensor", lambda tensor: tensor, raising=False)  # of one rank
+    pair = verify.ModelPair.__new__(verify.ModelPair)
+    pair.model, pair.plain, pair.head_dim = TwoWeights(False), TwoWeights(True), None
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    errors = pair.compare_losses(ids, ids, lambda plain: plain(ids, ids).loss)
+    assert errors == {"loss": 0.0, "first": 0.0, "second": verify.INVALID_ERROR}

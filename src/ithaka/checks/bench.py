@@ -27,6 +27,7 @@ from ithaka.plan.shape import StepShape
 from ithaka.profile.timeline import DeviceTimeline
 
 MAX_CALLS_IN_FLIGHT = 8  # queued on the device
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}  # by type of device
 
 
 def device_and_dtype() -> tuple[torch.device, torch.dtype]:
@@ -115,24 +116,20 @@ def measure_device(device: torch.device, dtype: torch.dtype, seconds: float) -> 
     """Measure the fields of `plan.hardware.Gpu`, except links to other devices. Runs a square matmul, attention with
     one head of 128, and copies."""
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    side, tokens, num_bytes = (8192, 2**18, 2**30) if gpu else (1024, 2**11, 2**26)
+    side, tokens = (8192, 2**18) if gpu else (1024, 2**11)
+    num_bytes = COPY_BYTES[device.type]
     name = gpu.name if gpu else "CPU"
     attention_row = measure_attention(AttentionCase("auto", tokens), device, dtype, seconds)
     a_nn, b_nn, out_nn = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(3))
     matmul_s = measure_sustained(lambda: torch.mm(a_nn, b_nn, out=out_nn), device, seconds)
     source, target = (torch.ones(num_bytes // 4, device=device) for _ in range(2))
-    copy_s = pcie_s = measure_sustained(lambda: target.copy_(source), device, seconds)
-    if gpu:  # the slower direction, with all ranks at once
-        gather_objects(None)
-        pinned = torch.ones(num_bytes // 4).pin_memory()
-        copies = (lambda: target.copy_(pinned, non_blocking=True), lambda: pinned.copy_(source, non_blocking=True))
-        pcie_s = max(measure_sustained(copy, device, seconds) for copy in copies)
+    copy_s = measure_sustained(lambda: target.copy_(source), device, seconds)
     values = {
         "matmul_flops": 2 * side**3 / matmul_s,
         "attention_forward_flops": attention_row["forward_tflops"] * 1e12,
         "attention_backward_flops": attention_row["backward_tflops"] * 1e12,
         "memory_bytes_s": 2 * num_bytes / copy_s,  # read and written
-        "pcie_bytes_s": num_bytes / pcie_s,
+        "pcie_bytes_s": measure_host_copies(device, seconds),
         "kernel": attention_row["kernel"],
     }
     known = gpu_named(name) if gpu else GPUS["CPU"]
@@ -141,6 +138,19 @@ def measure_device(device: torch.device, dtype: torch.dtype, seconds: float) -> 
     links = f"taken from {known.name}" if known else "assumed equal to PCIe"
     origin = f"ithaka bench device, {str(dtype).removeprefix('torch.')}; link_bytes_s is not measured: {links}"
     return {"name": name, **values, "source": origin}
+
+
+def measure_host_copies(device: torch.device, seconds: float) -> float:
+    """Bytes per second to or from the host, whichever is slower. The ranks of a node share its
+    memory: under `ithaka selftest`, all of them copy at once."""
+    num_bytes = COPY_BYTES[device.type]
+    own = torch.ones(num_bytes // 4, device=device)
+    host = torch.ones(num_bytes // 4)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    to_device = measure_sustained(lambda: own.copy_(host, non_blocking=True), device, seconds)
+    to_host = measure_sustained(lambda: host.copy_(own, non_blocking=True), device, seconds)
+    return num_bytes / max(to_device, to_host)
 
 
 NETWORK_CALLS = 5  # per measurement; the median is reported

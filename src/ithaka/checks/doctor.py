@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -40,6 +40,7 @@ OPTIONAL = tuple(package for packages in FEATURES for package in packages)
 PACKAGES = ("torch", "transformers", "flash-attn-4", "triton", *OPTIONAL)
 TOOLKIT = {"cuda": "CUDA", "cudnn": "cuDNN", "nccl": "NCCL"}
 WORKS, NEEDS_GPU, HEAD_DIM = "works", "needs a GPU", 128
+GPU_TRAINING, DISK_SPEED = "training on a GPU", "memory.offload=disk at the planned speed"  # missing features
 DISK_TEST_BYTES, CHUNK_BYTES = 2**28, 2**24
 
 
@@ -71,7 +72,7 @@ def package_versions() -> dict[str, str | None]:
 def examine(disk: Path | None) -> dict[str, Any]:
     """Return all findings. `disk`: a folder on the disk to measure; by default the one for temporary files."""
     system = f"{platform.system()} {platform.release()}, {platform.machine()}, Python {platform.python_version()}"
-    found = {"versions": package_versions(), "system": system, **_examine_gpus()}
+    found = {"versions": package_versions(), "system": system, "python": platform.python_version(), **_examine_gpus()}
     found["host"] = {"cores": num_cores(), "memory_bytes": psutil.virtual_memory().total}
     found["host"]["available_bytes"] = available_memory()
     found["disk"] = measure_disk(disk or Path(tempfile.gettempdir()))
@@ -143,7 +144,7 @@ def find_missing(found: dict[str, Any]) -> list[dict[str, str]]:
     missing: list[tuple[str, str, str]] = []
     names = [gpu["name"] for gpu in found["gpus"]]
     if not names:
-        missing.append(("training on a GPU", *_why_no_gpu(found)))
+        missing.append((GPU_TRAINING, *_why_no_gpu(found)))
     for name, result in found["kernels"].items():
         if result not in (WORKS, NEEDS_GPU):
             why, _, fix = result.partition("; ")
@@ -159,7 +160,7 @@ def find_missing(found: dict[str, Any]) -> list[dict[str, str]]:
         missing.append(("memory.offload=disk", f"{disk['folder']}: {disk['problem']}", "set memory.disk_path"))
     elif slowest < DISK_BYTES_S / 2:
         why = f"{disk['folder']} moves {_rate(slowest)}, plans assume {_rate(DISK_BYTES_S)}"
-        missing.append(("memory.offload=disk at the planned speed", why, "set memory.disk_path to a faster disk"))
+        missing.append((DISK_SPEED, why, "set memory.disk_path to a faster disk"))
     return [dict(zip(("feature", "why", "fix"), row, strict=True)) for row in missing]
 
 
@@ -206,32 +207,41 @@ def _rate(bytes_s: float) -> str:
 
 
 class Finding(NamedTuple):
-    """One check of `ithaka selftest`: passed, slower (than planned) or failed, and what to do next."""
+    """One check of `ithaka selftest`: passed, measured (there is nothing to compare with), slower (than planned) or
+    failed, and what to do next. Texts stay on this machine; `figures` may be shared (checks/share.py)."""
 
     check: str
     status: str
     text: str
     fix: str = ""
+    figures: Mapping[str, Any] = {}
 
 
-def judge(check: str, ok: bool, text: str, fix: str, otherwise: str = "failed") -> Finding:
-    return Finding(check, "passed", text) if ok else Finding(check, otherwise, text, fix)
+def judge(check: str, ok: bool, text: str, fix: str, otherwise: str = "failed", **figures: Any) -> Finding:
+    status = "passed" if ok else otherwise
+    return Finding(check, status, text, "" if ok else fix, figures)
 
 
 def examine_rank(device: Any, ranks_per_gpu: int) -> dict[str, Any]:
-    """What this rank has, and its checks: {name: (passed, text)}."""
+    """What this rank has, in `figures`, and its checks: {name: (passed, text)}."""
     from ithaka.layer.slabs import Slab, StoreError
 
     limit, on_gpu, start = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], device.type == "cuda", time.perf_counter()
-    memory = f"{format_bytes(available_memory())} free, {format_bytes(limit) if limit >= 0 else 'all'} may be locked"
+    figures: dict[str, Any] = {"available bytes": available_memory(), "lockable bytes": limit if limit >= 0 else None}
+    lockable = format_bytes(limit) if limit >= 0 else "all"
+    memory = f"{format_bytes(figures['available bytes'])} free, {lockable} may be locked"
     try:
         Slab(PIN_BYTES, pin=on_gpu)
-        pinned = f", pinned at {_rate(PIN_BYTES / (time.perf_counter() - start))}" * on_gpu
-        checks = {"host memory": (True, memory + pinned)}
+        rate = PIN_BYTES / (time.perf_counter() - start)
+        figures["pinned bytes/s"] = rate if on_gpu else None
+        checks = {"host memory": (True, memory + f", pinned at {_rate(rate)}" * on_gpu)}
     except StoreError as error:
         checks = {"host memory": (False, f"{error}; {memory}")}
-    clock, gpu_checks = _examine_gpu(device, ranks_per_gpu) if on_gpu else (0.0, {})
-    return {"versions": package_versions(), "clock": clock, "checks": checks | gpu_checks}
+    if on_gpu:
+        gpu_figures, gpu_checks = _examine_gpu(device, ranks_per_gpu)
+        figures |= gpu_figures
+        checks |= gpu_checks
+    return {"versions": package_versions(), "figures": figures, "checks": checks}
 
 
 def query_gpu(gpu: str, *fields: str) -> list[float]:
@@ -244,8 +254,8 @@ def query_gpu(gpu: str, *fields: str) -> list[float]:
     return (numbers + [0.0] * len(fields))[: len(fields)]
 
 
-def _examine_gpu(device: Any, ranks_per_gpu: int) -> tuple[float, dict[str, tuple[bool, str]]]:
-    """The clock under load in MHz, and checks."""
+def _examine_gpu(device: Any, ranks_per_gpu: int) -> tuple[dict[str, Any], dict[str, tuple[bool, str]]]:
+    """Figures, with the clock under load in MHz, and checks."""
     import torch
 
     from ithaka.comm.mesh import ALLOCATOR_VARIABLES
@@ -268,7 +278,10 @@ def _examine_gpu(device: Any, ranks_per_gpu: int) -> tuple[float, dict[str, tupl
     spans = re.findall(r"(\d+)-?(\d*)", file.read_text() if file.is_file() else "")
     near = {core for first, last in spans for core in range(int(first), int(last or first) + 1)} or cores
     setting = next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), "expandable_segments:True")
-    return clock, {
+    figures: dict[str, Any] = {"clock MHz": clock, "power limit W": power, "default power limit W": default}
+    figures |= {"peers": len(peers), "other GPUs": len(others), "cores": len(cores), "near cores": len(cores & near)}
+    figures["NCCL"] = list(nccl)
+    return figures, {
         "NCCL": (nccl >= least, f"{'.'.join(map(str, nccl))}, at least {'.'.join(map(str, least))} needed"),
         "peer access": (peers == others, f"to {len(peers)} of {len(others)} other GPUs of the node"),
         "NUMA and affinity": (cores <= near, f"{len(cores & near)} of {len(cores)} cores are near the GPU"),
@@ -281,11 +294,11 @@ def judge_ranks(facts: Sequence[dict[str, Any]]) -> Iterator[Finding]:
     """One finding per check, from what `examine_rank` returned on each rank. Names the ranks that do not pass."""
     usual = dict(Counter(tuple(fact["versions"].items()) for fact in facts).most_common(1)[0][0])
     same = ", ".join(f"{name} {usual[name]}" for name in ("ithaka", "torch", "transformers"))
-    median = statistics.median(fact["clock"] for fact in facts)
+    median = statistics.median(fact["figures"].get("clock MHz", 0.0) for fact in facts)
     for fact in facts:
         odd = [f"{name} {own} ({usual[name]} elsewhere)" for name, own in fact["versions"].items() - usual.items()]
-        fact["checks"]["versions"], clock = (not odd, ", ".join(odd) or same), fact["clock"]
-        if clock:
+        fact["checks"]["versions"] = (not odd, ", ".join(odd) or same)
+        if clock := fact["figures"].get("clock MHz"):
             is_low, slower = clock < LOW_CLOCK * median, f"{median:.0f}: steps may take x{median / clock:.2f}"
             fact["checks"]["clock"] = not is_low, f"{clock:.0f} MHz under load" + f", the median is {slower}" * is_low
     for i, (check, fix) in enumerate(RANK_FIXES.items()):
@@ -293,4 +306,24 @@ def judge_ranks(facts: Sequence[dict[str, Any]]) -> Iterator[Finding]:
         bad = [rank for rank, (passed, _) in results.items() if not passed]
         for rank in [*bad, *results][:1]:
             names = f"rank {', '.join(map(str, bad[:8]))}: " if bad else ""
-            yield judge(check, not bad, names + results[rank][1], fix, "failed" if i < 3 else "slower")
+            otherwise = "failed" if i < 3 else "slower"
+            yield judge(check, not bad, names + results[rank][1], fix, otherwise, ranks=bad)
+
+
+def judge_nodes(facts: Sequence[dict[str, Any]]) -> Iterator[Finding]:
+    """One finding per missing feature, from what `examine` returned on the first rank of each node. Names those ranks
+    unless all nodes lack it."""
+    nodes = {rank: fact["missing"] for rank, fact in enumerate(facts) if "missing" in fact}
+    lacking = dict[str, dict[int, dict[str, str]]]()  # by feature and rank
+    for rank, missing in nodes.items():
+        for row in missing:
+            lacking.setdefault(row["feature"], {})[rank] = row
+    for feature, rows in lacking.items():
+        is_everywhere = len(rows) == len(nodes)
+        if feature == DISK_SPEED or (feature == GPU_TRAINING and is_everywhere):
+            continue  # rates follow; CPUs are for testing
+        first = rows[min(rows)]
+        where = "" if is_everywhere else f"the node of rank {', '.join(map(str, rows))}: "
+        is_wrong = any("wrong" in row["why"] for row in rows.values())
+        status = "failed" if is_wrong else "slower"
+        yield Finding(feature, status, where + first["why"], first["fix"], {"ranks": list(rows)})

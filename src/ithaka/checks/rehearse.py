@@ -292,6 +292,11 @@ def _layer_seconds(plan: Plan) -> list[tuple[Seconds, Seconds]]:
     return [seconds[pair] for pair in pairs]
 
 
+def _exchange_per_layer(plan: Plan) -> float:
+    """Planned seconds, the mean over the layers of a plan."""
+    return mean(forward.exchange + backward.exchange for forward, backward in _layer_seconds(plan))
+
+
 def _compare_layers(truncated: TruncatedPlan, measured: RehearsalResult) -> Iterator[Row]:
     """Yield mean seconds per layer of each kind, without exchanges unless they were real."""
     planned = _layer_seconds(truncated)
@@ -329,15 +334,16 @@ def compare_with_plan(plan: Plan, truncated: TruncatedPlan, measured: RehearsalR
         ("disk", ledger.disk_peak / node_gib, measured.disk_bytes / GIB, "GiB"),
         *_compare_layers(truncated, measured),
     ]
-    exchange_s = mean(forward.exchange + backward.exchange for forward, backward in _layer_seconds(plan))
     if measured.exchange_s:
         exposed_s, hidden_s = measured.exchange_s
+        exchange_s = _exchange_per_layer(truncated)
         rows.append(("exchange per layer", exchange_s, exposed_s / len(measured.layer_s), "s"))
         rows.append(("exchange hidden by compute", None, 100 * hidden_s / (exposed_s + hidden_s or 1.0), "%"))
     if _on_gpu() and truncated.work == plan.work:  # CPU times and truncated attention cannot be extrapolated
         step_s, name = extrapolate_step(plan, truncated, measured), "step" if plan.work.trains else "forward"
         tokens_per_s = plan.work.tokens / plan.layout.cp / step_s
         if not measured.exchange_s:
+            exchange_s = _exchange_per_layer(plan)
             rows.append(("exchange per layer (planned only)", exchange_s, exchange_s, "s"))
         rows += [
             (f"{name} of {plan.shape.num_layers} layers", plan.step_s, step_s, "s"),

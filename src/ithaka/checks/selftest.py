@@ -4,24 +4,26 @@ import faulthandler
 import json
 import math
 import os
-import re
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ithaka.checkpoint.files import step_name
 from ithaka.checks import bench, doctor, rehearse, verify
 from ithaka.checks.doctor import Finding, judge
+from ithaka.checks.failures import describe_failure, meet, run_on_all_ranks
+from ithaka.checks.share import filter_values
 from ithaka.comm.agree import gather_objects
 from ithaka.comm.mesh import free_memory, start_process_group
 from ithaka.comm.rank import is_local_rank_0
@@ -30,11 +32,14 @@ from ithaka.config.units import format_duration, format_rate, format_tokens
 from ithaka.exits import ExitCode
 from ithaka.log.metrics import read_metrics
 from ithaka.plan.hardware import FIGURES, RATES, profile_path
+from ithaka.plan.models import built_in
 from ithaka.plan.search import Plan
 from ithaka.run import launch, request, resolve
 from ithaka.train.heartbeat import BEAT_S, MAX_SILENCE_S
 
 LIMIT_S, MIN_CONTEXT = 600.0, 256
+END_S, MARGIN_S = 120.0, 10.0  # for all ranks to end a section after the first, and to report those that do not
+STATUSES = ("passed", "measured", "slower", "failed")
 SECTIONS = {"machine": 20.0, "rates": 40.0, "exactness": 100.0, "faults": 100.0, "plan": 120.0}  # estimated seconds
 # By type of device: the model, seconds per measurement, MiB per collective, and the share of its planned value below
 # which a rate is slow (other work shares the CPUs).
@@ -61,82 +66,117 @@ class Selftest:
         start_process_group(self.device)
         self.rank, self.num_ranks, self.figures = dist.get_rank(), dist.get_world_size(), dict[str, Any]()
         self.ranks_per_gpu = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // launch.num_gpus()) if self.on_gpu else 1
-        names = socket.gethostname(), Path.home().name, os.environ.get("USER", "")
-        self.names = {name for own in gather_objects(names) for name in own if name}
+        self.facts = list[dict[str, Any]]()
 
     def run(self, save_profile: bool) -> int:
         faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=2)  # if a check hangs
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # see `_settle_matmuls`
         for i, section in enumerate(SECTIONS):
+            problem, left = None, format_duration(sum([*SECTIONS.values()][i:]))
             free_memory()  # ranks, also those of `ithaka train`, may share a GPU
-            failure, left = "", format_duration(sum([*SECTIONS.values()][i:]))
-            self._print(f"{section} ({i + 1} of {len(SECTIONS)}), {self.num_ranks} ranks, about {left} left")
+            self._print(f"{section} ({i + 1} of {len(SECTIONS)}), {_ranks(self.num_ranks)}, about {left} left")
             try:
                 for finding in getattr(self, f"check_{section}")():
                     self._add(finding)
-            except Exception as error:  # ranks that wait for this one meet the time limit
-                failure = f"rank {self.rank}: {type(error).__name__}: {error}"
-            for text in [*filter(None, gather_objects(failure))][:1]:
-                self._add(Finding(section, "failed", text, "see docs/several-nodes.md"))
+            except Exception as error:
+                problem = error
+            self._end_section(section, problem)
         if "rates" in self.figures:
-            changed = self._with_rates(self.measured)
-            planned, measured = (format_duration(plan.step_s) for plan in (self._with_rates(self.known), changed))
-            what = f"{self.model} at {format_tokens(changed.work.context)}"
-            self._print(f"{what}: {planned} per step planned, {measured} with the rates measured here")
+            self._print(self._describe_step())
             if save_profile and self.rank == 0 and self.ranks_per_gpu == 1:
-                gpu, file = changed.hardware.gpu, profile_path(changed.hardware.gpu.name)
+                gpu = self._with_rates(self.measured).hardware.gpu
+                file = profile_path(gpu.name)
                 values = {name: getattr(gpu, name) for name in (*FIGURES, "name", "kernel")}
-                values["source"] = f"ithaka selftest, {self.num_ranks} ranks, {time.strftime('%Y-%m-%d')}"
+                values["source"] = f"ithaka selftest, {_ranks(self.num_ranks)}, {time.strftime('%Y-%m-%d')}"
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
                 self._print(f"wrote {file}: ithaka plan and ithaka train use its rates on this machine")
         statuses = [finding.status for finding in self.findings]
-        text = ", ".join(f"{statuses.count(name)} {name}" for name in ("passed", "slower", "failed"))
+        text = ", ".join(f"{statuses.count(name)} {name}" for name in STATUSES)
         self._print(f"{text} in {format_duration(time.monotonic() - self.start_s)}")
         faulthandler.cancel_dump_traceback_later()
         dist.destroy_process_group()
         return int("failed" in statuses)
 
+    def _describe_step(self) -> str:
+        """Seconds by the rates measured here, next to those of the plan if its rates are for such devices."""
+        measured, planned = (format_duration(self._with_rates(rates).step_s) for rates in (self.measured, self.known))
+        text = f"{self.model} at {format_tokens(self.plan.work.context)}: {measured} per step"
+        return f"{text} with the rates measured here" + f", {planned} planned" * self.has_rates
+
+    def _end_section(self, section: str, error: Exception | None) -> None:
+        """Add a failure of any rank. If others wait for a rank that failed, end the test: their collectives no longer
+        match."""
+        left_s = LIMIT_S - MARGIN_S - (time.monotonic() - self.start_s)
+        failure = describe_failure(error) if error is not None else None
+        first, missing = meet(section, failure, min(END_S, max(MARGIN_S, left_s)))
+        if first is None and not missing:
+            return
+        text, figures = str(first or "no rank failed"), dict[str, Any](ranks=missing)
+        if first is not None:
+            figures |= {"rank": first.rank, "error": first.error, "where": first.where}
+        if missing:
+            text += f"; rank {', '.join(map(str, missing[:8]))} did not end this section"
+        finding = Finding(section, "failed", text, "see docs/several-nodes.md", figures)
+        present = (rank for rank in range(self.num_ranks) if rank not in missing)
+        self._add(finding, writer=next(present))
+        if missing:
+            raise RuntimeError(f"the self-test ended in section {section}: {text}") from error
+
     def _print(self, text: str) -> None:
         if self.rank == 0:
             print(text, flush=True)
 
-    def _add(self, finding: Finding) -> None:
-        """Print it, and write all findings so far without names of hosts and users, and without paths."""
+    def _add(self, finding: Finding, writer: int = 0) -> None:
+        """On rank `writer`, print it and write what may be shared of all findings so far."""
         self.findings.append(finding)
-        seconds, words = time.monotonic() - self.start_s, "; ".join(filter(None, finding[2:]))
-        self._print(f"{seconds:3.0f} s  {finding.status:<6}  {finding.check:<28}  {words}")
-        if self.rank == 0 and self.out is not None:
-            content = {"seconds": seconds, "findings": [each._asdict() for each in self.findings], **self.figures}
-            text = json.dumps(content, indent=1).replace("\\n", " ")
-            text = re.sub(rf"\b({'|'.join(map(re.escape, self.names))})\b", "NAME", text)
-            self.out.write_text(re.sub(r"(?<![\w/])[~/][\w.+-]+(/[\w.+-]*)*", "PATH", text) + "\n", encoding="utf-8")
+        seconds = time.monotonic() - self.start_s
+        if self.rank != writer:
+            return
+        words = "; ".join(filter(None, (finding.text, finding.fix)))
+        print(f"{seconds:3.0f} s  {finding.status:<8}  {finding.check:<28}  {words}", flush=True)
+        if self.out is not None:
+            findings = [each._asdict() for each in self.findings]
+            content = {"seconds": seconds, "model": built_in(self.model), "findings": findings, **self.figures}
+            text = json.dumps(filter_values(content), indent=1, allow_nan=False)
+            self.out.write_text(text + "\n", encoding="utf-8")
+
+    def _examine(self) -> dict[str, Any]:
+        own = doctor.examine_rank(self.device, self.ranks_per_gpu)
+        if is_local_rank_0():
+            own |= doctor.examine(self.disk)
+            own["checkpoints"] = doctor.measure_disk(self.run_dir)
+        return own
 
     def check_machine(self) -> Iterator[Finding]:
-        own = doctor.examine_rank(self.device, self.ranks_per_gpu)
-        own |= (
-            doctor.examine(self.disk) | {"checkpoints": doctor.measure_disk(self.run_dir)} if is_local_rank_0() else {}
-        )
-        self.facts = self.figures["ranks"] = gather_objects(own)
+        self.facts = gather_objects(run_on_all_ranks(self._examine))
+        findings = [*doctor.judge_nodes(self.facts), *doctor.judge_ranks(self.facts)]
+        for fact in self.facts:
+            fact["passed"] = {check: passed for check, (passed, _) in fact["checks"].items()}
+        self.figures["ranks"] = self.facts
         nodes = [fact for fact in self.facts if "gpus" in fact]
         gpus = [gpu["name"] for node in nodes for gpu in node["gpus"]]
         names = " and ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "CPUs"
-        driver = f", driver {nodes[0]['driver']}, CUDA {nodes[0]['cuda']}" * self.on_gpu
-        yield Finding("devices", "passed", f"{names} on {len(nodes)} node{'s' * (len(nodes) > 1)}{driver}")
-        for row in nodes[0]["missing"]:
-            if not row["feature"].endswith((" GPU", " speed")):  # CPUs are for testing; rates follow
-                yield Finding(row["feature"], "failed" if "wrong" in row["why"] else "slower", row["why"], row["fix"])
-        yield from doctor.judge_ranks(self.facts)
+        text = f"{names} on {len(nodes)} node{'s' * (len(nodes) > 1)}"
+        if self.on_gpu:
+            software = dict.fromkeys(f"driver {node['driver']}, CUDA {node['cuda']}" for node in nodes)
+            text += f", {' and '.join(software)}"
+        yield Finding("devices", "passed", text)
+        yield from findings
 
     def check_rates(self) -> Iterator[Finding]:
-        devices, rows = gather_objects(bench.measure_device(self.device, self.dtype, self.seconds)), list[Any]()
+        own, rows = run_on_all_ranks(bench.measure_device, self.device, self.dtype, self.seconds), list[Any]()
+        # Again, with all ranks at once: those of a node share its memory.
+        own["pcie_bytes_s"] = run_on_all_ranks(bench.measure_host_copies, self.device, self.seconds)
+        devices = gather_objects(own)
         for check, name in zip((*SUSTAINED, "copies to and from host"), RATES, strict=False):
             rates = {rank: float(found[name]) / SUSTAINED.get(check, 1.0) for rank, found in enumerate(devices)}
             rows.append((check, name, rates))
         for check, key in {"disk for checkpoints": "checkpoints", "disk for offloading": "disk"}.items():
             disks = {rank: fact[key] for rank, fact in enumerate(self.facts) if key in fact}  # one per node
             rates = {r: min(disk.get("write_bytes_s", 1.0), disk.get("read_bytes_s", 1.0)) for r, disk in disks.items()}
-            rows.append((check, "disk_bytes_s", rates))
+            if rates:  # the machine was examined
+                rows.append((check, "disk_bytes_s", rates))
         network = bench.measure_network(self.device, self.mebibytes)
         self.measured = {name: min(rates.values()) for _, name, rates in rows}
         self.measured |= {name: v for name, v in bench.network_figures(network, self.device).items() if name in RATES}
@@ -144,14 +184,15 @@ class Selftest:
             name = "link_bytes_s" if row["where"] == "inside a node" else "network_bytes_s"
             rows.append((f"{row['what']} {row['where']}", name, {row["slowest rank"]: row["GB/s"] * 1e9}))
         self._choose_plan()
-        self.figures["rates"] = rows
+        self.figures["rates"] = [{"check": row[0], "rate": row[1], "by rank": row[2]} for row in rows]
         yield from (self._judge_rate(*row) for row in rows)
 
     def _choose_plan(self) -> None:
         """Plan at the longest context that fits, or of which two layers fit, and of which these take five steps in the
         time of their section. By measured rates if no others apply. On CPUs, all ranks share a sequence."""
-        own = resolve.detect_machine(load_config(None, []), self.num_ranks, launch.detect_gpu())
-        machine = resolve.weakest_machine(gather_objects(own))
+        detect = partial(resolve.detect_machine, load_config(None, []), self.num_ranks)
+        machines = gather_objects(run_on_all_ranks(lambda: detect(launch.detect_gpu())))
+        machine = resolve.weakest_machine(machines)
         gpu, changes = machine.gpu, [] if self.on_gpu else [f"parallel.cp={self.num_ranks}"]
         self.known = {name: getattr(gpu, name) for name in RATES}  # from the table or a saved profile
         self.has_rates = (self.on_gpu or profile_path(gpu.name).is_file()) and self.ranks_per_gpu == 1
@@ -181,30 +222,47 @@ class Selftest:
         unit, scale = ("TFLOP/s", 1e12) if name.endswith("flops") else ("GB/s", 1e9)
         shown, expected = (format_rate(value / scale * SUSTAINED.get(check, 1.0)) for value in (rate, planned))
         text = f"{shown} {unit} on rank {rank}, the slowest" + f"; planned {expected}" * self.has_rates
-        if not self.has_rates or rate >= self.slow * planned:
-            return Finding(check, "passed", text)
-        cost_s = self._with_rates({name: rate}).step_s - self.plan.step_s
-        step = f"{format_duration(self.plan.step_s)} for {self.model} at {format_tokens(self.plan.work.context)}"
-        text += f", x{rate / planned:.2f}: adds {format_duration(cost_s)} per step ({step})"
-        return Finding(check, "slower", text, FIXES.get(name, OTHER_FIX))
+        if not self.has_rates:
+            return Finding(check, "measured", text)
+        if rate < self.slow * planned:
+            cost_s = self._with_rates({name: rate}).step_s - self.plan.step_s
+            step = f"{format_duration(self.plan.step_s)} for {self.model} at {format_tokens(self.plan.work.context)}"
+            text += f", x{rate / planned:.2f}: adds {format_duration(cost_s)} per step ({step})"
+        fix, is_fast = FIXES.get(name, OTHER_FIX), rate >= self.slow * planned
+        return judge(check, is_fast, text, fix, "slower", rank=rank, rate=rate, planned=planned)
 
     def check_exactness(self) -> Iterator[Finding]:
         yield from verify.verify_layouts(self.device, self.num_ranks, time.monotonic() + SECTIONS["exactness"])
 
     def check_faults(self) -> Iterator[Finding]:
-        with tempfile.TemporaryDirectory(prefix=".selftest-", dir=self.run_dir, ignore_cleanup_errors=True) as own:
+        make = partial(tempfile.TemporaryDirectory, ignore_cleanup_errors=True)
+        with run_on_all_ranks(make, prefix=".selftest-", dir=self.run_dir) as own:
             yield from run_drill(Path(gather_objects(own)[0]) / "run")
             gather_objects(0)  # rank 0 has read it
 
     def check_plan(self) -> Iterator[Finding]:
+        if "rates" not in self.figures:
+            return  # they failed, so there is no plan
         rows = self.figures["plan"] = rehearse.rehearse_plan(self.plan, self.truncated, self.model)[0]
-        other = {row["what"]: row["measured"] for row in self.rehearsed.get("rows", ())}
-        at = f"2 layers of {self.model} at {format_tokens(self.plan.work.context)}"
-        for what, planned, measured, unit in (row.values() for row in rows):
-            is_worse = self.on_gpu and planned and unit in ("s", "GiB") and measured > planned / self.slow
-            text = f"{measured:.4g} {unit}".rstrip() + (f", planned {planned:.4g}" if planned is not None else "")
-            text += (f", rehearsed {other[what]:.4g}" if what in other else "") + f" ({at})"
-            yield judge(what, not is_worse, text, "compare the rates above", "slower")
+        yield from map(self._judge_row, rows)
+
+    def _judge_row(self, row: dict[str, Any]) -> Finding:
+        """Compare a measurement with the plan, which is for a GPU."""
+        what, planned, measured, unit = row.values()
+        text = f"{measured:.4g} {unit}".rstrip()
+        if self.on_gpu and planned is not None:
+            text += f", planned {planned:.4g}"
+        for other in self.rehearsed.get("rows", ()):
+            if other["what"] == what:
+                text += f", rehearsed {other['measured']:.4g}"
+        text += f" (2 layers of {self.model} at {format_tokens(self.plan.work.context)})"
+        if not self.on_gpu or not planned or unit not in ("s", "GiB"):
+            return Finding(what, "measured", text)
+        return judge(what, measured <= planned / self.slow, text, "compare the rates above", "slower")
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank" if number == 1 else f"{number} ranks"
 
 
 def run_rank(save_profile: bool, *arguments: Any) -> int:
@@ -225,61 +283,142 @@ SETTINGS += ["optim.schedule=constant", f"data.path={Path(__file__).parent}"]
 def run_drill(run_dir: Path) -> Iterator[Finding]:
     """Each rank starts a rank of `ithaka train`, without a launcher. `run_dir`: to create, shared by all nodes."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    per_node, victim, is_ready = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), num_ranks - 1, False
+    per_node, victim = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), num_ranks - 1
     unit = 1 if num_ranks == per_node else per_node  # half of the nodes or, of one node, half of its ranks
     fewer = max(n for n in range(unit, max(unit, num_ranks // 2) + 1, unit) if num_ranks % n == 0)
     saved, cp = run_dir / "checkpoints" / step_name(SAVE_EVERY), math.gcd(4, fewer)  # the model has 4 heads
     settings = [*SETTINGS, f"parallel.cp={cp}", f"train.global_batch={num_ranks // cp}"]
-    process, deadline_s = _start_rank(num_ranks, per_node, settings, "--run-dir", run_dir), time.monotonic() + START_S
-    while rank == 0 and not is_ready and process.poll() is None and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-        is_ready = saved.is_dir() and len(_read_losses(run_dir)) >= STEPS
-    runs = all(gather_objects(process.poll() is None and (rank > 0 or is_ready)))
-    if rank == victim or not runs:
-        process.kill()
-    codes, seconds, logs = zip(*gather_objects(_finish(process, 2 * EXIT_S)), strict=True)
+
+    def has_trained() -> bool:
+        return saved.is_dir() and len(_read_losses(run_dir)) >= STEPS
+
+    with _started_rank(num_ranks, per_node, settings, "--run-dir", run_dir) as process:
+        done = has_trained if rank == 0 else lambda: True
+        runs = all(gather_objects(run_on_all_ranks(process.wait_for, done, START_S)))
+        if rank == victim or not runs:
+            process.kill()
+        ends = gather_objects(run_on_all_ranks(process.finish, 2 * EXIT_S, f"rank {victim} on "))
+    codes, seconds = [end.code for end in ends], max(end.seconds for end in ends)
     if not runs:
-        text = f"`ithaka train` takes no {STEPS} steps within {START_S:.0f} s: {' '.join(logs).strip()[-500:]}"
-        yield Finding("train", "failed", text, "set --run-dir to a folder that all nodes share")
+        logs = " ".join(end.log for end in ends).strip()[-500:]
+        text = f"`ithaka train` takes no {STEPS} steps within {START_S:.0f} s: {logs}"
+        fix = "set --run-dir to a folder that all nodes share"
+        yield Finding("train", "failed", text, fix, {"codes": codes})
         return
-    ok = all(code == ExitCode.HANG and f"rank {victim} on " in log for code, log in zip(codes[:-1], logs, strict=False))
-    end = "name it" if ok else f"their codes are {codes[:-1]}: {logs[0][-300:]}"
-    text = f"rank {victim} killed: the others exit after {max(seconds):.0f} s and {end}" if victim else "only one rank"
+    ok = all(end.code == ExitCode.HANG and end.names_victim for end in ends[:-1])
+    how = "name it" if ok else f"their codes are {tuple(codes[:-1])}: {ends[0].log[-300:]}"
+    text = f"rank {victim} killed: the others exit after {seconds:.0f} s and {how}" if victim else "only one rank"
     fix = f"expected: code {ExitCode.HANG:d} within {EXIT_S:.0f} s; report it with --json"
-    yield judge("kill a rank", ok and max(seconds) <= EXIT_S, text, fix, "slower" if ok else "failed")
-    before = _read_losses(run_dir)
-    (run_dir / "latest").write_text(saved.name)
-    resumed = _start_rank(fewer, min(per_node, fewer), [f"train.steps={STEPS}"], "--resume", run_dir)
-    ends = gather_objects(_finish(resumed, START_S) if resumed else (0, 0.0, ""))
-    problems, after = [log.strip()[-500:] for code, _, log in ends if code], _read_losses(run_dir)
+    otherwise = "slower" if ok else "failed"
+    is_prompt = seconds <= EXIT_S
+    yield judge("kill a rank", ok and is_prompt, text, fix, otherwise, codes=codes, seconds=seconds)
+    before = run_on_all_ranks(_rewind, run_dir, saved)
+    settings = [f"train.steps={STEPS}"]
+    with _started_rank(fewer, min(per_node, fewer), settings, "--resume", run_dir) as process:
+        ends = gather_objects(run_on_all_ranks(process.finish, START_S))
+    after = run_on_all_ranks(_read_losses, run_dir)
+    problems, codes = [end.log[-500:] for end in ends if end.code], [end.code for end in ends]
     error = max(abs(after.get(step, math.inf) / before.get(step, 1.0) - 1) for step in range(SAVE_EVERY + 1, STEPS + 1))
-    text = f"saved on {num_ranks} ranks, resumed on {fewer}: losses differ by {error:.0e}, {LOSS_TOLERANCE:.0e} allowed"
-    yield judge("save and resume", error <= LOSS_TOLERANCE and not problems, text, "".join(problems[:1]))
+    text = f"saved on {_ranks(num_ranks)}, resumed on {fewer}: "
+    text += f"losses differ by {error:.0e}, {LOSS_TOLERANCE:.0e} allowed"
+    ok = error <= LOSS_TOLERANCE and not problems
+    figures: dict[str, Any] = {"codes": codes, "largest error": error, "allowed": LOSS_TOLERANCE, "resumed on": fewer}
+    yield judge("save and resume", ok, text, "".join(problems[:1]), **figures)
 
 
 def _read_losses(run_dir: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in read_metrics(run_dir / "metrics.jsonl") if row.get("loss") is not None}
 
 
-def _start_rank(num_ranks: int, per_node: int, settings: list[str], *arguments: Any) -> Any:
-    """Start this rank of `ithaka train` if it is one of `num_ranks`. Collective, for the port."""
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = gather_objects(free.getsockname()[1])[0]
-    values = {"RANK": dist.get_rank(), "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": per_node, "MASTER_PORT": port}
+def _rewind(run_dir: Path, saved: Path) -> dict[int, float]:
+    """Let the run resume from `saved`. Return the losses of its steps so far."""
+    losses = _read_losses(run_dir)
+    (run_dir / "latest").write_text(saved.name)
+    return losses
+
+
+class RankEnd(NamedTuple):
+    """How a started rank ended."""
+
+    code: int
+    seconds: float  # waited for it
+    log: str  # the end of its stderr
+    names_victim: bool
+
+
+class StartedRank:
+    """A process, or none. Its stderr goes to a file: a pipe that nobody reads would block it after 64 KiB."""
+
+    _process: subprocess.Popen | None = None
+
+    def start(self, command: list[str], environment: dict[str, str]) -> None:
+        self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        options: dict[str, Any] = {"env": environment, "stdout": subprocess.DEVNULL, "stderr": self._stderr}
+        self._process = subprocess.Popen(command, **options)
+
+    def wait_for(self, done: Callable[[], bool], limit_s: float) -> bool:
+        """Wait until `done()`. Return whether the process still runs then."""
+        deadline_s, is_done = time.monotonic() + limit_s, False
+        while not is_done and self._runs() and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+            is_done = done()
+        return is_done and self._runs()
+
+    def _runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    def finish(self, limit_s: float, victim: str = "") -> RankEnd:
+        """Wait until the process ends, or kill it. `victim`: words that its stderr should contain."""
+        if self._process is None:
+            return RankEnd(0, 0.0, "", False)
+        start_s = time.monotonic()
+        try:
+            self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._stderr.seek(0)
+        log = self._stderr.read()
+        seconds = time.monotonic() - start_s
+        return RankEnd(self._process.returncode, seconds, log.strip()[-500:], victim in log)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._stderr.close()
+
+
+@contextmanager
+def _started_rank(num_ranks: int, per_node: int, settings: list[str], *arguments: Any) -> Iterator[StartedRank]:
+    """Start this rank of `ithaka train` if it is one of `num_ranks`; end it when the block ends. Collective, for the
+    port."""
+    port = gather_objects(run_on_all_ranks(_find_free_port))[0]
+    values: dict[str, Any] = {
+        "RANK": dist.get_rank(),
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": per_node,
+        "MASTER_PORT": port,
+    }
     values |= {"TORCHELASTIC_USE_AGENT_STORE": False, "TORCHELASTIC_RUN_ID": "selftest"}  # it ends with this process
     variables = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"} | os.environ | {k: str(v) for k, v in values.items()}
     program = f"import sys; sys.path[:] = {sys.path!r}; from ithaka.cli import main; main()"
     options = [*map(str, arguments), *(word for setting in settings for word in ("--set", setting))]
-    command, pipes = [sys.executable, "-c", program, "train", *options], (subprocess.DEVNULL, subprocess.PIPE)
-    mine = dist.get_rank() < num_ranks
-    return subprocess.Popen(command, env=variables, stdout=pipes[0], stderr=pipes[1], text=True) if mine else None
+    command = [sys.executable, "-c", program, "train", *options]
+    process = StartedRank()
+    try:
+        starts = partial(process.start, command, variables)
+        run_on_all_ranks(starts if dist.get_rank() < num_ranks else lambda: None)
+        yield process
+    finally:
+        process.close()
 
 
-def _finish(process: subprocess.Popen, limit_s: float) -> tuple[int, float, str]:
-    """Wait until the process ends, or kill it. Return its exit code, the seconds waited and its messages."""
-    start, killer = time.monotonic(), threading.Timer(limit_s, process.kill)
-    killer.start()
-    log = process.communicate()[1]
-    killer.cancel()
-    return process.returncode, time.monotonic() - start, log
+def _find_free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return free.getsockname()[1]

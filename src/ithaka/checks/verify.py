@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import accumulate
@@ -30,6 +31,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ithaka.checks.doctor import Finding, judge
+from ithaka.checks.failures import run_on_all_ranks
 from ithaka.comm.agree import gather_objects, shared_temporary_path
 from ithaka.comm.mesh import Mesh, destroy_subgroups, end_process_group, free_memory, make_mesh
 from ithaka.comm.rank import is_local_rank_0
@@ -401,18 +403,23 @@ def verify_layouts(device: torch.device, num_ranks: int, deadline_s: float) -> I
     for kind, config in KINDS.items():
         layouts = [(cp, ring) for cp, ring in pairs if ring == 1 or kind != "hybrid"]
         with shared_temporary_path("ithaka-selftest-") as folder:
-            if is_local_rank_0():
-                write_truncated_model(SIZES | config, folder)
+            write = partial(write_truncated_model, SIZES | config, folder)
+            run_on_all_ranks(write if is_local_rank_0() else lambda: None)
             for dtype, allowed in TOLERANCES.items():
-                results = list[tuple[float, list[int], str]]()
+                results = list[tuple[float, list[int], int, int]]()
                 for cp, ring in layouts:
                     if gather_objects(time.monotonic() < deadline_s or not results)[0]:
-                        results.append((*_verify_layout(folder, device, cp, ring, dtype), f"cp={cp}, ring={ring}"))
-                error, wrong, worst = max(results)
+                        results.append((*_verify_layout(folder, device, cp, ring, dtype), cp, ring))
+                error, wrong, cp, ring = max(results)
                 text = f"{len(results)} of {len(layouts)} layouts; largest error {error:.0e}, {allowed:.0e} allowed, "
-                text += f"at {worst}" + f"; the weights of rank {', '.join(map(str, wrong))} are wrong" * bool(wrong)
-                fix = "test the GPU and memory of that node (dcgmi diag -r 3)" if wrong else "report it with --json"
-                yield judge(f"{kind}, {dtype}", error <= allowed and not wrong, text, fix)
+                text += f"at cp={cp}, ring={ring}"
+                fix = "report it with --json"
+                figures: dict[str, Any] = {"layouts": len(results), "largest error": error, "allowed": allowed}
+                if wrong:
+                    text += f"; the weights of rank {', '.join(map(str, wrong))} are wrong"
+                    fix = "test the GPU and memory of that node (dcgmi diag -r 3)"
+                figures |= {"cp": cp, "ring": ring, "ranks": wrong}
+                yield judge(f"{kind}, {dtype}", error <= allowed and not wrong, text, fix, **figures)
 
 
 def _verify_layout(folder: Path, device: torch.device, cp: int, ring: int, dtype: str) -> tuple[float, list[int]]:

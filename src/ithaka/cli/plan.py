@@ -420,7 +420,7 @@ def selftest(
     disk: Annotated[Path | None, typer.Option(metavar="FOLDER", help="For activations; by default /tmp.")] = None,
     run_dir: Annotated[Path, typer.Option(metavar="FOLDER", help="For checkpoints; all nodes share it.")] = Path(),
     rehearsed: Annotated[Path | None, typer.Option(metavar="FILE", help="Output of `rehearse --json`.")] = None,
-    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all results, to share.")] = None,
+    out: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write figures, to share.")] = None,
     save_profile: Annotated[bool, typer.Option("--save-profile", help="Plan with the measured rates.")] = False,
     force: Force = False,
 ) -> None:

@@ -111,28 +111,37 @@ class Trace:
         return replace(self, segments=tuple(segments), states=tuple(states))
 
     def offload_states(self) -> Trace:
-        """Move parameters, gradients and optimizer states to the host. Gradients in flight stay."""
-        sharded = sum(state.get("gradients", 0.0) for state in self.states)
-
-        def strip(sizes: Amounts) -> Amounts:
-            return {name: size for name, size in sizes.items() if name not in STATES}
-
-        segments = []
+        """Move parameters, sharded gradients and optimizer states to the host. Gradients in flight stay, and so do
+        those of the embedding and the head."""
+        sharded = self.segments[-1].start.get("gradients", 0.0)  # before the update, all of them are
+        before, segments = 0.0, []
         for segment in self.segments:
+            after = before + self._grads_of(segment)
             states = sum(segment.start.get(name, 0.0) for name in STATES) + sharded
             start, peak, end = (size + states for size in segment.host)
-            peaks = {phase: strip(sizes) for phase, sizes in segment.peaks.items()}
-            changes: dict[str, Any] = {"start": strip(segment.start), "end": strip(segment.end), "peaks": peaks}
-            segments.append(replace(segment, **changes, host=(start, peak, end)))
+            offloaded = replace(
+                segment,
+                start=_without_states(segment.start, before),
+                peaks={phase: _without_states(sizes, before) for phase, sizes in segment.peaks.items()},
+                end=_without_states(segment.end, after),
+                host=(start, peak, end),
+            )
+            segments.append(offloaded)
+            before = after
         return replace(self, segments=tuple(segments))
+
+    def _grads_of(self, segment: Segment) -> float:
+        """Bytes of the sharded gradients that a layer's backward adds; 0 for other segments."""
+        if not (segment.name.startswith("layer ") and segment.name.endswith(" backward")):
+            return 0.0
+        return self.states[int(segment.name.split()[1])].get("gradients", 0.0)
 
     def _grads_before(self) -> Amounts:
         """Bytes of the sharded gradients of all layers that ran backward before each segment."""
         before, done = dict[str, float](), 0.0
         for segment in self.segments:
             before[segment.name] = done
-            if segment.name.endswith(" backward") and segment.name.startswith("layer "):
-                done += self.states[int(segment.name.split()[1])].get("gradients", 0.0)
+            done += self._grads_of(segment)
         return before
 
     def _repeat(self, representatives: Sequence[int]) -> Iterator[tuple[Segment, str, Amounts]]:
@@ -181,6 +190,14 @@ def _extend(a: Any, b: Any, share: float) -> Any:
         return [_extend(x, y, share) for x, y in zip(a, b, strict=True)]
     assert not isinstance(b, str) or a == b, f"{a} and {b} differ"
     return b if isinstance(b, str) else a + share * (b - a)
+
+
+def _without_states(sizes: Amounts, grads: float) -> Amounts:
+    """Sizes without parameters, optimizer states and this many bytes of gradients; an update has freed them."""
+    kept = {name: size for name, size in sizes.items() if name not in STATES}
+    if "gradients" in kept:
+        kept["gradients"] = max(0.0, kept["gradients"] - grads)
+    return kept
 
 
 def _combine(function: Callable[..., float], *amounts: Amounts) -> Amounts:
