@@ -404,8 +404,8 @@ MUTATIONS = (
     Mutation(
         "checkpoints of later steps are pruned",
         "checkpoint/files.py",
-        'sorted(root.glob("step-*")) if path.name <= step_name(step)]',
-        'sorted(root.glob("step-*"))]',
+        "reversed(list_checkpoints(root)) if step_of(path) <= step]",
+        "reversed(list_checkpoints(root))]",
         "test_checkpoint_files.py -k pruning_leaves",
     ),
     Mutation(
@@ -890,7 +890,34 @@ MUTATIONS = (
     # ---- data/documents and views
     #
     # ---- files, checkpoints and pages
-    #
+    Mutation(
+        "the only checkpoint is deleted before the new one has its name",
+        "checkpoint/files.py",
+        "        os.rename(final, replaced)  # after",
+        "        shutil.rmtree(final)  # after",
+        "test_checkpoint_files.py -k kill_while_a_step",
+    ),
+    Mutation(
+        "a checkpoint that a kill left without its name is deleted by the next save",
+        "checkpoint/files.py",
+        "        if final.exists():\n            shutil.rmtree(replaced",
+        "        if True:\n            shutil.rmtree(replaced",
+        "test_checkpoint_files.py -k kill_while_a_step",
+    ),
+    Mutation(
+        "the older of two copies of a step is resumed",
+        "checkpoint/files.py",
+        "(int(match[1]), match[2] is None)",
+        "(int(match[1]), match[2] is not None)",
+        "test_checkpoint_files.py -k kill_while_a_step",
+    ),
+    Mutation(
+        "a save leaves the older copy of its step",
+        "checkpoint/save.py",
+        "            restore_names(root)\n",
+        "",
+        "test_checkpoint_files.py -k copy_that_a_kill_left",
+    ),
     # ---- models and plans of files
     #
     # ---- layers, stores and kernels

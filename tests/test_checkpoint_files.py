@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import io
+import itertools
 import json
 import os
 import pickle
@@ -21,6 +22,7 @@ import yaml
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
@@ -392,6 +394,78 @@ def test_a_run_without_a_usable_checkpoint_is_refused(run_dir, tmp_path):
     missing = tmp_path / "nowhere"
     for other in (missing, run_dir.parent):
         assert_refused(lambda other=other: files.find_checkpoint(other), str(other), fix="an earlier run")
+
+
+class Killed(BaseException):
+    """Ends a save as SIGKILL does: no handler for errors runs."""
+
+
+def publish_copy(run_dir, copy, calls=99):
+    """Publish a checkpoint of step 4 whose state says which copy it is, killed before the given call that changes
+    names or deletes. Returns how many calls there were."""
+    root, done = run_dir / "checkpoints", []
+    temporary = root / ".tmp-step-00000004"
+    temporary.mkdir(parents=True)
+    (temporary / ".metadata").write_bytes(pickle.dumps(Metadata({})))
+
+    def killed_before(call):
+        def run_or_die(*args, **kwargs):
+            done.append(call)
+            if len(done) > calls:
+                raise Killed
+            return call(*args, **kwargs)
+
+        return run_or_die
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
+        patch.setattr(dist, "get_world_size", lambda: 1)
+        for module, name in ((os, "rename"), (os, "replace"), (shutil, "rmtree")):
+            patch.setattr(module, name, killed_before(getattr(module, name)))
+        files.restore_names(root)
+        state = {"step": 4, "best": None, "stale": 0, "copy": copy}
+        hashed = files.checksum(temporary / ".metadata")
+        size = (temporary / ".metadata").stat().st_size
+        files.publish(temporary, root / files.step_name(4), state, {".metadata": (size, hashed)})
+    shutil.rmtree(temporary, ignore_errors=True)
+    return len(done)
+
+
+def test_a_kill_while_a_step_is_saved_again_leaves_a_complete_checkpoint(tmp_path):
+    """With keep_last=1 there is no other one. The next save gives it its name back."""
+    num_calls = publish_copy(tmp_path / "complete", 1) + 2  # renamed first, and deleted last
+    for first, second in itertools.product(range(num_calls + 1), repeat=2):
+        run_dir = tmp_path / f"{first} {second}"
+        publish_copy(run_dir, 1)
+        copies = [1]
+        for copy, calls in ((2, first), (3, second)):
+            publish_copy(run_dir, copy, calls)
+            found = files.find_checkpoint(run_dir)
+            named = run_dir / "checkpoints/step-00000004"
+            assert found == (named if named.exists() else named.with_name("step-00000004-replaced"))
+            assert files.find_checkpoint_of_step(run_dir, 4) == found == files.newest_checkpoint(run_dir)
+            assert files.find_corruption(found) is None
+            copies.append(files.read_state(found)["copy"])
+        assert copies == sorted(copies)
+        publish_copy(run_dir, 4)
+        assert files.read_state(files.find_checkpoint(run_dir))["copy"] == 4
+        assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+def test_a_save_deletes_the_older_copy_that_a_kill_left(ranks, tmp_path):
+    for name in ("step-00000001", "step-00000001-replaced"):
+        (tmp_path / "checkpoints" / name / "full").mkdir(parents=True)
+    ranks.run(1, save_and_load_random_state, tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_names_that_are_no_checkpoints_are_left_alone(tmp_path):
+    for name in ("step-00000002", "step-00000004", "step-00000009.bak", "step-"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert [files.step_of(path) for path in files.list_checkpoints(tmp_path / "checkpoints")] == [4, 2]
+    assert_refused(lambda: files.find_checkpoint_of_step(tmp_path, 3), "--step=3", fix="use 2 or 4")
+    files.prune(tmp_path / "checkpoints", 9, keep_last=1)
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"step-00000004", "step-00000009.bak", "step-"}
 
 
 def test_pruning_leaves_later_checkpoints_alone(tmp_path):

@@ -36,6 +36,7 @@ from ithaka.checkpoint.files import (
     prune,
     publish,
     read_state,
+    restore_names,
     step_name,
 )
 from ithaka.checkpoint.safe_load import SafeReader, load_into
@@ -270,6 +271,7 @@ class Saver:
 
         def make_directory() -> None:
             root.mkdir(parents=True, exist_ok=True)
+            restore_names(root)
             for stale in root.glob(".tmp-*"):
                 shutil.rmtree(stale, ignore_errors=True)
             temporary.mkdir()
