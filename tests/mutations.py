@@ -376,7 +376,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the directory of a replaced file is not synced",
-        "checkpoint/files.py",
+        "config/paths.py",
         "    sync_directory(path.parent)\n",
         "",
         "test_checkpoint_files.py -k synced",
@@ -917,6 +917,34 @@ MUTATIONS = (
         "            restore_names(root)\n",
         "",
         "test_checkpoint_files.py -k copy_that_a_kill_left",
+    ),
+    Mutation(
+        "a file is replaced through a planted link",
+        "config/paths.py",
+        'with open(temporary, "x"',
+        'with open(temporary, "w"',
+        "test_checkpoint_files.py -k do_not_follow_links",
+    ),
+    Mutation(
+        "a planted lock leads to another file",
+        "checkpoint/files.py",
+        "os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW",
+        "os.O_RDWR | os.O_CREAT",
+        "test_checkpoint_files.py -k do_not_follow_links",
+    ),
+    Mutation(
+        "the report is written to a pipe planted in the run",
+        "report/page.py",
+        "is_device = out is not None and out.exists()",
+        "is_device = path.exists()",
+        "test_report.py -k pipe_planted",
+    ),
+    Mutation(
+        "the report replaces a pipe",
+        "report/page.py",
+        "        if is_device:\n",
+        "        if False:\n",
+        "test_report.py -k a_pipe_is_written_to",
     ),
     # ---- models and plans of files
     #

@@ -32,7 +32,7 @@ from ithaka.checkpoint import files, save
 from ithaka.checkpoint.export import export
 from ithaka.checkpoint.safe_load import SafeReader
 from ithaka.cli import app
-from ithaka.config import load_config, to_yaml
+from ithaka.config import load_config, to_yaml, write_atomic
 from ithaka.plan.shape import Correction
 from ithaka.run.preflight import AUTO, find_resume_point, preflight, resolve
 from ithaka.run.resolve import model_shape
@@ -516,6 +516,24 @@ def test_a_run_resumes_whatever_its_plan_was_corrected_by(trained, run_dir):
     """Traces of its plan do not change the model."""
     shape = dataclasses.replace(model_shape(trained), corrections={"a kind of plan": Correction(device=1.1)})
     assert find_resume_point(run_dir, trained, shape)[0] == files.find_checkpoint(run_dir)
+
+
+def test_replaced_files_do_not_follow_links(tmp_path, monkeypatch):
+    victim, file = tmp_path / "victim", tmp_path / "file"
+    victim.write_text("precious")
+    (tmp_path / ".file.tmp").symlink_to(victim)
+    file.symlink_to(victim)
+    write_atomic(file, "new")
+    assert victim.read_text() == "precious"
+    assert file.read_text() == "new" and not file.is_symlink()
+    (tmp_path / ".file.tmp").symlink_to(victim)
+    monkeypatch.setattr(Path, "unlink", lambda *args, **kwargs: None)  # planted again right after it was removed
+    with pytest.raises(FileExistsError):
+        write_atomic(file, "newer")
+    (tmp_path / files.LOCK_FILE).symlink_to(victim)
+    with pytest.warns(UserWarning, match="cannot be locked"):
+        assert files.lock_run_dir(tmp_path) is None
+    assert victim.read_text() == "precious"
 
 
 def test_two_runs_in_one_directory_are_refused(trained, run_dir, ranks):

@@ -72,6 +72,26 @@ def test_a_pipe_is_written_to_and_not_replaced(run_dir, tmp_path, monkeypatch):
     os.close(reader)
 
 
+@pytest.mark.parametrize("planted", [".report.html.tmp", "report.html"])
+def test_links_planted_in_a_run_are_not_followed(run_dir, tmp_path, planted):
+    """The run may be someone else's, and what its links lead to is the user's."""
+    run, victim = tmp_path / "run", tmp_path / "victim"
+    run.mkdir()
+    (run / "config.yaml").write_text((run_dir / "config.yaml").read_text())
+    victim.write_text("precious")
+    (run / planted).symlink_to(victim)
+    page = write_report([run])
+    assert victim.read_text() == "precious"
+    assert page.is_file() and not page.is_symlink() and embedded(page)
+    assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "report.html"]
+
+
+def test_a_pipe_planted_in_a_run_does_not_block_its_report(run_dir, tmp_path):
+    (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text())
+    os.mkfifo(tmp_path / "report.html")
+    assert embedded(write_report([tmp_path]))
+
+
 def test_the_peak_of_a_resumed_run_is_the_maximum_over_its_parts(run_dir, tmp_path):
     (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text())
     steps = [{"step": i, "host_peak_bytes": peak * 2**20} for i, peak in enumerate((5, 7, 3))]

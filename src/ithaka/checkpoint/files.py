@@ -35,7 +35,7 @@ import torch.distributed as dist
 from ithaka.checkpoint.safe_load import SafeReader
 from ithaka.comm.agree import gather_objects, raise_on_all_ranks
 from ithaka.comm.rank import is_rank_0
-from ithaka.config import ConfigError
+from ithaka.config import ConfigError, sync_directory, write_atomic
 from ithaka.exits import TransientError, is_transient
 from ithaka.layout import format_choices
 
@@ -47,29 +47,6 @@ REPLACED = "-replaced"  # ends the name of a checkpoint while a new one of its s
 CHECKPOINT_NAME = re.compile(rf"step-(\d+)({REPLACED})?")
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replace the file at `path`. After a crash it holds the old text or the new text."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        error.filename = str(path)  # Python does not name it if the disk is full
-        raise
-    os.replace(temporary, path)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def lock_run_dir(run_dir: Path) -> int | None:
     """Lock the run directory until the returned descriptor is closed or the process ends. TransientError if another run
     holds the lock, on any node. If the file system has no locks, warn and return None.
@@ -77,7 +54,7 @@ def lock_run_dir(run_dir: Path) -> int | None:
     This is a POSIX lock on a file: NFS and Lustre may keep those of `flock` local to a node. Closing any other
     descriptor of the file would release it, so this process must not open the file again."""
     try:
-        file = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+        file = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         _try_lock(file, run_dir, fcntl.LOCK_EX)
     except OSError as error:
         rule = "so a second run in it would not be noticed; start only one at a time"

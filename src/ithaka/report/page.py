@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ithaka.config import PAGE_MARK, ConfigError, check_writable, input_error, writing_to
+from ithaka.config import PAGE_MARK, ConfigError, check_writable, input_error, write_atomic, writing_to
 from ithaka.config.units import format_json
 from ithaka.log.metrics import read_events, read_metrics
 
@@ -31,14 +31,17 @@ def write_report(run_dirs: Sequence[Path], out: Path | None = None, live: bool =
             run["name"] = f"{run_dirs[i].resolve().parent.name}/{run['name']} ({i + 1})"
     others = "".join(f"-{run_dir.resolve().name}" for run_dir in run_dirs) if len(runs) > 1 else ""
     path = out or run_dirs[0] / f"report{others}.html"
-    check_writable("--out", path)
+    if out is None:  # any link there is replaced, not followed: the run may be someone else's
+        check_writable("--out", path.parent, folder=True)
+    else:
+        check_writable("--out", path)
     text = render_charts(", ".join(run["name"] for run in runs), "", runs, "report.js", live)
-    is_device = path.exists() and not path.is_file()  # a pipe or a device, which must not be replaced
-    temporary = path if is_device else path.with_name(f".{path.name}.tmp")  # a browser never loads half a page
+    is_device = out is not None and out.exists() and not out.is_file()  # a pipe or a device, which must not be replaced
     with writing_to("--out", path):
-        temporary.write_text(text, encoding="utf-8")
-    if not is_device:
-        temporary.replace(path)
+        if is_device:
+            path.write_text(text, encoding="utf-8")
+        else:  # a browser never loads half a page
+            write_atomic(path, text)
     return path
 
 
