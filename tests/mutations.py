@@ -946,6 +946,13 @@ MUTATIONS = (
         "        if False:\n",
         "test_report.py -k a_pipe_is_written_to",
     ),
+    Mutation(
+        "names in a tooltip are HTML",  # needs a browser
+        "report/report.js",
+        "${echarts.format.encodeHTML(one.seriesName)}",
+        "${one.seriesName}",
+        "test_report.py --slow -k every_tooltip",
+    ),
     # ---- models and plans of files
     #
     # ---- layers, stores and kernels
@@ -1015,7 +1022,8 @@ def run_tests(copy: Path, arguments: list[str]) -> tuple[int | None, str]:
 def try_mutation(mutation: Mutation, copy: Path) -> Result:
     target, start = copy / "src/ithaka" / mutation.file, time.monotonic()
     original, mutated = target.read_text(encoding="utf-8"), plant(mutation, copy / "src/ithaka")
-    compile(mutated, mutation.file, "exec")  # any test would catch a syntax error
+    if mutation.file.endswith(".py"):
+        compile(mutated, mutation.file, "exec")  # any test would catch a syntax error
     try:
         _write_source(target, mutated)
         file, *options = shlex.split(mutation.tests)

@@ -353,6 +353,35 @@ def test_tick_labels_of_an_axis_are_distinct(run_dir, browser, tmp_path, size):
 
 
 @in_browser
+def test_names_in_a_run_are_text_in_every_tooltip(run_dir, browser, tmp_path):
+    """A name may come from someone else's files."""
+    planted = "<img src=x onerror=planted=1>"
+    folders = [tmp_path / f"{planted}{i}" for i in (1, 2)]
+    for folder in folders:
+        shutil.copytree(run_dir, folder)
+        (file,) = folder.glob("profile/*/profile.json")
+        profile = json.loads(file.read_text())
+        memory, times = profile["memory"], profile["times"]
+        memory["holders"] = {planted + name: values for name, values in memory["holders"].items()}
+        memory["moments"] = [planted for _ in memory["moments"]]
+        for path in times["phases"]:
+            path["path"] = [planted, *path["path"]]
+        file.write_text(json.dumps(profile))
+    browser.open(write_report(folders, tmp_path / "page.html"))
+    shown = 0
+    for chart in range(browser.evaluate("charts.length")):
+        box = f"charts[{chart}].box"
+        browser.evaluate(f"{box}.scrollIntoView({{block: 'center'}})")
+        left, top, width, height = browser.evaluate(
+            f"(r => [r.left, r.top, r.width, r.height])({box}.getBoundingClientRect())"
+        )
+        browser.move_mouse(left + width / 2, top + height / 2)
+        shown += planted in browser.evaluate(f"{box}.innerText")
+    assert shown >= 6, "curves, the memory map and the times of two runs"
+    assert browser.evaluate("[document.images.length, typeof planted]") == [0, "undefined"]
+
+
+@in_browser
 def test_memory_categories_have_tooltips_and_can_be_hidden(run_dir, browser):
     browser.open(run_dir / "report.html")
     browser.evaluate("document.querySelectorAll('.chart')[6].scrollIntoView()")

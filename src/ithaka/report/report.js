@@ -257,7 +257,7 @@ function memoryTip(map, items) {
   const i = items[0].dataIndex;
   const sum = items.reduce((a, one) => a + one.value[1], 0);
   const rows = [...items].reverse().filter(one => one.value[1] > 0)
-    .map(one => `${one.marker}${one.seriesName} <b>${bytes(one.value[1])}</b>`);
+    .map(one => `${one.marker}${echarts.format.encodeHTML(one.seriesName)} <b>${bytes(one.value[1])}</b>`);
   const phase = map.moments[i] || "between phases";
   return `${seconds(map.time_s[i])}: ${echarts.format.encodeHTML(phase)}<br>total shown <b>${bytes(sum)}</b><br>${rows.join("<br>")}`;
 }
