@@ -953,6 +953,27 @@ MUTATIONS = (
         "${one.seriesName}",
         "test_report.py --slow -k every_tooltip",
     ),
+    Mutation(
+        "a push uploads files that the export did not write",
+        "checkpoint/export.py",
+        "            return list_files(unfinished)\n",
+        "        return list_files(out_dir)\n",
+        "test_export_logits_are_equal.py -k that_the_export_wrote",
+    ),
+    Mutation(
+        "a push leaves out the model card",
+        "cli/runs.py",
+        '        written.append("README.md")\n',
+        "",
+        "test_export_logits_are_equal.py -k that_the_export_wrote",
+    ),
+    Mutation(
+        "an export follows links in the run",
+        "checkpoint/export.py",
+        "filter(Path.is_symlink, (run_dir",
+        "filter(Path.is_socket, (run_dir",
+        "test_export_logits_are_equal.py -k link_in_a_run",
+    ),
     # ---- models and plans of files
     #
     # ---- layers, stores and kernels
