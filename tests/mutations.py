@@ -974,6 +974,27 @@ MUTATIONS = (
         "filter(Path.is_socket, (run_dir",
         "test_export_logits_are_equal.py -k link_in_a_run",
     ),
+    Mutation(
+        "every rank reads the index of a checkpoint",
+        "checkpoint/save.py",
+        "index = ask_rank_0(read_index, path)",
+        "index = read_index(path)",
+        "test_checkpoint_files.py -k 'one_rank_reads and 2'",
+    ),
+    Mutation(
+        "every rank looks for the checkpoint to resume",
+        "run/preflight.py",
+        "ask_rank_0(_find_checkpoint, newest[0].parents[1])",
+        "_find_checkpoint(newest[0].parents[1])",
+        "test_checkpoint_files.py -k 'one_rank_reads and 2'",
+    ),
+    Mutation(
+        "a rank also reads the stored chunks next to its own",
+        "checkpoint/safe_load.py",
+        "(self.offsets < stop) & (start < self.offsets + self.sizes)",
+        "(self.offsets <= stop) & (start <= self.offsets + self.sizes)",
+        "test_checkpoint_files.py -k part_of_the_index",
+    ),
     # ---- models and plans of files
     #
     # ---- layers, stores and kernels

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,12 +11,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig
 from transformers.utils import logging
 
 from ithaka.checkpoint.files import find_checkpoint, find_checkpoint_of_step, find_intact_checkpoint, read_state
-from ithaka.checkpoint.safe_load import SafeReader, load_into
+from ithaka.checkpoint.safe_load import load_into, read_index
 from ithaka.config import AdapterConfig, ConfigError, check_output, load_config, writing_to
 from ithaka.hub import HUB_ID, SNAPSHOT
 from ithaka.log.metrics import read_metrics
@@ -57,13 +55,13 @@ def export_files(
     logging.disable_progress_bar()
     checkpoint = check_export(run_dir, out_dir, merge, step, force)
     model_dir = run_dir / "model"
+    index = read_index(checkpoint)
     weights = {
-        name.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in SafeReader(checkpoint).read_metadata().state_dict_metadata.items()
-        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+        name.removeprefix("model."): torch.empty(tensor.metadata.size, dtype=tensor.metadata.properties.dtype)
+        for name, tensor in index.tensors.items()
+        if name.startswith("model.")
     }
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    load_into({"model": weights}, checkpoint, no_dist=True)
+    load_into({"model": weights}, checkpoint, index)
     with tempfile.TemporaryDirectory(prefix="ithaka-export-") as name:
         model_dir = Path(shutil.copytree(model_dir, Path(name) / "model"))
         with _unfinished(out_dir.absolute()) as unfinished:

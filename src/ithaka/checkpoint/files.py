@@ -33,7 +33,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ithaka.checkpoint.safe_load import SafeReader
-from ithaka.comm.agree import gather_objects, raise_on_all_ranks
+from ithaka.comm.agree import ask_rank_0, gather_objects, raise_on_all_ranks
 from ithaka.comm.rank import is_rank_0
 from ithaka.config import ConfigError, sync_directory, write_atomic
 from ithaka.exits import TransientError, is_transient
@@ -290,7 +290,7 @@ def find_intact_checkpoint(path: Path) -> Path:
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     while reasons := list(filter(None, gather_objects(raise_on_all_ranks(find_corruption, path, rank, num_ranks)))):
         report_unusable(path, reasons[0])
-        path = raise_on_all_ranks(find_checkpoint, path.parents[1], before=path)
+        path = ask_rank_0(find_checkpoint, path.parents[1], before=path)
     return path
 
 
