@@ -995,6 +995,76 @@ MUTATIONS = (
         "(self.offsets <= stop) & (start <= self.offsets + self.sizes)",
         "test_checkpoint_files.py -k part_of_the_index",
     ),
+    Mutation(
+        "a line without the number of its step is a record",
+        "log/metrics.py",
+        'isinstance(record.get("step"), int)',
+        '"step" in record',
+        "test_report.py -k damaged_run_has",
+    ),
+    Mutation(
+        "a copy of an evaluation counts as the latest",
+        "report/page.py",
+        're.fullmatch(r"step-',
+        're.match(r"step-',
+        "test_report.py -k damaged_run_has",
+    ),
+    Mutation(
+        "metrics that are no numbers are compared",
+        "report/page.py",
+        "return value if isinstance(value, int | float) else None",
+        "return value",
+        "test_report.py -k damaged_run_has",
+    ),
+    Mutation(
+        "figures of stored results may be anything",
+        "evaluate/compare.py",
+        "    yield from _find_wrong_values(figures)\n",
+        "",
+        "test_evaluate.py -k with_a_wrong_value",
+    ),
+    Mutation(
+        "rows of stored results may lack their keys",
+        "evaluate/compare.py",
+        "any(row.get(key) is None for key in keys)",
+        "False",
+        "test_evaluate.py -k with_a_wrong_value",
+    ),
+    Mutation(
+        "columns without values are shown",
+        "evaluate/compare.py",
+        "if any(row.get(name) is not None for row in rows)]",
+        "]",
+        "test_evaluate.py -k no_column_and_no_table",
+    ),
+    Mutation(
+        "tasks without results have empty tables",
+        "evaluate/compare.py",
+        "            if rows := _same_columns(rows):\n",
+        "            if rows := _same_columns(rows) or [{0: 0, 1: 1}]:\n",
+        "test_evaluate.py -k no_column_and_no_table",
+    ),
+    Mutation(
+        "a damaged file leaves the rest of the report blank",  # needs a browser, as those below
+        "report/report.js",
+        "    page.append(explainDamage(error));\n",
+        "    throw error;\n",
+        "test_report.py --slow -k rest_of_a_damaged",
+    ),
+    Mutation(
+        "equal curves hide each other",
+        "report/charts.js",
+        "    one.lineStyle.width += edge;\n",
+        "",
+        "test_report.py --slow -k equal_curves",
+    ),
+    Mutation(
+        "the report calls every base bf16 that is not packed",
+        "report/report.js",
+        'adapter.base && adapter.base !== "bf16"',
+        "adapter.base",
+        "test_report.py --slow -k has_a_perplexity",
+    ),
     # ---- models and plans of files
     #
     # ---- layers, stores and kernels

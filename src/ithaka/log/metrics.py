@@ -100,9 +100,9 @@ def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for line in text.split("\n")[:-1]:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and "step" in record:
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
             yield line, record
 
 
