@@ -21,7 +21,7 @@ TABLES = (
     ("loss of trained tokens by position", "trained_loss_by_position", ("from", "to")),
     ("prompts", "tasks", ("task",)),
 )
-ROW_KEYS = {name: keys for _, name, keys in TABLES}  # which identify a row
+ROW_KEYS: dict[str, tuple[str, ...]] = {name: keys for _, name, keys in TABLES}  # which identify a row
 ROW_KEYS |= {"divergence_by_position": ("from", "to"), "retrieval": ("task", "context", "depth")}
 COMPARABLE_KEYS = ("tasks_version", "contexts", "documents", "text", "prompts")  # equal in comparable results
 
