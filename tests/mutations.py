@@ -432,7 +432,7 @@ MUTATIONS = (
     Mutation(
         "a rank's failed write is not reported to the others",
         "checkpoint/save.py",
-        "        raise_first(failures, what)\n",
+        "    raise_first(failures, what)\n",
         "",
         "test_checkpoint_files.py -k cannot_be_published",
     ),
@@ -873,8 +873,8 @@ MUTATIONS = (
     Mutation(
         "the report shows the first profile of a run",
         "report/page.py",
-        "_read_json(profiles[max(profiles)])",
-        "_read_json(profiles[min(profiles)])",
+        "_read_json(max(steps, key=",
+        "_read_json(min(steps, key=",
         "test_report.py -k latest_profile",
     ),
     # ---- heartbeat, watch and loop
@@ -984,8 +984,8 @@ MUTATIONS = (
     Mutation(
         "every rank looks for the checkpoint to resume",
         "run/preflight.py",
-        "ask_rank_0(_find_checkpoint, newest[0].parents[1])",
-        "_find_checkpoint(newest[0].parents[1])",
+        "ask_rank_0(_find_checkpoint, configs[0].train.run_dir)",
+        "_find_checkpoint(configs[0].train.run_dir)",
         "test_checkpoint_files.py -k 'one_rank_reads and 2'",
     ),
     Mutation(

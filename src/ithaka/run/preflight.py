@@ -98,7 +98,8 @@ def preflight(
     configs, machines, newest = zip(*gather_objects(local), strict=True)
     raise_on_all_ranks(validate.check_ranks_agree, configs, newest)
     # Looks at every file of a checkpoint, and reads an index that is large if there are many ranks.
-    checkpoint = ask_rank_0(_find_checkpoint, newest[0].parents[1]) if newest[0] is not None else None
+    has_checkpoint = newest[0] is not None
+    checkpoint = ask_rank_0(_find_checkpoint, configs[0].train.run_dir) if has_checkpoint else None
     run = raise_on_all_ranks(plan_and_check)
     if run.finished and run.checkpoint:  # an unfinished run verifies its files in `prepare`
         run = dataclasses.replace(run, checkpoint=files.find_intact_checkpoint(run.checkpoint))
