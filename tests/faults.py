@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from ithaka.checkpoint import files, save
-from ithaka.config import Config
+from ithaka.config import Config, paths
 from ithaka.log.metrics import read_metrics
 from ithaka.phases import Listener, PhasePath, listening
 from ithaka.run.preflight import AUTO
@@ -57,8 +57,9 @@ def run_and_die(config: Config, point: str, nth: int, victim: int) -> None:
             write = save.dcp.FileSystemWriter.write_data
             patch.setattr(save.dcp.FileSystemWriter, "write_data", lambda *args: killer.count() or write(*args))
         if point == "publish":  # before and after rank 0 renames each file
-            sync = files.sync_directory
-            patch.setattr(files, "sync_directory", lambda path: killer.count() or sync(path))
+            sync = paths.sync_directory
+            for module in (files, paths):
+                patch.setattr(module, "sync_directory", lambda path: killer.count() or sync(path))
         run(config, AUTO)
 
 

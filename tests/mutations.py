@@ -377,7 +377,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the directory of a replaced file is not synced",
-        "checkpoint/files.py",
+        "config/paths.py",
         "    sync_directory(path.parent)\n",
         "",
         "test_checkpoint_files.py -k synced",
@@ -405,8 +405,8 @@ MUTATIONS = (
     Mutation(
         "checkpoints of later steps are pruned",
         "checkpoint/files.py",
-        'sorted(root.glob("step-*")) if path.name <= step_name(step)]',
-        'sorted(root.glob("step-*"))]',
+        "reversed(list_checkpoints(root)) if step_of(path) <= step]",
+        "reversed(list_checkpoints(root))]",
         "test_checkpoint_files.py -k pruning_leaves",
     ),
     Mutation(
@@ -433,7 +433,7 @@ MUTATIONS = (
     Mutation(
         "a rank's failed write is not reported to the others",
         "checkpoint/save.py",
-        "        raise_first(failures, what)\n",
+        "    raise_first(failures, what)\n",
         "",
         "test_checkpoint_files.py -k cannot_be_published",
     ),
@@ -874,8 +874,8 @@ MUTATIONS = (
     Mutation(
         "the report shows the first profile of a run",
         "report/page.py",
-        "_read_json(profiles[max(profiles)])",
-        "_read_json(profiles[min(profiles)])",
+        "_read_json(max(steps, key=",
+        "_read_json(min(steps, key=",
         "test_report.py -k latest_profile",
     ),
     # ---- heartbeat, watch and loop
@@ -1170,7 +1170,181 @@ MUTATIONS = (
     # ---- data/documents and views
     #
     # ---- files, checkpoints and pages
-    #
+    Mutation(
+        "the only checkpoint is deleted before the new one has its name",
+        "checkpoint/files.py",
+        "        os.rename(final, replaced)  # after",
+        "        shutil.rmtree(final)  # after",
+        "test_checkpoint_files.py -k kill_while_a_step",
+    ),
+    Mutation(
+        "a checkpoint that a kill left without its name is deleted by the next save",
+        "checkpoint/files.py",
+        "        if final.exists():\n            shutil.rmtree(replaced",
+        "        if True:\n            shutil.rmtree(replaced",
+        "test_checkpoint_files.py -k kill_while_a_step",
+    ),
+    Mutation(
+        "the older of two copies of a step is resumed",
+        "checkpoint/files.py",
+        "(int(match[1]), match[2] is None)",
+        "(int(match[1]), match[2] is not None)",
+        "test_checkpoint_files.py -k kill_while_a_step",
+    ),
+    Mutation(
+        "a save leaves the older copy of its step",
+        "checkpoint/save.py",
+        "            restore_names(root)\n",
+        "",
+        "test_checkpoint_files.py -k copy_that_a_kill_left",
+    ),
+    Mutation(
+        "a file is replaced through a planted link",
+        "config/paths.py",
+        'with open(temporary, "x"',
+        'with open(temporary, "w"',
+        "test_checkpoint_files.py -k do_not_follow_links",
+    ),
+    Mutation(
+        "a planted lock leads to another file",
+        "checkpoint/files.py",
+        "os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW",
+        "os.O_RDWR | os.O_CREAT",
+        "test_checkpoint_files.py -k do_not_follow_links",
+    ),
+    Mutation(
+        "the report is written to a pipe planted in the run",
+        "report/page.py",
+        "is_device = out is not None and out.exists()",
+        "is_device = path.exists()",
+        "test_report.py -k pipe_planted",
+    ),
+    Mutation(
+        "the report replaces a pipe",
+        "report/page.py",
+        "        if is_device:\n",
+        "        if False:\n",
+        "test_report.py -k a_pipe_is_written_to",
+    ),
+    Mutation(
+        "names in a tooltip are HTML",  # needs a browser
+        "report/report.js",
+        "${echarts.format.encodeHTML(one.seriesName)}",
+        "${one.seriesName}",
+        "test_report.py --slow -k every_tooltip",
+    ),
+    Mutation(
+        "a push uploads files that the export did not write",
+        "checkpoint/export.py",
+        "            return list_files(unfinished)\n",
+        "        return list_files(out_dir)\n",
+        "test_export_logits_are_equal.py -k that_the_export_wrote",
+    ),
+    Mutation(
+        "a push leaves out the model card",
+        "cli/runs.py",
+        '        written.append("README.md")\n',
+        "",
+        "test_export_logits_are_equal.py -k that_the_export_wrote",
+    ),
+    Mutation(
+        "an export follows links in the run",
+        "checkpoint/export.py",
+        "filter(Path.is_symlink, (run_dir",
+        "filter(Path.is_socket, (run_dir",
+        "test_export_logits_are_equal.py -k link_in_a_run",
+    ),
+    Mutation(
+        "every rank reads the index of a checkpoint",
+        "checkpoint/save.py",
+        "index = ask_rank_0(read_index, path)",
+        "index = read_index(path)",
+        "test_checkpoint_files.py -k 'one_rank_reads and 2'",
+    ),
+    Mutation(
+        "every rank looks for the checkpoint to resume",
+        "run/preflight.py",
+        "ask_rank_0(_find_checkpoint, configs[0].train.run_dir)",
+        "_find_checkpoint(configs[0].train.run_dir)",
+        "test_checkpoint_files.py -k 'one_rank_reads and 2'",
+    ),
+    Mutation(
+        "a rank also reads the stored chunks next to its own",
+        "checkpoint/safe_load.py",
+        "(self.offsets < stop) & (start < self.offsets + self.sizes)",
+        "(self.offsets <= stop) & (start <= self.offsets + self.sizes)",
+        "test_checkpoint_files.py -k part_of_the_index",
+    ),
+    Mutation(
+        "a line without the number of its step is a record",
+        "log/metrics.py",
+        'isinstance(record.get("step"), int)',
+        '"step" in record',
+        "test_report.py -k damaged_run_has",
+    ),
+    Mutation(
+        "a copy of an evaluation counts as the latest",
+        "report/page.py",
+        're.fullmatch(r"step-',
+        're.match(r"step-',
+        "test_report.py -k damaged_run_has",
+    ),
+    Mutation(
+        "metrics that are no numbers are compared",
+        "report/page.py",
+        "return value if isinstance(value, int | float) else None",
+        "return value",
+        "test_report.py -k damaged_run_has",
+    ),
+    Mutation(
+        "figures of stored results may be anything",
+        "evaluate/compare.py",
+        "    yield from _find_wrong_values(figures)\n",
+        "",
+        "test_evaluate.py -k with_a_wrong_value",
+    ),
+    Mutation(
+        "rows of stored results may lack their keys",
+        "evaluate/compare.py",
+        "any(row.get(key) is None for key in keys)",
+        "False",
+        "test_evaluate.py -k with_a_wrong_value",
+    ),
+    Mutation(
+        "columns without values are shown",
+        "evaluate/compare.py",
+        "if any(row.get(name) is not None for row in rows)]",
+        "]",
+        "test_evaluate.py -k no_column_and_no_table",
+    ),
+    Mutation(
+        "tasks without results have empty tables",
+        "evaluate/compare.py",
+        "            if rows := _same_columns(rows):\n",
+        "            if rows := _same_columns(rows) or [{0: 0, 1: 1}]:\n",
+        "test_evaluate.py -k no_column_and_no_table",
+    ),
+    Mutation(
+        "a damaged file leaves the rest of the report blank",  # needs a browser, as those below
+        "report/report.js",
+        "    page.append(explainDamage(error));\n",
+        "    throw error;\n",
+        "test_report.py --slow -k rest_of_a_damaged",
+    ),
+    Mutation(
+        "equal curves hide each other",
+        "report/charts.js",
+        "    one.lineStyle.width += edge;\n",
+        "",
+        "test_report.py --slow -k equal_curves",
+    ),
+    Mutation(
+        "the report calls every base bf16 that is not packed",
+        "report/report.js",
+        'adapter.base && adapter.base !== "bf16"',
+        "adapter.base",
+        "test_report.py --slow -k has_a_perplexity",
+    ),
     # ---- models and plans of files
     #
     # ---- layers, stores and kernels
@@ -1373,7 +1547,8 @@ def run_tests(copy: Path, arguments: list[str]) -> tuple[int | None, str]:
 def try_mutation(mutation: Mutation, copy: Path) -> Result:
     target, start = copy / "src/ithaka" / mutation.file, time.monotonic()
     original, mutated = target.read_text(encoding="utf-8"), plant(mutation, copy / "src/ithaka")
-    compile(mutated, mutation.file, "exec")  # any test would catch a syntax error
+    if mutation.file.endswith(".py"):
+        compile(mutated, mutation.file, "exec")  # any test would catch a syntax error
     try:
         _write_source(target, mutated)
         file, *options = shlex.split(mutation.tests)

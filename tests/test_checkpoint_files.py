@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import io
+import itertools
 import json
 import os
 import pickle
@@ -18,23 +19,28 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import yaml
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from typer.testing import CliRunner
 
 from ithaka.checkpoint import files, save
 from ithaka.checkpoint.export import export
-from ithaka.checkpoint.safe_load import SafeReader
+from ithaka.checkpoint.safe_load import CompactIndex, SafeReader
 from ithaka.cli import app
-from ithaka.config import load_config, to_yaml
+from ithaka.config import load_config, to_yaml, write_atomic
 from ithaka.plan.shape import Correction
 from ithaka.run.preflight import AUTO, find_resume_point, preflight, resolve
 from ithaka.run.resolve import model_shape
 from ithaka.run.validate import check_run_dir
+from ithaka.train.trainer import prepare
 from refusals import assert_refused
 from runs import bitwise_metrics, metrics, run, tiny_run
 
@@ -303,7 +309,77 @@ def resume_planted(config, folder):
 def test_a_command_planted_in_a_value_is_refused(trained, run_dir, ranks):
     config = dataclasses.replace(trained, train=dataclasses.replace(trained.train, run_dir=run_dir, steps=7))
     (message,) = ranks.run(1, resume_planted, config, run_dir)
-    assert "cannot be read: rank 0: UnpicklingError" in message and not (run_dir / "ran").exists()
+    assert "cannot be read: UnpicklingError" in message and not (run_dir / "ran").exists()
+
+
+def load_and_count_reads(config):
+    """Resume as under torchrun, and return how often this rank reads the index, and whether the run resumed."""
+    read, reads = SafeReader.read_metadata, []
+
+    def read_metadata(self, *args, **kwargs):
+        reads.extend([self.path] * (self.part is None))
+        return read(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SafeReader, "read_metadata", read_metadata)
+        folder = config.train.run_dir
+        resumed = preflight(None, ["train.steps=8", f"parallel.ranks={dist.get_world_size()}"], folder)
+        trainer = prepare(resumed)
+    return len(reads), trainer.step
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_only_one_rank_reads_the_index(trained, run_dir, ranks, num_ranks):
+    """For a thousand ranks it has 125 MB, which take 20 s to unpickle."""
+    config = dataclasses.replace(trained, train=dataclasses.replace(trained.train, run_dir=run_dir))
+    assert ranks.run(num_ranks, load_and_count_reads, config) == [(2, 6), *[(0, 6)] * (num_ranks - 1)]
+
+
+class Part:
+    """A rank's part of a tensor, as DTensor describes it to torch.distributed.checkpoint."""
+
+    def __init__(self, *chunks):
+        self.chunks = [ChunkStorageMetadata(torch.Size(start), torch.Size(shape)) for start, shape in chunks]
+
+    def __create_chunk_list__(self):
+        return self.chunks
+
+
+def test_each_rank_gets_the_part_of_the_index_that_it_needs():
+    """A tensor of 9 x 6, stored in blocks of 2 x 3 and smaller ones at the end, one that has no dims, and an empty
+    chunk."""
+    blocks = [((i, j), (min(2, 9 - i), 3)) for i in range(0, 9, 2) for j in (0, 3)] + [((9, 0), (0, 6))]
+    chunks = Part(*blocks).chunks
+    entries = {
+        "model.w": TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size((9, 6)), chunks),
+        "model.step": TensorStorageMetadata(TensorProperties(), torch.Size(()), Part(((), ())).chunks),
+        "rng.1.cpu": BytesStorageMetadata(),
+    }
+    places = {MetadataIndex("model.w", chunk.offsets, i): (f"__{i % 3}_0", 10 * i, i) for i, chunk in enumerate(chunks)}
+    places |= {
+        MetadataIndex("model.step", torch.Size(())): ("__1_0", 7, 8),
+        MetadataIndex("rng.1.cpu"): ("__2_0", 5, 6),
+    }
+    index = Metadata(entries, storage_data={key: _StorageInfo(*place) for key, place in places.items()})
+    compact = pickle.loads(pickle.dumps(CompactIndex.from_index(index)))
+    for rows, columns in itertools.product(itertools.combinations(range(10), 2), ((0, 6), (0, 3), (2, 4), (5, 6))):
+        start, shape = (rows[0], columns[0]), (rows[1] - rows[0], columns[1] - columns[0])
+        part = compact.part_for({"model": {"w": Part((start, shape)), "step": torch.tensor(0)}})
+        assert part.state_dict_metadata.keys() == {"model.w", "model.step"}
+        stored = part.state_dict_metadata["model.w"]
+        assert (stored.size, stored.properties) == (torch.Size((9, 6)), entries["model.w"].properties)
+        needed = [
+            chunk
+            for chunk, (first, size) in zip(chunks, blocks, strict=True)
+            if all(max(a, c) < min(a + b, c + d) for a, b, c, d in zip(start, shape, first, size, strict=True))
+        ]
+        assert stored.chunks == needed
+        keys = {MetadataIndex("model.w", chunk.offsets) for chunk in needed} | {MetadataIndex("model.step", ())}
+        assert part.storage_data == {key: index.storage_data[key] for key in keys}
+    two = compact.part_for({"model": {"w": Part(((0, 0), (1, 1)), ((8, 5), (1, 1)))}})
+    assert two.state_dict_metadata["model.w"].chunks == [chunks[0], chunks[-2]]
+    (value,) = compact.part_for({"rng": {"1.cpu": None}}).storage_data.values()
+    assert (value.relative_path, value.offset, value.length) == ("__2_0", 5, 6)
 
 
 def test_an_index_of_another_python_is_read(run_dir, monkeypatch):
@@ -394,6 +470,78 @@ def test_a_run_without_a_usable_checkpoint_is_refused(run_dir, tmp_path):
         assert_refused(lambda other=other: files.find_checkpoint(other), str(other), fix="an earlier run")
 
 
+class Killed(BaseException):
+    """Ends a save as SIGKILL does: no handler for errors runs."""
+
+
+def publish_copy(run_dir, copy, calls=99):
+    """Publish a checkpoint of step 4 whose state says which copy it is, killed before the given call that changes
+    names or deletes. Returns how many calls there were."""
+    root, done = run_dir / "checkpoints", []
+    temporary = root / ".tmp-step-00000004"
+    temporary.mkdir(parents=True)
+    (temporary / ".metadata").write_bytes(pickle.dumps(Metadata({})))
+
+    def killed_before(call):
+        def run_or_die(*args, **kwargs):
+            done.append(call)
+            if len(done) > calls:
+                raise Killed
+            return call(*args, **kwargs)
+
+        return run_or_die
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
+        patch.setattr(dist, "get_world_size", lambda: 1)
+        for module, name in ((os, "rename"), (os, "replace"), (shutil, "rmtree")):
+            patch.setattr(module, name, killed_before(getattr(module, name)))
+        files.restore_names(root)
+        state = {"step": 4, "best": None, "stale": 0, "copy": copy}
+        hashed = files.checksum(temporary / ".metadata")
+        size = (temporary / ".metadata").stat().st_size
+        files.publish(temporary, root / files.step_name(4), state, {".metadata": (size, hashed)})
+    shutil.rmtree(temporary, ignore_errors=True)
+    return len(done)
+
+
+def test_a_kill_while_a_step_is_saved_again_leaves_a_complete_checkpoint(tmp_path):
+    """With keep_last=1 there is no other one. The next save gives it its name back."""
+    num_calls = publish_copy(tmp_path / "complete", 1) + 2  # renamed first, and deleted last
+    for first, second in itertools.product(range(num_calls + 1), repeat=2):
+        run_dir = tmp_path / f"{first} {second}"
+        publish_copy(run_dir, 1)
+        copies = [1]
+        for copy, calls in ((2, first), (3, second)):
+            publish_copy(run_dir, copy, calls)
+            found = files.find_checkpoint(run_dir)
+            named = run_dir / "checkpoints/step-00000004"
+            assert found == (named if named.exists() else named.with_name("step-00000004-replaced"))
+            assert files.find_checkpoint_of_step(run_dir, 4) == found == files.newest_checkpoint(run_dir)
+            assert files.find_corruption(found) is None
+            copies.append(files.read_state(found)["copy"])
+        assert copies == sorted(copies)
+        publish_copy(run_dir, 4)
+        assert files.read_state(files.find_checkpoint(run_dir))["copy"] == 4
+        assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+def test_a_save_deletes_the_older_copy_that_a_kill_left(ranks, tmp_path):
+    for name in ("step-00000001", "step-00000001-replaced"):
+        (tmp_path / "checkpoints" / name / "full").mkdir(parents=True)
+    ranks.run(1, save_and_load_random_state, tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_names_that_are_no_checkpoints_are_left_alone(tmp_path):
+    for name in ("step-00000002", "step-00000004", "step-00000009.bak", "step-"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert [files.step_of(path) for path in files.list_checkpoints(tmp_path / "checkpoints")] == [4, 2]
+    assert_refused(lambda: files.find_checkpoint_of_step(tmp_path, 3), "--step=3", fix="use 2 or 4")
+    files.prune(tmp_path / "checkpoints", 9, keep_last=1)
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"step-00000004", "step-00000009.bak", "step-"}
+
+
 def test_pruning_leaves_later_checkpoints_alone(tmp_path):
     for step in (2, 4, 6, 8):
         (tmp_path / files.step_name(step)).mkdir()
@@ -442,6 +590,24 @@ def test_a_run_resumes_whatever_its_plan_was_corrected_by(trained, run_dir):
     """Traces of its plan do not change the model."""
     shape = dataclasses.replace(model_shape(trained), corrections={"a kind of plan": Correction(device=1.1)})
     assert find_resume_point(run_dir, trained, shape)[0] == files.find_checkpoint(run_dir)
+
+
+def test_replaced_files_do_not_follow_links(tmp_path, monkeypatch):
+    victim, file = tmp_path / "victim", tmp_path / "file"
+    victim.write_text("precious")
+    (tmp_path / ".file.tmp").symlink_to(victim)
+    file.symlink_to(victim)
+    write_atomic(file, "new")
+    assert victim.read_text() == "precious"
+    assert file.read_text() == "new" and not file.is_symlink()
+    (tmp_path / ".file.tmp").symlink_to(victim)
+    monkeypatch.setattr(Path, "unlink", lambda *args, **kwargs: None)  # planted again right after it was removed
+    with pytest.raises(FileExistsError):
+        write_atomic(file, "newer")
+    (tmp_path / files.LOCK_FILE).symlink_to(victim)
+    with pytest.warns(UserWarning, match="cannot be locked"):
+        assert files.lock_run_dir(tmp_path) is None
+    assert victim.read_text() == "precious"
 
 
 def test_two_runs_in_one_directory_are_refused(trained, run_dir, ranks):

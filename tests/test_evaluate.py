@@ -379,6 +379,57 @@ def test_stored_results_are_shown_and_compared(tmp_path):
         assert_command_refused(["evaluate", str(tmp_path / name)], str(tmp_path / name), fix="written by --json")
 
 
+CELL = {"task": "single", "context": 900, "depth": 0.5, "score": 1.0}
+
+
+@pytest.mark.parametrize(
+    "change,problem",
+    [
+        ({"loss": [1]}, "loss=[1], which is not a number"),
+        ({"key_tokens_error": "0.5"}, "key_tokens_error=0.5, which is not a number"),
+        ({"model": None}, "no results"),
+        ({"loss_by_position": {"from": 1}}, "loss_by_position={from: 1}, which is no table"),
+        ({"loss_by_position": [{"from": 1, "to": None, "loss": 2.0}]}, "a row of loss_by_position without from or to"),
+        ({"loss_by_position": [{"from": 1, "to": 64, "loss": [2]}]}, "loss=[2] in loss_by_position"),
+        ({"divergence_by_position": [7]}, "a row of divergence_by_position without from or to"),
+        ({"retrieval": [{**CELL, "depth": "middle"}]}, "depth=middle in retrieval"),
+        ({"retrieval": [{**CELL, "task": 3}]}, "task=3 in retrieval, which is not a name"),
+        ({"retrieval": [{**CELL, "depth": None}]}, "a row of retrieval without task or context or depth"),
+        ({"tasks": [{"task": "a", "score": {}}]}, "score={} in tasks"),
+    ],
+)
+def test_a_file_with_a_wrong_value_is_refused(tmp_path, change, problem):
+    file, page = tmp_path / "a.json", tmp_path / "a.html"
+    file.write_text(json.dumps([{"model": "a", "retrieval": [CELL], "loss": 1.0} | change]))
+    command = ["evaluate", str(file), "--html", str(page)]
+    assert_command_refused(command, f"MODEL={file} has", problem, fix="written by --json")
+    assert not page.exists()
+
+
+def test_no_column_and_no_table_is_empty(tmp_path):
+    """A single document has no standard errors, and an evaluation that was stopped lacks tasks and depths."""
+    rows = [{"from": 1, "to": 64, "loss": 2.5, "error": None}, {"from": 64, "to": 128, "error": None}]
+    cells = [{**CELL, "depth": depth} for depth in (0.0, 0.5)] + [{**CELL, "context": 1800, "depth": 0.0}]
+    result = {"model": "a", "loss": 3.0, "loss_error": None, "loss_by_turn": [], "loss_by_position": rows}
+    result |= {"retrieval": cells, "tasks": None, "partial": True}
+    (tmp_path / "a").write_text(json.dumps(result))
+    shown = CliRunner().invoke(app, ["evaluate", str(tmp_path / "a")]).stdout
+    assert "error" not in shown and "loss of trained tokens" not in shown
+    assert [line.split() for line in shown.partition("retrieval by depth\n")[2].splitlines() if line] == [
+        ["task", "context", "0%", "50%"],
+        ["single", "900", "1", "1"],
+        ["single", "1800", "1"],
+    ]
+    (tmp_path / "none").write_text(json.dumps(result | {"retrieval": [], "model": "b"}))
+    for results in ([result], [result, result | {"retrieval": [], "model": "b"}]):
+        page = render_results(results)
+        assert (
+            page.count('<table class="heat">') == page.count("<h3>") == 1
+            and "error" not in page.partition("<script")[0]
+        )
+        assert '"></table>' not in page
+
+
 def test_a_loss_that_is_not_finite_is_null_in_json_and_left_out_of_the_chart(tmp_path):
     bins = [{"from": 1, "to": 64, "loss": math.inf, "error": None}, {"from": 64, "to": 128, "loss": 2.0, "error": None}]
     result = {"model": "a", "loss": math.nan, "loss_by_position": bins, "retrieval": []}

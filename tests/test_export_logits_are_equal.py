@@ -1,13 +1,17 @@
 """The Hugging Face model exported from a run computes the same logits."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from ithaka.checkpoint.export import export, write_card
+from ithaka.cli import app
+from ithaka.cli import runs as runs_commands
 from ithaka.data.tokenizer import ByteTokenizer
 from ithaka.train.trainer import prepare
 from refusals import assert_refused
@@ -99,9 +103,41 @@ def with_one_more_step(config):
     return dataclasses.replace(config, train=more), config.train.run_dir
 
 
-def test_export_needs_a_run_and_an_empty_folder_or_force(ranks, tmp_path, monkeypatch):
-    config = tiny_run(tmp_path, train={"steps": 1})
+@pytest.fixture(scope="module")
+def small(ranks, tmp_path_factory):
+    """A run of one step."""
+    config = tiny_run(tmp_path_factory.mktemp("small"), train={"steps": 1})
     ranks.run(1, run, config)
+    return config
+
+
+def test_only_files_that_the_export_wrote_are_pushed(small, tmp_path, monkeypatch):
+    pushed = []
+    monkeypatch.setattr(runs_commands, "create_repository", lambda name: None)
+    monkeypatch.setattr(runs_commands, "push_files", lambda folder, names, *args: pushed.extend(names) or "address")
+    for name in ("notes.txt", "config.json", "README.md", *(f"private/{i:02}.txt" for i in range(12))):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("my own")
+    words = ["export", small.train.run_dir, tmp_path, "--push", "org/name", "--force"]
+    shown = CliRunner().invoke(app, list(map(str, words))).stdout
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer_config.json"} <= {*pushed}
+    assert len({*pushed}) == len(pushed) and all((tmp_path / name).read_text("latin1") != "my own" for name in pushed)
+    own = [file.name for file in sorted(tmp_path.rglob("*")) if file.is_file() and file.read_text("latin1") == "my own"]
+    assert own == ["notes.txt", *(f"{i:02}.txt" for i in range(12))]
+    assert "notes.txt, private/00.txt" in shown and "private/08.txt and 3 more" in shown
+
+
+def test_a_link_in_a_run_is_not_exported(small, tmp_path):
+    """In someone else's run, it could lead to any of the user's files."""
+    copy = shutil.copytree(small.train.run_dir, tmp_path / "run")
+    (tmp_path / "secret").write_text("secret")
+    (copy / "model/notes.txt").symlink_to(tmp_path / "secret")
+    assert_refused(lambda: export(copy, tmp_path / "out"), f"RUN_DIR={copy}", "model/notes.txt", fix="remove it")
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_needs_a_run_and_an_empty_folder_or_force(small, tmp_path, monkeypatch):
+    config = small
     out = tmp_path / "out"
     out.mkdir()  # an empty folder is accepted
     with monkeypatch.context() as inside:

@@ -94,12 +94,12 @@ CODE = """
 import json, sys
 from pathlib import Path
 from ithaka.config import ConfigError
-from ithaka.hub import create_repository, fetch_model, push_folder
+from ithaka.hub import create_repository, fetch_model, push_files
 for name in sys.argv[1:]:
     try:
         if name.startswith("push="):
             create_repository(name.removeprefix("push="))
-            print(json.dumps(push_folder(Path("out"), name.removeprefix("push="), "Upload it")))
+            print(json.dumps(push_files(Path("out"), ["README.md"], name.removeprefix("push="), "Upload it")))
             continue
         print(json.dumps(str(fetch_model(Path(name)))))
     except ConfigError as error:
@@ -333,9 +333,10 @@ def test_a_push_without_a_connection_says_so(hub, tmp_path, offline):
     assert_refused(answer["error"], "--push=org/new", fix="`hf upload org/new OUT_DIR`")
 
 
-def test_folders_are_pushed_in_one_commit_to_private_repositories(hub, tmp_path):
+def test_files_are_pushed_in_one_commit_to_private_repositories(hub, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/README.md").write_text("# a card")
+    (tmp_path / "out/notes.txt").write_text("private")
     names = "push=org/new", "push=else/new", "push=new", "push=org/public"
     _, (address, other, wrong, public) = run_client(hub, tmp_path / "cache", *names)
     assert address == f"http://localhost:{hub.server_port}/org/new/commit/{'d' * 40}"

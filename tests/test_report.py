@@ -14,6 +14,7 @@ from browser import Browser, find_browser
 from ithaka.cli import app
 from ithaka.cli.runs import train_rank
 from ithaka.config import ConfigError
+from ithaka.evaluate.compare import render_results
 from ithaka.layout import make_layout
 from ithaka.plan.hardware import parse_gpus
 from ithaka.plan.search import Plan
@@ -72,11 +73,64 @@ def test_a_pipe_is_written_to_and_not_replaced(run_dir, tmp_path, monkeypatch):
     os.close(reader)
 
 
+@pytest.mark.parametrize("planted", [".report.html.tmp", "report.html"])
+def test_links_planted_in_a_run_are_not_followed(run_dir, tmp_path, planted):
+    """The run may be someone else's, and what its links lead to is the user's."""
+    run, victim = tmp_path / "run", tmp_path / "victim"
+    run.mkdir()
+    (run / "config.yaml").write_text((run_dir / "config.yaml").read_text())
+    victim.write_text("precious")
+    (run / planted).symlink_to(victim)
+    page = write_report([run])
+    assert victim.read_text() == "precious"
+    assert page.is_file() and not page.is_symlink() and embedded(page)
+    assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "report.html"]
+
+
+def test_a_pipe_planted_in_a_run_does_not_block_its_report(run_dir, tmp_path):
+    (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text())
+    os.mkfifo(tmp_path / "report.html")
+    assert embedded(write_report([tmp_path]))
+
+
 def test_the_peak_of_a_resumed_run_is_the_maximum_over_its_parts(run_dir, tmp_path):
     (tmp_path / "config.yaml").write_text((run_dir / "config.yaml").read_text())
     steps = [{"step": i, "host_peak_bytes": peak * 2**20} for i, peak in enumerate((5, 7, 3))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     assert embedded(write_report([tmp_path]))[0]["host_peak_bytes"] == 7 * 2**20
+
+
+@pytest.fixture
+def damaged(run_dir, tmp_path) -> Path:
+    """A run whose files hold lists for numbers, text for tables, and copies with other names."""
+    shutil.copytree(run_dir, tmp_path / "run")
+    run = tmp_path / "run"
+    (run / "config.yaml").write_text("model: [1]\ndata: text\ntrain: {steps: {}}\n")
+    records = [{"step": None, "loss": 1}, {"step": [2], "loss": 1}, {"step": "3"}, {"step": 4, "loss": [1]}]
+    records += [{"step": 5, "loss": 2.0, "val_loss": {}, "host_peak_bytes": "much", "evaluate/loss": [1]}]
+    records += [{"step": 6, "loss": 1.5, "experts/busiest/0": "x"}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + "[" * 9999 + "\n")
+    (run / "plan.json").write_text('[{"layout": 1}]')
+    (run / "machine.json").write_text('"a machine"')
+    (run / "data.json").write_text("[" * 9999)
+    (profile,) = run.glob("profile/*/profile.json")
+    profile.write_text(json.dumps(json.loads(profile.read_text()) | {"memory": {"holders": [1], "peak": {}}}))
+    shutil.copytree(profile.parent, profile.parents[1] / "step-5 (copy)")
+    (run / "evaluations").mkdir(exist_ok=True)
+    (run / "evaluations/step-4.json").write_text(json.dumps({"model": ["x"], "retrieval": [{"score": "1"}]}))
+    (run / "evaluations/step-5 (copy).json").write_text("{}")
+    return run
+
+
+def test_a_damaged_run_has_a_report(damaged):
+    (run,) = embedded(write_report([damaged]))
+    assert (run["metrics"]["step"], run["metrics"]["loss"]) == ([4, 5, 6], [None, 2.0, 1.5])
+    assert run["host_peak_bytes"] is run["plan"] is run["machine"] is run["data"] is None
+    assert run["evaluation"]["model"] == ["x"] and run["profile"]["memory"]["holders"] == [1]
+    assert "has 4 lines that are not valid JSON" in CliRunner().invoke(app, ["report", str(damaged)]).stderr
+    shutil.rmtree(damaged / "evaluations")
+    (damaged / "evaluations/step-9.json").mkdir(parents=True)
+    assert_refused(lambda: write_report([damaged]), f"RUN_DIR={damaged} cannot be read", fix="restore its files")
 
 
 def test_the_latest_profile_and_evaluation_are_shown(run_dir, tmp_path):
@@ -197,6 +251,38 @@ def test_losses_that_are_not_finite_are_not_drawn(with_bad_losses, browser):
 
 
 @in_browser
+def test_the_rest_of_a_damaged_run_is_shown(damaged, browser):
+    browser.open(write_report([damaged]))
+    shown = browser.evaluate("document.body.innerText")
+    assert "Part of this page cannot be drawn" in shown and "Learning rate" not in shown
+    titles = browser.evaluate("[...document.querySelectorAll('h2')].map(title => title.innerText)")
+    assert {"Summary", "Curves", "Plan, machine, configuration"} <= {*titles}
+    assert browser.evaluate(RUN_PIXELS % 0)[0] > 500, "the curve of the losses"
+
+
+# Pixels of each colour of a run in a chart.
+RUN_PIXELS = """RUN_COLOURS.map(colour => {
+  const [r, g, b] = [1, 3, 5].map(i => parseInt(colour.slice(i, i + 2), 16));
+  const canvas = document.querySelectorAll('.chart')[%d].querySelector('canvas');
+  const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+  let count = 0;
+  for (let i = 0; i < data.length; i += 4) count += data[i] === r && data[i + 1] === g && data[i + 2] === b;
+  return count;
+})"""
+
+
+@in_browser
+def test_equal_curves_are_all_seen(run_dir, browser, tmp_path):
+    browser.open(write_report([run_dir] * 3, tmp_path / "page.html"))
+    assert min(browser.evaluate(RUN_PIXELS % 0)[:3]) > 500
+    result = {"loss": 1.0, "retrieval": []}
+    result["loss_by_position"] = [{"from": i, "to": 2 * i, "loss": 9.0 - i, "error": None} for i in (64, 128, 256)]
+    (tmp_path / "two.html").write_text(render_results([result | {"model": name} for name in "ab"]))
+    browser.open(tmp_path / "two.html")
+    assert browser.complaints() == [] and min(browser.evaluate(RUN_PIXELS % 0)[:2]) > 500
+
+
+@in_browser
 def test_the_latest_losses_are_shown_even_if_they_are_not_finite(with_bad_losses, browser):
     browser.open(with_bad_losses / "report.html")
     cards = browser.evaluate("[...document.querySelectorAll('.card')].map(c => c.innerText.split('\\n').reverse())")
@@ -235,12 +321,14 @@ def test_planned_and_measured_speed_and_peak_are_shown_together(run_dir, browser
 def test_only_a_cross_entropy_has_a_perplexity(run_dir, browser, tmp_path):
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 0.7, "val_loss": 0.6}) + "\n")
-    for loss in ("cross_entropy", "dpo"):
-        changes = {"loss": {"type": loss}, "adapter": {"rank": 4, "base": "nf4"}}
+    bases = {"nf4": "nf4", "bf16": "float32"}  # bf16: not packed, in the compute dtype
+    (tmp_path / "plan.json").write_text(json.dumps({"layout": {"dtype": "float32"}}))
+    for loss, base in (("cross_entropy", "nf4"), ("dpo", "bf16")):
+        changes = {"loss": {"type": loss}, "adapter": {"rank": 4, "base": base}}
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(config | changes))
         browser.open(write_report([tmp_path]))
         shown = browser.evaluate("document.body.innerText").lower()
-        assert "adapters of rank 4 on a base in nf4" in shown
+        assert f"adapters of rank 4 on a base in {bases[base]}" in shown
         assert "validation loss" in shown and ("perplexity" in shown) == (loss == "cross_entropy")
 
 
@@ -330,6 +418,35 @@ def test_tick_labels_of_an_axis_are_distinct(run_dir, browser, tmp_path, size):
     shown.append(browser.evaluate(TICK_LABELS)[6])
     assert all(len(labels) == len(set(labels)) > 2 for labels in shown), shown
     assert shown[5][:2] == ["12.04K", "12.05K"]
+
+
+@in_browser
+def test_names_in_a_run_are_text_in_every_tooltip(run_dir, browser, tmp_path):
+    """A name may come from someone else's files."""
+    planted = "<img src=x onerror=planted=1>"
+    folders = [tmp_path / f"{planted}{i}" for i in (1, 2)]
+    for folder in folders:
+        shutil.copytree(run_dir, folder)
+        (file,) = folder.glob("profile/*/profile.json")
+        profile = json.loads(file.read_text())
+        memory, times = profile["memory"], profile["times"]
+        memory["holders"] = {planted + name: values for name, values in memory["holders"].items()}
+        memory["moments"] = [planted for _ in memory["moments"]]
+        for path in times["phases"]:
+            path["path"] = [planted, *path["path"]]
+        file.write_text(json.dumps(profile))
+    browser.open(write_report(folders, tmp_path / "page.html"))
+    shown = 0
+    for chart in range(browser.evaluate("charts.length")):
+        box = f"charts[{chart}].box"
+        browser.evaluate(f"{box}.scrollIntoView({{block: 'center'}})")
+        left, top, width, height = browser.evaluate(
+            f"(r => [r.left, r.top, r.width, r.height])({box}.getBoundingClientRect())"
+        )
+        browser.move_mouse(left + width / 2, top + height / 2)
+        shown += planted in browser.evaluate(f"{box}.innerText")
+    assert shown >= 6, "curves, the memory map and the times of two runs"
+    assert browser.evaluate("[document.images.length, typeof planted]") == [0, "undefined"]
 
 
 @in_browser

@@ -6,6 +6,7 @@ huggingface_hub provides the cache, the token, resumed downloads and offline mod
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,12 +92,13 @@ def create_repository(repo: str) -> None:
         raise ConfigError(f"--push={repo} is public, and exports are pushed only to private ones; {fix} `hf upload`")
 
 
-def push_folder(folder: Path, repo: str, message: str) -> str:
-    """Upload the files of `folder` in one commit, and return its URL."""
-    from huggingface_hub import HfApi
+def push_files(folder: Path, names: Iterable[str], repo: str, message: str) -> str:
+    """Upload these files of `folder` in one commit, and return its URL."""
+    from huggingface_hub import CommitOperationAdd, HfApi
 
+    added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name) for name in names]
     try:
-        return HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message=message).commit_url
+        return HfApi().create_commit(repo_id=repo, operations=added, commit_message=message).commit_url
     except Exception as error:  # as in _download
         fix = f"the export is in {folder}: upload it with `hf upload {repo} {folder}`"
         raise input_error(f"--push={repo} failed ({type(error).__name__}: {error}); {fix}", error) from None

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,12 +11,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig
 from transformers.utils import logging
 
 from ithaka.checkpoint.files import find_checkpoint, find_checkpoint_of_step, find_intact_checkpoint, read_state
-from ithaka.checkpoint.safe_load import SafeReader, load_into
+from ithaka.checkpoint.safe_load import load_into, read_index
 from ithaka.config import AdapterConfig, ConfigError, check_output, load_config, writing_to
 from ithaka.hub import HUB_ID, SNAPSHOT
 from ithaka.log.metrics import read_metrics
@@ -35,7 +33,20 @@ def export(
     force: bool = False,
     as_trained: bool = False,
 ) -> Path:
-    """Export the checkpoint of `step`, by default the latest, and return `out_dir`.
+    """Export the checkpoint of `step`, by default the latest, and return `out_dir`. See `export_files`."""
+    export_files(run_dir, out_dir, merge, step, force, as_trained)
+    return out_dir.absolute()
+
+
+def export_files(
+    run_dir: Path,
+    out_dir: Path,
+    merge: bool = False,
+    step: int | None = None,
+    force: bool = False,
+    as_trained: bool = False,
+) -> list[str]:
+    """Export a checkpoint, and return the names of the files written to `out_dir`, which may hold others.
 
     Runs in one process, without a process group; the full model passes through host memory. Weights keep the precision
     of the master weights (usually float32), so logits equal the trained model's. A run with an adapter exports the
@@ -43,19 +54,19 @@ def export(
     base's precision. With `as_trained`, the base is first rounded as in training."""
     logging.disable_progress_bar()
     checkpoint = check_export(run_dir, out_dir, merge, step, force)
-    out_dir, model_dir = out_dir.absolute(), run_dir / "model"
+    model_dir = run_dir / "model"
+    index = read_index(checkpoint)
     weights = {
-        name.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in SafeReader(checkpoint).read_metadata().state_dict_metadata.items()
-        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+        name.removeprefix("model."): torch.empty(tensor.metadata.size, dtype=tensor.metadata.properties.dtype)
+        for name, tensor in index.tensors.items()
+        if name.startswith("model.")
     }
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    load_into({"model": weights}, checkpoint, no_dist=True)
+    load_into({"model": weights}, checkpoint, index)
     with tempfile.TemporaryDirectory(prefix="ithaka-export-") as name:
         model_dir = Path(shutil.copytree(model_dir, Path(name) / "model"))
-        with _unfinished(out_dir) as unfinished:
+        with _unfinished(out_dir.absolute()) as unfinished:
             _write(run_dir, checkpoint, model_dir, unfinished, weights, merge, as_trained)
-    return out_dir
+            return list_files(unfinished)
 
 
 @contextmanager
@@ -68,15 +79,20 @@ def _unfinished(out_dir: Path) -> Iterator[Path]:
             out_dir.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out_dir) as name:
                 yield Path(name)
-                for file in filter(Path.is_file, Path(name).rglob("*")):
-                    target = out_dir / file.relative_to(name)
+                for file in list_files(Path(name)):
+                    target = out_dir / file
                     target.parent.mkdir(exist_ok=True)
-                    file.replace(target)
+                    (Path(name) / file).replace(target)
     except BaseException:
         for folder in created:
             with suppress(OSError):
                 folder.rmdir()
         raise
+
+
+def list_files(folder: Path) -> list[str]:
+    """Names of the files in a folder and its subfolders, relative to it."""
+    return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
 
 
 def check_export(run_dir: Path, out_dir: Path, merge: bool, step: int | None, force: bool) -> Path:
@@ -85,6 +101,9 @@ def check_export(run_dir: Path, out_dir: Path, merge: bool, step: int | None, fo
     run, out = run_dir.resolve(), out_dir.resolve()
     if out == run or any(out.is_relative_to(run / name) for name in ("model", "checkpoints")):
         raise ConfigError(f"OUT_DIR={out_dir} holds the run's own files; give another path")
+    for link in filter(Path.is_symlink, (run_dir / "model").rglob("*")):  # ithaka writes none
+        rule = "is a symbolic link, and an export would copy what it leads to"
+        raise ConfigError(f"RUN_DIR={run_dir}: model/{link.name} {rule}; replace it by the file, or remove it")
     if step is None:
         checkpoint = find_intact_checkpoint(find_checkpoint(run_dir))
     else:

@@ -7,10 +7,11 @@
     RUN_DIR/pins.json                    what the run started with: commits of names on the hub, and the base model's
                                          fingerprint
 
-A checkpoint is written under a name that starts with a dot, synced, renamed, and only then named by `latest`. So
-`latest` names a complete checkpoint whenever the run is killed. All ranks must see the same RUN_DIR. state.json has a
-checksum of every file, verified before a run resumes, counts as finished, or is exported; if a checkpoint is damaged,
-the previous one is used.
+A checkpoint is written under a name that starts with a dot, synced, renamed, and only then named by `latest`. If its
+step was saved before, the older copy is first renamed to step-00000100-replaced, where `find_checkpoint` finds it, and
+deleted last. So there is a complete checkpoint whenever the run is killed. All ranks must see the same RUN_DIR.
+state.json has a checksum of every file, verified before a run resumes, counts as finished, or is exported; if a
+checkpoint is damaged, the previous one is used.
 """
 
 import contextlib
@@ -32,9 +33,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ithaka.checkpoint.safe_load import SafeReader
-from ithaka.comm.agree import gather_objects, raise_on_all_ranks
+from ithaka.comm.agree import ask_rank_0, gather_objects, raise_on_all_ranks
 from ithaka.comm.rank import is_rank_0
-from ithaka.config import ConfigError
+from ithaka.config import ConfigError, sync_directory, write_atomic
 from ithaka.exits import TransientError, is_transient
 from ithaka.layout import format_choices
 
@@ -42,29 +43,8 @@ CHECKPOINT_FORMAT = 1
 SHARED_FS_DELAY_S = 60.0  # within which a shared file system must show one node's files to another
 STATE_FILE, PINS_FILE, LOCK_FILE = "state.json", "pins.json", "lock"
 step_name = "step-{:08d}".format
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replace the file at `path`. After a crash it holds the old text or the new text."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        error.filename = str(path)  # Python does not name it if the disk is full
-        raise
-    os.replace(temporary, path)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+REPLACED = "-replaced"  # ends the name of a checkpoint while a new one of its step takes its name
+CHECKPOINT_NAME = re.compile(rf"step-(\d+)({REPLACED})?")
 
 
 def lock_run_dir(run_dir: Path) -> int | None:
@@ -74,7 +54,7 @@ def lock_run_dir(run_dir: Path) -> int | None:
     This is a POSIX lock on a file: NFS and Lustre may keep those of `flock` local to a node. Closing any other
     descriptor of the file would release it, so this process must not open the file again."""
     try:
-        file = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+        file = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         _try_lock(file, run_dir, fcntl.LOCK_EX)
     except OSError as error:
         rule = "so a second run in it would not be noticed; start only one at a time"
@@ -120,20 +100,30 @@ def publish(temporary: Path, final: Path, state: dict[str, Any], files: dict[str
     record["checksums"] = {name: digest for name, (_, digest) in files.items()}
     record["checksums"][STATE_FILE] = _state_checksum(record)
     write_atomic(temporary / STATE_FILE, json.dumps(record, indent=1))
-    replaced = temporary.with_name(f"{temporary.name}-replaced")
+    replaced = final.with_name(final.name + REPLACED)
     if final.exists():  # a run resumed from an earlier checkpoint, or skipped batches since the last save
-        os.rename(final, replaced)
+        os.rename(final, replaced)  # after a kill right here, it is the only copy
     os.rename(temporary, final)
     sync_directory(final.parent)
     write_atomic(final.parents[1] / "latest", final.name + "\n")
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+def restore_names(root: Path) -> None:
+    """Finish what a kill interrupted in `publish`. Only for the run that saves to `root`, before a save."""
+    for replaced in root.glob(f"step-*{REPLACED}"):
+        final = replaced.with_name(replaced.name.removesuffix(REPLACED))
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            os.rename(replaced, final)
+
+
 def prune(root: Path, step: int, keep_last: int, best: int = 0) -> None:
     """Delete old checkpoints except the one of step `best` or, if it was not saved, the previous best. Checkpoints
     after `step` are kept: the run was resumed from an earlier step, and the user may still want them. One that cannot
     be deleted is reported, and the save still counts."""
-    paths = [path for path in sorted(root.glob("step-*")) if path.name <= step_name(step)]
+    paths = [path for path in reversed(list_checkpoints(root)) if step_of(path) <= step]
     best_path = root / step_name(best)
     if best and best_path not in paths:
         best_path = max(filter(_was_best, paths), default=best_path)
@@ -184,6 +174,22 @@ def _state_checksum(state: dict[str, Any]) -> str:
 
 
 # ---- find and verify
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """The checkpoints in `root`, the newest first."""
+    return sorted(filter(_order, root.glob("step-*")), key=_order, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    return _order(path)[0]
+
+
+def _order(path: Path) -> tuple[int, ...]:
+    """Greater for a newer checkpoint: by step, and a copy that is being replaced comes before the new one. () for
+    another name."""
+    match = CHECKPOINT_NAME.fullmatch(path.name)
+    return (int(match[1]), match[2] is None) if match else ()
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -258,10 +264,14 @@ def find_checkpoint(run_dir: Path, before: Path | None = None, quiet: bool = Fal
     if not run_dir.is_dir():
         raise ConfigError(f"run directory {run_dir} does not exist; use the directory of an earlier run")
     latest = latest_name(run_dir)
-    paths = sorted((run_dir / "checkpoints").glob("step-*"), reverse=True)
-    candidates = [path for path in paths if (path < before if before else path.name <= (latest or path.name))]
-    if latest and before is None and latest not in (path.name for path in candidates):
-        candidates.insert(0, run_dir / "checkpoints" / latest)
+    candidates = list_checkpoints(run_dir / "checkpoints")
+    if before is not None:
+        candidates = [path for path in candidates if _order(path) < _order(before)]
+    elif latest:
+        named = run_dir / "checkpoints" / latest
+        candidates = [path for path in candidates if step_of(path) <= step_of(named)]
+        if step_of(named) not in map(step_of, candidates):
+            candidates.insert(0, named)
     for path in candidates:
         if (reason := find_problem(path)) is None:
             return path
@@ -280,16 +290,16 @@ def find_intact_checkpoint(path: Path) -> Path:
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     while reasons := list(filter(None, gather_objects(raise_on_all_ranks(find_corruption, path, rank, num_ranks)))):
         report_unusable(path, reasons[0])
-        path = raise_on_all_ranks(find_checkpoint, path.parents[1], before=path)
+        path = ask_rank_0(find_checkpoint, path.parents[1], before=path)
     return path
 
 
 def find_checkpoint_of_step(run_dir: Path, step: int) -> Path:
     """The checkpoint of `step`. ConfigError if it does not exist or cannot be used."""
-    path = run_dir / "checkpoints" / step_name(step)
-    if not path.is_dir():
-        steps = [int(other.name.removeprefix("step-")) for other in sorted(path.parent.glob("step-*"))]
-        choices = format_choices(steps) or "another run"
+    paths = list_checkpoints(run_dir / "checkpoints")
+    path = next((path for path in paths if step_of(path) == step), None)
+    if path is None:
+        choices = format_choices(sorted({step_of(path) for path in paths})) or "another run"
         raise ConfigError(f"--step={step}: {run_dir} has no such checkpoint; use {choices}")
     if reason := find_problem(path) or find_corruption(path):
         raise ConfigError(f"--step={step}: {path} cannot be used: {reason}; use another step")
@@ -303,7 +313,7 @@ def report_unusable(path: Path, reason: str) -> None:
 
 def newest_checkpoint(run_dir: Path | None) -> Path | None:
     """The complete checkpoint of the latest step, not verified."""
-    return max(run_dir.glob("checkpoints/step-*"), default=None) if run_dir is not None else None
+    return next(iter(list_checkpoints(run_dir / "checkpoints")), None) if run_dir is not None else None
 
 
 def latest_name(run_dir: Path) -> str:

@@ -36,10 +36,11 @@ from ithaka.checkpoint.files import (
     prune,
     publish,
     read_state,
+    restore_names,
     step_name,
 )
-from ithaka.checkpoint.safe_load import SafeReader, load_into
-from ithaka.comm.agree import RankError, SharedTransientError, gather_objects, raise_first
+from ithaka.checkpoint.safe_load import load_into, read_index
+from ithaka.comm.agree import RankError, SharedTransientError, ask_rank_0, gather_objects, raise_first
 from ithaka.comm.mesh import default_device, use_device
 from ithaka.exits import causes, exit_code_for, is_out_of_memory
 from ithaka.layer.slabs import Slab
@@ -120,11 +121,10 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     state, rank = read_state(path), dist.get_rank()
     weights, optim = _trained_state(model, optimizer)
     tensors: dict[str, Any] = {"model": weights, "moments": plain_moments(optim["state"])}
+    index = ask_rank_0(read_index, path)
     if state["world_size"] == dist.get_world_size():
-        saved = SafeReader(path).read_metadata().state_dict_metadata
-        tensors["rng"] = {k: v for k, v in _rng_tensors(rank).items() if f"rng.{k}" in saved}
-    with _unwrap_errors(f"checkpoint {path} cannot be read"):
-        load_into(tensors, path)
+        tensors["rng"] = {k: v for k, v in _rng_tensors(rank).items() if f"rng.{k}" in index.tensors}
+    _gather_results(f"checkpoint {path} cannot be read", lambda: load_into(tensors, path, index))
     options = StateDictOptions(strict=False)  # frozen weights are not in it
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optim, options=options)
     for key, rng in tensors.get("rng", {}).items():
@@ -270,6 +270,7 @@ class Saver:
 
         def make_directory() -> None:
             root.mkdir(parents=True, exist_ok=True)
+            restore_names(root)
             for stale in root.glob(".tmp-*"):
                 shutil.rmtree(stale, ignore_errors=True)
             temporary.mkdir()
@@ -292,7 +293,7 @@ class Saver:
             prune(root, state["step"], self.keep_last, best)
             return None
 
-        self._gather(what, make_directory if rank == 0 else _do_nothing)
+        _gather_results(what, make_directory if rank == 0 else _do_nothing, self.group)
         try:
             with _unwrap_errors(what):
                 writer = _Writer(temporary, count_bytes(tensors), default_device())
@@ -302,24 +303,24 @@ class Saver:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
         written = writer.files.checksums
-        files_of_ranks = self._gather(what, own_files)
+        files_of_ranks = _gather_results(what, own_files, self.group)
         self.num_bytes = sum(num_bytes for files in files_of_ranks for num_bytes, _ in files.values())
-        missing = self._gather(what, publish_when_visible if rank == 0 else _do_nothing)[0]
+        missing = _gather_results(what, publish_when_visible if rank == 0 else _do_nothing, self.group)[0]
         if missing is not None:
             fix = "start again, or put it on a file system that all nodes share"
             raise SharedTransientError(f"train.run_dir={self.run_dir}: {missing}; {fix}")
 
-    def _gather(self, what: str, function: Callable[[], T]) -> list[T]:
-        """Call `function` on every rank and return all results. If it raises on any rank, raise CheckpointError on
-        all."""
-        result = failure = None
-        try:
-            result = function()
-        except Exception as error:
-            failure = RankError(CheckpointError, f"{type(error).__name__}: {error}", exit_code=exit_code_for(error))
-        results, failures = zip(*gather_objects((result, failure), self.group), strict=True)
-        raise_first(failures, what)
-        return list(results)
+
+def _gather_results(what: str, function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """Call `function` on every rank and return all results. If it raises on any rank, raise CheckpointError on all."""
+    result = failure = None
+    try:
+        result = function()
+    except Exception as error:
+        failure = RankError(CheckpointError, f"{type(error).__name__}: {error}", exit_code=exit_code_for(error))
+    results, failures = zip(*gather_objects((result, failure), group), strict=True)
+    raise_first(failures, what)
+    return list(results)
 
 
 def count_bytes(tensors: dict[str, Any]) -> int:

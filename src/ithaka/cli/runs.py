@@ -23,7 +23,7 @@ from ithaka.config import (
 from ithaka.config.formats import BASE_FORMATS
 from ithaka.config.units import format_json
 from ithaka.exits import ExitCode, TransientError, is_transient
-from ithaka.hub import create_repository, fetch_model, push_folder
+from ithaka.hub import create_repository, fetch_model, push_files
 
 if TYPE_CHECKING:
     from ithaka.run.resolve import Run
@@ -269,20 +269,23 @@ def export(
 ) -> None:
     """Export a checkpoint as a Hugging Face directory, or an adapter in PEFT's format."""
     folder = parse_path(out_dir, "OUT_DIR")
-    from ithaka.checkpoint.export import check_export, write_card
-    from ithaka.checkpoint.export import export as export_run
+    from ithaka.checkpoint.export import check_export, export_files, list_files, write_card
 
     if push is not None:
         check_export(run_dir, folder, merge, step, force)
         create_repository(push)
-    export_run(run_dir, folder, merge, step, force)
+    written = export_files(run_dir, folder, merge, step, force)
     print(f"exported to {folder}")
     adapter = load_config(run_dir / "config.yaml").adapter if merge else None
     for note in BASE_FORMATS[adapter.base].merge_notes if adapter else ():
         print(note)
     if push is not None:
         write_card(run_dir, folder, push, step)
-        print(f"uploaded: {push_folder(folder, push, f'Upload {run_dir.absolute().name}')}")
+        written.append("README.md")
+        print(f"uploaded: {push_files(folder, sorted({*written}), push, f'Upload {run_dir.absolute().name}')}")
+        if others := [name for name in list_files(folder) if name not in written]:
+            more = f" and {len(others) - 10} more" if len(others) > 10 else ""
+            print(f"not uploaded, because the export did not write them: {', '.join(others[:10])}{more}")
     if (folder / "adapter_config.json").is_file() and (folder / "config.json").is_file():
         print("model.rope changed the positions: load the base model with this config.json, or export with --merge")
 

@@ -3,7 +3,16 @@
 from ithaka.config.embedded import BOS, BYTE_VOCAB, CPU_DEFAULT, EOS, GPU_DEFAULT, PAD, embedded_model
 from ithaka.config.fields import LFS_POINTER, ConfigError, format_value, input_error, parse_count, renaming
 from ithaka.config.load import CONFIG_FORMAT, explicit_settings, load_config, parse_config, to_dict, to_yaml
-from ithaka.config.paths import PAGE_MARK, check_output, check_writable, shell_command, with_absolute_paths, writing_to
+from ithaka.config.paths import (
+    PAGE_MARK,
+    check_output,
+    check_writable,
+    shell_command,
+    sync_directory,
+    with_absolute_paths,
+    write_atomic,
+    writing_to,
+)
 from ithaka.config.sections import (
     LAYER_LINEARS,
     SAVEABLE_MODULES,

@@ -1,4 +1,5 @@
-"""Paths and commands of the user: absolute paths, checks of outputs before the work, and commands to print."""
+"""Files and commands of the user: absolute paths, checks of outputs before the work, files that are replaced, and
+commands to print."""
 
 import glob
 import os
@@ -64,6 +65,31 @@ def writing_to(option: str, path: Path) -> Iterator[None]:
             raise
         fix = "free space there, or give another path"
         raise TransientError(f"{option}={path} cannot be written: the disk is full; {fix}") from error
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace the file at `path`. After a crash it holds the old text or the new text. Follows no symlink: in someone
+    else's directory, it could lead to any of the user's files."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)  # left by a killed process
+        with open(temporary, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(path)  # Python does not name it if the disk is full
+        raise
+    os.replace(temporary, path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def check_output(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ithaka.config import ConfigError, input_error
+from ithaka.config import ConfigError, format_value, input_error
 from ithaka.evaluate.tasks import FIGURES, TASKS
 from ithaka.report.page import render_charts, render_table
 
@@ -21,6 +21,8 @@ TABLES = (
     ("loss of trained tokens by position", "trained_loss_by_position", ("from", "to")),
     ("prompts", "tasks", ("task",)),
 )
+ROW_KEYS: dict[str, tuple[str, ...]] = {name: keys for _, name, keys in TABLES}  # which identify a row
+ROW_KEYS |= {"divergence_by_position": ("from", "to"), "retrieval": ("task", "context", "depth")}
 COMPARABLE_KEYS = ("tasks_version", "contexts", "documents", "text", "prompts")  # equal in comparable results
 
 
@@ -38,17 +40,39 @@ def read_results(file: Path) -> list[dict[str, Any]]:
     """Read the output of --json: a result, or a list of two."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise input_error(f"MODEL={file} cannot be read ({error}); give a file written by --json", error) from None
     results = values if isinstance(values, list) else [values]
-    try:
-        if not results or not all(isinstance(result["model"], str) for result in results):
-            raise ValueError
-        for result in results:
-            list(make_tables([result]))
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise ConfigError(f"MODEL={file} has no results; give a file written by --json") from None
+    problems = [problem for result in results for problem in _find_problems(result)]
+    if problems or not results:
+        reason = problems[0] if problems else "has no results"
+        raise ConfigError(f"MODEL={file} {reason}; give a file written by --json")
     return results
+
+
+def _find_problems(result: Any) -> Iterator[str]:
+    """What keeps a result from being shown."""
+    if not isinstance(result, dict) or not isinstance(result.get("model"), str) or "retrieval" not in result:
+        yield "has no results"
+        return
+    figures = {name: result.get(name) for figure in FIGURES for name in (figure, f"{figure}_error")}
+    yield from _find_wrong_values(figures)
+    for name, keys in ROW_KEYS.items():
+        rows = result.get(name) or []
+        if not isinstance(rows, list):
+            yield f"has {name}={format_value(rows)}, which is no table"
+            continue
+        for row in rows:
+            if not isinstance(row, dict) or any(row.get(key) is None for key in keys):
+                yield f"has a row of {name} without {' or '.join(keys)}"
+            else:
+                yield from _find_wrong_values(row, f" in {name}")
+
+
+def _find_wrong_values(values: dict[str, Any], where: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        if not isinstance(value, str if name == "task" else int | float | None):
+            yield f"has {name}={format_value(value)}{where}, which is not a {'name' if name == 'task' else 'number'}"
 
 
 def column_names(results: Sequence[Any]) -> list[str]:
@@ -71,16 +95,14 @@ def make_tables(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[d
         names = zip(column_names(results), results, strict=True)
         yield "models", [{"": name, "model": result["model"]} for name, result in names]
     figures = _merge_columns([list(_figure_rows(result)) for result in results], ("figure",))
-    measured = [name for name in figures[0] if any(row[name] is not None for row in figures)] if figures else []
-    rows = [{name: row[name] for name in measured} for row in figures]
-    yield "figures", [row for row in rows if any(row[name] is not None for name in measured[1:])]
+    yield "figures", _same_columns([row for row in figures if any(value is not None for value in [*row.values()][1:])])
     for title, name, keys in TABLES:
         if rows := _merge_columns([result.get(name) or [] for result in results], keys):
-            yield title, rows
+            yield title, _same_columns(rows)
     if "divergence_by_position" in results[-1]:
-        yield "divergence by position, KL(A || B)", results[-1]["divergence_by_position"]
-    retrieval = [_depth_rows(result["retrieval"]) for result in results]
-    yield "retrieval by depth", _merge_columns(retrieval, ("task", "context"))
+        yield "divergence by position, KL(A || B)", _same_columns(results[-1]["divergence_by_position"] or [])
+    retrieval = [_depth_rows(result["retrieval"] or []) for result in results]
+    yield "retrieval by depth", _same_columns(_merge_columns(retrieval, ("task", "context")))
 
 
 def explain_figures(results: Sequence[dict[str, Any]]) -> str:
@@ -111,6 +133,14 @@ def _merge_columns(tables: Sequence[list[dict[str, Any]]], keys: Sequence[str]) 
     return joined
 
 
+def _same_columns(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give all rows the same columns, without those that have no value: a single document has no standard errors, and
+    an evaluation that was stopped lacks depths."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    measured = [name for name in names if any(row.get(name) is not None for row in rows)]
+    return [{name: row.get(name) for name in measured} for row in rows]
+
+
 def _figure_rows(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for name in FIGURES:
         yield {"figure": name, "mean": result.get(name), "error": result.get(f"{name}_error")}
@@ -120,7 +150,7 @@ def _depth_rows(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for cell in cells:
         row = rows.setdefault((cell["task"], cell["context"]), {"task": cell["task"], "context": cell["context"]})
-        row[f"{cell['depth']:.0%}"] = cell["score"]
+        row[f"{cell['depth']:.0%}"] = cell.get("score")
     return list(rows.values())
 
 
@@ -130,7 +160,7 @@ def render_results(results: Sequence[dict[str, Any]]) -> str:
     charts = {title: name for title, name, keys in TABLES if keys == ("from", "to")}
     for title, rows in list(make_tables(results))[:-1]:
         if title in charts:
-            losses = [row["loss"] for result in results for row in result.get(charts[title]) or []]
+            losses = [row.get("loss") for result in results for row in result.get(charts[title]) or []]
             measured = any(loss is not None and math.isfinite(loss) for loss in losses)
             content = f'<div class=chart data-rows="{charts[title]}"></div>' if measured else "not measured"
         else:
@@ -146,10 +176,12 @@ def render_results(results: Sequence[dict[str, Any]]) -> str:
     for task in TASKS:
         maps = []
         for name, result in zip(column_names(results), results, strict=True):
-            rows = _depth_rows([cell for cell in result["retrieval"] if cell["task"] == task])
-            _, _, *depths = rows[0] if rows else ("", "")
-            maps.append(render_table([list(row.values())[1:] for row in rows], [name, *depths], "heat"))
-        parts.append(f"<section><h3>{task}</h3><div class=maps>{''.join(maps)}</div></section>")
+            rows = _depth_rows([cell for cell in result["retrieval"] or [] if cell["task"] == task])
+            if rows := _same_columns(rows):
+                _, _, *depths = rows[0]
+                maps.append(render_table([list(row.values())[1:] for row in rows], [name, *depths], "heat"))
+        if maps:
+            parts.append(f"<section><h3>{task}</h3><div class=maps>{''.join(maps)}</div></section>")
     return _render(results, [*parts, "</div>"])
 
 

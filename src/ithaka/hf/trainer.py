@@ -23,9 +23,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as state_dicts
 
-from ithaka.checkpoint.safe_load import load_into
+from ithaka.checkpoint.safe_load import CompactIndex, load_into, read_index
 from ithaka.checkpoint.save import plain_moments, trained_weights
-from ithaka.comm.agree import raise_on_all_ranks
+from ithaka.comm.agree import ask_rank_0, raise_on_all_ranks
 from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError, input_error, parse_count
 from ithaka.hf.rewards import DistillationMixin, DPOMixin, GRPOMixin, KTOMixin, group_processes
@@ -423,14 +423,28 @@ class LongContext(Trainer):
 
 
 def _load_state(state: dict[str, Any], checkpoint: str) -> None:
-    """Fill `state` from a checkpoint. torch raises the failures of all ranks on every rank."""
+    """Fill `state` from a checkpoint. Collective: an error of any rank is raised on all."""
+    path = Path(checkpoint, STATE_FOLDER)
+
+    def read() -> CompactIndex:
+        with _loading(checkpoint):
+            return read_index(path)
+
+    def fill(index: CompactIndex) -> None:
+        with _loading(checkpoint):
+            load_into(state, path, index)
+
+    raise_on_all_ranks(fill, ask_rank_0(read))
+
+
+@contextlib.contextmanager
+def _loading(checkpoint: str) -> Iterator[None]:
     try:
-        load_into(state, Path(checkpoint, STATE_FOLDER))
-    except dcp.CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
-        rule = f"resume_from_checkpoint={checkpoint} cannot be loaded ({str(cause).partition('. ')[0]})"
+        yield
+    except Exception as error:
+        rule = f"resume_from_checkpoint={checkpoint} cannot be loaded ({str(error).partition('. ')[0]})"
         fix = "use the model, adapter and optimizer that wrote it, or an earlier checkpoint"
-        raise input_error(f"{rule}; {fix}", cause) from error
+        raise input_error(f"{rule}; {fix}", error) from error
 
 
 @contextlib.contextmanager

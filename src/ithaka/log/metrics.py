@@ -4,7 +4,6 @@ A line is the `Record` of a step, the progress of a long step, the times of the 
 """
 
 import json
-import os
 import resource
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from ithaka.config import write_atomic
 from ithaka.config.units import format_json
 
 _startup_s: dict[str, float] = {}  # by what had been done
@@ -90,14 +90,8 @@ class MetricsFile:
 def open_metrics(path: Path, step: int) -> FileIO:
     """Open the file to append records, unbuffered, and drop lines after `step`, which a resumed run writes again."""
     lines = [line for line, record in _read_lines(path) if record["step"] <= step] if step else []
-    replace_file(path, "".join(line + "\n" for line in lines))
+    write_atomic(path, "".join(line + "\n" for line in lines))
     return FileIO(path, "a")
-
-
-def replace_file(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -106,9 +100,9 @@ def _read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for line in text.split("\n")[:-1]:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and "step" in record:
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
             yield line, record
 
 

@@ -12,8 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ithaka.config import Config, ConfigError, input_error, to_dict
-from ithaka.log.metrics import replace_file
+from ithaka.config import Config, ConfigError, input_error, to_dict, write_atomic
 
 PROJECT = "ithaka"
 IDS_FILE = "track.json"
@@ -146,7 +145,7 @@ class Trackers:
                 reason, fix = f"{type(error).__name__}: {error}", "name a class as package.module:Class, or correct it"
                 raise ConfigError(f"train.callbacks={kind} cannot be created ({reason}); {fix}") from error
         if ids:
-            replace_file(file, json.dumps(ids))
+            write_atomic(file, json.dumps(ids))
 
     def log(self, values: Mapping[str, Any], step: int) -> list[str]:
         """Log one step. Returns a message for each tracker or callback that fails; the run continues without it."""

@@ -87,9 +87,20 @@ function drawAll() {
   const c = colours();
   for (const one of charts) {
     if (one.live) one.live.dispose();
-    one.live = echarts.init(one.box, null, { renderer: "canvas" });
-    one.live.setOption(one.option(c, one.box.clientWidth < 560));
+    one.live = null;
+    try {
+      const option = one.option(c, one.box.clientWidth < 560);
+      one.live = echarts.init(one.box, null, { renderer: "canvas" });
+      one.live.setOption(option);
+    } catch (error) {
+      one.box.replaceChildren(explainDamage(error));
+    }
   }
+}
+// A file that someone edited or cut off may hold a list for a number.
+function explainDamage(error) {
+  console.error(error);
+  return make("p", { class: "note" }, `Part of this page cannot be drawn (${error.message}): a file that it shows is damaged.`);
 }
 function base(c, narrow) {
   const text = { color: c.ink };
@@ -127,6 +138,21 @@ function fromZero(c, most, units, count) {
     type: "value", min: 0, interval: step, max: dropNoise(Math.ceil(most / step * 1.02) * step),
     axisLabel: { formatter: inUnitOf(most, units) },
   });
+}
+// Widens lines that a later one would hide, because it is equal as far as one can see.
+function showHidden(series) {
+  const points = series.map(one => one.data.map(point => point.value ?? point));
+  const values = points.flatMap(own => own.map(([, y]) => y)), visible = 0.01 * (largest(values) - smallest(values));
+  const hides = (over, under) => {
+    const count = Math.min(over.length, under.length);
+    return count && under.slice(0, count).every(([x, y], i) => x === over[i][0] && Math.abs(y - over[i][1]) <= visible);
+  };
+  series.forEach((one, i) => {
+    const edge = 3 * Math.min(2, points.slice(i + 1).filter(over => hides(over, points[i])).length);
+    one.lineStyle.width += edge;
+    one.symbolSize += edge;
+  });
+  return series;
 }
 function seriesPrefix(name) { return runs.length > 1 ? name + " " : ""; }
 let resizing = 0;

@@ -10,9 +10,9 @@ for (const box of document.querySelectorAll("[data-rows]")) {
     tooltip: { ...base(c, narrow).tooltip, trigger: "item", formatter: ({ seriesName, data }) => echarts.format.encodeHTML(`${seriesName} ${data.label}`) },
     xAxis: axis(c, { type: "value", interval: 1, name: "position (tokens)", min: "dataMin", max: "dataMax", axisLabel: { formatter: n => tokens(Math.round(2 ** n)) } }),
     yAxis: axis(c, { type: "value", scale: true }),
-    series: runs.map((model, i) => ({
+    series: showHidden(runs.map((model, i) => ({
       name: model.name, type: "line", step: "end", data: steps(model[box.dataset.rows].filter(row => row.loss != null)),
       color: RUN_COLOURS[i], symbol: RUN_SYMBOLS[i], symbolSize: 7, lineStyle: { width: 2 },
-    })),
+    }))),
   }) });
 }

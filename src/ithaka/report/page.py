@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from ithaka.config import PAGE_MARK, ConfigError, check_writable, input_error, writing_to
+from ithaka.config import PAGE_MARK, ConfigError, check_writable, input_error, write_atomic, writing_to
 from ithaka.config.units import format_json
 from ithaka.log.metrics import read_events, read_metrics
 
@@ -31,14 +32,17 @@ def write_report(run_dirs: Sequence[Path], out: Path | None = None, live: bool =
             run["name"] = f"{run_dirs[i].resolve().parent.name}/{run['name']} ({i + 1})"
     others = "".join(f"-{run_dir.resolve().name}" for run_dir in run_dirs) if len(runs) > 1 else ""
     path = out or run_dirs[0] / f"report{others}.html"
-    check_writable("--out", path)
+    if out is None:  # any link there is replaced, not followed: the run may be someone else's
+        check_writable("--out", path.parent, folder=True)
+    else:
+        check_writable("--out", path)
     text = render_charts(", ".join(run["name"] for run in runs), "", runs, "report.js", live)
-    is_device = path.exists() and not path.is_file()  # a pipe or a device, which must not be replaced
-    temporary = path if is_device else path.with_name(f".{path.name}.tmp")  # a browser never loads half a page
+    is_device = out is not None and out.exists() and not out.is_file()  # a pipe or a device, which must not be replaced
     with writing_to("--out", path):
-        temporary.write_text(text, encoding="utf-8")
-    if not is_device:
-        temporary.replace(path)
+        if is_device:
+            path.write_text(text, encoding="utf-8")
+        else:  # a browser never loads half a page
+            write_atomic(path, text)
     return path
 
 
@@ -68,36 +72,49 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     """The data that the page embeds. What the run has not written yet is None or empty."""
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"RUN_DIR={run_dir} has no config.yaml; pass the directory of a run")
+    profiles = run_dir.glob("profile/step-*/profile.json")
+    evaluations = run_dir.glob("evaluations/step-*.json")
     try:
         records, events = (read(run_dir / "metrics.jsonl") for read in (read_metrics, read_events))
         config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("config.yaml has no sections")
+        contents = {name: _read_json(run_dir / f"{name}.json") for name in ("machine", "data", "plan")}
+        contents["profile"] = _read_latest({file: file.parent.name for file in profiles})
+        contents["evaluation"] = _read_latest({file: file.stem for file in evaluations})
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise input_error(f"RUN_DIR={run_dir} cannot be read ({reason}); restore its files", error) from None
     shown = ("evaluate/", "experts/", "aux_loss", "rewards/", "val_rewards/")
     more = sorted({key for record in records for key in record if key.startswith(shown)})
-    profiles = {int(file.parent.name[5:]): file for file in run_dir.glob("profile/step-*/profile.json")}
-    evaluations = {int(file.stem[5:]): file for file in run_dir.glob("evaluations/step-*.json")}
+    metrics = {key: [_number(record.get(key)) for record in records] for key in (*METRICS, *ALLOCATOR, *more)}
     return {
         "name": run_dir.resolve().name,
-        "metrics": {key: [record.get(key) for record in records] for key in (*METRICS, *more)},
-        **{key: max((record.get(key) or 0 for record in records), default=0) or None for key in (*PEAKS, *ALLOCATOR)},
+        "metrics": metrics,
+        **{key: max((value or 0 for value in metrics[key]), default=0) or None for key in (*PEAKS, *ALLOCATOR)},
         "config": config,
-        **{name: _read_json(run_dir / f"{name}.json") for name in ("machine", "data", "plan")},
-        "profile": _read_json(profiles[max(profiles)]) if profiles else None,
-        "evaluation": _read_json(evaluations[max(evaluations)]) if evaluations else None,
+        **contents,
         # Records have null for a loss that is not finite, as they do without validation; events tell them apart.
         "failed_validations": [event["step"] for event in events if "val_loss" in event],
     }
 
 
-def _read_json(path: Path) -> Any:
-    """The file's contents, or None if it does not exist or is incomplete."""
-    with suppress(FileNotFoundError, ValueError):
-        return json.loads(path.read_text(encoding="utf-8"))
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) else None
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The file's contents, or None if it does not exist, is incomplete or holds something else."""
+    with suppress(FileNotFoundError, ValueError, RecursionError):
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return values if isinstance(values, dict) else None
     return None
+
+
+def _read_latest(names: Mapping[Path, str]) -> dict[str, Any] | None:
+    """The contents of the file of the latest step, by names such as step-4; others are not the run's own."""
+    steps = {file: int(match[1]) for file, name in names.items() if (match := re.fullmatch(r"step-(\d+)", name))}
+    return _read_json(max(steps, key=steps.__getitem__)) if steps else None
 
 
 class Markup(str):

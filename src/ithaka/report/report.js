@@ -22,9 +22,13 @@ function perRun(into, draw) {
 // ---- summary and curves
 
 const isDPO = run => run.config.loss?.type === "dpo";
-function modelNote({ model, adapter }) {
+function modelNote({ config: { model, adapter }, plan }) {
   const name = String(model?.path ?? model?.embedded ?? "").replace(/[/]config[.]json$/, "").split("/").pop();
-  return name + (adapter ? `, adapters of rank ${adapter.rank} on a base in ${adapter.base ?? "bf16"}` : ", all parameters trained");
+  if (!adapter) return name + ", all parameters trained";
+  // adapter.base=bf16 is a base that is not packed: in the compute dtype, whatever that is.
+  const dtype = plan?.layout?.dtype ?? (model?.dtype === "auto" ? null : model?.dtype);
+  const base = adapter.base && adapter.base !== "bf16" ? adapter.base : dtype;
+  return `${name}, adapters of rank ${adapter.rank}` + (base ? ` on a base in ${base}` : "");
 }
 function summary() {
   const into = section("Summary");
@@ -48,14 +52,14 @@ function summary() {
       ["tokens/s (median)" + next(speed, amount), ifSet(median(m.tokens_per_s), amount)],
       ["step (median)", ifSet(median(m.step_s), seconds)],
       ["MFU (median)", ifSet(mfu, v => (100 * v).toFixed(1) + "%")],
-      ["context (tokens)", run.config.curriculum?.length ? run.config.curriculum.map(e => e.context).join(", ") : run.config.data.context],
+      ["context (tokens)", run.config.curriculum?.length ? run.config.curriculum.map(e => e.context).join(", ") : run.config.data?.context],
       ["host peak per rank", run.device_peak_bytes ? null : ifSet(run.host_peak_bytes, bytes)],
       ["device peak" + next(planned, bytes), ifSet(run.device_peak_bytes, bytes)],
       ["reserved by the allocator, unused", ifSet(run.device_unused_bytes, bytes)],
       ["allocator retries", run.allocator_retries],
     ].filter(([, value]) => value != null);
     if (peak && peak.largest.length) cards.push(["largest category", Object.entries(peak.holders).sort((a, b) => b[1] - a[1])[0][0]]);
-    box.append(make("p", { class: "note" }, modelNote(run.config)));
+    box.append(make("p", { class: "note" }, modelNote(run)));
     box.append(make("div", { class: "cards" }, ...cards.map(([name, value]) =>
       make("div", { class: "card" }, make("b", {}, String(value)), make("span", {}, name)))));
   });
@@ -109,12 +113,12 @@ function curves(into, title, note, keys, format, units) {
         axisLabel: { formatter: isStep ? n => Number.isInteger(n) ? String(n) : "" : inUnitOf(largest(runs.flatMap(xValues)), xUnits), showMinLabel: isStep, showMaxLabel: isStep },
       }),
       yAxis: units === BYTES ? fromZero(c, most, BYTES, 5) : axis(c, { type: "value", scale: true, axisLabel: { formatter: inUnitOf(most, units) } }),
-      series: runs.flatMap((run, r) => keys.filter(([key]) => points(run, key).length).map(([key, title, isSparse], k) => ({
+      series: showHidden(runs.flatMap((run, r) => keys.filter(([key]) => points(run, key).length).map(([key, title, isSparse], k) => ({
         name: seriesPrefix(run.name) + title, type: "line", data: isSparse ? points(run, key) : smoothed(points(run, key)), sampling: "lttb",
         showSymbol: points(run, key).length < 40, symbol: RUN_SYMBOLS[r % RUN_SYMBOLS.length], symbolSize: isSparse ? 8 : 5, connectNulls: true,
         color: RUN_COLOURS[(keys.length > 1 && runs.length === 1 ? k : r) % RUN_COLOURS.length],
         lineStyle: { width: 2, type: LINES[k % LINES.length] },
-      }))),
+      })))),
     };
   });
 }
@@ -257,7 +261,7 @@ function memoryTip(map, items) {
   const i = items[0].dataIndex;
   const sum = items.reduce((a, one) => a + one.value[1], 0);
   const rows = [...items].reverse().filter(one => one.value[1] > 0)
-    .map(one => `${one.marker}${one.seriesName} <b>${bytes(one.value[1])}</b>`);
+    .map(one => `${one.marker}${echarts.format.encodeHTML(one.seriesName)} <b>${bytes(one.value[1])}</b>`);
   const phase = map.moments[i] || "between phases";
   return `${seconds(map.time_s[i])}: ${echarts.format.encodeHTML(phase)}<br>total shown <b>${bytes(sum)}</b><br>${rows.join("<br>")}`;
 }
@@ -368,14 +372,12 @@ function describeKept(layer) {
 
 
 page.replaceChildren();
-summary();
-allCurves();
-experts();
-retrieval();
-differences();
-memory();
-times();
-dataSummary();
-facts();
+for (const draw of [summary, allCurves, experts, retrieval, differences, memory, times, dataSummary, facts]) {
+  try {
+    draw();
+  } catch (error) {  // the other sections can be read
+    page.append(explainDamage(error));
+  }
+}
 // The page is rewritten while the run is in progress.
 if (document.documentElement.dataset.live) setTimeout(() => location.reload(), 30000);

@@ -17,7 +17,7 @@ import yaml
 
 from ithaka.attention.kernels import KERNELS, compile_ahead
 from ithaka.checkpoint import files
-from ithaka.comm.agree import gather_objects, raise_on_all_ranks
+from ithaka.comm.agree import ask_rank_0, gather_objects, raise_on_all_ranks
 from ithaka.comm.mesh import start_process_group
 from ithaka.comm.rank import is_local_rank_0
 from ithaka.config import (
@@ -79,16 +79,15 @@ def preflight(
         return config, detect_machine(config, num_ranks, launch.detect_gpu()), newest
 
     def plan_and_check() -> Run:
-        validate.check_ranks_agree(configs, newest)
         full, weakest, plan = configs[0], weakest_machine(machines), None
         explicit = explicit_settings(file, changes, default_settings(file, changes))
         if resume not in (None, AUTO):
             explicit = explicit_settings(resume / "config.yaml", changes)
-        checkpoint = files.find_checkpoint(newest[0].parents[1]) if full.curriculum and newest[0] else None
-        config = full.at(files.read_state(checkpoint)["step"] if checkpoint else 0)  # the next entry of a curriculum
+        step = files.read_state(checkpoint)["step"] if full.curriculum and checkpoint is not None else 0
+        config = full.at(step)  # the next entry of a curriculum
         if full.curriculum or resume in (None, AUTO):  # else a resumed run keeps its settings
             config, plan = plan_run(config, explicit, weakest)
-        run = validate_run(config, weakest.num_gpus, resume, local[1], trains, force, plan)
+        run = validate_run(config, weakest.num_gpus, resume, local[1], trains, force, plan, checkpoint)
         for start in (end for end in full.ends[:-1] if end >= config.train.steps):  # later entries must fit too
             later, later_plan = plan_run(full.at(start), explicit, weakest)
             validate.check_inputs(build_run(later, weakest.num_gpus, local[1], resume is not None, later_plan))
@@ -97,6 +96,10 @@ def preflight(
 
     local = raise_on_all_ranks(inspect)
     configs, machines, newest = zip(*gather_objects(local), strict=True)
+    raise_on_all_ranks(validate.check_ranks_agree, configs, newest)
+    # Looks at every file of a checkpoint, and reads an index that is large if there are many ranks.
+    has_checkpoint = newest[0] is not None
+    checkpoint = ask_rank_0(_find_checkpoint, configs[0].train.run_dir) if has_checkpoint else None
     run = raise_on_all_ranks(plan_and_check)
     if run.finished and run.checkpoint:  # an unfinished run verifies its files in `prepare`
         run = dataclasses.replace(run, checkpoint=files.find_intact_checkpoint(run.checkpoint))
@@ -111,8 +114,10 @@ def validate_run(
     trains: bool = True,
     force: bool = False,
     plan: Plan | None = None,
+    checkpoint: Path | None = None,
 ) -> Run:
-    """A run with these settings, which can start. Raises ConfigError otherwise; cheap checks come first."""
+    """A run with these settings, which can start. Raises ConfigError otherwise; cheap checks come first. `checkpoint`:
+    the newest usable one, if the caller knows it."""
     run_dir, auto = config.train.run_dir, resume == AUTO
     if auto:
         resume = run_dir if files.newest_checkpoint(run_dir) else None
@@ -120,7 +125,7 @@ def validate_run(
         validate.check_run_dir(run_dir, auto, force)
     run = build_run(config, num_ranks, hardware, resume is not None, plan)
     if resume is not None:
-        checkpoint, changed = find_resume_point(resume, run.config, run.shape)
+        checkpoint, changed = find_resume_point(resume, run.config, run.shape, checkpoint)
         run = dataclasses.replace(run, checkpoint=checkpoint, changed=changed)
         validate.check_base(run)
         if trains and run.finished and not auto:
@@ -276,11 +281,19 @@ def default_settings(file: Path | None, changes: list[str]) -> dict[str, dict[st
 # ---- where a run resumes
 
 
-def find_resume_point(run_dir: Path, config: Config, shape: ModelShape) -> tuple[Path, dict[str, str]]:
-    """The latest checkpoint, and a description of each setting that differs from the run's. Refuses changes that can be
-    checked without the data; opening the data checks the others."""
+def _find_checkpoint(run_dir: Path) -> Path:
     files.check_not_locked(run_dir)
-    saved, checkpoint = load_config(run_dir / "config.yaml"), files.find_checkpoint(run_dir)
+    return files.find_checkpoint(run_dir)
+
+
+def find_resume_point(
+    run_dir: Path, config: Config, shape: ModelShape, checkpoint: Path | None = None
+) -> tuple[Path, dict[str, str]]:
+    """The latest checkpoint, by default found here, and a description of each setting that differs from the run's.
+    Refuses changes that can be checked without the data; opening the data checks the others."""
+    files.check_not_locked(run_dir)
+    saved = load_config(run_dir / "config.yaml")
+    checkpoint = checkpoint or files.find_checkpoint(run_dir)
     if config.train.seed != saved.train.seed:
         reason = f"is not the run's {saved.train.seed}, which determines the order of its data"
         raise ConfigError(f"train.seed={config.train.seed} {reason}; leave it out")

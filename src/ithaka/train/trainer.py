@@ -22,7 +22,15 @@ from ithaka.attention.choose import agree_on_kernel, kernel_for
 from ithaka.checkpoint import files, save
 from ithaka.comm.agree import SharedError, gather_objects, raise_on_all_ranks
 from ithaka.comm.mesh import Mesh, make_mesh, start_process_group
-from ithaka.config import CONFIG_FORMAT, AdapterConfig, ConfigError, embedded_model, to_dict, with_absolute_paths
+from ithaka.config import (
+    CONFIG_FORMAT,
+    AdapterConfig,
+    ConfigError,
+    embedded_model,
+    to_dict,
+    with_absolute_paths,
+    write_atomic,
+)
 from ithaka.config.units import format_json
 from ithaka.data.batch import Batch
 from ithaka.data.cache import decide_fills
@@ -324,7 +332,7 @@ class Trainer:
             words = format_json({"model": f"{self.run.run_dir}, step {self.step}", **found}, indent=2)
             with self.console.writing("evaluation"):
                 folder.mkdir(exist_ok=True)
-                files.write_atomic(folder / f"step-{self.step}.json", words)
+                write_atomic(folder / f"step-{self.step}.json", words)
         return flatten_metrics(found)
 
     def is_due(self, every: int) -> bool:
@@ -428,10 +436,10 @@ def _write_run_dir(trainer: Trainer) -> None:
     trainer.lock = files.lock_run_dir(run.run_dir)
     settings = run.saved_config or yaml.safe_dump(with_absolute_paths(to_dict(run.config)), sort_keys=False)
     # First: it marks the directory as a run's, in which --resume auto may start again.
-    files.write_atomic(run.run_dir / "config.yaml", f"format: {CONFIG_FORMAT}\n{settings}")
+    write_atomic(run.run_dir / "config.yaml", f"format: {CONFIG_FORMAT}\n{settings}")
     base = fingerprint_weights(run.config.model.path) if run.needs_base else ""
     files.write_pins(run.run_dir, run.commits, base, fingerprint_weights(run.config.loss.teacher_path))
-    files.write_atomic(run.run_dir / "data.json", json.dumps(trainer.data_summary, indent=1))
+    write_atomic(run.run_dir / "data.json", json.dumps(trainer.data_summary, indent=1))
     folder.mkdir(exist_ok=True)
     adapter = getattr(trainer.model, "peft_config", {}).get("default")
     for part in (adapter, trainer.model.config, trainer.model.generation_config, trainer.tokenizer.hf):

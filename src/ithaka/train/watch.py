@@ -13,8 +13,8 @@ from typing import Any, Literal
 import psutil
 import torch
 
-from ithaka.checkpoint.files import step_name, write_atomic
-from ithaka.config import TrainConfig, shell_command
+from ithaka.checkpoint.files import step_name
+from ithaka.config import TrainConfig, shell_command, write_atomic
 from ithaka.config.units import format_bytes, format_count, format_json
 from ithaka.data.batch import Batch
 from ithaka.exits import ExitCode, exit_code_for
