@@ -62,8 +62,9 @@ def fail_everywhere() -> None:
 def finish_step_then_stop(folder: Path, patience_s: float = 60.0) -> None:
     """Act like the training loop: the first signal sets a flag, and the work continues for a moment."""
     signals: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: signals.append(number))
-    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(each) != signal.SIG_IGN:
+            signal.signal(each, lambda number, frame: signals.append(number))
     rank = os.environ["RANK"]
     (folder / f"ready{rank}").write_text(str(os.getpid()))
     deadline = time.monotonic() + patience_s

@@ -27,7 +27,7 @@ COMMANDS = {  # -> part of the output
     "train run.yaml": "Report: ",
     "train run.yaml --evaluate-only": "validation loss ",
     "train --resume run --set train.steps=2": "resumed after step 1",
-    "train --resume run --evaluate-only": "step 2, on up to 1 sequences",
+    "train --resume run --evaluate-only": "step 2, on up to 1 sequence of",
     "evaluate run --contexts 64 --documents 1 --samples 0 --data texts --json": '"loss_by_position"',
     "profile run.yaml --run-dir profiled --steps 1": "Profile of step 1",
     "data run.yaml": "sequences",

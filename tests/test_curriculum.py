@@ -62,7 +62,7 @@ def test_one_command_trains_all_entries(finished):
     rates[6:8] = learning_rate(0, third_optim, 2), learning_rate(1, third_optim, 2)
     assert [record["lr"] for record in records] == rates
     assert "4 of 4, steps 9 to 10" in output and "theta 50000.0" in output.partition("2 of 4")[2]
-    assert "every 15 minutes and 1 steps, in the background" in output
+    assert "every 15 minutes and 1 step, in the background" in output
     assert "first tokens" not in output and "timeouts" not in output
     assert read_theta(run_dir / "model") == 5e4
     assert not (run_dir / "tokens").exists() or not any((run_dir / "tokens").iterdir())

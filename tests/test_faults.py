@@ -500,6 +500,102 @@ def test_positions_are_old_when_the_store_is_lost(monkeypatch, pair):
     )
 
 
+def test_only_consecutive_store_failures_end_a_rank(monkeypatch, pair):
+    beat = pair[0]
+    for fails in (True, True, False, True, True):
+        with monkeypatch.context() as patch:
+            if fails:
+                patch.setattr(beat, "_read_beats", raises(dist.DistNetworkError("Broken pipe")))
+            beat._watch_ranks()
+    assert not beat.ended
+    monkeypatch.setattr(beat, "_read_beats", raises(dist.DistNetworkError("Broken pipe")))
+    beat._watch_ranks()
+    assert beat.ended
+
+
+def test_a_process_that_was_suspended_blames_no_other(monkeypatch, pair):
+    """All beats that it knows are old, and so is the last progress; it cannot tell who else was suspended."""
+    beat, other = pair
+    for _ in range(2):
+        other._watch_ranks()
+        beat._watch_ranks()
+    beat._last_beat_at = [beat_at - 3600 for beat_at in beat._last_beat_at]
+    beat._progress_at -= 3600
+    beat._watch_ranks()
+    assert not beat.ended
+    beat._last_beat_at[1] -= 3600
+    beat._watch_ranks()
+    assert " has sent no heartbeat for " in beat.ended[0], "of one rank, while the other's is new"
+
+
+@pytest.mark.parametrize("failure", ["", "RuntimeError: boom"])
+def test_a_rank_that_is_done_or_failed_does_not_count_as_hanging(pair, failure):
+    first, second = pair
+    for _ in range(2):
+        first._watch_ranks()
+    second.close(failure)
+    for _ in range(2):
+        first._progress_at -= 3600
+        first._watch_ranks()
+    assert [("failed: " + failure in text, "no rank made progress" in text) for text in first.ended] == [
+        (True, False)
+    ] * (2 if failure else 0)
+
+
+def test_collectives_time_out_after_the_heartbeat(monkeypatch, pair):
+    """It can name the rank that hangs, and they cannot."""
+    beat, timeouts = pair[0], []
+    monkeypatch.setattr(heartbeat, "set_timeouts", timeouts.append)
+    beat.update_limits(1.0, 1.0, 1.0, 1.0)
+    assert timeouts == [], "60 s, which the start needs, is still the longest"
+    beat.update_limits(1.0, 1.0, 100.0, 1.0)
+    assert beat.limits.longest == 500 and timeouts == [1000]
+    beat.update_limits(1.0, 1.0, 100.0, 1.0)
+    assert timeouts == [1000]
+
+
+def test_collectives_of_the_start_time_out_after_the_heartbeat(monkeypatch, tmp_path):
+    """On every rank as late as on the slowest, and in groups that the model's preparation made."""
+    start_process_group()
+    events = []
+    limits = heartbeat.Limits.for_run(checked := validate(tiny_run(tmp_path)))
+    slower = dataclasses.replace(limits, save=limits.longest + 99)
+    monkeypatch.setattr(loop, "gather_objects", lambda own: [slower, own])
+    monkeypatch.setattr(loop, "set_timeouts", events.append)
+    monkeypatch.setattr(loop, "prepare", lambda run: events.append("prepare"))
+    monkeypatch.setattr(loop, "_run_steps", lambda *_: 0)
+    assert loop.train(checked) == ExitCode.DONE
+    assert events == [2 * slower.save, "prepare", 2 * slower.save]
+
+
+def test_a_hang_is_reported_while_its_storage_hangs(monkeypatch, pair, tmp_path):
+    """Opening the file works, and writing it hangs, as with a full pipe."""
+    (tmp_path / "hang").mkdir()
+    os.mkfifo(tmp_path / "hang/stacks-0.txt")
+    reader = os.open(tmp_path / "hang/stacks-0.txt", os.O_RDWR | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(reader, bytes(2**12))
+    first, second = pair
+    for number, (beat, limit_s) in enumerate(zip(pair, (0.2, 60.0), strict=True), 1):
+        monkeypatch.setattr(heartbeat, "EVIDENCE_LIMIT_S", limit_s)
+        threading.Thread(target=beat._end, args=("rank 7 hangs",), daemon=True).start()
+        wait_for(lambda: len(first.ended) == number, timeout_s=30)  # noqa: B023
+    assert [text.splitlines()[0] for text in first.ended] == ["rank 7 hangs"] * 2
+    assert first.ended[0].endswith(f"rank 0 could not write its own: check the storage of {tmp_path}")
+    assert first.ended[1].endswith(f"are in {tmp_path / 'hang'}")
+    stacks = (tmp_path / "hang/stacks-1.txt").read_text()
+    assert "Thread MainThread (most recent call first):" in stacks and "in Heartbeat._end\n" in stacks
+
+    def let_the_thread_end():
+        with contextlib.suppress(BlockingIOError):
+            os.read(reader, 2**16)
+        return "storage" not in [thread.name for thread in threading.enumerate()]
+
+    wait_for(let_the_thread_end)
+    os.close(reader)
+
+
 @pytest.mark.parametrize(
     "name, error",
     [
@@ -559,7 +655,7 @@ def test_a_disk_that_is_slower_than_planned_is_named_once(ranks, reference_run, 
     config = dataclasses.replace(config, memory=dataclasses.replace(config.memory, offload="disk", disk_path=tmp_path))
     [(output, error)] = ranks.run(1, run_with_fault, fault, config)
     assert error is None and output.count(f"Slow disk {tmp_path}: rank 0 gets ") == times
-    assert output.count("KiB/s (planned 953.7 MiB/s); 1 of 1 ranks is waiting") == times
+    assert output.count("KiB/s (planned 953.7 MiB/s); 1 of 1 rank is waiting") == times
     assert [line["slow_disks"].keys() for line in metrics(config.train.run_dir) if "event" in line] == [{"0"}] * times
 
 

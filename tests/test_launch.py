@@ -43,9 +43,16 @@ def launch_two(function: Callable[[Path], None], folder: Path) -> int:
     return launch.run_ranks(function, (folder,), 2)
 
 
-def start_two(function: Callable[[Path], None], folder: Path) -> tuple[Program, list[int]]:
+def launch_two_under_nohup(function: Callable[[Path], None], folder: Path) -> int:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    return launch_two(function, folder)
+
+
+def start_two(
+    function: Callable[[Path], None], folder: Path, start: Callable[..., int] = launch_two
+) -> tuple[Program, list[int]]:
     """Start a parent in its own process group, as a shell does; return it and the pids of its two ranks."""
-    parent = Program(folder, launch_two, function, folder)
+    parent = Program(folder, start, function, folder)
     ready = [folder / "ready0", folder / "ready1"]
     deadline = time.monotonic() + 300
     while not all(file.exists() and file.read_text() for file in ready):
@@ -235,7 +242,7 @@ def test_far_more_ranks_than_cores_are_refused(monkeypatch):
     assert launch.decide_ranks(999, gpus=0) == 999
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGHUP])
 def test_first_signal_lets_every_rank_finish_and_save(number, tmp_path):
     parent, pids = start_two(finish_step_then_stop, tmp_path)
     if number == signal.SIGINT:
@@ -245,6 +252,18 @@ def test_first_signal_lets_every_rank_finish_and_save(number, tmp_path):
     assert parent.wait() == 0
     # Exactly once: a second one would have ended the rank before it saved.
     assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == [str(int(number))] * 2
+    assert gone(pids)
+
+
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path):
+    parent, pids = start_two(finish_step_then_stop, tmp_path, launch_two_under_nohup)
+    for pid in (parent.pid, *pids):
+        os.kill(pid, signal.SIGHUP)
+    time.sleep(0.5)  # for the launcher to end its ranks, if it does
+    assert parent.poll() is None and not (tmp_path / "saved0").exists()
+    os.kill(parent.pid, signal.SIGTERM)
+    assert parent.wait() == 0, parent.stderr
+    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == [str(int(signal.SIGTERM))] * 2
     assert gone(pids)
 
 
@@ -337,6 +356,18 @@ def test_a_rank_exits_even_if_the_launchers_folder_is_gone(tmp_path, monkeypatch
     monkeypatch.setattr(launch, "_outcome_dir", tmp_path / "gone")
     launch.exit_rank(launch.Outcome(ExitCode.HANG, "rank 1 hangs"))
     assert ended == [ExitCode.HANG] and "rank 1 hangs" in capfd.readouterr().err
+
+
+def test_a_new_checkpoint_refills_the_restarts(monkeypatch, capsys):
+    waits = []
+    monkeypatch.setattr(launch.time, "sleep", waits.append)
+    restarts = launch.Restarts(2)
+    ends = [(ExitCode.FAILED, False), (ExitCode.TRANSIENT, False), (ExitCode.HANG, True), (ExitCode.FAILED, False)]
+    assert [restarts.allow(*end) for end in ends] == [True] * 4 and waits == [launch.RETRY_S]
+    assert not restarts.allow(ExitCode.FAILED), "two without a checkpoint"
+    for code in (ExitCode.OUT_OF_MEMORY, ExitCode.SIGNALED + signal.SIGHUP):
+        assert not launch.Restarts(2).allow(code, progressed=True)
+    assert capsys.readouterr().err.count(" since the last checkpoint, after exit code ") == 4
 
 
 def test_a_store_shared_across_torchrun_restarts_gives_a_warning():

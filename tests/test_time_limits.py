@@ -21,7 +21,7 @@ from ithaka.plan.hardware import GPUS, find_gpu
 from ithaka.train import heartbeat, watch
 from ithaka.train import trainer as trainer_module
 from ithaka.train.heartbeat import Limits, PhaseTracker
-from ithaka.train.watch import SlowRanks
+from ithaka.train.watch import SLOW_STEPS, SlowRanks
 from ranks import Ranks
 from runs import metrics, run, run_and_record_exit, tiny_run, validate, wait_for
 
@@ -169,6 +169,12 @@ def test_only_ranks_that_are_slow_for_their_work_are_reported():
         slow = SlowRanks()
         reports = [slow.add(seconds, work) for _ in range(20)]
         assert reports == [{}] * 9 + [pytest.approx(named)] + [{}] * 10, (seconds, work)
+
+
+def test_a_rank_that_is_slow_again_is_reported_again():
+    slow = SlowRanks()
+    reports = [slow.add([1.0, 1.0, rank_s], [1, 1, 1]) for rank_s in (2.0, 1.0, 2.0) for _ in range(2 * SLOW_STEPS)]
+    assert [set(report) for report in reports if report] == [{2}, {2}]
 
 
 def slow_down(patch, where):

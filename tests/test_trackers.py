@@ -120,6 +120,20 @@ def test_tracker_files_have_every_step_and_the_exit_status(name, tmp_path, monke
     assert name == "tensorboard" or json.loads((run_dir / trackers_module.IDS_FILE).read_text())[name]
 
 
+def test_tensorboard_forgets_the_steps_that_a_resumed_run_lost(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config, run_dir = tiny_run(tmp_path, train={"track": ["tensorboard"]}), tmp_path / "run"
+    run_dir.mkdir()
+    for checkpoint, losses in ((0, [1.0, 2.0, 3.0]), (1, [9.0])):
+        trackers = Trackers(run_dir, config, checkpoint)
+        for step, loss in enumerate(losses, checkpoint + 1):
+            assert trackers.log({"loss": loss}, step) == []
+        assert trackers.close("killed") == []
+    shown = accumulator.EventAccumulator(str(run_dir / "tensorboard"))
+    shown.Reload()
+    assert [(each.step, each.value) for each in shown.Scalars("train/loss")] == [(1, 1.0), (2, 9.0)]
+
+
 def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, monkeypatch, capsys):
     def failing(*_):
         raise OSError("no network")

@@ -3,14 +3,17 @@
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import sys
+import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +21,8 @@ import torch
 from rich.console import Console as RichConsole
 
 from ithaka.checkpoint import files
-from ithaka.config import AdapterConfig
-from ithaka.config.units import format_count
+from ithaka.config import AdapterConfig, LossConfig
+from ithaka.config.units import format_count, plural
 from ithaka.exits import ExitCode, TransientError
 from ithaka.inputs.batch import count_pairs
 from ithaka.log import console as console_module
@@ -105,10 +108,10 @@ def test_resumed_metrics_drop_lost_steps_and_half_lines(tmp_path):
     assert path.read_text() == ""
 
 
-def capture_console(monkeypatch, terminal):
+def capture_console(monkeypatch, terminal, width=160):
     """Capture what the console writes."""
     output = io.StringIO()
-    on = partial(RichConsole, file=output, force_terminal=terminal, width=160)
+    on = partial(RichConsole, file=output, force_terminal=terminal, width=width)
     monkeypatch.setattr(console_module, "RichConsole", on)
     return output
 
@@ -136,6 +139,30 @@ def test_console_has_a_bar_on_a_terminal_and_plain_lines_elsewhere(tmp_path, mon
     assert terminal == ("━" in text)  # the bar
 
 
+def test_the_last_line_of_the_bar_fits_a_terminal_of_110_columns(tmp_path, monkeypatch):
+    """The last step validates, and its line stays on the screen."""
+    output = capture_console(monkeypatch, terminal=True, width=110)
+    console = Console(tmp_path, num_steps=300)
+    console.step(record(300, val_loss=2.25, host_peak_bytes=517_367_398))
+    console.close()
+    assert "step 300/300  validation loss 2.2500\n" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.getvalue())
+    [bar] = [line for line in output.getvalue().split("\n") if "━" in line][-1:]
+    assert "loss 2.5000" in bar and "493.4 MiB" in bar
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_distillations_validation_says_that_it_is_a_cross_entropy(tmp_path, monkeypatch, terminal):
+    """Its loss is a divergence: without a teacher, validation cannot measure that."""
+    loss = LossConfig(type="distill", teacher=Path("data"))
+    names = [each.validation_name for each in (loss, LossConfig(), LossConfig(type="my:loss"))]
+    assert names == ["cross-entropy", "loss", "cross-entropy"], "a custom loss as well"
+    output = capture_console(monkeypatch, terminal)
+    console = Console(tmp_path, num_steps=3, validation_name=loss.validation_name)
+    console.step(record(1, val_loss=2.25))
+    console.close()
+    assert ("validation cross-entropy 2.2500" if terminal else "  val cross-entropy 2.2500  lr ") in output.getvalue()
+
+
 def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
     file = open("/dev/full", "w", buffering=1)  # noqa: SIM115
     monkeypatch.setattr(console_module, "RichConsole", partial(RichConsole, file=file))
@@ -151,6 +178,8 @@ def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
 def test_flops_are_counted_and_counts_are_short():
     assert step_flops(1000, num_tokens=10, head_size=12, num_pairs=100) == 6 * 1000 * 10 + 12 * 12 * 100
     assert [format_count(n) for n in (7, 999, 12345, 2_890_000, 8e9)] == ["7", "999", "12.3K", "2.89M", "8B"]
+    numbers = [plural(n, "sequence") for n in (0, 1, 2000)]
+    assert numbers == ["0 sequences", "1 sequence", "2,000 sequences"]
 
 
 def test_mfu_is_the_share_of_the_peak_of_all_gpus():
@@ -241,6 +270,27 @@ def test_a_second_signal_exits_immediately_but_an_echo_does_not(monkeypatch, cap
     assert capfd.readouterr().err == "SIGTERM: stopping after this step; a second signal stops at once.\n"
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal_stops_a_run_once_unless_nohup_ignores_it(monkeypatch, ignored, capfd):
+    calls, before = [], signal.SIG_IGN if ignored else lambda number, frame: None
+    monkeypatch.setattr(launch, "SIGNAL_DEBOUNCE_S", -1.0)  # as if each came later
+    previous = signal.signal(signal.SIGHUP, before)
+    try:
+        for in_thread in (True, False):
+            with launch.catch_stop_signals(lambda *call: calls.append(call), in_thread) as received:
+                signal.raise_signal(signal.SIGHUP)
+                signal.raise_signal(signal.SIGHUP)
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGHUP)
+            names = ["SIGINT"] if ignored else ["SIGHUP", "SIGINT"]
+            assert [each.name for each in received] == names
+            assert signal.getsignal(signal.SIGHUP) == before, "restored"
+        first = [(signal.SIGINT, False)] if ignored else [(signal.SIGHUP, False), (signal.SIGINT, True)]
+        assert calls == 2 * first
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
 @pytest.fixture
 def grace(monkeypatch, tmp_path):
     """A shutdown with train.grace_s=0.1 that records in `.done` whether it waits or exits, and with what outcome."""
@@ -269,6 +319,24 @@ def test_a_step_that_outlasts_the_grace_period_is_aborted(grace):
     assert grace.done == ["waits"]  # Ctrl-C has no time limit
     grace.handle_signal(signal.SIGUSR1, False)
     assert grace.done[1].code == ExitCode.SIGNALED + signal.SIGUSR1
+    grace.close()
+    grace.done.clear()
+    grace.step_start = 0.0
+    grace.handle_signal(signal.SIGHUP, False)
+    wait_for(lambda: len(grace.done) == 2)
+    assert grace.done[1].code == ExitCode.SIGNALED + signal.SIGHUP, "a closed terminal, as SIGTERM"
+
+
+def test_the_grace_period_ends_even_if_storage_hangs(grace, monkeypatch):
+    """The name of the last checkpoint is read from the run directory, and a log may be written there."""
+    hangs = threading.Event()
+    monkeypatch.setattr(loop, "READ_LIMIT_S", 0.1)
+    monkeypatch.setattr(files, "describe_last", lambda run_dir: hangs.wait(60))
+    monkeypatch.setattr(loop, "handle_stop_signal", lambda *_: hangs.wait(60))
+    threading.Thread(target=grace.handle_signal, args=(signal.SIGTERM, False), daemon=True).start()
+    wait_for(lambda: grace.done, timeout_s=30)
+    assert grace.done[0].text.endswith("run/latest could not be read: check its storage.")
+    hangs.set()
 
 
 def wait_in_cpp(folder):

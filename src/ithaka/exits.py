@@ -32,7 +32,7 @@ class ExitCode(IntEnum):
         "transient fault: storage or network errors, a full disk, a locked run directory, a file not yet visible",
         False,
     )
-    SIGNALED = 128, "stopped on request: 130 by SIGINT, 138 by SIGUSR1, 143 by SIGTERM", False
+    SIGNALED = 128, "stopped on request: 129 by SIGHUP, 130 by SIGINT, 138 by SIGUSR1, 143 by SIGTERM", False
 
 
 FINAL_EXIT_CODES = frozenset(code for code in ExitCode if code.final)

@@ -24,6 +24,7 @@ from ithaka.config.formats import BASE_FORMATS
 from ithaka.config.units import format_json
 from ithaka.exits import ExitCode, TransientError, is_transient
 from ithaka.hub import create_repository, fetch_model, push_files
+from ithaka.run.streams import survive_lost_readers
 
 if TYPE_CHECKING:
     from ithaka.run.resolve import Run
@@ -85,6 +86,7 @@ def train(
 
 def train_rank(run: "Run", only_profile: bool = False) -> int:
     """Train on this rank and return the exit code. Rank 0 then writes the report."""
+    survive_lost_readers()
     with loading("starting the ranks"):
         from ithaka.comm.mesh import destroy_subgroups, end_process_group, free_memory, start_process_group
         from ithaka.log.metrics import note_startup
@@ -162,6 +164,7 @@ def start_run(
     force: bool = False,
 ) -> None:
     """Check the settings, print the plan and start the ranks. Restart failed runs from the latest checkpoint."""
+    survive_lost_readers()
     folder = None if run_dir is None else parse_path(run_dir, "--run-dir")
     changes = with_ranks(overrides, ranks)
     if profiled_steps:

@@ -136,6 +136,11 @@ class LossConfig(Section, name="loss"):
         return str(self.teacher) == "data"
 
     @property
+    def validation_name(self) -> str:
+        """What a validation's figure is called: it does not measure a distillation or a custom loss."""
+        return "loss" if self.type in ("cross_entropy", "dpo") else "cross-entropy"
+
+    @property
     def teacher_path(self) -> Path | None:
         """The model that teaches, if it is another one."""
         return None if self.is_stored else self.teacher

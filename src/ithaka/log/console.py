@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,11 +59,13 @@ def show_share(what: str, spinner: Status | None = None) -> Callable[[float], No
     return show
 
 
-def describe(record: Record) -> str:
-    """Format the record as one line, without values that were not measured."""
+def describe(record: Record, validation_name: str = "loss") -> str:
+    """Format the record as one line, without values that were not measured. `validation_name`: what validation
+    measures."""
+    val = "val" if validation_name == "loss" else f"val {validation_name}"
     parts = {
         "loss": record.loss is not None and f"{record.loss:.4f}",
-        "val": record.val_loss is not None and f"{record.val_loss:.4f}",
+        val: record.val_loss is not None and f"{record.val_loss:.4f}",
         # Only an evaluation's totals, not each task at each length.
         **{
             name: f"{mean:.4f}"
@@ -93,9 +95,16 @@ class Console:
     On a terminal it shows a progress bar with the remaining time, otherwise one line per step."""
 
     def __init__(
-        self, run_dir: Path, num_steps: int, step: int = 0, trackers: Trackers | None = None, active: bool = True
+        self,
+        run_dir: Path,
+        num_steps: int,
+        step: int = 0,
+        trackers: Trackers | None = None,
+        active: bool = True,
+        validation_name: str = "loss",
     ):
         self.active, self.num_steps = active, num_steps
+        self._validation_name = validation_name
         self._rich = RichConsole(highlight=False, soft_wrap=True, quiet=not active)
         self._trackers = trackers
         self._open = ExitStack()
@@ -164,9 +173,12 @@ class Console:
         for message in self._trackers.log(record.values, record.step) if self._trackers is not None else ():
             self.print(message)
         self._bar.update(self._task, completed=record.step)
-        self._show(record.step, " ", describe(record))
         if record.val_loss is not None and not self._plain:
-            self.print(f"step {record.step}/{self.num_steps}  validation loss {record.val_loss:.4f}")
+            # In a line of its own: with it, the bar's status would not fit in most terminals.
+            name = self._validation_name
+            self.print(f"step {record.step}/{self.num_steps}  validation {name} {record.val_loss:.4f}")
+            record = replace(record, val_loss=None)
+        self._show(record.step, " ", describe(record, self._validation_name))
 
     def saved(self, step: int, checkpoint: Path, seconds: float, num_bytes: int) -> None:
         """Record a complete checkpoint in metrics.jsonl, and tell callbacks."""

@@ -31,15 +31,17 @@ from ithaka.comm.rank import is_rank_0
 from ithaka.config import ConfigError
 from ithaka.exits import FINAL_EXIT_CODES, ExitCode, TransientError, describe_transient, exit_code_for, is_disk_full
 from ithaka.plan.hardware import num_cores
+from ithaka.run.streams import call_in_time, discard_output, write_stderr
 
 PARENT_POLL_S = 0.2  # how often a rank checks that its launcher is alive
 FAILURE_GRACE_S = 2.0  # after one rank failed, for the others to report their own errors
 RANK_0_GRACE_S = 10.0  # for rank 0 to print an error that all ranks have
+REPORT_LIMIT_S = 2.0  # for a rank that exits now to say why; train.grace_s leaves the launcher 5 s
 SIGNAL_DEBOUNCE_S = 0.5  # a terminal and a launcher, or `timeout`, may send the same signal twice
 RETRY_S = 15.0  # before a restart after a transient fault
 DEFAULT_CPU_RANKS = 2
 CPU_RANKS_PER_CORE, MIN_CPU_RANK_LIMIT = 4, 8  # more is a mistake, such as a cluster's settings on a laptop
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 RankFunction = Callable[..., int | None]  # returns an exit code; None is 0
 
@@ -149,9 +151,7 @@ def try_print(*lines: str, file: TextIO | None = None) -> OSError | None:
     try:
         print(*lines, sep="\n", end="\n" if lines else "", file=stream, flush=True)
     except OSError as error:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())
-        os.close(null)
+        discard_output(stream.fileno())
         return error
     return None
 
@@ -191,8 +191,8 @@ def run_ranks(
 ) -> int:
     """Call `function(*args)` on every rank and return the exit code. An error is printed once, to stderr.
 
-    The function must be importable and `args` picklable. The first SIGINT, SIGTERM or SIGUSR1 is forwarded to the
-    ranks, which finish their step and save; the second kills them. `own_process`: start a process even for one rank.
+    The function must be importable and `args` picklable. The first stop signal is forwarded to the ranks, which finish
+    their step and save; the second kills them (`catch_stop_signals`). `own_process`: start a process even for one rank.
     `fork`: ranks are forks of this process, which saves seconds of imports for each. It must not have used a GPU,
     autograd, or several threads for an operation."""
     in_process = under_torchrun() or (num_ranks == 1 and not own_process)
@@ -238,7 +238,9 @@ def _run_children(function: RankFunction, args: tuple[Any, ...], num_ranks: int,
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
             start_method="fork",  # applies to functions; a program is always a new process
-            signals_to_handle="SIGHUP",  # it would kill ranks 30 s after any other, and a step may take hours
+            # No signal: `catch_stop_signals` has ours. The default would replace nohup's SIG_IGN for SIGHUP, and
+            # kill the ranks 30 s after any other signal, though a step may take hours.
+            signals_to_handle="none",
         )
         try:
             if fork:
@@ -343,18 +345,25 @@ def _run_forked_rank(folder_name: str) -> None:
 
 
 def exit_rank(outcome: Outcome) -> None:
-    """End this rank now, from any thread, without the normal cleanup, which may wait for ranks that never answer."""
+    """End this rank now, from any thread, without the normal cleanup, which may wait for ranks that never answer, and
+    without waiting for storage that hangs."""
+    try:
+        call_in_time(lambda: _report(outcome), REPORT_LIMIT_S, None)
+    finally:
+        os._exit(outcome.code)
+
+
+def _report(outcome: Outcome) -> None:
+    """Leave the outcome to our launcher or, without one, print it."""
     rank = os.environ.get("RANK", "0")
     try:
         if _outcome_dir is not None:
             (_outcome_dir / f"writing-{rank}").write_bytes(pickle.dumps(outcome))
             (_outcome_dir / f"writing-{rank}").rename(_outcome_dir / f"failed-{rank}")
         elif outcome.text and (is_rank_0() or not outcome.shared):
-            os.write(2, f"{outcome.text}\n".encode())  # another thread may hold print's lock
+            write_stderr(f"{outcome.text}\n")
     except OSError:  # the folder is gone, or its disk is full
-        os.write(2, f"{outcome.text}\n".encode())
-    finally:
-        os._exit(outcome.code)
+        write_stderr(f"{outcome.text}\n")
 
 
 def ranks_persist() -> bool:
@@ -397,8 +406,7 @@ def _print_stopping(number: int) -> None:
     if number == signal.SIGINT:
         line_break = "\n" if os.isatty(2) else ""  # after the terminal's ^C
         text = f"{line_break}Stopping after this step; Ctrl-C again stops at once.\n"
-    with contextlib.suppress(OSError):  # a full disk
-        os.write(2, text.encode())  # print may hold its lock
+    write_stderr(text)
 
 
 @contextlib.contextmanager
@@ -406,7 +414,8 @@ def catch_stop_signals(
     handler: Callable[[int, bool], None] = handle_stop_signal, in_thread: bool = True
 ) -> Iterator[list[signal.Signals]]:
     """Catch STOP_SIGNALS and yield the list of those received, which the training loop checks after each step. Calls
-    `handler(signal, again)` for each; `again` is true from the second on.
+    `handler(signal, again)` for each; `again` is true from the second on. A SIGHUP is never the second: a terminal that
+    closes does not ask a run that is stopping to give up its save. Under nohup, which ignores SIGHUP, it is not caught.
 
     The handler runs in a thread: in the main thread, Python would run it only after that returns from C++, and a
     backward or a collective may take minutes. `in_thread=False`: in the main thread, where it may raise."""
@@ -414,7 +423,8 @@ def catch_stop_signals(
 
     def receive(number: int, frame: FrameType | None = None) -> None:
         nonlocal last_s
-        if received and time.monotonic() - last_s <= SIGNAL_DEBOUNCE_S:
+        is_echo = time.monotonic() - last_s <= SIGNAL_DEBOUNCE_S or number == signal.SIGHUP
+        if received and is_echo:
             return
         received.append(signal.Signals(number))
         last_s = time.monotonic()
@@ -426,7 +436,8 @@ def catch_stop_signals(
     with _receive_in_thread(receive) if in_thread else contextlib.nullcontext(receive) as python_handler:
         try:
             for number in STOP_SIGNALS:
-                _previous_handlers[number] = signal.signal(number, python_handler)
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    _previous_handlers[number] = signal.signal(number, python_handler)
             yield received
         finally:
             _restore_handlers()

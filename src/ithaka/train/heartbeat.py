@@ -7,17 +7,18 @@ and adds its verdict to its own; the others read only rank 0's. So the store ser
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
 import json
 import math
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -36,6 +37,7 @@ from ithaka.plan.seconds import layer_seconds
 from ithaka.profile.timeline import DeviceTimeline
 from ithaka.run.launch import Outcome, exit_rank
 from ithaka.run.resolve import Run
+from ithaka.run.streams import call_in_time, write_stderr
 
 BEAT_S = 5.0
 MAX_SILENCE_S = 40.0  # a rank without a beat for longer is dead or frozen
@@ -44,6 +46,7 @@ LONG_LIMIT_S = 3600.0  # a run shows its limits at the start if one is longer
 STALE_BEAT_S = 10.0  # older beats are reported with their age
 MAX_STORE_FAILURES = 3  # consecutive failed requests after which the store is lost
 OWN_ERROR_WAIT_S = 2.0  # time for this rank to raise its own error before it blames another
+EVIDENCE_LIMIT_S = 10.0  # for writing stacks: the storage may be what hangs
 LIMIT_FACTOR = 5  # limit / longest pause measured or planned
 READ_BYTES_S, TOKENIZE_BYTES_S, WRITE_BYTES_S = 50e6, 1e6, 50e6  # on a slow machine
 MAX_BYTES_PER_TOKEN = 64  # bytes read per token of a round: records may be skipped, long documents dropped
@@ -259,7 +262,7 @@ class Heartbeat:
         """If a collective failed because another rank died, wait for the thread to find out which and end this process.
         Returns if it does not, or if `stop` holds a signal."""
         lost = isinstance(error, dist.DistError) or "gloo/transport" in str(error)
-        deadline = time.monotonic() + MAX_SILENCE_S + 4 * BEAT_S
+        deadline = time.monotonic() + MAX_SILENCE_S + 4 * BEAT_S + EVIDENCE_LIMIT_S
         while lost and self._thread.is_alive() and not stop and time.monotonic() < deadline:
             time.sleep(0.1)
 
@@ -302,7 +305,7 @@ class Heartbeat:
                 except Exception as error:  # without beats, the other ranks would count this one as dead
                     if task not in self._reported:
                         message = f"heartbeat: {type(error).__name__}: {_shorten(error)}; the run continues"
-                        os.write(2, f"rank {self.rank}: {message}\n".encode())
+                        write_stderr(f"rank {self.rank}: {message}\n")
                     self._reported.add(task)
 
     def _watch_ranks(self) -> None:
@@ -358,7 +361,7 @@ class Heartbeat:
         sizes = [(p.info["memory_info"].rss, p.info["name"], p.pid) for p in processes if p.info["memory_info"]]
         used, name, pid = max((entry for entry in sizes if entry[2] not in ours), default=(0, "none", 0))
         memory = f"{socket.gethostname()} has {format_bytes(free)} of host memory left"
-        os.write(2, f"{memory}; the largest other process is {name} ({pid}) with {format_bytes(used)}\n".encode())
+        write_stderr(f"{memory}; the largest other process is {name} ({pid}) with {format_bytes(used)}\n")
 
     def _end(self, reason: str, code: int = ExitCode.HANG, publishes: bool = True) -> None:
         """End this process, and on rank 0 all others, with a report of each rank's last position. `code` is the exit
@@ -380,17 +383,35 @@ class Heartbeat:
         """Dump stacks and end this process, unless it raises its own error first."""
         if self._stop.wait(OWN_ERROR_WAIT_S):
             return
-        folder = self.run_dir / "hang"
-        with suppress(Exception):
-            folder.mkdir(parents=True, exist_ok=True)
-            with (folder / f"stacks-{self.rank}.txt").open("w") as file:
-                faulthandler.dump_traceback(file)
-            dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
-            if self.tracker.on_gpu and dump is not None:
-                (folder / f"nccl-{self.rank}.pickle").write_bytes(dump())  # read it with torchfrtrace
+        if not call_in_time(self._write_evidence, EVIDENCE_LIMIT_S, False):
+            report += f"\nrank {self.rank} could not write its own: check the storage of {self.run_dir}"
         if self._verdict is not None:
             time.sleep(BEAT_S)  # the store may end with this process, and the others read it once per period
         exit_rank(Outcome(code, report))
+
+    def _write_evidence(self) -> bool:
+        """Write stacks and NCCL's flight recorder to the run directory. Returns true."""
+        folder, stacks = self.run_dir / "hang", _describe_stacks()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"stacks-{self.rank}.txt").write_text(stacks, encoding="utf-8")
+        dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+        if self.tracker.on_gpu and dump is not None:
+            (folder / f"nccl-{self.rank}.pickle").write_bytes(dump())  # read it with torchfrtrace
+        return True
+
+
+def _describe_stacks() -> str:
+    """Stacks of all threads. faulthandler would hold the GIL while it writes them, and traceback
+    would read the sources: either may hang with the storage."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for number, innermost in sys._current_frames().items():
+        lines.append(f"Thread {names.get(number, number)} (most recent call first):")
+        frame: FrameType | None = innermost
+        while frame is not None:
+            lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_qualname}')
+            frame = frame.f_back
+    return "\n".join([*lines, ""])
 
 
 def _describe_position(beat: Beat, age_s: float) -> str:

@@ -17,6 +17,7 @@ from ithaka.checkpoint import files, save
 from ithaka.comm.agree import SharedError, gather_objects, raise_on_all_ranks
 from ithaka.comm.mesh import default_device, set_timeouts, start_process_group
 from ithaka.config import shell_command
+from ithaka.config.units import plural
 from ithaka.exits import ExitCode, exit_code_for, is_disk_full
 from ithaka.log.console import Console
 from ithaka.log.metrics import Record, note_startup, startup_seconds
@@ -24,6 +25,7 @@ from ithaka.log.trackers import FinalStatus, Trackers
 from ithaka.phases import listening, phase
 from ithaka.run.launch import Outcome, catch_stop_signals, exit_rank, handle_stop_signal
 from ithaka.run.resolve import Run
+from ithaka.run.streams import call_in_time, write_stderr
 from ithaka.train.heartbeat import Heartbeat, Limits, PhaseTracker, validation_seconds
 from ithaka.train.step import StepResult
 from ithaka.train.trainer import Trainer, prepare
@@ -39,6 +41,7 @@ from ithaka.train.watch import (
 )
 
 MAX_FIRST_VALIDATION_S = 120.0  # longer validation before the first step is skipped
+READ_LIMIT_S = 2.0  # for naming the last checkpoint after train.grace_s, which leaves the launcher 5 s
 
 
 class OutOfMemoryError(RuntimeError):
@@ -95,9 +98,11 @@ def validate_only(run: Run) -> None:
     if trainer.mesh.rank == 0:
         model = f"{run.run_dir}, step {trainer.step}" if run.checkpoint else run.config.model.path or "embedded model"
         perplexity = {"perplexity": torch.tensor(loss, dtype=torch.float64).exp().item()} if trainer.dpo is None else {}
-        for name, value in {"validation loss": loss, **perplexity, **sources}.items():
-            print(f"{name:<16} {value:.4f}", flush=True)
-        print(f"for {model}, on up to {count} sequences of {run.config.data.context} tokens", flush=True)
+        measured = f"validation {run.config.loss.validation_name}"
+        for name, value in {measured: loss, **perplexity, **sources}.items():
+            print(f"{name:<{len(measured)}}  {value:.4f}", flush=True)
+        sequences = plural(count, "sequence")
+        print(f"for {model}, on up to {sequences} of {run.config.data.context} tokens", flush=True)
 
 
 def _run_steps(
@@ -108,7 +113,14 @@ def _run_steps(
     run, settings, mesh = trainer.run, trainer.config.train, trainer.mesh
     tracks = mesh.rank == 0 and not only_profile and bool(settings.track or settings.callbacks)
     trackers = raise_on_all_ranks(lambda: Trackers(run.run_dir, run.config, trainer.step) if tracks else None)
-    console = Console(run.run_dir, trainer.config.ends[-1], trainer.step, trackers, mesh.rank == 0)
+    console = Console(
+        run.run_dir,
+        trainer.config.ends[-1],
+        trainer.step,
+        trackers,
+        active=mesh.rank == 0,
+        validation_name=trainer.config.loss.validation_name,
+    )
     stop_signal, trainer.console, shutdown.saver = 0, console, trainer.saver
     final_status: FinalStatus = "failed"
     try:
@@ -177,8 +189,7 @@ def _warn_only(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        message = f"{what} ({type(error).__name__}: {error}); the checkpoints are not affected\n"
-        os.write(2, message.encode())
+        write_stderr(f"{what} ({type(error).__name__}: {error}); the checkpoints are not affected\n")
 
 
 def _record_step(
@@ -296,8 +307,8 @@ def _agree(
 
 
 class GracefulShutdown:
-    """After SIGTERM or SIGUSR1, exit within train.grace_s: after the step and its checkpoint if they finish in time,
-    else at once. A save in progress gets the full grace period."""
+    """After any stop signal but Ctrl-C, exit within train.grace_s: after the step and its checkpoint if they finish in
+    time, else at once. A save in progress gets the full grace period."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.seconds = run, run.config.train.grace_s
@@ -311,15 +322,18 @@ class GracefulShutdown:
         done_at = self.step_start + self.step_s + (saver.seconds if saver is not None else 0.0)
         if number != SIGINT and not is_writing and done_at - time.monotonic() > self.seconds:
             self.leave(number)
-        handle_stop_signal(number, again)
         if number != SIGINT:
             self.timer = Timer(self.seconds, self.leave, [number])
             self.timer.daemon = True
             self.timer.start()
+        handle_stop_signal(number, again)  # last: it prints, which may hang
 
     def leave(self, number: int) -> None:
         reason = f"the step and its checkpoint do not finish within train.grace_s={self.seconds:g}"
-        message = f"{Signals(number).name}: {reason}. {files.describe_last(self.run.run_dir)}"
+        latest = self.run.run_dir / "latest"
+        unknown = f"{latest} could not be read: check its storage."
+        last = call_in_time(lambda: files.describe_last(self.run.run_dir), READ_LIMIT_S, unknown)
+        message = f"{Signals(number).name}: {reason}. {last}"
         exit_rank(Outcome(ExitCode.SIGNALED + number, message, shared=True))
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ from ithaka.config import (
     with_absolute_paths,
     write_atomic,
 )
-from ithaka.config.units import format_json
+from ithaka.config.units import format_json, plural
 from ithaka.data.batch import Batch
 from ithaka.data.cache import decide_fills
 from ithaka.data.documents.images import PROCESSOR_FILES
@@ -173,7 +173,8 @@ class Trainer:
         self.norms.extend(state.get("norms", []))
         self.best, self.stale = files.read_best(state)
         if (before := state.get("global_batch", self.global_batch)) != self.global_batch:
-            words = f"{self.global_batch} sequences per step (was {before}); train.global_batch={before} keeps them"
+            sequences = plural(self.global_batch, "sequence")
+            words = f"{sequences} per step (was {before}); train.global_batch={before} keeps them"
             self.data_summary["batch"] = words
 
     @phase("saving")
@@ -240,7 +241,7 @@ class Trainer:
             raise Diverged(f"{what}. {files.describe_last(self.run.run_dir)} {fix}")
         own = self._document_starts(batches) if self.mesh.cp_rank == 0 else []
         documents = [start for starts in gather_objects(own) for start in starts]
-        message = f"{what}. Its batch is skipped; {len(documents)} documents"
+        message = f"{what}. Its batch is skipped; {plural(len(documents), 'document')}"
         self.console.event(self.step + 1, message, skipped_documents=documents)
 
     def check_loaded_weights(self) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from ithaka.checkpoint.files import step_name
 from ithaka.config import TrainConfig, shell_command, write_atomic
-from ithaka.config.units import format_bytes, format_count, format_json
+from ithaka.config.units import format_bytes, format_count, format_json, plural
 from ithaka.data.batch import Batch
 from ithaka.exits import ExitCode, exit_code_for
 from ithaka.inputs.batch import count_pairs
@@ -188,7 +188,8 @@ class Watch:
             planned = f"planned {format_bytes(self._planned_disk_bytes_s)}/s"
             disk = self.trainer.store.disk.directory
             message = f"Slow disk {disk}: rank {rank} gets {format_bytes(rate)}/s ({planned})"
-            waiting = f"{len(slow)} of {len(disks)} ranks {'is' if len(slow) == 1 else 'are'} waiting"
+            ranks = plural(len(disks), "rank")
+            waiting = f"{len(slow)} of {ranks} {'is' if len(slow) == 1 else 'are'} waiting"
             self.console.event(self.trainer.step + 1, f"{message}; {waiting}", slow_disks=slow)
 
 
@@ -307,11 +308,12 @@ def describe_run(trainer: Trainer) -> dict[str, str]:
         size += f", {format_count(trainer.num_trained)} trained"
     ring = mesh.ring_group.size()
     random = ", random weights" * trainer.random_weights
+    num_steps = plural(config.train.steps - config.start, "step")
     summary = {
         "model": f"{config.model.path or model.config.model_type}, {size}{random}",
         "ranks": f"{mesh.world_size} ({trainer.device_name}) = {mesh.dp_size} data x {mesh.cp_size} context parallel"
         + f" ({mesh.ulysses_group.size()} Ulysses x {ring} ring)" * (ring > 1),
-        "context": f"{config.data.context} tokens, {tokens} per step, {config.train.steps - config.start} steps",
+        "context": f"{config.data.context} tokens, {tokens} per step, {num_steps}",
         "attention": f"kernel {trainer.kernel}{_describe_planned_kernel(trainer)}",
         "run": f"{trainer.run.run_dir}{f', resumed after step {trainer.step}' if trainer.step else ''}",
         **_describe_saving(trainer),
@@ -352,8 +354,9 @@ def _describe_saving(trainer: Trainer) -> dict[str, str]:
     is_default = (settings.save_minutes, settings.save_every) == (default.save_minutes, default.save_every)
     if is_default and trainer.saver.background:
         return {}
-    every = [f"{settings.save_minutes:g} minutes"] * (settings.save_minutes > 0)
-    every += [f"{settings.save_every} steps"] * (settings.save_every > 0)
+    minutes = f"{settings.save_minutes:g} minute{'s' * (settings.save_minutes != 1)}"
+    every = [minutes] * (settings.save_minutes > 0)
+    every += [plural(settings.save_every, "step")] * (settings.save_every > 0)
     how = f"in the background, from {room} of host memory per node"
     if not trainer.saver.background:
         how = f"in the foreground: {room} of host memory per node are not free for a copy"
@@ -367,9 +370,10 @@ def summarize_run(trainer: Trainer) -> dict[str, str]:
     since = (r.get("val_loss") for r in records if r["step"] >= trainer.first_step)
     losses = [f"{loss:.4f}" for loss in since if loss is not None]
     rates = [r["tokens_per_s"] for r in records if r.get("tokens_per_s")]
-    summary = {"validation loss": " -> ".join([losses[0], *losses[1:][-1:]])} if losses else {}
+    validation = f"validation {trainer.config.loss.validation_name}"
+    summary = {validation: " -> ".join([losses[0], *losses[1:][-1:]])} if losses else {}
     if trainer.first_step > 1 and len(losses) > 1:
-        summary["validation loss"] += f", first and last since the resume after step {trainer.first_step - 1}"
+        summary[validation] += f", first and last since the resume after step {trainer.first_step - 1}"
     if trainer.best is not None and trainer.saver.keep_best:
         loss, step = trainer.best
         how = f": {shell_command('export', run_dir, 'OUT_DIR', '--step', step)}"
