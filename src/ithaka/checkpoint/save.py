@@ -78,18 +78,23 @@ def _rng_tensors(rank: int) -> dict[str, Tensor]:
     return states
 
 
-def trained_weights(model: nn.Module) -> dict[str, Any]:
-    """Weights and persistent buffers, without frozen weights. With an adapter, also without buffers: they come with the
-    base model."""
+def trained_weights(model: nn.Module, keeps_frozen: bool = False) -> dict[str, Any]:
+    """Weights and persistent buffers, without frozen weights unless `keeps_frozen`. With an adapter, only trained
+    weights: all others come with the base model."""
     weights = get_model_state_dict(model)
     params = dict(model.named_parameters(remove_duplicate=False))  # a tied weight under both names
     left_out = {name for name, param in params.items() if not param.requires_grad}
-    left_out |= weights.keys() - params.keys() if find_active_adapter(model) else set()
+    if find_active_adapter(model):
+        left_out |= weights.keys() - params.keys()
+    elif keeps_frozen:
+        left_out = set()
     return {name: t for name, t in weights.items() if name not in left_out}
 
 
 def _trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    return trained_weights(model), get_optimizer_state_dict(model, optimizer)
+    """A run resumes and is exported without the model's files, so it also saves what transformers freezes: the expert
+    biases of AFMoE, for example."""
+    return trained_weights(model, keeps_frozen=True), get_optimizer_state_dict(model, optimizer)
 
 
 def plain_moments(state: dict[str, Any]) -> dict[str, Any]:
@@ -125,7 +130,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimiz
         tensors["rng"] = {k: v for k, v in _rng_tensors(rank).items() if f"rng.{k}" in saved}
     with _unwrap_errors(f"checkpoint {path} cannot be read"):
         load_into(tensors, path)
-    options = StateDictOptions(strict=False)  # frozen weights are not in it
+    options = StateDictOptions(strict=False)  # an adapter's base is not in it
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optim, options=options)
     for key, rng in tensors.get("rng", {}).items():
         (torch.cuda.set_rng_state if key.endswith(".cuda") else torch.set_rng_state)(rng)
