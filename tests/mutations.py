@@ -892,7 +892,97 @@ MUTATIONS = (
     # ---- files, checkpoints and pages
     #
     # ---- models and plans of files
-    #
+    Mutation(
+        "infinity in config.json stays an object",
+        "plan/read_config.py",
+        "return FLOATS.get(tag, values) if is_float else values",
+        "return values",
+        "test_general_files.py -k 'infinite and bamba'",
+    ),
+    Mutation(
+        "config.json from the hub is parsed as plain JSON",
+        "plan/models.py",
+        "parse_json(answer.read())",
+        "json.loads(answer.read())",
+        "test_model_names.py -k json_lacks",
+    ),
+    Mutation(
+        "a model without RoPE cannot be saved during a run",
+        "train/trainer.py",
+        "for name in names if hasattr(text, name)}",
+        "for name in names}",
+        "test_general_files.py -k 'without_them and nemotron_h'",
+    ),
+    Mutation(
+        "stored buffers must have an initial value",
+        "weights/load.py",
+        "module._non_persistent_buffers_set if has_files else set()",
+        "module._non_persistent_buffers_set if False else set()",
+        "test_general_files.py -k 'byte_for_byte and apertus'",
+    ),
+    Mutation(
+        "an embedding has as many rows as the vocabulary",
+        "weights/load.py",
+        "num_rows = len(t) - added if",
+        "num_rows = vocab_size if",
+        "test_general_files.py -k 'byte_for_byte and moshi'",
+    ),
+    Mutation(
+        "a checkpoint lacks what transformers freezes",
+        "checkpoint/save.py",
+        "trained_weights(model, keeps_frozen=True)",
+        "trained_weights(model, keeps_frozen=False)",
+        "test_general_files.py -k 'without_them and afmoe'",
+    ),
+    Mutation(
+        "a checkpoint of an adapter has its base",
+        "checkpoint/save.py",
+        "    elif keeps_frozen:\n",
+        "    if keeps_frozen:\n",
+        "test_adapter_runs.py -k only_trained_weights",
+    ),
+    Mutation(
+        "gradients that are rounding are compared with themselves",
+        "roots/results.py",
+        "SMALL_GRADIENT = 1e-2",
+        "SMALL_GRADIENT = 0.0",
+        "test_general_refusals.py -k zero_but",
+    ),
+    Mutation(
+        "gradients are compared with the layer's largest one",
+        "roots/results.py",
+        "SMALL_GRADIENT = 1e-2",
+        "SMALL_GRADIENT = 1.0",
+        "test_general_refusals.py -k small_value",
+    ),
+    Mutation(
+        "outputs are compared with gradients",
+        "roots/results.py",
+        'smallest if name.startswith("gradient") else 0.0',
+        "smallest",
+        "test_general_refusals.py -k small_value",
+    ),
+    Mutation(
+        "parallelize tells hybrids to use a ring",
+        "model/build.py",
+        ', has_rings=not root.why_not("ring")',
+        "",
+        "test_hybrid_models.py -k told_to_use_a_ring",
+    ),
+    Mutation(
+        "the planner tells hybrids to use a ring",
+        "plan/search.py",
+        "has_rings = not shape.why_no_ring",
+        "has_rings = True",
+        "test_hybrid_models.py -k told_to_use_a_ring",
+    ),
+    Mutation(
+        "a run of a hybrid gets a ring that its ranks reject",
+        "run/validate.py",
+        ", has_rings=not shape.why_no_ring",
+        "",
+        "test_hybrid_models.py -k told_to_use_a_ring",
+    ),
     # ---- layers, stores and kernels
     #
     # ---- distillation and trainers

@@ -35,6 +35,12 @@ from runs import MODEL, copy_run_at_step, metrics, saves_in_time, tiny_run
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 IDS = torch.arange(40).reshape(2, 20) * 13 % 61
 
+OTHERS = {
+    "afmoe": {"num_dense_layers": 1},
+    "moshi": {"ffn_dim": 40},
+    "emu3_text_model": dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+}
+
 
 def save_decoder(folder, family, **changes):
     """Save a model with two layers of different kinds, as transformers does for the hub."""
@@ -42,7 +48,7 @@ def save_decoder(folder, family, **changes):
     types = {"layer_types": kinds} if family in ("gpt_oss", "gemma2", "gemma3_text", "olmo3", "cohere2") else {}
     types |= {"layer_types": ["linear_attention", "full_attention"]} if family in HYBRIDS else {}
     types |= {} if family == "nemotron_h" else {"num_hidden_layers": 2}
-    types |= {"afmoe": {"num_dense_layers": 1}, "moshi": {"ffn_dim": 40}}.get(family, {})
+    types |= OTHERS.get(family, {})
     model = tiny_decoder(family, torch.float32, **types, **changes)
     for name, buffer in model.named_buffers():
         if "correction" in name:
