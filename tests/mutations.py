@@ -942,6 +942,20 @@ MUTATIONS = (
         "test_adapter_runs.py -k only_trained_weights",
     ),
     Mutation(
+        "a parameter without a gradient must have a state in the checkpoint",
+        "checkpoint/save.py",
+        'if f"moments.{name}" not in with_state}',
+        "if False}",
+        "test_checkpoint_files.py -k without_a_gradient",
+    ),
+    Mutation(
+        "loading makes a state for a parameter without a gradient",
+        "checkpoint/save.py",
+        "    drop_states(model, optimizer, unsaved)\n",
+        "",
+        "test_checkpoint_files.py -k without_a_gradient",
+    ),
+    Mutation(
         "gradients that are rounding are compared with themselves",
         "roots/results.py",
         "SMALL_GRADIENT = 1e-2",

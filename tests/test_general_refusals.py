@@ -556,7 +556,7 @@ def test_gradients_that_are_zero_but_for_rounding_are_accepted(family, changes):
 def test_a_small_value_that_differs_is_refused():
     """Small gradients are compared with a part of the largest one, outputs with themselves."""
     model, ones = tiny_decoder("olmo2", num_hidden_layers=1), torch.ones(3)
-    theirs = {"output": 1e-4 * ones, "gradient of a": ones, "gradient of b": 1e-4 * ones}
+    theirs = {"output": 1e-5 * ones, "gradient of a": ones, "gradient of b": 1e-4 * ones}
     probe.compare_results(model, theirs | {"gradient of b": theirs["gradient of b"] + 5e-6}, theirs, "here")
     for name in ("output", "gradient of b"):
         with pytest.raises(ConfigError, match=f"gives another {name} here"):

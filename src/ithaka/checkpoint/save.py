@@ -6,7 +6,7 @@ Tensors go through torch.distributed.checkpoint, everything else is JSON (state.
 import io
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,20 +118,38 @@ def plain_moments(state: dict[str, Any]) -> dict[str, Any]:
     return {name: {key: split(value) for key, value in each.items()} for name, each in state.items()}
 
 
+def unsaved_states(states: Iterable[str], saved: Iterable[str]) -> set[str]:
+    """Those of the parameters in `states` without an optimizer state among the tensors `saved` in a checkpoint: they
+    had no gradient yet, such as an encoder's before the first image."""
+    with_state = {name.rpartition(".")[0] for name in saved}
+    return {name for name in states if f"moments.{name}" not in with_state}
+
+
+def drop_states(model: nn.Module, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
+    """Remove optimizer states that `get_optimizer_state_dict` has made for parameters without a gradient."""
+    params = dict(model.named_parameters())
+    for name in names:
+        optimizer.state.pop(params[name], None)
+
+
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Fill the model, the optimizer and the RNG from a checkpoint, and return its state.json. Collective.
 
     With another number of ranks, tensors are resharded and RNG states are not restored: those belong to ranks."""
     state, rank = read_state(path), dist.get_rank()
     weights, optim = _trained_state(model, optimizer)
-    tensors: dict[str, Any] = {"model": weights, "moments": plain_moments(optim["state"])}
+    saved = SafeReader(path).read_metadata().state_dict_metadata
+    moments = plain_moments(optim["state"])
+    unsaved = unsaved_states(moments, saved)
+    moments = {name: moment for name, moment in moments.items() if name not in unsaved}
+    tensors: dict[str, Any] = {"model": weights, "moments": moments}
     if state["world_size"] == dist.get_world_size():
-        saved = SafeReader(path).read_metadata().state_dict_metadata
         tensors["rng"] = {k: v for k, v in _rng_tensors(rank).items() if f"rng.{k}" in saved}
     with _unwrap_errors(f"checkpoint {path} cannot be read"):
         load_into(tensors, path)
     options = StateDictOptions(strict=False)  # an adapter's base is not in it
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optim, options=options)
+    drop_states(model, optimizer, unsaved)
     for key, rng in tensors.get("rng", {}).items():
         (torch.cuda.set_rng_state if key.endswith(".cuda") else torch.set_rng_state)(rng)
     return state

@@ -23,8 +23,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as state_dicts
 
-from ithaka.checkpoint.safe_load import load_into
-from ithaka.checkpoint.save import plain_moments, trained_weights
+from ithaka.checkpoint.safe_load import SafeReader, load_into
+from ithaka.checkpoint.save import drop_states, plain_moments, trained_weights, unsaved_states
 from ithaka.comm.agree import raise_on_all_ranks
 from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError, input_error, parse_count
@@ -410,10 +410,15 @@ class LongContext(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
+        base, optimizer = base_model(self.model), self.optimizer.optimizer
         moments = self._moments()
-        _load_state({"moments": plain_moments(moments["state"])}, checkpoint)
+        states = plain_moments(moments["state"])
+        saved = SafeReader(Path(checkpoint, STATE_FOLDER)).read_metadata().state_dict_metadata
+        unsaved = unsaved_states(states, saved)
+        _load_state({"moments": {k: v for k, v in states.items() if k not in unsaved}}, checkpoint)
         # In torch 2.13 these already alias the optimizer's tensors, but that is not guaranteed.
-        state_dicts.set_optimizer_state_dict(base_model(self.model), self.optimizer.optimizer, moments)
+        state_dicts.set_optimizer_state_dict(base, optimizer, moments)
+        drop_states(base, optimizer, unsaved)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True))
         for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate  # torchao's is a tensor
