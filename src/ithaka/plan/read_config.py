@@ -30,7 +30,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _decode_float(values: dict[str, Any]) -> Any:
-    tag = values.get("__float__")
+    tag = values.get("__float__", "")
     is_float = len(values) == 1 and isinstance(tag, str)
     return FLOATS.get(tag, values) if is_float else values
 
