@@ -3,7 +3,7 @@
 # make test-all the slow tests too, and a selection without the tests' replacements; an hour
 # make lint     the part of it that takes seconds
 # make docs     the documentation as a site, in build/site
-# make models   examine every causal model type of transformers, and write docs/models.md; minutes
+# make models   examine every causal model type of transformers, and write docs/models.md; 20 minutes
 # make mutations  plant errors, one at a time, and print which test catches each; 20 minutes
 # make faults   100 runs killed at random moments and resumed; half an hour
 
@@ -42,7 +42,7 @@ docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
 
 models: $(STAMP)
-	PYTHONPATH=tests $(BIN)/python docs/make_models.py
+	PYTHONPATH=tests $(BIN)/python docs/make_models.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
+from ithaka.weights.adapters import auto_class
 from models import CONSTRUCTING
 
 # Families without a formula for their shapes, with the values that their configurations need beyond `SIZES`.
@@ -95,7 +96,7 @@ def random_decoder(config: PretrainedConfig, dtype: torch.dtype = torch.float64)
     """Return a model with random parameters, including norms and biases; deterministic per configuration."""
     config._experts_implementation = "eager"  # grouped_mm, the default for experts, has no fp64
     with CONSTRUCTING:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+        model = auto_class(config.model_type).from_config(config, dtype=dtype, attn_implementation="eager")
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for param in model.parameters():

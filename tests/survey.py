@@ -77,7 +77,7 @@ SIZES: dict[int, list[str]] = {
         *("prefix_dense_intermediate_size", "shared_intermediate_size", "shared_expert_intermediate_size"),
         *("moe_shared_expert_intermediate_size", "mlp_dim"),
     ],
-    61: [
+    264: [
         *("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "audio_vocab_size", "shape_vocab_size"),
         *("encoder_hash_byte_group_vocab", "pronunciation_vocab_size"),
     ],
@@ -147,6 +147,7 @@ class Finding:
     experts: int = 0
     error: float | None = None
     worst_error: str = ""  # the loss or parameter with this error
+    files: str = ""  # what fails if an exact model is trained from files (survey_files.py)
 
     @property
     def is_exact(self) -> bool:

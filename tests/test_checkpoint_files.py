@@ -172,6 +172,34 @@ def test_state_is_json_and_data_files_hold_tensors_only(run_dir):
     assert {"rng.0.cpu", "rng.1.cpu"} <= entries.keys()
 
 
+def resume_with_an_unused_parameter(folder):
+    """Return the optimizer's states by parameter before a save and after it is loaded, and what a later step changes in
+    both."""
+    states, changes = [], []
+    models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    models[0].weight.sum().backward()
+    optimizers[0].step()
+    saver = save.Saver(folder, 1, background=False)
+    saver.save(models[0], optimizers[0], {"step": 1, "best": None})
+    saver.finish()
+    save.load_checkpoint(folder / "checkpoints/step-00000001", models[1], optimizers[1])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.zero_grad()
+        states.append({name: [*optimizer.state.get(p, ())] for name, p in model.named_parameters()})
+        (model.weight.sum() + 2 * model.bias.sum()).backward()
+        optimizer.step()
+        changes.append([param.detach().tolist() for param in model.parameters()])
+    return states, changes
+
+
+def test_a_parameter_without_a_gradient_so_far_has_no_state_after_loading(ranks, tmp_path):
+    """Such as an encoder of images, before the first image."""
+    (((before, after), (expected, resumed)),) = ranks.run(1, resume_with_an_unused_parameter, tmp_path)
+    assert before == after == {"weight": ["step", "exp_avg", "exp_avg_sq"], "bias": []}
+    assert resumed == expected
+
+
 def save_and_load_random_state(folder):
     """Return whether a checkpoint restores this rank's random state, and the numbers drawn from it."""
     torch.manual_seed(dist.get_rank())

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import math
 import shutil
 import warnings
 from pathlib import Path
@@ -21,6 +22,7 @@ from ithaka.config import AdapterConfig, ConfigError, ModelConfig, RopeConfig, l
 from ithaka.inputs.positions import rope_parameters
 from ithaka.layout import Layout
 from ithaka.model.build import build_model, read_hf_config
+from ithaka.plan.read_config import read_json
 from ithaka.run.preflight import validate_run
 from ithaka.run.resolve import model_shape
 from ithaka.run.shapes import shape_from_config
@@ -33,6 +35,12 @@ from runs import MODEL, copy_run_at_step, metrics, saves_in_time, tiny_run
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 IDS = torch.arange(40).reshape(2, 20) * 13 % 61
 
+OTHERS = {
+    "afmoe": {"num_dense_layers": 1},
+    "moshi": {"ffn_dim": 40},
+    "emu3_text_model": dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+}
+
 
 def save_decoder(folder, family, **changes):
     """Save a model with two layers of different kinds, as transformers does for the hub."""
@@ -40,6 +48,7 @@ def save_decoder(folder, family, **changes):
     types = {"layer_types": kinds} if family in ("gpt_oss", "gemma2", "gemma3_text", "olmo3", "cohere2") else {}
     types |= {"layer_types": ["linear_attention", "full_attention"]} if family in HYBRIDS else {}
     types |= {} if family == "nemotron_h" else {"num_hidden_layers": 2}
+    types |= OTHERS.get(family, {})
     model = tiny_decoder(family, torch.float32, **types, **changes)
     for name, buffer in model.named_buffers():
         if "correction" in name:
@@ -87,15 +96,17 @@ def load_and_save(folder, out):
         return model(input_ids=IDS).logits, tensors
 
 
-ALWAYS = ("glm4_moe", "mixtral")
+ALWAYS = ("glm4_moe", "mixtral", "apertus", "moshi", "emu3_text_model")
 
 
-# GLM has buffers in its files, Mixtral renamed experts, and Gemma 2 an embedding scale that no file contains.
+# GLM and Apertus have buffers in their files, Apertus without an initial value, Mixtral renamed experts, Moshi an
+# embedding with one more row than its head, and Gemma 2 an embedding scale that no file contains. Emu3's decoder is
+# saved under a type that AutoModelForCausalLM does not know.
 @pytest.mark.parametrize(
     "family",
     [
         pytest.param(family, marks=() if family in ALWAYS else pytest.mark.slow)
-        for family in (*DECODERS, *HYBRIDS, *RECURRENT, "mixtral", "qwen3_moe")
+        for family in (*DECODERS, *HYBRIDS, *RECURRENT, "mixtral", "qwen3_moe", "apertus", "moshi", "emu3_text_model")
     ],
 )
 def test_loaded_files_are_saved_byte_for_byte(ranks, tmp_path, family):
@@ -105,6 +116,14 @@ def test_loaded_files_are_saved_byte_for_byte(ranks, tmp_path, family):
     assert tensors.keys() == plain.keys() and all(torch.equal(tensors[name], plain[name]) for name in plain)
     torch.testing.assert_close(logits, plain_logits(tmp_path), rtol=1e-4, atol=1e-4)
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("family", ["bamba", "falcon_h1", "granitemoehybrid", "nemotron_h"])
+def test_an_infinite_number_is_read_as_transformers_writes_it(tmp_path, family):
+    """JSON has none: the limit of Mamba2's step sizes is written as an object."""
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["time_step_limit"][1] == {"__float__": "Infinity"}
+    assert read_json(tmp_path / "config.json")["time_step_limit"] == [0.0, math.inf]
 
 
 def test_mxfp4_is_dequantized_bitwise(ranks, tmp_path):
@@ -253,12 +272,18 @@ def finish(run):
         return losses, trainer.model(input_ids=IDS).logits
 
 
+# Nemotron-H has no RoPE. AFMoE has parameters that are never trained; like all others, they come from the checkpoint.
+SLOW = ("qwen3_moe", "gpt_oss", "gemma3_text")
+
+
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "gemma3_text"))]
+    "family", ["nemotron_h", "afmoe", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
-def test_a_run_from_files_is_resumed_and_exported(ranks, tmp_path, family):
+def test_a_run_from_files_is_resumed_without_them_and_exported(ranks, tmp_path, family):
     config = configure(tmp_path, family)
     ranks.run(2, train, validate_run(config, 2))
+    stored = load_file(tmp_path / "base/model.safetensors")
+    (tmp_path / "base/model.safetensors").unlink()
     losses = [line["loss"] for line in metrics(config.train.run_dir)]
     assert losses[-1] < losses[0] - 0.1
     again = copy_run_at_step(config.train.run_dir, tmp_path / "again", 2)
@@ -266,7 +291,7 @@ def test_a_run_from_files_is_resumed_and_exported(ranks, tmp_path, family):
     ((others, logits),) = ranks.run(1, finish, validate_run(config, 1, again))
     assert others == pytest.approx(losses[2:], rel=1e-5)
     out = export(again, tmp_path / "out")
-    assert load_file(out / "model.safetensors").keys() == load_file(tmp_path / "base/model.safetensors").keys()
+    assert load_file(out / "model.safetensors").keys() == stored.keys()
     torch.testing.assert_close(plain_logits(out), logits, rtol=1e-5, atol=1e-5)
 
 

@@ -67,7 +67,7 @@ def assert_refuses(model, *fragments: str) -> str:
 def error_without_comparison(model) -> float:
     """Return the worst error if the probe compared nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probe, "_compare_results", lambda *args: None)
+        patch.setattr(probe, "compare_results", lambda *args: None)
         return worst_error(compare(model, TILES))[0]
 
 
@@ -544,10 +544,29 @@ def test_masks_that_a_call_does_not_show_are_exact_or_refused(family):
     refuse_or_compare(tiny_decoder(family, num_hidden_layers=2, **changes))
 
 
+@pytest.mark.parametrize(
+    "family, changes",
+    [("smollm3", {"attention_bias": True, "no_rope_layers": [0, 0]}), ("mistral", {"sliding_window": 1})],
+)
+def test_gradients_that_are_zero_but_for_rounding_are_accepted(family, changes):
+    """Those of a bias of keys without RoPE, and of queries and keys in a window of one token."""
+    assert_equal(compare(tiny_decoder(family, num_hidden_layers=2, **changes), TILES))
+
+
+def test_a_small_value_that_differs_is_refused():
+    """Small gradients are compared with a part of the largest one, outputs with themselves."""
+    model, ones = tiny_decoder("olmo2", num_hidden_layers=1), torch.ones(3)
+    theirs = {"output": 1e-5 * ones, "gradient of a": ones, "gradient of b": 1e-4 * ones}
+    probe.compare_results(model, theirs | {"gradient of b": theirs["gradient of b"] + 5e-6}, theirs, "here")
+    for name in ("output", "gradient of b"):
+        with pytest.raises(ConfigError, match=f"gives another {name} here"):
+            probe.compare_results(model, theirs | {name: 0.8 * theirs[name]}, theirs, "here")
+
+
 @pytest.mark.parametrize("where", ["of model.layers.0 at position 0", "in a run of"])
 def test_a_difference_with_one_seed_only_is_chance(where, monkeypatch):
     """Rounding may change a token's experts. With other weights, the model is accepted, with all its blocks."""
-    compare_results, mismatches = probe._compare_results, []
+    compare_results, mismatches = probe.compare_results, []
 
     def differ(model, ours, theirs, place):
         if place.startswith(where) and len(mismatches) < most:
@@ -555,7 +574,7 @@ def test_a_difference_with_one_seed_only_is_chance(where, monkeypatch):
             raise probe.Mismatch("differs")
         compare_results(model, ours, theirs, place)
 
-    monkeypatch.setattr(probe, "_compare_results", differ)
+    monkeypatch.setattr(probe, "compare_results", differ)
     model, most = tiny_decoder("olmo2", num_hidden_layers=2), 1
     decoder = find_root(model)
     decoder.find_specs(torch.device("cpu"))

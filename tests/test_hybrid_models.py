@@ -10,7 +10,7 @@ import torch
 from decoders import HYBRIDS, RECURRENT, tiny_decoder
 from general import add_lora, assert_equal, compare, gradient_errors, worst_error
 from ithaka.comm.mesh import make_mesh
-from ithaka.config import AdapterConfig, ConfigError
+from ithaka.config import AdapterConfig, ConfigError, parse_config
 from ithaka.layer.inputs import LayerInputs
 from ithaka.layer.mixer import LayerSpec
 from ithaka.layer.passes import LayerPasses
@@ -21,6 +21,8 @@ from ithaka.ops import scan
 from ithaka.ops.scan import Halos, LocalDocs
 from ithaka.plan.hardware import parse_gpus
 from ithaka.run.request import make_request
+from ithaka.run.shapes import find_shape
+from ithaka.run.validate import check_settings
 from ithaka.weights.adapters import make_lora_config
 from parity import plain_sum, random_ids
 from threads import run_on_threads
@@ -214,6 +216,18 @@ def test_rings_are_refused(plain):
         compare(plain, Layout(2, ring=2))
     with pytest.raises(ConfigError, match=r"parallel.ring=2 is not supported for model_type=qwen3_5_text.*use 1"):
         make_request("qwen3.5-9b", parse_gpus("8xH200"), "64K", 1, ["parallel.ring=2"])
+
+
+def test_more_ranks_than_heads_are_not_told_to_use_a_ring():
+    """In Python, by the planner and before a run starts, also if no ring is set."""
+    model = tiny_decoder("lfm2", num_attention_heads=2)
+    with pytest.raises(ConfigError, match=r"cp=4 exceeds the model's 2 query heads; use parallel.cp=1 or 2$"):
+        compare(model, Layout(4))
+    with pytest.raises(ConfigError, match=r"cp=32 exceeds the model's 16 query heads; use parallel.cp=1, .* or 16$"):
+        make_request("qwen3.5-9b", parse_gpus("32xH200"), "64K", 1, ["parallel.cp=32"])
+    shape = find_shape("qwen3.5-9b")
+    with pytest.raises(ConfigError, match=r"cp=32 exceeds the model's 16 query heads; use parallel.cp=1, .* or 16$"):
+        check_settings(parse_config({"parallel": {"cp": 32}}), 32, shape)
 
 
 def test_shared_blocks_and_mamba_1_are_refused():

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -91,6 +92,15 @@ def test_a_hub_id_is_fetched_from_the_hub(monkeypatch):
     fake_hub(monkeypatch, MODELS["qwen3-4b"])
     assert find_shape("someone/their-model") == find_shape("qwen3-4b")
     assert hub_id("someone/their-model") == "someone/their-model" and hub_id("Qwen3-4B") == "Qwen/Qwen3-4B"
+
+
+def test_a_number_that_json_lacks_is_read_as_transformers_writes_it(monkeypatch, tmp_path):
+    tags = {"limits": [0.0, {"__float__": "Infinity"}], "low": {"__float__": "-Infinity"}}
+    others = {"a": {"__float__": "b"}, "c": {"__float__": "NaN", "d": 1}, "e": {"__float__": [1]}}
+    (tmp_path / "config.json").write_text(json.dumps(tags | others))
+    fake_hub(monkeypatch, tags | others)
+    for model in (str(tmp_path), "someone/their-model"):
+        assert find_config(model) == {"limits": [0.0, math.inf], "low": -math.inf} | others
 
 
 @pytest.mark.parametrize("error, fragments", [

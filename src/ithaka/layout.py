@@ -350,9 +350,10 @@ def check_parallelism(
     ring: int | None = None,
     replicas: int | None = None,
     heads_per_stage: int | None = None,
+    has_rings: bool = True,
 ) -> None:
     """Raise ConfigError if these sizes do not go together. None: unknown, or left to the planner. `num_heads`: the
-    model's query heads."""
+    model's query heads. `has_rings`: whether the model supports rings."""
     for name, size in (("cp", cp), ("ring", ring), ("replicas", replicas), ("heads_per_stage", heads_per_stage)):
         check_size(f"parallel.{name}", size)
     if num_ranks is not None:
@@ -362,7 +363,8 @@ def check_parallelism(
                 fix = f"use {format_choices(_divisors(num_ranks))}, or change the number of ranks"
                 raise ConfigError(f"parallel.{name}={size} does not divide the {ranks}; {fix}")
     max_heads = num_heads or max(cp or 1, heads_per_stage or 1)
-    ring = ring or smallest_ring(cp or 1, max_heads)
+    if ring is None:
+        ring = smallest_ring(cp or 1, max_heads) if has_rings else 1
     cp = cp or ring
     rings = format_choices(n for n in _divisors(cp) if cp // n <= max_heads)
     if cp % ring:
@@ -371,9 +373,9 @@ def check_parallelism(
     if ulysses > max_heads:
         product = f" x parallel.ring={ring}" if ring > 1 else ""
         smaller = format_choices(n for n in _divisors(num_ranks or cp) if n % ring == 0 and n // ring <= max_heads)
+        fixes = [f"parallel.ring={rings}"] * has_rings + [f"parallel.cp={smaller}"] * bool(smaller)
         raise ConfigError(
-            f"parallel.cp={cp} exceeds the model's {max_heads} query heads{product}; "
-            f"use parallel.ring={rings}" + f", or parallel.cp={smaller}" * bool(smaller)
+            f"parallel.cp={cp} exceeds the model's {max_heads} query heads{product}; use {', or '.join(fixes)}"
         )
     if heads_per_stage is None:
         return
@@ -386,10 +388,12 @@ def check_parallelism(
         raise ConfigError(f"parallel.heads_per_stage={heads_per_stage} is not a multiple of {group}; use {choices}")
 
 
-def check_fixed(fixed: Mapping[str, Any], num_heads: int, num_layers: int, num_ranks: int) -> None:
+def check_fixed(
+    fixed: Mapping[str, Any], num_heads: int, num_layers: int, num_ranks: int, has_rings: bool = True
+) -> None:
     """Raise ConfigError if no layout of such a model on `num_ranks` ranks has these arguments of `make_layout`."""
     sizes = {name: fixed.get(name) for name in ("cp", "ring", "replicas", "heads_per_stage")}
-    check_parallelism(num_ranks, num_heads, **sizes)
+    check_parallelism(num_ranks, num_heads, **sizes, has_rings=has_rings)
     for name, keyword in (("checkpoint", "full"), ("keep_attention", "all"), ("keep_projections", "all")):
         count = fixed.get(SETTINGS[f"memory.{name}"]) or 0
         if count > num_layers:

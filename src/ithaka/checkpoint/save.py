@@ -6,7 +6,7 @@ Tensors go through torch.distributed.checkpoint, everything else is JSON (state.
 import io
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,18 +79,23 @@ def _rng_tensors(rank: int) -> dict[str, Tensor]:
     return states
 
 
-def trained_weights(model: nn.Module) -> dict[str, Any]:
-    """Weights and persistent buffers, without frozen weights. With an adapter, also without buffers: they come with the
-    base model."""
+def trained_weights(model: nn.Module, keeps_frozen: bool = False) -> dict[str, Any]:
+    """Weights and persistent buffers, without frozen weights unless `keeps_frozen`. With an adapter, only trained
+    weights: all others come with the base model."""
     weights = get_model_state_dict(model)
     params = dict(model.named_parameters(remove_duplicate=False))  # a tied weight under both names
     left_out = {name for name, param in params.items() if not param.requires_grad}
-    left_out |= weights.keys() - params.keys() if find_active_adapter(model) else set()
+    if find_active_adapter(model):
+        left_out |= weights.keys() - params.keys()
+    elif keeps_frozen:
+        left_out = set()
     return {name: t for name, t in weights.items() if name not in left_out}
 
 
 def _trained_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    return trained_weights(model), get_optimizer_state_dict(model, optimizer)
+    """A run resumes and is exported without the model's files, so it also saves what transformers freezes: the expert
+    biases of AFMoE, for example."""
+    return trained_weights(model, keeps_frozen=True), get_optimizer_state_dict(model, optimizer)
 
 
 def plain_moments(state: dict[str, Any]) -> dict[str, Any]:
@@ -114,19 +119,37 @@ def plain_moments(state: dict[str, Any]) -> dict[str, Any]:
     return {name: {key: split(value) for key, value in each.items()} for name, each in state.items()}
 
 
+def unsaved_states(states: Iterable[str], saved: Iterable[str]) -> set[str]:
+    """Those of the parameters in `states` without an optimizer state among the tensors `saved` in a checkpoint: they
+    had no gradient yet, such as an encoder's before the first image."""
+    with_state = {name.rpartition(".")[0] for name in saved}
+    return {name for name in states if f"moments.{name}" not in with_state}
+
+
+def drop_states(model: nn.Module, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
+    """Remove optimizer states that `get_optimizer_state_dict` has made for parameters without a gradient."""
+    params = dict(model.named_parameters())
+    for name in names:
+        optimizer.state.pop(params[name], None)
+
+
 def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Fill the model, the optimizer and the RNG from a checkpoint, and return its state.json. Collective.
 
     With another number of ranks, tensors are resharded and RNG states are not restored: those belong to ranks."""
     state, rank = read_state(path), dist.get_rank()
     weights, optim = _trained_state(model, optimizer)
-    tensors: dict[str, Any] = {"model": weights, "moments": plain_moments(optim["state"])}
     index = ask_rank_0(read_index, path)
+    moments = plain_moments(optim["state"])
+    unsaved = unsaved_states(moments, index.tensors)
+    moments = {name: moment for name, moment in moments.items() if name not in unsaved}
+    tensors: dict[str, Any] = {"model": weights, "moments": moments}
     if state["world_size"] == dist.get_world_size():
         tensors["rng"] = {k: v for k, v in _rng_tensors(rank).items() if f"rng.{k}" in index.tensors}
     _gather_results(f"checkpoint {path} cannot be read", lambda: load_into(tensors, path, index))
-    options = StateDictOptions(strict=False)  # frozen weights are not in it
+    options = StateDictOptions(strict=False)  # an adapter's base is not in it
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optim, options=options)
+    drop_states(model, optimizer, unsaved)
     for key, rng in tensors.get("rng", {}).items():
         (torch.cuda.set_rng_state if key.endswith(".cuda") else torch.set_rng_state)(rng)
     return state

@@ -149,7 +149,8 @@ def write_truncated_model(
     with torch.device("meta"):
         model = model_class.from_config(config)
     # Older files of vision-language models have other prefixes.
-    known, ends = (set(map(_without_prefix, names)) for names in (model.state_dict(), end_parameters(model)))
+    known = set(map(_without_prefix, model.state_dict()))
+    ends = {_without_prefix(name): len(param) for name, param in end_parameters(model).items()}
     assert isinstance(source, Path)
     config.quantization_config = read_json(source / "config.json").get("quantization_config")
     config.save_pretrained(out)
@@ -160,7 +161,7 @@ def write_truncated_model(
             continue  # an encoder block that was truncated
         if layer is None or int(layer[2]) in layers:
             new_name = f"{layer[1]}{layers.index(int(layer[2]))}{name[layer.end() :]}" if layer else name
-            rows = text.vocab_size if _without_prefix(name) in ends else None
+            rows = ends.get(_without_prefix(name))
             tensors[new_name] = file.get_slice(name)[:rows].contiguous()
             if not is_finite(tensors[new_name]):  # every check would fail, without naming it
                 raise ConfigError(describe_nonfinite(f"MODEL={source}", name, source))

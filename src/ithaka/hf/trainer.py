@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict as state_dicts
 
 from ithaka.checkpoint.safe_load import CompactIndex, load_into, read_index
-from ithaka.checkpoint.save import plain_moments, trained_weights
+from ithaka.checkpoint.save import drop_states, plain_moments, trained_weights, unsaved_states
 from ithaka.comm.agree import ask_rank_0, raise_on_all_ranks
 from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError, input_error, parse_count
@@ -401,7 +401,7 @@ class LongContext(Trainer):
             raise ConfigError(f"{rule}; use one that long_context wrote without save_only_model, or from_pretrained")
         base, options = base_model(self.model), state_dicts.StateDictOptions(strict=False)  # without the frozen weights
         weights = trained_weights(base)
-        _load_state({"model": weights}, resume_from_checkpoint)
+        _load_state({"model": weights}, resume_from_checkpoint, _read_index(resume_from_checkpoint))
         state_dicts.set_model_state_dict(base, weights, options=options)
 
     def _load_best_model(self) -> None:
@@ -410,10 +410,16 @@ class LongContext(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
+        base, optimizer = base_model(self.model), self.optimizer.optimizer
         moments = self._moments()
-        _load_state({"moments": plain_moments(moments["state"])}, checkpoint)
+        states = plain_moments(moments["state"])
+        index = _read_index(checkpoint)
+        unsaved = unsaved_states(states, index.tensors)
+        saved = {name: state for name, state in states.items() if name not in unsaved}
+        _load_state({"moments": saved}, checkpoint, index)
         # In torch 2.13 these already alias the optimizer's tensors, but that is not guaranteed.
-        state_dicts.set_optimizer_state_dict(base_model(self.model), self.optimizer.optimizer, moments)
+        state_dicts.set_optimizer_state_dict(base, optimizer, moments)
+        drop_states(base, optimizer, unsaved)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True))
         for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate  # torchao's is a tensor
@@ -422,19 +428,24 @@ class LongContext(Trainer):
         return state_dicts.get_optimizer_state_dict(base_model(self.model), self.optimizer.optimizer)
 
 
-def _load_state(state: dict[str, Any], checkpoint: str) -> None:
-    """Fill `state` from a checkpoint. Collective: an error of any rank is raised on all."""
-    path = Path(checkpoint, STATE_FOLDER)
+def _read_index(checkpoint: str) -> CompactIndex:
+    """Read a checkpoint's index on rank 0. Collective: an error is raised on all ranks."""
 
     def read() -> CompactIndex:
         with _loading(checkpoint):
-            return read_index(path)
+            return read_index(Path(checkpoint, STATE_FOLDER))
 
-    def fill(index: CompactIndex) -> None:
+    return ask_rank_0(read)
+
+
+def _load_state(state: dict[str, Any], checkpoint: str, index: CompactIndex) -> None:
+    """Fill `state` from a checkpoint. Collective: an error of any rank is raised on all."""
+
+    def fill() -> None:
         with _loading(checkpoint):
-            load_into(state, path, index)
+            load_into(state, Path(checkpoint, STATE_FOLDER), index)
 
-    raise_on_all_ranks(fill, ask_rank_0(read))
+    raise_on_all_ranks(fill)
 
 
 @contextlib.contextmanager

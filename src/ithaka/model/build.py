@@ -84,7 +84,7 @@ def parallelize_model(
     raise_on_all_ranks(root.check, layout, torch.device("cpu") if device.type == "meta" else device)
     root.check_ring(layout.ring)
     sizes = {name: getattr(layout, name) for name in ("cp", "ring", "replicas", "heads_per_stage")}
-    check_parallelism(num_heads=root.num_heads, **sizes)
+    check_parallelism(num_heads=root.num_heads, **sizes, has_rings=not root.why_not("ring"))
     mesh = mesh or make_mesh(layout.cp, ring=layout.ring, replicas=layout.replicas)
     # Test the kernel here, so that it does not fail in the first step.
     kernel = agree_on_kernel(layout.kernel, mesh.device, dtype, root.attention_kinds)

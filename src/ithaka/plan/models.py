@@ -14,7 +14,7 @@ from typing import Any
 from ithaka.config import ConfigError
 from ithaka.hub import HUB_ID, split_revision
 from ithaka.plan.mixers import mixers_from_json, mixers_to_json
-from ithaka.plan.read_config import read_json
+from ithaka.plan.read_config import parse_json, read_json
 from ithaka.plan.shape import Encoder, MeasuredLayer, ModelShape
 
 HUB_TIMEOUT_S = 5.0
@@ -117,7 +117,7 @@ def _fetch_config(model: str) -> dict[str, Any]:
         if constants.HF_HUB_OFFLINE:
             raise OSError("HF_HUB_OFFLINE is set")
         with build_opener(Redirects).open(request, timeout=HUB_TIMEOUT_S) as answer:
-            return dict(json.load(answer))
+            return dict(parse_json(answer.read()))
     except (OSError, ValueError) as error:
         code, fix = getattr(error, "code", None), _suggestion(model)
         problem = f"the hub cannot be reached ({getattr(error, 'reason', error)})"

@@ -20,12 +20,25 @@ POSITIONS = 32768  # of a config.json without max_position_embeddings
 # Vision-language models: an encoder whose frames are independent, and a language model with 3-D positions.
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 WITHOUT_ROPE = ("nemotron_h",)  # so max_position_embeddings is no limit
+# JSON has no such numbers: transformers writes {"__float__": "Infinity"}, and older files have a bare Infinity.
+FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON as transformers does."""
+    return json.loads(text, object_hook=_decode_float)
+
+
+def _decode_float(values: dict[str, Any]) -> Any:
+    tag = values.get("__float__", "")
+    is_float = len(values) == 1 and isinstance(tag, str)
+    return FLOATS.get(tag, values) if is_float else values
 
 
 def read_json(file: Path, name: str = "model.path=", fix: str = GIVE_MODEL) -> dict[str, Any]:
     """Read the object in a JSON file. Raises ConfigError, which names the setting `name`, if there is none."""
     try:
-        if isinstance(values := json.loads(file.read_text(encoding="utf-8")), dict):
+        if isinstance(values := parse_json(file.read_text(encoding="utf-8")), dict):
             return values
         reason = "no JSON object"
     except OSError as error:

@@ -191,7 +191,9 @@ class SearchSpace:
     fixed: Fixed = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_fixed(self.fixed, self.shape.heads, self.shape.num_layers, self.hardware.num_gpus)
+        shape = self.shape
+        has_rings = not shape.why_no_ring
+        check_fixed(self.fixed, shape.heads, shape.num_layers, self.hardware.num_gpus, has_rings)
 
     # ---- the best plan
 

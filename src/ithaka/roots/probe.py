@@ -41,26 +41,20 @@ from ithaka.roots.recorder import (
     describe_arguments,
     describe_config,
     describe_layer,
-    largest,
     randomize,
     read_calls,
     refusal,
     shrink,
     token_dims,
 )
+from ithaka.roots.results import Mismatch, compare_results
 from ithaka.roots.rotary import ExactRotary, rotary_modules
 from ithaka.roots.shortcuts import Shortcuts
 from ithaka.weights.adapters import find_decoder
 
 PROBE_CUT = 9  # the probe's tokens are cut here, into two unequal parts
-# The largest difference between the two runs of a probe, relative to the largest value: both are fp32.
-TOLERANCE = 1e-3
 # Rounding may flip a token's expert or the side of a clamp; with all of these seeds, that is unlikely.
 SEEDS = (1, 11, 21)
-
-
-class Mismatch(ConfigError):
-    """The two runs of a probe differ."""
 
 
 # ---- the probe
@@ -239,7 +233,7 @@ class _Probe:
         if self.spec.skips_mlp:
             del theirs["output"]
         try:
-            _compare_results(self.model, ours, theirs, f"of {self.name} at position {first}")
+            compare_results(self.model, ours, theirs, f"of {self.name} at position {first}")
         except ConfigError as error:
             if self.spec.mixers:
                 raise
@@ -331,21 +325,6 @@ def _copy_layer(
     return layer, is_small
 
 
-def _compare_results(
-    model: PreTrainedModel, ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None], where: str
-) -> None:
-    for name, expected in theirs.items():
-        got = ours.get(name)
-        if expected is None and got is None:
-            continue
-        if got is None or expected is None or got.shape != expected.shape:
-            raise refusal(model, f"gives no {name} {where} in one of the two runs")
-        error = float(largest(got - expected) / largest(expected).clamp(min=1e-20))
-        if not error < TOLERANCE:
-            problem = f"gives another {name} {where} when its tokens are split (by {error:.1e})"
-            raise Mismatch(*refusal(model, problem).args)
-
-
 _findings: dict[Any, LayerSpec] = {}  # what `probe_once` has found, by kind of layer
 _probes_once = [False]
 
@@ -433,7 +412,7 @@ def _probe_without_layers(model: PreTrainedModel, recorder: Recorder) -> None:
     for first, length in ((0, LENGTHS[0]), (0, PROBE_CUT), (PROBE_CUT, LENGTHS[0] - PROBE_CUT)):
         recorder.call(length, first, end=LENGTHS[0])
         outputs.append(recorder.output)
-    _compare_results(model, {"output": torch.cat(outputs[1:], dim=1)}, {"output": outputs[0]}, "without its layers")
+    compare_results(model, {"output": torch.cat(outputs[1:], dim=1)}, {"output": outputs[0]}, "without its layers")
 
 
 def _probe_together(model: PreTrainedModel, specs: list[LayerSpec], recorder: Recorder, device: torch.device) -> None:
@@ -448,7 +427,7 @@ def _probe_together(model: PreTrainedModel, specs: list[LayerSpec], recorder: Re
             theirs = _run_layers(recorder, layers, device, "eager")
             for i, layer in layers.items():
                 layer.forward = _make_layer(layer, specs[i], recorder)
-            _compare_results(model, _run_layers(recorder, layers, device, ATTENTION), theirs, where)
+            compare_results(model, _run_layers(recorder, layers, device, ATTENTION), theirs, where)
             return
         except Exception as error:
             if isinstance(error, Mismatch) and seed != SEEDS[-1]:

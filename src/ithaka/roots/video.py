@@ -37,8 +37,8 @@ from ithaka.layout import ActivationPolicy
 from ithaka.mixers.attention_call import AttentionCall, PlaceholderMask, ReplayingMask
 from ithaka.mixers.softmax import SoftmaxSpec
 from ithaka.phases import mark_backward, phase
-from ithaka.roots.probe import TOLERANCE
 from ithaka.roots.recorder import randomize
+from ithaka.roots.results import TOLERANCE
 from ithaka.roots.root import Root
 from ithaka.sharding.tokens import contiguous_sharding
 

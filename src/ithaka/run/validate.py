@@ -49,7 +49,8 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
     """Refuse settings that no layout can have, that have no effect, or that need a missing package."""
     memory, attention, train = config.memory, config.attention, config.train
     values = {name: attrgetter(name)(config) for name in SETTINGS} | {"parallel.cp": config.parallel.cp_of(num_ranks)}
-    check_fixed(fixed_settings(values, shape.num_layers, num_ranks), shape.heads, shape.num_layers, num_ranks)
+    fixed = fixed_settings(values, shape.num_layers, num_ranks)
+    check_fixed(fixed, shape.heads, shape.num_layers, num_ranks, has_rings=not shape.why_no_ring)
     if memory.disk_path is not None and "disk" not in (memory.offload, memory.attention_offload):
         rule = "has no effect without memory.offload=disk; leave it null"
         raise ConfigError(f"memory.disk_path={memory.disk_path} {rule}")

@@ -187,7 +187,8 @@ class Trainer:
         state |= {"epochs": self.epochs, "steps": self.config.train.steps}
         state |= {"places": self.data_positions} if self.data_positions else {}
         names = "rope_parameters", "max_position_embeddings"  # these change with model.rope, even within a run
-        state["positions"] = {name: getattr(self.model.config.get_text_config(), name) for name in names}
+        text = self.model.config.get_text_config()  # Nemotron-H has no RoPE
+        state["positions"] = {name: getattr(text, name) for name in names if hasattr(text, name)}
         self.saver.save(self.model, self.optimizer, state)
 
     def skip_save(self) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -27,11 +28,16 @@ REQUIRED_OPTIONS = {
 }
 REASONS = {"use_dora": " (its gradients need each module's full output again, and the norms of its merged weight)"}
 AUTO_CLASSES = dict.fromkeys(VISION_FAMILIES, AutoModelForImageTextToText)  # all others: AutoModelForCausalLM
+# Decoders whose own type AutoModelForCausalLM does not know, only that of the model they are a part of.
+DECODER_CLASSES = {"emu3_text_model": "Emu3ForCausalLM"}
 SUPPORTED_INITS = (True, False, "gaussian")  # the others change the base weights
 
 
 def auto_class(model_type: str) -> Any:
     """Return the auto class of transformers that builds models of this type."""
+    if model_type in DECODER_CLASSES:
+        decoder = getattr(transformers, DECODER_CLASSES[model_type])
+        AutoModelForCausalLM.register(decoder.config_class, decoder, exist_ok=True)
     return AUTO_CLASSES.get(model_type, AutoModelForCausalLM)
 
 

@@ -99,12 +99,13 @@ def load_weights(
         if name in expected:
             check(name, expected[name].shape)
     ends = {id(param) for param in end_parameters(model).values()}
+    added = model.config.get_text_config().vocab_size - vocab_size
     for name, t in tensors.items():
         if name not in direct:
             continue
         stored, weight = direct[name], weights[name]
         if isinstance(weight, DenseWeight):
-            num_rows = vocab_size if id(t) in ends else None
+            num_rows = len(t) - added if id(t) in ends else None  # Moshi's embedding has one more row than its head
             _copy_rows(files[stored].get_slice(stored), t, f"{source}: {stored}", fix, num_rows)
         else:
             read_packed(files, stored, weight, *local_shard(t), check)
@@ -203,8 +204,8 @@ class _Generator(TorchFunctionMode):
 @torch.no_grad()
 def init_weights(model: PreTrainedModel, seed: int, device: torch.device, has_files: bool = False) -> None:
     """Compute buffers, and draw parameters from the initial distributions of Hugging Face and PEFT; with files, only
-    adapters. Each module has its own generator, so the values do not depend on the number of ranks. Values are drawn
-    on `device`, even for parameters that are kept on the host."""
+    adapters and buffers that are not stored. Each module has its own generator, so the values do not depend on the
+    number of ranks. Values are drawn on `device`, even for parameters that are kept on the host."""
     for param in model.parameters():
         param._is_hf_initialized = True  # transformers leaves shards alone
     for module_name, module in model.named_modules():
@@ -213,7 +214,8 @@ def init_weights(model: PreTrainedModel, seed: int, device: torch.device, has_fi
         params = {name: param for name, param in module._parameters.items() if param is not None}
         shards: dict[str, Any] = {name.removeprefix("packed_"): param for name, param in params.items()}
         shards = {} if has_files and not is_adapter else shards
-        buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+        stored = module._buffers.keys() - module._non_persistent_buffers_set if has_files else set()
+        buffers = {name: t for name, t in module._buffers.items() if t is not None and name not in stored}
         if not shards and not buffers:
             continue
         first = next(iter({**shards, **buffers}))
