@@ -257,6 +257,32 @@ def test_the_readme_is_short_and_names_this_version():
     assert versions[0] == ithaka.__version__
 
 
+def test_the_readme_starts_with_what_sets_everything_up():
+    """Its install section begins with two targets of the Makefile. Both install into .venv, and continuous integration
+    runs the second."""
+    section = (ROOT / "README.md").read_text().partition("## Install\n")[2].partition("\n## ")[0]
+    lines = section.partition("```\n")[2].partition("```")[0].splitlines()
+    shown = dict(re.fullmatch(r"(make \w+) +# (.+)", line).groups() for line in lines[:2])
+    assert [*shown] == ["make train", "make test"]
+
+    makefile = (ROOT / "Makefile").read_text()
+    needs = dict(re.findall(r"^([\w-]+): (.*)$", makefile, re.M))
+    summaries = dict(re.findall(r"^# (make [\w-]+) +(.*)$", makefile, re.M))
+    folder = re.search(r"^VENV +:= (\S+)$", makefile, re.M)[1]
+    for command, description in shown.items():
+        target = command.removeprefix("make ")
+        while target in needs:
+            target = needs[target]
+        assert target == "$(STAMP)" and f"installs into {folder}" in description, command
+        minutes = re.search(r"about (\w+ minutes?)", description)[1]
+        assert minutes in summaries[command], f"{command} takes {minutes} in the README"
+
+    ran = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")]
+    assert ran == ["make test"]
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
+    assert [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step] == ran
+
+
 @pytest.mark.slow
 def test_the_wheel_installs_and_runs(tmp_path):
     """Install into an empty environment that borrows the dependencies of this one."""
