@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ithaka.config import ConfigError, input_error
-from ithaka.exits import is_transient
+from ithaka.exits import causes, is_transient
 
 P = TypeVar("P", Path, Path | None)
 _HUB_NAME = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
@@ -43,9 +43,9 @@ def _download(repo: str, revision: str | None, what: str) -> Path:
     from huggingface_hub import HfApi, constants, errors, snapshot_download
 
     options: dict[str, Any] = {"revision": revision, "allow_patterns": _FILES, "ignore_patterns": _OTHER_FORMATS}
-    local_only, reason = constants.HF_HUB_OFFLINE, "HF_HUB_OFFLINE is set"
+    outage: Exception | None = None
     try:
-        if not local_only:
+        if not constants.HF_HUB_OFFLINE:
             HfApi().model_info(repo, revision=revision, timeout=10)  # raises the error that describes a bad name
             files = [file for file in snapshot_download(repo, **options, dry_run=True) if file.will_download]
             if files and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -59,12 +59,19 @@ def _download(repo: str, revision: str | None, what: str) -> Path:
         fix = "correct the name, log in with `hf auth login` if it is private, or use a local directory"
         raise ConfigError(f"{what} is not a local path, and the hub has no such {missing}; {fix}") from None
     except Exception as error:  # network errors: OSError, requests or httpx, depending on huggingface_hub
-        local_only, reason = True, f"the hub cannot be reached: {str(error).partition(chr(10))[0]}"
+        outage = error
     try:
+        local_only = constants.HF_HUB_OFFLINE or outage is not None
         return Path(snapshot_download(repo, **options, local_files_only=local_only))
-    except errors.LocalEntryNotFoundError:
+    except errors.LocalEntryNotFoundError as error:
+        failure = outage or error  # of an outage that began after the requests above, `error` is the effect
+        reason = "HF_HUB_OFFLINE is set"
+        if not constants.HF_HUB_OFFLINE:
+            first_cause = [*causes(failure)][-1]
+            reason = f"the hub cannot be reached: {str(first_cause).partition(chr(10))[0]}"
         fix = "download it once with a connection, or use a local directory"
-        raise ConfigError(f"{what} is not in the cache {constants.HF_HUB_CACHE} ({reason}); {fix}") from None
+        message = f"{what} is not in the cache {constants.HF_HUB_CACHE} ({reason}); {fix}"
+        raise input_error(message, failure) from None
     except OSError as error:
         fix = "start again: the download resumes where it stopped"
         raise input_error(f"{what} cannot be downloaded ({type(error).__name__}: {error}); {fix}", error) from None
