@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ithaka.config import (
+    BUILTIN_TEMPLATES,
     CPU_DEFAULT,
     GPU_DEFAULT,
     SECTIONS,
@@ -226,6 +227,20 @@ def test_only_existing_paths_become_absolute(tmp_path, monkeypatch):
     assert tree["curriculum"][0]["data"] == {"path": f"{m}/a.txt", "tokenizer": m}
     assert tree["evaluate"]["data"] == f"{m}/a.txt" and with_absolute_paths(tree) == tree
     assert to_dict(parse_config(tree)) == tree
+
+
+def test_names_stay_names_where_a_folder_has_them(tmp_path, monkeypatch):
+    """A run saves them; on resume, a path would be read in place of what the run started with."""
+    monkeypatch.chdir(tmp_path)
+    for name in (*BUILTIN_TEMPLATES, "bytes", "data"):
+        (tmp_path / name).mkdir()
+    for template in BUILTIN_TEMPLATES:
+        entry = {"context": 64, "steps": 3, "data": {"chat_template": template}}
+        data = {"chat_template": template, "tokenizer": "bytes"}
+        config = parse_config({"data": data, "loss": {"type": "distill", "teacher": "data"}, "curriculum": [entry]})
+        assert with_absolute_paths(to_dict(config)) == to_dict(config)
+    moved = with_absolute_paths({"data": {"chat_template": "data", "tokenizer": "qwen3"}})
+    assert moved["data"] == {"chat_template": str(tmp_path / "data"), "tokenizer": str(tmp_path / "qwen3")}
 
 
 def test_any_adapter_setting_enables_the_adapter(tmp_path):

@@ -5,6 +5,7 @@ from ithaka.config.fields import LFS_POINTER, ConfigError, format_value, input_e
 from ithaka.config.load import CONFIG_FORMAT, explicit_settings, load_config, parse_config, to_dict, to_yaml
 from ithaka.config.paths import PAGE_MARK, check_output, check_writable, shell_command, with_absolute_paths, writing_to
 from ithaka.config.sections import (
+    BUILTIN_TEMPLATES,
     LAYER_LINEARS,
     SAVEABLE_MODULES,
     SECTIONS,
