@@ -17,7 +17,8 @@ _HUB_NAME = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 HUB_ID = rf"(?!.*(?:--|\.\.)){_HUB_NAME}/{_HUB_NAME}"  # owner/name, as the hub allows it
 # A snapshot in the cache: a run's config.yaml names it, so that it resumes with the same commit.
 SNAPSHOT = re.compile(r".*/models--([\w.-]+?)--([\w.-]+)/snapshots/(\w+)")
-_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+_WEIGHTS = "*.safetensors"
+_FILES = [_WEIGHTS, "*.json", "*.jinja", "*.txt", "*.model"]
 _OTHER_FORMATS = ["*/*", "consolidated*"]  # subfolders and copies with other names
 
 
@@ -27,22 +28,24 @@ def split_revision(name: str) -> tuple[str, str | None]:
     return repo, revision or None
 
 
-def fetch_model(path: P, setting: str = "model.path=") -> P:
+def fetch_model(path: P, setting: str = "model.path=", weights: bool = True) -> P:
     """Return the directory of a model. If `path` does not exist and could be a name on the hub, print the size of the
-    files that are not cached, and download them. Any other path is returned unchanged. `setting` prefixes errors."""
+    files that are not cached, and download them, with or without `weights`. Any other path is returned unchanged.
+    `setting` prefixes errors."""
     if path is None or path.exists() or path.parent.is_dir() or path.parts[:1] == ("models",):
         return path
     if snapshot := SNAPSHOT.fullmatch(str(path)):
         repo, revision = f"{snapshot[1]}/{snapshot[2]}", snapshot[3]
     else:
         repo, revision = split_revision(str(path))
-    return _download(repo, revision, f"{setting}{path}") if re.fullmatch(HUB_ID, repo) else path
+    return _download(repo, revision, f"{setting}{path}", weights) if re.fullmatch(HUB_ID, repo) else path
 
 
-def _download(repo: str, revision: str | None, what: str) -> Path:
+def _download(repo: str, revision: str | None, what: str, weights: bool) -> Path:
     from huggingface_hub import HfApi, constants, errors, snapshot_download
 
-    options: dict[str, Any] = {"revision": revision, "allow_patterns": _FILES, "ignore_patterns": _OTHER_FORMATS}
+    ignored = _OTHER_FORMATS if weights else [*_OTHER_FORMATS, _WEIGHTS]
+    options: dict[str, Any] = {"revision": revision, "allow_patterns": _FILES, "ignore_patterns": ignored}
     outage: Exception | None = None
     try:
         if not constants.HF_HUB_OFFLINE:
