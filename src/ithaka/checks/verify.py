@@ -142,10 +142,10 @@ def write_truncated_model(
     model_class = auto_class(config.model_type)
     if not has_weights(source):
         torch.manual_seed(0)
-        model_class.from_config(config).save_pretrained(out)
+        model_class.from_config(config, trust_remote_code=False).save_pretrained(out)
         return "random", kinds, list(layers)
     with torch.device("meta"):
-        model = model_class.from_config(config)
+        model = model_class.from_config(config, trust_remote_code=False)
     # Older files of vision-language models have other prefixes.
     known, ends = (set(map(_without_prefix, names)) for names in (model.state_dict(), end_parameters(model)))
     assert isinstance(source, Path)
