@@ -6,6 +6,7 @@ huggingface_hub provides the cache, the token, resumed downloads and offline mod
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +40,20 @@ def fetch_model(path: P, setting: str = "model.path=", weights: bool = True) -> 
     else:
         repo, revision = split_revision(str(path))
     return _download(repo, revision, f"{setting}{path}", weights) if re.fullmatch(HUB_ID, repo) else path
+
+
+def model_files(path: Path) -> dict[str, int]:
+    """Names and sizes of the files in a model's directory that downloads include."""
+    files = (file for pattern in _FILES for file in path.glob(pattern))
+    return {file.name: file.stat().st_size for file in files}
+
+
+def complete_snapshot(path: Path, files: Mapping[str, int]) -> None:
+    """Download what this node's cache lacks of a snapshot, which has these `files` on another node. Any other path is
+    left alone."""
+    snapshot = SNAPSHOT.fullmatch(str(path))
+    if snapshot and model_files(path) != files:
+        _download(f"{snapshot[1]}/{snapshot[2]}", snapshot[3], f"model.path={path}", weights=True)
 
 
 def _download(repo: str, revision: str | None, what: str, weights: bool) -> Path:
