@@ -10,17 +10,21 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 
 import click
 import pytest
 import typer
 import yaml
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 import ithaka
 from ithaka.cli import app
 from ithaka.config import SECTIONS, load_config
+from oldest import oldest_versions
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -247,6 +251,41 @@ def test_the_dockerfile_copies_what_it_installs():
     (extras,) = re.findall(r"pip install [^&]*'/ithaka\[([\w,]+)\]'", "\n".join(lines))
     assert {*extras.split(",")} <= {*project["project"]["optional-dependencies"]}
     assert json.loads(dict(steps)["CMD"])[0] in project["project"]["scripts"]
+
+
+# One private name per package, of many. Imports are searched for all.
+PRIVATE = {"transformers": "_run_epoch", "accelerate": "_is_accelerate_prepared"}
+PRIVATE |= {"trl": "_get_per_token_logps_and_entropies"}
+
+
+def test_versions_are_bounded_where_private_parts_are_used():
+    """pyproject.toml, the page on installation, the Dockerfile and the nightly tests of the oldest versions agree."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    bounds = {each.name: each.specifier for each in map(Requirement, listed)}
+    sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    imported = re.findall(r"^ *(?:from|import) (\w+)[\w.]*(?:\._| import (?:\w+, )*_)", sources, re.M)
+    private = {*imported, *(name for name, part in PRIVATE.items() if re.search(rf"\b{part}\b", sources))}
+    private -= {"ithaka"}
+    assert private == {"torch", *PRIVATE}
+
+    page = (ROOT / "docs" / "installation.md").read_text()
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    oldest = dict(line.split("==") for line in oldest_versions())
+    for name in private:
+        limits = {each.operator: each.version for each in bounds[name]}
+        assert {*limits} == {">=", "<"}, f"{name} has no upper bound"
+        assert oldest[name] == f"{limits['>=']}.*"
+        major, _, minor = limits["<"].partition(".")
+        newest, row = f"{major}.{int(minor) - 1}", re.search(rf"^\| .*{name}.* \|", page, re.M | re.I)
+        assert row and limits[">="] in row[0] and newest in row[0], row
+        assert version(name) in bounds[name], "the tests run with another version"
+        assert re.search(rf" {name}==(\S+)", dockerfile)[1] in bounds[name]
+
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text())["jobs"]
+    steps = {step["run"]: step.get("env", {}) for step in jobs["oldest"]["steps"] if "run" in step}
+    assert steps["python tests/oldest.py > oldest.txt"] == {}
+    assert steps["make test-all TORCH="] == {"PIP_CONSTRAINT": "${{ github.workspace }}/oldest.txt"}
 
 
 def test_the_readme_is_short_and_names_this_version():
