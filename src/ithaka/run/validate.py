@@ -64,6 +64,8 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
         rule = "has no effect with evaluate.every=0"
         raise ConfigError(f"evaluate.data={evaluate.data} {rule}; set evaluate.every, or leave it out")
     check_optimizer(config)
+    if config.optim.lr == 0:  # rehearsals and traces, which are not checked here, step without a change
+        raise ConfigError("optim.lr=0 trains nothing; use more than 0, such as 3e-4")
     if config.optim.name == "adamw8bit" and find_spec("torchao") is None:
         raise ConfigError("optim.name=adamw8bit needs an extra: pip install -e '.[adamw8bit]', or use adamw")
     if config.adapter is not None and find_spec("peft") is None:
