@@ -884,7 +884,132 @@ MUTATIONS = (
     # ---- trackers and console
     #
     # ---- hub, preflight and configuration
-    #
+    Mutation(
+        "a hub outage is final for a model that is not cached",
+        "hub.py",
+        "raise input_error(message, failure) from None",
+        "raise ConfigError(message) from None",
+        "test_hub.py -k outage",
+    ),
+    Mutation(
+        "only the hub's first answer may be an outage",
+        "hub.py",
+        "failure = outage or error  # of",
+        "failure = outage or OSError()  # of",
+        "test_hub.py -k outage",
+    ),
+    Mutation(
+        "a rehearsal downloads a model's weights",
+        "hub.py",
+        "_OTHER_FORMATS if weights else [*_OTHER_FORMATS, _WEIGHTS]",
+        "_OTHER_FORMATS",
+        "test_traces.py -k packed_with",
+    ),
+    Mutation(
+        "a rehearsal ignores the model that it found on the hub",
+        "checks/ghost.py",
+        "load_tokenizer(config.data.tokenizer, model, ",
+        "load_tokenizer(config.data.tokenizer, config.model.path, ",
+        "test_traces.py -k packed_with",
+    ),
+    Mutation(
+        "an export is pushed to a public repository",
+        "hub.py",
+        "    if not is_private:",
+        "    if is_private is None:",
+        "test_hub.py -k pushed",
+    ),
+    Mutation(
+        "every rank asks the hub",
+        "run/preflight.py",
+        "        if not is_rank_0():\n            return commits, {}",
+        "        if is_rank_0() is None:\n            return commits, {}",
+        "test_ranks_are_refused_together.py -k hub",
+    ),
+    Mutation(
+        "every rank of a node downloads the model",
+        "run/preflight.py",
+        "models.items() if is_local_rank_0() else ()",
+        "models.items()",
+        "test_ranks_are_refused_together.py -k hub",
+    ),
+    Mutation(
+        "a node with half a snapshot does not complete it",
+        "hub.py",
+        "if snapshot and model_files(path) != files:",
+        "if snapshot and not path.exists():",
+        "test_ranks_are_refused_together.py -k hub",
+    ),
+    Mutation(
+        "a resumed run reads the hub's names again",
+        "run/preflight.py",
+        '        commits |= files.read_pins(resume).get("commits", {})',
+        "        files.read_pins(resume)",
+        "test_hub.py -k keeps_the_commits",
+    ),
+    Mutation(
+        "the order of a setting's keys may differ between ranks",
+        "run/validate.py",
+        "if repr(config) == same:",
+        "if config == configs[0]:",
+        "test_plan_decides_settings.py -k settings_are_compared",
+    ),
+    Mutation(
+        "a learning rate of zero trains",
+        "run/validate.py",
+        "if config.optim.lr == 0:",
+        "if config.optim.lr < 0:",
+        "test_run_knobs.py -k rate_of_zero",
+    ),
+    Mutation(
+        "a decay that has begun moves when a run is resumed",
+        "run/preflight.py",
+        'return str(end) if step > saved.optim.decay_start(end) else "null"',
+        'return "null"',
+        "test_checkpoint_files.py -k decay_moves",
+    ),
+    Mutation(
+        "a resumed run may have another seed",
+        "run/preflight.py",
+        "if config.train.seed != saved.train.seed:",
+        "if config.train.seed is None:",
+        "test_cli_refuses_bad_input.py -k does_not_allow",
+    ),
+    Mutation(
+        "a built-in template becomes a path where a folder has its name",
+        "config/paths.py",
+        '"chat_template": BUILTIN_TEMPLATES,',
+        '"chat_template": {},',
+        "test_config_errors.py -k stay_names",
+    ),
+    Mutation(
+        "limits are not checked in lists",
+        "config/fields.py",
+        "for number in value if isinstance(value, tuple) else (value,):",
+        "for number in (value,):",
+        "test_config_errors.py -k refused",
+    ),
+    Mutation(
+        "a bad override is ignored if a later one replaces it",
+        "config/load.py",
+        "_merge([*trees, *changes, change])  # refuse",
+        "_merge([*trees, *changes])  # refuse",
+        "test_config_errors.py -k later_one_replaces",
+    ),
+    Mutation(
+        "another trainer's name suggests a setting of a section that lacks it",
+        "config/fields.py",
+        "{f'{section}.{field}' if field in known else usual}",
+        "{section}.{field}",
+        "test_config_errors.py",
+    ),
+    Mutation(
+        "octal numbers are read as YAML 1.1 does",
+        "config/load.py",
+        'if ":" in node.value or re.fullmatch(r"[-+]?0[\\d_]+", node.value):',
+        'if ":" in node.value:',
+        "test_config_errors.py",
+    ),
     # ---- checks: selftest, rehearse, ghost
     #
     # ---- data/documents and views
