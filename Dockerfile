@@ -8,6 +8,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev n
 COPY pyproject.toml README.md LICENSE /ithaka/
 COPY src /ithaka/src
 COPY examples /ithaka/examples
-RUN pip install --no-cache-dir '/ithaka[gpu,hf]'
+# The versions that ran on an H200.
+RUN pip install --no-cache-dir '/ithaka[gpu,hf]' torch==2.11.0 transformers==5.17.0 trl==1.16.0 accelerate==1.15.0
 WORKDIR /work
 CMD ["ithaka", "doctor"]

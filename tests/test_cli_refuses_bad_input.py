@@ -538,3 +538,29 @@ def test_checking_writable_files_changes_nothing(tmp_path):
         check_writable("--out", tmp_path / name)
     check_writable("OUT_DIR", tmp_path / "a" / "b", folder=True)
     assert [path.name for path in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text() == "old"
+
+
+WITHOUT_TORCH = """
+import json, sys
+sys.modules["torch"] = None  # imports raise ModuleNotFoundError, as if it were not installed
+from typer.testing import CliRunner
+from ithaka.cli import app
+for command in sys.argv[1:]:
+    result = CliRunner().invoke(app, command.split())
+    print(json.dumps([result.exit_code, result.stdout, result.stderr]))
+"""
+
+
+def test_without_torch_plans_work_and_other_commands_say_what_is_missing(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(embedded_model("small") | {"num_hidden_layers": 3}))
+    measured = "plan config.json --gpus 8xH100 --context 4K"
+    commands = ["plan llama3-8b --gpus 8xH100 --context 128K", "--version", "train", "doctor", measured]
+    command = [sys.executable, "-c", WITHOUT_TORCH, *commands]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (planned, plan, _), (code, *_), *refused = map(json.loads, done.stdout.splitlines())
+    assert planned == code == ExitCode.DONE and "fits" in plan
+    for command, (code, _, stderr) in zip(commands[2:], refused, strict=True):
+        assert code == ExitCode.WRONG_INPUT and stderr.count("\n") == 1, stderr
+        name = f"`ithaka {command.split()[0]}` needs torch"
+        assert_refused(stderr.removeprefix("ConfigError: "), name, fix="pip install torch")

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ithaka.config import (
+    BUILTIN_TEMPLATES,
     CPU_DEFAULT,
     GPU_DEFAULT,
     SECTIONS,
@@ -24,12 +25,17 @@ from ithaka.config import (
     to_yaml,
     with_absolute_paths,
 )
+from ithaka.config.fields import USUAL_NAMES
 from refusals import assert_refused
 
 # (override, what the message names, fix)
 BAD_OVERRIDES = [
     ("data.contxt=5", "data.contxt=5", "did you mean data.context?"),
     ("dta.context=5", "dta", "did you mean data?"),
+    ("train.save_steps=5", "train.save_steps=5", "did you mean train.save_every?"),
+    ("train.eval_steps=5", "train.eval_steps=5", "did you mean train.validate_every?"),
+    ("train.learning_rate=5", "train.learning_rate=5", "did you mean optim.lr?"),
+    ("learning_rate.x=5", "learning_rate", "did you mean optim.lr?"),
     ("banana.x=5", "banana", "use one of model, adapter, data"),
     ("optim.zzz=5", "optim.zzz=5", "use one of optim.name, optim.lr"),
     ("data.context=0", "data.context=0", "at least 2"),
@@ -228,6 +234,20 @@ def test_only_existing_paths_become_absolute(tmp_path, monkeypatch):
     assert to_dict(parse_config(tree)) == tree
 
 
+def test_names_stay_names_where_a_folder_has_them(tmp_path, monkeypatch):
+    """A run saves them; on resume, a path would be read in place of what the run started with."""
+    monkeypatch.chdir(tmp_path)
+    for name in (*BUILTIN_TEMPLATES, "bytes", "data"):
+        (tmp_path / name).mkdir()
+    for template in BUILTIN_TEMPLATES:
+        entry = {"context": 64, "steps": 3, "data": {"chat_template": template}}
+        data = {"chat_template": template, "tokenizer": "bytes"}
+        config = parse_config({"data": data, "loss": {"type": "distill", "teacher": "data"}, "curriculum": [entry]})
+        assert with_absolute_paths(to_dict(config)) == to_dict(config)
+    moved = with_absolute_paths({"data": {"chat_template": "data", "tokenizer": "qwen3"}})
+    assert moved["data"] == {"chat_template": str(tmp_path / "data"), "tokenizer": str(tmp_path / "qwen3")}
+
+
 def test_any_adapter_setting_enables_the_adapter(tmp_path):
     (tmp_path / "null.yaml").write_text("adapter:\n")
     assert load_config(tmp_path / "null.yaml").adapter is load_config().adapter is None
@@ -287,3 +307,14 @@ def test_one_key_of_a_nested_setting_may_be_set(tmp_path):
     for name, fix in (("data.reasoning.lose=false", "did you mean"), ("data.context.x=1", "integer")):
         with pytest.raises(ValueError, match=fix):
             load_config(file, [name])
+
+
+def test_names_of_other_trainers_lead_to_settings():
+    """Each in its own section, and in a part of a configuration that has the same settings."""
+    for name, usual in USUAL_NAMES.items():
+        section, _, key = usual.partition(".")
+        assert key in SECTIONS[section].__dataclass_fields__, usual
+        assert not [other for other in SECTIONS.values() if name in other.__dataclass_fields__], name
+    entry = {"context": 64, "steps": 3, "optim": {"learning_rate": 1e-4}}
+    error = assert_refused(lambda: parse_config({"curriculum": [entry]}), "curriculum.optim.learning_rate", fix="")
+    assert error.endswith("did you mean curriculum.optim.lr?")

@@ -10,17 +10,21 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 
 import click
 import pytest
 import typer
 import yaml
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 import ithaka
 from ithaka.cli import app
 from ithaka.config import SECTIONS, load_config
+from oldest import oldest_versions
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -249,12 +253,74 @@ def test_the_dockerfile_copies_what_it_installs():
     assert json.loads(dict(steps)["CMD"])[0] in project["project"]["scripts"]
 
 
+# One private name per package, of many. Imports are searched for all.
+PRIVATE = {"transformers": "_run_epoch", "accelerate": "_is_accelerate_prepared"}
+PRIVATE |= {"trl": "_get_per_token_logps_and_entropies"}
+
+
+def test_versions_are_bounded_where_private_parts_are_used():
+    """pyproject.toml, the page on installation, the Dockerfile and the nightly tests of the oldest versions agree."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    bounds = {each.name: each.specifier for each in map(Requirement, listed)}
+    sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    imported = re.findall(r"^ *(?:from|import) (\w+)[\w.]*(?:\._| import (?:\w+, )*_)", sources, re.M)
+    private = {*imported, *(name for name, part in PRIVATE.items() if re.search(rf"\b{part}\b", sources))}
+    private -= {"ithaka"}
+    assert private == {"torch", *PRIVATE}
+
+    page = (ROOT / "docs" / "installation.md").read_text().partition("## Requirements")[2]
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    oldest = dict(line.split("==") for line in oldest_versions())
+    for name in private:
+        limits = {each.operator: each.version for each in bounds[name]}
+        assert {*limits} == {">=", "<"}, f"{name} has no upper bound"
+        assert oldest[name] == f"{limits['>=']}.*"
+        major, _, minor = limits["<"].partition(".")
+        newest = f"{major}.{int(minor) - 1}"
+        row = re.search(rf"^\| [^|]*\b{name}\b.*$", page, re.M | re.I)[0]
+        assert limits[">="] in row and newest in row, row
+        assert version(name) in bounds[name], "the tests run with another version"
+        assert re.search(rf" {name}==(\S+)", dockerfile)[1] in bounds[name]
+
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text())["jobs"]
+    steps = {step["run"]: step.get("env", {}) for step in jobs["oldest"]["steps"] if "run" in step}
+    assert steps["python tests/oldest.py > oldest.txt"] == {}
+    assert steps["make test-all TORCH="] == {"PIP_CONSTRAINT": "${{ github.workspace }}/oldest.txt"}
+
+
 def test_the_readme_is_short_and_names_this_version():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 110 and max(map(len, text.splitlines())) <= 110
     assert f"(version {ithaka.__version__};" in text and f"ithaka-{ithaka.__version__}-py3-none-any.whl" in text
     versions = re.findall(r"^## \[(\d.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert versions[0] == ithaka.__version__
+
+
+def test_the_readme_starts_with_what_sets_everything_up():
+    """Its install section begins with two targets of the Makefile. Both install into .venv, and continuous integration
+    runs the second."""
+    section = (ROOT / "README.md").read_text().partition("## Install\n")[2].partition("\n## ")[0]
+    lines = section.partition("```\n")[2].partition("```")[0].splitlines()
+    shown = dict(re.fullmatch(r"(make \w+) +# (.+)", line).groups() for line in lines[:2])
+    assert [*shown] == ["make train", "make test"]
+
+    makefile = (ROOT / "Makefile").read_text()
+    needs = dict(re.findall(r"^([\w-]+): (.*)$", makefile, re.M))
+    summaries = dict(re.findall(r"^# (make [\w-]+) +(.*)$", makefile, re.M))
+    folder = re.search(r"^VENV +:= (\S+)$", makefile, re.M)[1]
+    for command, description in shown.items():
+        target = command.removeprefix("make ")
+        while target in needs:
+            target = needs[target]
+        assert target == "$(STAMP)" and f"installs into {folder}" in description, command
+        minutes = re.search(r"about (\w+ minutes?)", description)[1]
+        assert minutes in summaries[command], f"{command} takes {minutes} in the README"
+
+    ran = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")]
+    assert ran == ["make test"]
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
+    assert [step["run"] for step in workflow["jobs"]["test"]["steps"] if "run" in step] == ran
 
 
 @pytest.mark.slow

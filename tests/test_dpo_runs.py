@@ -129,7 +129,7 @@ def test_losses_metrics_and_weights_are_trls(ranks, folder, adapter, num_ranks):
     config = configure(work_dir, adapter)
     if adapter:
         train = replace(config.train, steps=1, run_dir=work_dir / "first-run")
-        ranks.run(2, run_sharing, 16, replace(config, train=train, optim=replace(config.optim, lr=0.0)))
+        ranks.run(2, run_sharing, 16, replace(config, train=train, optim=replace(config.optim, lr=1e-30)))
         export(train.run_dir, work_dir / "first")
     ranks.run(num_ranks, run_sharing, 16, config)
     lines = steps(config.train.run_dir)[1:]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -20,6 +21,7 @@ import pytest
 from ithaka.checkpoint.files import write_pins
 from ithaka.config import to_yaml
 from ithaka.exits import TransientError
+from ithaka.hub import fetch_model
 from ithaka.run.preflight import AUTO, resolve
 from refusals import assert_refused
 
@@ -243,6 +245,44 @@ def test_models_are_found_downloaded_and_refused_by_name(hub, tmp_path):
     progress, (main, none) = run_client(hub, cache, "org/tiny", "org/none", HF_HUB_OFFLINE="1")
     assert progress == hub.requests == [] and main == str(root / COMMITS["main"])
     assert_refused(none["error"], "model.path=org/none", "HF_HUB_OFFLINE", fix="with a connection")
+
+
+def http_error(status):
+    response = SimpleNamespace(status_code=status, headers={}, request=None)
+    return huggingface_hub.errors.HfHubHTTPError(f"{status} of the hub", response=response)
+
+
+@pytest.mark.parametrize("answered", range(3))  # requests before the outage
+def test_an_outage_is_transient_and_a_cached_model_is_used_despite_it(tmp_path, monkeypatch, answered):
+    """A launcher restarts after an outage, as it does after one while a dataset is opened; other errors are final."""
+    requests, failure = [], http_error(503)
+
+    def answer(*_, **__):
+        requests.append(failure)
+        if len(requests) > answered:
+            raise failure
+        return SimpleNamespace(sha=COMMITS["main"])
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", answer)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_tree", lambda *_, **__: [])
+
+    def fetch():
+        requests.clear()
+        return fetch_model(Path("org/tiny"))
+
+    for failure in (http_error(503), http_error(429)):
+        named = "model.path=org/tiny", "not in the cache", str(failure)
+        assert_refused(fetch, *named, fix="a local directory", error=TransientError)
+        assert len(requests) > answered
+    failure = http_error(402)
+    assert_refused(fetch, "model.path=org/tiny", "402 of the hub", fix="a local directory")
+
+    (snapshot := tmp_path / "models--org--tiny/snapshots" / COMMITS["main"]).mkdir(parents=True)
+    (refs := snapshot.parents[1] / "refs").mkdir(exist_ok=True)
+    (refs / "main").write_text(COMMITS["main"])
+    assert fetch() == snapshot
 
 
 @pytest.mark.slow

@@ -55,6 +55,22 @@ def test_imports_point_down():
     assert not upward, "\n".join(upward)
 
 
+def test_no_call_runs_code_from_a_models_files():
+    """transformers imports Python files next to a config.json if it is allowed to, or asks on a terminal."""
+    no_code = ("PeftConfig", "getattr(diffusers, ", "combined")  # classes that read files and nothing else
+    calls = [
+        (f"{path.relative_to(SOURCES)}: {ast.unparse(node)}", [ast.unparse(keyword) for keyword in node.keywords])
+        for path in files()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("from_pretrained", "from_config")
+        and not ast.unparse(node.func).startswith(no_code)
+    ]
+    assert len(calls) > 10
+    assert not [call for call, keywords in calls if "trust_remote_code=False" not in keywords]
+
+
 def test_there_is_no_import_cycle():
     names = {path: ".".join(("ithaka", *path.relative_to(SOURCES).with_suffix("").parts)) for path in files()}
     graph = {name: imported(path) & set(names.values()) for path, name in names.items()}

@@ -13,13 +13,14 @@ from grids import diagonal
 from ithaka.attention.kernels import KERNELS
 from ithaka.cli import app
 from ithaka.comm.agree import gather_objects, raise_on_all_ranks
-from ithaka.config import ConfigError, explicit_settings, load_config, to_yaml
+from ithaka.config import ConfigError, OptimConfig, explicit_settings, load_config, to_yaml
 from ithaka.layout import Layout, layout_from_config, make_layout
 from ithaka.plan.hardware import KERNEL_NAMES, gpu_named, parse_gpus, peak_flops
 from ithaka.plan.mixers import Attention
 from ithaka.plan.search import Plan
 from ithaka.plan.shape import AttentionKind, StepShape
 from ithaka.plan.show import as_dict, as_text, list_assumptions
+from ithaka.run import validate
 from ithaka.run.resolve import (
     Run,
     certain_needs,
@@ -448,3 +449,20 @@ def test_a_setting_on_only_one_rank_is_a_disagreement(tmp_path):
         with pytest.raises(ConfigError, match="rank 0 .*rank 1 .*same settings"):
             check_ranks_agree(both)
     check_ranks_agree([config, config])
+
+
+def test_settings_are_compared_without_writing_those_of_every_rank(tmp_path, monkeypatch):
+    """Writing YAML takes milliseconds, and each of a thousand ranks compares all of them. Order counts, too: of
+    optim.lr_factors, the first match is used."""
+    written = []
+    monkeypatch.setattr(validate, "to_yaml", lambda config: written.append(config) or to_yaml(config))
+    config, _ = llama(tmp_path)
+    factors = {"norm": 0.5, "embed": 0.1}
+    orders = [dict(items) for items in (factors.items(), reversed(factors.items()))]
+    first, other = (dataclasses.replace(config, optim=OptimConfig(lr_factors=order)) for order in orders)
+    same = [dataclasses.replace(first) for _ in range(1000)]
+    check_ranks_agree(same)
+    assert len(written) <= 1
+    with pytest.raises(ConfigError, match="rank 0 has `norm: 0.5` and rank 1000 `embed: 0.1`"):
+        check_ranks_agree([*same, other])
+    assert len(written) <= 3

@@ -1,13 +1,17 @@
 """If one rank is refused, all ranks end at once, with one message."""
 
 import errno
+import shutil
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from ithaka import hub
 from ithaka.cli import app
 from ithaka.comm.agree import RankError, SharedError, SharedTransientError, raise_first
 from ithaka.config import ConfigError, load_config
@@ -30,10 +34,12 @@ def lacks_a_file(patch, folder):
 
 
 @contextmanager
-def under_torchrun():
-    """Set up a rank like torchrun, one on each of two nodes."""
+def under_torchrun(ranks_per_node=1):
+    """Set up one of two ranks like torchrun; by default, each is on a node of its own."""
+    rank, per_node = dist.get_rank(), ranks_per_node
+    variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"RANK": dist.get_rank(), "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
+        for name, value in variables.items():
             patch.setenv(name, str(value))
         yield patch
 
@@ -65,6 +71,45 @@ def directories(folder):
             preflight.preflight(None, settings(folder), preflight.AUTO, Path("run"))
         except TransientError as error:  # a shared file system may show it late
             return str(chosen), str(error)
+
+
+def hub_requests(folder, ranks_per_node, lacks_files):
+    """What a run asks the hub for on each rank. With `lacks_files`, rank 1's cache has no files."""
+    requests, snapshot = [], folder / f"models--org--tiny/snapshots/{'a' * 40}"
+
+    def answer(*_, **__):
+        requests.append("commit")
+        return SimpleNamespace(sha="a" * 40)
+
+    def download(*_, revision=None, dry_run=False, **__):
+        requests.append(f"files of {revision or 'main'}")
+        return [] if dry_run else str(snapshot)
+
+    with under_torchrun(ranks_per_node) as patch:
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(huggingface_hub.HfApi, "model_info", answer)
+        patch.setattr(huggingface_hub.HfApi, "dataset_info", answer)
+        patch.setattr(huggingface_hub, "snapshot_download", download)
+        if lacks_files and dist.get_rank() == 1:
+            patch.setattr(hub, "model_files", lambda path: {})
+        names = ["data.context=64", "model.path=org/tiny", "evaluate.data=hf://org/texts", "evaluate.every=1"]
+        found = preflight.preflight(None, [*names, f"data.path={folder / 'texts'}", "data.tokenizer=bytes"])
+    assert found.config.model.path == snapshot and str(found.config.evaluate.data) == f"hf:/org/texts@{'a' * 40}"
+    assert {*found.commits} == {"org/tiny", "hf:/org/texts"}
+    return requests
+
+
+def test_only_rank_0_asks_the_hub_and_only_nodes_without_a_models_files_download_them(ranks, tmp_path):
+    tiny_run(tmp_path)
+    (snapshot := tmp_path / f"models--org--tiny/snapshots/{'a' * 40}").mkdir(parents=True)
+    shutil.copy(tmp_path / "config.json", snapshot)
+    (snapshot / "model.safetensors").touch()
+    asked = ["commit", "commit", "files of main", "files of main"]
+    for ranks_per_node, lacks_files in ((2, True), (1, False)):
+        rank_0, rank_1 = ranks.run(2, hub_requests, tmp_path, ranks_per_node, lacks_files)
+        assert (sorted(rank_0), rank_1) == (asked, [])
+    _, rank_1 = ranks.run(2, hub_requests, tmp_path, 1, True)
+    assert rank_1 == ["commit", f"files of {'a' * 40}", f"files of {'a' * 40}"]
 
 
 def test_rank_0_chooses_the_run_directory_and_all_ranks_must_find_it(ranks, tmp_path):

@@ -188,3 +188,8 @@ def test_a_knob_without_validation_is_refused(train, tmp_path):
     config = tiny_run(tmp_path, train=train)
     check = partial(check_settings, config, 1, validate(tiny_run(tmp_path)).shape)
     assert_refused(check, f"train.{next(iter(train))}=", "validation", fix="train.validate_every")
+
+
+def test_a_learning_rate_of_zero_is_refused(tmp_path):
+    """Hours of training would change nothing."""
+    assert_refused(partial(validate, tiny_run(tmp_path, optim={"lr": 0})), "optim.lr=0", fix="more than 0")

@@ -5,10 +5,12 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from huggingface_hub.utils import filter_repo_objects
 from typer.testing import CliRunner
 
 from decoders import DECODERS, HYBRIDS, SIZES
@@ -19,6 +21,7 @@ from ithaka.comm.ghost import GhostAutocast, ghost_rank
 from ithaka.comm.loopback import start_loopback
 from ithaka.comm.mesh import make_mesh
 from ithaka.config import AdapterConfig, OptimConfig
+from ithaka.data.tokenizer import ByteTokenizer
 from ithaka.layer import store as stores
 from ithaka.layout import ActivationPolicy, Layout, make_layout
 from ithaka.mixers import softmax
@@ -574,6 +577,25 @@ def test_the_worst_packed_batch_is_traced(tmp_path):
     command = ["rehearse", str(model), "--gpus", "2xH100", "--context", "320", "--ghost", "--data", str(run)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0 and "320 tokens" in result.stdout, result.output
+
+
+def test_the_users_data_is_packed_with_the_tokenizer_of_a_model_on_the_hub(tmp_path, monkeypatch):
+    """Without its weights, which may be too large for the machine that rehearses."""
+    texts, run, snapshot = tmp_path / "a.txt", tmp_path / "run.yaml", tmp_path / "snapshot"
+    ByteTokenizer().hf.save_pretrained(snapshot)
+    texts.write_text("x" * 300)
+    run.write_text(f"model: {{path: org/tiny@v2}}\ndata: {{path: {texts}, context: 64}}\n")
+
+    def download(repo, revision, allow_patterns, ignore_patterns, **_):
+        names = ["config.json", "model-1.safetensors", "tokenizer.json", "chat_template.jinja"]
+        wanted = filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        assert (repo, revision) == ("org/tiny", "v2") and [*wanted] == [names[0], *names[2:]]
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    inputs = ghost.find_worst_batch(run, tiny_plan(tiny_config(vocab_size=300), context=320))
+    assert inputs["input_ids"].shape == (1, 320)
 
 
 # ---- autocast

@@ -6,19 +6,20 @@ huggingface_hub provides the cache, the token, resumed downloads and offline mod
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ithaka.config import ConfigError, input_error
-from ithaka.exits import is_transient
+from ithaka.exits import causes, is_transient
 
 P = TypeVar("P", Path, Path | None)
 _HUB_NAME = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 HUB_ID = rf"(?!.*(?:--|\.\.)){_HUB_NAME}/{_HUB_NAME}"  # owner/name, as the hub allows it
 # A snapshot in the cache: a run's config.yaml names it, so that it resumes with the same commit.
 SNAPSHOT = re.compile(r".*/models--([\w.-]+?)--([\w.-]+)/snapshots/(\w+)")
-_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+_WEIGHTS = "*.safetensors"
+_FILES = [_WEIGHTS, "*.json", "*.jinja", "*.txt", "*.model"]
 _OTHER_FORMATS = ["*/*", "consolidated*"]  # subfolders and copies with other names
 
 
@@ -28,25 +29,41 @@ def split_revision(name: str) -> tuple[str, str | None]:
     return repo, revision or None
 
 
-def fetch_model(path: P, setting: str = "model.path=") -> P:
+def fetch_model(path: P, setting: str = "model.path=", weights: bool = True) -> P:
     """Return the directory of a model. If `path` does not exist and could be a name on the hub, print the size of the
-    files that are not cached, and download them. Any other path is returned unchanged. `setting` prefixes errors."""
+    files that are not cached, and download them, with or without `weights`. Any other path is returned unchanged.
+    `setting` prefixes errors."""
     if path is None or path.exists() or path.parent.is_dir() or path.parts[:1] == ("models",):
         return path
     if snapshot := SNAPSHOT.fullmatch(str(path)):
         repo, revision = f"{snapshot[1]}/{snapshot[2]}", snapshot[3]
     else:
         repo, revision = split_revision(str(path))
-    return _download(repo, revision, f"{setting}{path}") if re.fullmatch(HUB_ID, repo) else path
+    return _download(repo, revision, f"{setting}{path}", weights) if re.fullmatch(HUB_ID, repo) else path
 
 
-def _download(repo: str, revision: str | None, what: str) -> Path:
+def model_files(path: Path) -> dict[str, int]:
+    """Names and sizes of the files in a model's directory that downloads include."""
+    files = (file for pattern in _FILES for file in path.glob(pattern))
+    return {file.name: file.stat().st_size for file in files}
+
+
+def complete_snapshot(path: Path, files: Mapping[str, int]) -> None:
+    """Download what this node's cache lacks of a snapshot, which has these `files` on another node. Any other path is
+    left alone."""
+    snapshot = SNAPSHOT.fullmatch(str(path))
+    if snapshot and model_files(path) != files:
+        _download(f"{snapshot[1]}/{snapshot[2]}", snapshot[3], f"model.path={path}", weights=True)
+
+
+def _download(repo: str, revision: str | None, what: str, weights: bool) -> Path:
     from huggingface_hub import HfApi, constants, errors, snapshot_download
 
-    options: dict[str, Any] = {"revision": revision, "allow_patterns": _FILES, "ignore_patterns": _OTHER_FORMATS}
-    local_only, reason = constants.HF_HUB_OFFLINE, "HF_HUB_OFFLINE is set"
+    ignored = _OTHER_FORMATS if weights else [*_OTHER_FORMATS, _WEIGHTS]
+    options: dict[str, Any] = {"revision": revision, "allow_patterns": _FILES, "ignore_patterns": ignored}
+    outage: Exception | None = None
     try:
-        if not local_only:
+        if not constants.HF_HUB_OFFLINE:
             HfApi().model_info(repo, revision=revision, timeout=10)  # raises the error that describes a bad name
             files = [file for file in snapshot_download(repo, **options, dry_run=True) if file.will_download]
             if files and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -60,12 +77,19 @@ def _download(repo: str, revision: str | None, what: str) -> Path:
         fix = "correct the name, log in with `hf auth login` if it is private, or use a local directory"
         raise ConfigError(f"{what} is not a local path, and the hub has no such {missing}; {fix}") from None
     except Exception as error:  # network errors: OSError, requests or httpx, depending on huggingface_hub
-        local_only, reason = True, f"the hub cannot be reached: {str(error).partition(chr(10))[0]}"
+        outage = error
     try:
+        local_only = constants.HF_HUB_OFFLINE or outage is not None
         return Path(snapshot_download(repo, **options, local_files_only=local_only))
-    except errors.LocalEntryNotFoundError:
+    except errors.LocalEntryNotFoundError as error:
+        failure = outage or error  # of an outage that began after the requests above, `error` is the effect
+        reason = "HF_HUB_OFFLINE is set"
+        if not constants.HF_HUB_OFFLINE:
+            first_cause = [*causes(failure)][-1]
+            reason = f"the hub cannot be reached: {str(first_cause).partition(chr(10))[0]}"
         fix = "download it once with a connection, or use a local directory"
-        raise ConfigError(f"{what} is not in the cache {constants.HF_HUB_CACHE} ({reason}); {fix}") from None
+        message = f"{what} is not in the cache {constants.HF_HUB_CACHE} ({reason}); {fix}"
+        raise input_error(message, failure) from None
     except OSError as error:
         fix = "start again: the download resumes where it stopped"
         raise input_error(f"{what} cannot be downloaded ({type(error).__name__}: {error}); {fix}", error) from None

@@ -133,8 +133,8 @@ def _write(
     not_exported = ["config.json"]
     if not (model_dir / "adapter_config.json").is_file():
         with torch.device("meta"):
-            hf_config = AutoConfig.from_pretrained(model_dir)
-            model = auto_class(hf_config.model_type).from_config(hf_config)
+            hf_config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
+            model = auto_class(hf_config.model_type).from_config(hf_config, trust_remote_code=False)
         try:
             model.load_state_dict(weights, assign=True)
         except RuntimeError as error:

@@ -12,6 +12,7 @@ from ithaka.config import load_config
 from ithaka.data.open import open_data
 from ithaka.data.pack import PackedSequence
 from ithaka.data.tokenizer import load_tokenizer
+from ithaka.hub import fetch_model
 from ithaka.plan.hardware import GIB
 from ithaka.plan.search import Plan
 from ithaka.plan.trace import Segment, Trace
@@ -28,7 +29,8 @@ def find_worst_batch(file: Path, plan: Plan, rank: int = 0) -> dict[str, Any]:
     that continue others, then with the longest document."""
     work, cp = plan.work, plan.layout.cp
     config = load_config(file, [f"data.context={work.context}"])
-    tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.chat_template)
+    model = fetch_model(config.model.path, weights=False)
+    tokenizer = load_tokenizer(config.data.tokenizer, model, config.data.chat_template)
     with tempfile.TemporaryDirectory(prefix="ithaka-") as folder:
         options: dict[str, Any] = {"seed": config.train.seed, "batch": work.batch, "cp": (rank % cp, cp)}
         data = open_data(config.data, tokenizer=tokenizer, cache_dir=Path(folder), **options)

@@ -144,10 +144,10 @@ def write_truncated_model(
     model_class = auto_class(config.model_type)
     if not has_weights(source):
         torch.manual_seed(0)
-        model_class.from_config(config).save_pretrained(out)
+        model_class.from_config(config, trust_remote_code=False).save_pretrained(out)
         return "random", kinds, list(layers)
     with torch.device("meta"):
-        model = model_class.from_config(config)
+        model = model_class.from_config(config, trust_remote_code=False)
     # Older files of vision-language models have other prefixes.
     known = set(map(_without_prefix, model.state_dict()))
     ends = {_without_prefix(name): len(param) for name, param in end_parameters(model).items()}

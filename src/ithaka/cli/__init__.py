@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from typer.core import TyperGroup
 from ithaka.checks.doctor import package_versions
 from ithaka.cli import plan, runs
 from ithaka.comm.rank import is_rank_0, leave_launcher
+from ithaka.config import ConfigError
 from ithaka.exits import ExitCode, is_disk_full, is_transient
 from ithaka.run.launch import quiet_torchao
 
@@ -32,7 +34,8 @@ class Commands(TyperGroup):
 
             print_outcome(Outcome(code := ExitCode.SIGNALED + signal.SIGINT, "stopped by SIGINT" * is_rank_0()))
             raise typer.Exit(code) from None
-        except Exception as error:
+        except Exception as raised:
+            error = explain_missing_torch(raised, ctx.invoked_subcommand)
             is_ours = type(error).__module__.startswith("ithaka.") or is_transient(error)
             is_usage = hasattr(error, "show")  # a wrong argument, which click prints
             if not is_ours and not is_usage:
@@ -46,6 +49,14 @@ class Commands(TyperGroup):
                 raise
             print_outcome(outcome)
             raise typer.Exit(outcome.code) from None
+
+
+def explain_missing_torch(error: Exception, command: str | None) -> Exception:
+    """The error to report for one of a command: another one if torch is not installed."""
+    if not isinstance(error, ModuleNotFoundError) or find_spec("torch") is not None:
+        return error
+    rule = f"`ithaka {command}` needs torch, which is not installed"
+    return ConfigError(f"{rule}; pip install torch. Without it, `ithaka plan` works for built-in models")
 
 
 app = typer.Typer(

@@ -14,6 +14,7 @@ from ithaka.config.paths import (
     writing_to,
 )
 from ithaka.config.sections import (
+    BUILTIN_TEMPLATES,
     LAYER_LINEARS,
     SAVEABLE_MODULES,
     SECTIONS,

@@ -13,7 +13,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -83,6 +83,37 @@ class Section:
         return cls(**values)
 
 
+# What other trainers (transformers, TRL, PEFT, axolotl) call a setting, where the closest name is another one.
+USUAL_NAMES = {
+    "attn_implementation": "attention.kernel",
+    "early_stopping_patience": "train.patience",
+    "eval_every": "train.validate_every",
+    "eval_steps": "train.validate_every",
+    "gradient_accumulation_steps": "train.accumulate",
+    "gradient_checkpointing": "memory.checkpoint",
+    "learning_rate": "optim.lr",
+    "load_best_model_at_end": "train.keep_best",
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "lora_r": "adapter.rank",
+    "lora_target_modules": "adapter.targets",
+    "lr_scheduler_type": "optim.schedule",
+    "max_grad_norm": "optim.clip_norm",
+    "max_length": "data.context",
+    "max_seq_length": "data.context",
+    "max_steps": "train.steps",
+    "micro_batch_size": "train.batch",
+    "model_name_or_path": "model.path",
+    "num_epochs": "train.epochs",
+    "num_train_epochs": "train.epochs",
+    "output_dir": "train.run_dir",
+    "per_device_train_batch_size": "train.batch",
+    "report_to": "train.track",
+    "save_steps": "train.save_every",
+    "save_total_limit": "train.keep_last",
+    "sequence_len": "data.context",
+    "target_modules": "adapter.targets",
+}
 _LIMITS = {"ge": "at least", "le": "at most", "gt": "more than", "lt": "less than"}
 _type_hints: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
@@ -162,7 +193,7 @@ def check_keys(values: Mapping[str, Any], section: type[Section], name: str) -> 
         if values[key] is None and ":" in str(key):
             rule = "has no space after the colon, so YAML reads a name"
             raise ConfigError(f"{name}={{{key}}} {rule}; write {{{key.replace(':', ': ', 1)}}}")
-        suggestion = did_you_mean(key, known, f"{name}.")
+        suggestion = suggest_usual_name(key, known, name) or did_you_mean(key, known, f"{name}.")
         raise ConfigError(f"{name}.{key}={format_value(values[key])} is not a setting; {suggestion}")
 
 
@@ -184,6 +215,14 @@ def import_named(setting: str, name: str, kind: str, arguments: tuple[str, ...])
         rule = f"cannot be called as {name.rpartition(':')[2]}({', '.join(arguments)})"
         raise ConfigError(f"{setting}={name} {rule} ({error}); {fix}") from None
     return named
+
+
+def suggest_usual_name(key: object, known: Collection[str] = (), section: str = "") -> str | None:
+    """The setting for another trainer's name, of `section` if it has one (`known`); None for any other name."""
+    if (usual := USUAL_NAMES.get(str(key))) is None:
+        return None
+    field = usual.partition(".")[2]
+    return f"did you mean {f'{section}.{field}' if field in known else usual}?"
 
 
 def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:

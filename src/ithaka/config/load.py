@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ithaka.config.fields import ConfigError, did_you_mean, format_value, input_error
+from ithaka.config.fields import ConfigError, did_you_mean, format_value, input_error, suggest_usual_name
 from ithaka.config.sections import SECTIONS, Config
 
 CONFIG_FORMAT = 2  # stored as `format` in a run's config.yaml
@@ -149,6 +149,8 @@ def _merge(trees: Iterable[tuple[str, Tree]]) -> Config:
 
 def _suggest_section(name: object) -> str:
     """For an unknown section: the settings that it names or begins, or the closest section."""
+    if usual := suggest_usual_name(name):
+        return usual
     settings = [
         f"{section}.{field.name}"
         for section, cls in SECTIONS.items()

@@ -5,27 +5,34 @@ import glob
 import os
 import shlex
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ithaka.config.fields import ConfigError, input_error
+from ithaka.config.sections import BUILTIN_TEMPLATES
 from ithaka.exits import TransientError, is_disk_full
 
 PAGE_MARK = '<meta name="generator" content="ithaka">'  # in the <head> of every page that ithaka writes
 _PATH_KEYS = {"path", "validation_path", "chat_template", "tokenizer", "disk_path", "data", "teacher"}
-_NOT_PATHS = {"tokenizer": "bytes", "teacher": "data"}  # values of these keys
+# Values of these keys that are names, even if there is a file or folder with that name.
+_NOT_PATHS: dict[str, Collection[str]] = {
+    "tokenizer": {"bytes"},
+    "teacher": {"data"},
+    "chat_template": BUILTIN_TEMPLATES,
+}
 
 
 def with_absolute_paths(tree: Any) -> Any:
-    """Make the paths and globs in a `to_dict` tree absolute if they match a file; others may be datasets on the hub."""
+    """Make the paths and globs in a `to_dict` tree absolute if they match a file; others may be datasets on the hub,
+    and names such as a built-in template stay names."""
     if isinstance(tree, list):
         return [with_absolute_paths(each) for each in tree]
     if not isinstance(tree, dict):
         return tree
     keys = {key for key, value in tree.items() if key in _PATH_KEYS and isinstance(value, str)}
-    keys -= {key for key, value in _NOT_PATHS.items() if tree.get(key) == value}
+    keys -= {key for key in keys if tree[key] in _NOT_PATHS.get(key, ())}
     return {key: _absolute(value) if key in keys else with_absolute_paths(value) for key, value in tree.items()}
 
 

@@ -111,6 +111,11 @@ RecordFormat = Literal[
     "auto", "messages", "anthropic", "sharegpt", "alpaca", "prompt_completion", "preference", "text", "input_ids"
 ]
 
+BUILTIN_TEMPLATES = {  # values of data.chat_template: a token that the tokenizer must have
+    "chatml": "<|im_start|>", "llama3": "<|start_header_id|>", "qwen3": "<|im_start|>", "harmony": "<|channel|>",
+    "glm4": "<|assistant|>",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class ReasoningConfig(Section, name="data.reasoning", example="{turns: all}"):

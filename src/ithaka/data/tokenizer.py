@@ -15,8 +15,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ithaka.config import ConfigError, input_error
-from ithaka.data.documents.chat import BUILTIN_TEMPLATES, ChatTemplate, TrainedRanges, fix_date, read_builtin_template
+from ithaka.config import BUILTIN_TEMPLATES, ConfigError, input_error
+from ithaka.data.documents.chat import ChatTemplate, TrainedRanges, fix_date, read_builtin_template
 
 if TYPE_CHECKING:
     from ithaka.data.documents.pixels import ImageReader

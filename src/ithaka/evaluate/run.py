@@ -92,7 +92,8 @@ def evaluate(
             print(f"no divergence: {source} and {base} have different vocabularies", file=sys.stderr)
             other = None
         longest = max([*contexts, *(len(prompt.tokens) for prompt in prompts)])
-        positions = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
+        hf_config = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
+        positions = getattr(hf_config, "max_position_embeddings", None)
         if positions and longest > positions and is_rank_0():
             rule = f"exceed the {positions} positions of {source} (max_position_embeddings)"
             print(f"contexts of up to {longest} tokens {rule}: figures beyond them are extrapolated", file=sys.stderr)

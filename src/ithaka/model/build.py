@@ -132,7 +132,8 @@ def build_model(
     stored_vocab, text.vocab_size = text.vocab_size, vocab_size or text.vocab_size
     with torch.device("meta"):
         stored_dtype = sum_dtype(dtype) if trains and not adapter else dtype
-        model = auto_class(config.model_type).from_config(config, dtype=stored_dtype)
+        model_class = auto_class(config.model_type)
+        model = model_class.from_config(config, dtype=stored_dtype, trust_remote_code=False)
         if adapter is not None:
             add_adapter(model, adapter, source if isinstance(source, Path) else None)
         if packing is not None:

@@ -58,7 +58,8 @@ def measure_model(values: Mapping[str, Any], source: str) -> ModelShape:
         config = AutoConfig.for_model(**copy.deepcopy(dict(values)))  # it changes rope_parameters
         check_values(config.get_text_config(), source)
         with torch.device("meta"):
-            model = auto_class(config.model_type).from_config(config, dtype=torch.bfloat16)
+            model_class = auto_class(config.model_type)
+            model = model_class.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     except ConfigError:
         raise
     except Exception as error:

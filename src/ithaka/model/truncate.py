@@ -35,7 +35,8 @@ class LayerKind:
 def read_kinds(config: Any) -> list[LayerKind]:
     """The kind of each layer of the model that a Hugging Face configuration describes."""
     with torch.device("meta"):
-        layers = find_root(auto_class(config.model_type).from_config(config)).layers
+        model = auto_class(config.model_type).from_config(config, trust_remote_code=False)
+    layers = find_root(model).layers
     lists = _layer_lists(config.get_text_config().to_dict(), len(layers)).values()
     return [
         LayerKind(

@@ -8,7 +8,7 @@ weights. With another context or other steps, no document is skipped or repeated
 
 import dataclasses
 import time
-from collections.abc import Set
+from collections.abc import Callable, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ithaka.attention.kernels import KERNELS, compile_ahead
 from ithaka.checkpoint import files
 from ithaka.comm.agree import ask_rank_0, gather_objects, raise_on_all_ranks
 from ithaka.comm.mesh import start_process_group
-from ithaka.comm.rank import is_local_rank_0
+from ithaka.comm.rank import is_local_rank_0, is_rank_0
 from ithaka.config import (
     CPU_DEFAULT,
     GPU_DEFAULT,
@@ -34,7 +34,7 @@ from ithaka.config import (
 )
 from ithaka.config.formats import required_base
 from ithaka.data.documents.files import HUB_DATASET, pin_dataset
-from ithaka.hub import fetch_model
+from ithaka.hub import complete_snapshot, fetch_model, model_files
 from ithaka.layout import check_float8, layout_from_config
 from ithaka.plan.hardware import Hardware
 from ithaka.plan.read_config import read_json
@@ -70,10 +70,13 @@ def preflight(
         start_process_group()
     name = gather_objects(time.strftime("%Y%m%d-%H%M%S"))[0]  # rank 0's clock names the run
 
-    commits: dict[str, str] = {}
+    def find_settings(commits: dict[str, str]) -> Config:
+        return resolve(file, changes, resume, run_dir, name, commits)
+
+    commits = _ask_hub_once(find_settings) if launch.under_torchrun() else {}
 
     def inspect() -> tuple[Config, Hardware, Path | None]:
-        config = resolve(file, changes, resume, run_dir, name, commits)
+        config = find_settings(commits)
         num_ranks = launch.decide_ranks(config.parallel.ranks, launch.num_gpus())
         newest = files.newest_checkpoint(config.train.run_dir) if resume is not None else None
         return config, detect_machine(config, num_ranks, launch.detect_gpu()), newest
@@ -104,6 +107,28 @@ def preflight(
     if run.finished and run.checkpoint:  # an unfinished run verifies its files in `prepare`
         run = dataclasses.replace(run, checkpoint=files.find_intact_checkpoint(run.checkpoint))
     return run
+
+
+def _ask_hub_once(find_settings: Callable[[dict[str, str]], Config]) -> dict[str, str]:
+    """Ask the hub on rank 0, and download its models on one rank per node. Returns the commits that `resolve` adds, so
+    that other ranks make no requests. Collective."""
+
+    def ask() -> tuple[dict[str, str], dict[Path, dict[str, int]]]:
+        commits: dict[str, str] = {}
+        if not is_rank_0():
+            return commits, {}
+        config = find_settings(commits)
+        models = [path for path in (config.model.path, config.loss.teacher_path) if path is not None]
+        return commits, {path: model_files(path) for path in models}
+
+    commits, models = gather_objects(raise_on_all_ranks(ask))[0]
+
+    def download() -> None:
+        for path, files_of_model in models.items() if is_local_rank_0() else ():
+            complete_snapshot(path, files_of_model)
+
+    raise_on_all_ranks(download)
+    return commits
 
 
 def validate_run(

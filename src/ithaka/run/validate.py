@@ -65,6 +65,8 @@ def check_settings(config: Config, num_ranks: int, shape: ModelShape) -> None:
         rule = "has no effect with evaluate.every=0"
         raise ConfigError(f"evaluate.data={evaluate.data} {rule}; set evaluate.every, or leave it out")
     check_optimizer(config)
+    if config.optim.lr == 0:  # rehearsals and traces, which are not checked here, step without a change
+        raise ConfigError("optim.lr=0 trains nothing; use more than 0, such as 3e-4")
     if config.optim.name == "adamw8bit" and find_spec("torchao") is None:
         raise ConfigError("optim.name=adamw8bit needs an extra: pip install -e '.[adamw8bit]', or use adamw")
     if config.adapter is not None and find_spec("peft") is None:
@@ -196,9 +198,11 @@ def check_ranks_agree(configs: Sequence[Config], newest: Sequence[Path | None] =
             difference = f"rank 0 finds {newest[0] or 'no checkpoint'} and rank {rank} {path or 'none'}"
             fix = "start again, or put it on a file system that all nodes share"
             raise TransientError(f"train.run_dir={configs[0].train.run_dir}: {difference}; {fix}")
-    first, *rest = (to_yaml(config).splitlines() for config in configs)
-    for rank, lines in enumerate(rest, 1):
-        for line_0, line in zip(first, lines, strict=False):
+    same, lines_0 = repr(configs[0]), to_yaml(configs[0]).splitlines()
+    for rank, config in enumerate(configs):
+        if repr(config) == same:  # YAML of each of 1,000 ranks would take seconds
+            continue
+        for line_0, line in zip(lines_0, to_yaml(config).splitlines(), strict=False):
             if line != line_0:
                 difference = f"rank 0 has `{line_0.strip()}` and rank {rank} `{line.strip()}`"
                 raise ConfigError(f"{difference}; give every node the same settings")

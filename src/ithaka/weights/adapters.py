@@ -100,7 +100,7 @@ def add_adapter(model: Any, adapter: AdapterConfig, base: Path | None) -> None:
 def trained_names(config: Any, adapter: AdapterConfig | None) -> list[str]:
     """Names of the parameters that a run trains, from its Hugging Face configuration alone."""
     with torch.device("meta"):
-        model = auto_class(config.model_type).from_config(config)
+        model = auto_class(config.model_type).from_config(config, trust_remote_code=False)
         if adapter is not None:
             add_adapter(model, adapter, None)
     return [name for name, param in model.named_parameters() if param.requires_grad]

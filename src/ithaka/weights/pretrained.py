@@ -28,8 +28,9 @@ def load_pretrained(folder: Path, config: Any = None, **options: Any) -> Any:
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     logging.set_verbosity_error()  # the tensors that it reports raise errors here
     try:
-        config = config or AutoConfig.from_pretrained(folder)
-        model, loaded = auto_class(config.model_type).from_pretrained(folder, config=config, **options)
+        config = config or AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        loader = auto_class(config.model_type)
+        model, loaded = loader.from_pretrained(folder, config=config, trust_remote_code=False, **options)
     except (OSError, ValueError, SafetensorError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         if reason.startswith("Unrecognized configuration class"):
@@ -50,7 +51,7 @@ def load_pretrained(folder: Path, config: Any = None, **options: Any) -> Any:
 def load_dequantized(folder: Path, config: Any = None, **options: Any) -> Any:
     """Load a model with plain transformers. Four-bit weights are dequantized."""
     stored = read_json(folder / "config.json")
-    config = config or AutoConfig.from_pretrained(folder)
+    config = config or AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if stored.get("quantization_config"):  # a run's config.json does not have it
         config.quantization_config = stored["quantization_config"]
     return file_format(stored).load(partial(load_pretrained, folder, config, **options))
@@ -64,7 +65,8 @@ def merge_adapter(
     adapter's, named as in PEFT's files. `rounded`: round the base as training with these settings does."""
     from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
 
-    config = AutoConfig.from_pretrained(adapter if (adapter / "config.json").is_file() else base)
+    folder = adapter if (adapter / "config.json").is_file() else base
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     logging.disable_progress_bar()
     model = load_dequantized(base, config, dtype="auto")
     if rounded is not None:

@@ -24,17 +24,13 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ithaka.config import ConfigError, ReadingConfig, ReasoningConfig
+from ithaka.config import BUILTIN_TEMPLATES, ConfigError, ReadingConfig, ReasoningConfig
 from ithaka.data.documents.formats import REASONING_FIELDS, ROLES, BadRecord, Message, split_reasoning
 from ithaka.data.documents.marks import CharRange, Turn, choose_delimiters, insert_marks, mark_messages, parse_marks
 
 TrainedRanges = Sequence[CharRange] | None  # None: train on all of the text
 Tools = list[Any] | None
 
-BUILTIN_TEMPLATES = {  # by name: a token that the tokenizer must have
-    "chatml": "<|im_start|>", "llama3": "<|start_header_id|>", "qwen3": "<|im_start|>", "harmony": "<|channel|>",
-    "glm4": "<|assistant|>",
-}  # fmt: skip
 TODAY = datetime.date(2024, 7, 26)  # for templates that print today's date, so that tokens do not depend on the day
 DATE_CALL = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")
 TEMPLATE_REFUSES = "refused by the chat template"  # a reason of BadRecord

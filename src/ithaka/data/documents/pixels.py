@@ -61,7 +61,9 @@ class ImageReader:
         self.start, self.end, *tokens = hf.convert_ids_to_tokens([config[key] for key in keys])
         self.tokens: dict[str, str] = dict(zip(MEDIA, tokens, strict=True))
         try:
-            self.images: Any = AutoImageProcessor.from_pretrained(str(model_path), local_files_only=True)
+            self.images: Any = AutoImageProcessor.from_pretrained(
+                str(model_path), trust_remote_code=False, local_files_only=True
+            )
         except ImportError as error:
             rule = "this version of transformers cannot read images without torchvision"
             raise ConfigError(f"data.images=read: {rule}; pip install torchvision, or a newer transformers") from error
