@@ -72,8 +72,8 @@ MUTATIONS = (
     Mutation(
         "the teacher runs in training mode",
         "model/distillation.py",
-        "            reference.eval()\n",
-        "            reference.train()\n",
+        "use_reference(model, teacher) as reference, evaluating(reference):",
+        "use_reference(model, teacher) as reference:",
         "test_distillation.py -k dropout",
     ),
     Mutation(
@@ -86,15 +86,15 @@ MUTATIONS = (
     Mutation(
         "the adapter stays active in the teacher",
         "model/distillation.py",
-        "        layer._disable_adapters = True",
-        "        layer._disable_adapters = False",
+        "        adapter._disable_adapters = True",
+        "        adapter._disable_adapters = False",
         "test_distillation.py -k without_its_adapter",
     ),
     Mutation(
         "the cross-entropy has the divergence's share of the loss",
         "layer/loss.py",
-        "torch.stack([taught_s * (1 - share), torch.where(taught_s, share, valid_s)])",
-        "torch.stack([taught_s * share, torch.where(taught_s, 1 - share, valid_s)])",
+        "[taught_weights_s * (1 - share), torch.where(taught_s, share, valid_weights_s)]",
+        "[taught_weights_s * share, torch.where(taught_s, 1 - share, valid_weights_s)]",
         "test_distillation.py -k 'tiled and False'",
     ),
     Mutation(
@@ -227,9 +227,9 @@ MUTATIONS = (
     ),
     Mutation(
         "validation leaves the model in evaluation mode",
-        "train/step.py",
-        "    model.train(was_training)\n",
-        "",
+        "inputs/calls.py",
+        "            module.training = True\n",
+        "            module.training = False\n",
         "test_train_loop_step_is_exact.py -k steps_equal_plain_pytorch",
     ),
     Mutation(

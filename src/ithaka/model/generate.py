@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ithaka.comm.agree import gather_objects
 from ithaka.config import ConfigError
-from ithaka.inputs.calls import CallChecker, compute_dtype
+from ithaka.inputs.calls import CallChecker, compute_dtype, evaluating
 from ithaka.ops.fourbit import unpacked
 from ithaka.plan.hardware import available_memory
 
@@ -29,7 +29,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     config = kwargs.get("generation_config") or model.generation_config
     use_cache, num_tokens = (kwargs.get(name, getattr(config, name)) for name in ("use_cache", "max_new_tokens"))
     has_cache = check_uncached(use_cache, num_tokens)
-    mesh, was_training = model.ithaka_mesh, model.training
+    mesh = model.ithaka_mesh
     seed = [int(torch.randint(2**62, ()))]
     dist.broadcast_object_list(seed, group=mesh.cp_group, group_src=0)
     devices = [mesh.device] if mesh.device.type == "cuda" else []
@@ -38,12 +38,11 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             _find_checker(model)(model, (prompt,), {"attention_mask": kwargs.get("attention_mask")})
     try:
-        with torch.random.fork_rng(devices), _plain_forwards(model) if has_cache else nullcontext():
+        with torch.random.fork_rng(devices), evaluating(model), _plain_forwards(model) if has_cache else nullcontext():
             torch.manual_seed(seed[0])
             defaults = {"synced_gpus": True} if mesh.world_size > 1 else {}
-            return type(model).generate(model.eval(), *args, **{**defaults, **kwargs, "use_cache": has_cache})
+            return type(model).generate(model, *args, **{**defaults, **kwargs, "use_cache": has_cache})
     finally:
-        model.train(was_training)
         model.reshard()
 
 
