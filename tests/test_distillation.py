@@ -21,7 +21,7 @@ from ithaka.layer import loss as losses
 from ithaka.layer.loss import IGNORE_INDEX, LinearHead, Teacher, summed_divergence
 from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
-from ithaka.ops.divergence import Criterion
+from ithaka.ops.divergence import Criterion, divergence_with_grad
 from ithaka.plan import bytes as plan_bytes
 from models import tiny_config, tiny_model
 from parity import TOLERANCE, check, gradient_errors, random_ids, relative
@@ -114,6 +114,32 @@ def test_stored_probabilities_of_all_tokens_equal_the_full_divergence():
         full, _ = call(Teacher(Criterion(beta), torch.tensor(True), hidden, other.logits))
         stored, _ = call(Teacher(Criterion(beta), torch.tensor(True), stored=(ids, log_p)))
         assert relative(stored.detach(), full.detach()) < TOLERANCE
+
+
+@pytest.mark.parametrize("masked", ["student", "teacher", "both", "stored"])
+def test_a_token_that_a_model_rules_out_adds_nothing_to_its_expectations(masked):
+    """Its logit is -inf, here of a mask after the head. A divergence is infinite where only the second distribution
+    rules a token out."""
+    logits, targets = (torch.randn(5, 9, generator=torch.Generator().manual_seed(seed)).double() for seed in (1, 2))
+    out, labels, scales = torch.arange(6, 9), torch.arange(5), torch.rand(2, 5).double()
+    masks = [masked in ("student", "both", "stored"), masked in ("teacher", "both")]
+    # exp(-800) is 0, as exp(-inf).
+    student, teacher = (x.index_fill(1, out, -800.0) if on else x for x, on in zip((logits, targets), masks, strict=True))
+    predicted = teacher
+    if masked == "stored":
+        ids = torch.arange(4).expand(5, -1)
+        predicted = ids, teacher.log_softmax(-1)[:, :4]
+    for beta in BETAS:
+        exact = student.clone()
+        expected = divergence_with_grad(exact, predicted, labels, Criterion(beta), scales)
+        found_grad = student.masked_fill(student == -800, -torch.inf)
+        theirs = predicted if masked == "stored" else predicted.masked_fill(predicted == -800, -torch.inf)
+        found = divergence_with_grad(found_grad, theirs, labels, Criterion(beta), scales)
+        is_infinite = (masked, beta) in (("student", 0.0), ("teacher", 1.0))
+        assert found[0].isinf().all() if is_infinite else relative(found[0], expected[0]) < TOLERANCE
+        for mine, other in zip((*found[1:], found_grad), (*expected[1:], exact), strict=True):
+            if not is_infinite:
+                assert relative(mine, other) < TOLERANCE
 
 
 # ---- parallel models
