@@ -17,12 +17,18 @@ from decoders import tiny_decoder
 from general import add_lora
 from ithaka.blocks.linear import Linear
 from ithaka.comm.mesh import make_mesh
+from ithaka.config import parse_config
 from ithaka.layer import loss as losses
 from ithaka.layer.loss import IGNORE_INDEX, LinearHead, Teacher, summed_divergence
 from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
 from ithaka.ops.divergence import Criterion, divergence_with_grad
 from ithaka.plan import bytes as plan_bytes
+from ithaka.plan.bytes import gpu_phases
+from ithaka.plan.hardware import find_hardware
+from ithaka.plan.search import work_from_config
+from ithaka.roots import decoder
+from ithaka.run.shapes import find_shape
 from models import tiny_config, tiny_model
 from parity import TOLERANCE, check, gradient_errors, random_ids, relative
 from refusals import assert_refused
@@ -351,6 +357,47 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(monkeypatch):
 
     peak(32)  # allocates the gradients, which stay
     assert peak(288) - peak(32) < 2**20
+
+
+def test_tiles_of_the_loss_are_those_of_the_plan(monkeypatch):
+    """They have the logits of both models, but not of a stored teacher."""
+    sizes = []
+
+    def record(tile_tokens: int | None, s: int, row_bytes: int) -> int:
+        sizes.append(row_bytes)
+        return 4
+
+    for module in (decoder, plan_bytes):
+        monkeypatch.setattr(module, "logits_tile_tokens", record)
+    config, ids = tiny_config("llama"), random_ids(1, 9)
+    model = parallelize_model(tiny_model(config, torch.float32))
+    teacher = parallelize_model(tiny_model(config, torch.float32).requires_grad_(False))
+    shape, layout = find_shape("llama-3.2-3b"), Layout(dtype="float32")
+    stored = ids[..., None], torch.zeros(1, 9, 1)
+    for kind, loss in ((teacher, {"teacher": "x"}), (stored, {"teacher": "data"}), (None, None)):
+        if kind is None:
+            model(input_ids=ids, labels=ids)
+        else:
+            ithaka.distill(model, kind, ids, ids)
+        config = parse_config({"data": {"context": 64}, "loss": loss and {"type": "distill", **loss}})
+        gpu_phases(shape, layout, find_hardware("1xH200"), work_from_config(config))
+        run, plan = sizes
+        assert run / 61 == plan / shape.vocab == (8 if kind is teacher else 4)
+        sizes.clear()
+
+
+def test_branch_labels_have_the_position_of_the_token_that_predicts_them():
+    """A teacher with as many positions as the prompt has tokens predicts the first token of both answers only."""
+    prompt, *answers = random_ids(3, 6)
+    sequences = [torch.cat([prompt, answer]) for answer in answers]
+    labels = [ids.masked_fill(torch.arange(12) < 6, IGNORE_INDEX) for ids in sequences]
+    forest = ithaka.pack_prefixes(sequences, labels, min_tokens=3)
+    assert forest.num_tokens == (24, 18)
+    student, teacher = (parallelize_model(tiny_model(tiny_config("llama"), torch.float32)) for _ in range(2))
+    for limit, count in ((5, 0), (6, 2), (7, 4)):
+        teacher.config.max_position_embeddings = limit
+        out = ithaka.distill(student, teacher, **forest.inputs)
+        assert int(out.distilled.taught.sum()) == count
 
 
 def test_teachers_that_do_not_match_are_refused():
