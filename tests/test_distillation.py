@@ -130,7 +130,9 @@ def test_a_token_that_a_model_rules_out_adds_nothing_to_its_expectations(masked)
     out, labels, scales = torch.arange(6, 9), torch.arange(5), torch.rand(2, 5).double()
     masks = [masked in ("student", "both", "stored"), masked in ("teacher", "both")]
     # exp(-800) is 0, as exp(-inf).
-    student, teacher = (x.index_fill(1, out, -800.0) if on else x for x, on in zip((logits, targets), masks, strict=True))
+    student, teacher = (
+        x.index_fill(1, out, -800.0) if on else x for x, on in zip((logits, targets), masks, strict=True)
+    )
     predicted = teacher
     if masked == "stored":
         ids = torch.arange(4).expand(5, -1)
@@ -272,7 +274,12 @@ def test_the_teachers_parameters_are_sharded_after_every_call(monkeypatch):
     ids = random_ids(1, 9)
     student, teacher = (parallelize_model(tiny_model(tiny_config(family))) for family in ("llama", "qwen3"))
     assert isinstance(teacher.lm_head, FSDPModule), "a unit of its own"
+    is_sharded: list[bool] = []  # while the student's first layer runs
+    student.model.layers[0].register_forward_pre_hook(
+        lambda *_: is_sharded.extend(isinstance(param, DTensor) for param in teacher.parameters())
+    )
     ithaka.distill(student, teacher, ids, ids)
+    assert is_sharded and all(is_sharded)
     assert all(isinstance(param, DTensor) for param in teacher.parameters())
 
     def fail(*_):

@@ -30,8 +30,8 @@ def find_root(model: Any) -> Root:
 
 
 def check_arguments(model: Any, cp: int | None = None, ring: int | None = None) -> Root:
-    """Refuse a model in a wrapper, without an output head or with an adapter other than LoRA, and numbers of ranks below
-    1. Return the model's root."""
+    """Return the model's root. Refuses a model in a wrapper, without an output head or with an adapter other than
+    LoRA, and numbers of ranks below 1."""
     kind = type(model).__name__
     for name in ("module", "_orig_mod"):  # set by DistributedDataParallel and torch.compile
         if name in getattr(model, "_modules", ()):
