@@ -50,7 +50,9 @@ def _share_random_state(mesh: Mesh) -> None:
     if mesh.cp_size == 1:
         return
     on_gpu = mesh.device.type == "cuda"
-    states = [torch.get_rng_state(), torch.cuda.get_rng_state(mesh.device) if on_gpu else None]
+    states = [torch.get_rng_state()]
+    if on_gpu:
+        states.append(torch.cuda.get_rng_state(mesh.device))
     dist.broadcast_object_list(states, group=mesh.cp_group, group_src=0)
     torch.set_rng_state(states[0])
     if on_gpu:
