@@ -1,11 +1,12 @@
 """A stand-in for Triton that runs kernels in Python on CPU tensors, one program after the other, with checked bounds.
 
-It covers what the kernels of recurrences use. It tells nothing about what Triton compiles.
+It covers what the kernels of recurrences and of the loss use. It tells nothing about what Triton compiles.
 """
 
 import sys
 from contextlib import contextmanager
 from importlib import util
+from itertools import product
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import ithaka.ops
 
-_program = [0]
+_program = [0, 0, 0]
 
 
 class Pointer:
@@ -36,7 +37,8 @@ class Kernel:
     def __getitem__(self, grid):
         def launch(*args, num_warps=None, num_stages=None, **constants):
             args = [Pointer(arg) if isinstance(arg, Tensor) else arg for arg in args]
-            for _program[0] in range(grid[0]):
+            for position in product(*map(range, grid)):
+                _program[: len(position)] = position
                 self.function(*args, **constants)
 
         return launch
@@ -72,13 +74,18 @@ def make_modules() -> dict[str, ModuleType]:
     triton, language = ModuleType("triton"), ModuleType("triton.language")
     triton.jit, triton.language = Kernel, language
     triton.cdiv, triton.next_power_of_2 = lambda a, b: -(-a // b), lambda n: 1 << (n - 1).bit_length()
-    functions = {name: getattr(torch, name) for name in ("arange", "sum", "where", "exp", "rsqrt", "zeros")}
+    names = ("arange", "sum", "where", "exp", "log", "abs", "rsqrt", "zeros")
+    functions = {name: getattr(torch, name) for name in names}
     language.__dict__.update(functions, load=load, store=store, dot=dot, cumsum=cumsum)
     language.__dict__.update(constexpr=int, static_range=range, range=lambda *bounds, num_stages: range(*bounds))
     language.__dict__.update(float32=torch.float32, bfloat16=torch.bfloat16, int32=torch.int32, trans=Tensor.t)
+    language.int64 = torch.int64
     language.zeros = lambda shape, dtype: torch.zeros(shape, dtype=dtype)
-    language.program_id = lambda axis: torch.tensor(_program[0])
+    language.full = lambda shape, value, dtype: torch.full(shape, value, dtype=dtype)
+    language.program_id = lambda axis: torch.tensor(_program[axis])
     language.minimum = lambda a, b: torch.as_tensor(a).clamp(max=b)
+    language.maximum = lambda a, b: torch.as_tensor(a).clamp(min=b)
+    language.max = lambda x, axis: x.amax(axis)
     return {"triton": triton, "triton.language": language}
 
 

@@ -155,14 +155,18 @@ def test_generate_matches_hugging_face(model, expected):
     assert_refused(lambda: model.generate(IDS + 61), "input_ids[0, 0]", fix="tokenizer", error=ValueError)
 
 
-def test_generate_takes_one_random_number_from_training(model):
-    """That number seeds the sampling."""
+@torch.random.fork_rng()
+def test_generate_samples_the_tokens_of_hugging_face(model):
+    """And leaves the same random state, so that training draws the same numbers afterwards."""
+    options = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "max_new_tokens": 5, "do_sample": True}
+    plain = tiny_model(tiny_config("llama")).eval()
+    torch.manual_seed(7)
+    tokens = plain.generate(**options)
     state = torch.get_rng_state()
-    torch.randint(2**62, ())
-    after = torch.get_rng_state()
-    torch.set_rng_state(state)
-    model.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=2, do_sample=True)
-    assert torch.equal(torch.get_rng_state(), after)
+    for use_cache in (True, False):
+        torch.manual_seed(7)
+        assert torch.equal(model.generate(**options, use_cache=use_cache), tokens)
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_direct_call_of_forward_is_refused(model):

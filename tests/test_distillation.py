@@ -7,6 +7,8 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import ithaka
@@ -15,11 +17,18 @@ from decoders import tiny_decoder
 from general import add_lora
 from ithaka.blocks.linear import Linear
 from ithaka.comm.mesh import make_mesh
+from ithaka.config import parse_config
+from ithaka.layer import loss as losses
 from ithaka.layer.loss import IGNORE_INDEX, LinearHead, Teacher, summed_divergence
 from ithaka.layout import Layout
 from ithaka.model.build import parallelize_model
-from ithaka.ops.divergence import Criterion
+from ithaka.ops.divergence import Criterion, divergence_with_grad
 from ithaka.plan import bytes as plan_bytes
+from ithaka.plan.bytes import gpu_phases
+from ithaka.plan.hardware import find_hardware
+from ithaka.plan.search import work_from_config
+from ithaka.roots import decoder
+from ithaka.run.shapes import find_shape
 from models import tiny_config, tiny_model
 from parity import TOLERANCE, check, gradient_errors, random_ids, relative
 from refusals import assert_refused
@@ -76,9 +85,9 @@ def heads(dtype: torch.dtype = torch.float64) -> tuple[LinearHead, list[Tensor],
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_tiled_divergence_equals_that_of_full_logits(beta, stored):
-    """With a temperature, a share of cross-entropy, and labels that the teacher does not predict."""
+    """With a temperature, a share of cross-entropy that fp32 rounds, and labels that the teacher does not predict."""
     student, leaves, other, x, labels = heads()
-    criterion, taught = Criterion(beta, 1.7, 0.25), torch.arange(23) % 7 != 2
+    criterion, taught = Criterion(beta, 1.7, 0.7), torch.arange(23) % 7 != 2
     logits, targets = student.norm(leaves[0]) @ leaves[1].t(), other.logits(x).detach()
     teacher, expected = (
         Teacher(criterion, taught, x, other.logits),
@@ -89,7 +98,7 @@ def test_a_tiled_divergence_equals_that_of_full_logits(beta, stored):
         mine, theirs = coarsen(logits, ids, 1.7), coarsen(targets, ids, 1.7)
         stored_ids, logprobs = F.pad(ids, (0, 1), value=-1), F.pad(theirs[:, :-1], (0, 1), value=-math.inf)
         teacher = Teacher(criterion, taught, stored=(stored_ids, logprobs))
-        expected = plain_mean(logits, plain_divergence(mine, theirs, beta, 1.0), labels, 0.25, taught)
+        expected = plain_mean(logits, plain_divergence(mine, theirs, beta, 1.0), labels, 0.7, taught)
     ours, results = summed_divergence(leaves[0], labels, student, 5, 18.0, None, teacher)
     assert relative(ours.detach(), expected.detach()) < TOLERANCE
     assert relative(results.losses.sum() / 18, expected.detach()) < TOLERANCE
@@ -111,6 +120,34 @@ def test_stored_probabilities_of_all_tokens_equal_the_full_divergence():
         full, _ = call(Teacher(Criterion(beta), torch.tensor(True), hidden, other.logits))
         stored, _ = call(Teacher(Criterion(beta), torch.tensor(True), stored=(ids, log_p)))
         assert relative(stored.detach(), full.detach()) < TOLERANCE
+
+
+@pytest.mark.parametrize("masked", ["student", "teacher", "both", "stored"])
+def test_a_token_that_a_model_rules_out_adds_nothing_to_its_expectations(masked):
+    """Its logit is -inf, here of a mask after the head. A divergence is infinite where only the second distribution
+    rules a token out."""
+    logits, targets = (torch.randn(5, 9, generator=torch.Generator().manual_seed(seed)).double() for seed in (1, 2))
+    out, labels, scales = torch.arange(6, 9), torch.arange(5), torch.rand(2, 5).double()
+    masks = [masked in ("student", "both", "stored"), masked in ("teacher", "both")]
+    # exp(-800) is 0, as exp(-inf).
+    student, teacher = (
+        x.index_fill(1, out, -800.0) if on else x for x, on in zip((logits, targets), masks, strict=True)
+    )
+    predicted = teacher
+    if masked == "stored":
+        ids = torch.arange(4).expand(5, -1)
+        predicted = ids, teacher.log_softmax(-1)[:, :4]
+    for beta in BETAS:
+        exact = student.clone()
+        expected = divergence_with_grad(exact, predicted, labels, Criterion(beta), scales)
+        found_grad = student.masked_fill(student == -800, -torch.inf)
+        theirs = predicted if masked == "stored" else predicted.masked_fill(predicted == -800, -torch.inf)
+        found = divergence_with_grad(found_grad, theirs, labels, Criterion(beta), scales)
+        is_infinite = (masked, beta) in (("student", 0.0), ("teacher", 1.0))
+        assert found[0].isinf().all() if is_infinite else relative(found[0], expected[0]) < TOLERANCE
+        for mine, other in zip((*found[1:], found_grad), (*expected[1:], exact), strict=True):
+            if not is_infinite:
+                assert relative(mine, other) < TOLERANCE
 
 
 # ---- parallel models
@@ -168,7 +205,7 @@ def compare(student: nn.Module, teacher: nn.Module | None, layout: Layout, crite
     return run_on_threads(layout.cp, work)
 
 
-CRITERIA = [Criterion(0.0), Criterion(0.3, 1.7, 0.25), Criterion(1.0, 0.8)]
+CRITERIA = [Criterion(0.0), Criterion(0.3, 1.7, 0.7), Criterion(1.0, 0.8)]
 
 
 @pytest.mark.parametrize(
@@ -201,6 +238,58 @@ def test_the_model_without_its_adapter_is_a_teacher(layout):
     targets = ["q_proj", "down_proj", "lm_head"]
     student = add_lora(copy.deepcopy(base), target_modules=targets, lora_dropout=0.0)
     check(compare(student, None, layout, CRITERIA[:2], plain_teacher=base))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_a_trained_norm_before_the_head_is_not_the_teachers(family):
+    """Gemma's head has a softcap, so the model's own forward runs it."""
+    base = tiny_decoder(family, num_hidden_layers=1)
+    targets = ["q_proj", "lm_head"]
+    student = add_lora(copy.deepcopy(base), target_modules=targets, modules_to_save=["norm"], lora_dropout=0.0)
+    (errors,) = compare(student, None, Layout(1), [Criterion(0.3)], plain_teacher=base)
+    # Norms compute in fp32, and a gradient is the difference of two similar distributions.
+    assert all(error < 1e-5 for each in errors for error in each.values())
+
+
+def test_calls_restore_the_mode_of_each_module():
+    """Also after an error, and of modules that the user put into evaluation mode."""
+    ids = random_ids(1, 9)
+    student = add_lora(tiny_model(tiny_config("qwen3")), target_modules=["q_proj"], lora_dropout=0.0)
+    model = parallelize_model(student).get_base_model()
+    model.model.layers[0].eval()
+    before = {name: (module.training, getattr(module, "_disable_adapters", None)) for name, module in
+              model.named_modules()}  # fmt: skip
+    for call in (
+        lambda ids: ithaka.distill(model, None, ids, ids),
+        lambda ids: model.generate(ids, max_new_tokens=1, use_cache=False),
+    ):
+        call(ids)
+        with pytest.raises(ValueError, match="outside the vocabulary"):
+            call(ids + 61)
+        for name, module in model.named_modules():
+            assert (module.training, getattr(module, "_disable_adapters", None)) == before[name], name
+
+
+def test_the_teachers_parameters_are_sharded_after_every_call(monkeypatch):
+    ids = random_ids(1, 9)
+    student, teacher = (parallelize_model(tiny_model(tiny_config(family))) for family in ("llama", "qwen3"))
+    assert isinstance(teacher.lm_head, FSDPModule), "a unit of its own"
+    is_sharded: list[bool] = []  # while the student's first layer runs
+    student.model.layers[0].register_forward_pre_hook(
+        lambda *_: is_sharded.extend(isinstance(param, DTensor) for param in teacher.parameters())
+    )
+    ithaka.distill(student, teacher, ids, ids)
+    assert is_sharded and all(is_sharded)
+    assert all(isinstance(param, DTensor) for param in teacher.parameters())
+
+    def fail(*_):
+        assert not any(isinstance(param, DTensor) for param in teacher.lm_head.parameters())
+        raise MemoryError("in the loss")
+
+    monkeypatch.setattr(losses, "summed_divergence", fail)
+    with pytest.raises(MemoryError):
+        ithaka.distill(student, teacher, ids, ids)
+    assert all(isinstance(param, DTensor) for param in teacher.parameters())
 
 
 def test_the_teacher_runs_without_dropout():
@@ -275,6 +364,47 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(monkeypatch):
 
     peak(32)  # allocates the gradients, which stay
     assert peak(288) - peak(32) < 2**20
+
+
+def test_tiles_of_the_loss_are_those_of_the_plan(monkeypatch):
+    """They have the logits of both models, but not of a stored teacher."""
+    sizes = []
+
+    def record(tile_tokens: int | None, s: int, row_bytes: int) -> int:
+        sizes.append(row_bytes)
+        return 4
+
+    for module in (decoder, plan_bytes):
+        monkeypatch.setattr(module, "logits_tile_tokens", record)
+    config, ids = tiny_config("llama"), random_ids(1, 9)
+    model = parallelize_model(tiny_model(config, torch.float32))
+    teacher = parallelize_model(tiny_model(config, torch.float32).requires_grad_(False))
+    shape, layout = find_shape("llama-3.2-3b"), Layout(dtype="float32")
+    stored = ids[..., None], torch.zeros(1, 9, 1)
+    for kind, loss in ((teacher, {"teacher": "x"}), (stored, {"teacher": "data"}), (None, None)):
+        if kind is None:
+            model(input_ids=ids, labels=ids)
+        else:
+            ithaka.distill(model, kind, ids, ids)
+        config = parse_config({"data": {"context": 64}, "loss": loss and {"type": "distill", **loss}})
+        gpu_phases(shape, layout, find_hardware("1xH200"), work_from_config(config))
+        run, plan = sizes
+        assert run / 61 == plan / shape.vocab == (8 if kind is teacher else 4)
+        sizes.clear()
+
+
+def test_branch_labels_have_the_position_of_the_token_that_predicts_them():
+    """A teacher with as many positions as the prompt has tokens predicts the first token of both answers only."""
+    prompt, *answers = random_ids(3, 6)
+    sequences = [torch.cat([prompt, answer]) for answer in answers]
+    labels = [ids.masked_fill(torch.arange(12) < 6, IGNORE_INDEX) for ids in sequences]
+    forest = ithaka.pack_prefixes(sequences, labels, min_tokens=3)
+    assert forest.num_tokens == (24, 18)
+    student, teacher = (parallelize_model(tiny_model(tiny_config("llama"), torch.float32)) for _ in range(2))
+    for limit, count in ((5, 0), (6, 2), (7, 4)):
+        teacher.config.max_position_embeddings = limit
+        out = ithaka.distill(student, teacher, **forest.inputs)
+        assert int(out.distilled.taught.sum()) == count
 
 
 def test_teachers_that_do_not_match_are_refused():

@@ -12,8 +12,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from peft import IA3Config, LoraConfig, get_peft_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.training_args import OptimizerNames
 from trl import DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
@@ -111,6 +117,21 @@ def test_objects_and_classes_are_refused(tmp_path):
     assert_refused(lambda: hf.long_context(hf.long_context(Trainer)), "LongContextTrainer", fix="directly")
     assert_refused(lambda: hf.long_context(RewardTrainer), "RewardTrainer", "head", fix="GRPOTrainer")
     assert_refused(lambda: hf.long_context(dict), "dict", fix="transformers.Trainer, trl.SFTTrainer")
+
+
+def test_adapters_other_than_lora_and_heads_over_classes_are_refused(tmp_path):
+    """The planner reads LoRA's ranks, and TRL's trainers a generation_config, which such models do not have."""
+    adapter = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    model = get_peft_model(tiny_model(tiny_config("llama"), torch.float32), adapter)
+    for make in (
+        partial(trainer, tmp_path, {"context": 64}, model=model),
+        partial(hf.long_context(SFTTrainer), model),
+        partial(ithaka.parallelize, model, context=64),
+    ):
+        assert_refused(make, "PEFT's peft_type=IA3", fix="peft_type=LORA")
+    classifier = AutoModelForSequenceClassification.from_config(tiny_config("llama"))
+    for make in (partial(trainer, tmp_path, model=classifier), partial(hf.long_context(SFTTrainer), classifier)):
+        assert_refused(make, "model", "LlamaForSequenceClassification", fix="AutoModelForCausalLM")
 
 
 def test_nothing_to_train_is_refused(tmp_path):

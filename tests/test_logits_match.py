@@ -76,6 +76,22 @@ def test_each_data_parallel_rank_gets_the_logits_of_its_own_rows(ranks):
     check(ranks.run(4, errors_of_own_rows))
 
 
+def sample_tokens():
+    """Return what this rank samples, from a random state of its own, and the number that it draws next."""
+    model, mesh = parallel(2)
+    torch.manual_seed(7 + mesh.rank)
+    return model.generate(inputs=random_ids(2, 7), max_new_tokens=5, do_sample=True), torch.rand(())
+
+
+@torch.random.fork_rng()
+def test_the_ranks_of_a_group_sample_the_tokens_of_one_process(ranks):
+    plain = tiny_model(tiny_config("llama")).eval()
+    torch.manual_seed(7)
+    tokens, number = plain.generate(inputs=random_ids(2, 7), max_new_tokens=5, do_sample=True), torch.rand(())
+    for sampled, drawn in ranks.run(2, sample_tokens):
+        assert torch.equal(sampled, tokens) and drawn == number
+
+
 @pytest.mark.parametrize(
     "family",
     [

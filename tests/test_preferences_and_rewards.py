@@ -167,7 +167,7 @@ def train(kind, cp, folder, resume=None, lora=False, changes=None, family="llama
         if kind in ("grpo", "rloo"):
             prompts = [{"prompt": row["prompt"]} for row in pairs(16)]
             arguments |= {"reward_funcs": reward, "train_dataset": Dataset.from_list(prompts)}
-            if kind == "grpo" and not settings.get("use_vllm"):
+            if kind == "grpo" and not (settings.get("use_vllm") or "generation_kwargs" in settings):
                 arguments["rollout_func"] = answers
         elif kind == "distillation":  # two prompts, which the rows of a batch share
             prompts = [{"prompt": row["prompt"]} for row in pairs(16)]
@@ -247,6 +247,23 @@ def test_the_mismatch_of_a_sampler_is_an_estimate_of_its_kl_divergence():
     assert logged == {"sampling/kl": [pytest.approx(kl)], "sampling/clipped_fraction": [pytest.approx(2 / 6)]}
 
 
+def test_the_mismatch_of_a_sampler_excludes_padding_and_tool_tokens():
+    """The sampler's log-probabilities of a tool's tokens are not those of a sample."""
+
+    class Step:
+        def compute_loss(self, model, inputs):
+            return 0.0
+
+    class OneGroup(GRPOMixin, Step):
+        _log_mismatch = lambda self, sampled_BN, mask_BN: masks.append(mask_BN)  # noqa: E731
+
+    masks: list[torch.Tensor] = []
+    inputs = {"completion_mask": torch.tensor([[1, 1, 1, 0]]), "sampling_per_token_logps": torch.zeros(1, 4)}
+    for tools, training in (({}, True), ({"tool_mask": torch.tensor([[1, 0, 1, 1]])}, True), ({}, False)):
+        OneGroup().compute_loss(SimpleNamespace(training=training), inputs | tools)
+    assert [mask.tolist() for mask in masks] == [[[True, True, True, False]], [[True, False, True, False]]]
+
+
 @pytest.fixture(scope="module")
 def saved_model(tmp_path_factory):
     return tmp_path_factory.mktemp("trl")
@@ -286,6 +303,8 @@ CASES = {
 # The previous case with fewer steps.
 CASES["grpo, two steps"] = ("grpo", True, {**CASES["grpo by batch"][2], "max_steps": 2, "save_steps": 1})
 CASES["kto, one group"] = ("kto", True, {"per_device_train_batch_size": 4, "max_steps": 6})
+# Both sample the same tokens from the same seed.
+CASES["grpo, sampled, one group"] = ("grpo", False, {**GRPO, "generation_kwargs": {"top_k": 20}, "max_steps": 3})
 CASES["grpo, vllm"] = ("grpo", False, {**GRPO, "use_vllm": True, "vllm_mode": "server", "max_steps": 4})
 DISTILLATION = {"per_device_train_batch_size": 8, "beta": 0.3, "temperature": 0.7, "max_completion_length": 32}
 CASES["distillation"] = ("distillation", False, DISTILLATION | {"gradient_accumulation_steps": 2})
@@ -309,7 +328,8 @@ def test_steps_equal_those_of_one_process(ranks, saved_model, case):
     family = case.rpartition(" on ")[2] if " on " in case else "llama"
     if not (saved_model / family).is_dir():
         save_model(family, saved_model / family)
-    run, logged = partial(train, lora=lora, changes=changes, family=family), SAMPLED if kind == "grpo" else ()
+    run = partial(train, lora=lora, changes=changes, family=family)
+    logged = SAMPLED if kind == "grpo" and "sampled" not in case else ()
     (expected,) = ranks.run(1, run, kind, 0, saved_model / f"plain {case}")
     assert ("aux_loss" in expected[0][0]) == (family in EXPERTS)
     num_ranks = 2 if "one group" in case or family in EXPERTS else 4

@@ -116,6 +116,19 @@ def test_the_summed_loss_equals_that_of_plain_logits(factor):
         torch.autograd.grad(ours, leaves)
 
 
+def test_tokens_that_are_ruled_out_do_not_count():
+    """Their logits are -inf, as where a model masks a padded vocabulary: results are those of the other tokens."""
+    _, (x, weight, _), labels = head()
+    labels = labels.clamp(max=29)
+    is_out = torch.arange(37) >= 30
+    masked = GraphHead(lambda t: (t @ weight.t()).masked_fill(is_out, -torch.inf), [weight])
+    fewer = GraphHead(lambda t: t @ weight[:30].t(), [weight])
+    ours, plain = (linear_cross_entropy(x, labels, each, 5) for each in (masked, fewer))
+    grads = [torch.autograd.grad(own_loss(each, "both"), (x, weight)) for each in (ours, plain)]
+    for mine, theirs in zip((*ours[:2], *grads[0]), (*plain[:2], *grads[1]), strict=True):
+        assert theirs.norm() > 0 and relative(mine.detach(), theirs.detach()) < TOLERANCE
+
+
 def test_a_gradient_of_two_parameters_is_scaled_once():
     """Autograd returns one tensor for the two terms of a sum."""
     _, (x, weight, _), labels = head()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as state_dicts
 
 from ithaka.checkpoint.safe_load import CompactIndex, load_into, read_index
@@ -36,7 +36,7 @@ from ithaka.model.optimizers import adamw8bit_class
 from ithaka.model.prefixes import shared_logprobs
 from ithaka.parallel import base_model, parallelize
 from ithaka.roots.decoder import ParallelOutput
-from ithaka.roots.find import find_root
+from ithaka.roots.find import check_arguments, find_root
 from ithaka.train.step import clip_gradients
 from ithaka.weights.load import check_finite
 
@@ -152,8 +152,10 @@ class LongContext(Trainer):
         for name in ("model",) * (super().__init__.__module__ == "transformers.trainer") + ("ref_model",):
             if isinstance(value := arguments.get(name), str):
                 raise ConfigError(f"{name}={value!r} is a str; load it with AutoModelForCausalLM.from_pretrained")
-        # model may also be a path or a name, which TRL loads.
-        own_forward = "forward" in getattr(base_model(arguments.get("model")), "__dict__", ())
+        model = arguments.get("model")  # or a path or a name, which TRL loads
+        if isinstance(model, nn.Module):
+            check_arguments(model)  # TRL's trainers read attributes that other models do not have
+        own_forward = "forward" in getattr(base_model(model), "__dict__", ())
         super().__init__(*positional, **named)
         _refuse_arguments(self.args)
         _check_context(settings, self.args)

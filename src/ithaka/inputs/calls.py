@@ -9,7 +9,8 @@ import hashlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NoReturn
@@ -360,6 +361,18 @@ def guard_backward(units: Mapping[str, Callable[[], int]], outputs: Iterable[Ten
 
 
 # ---- state around a call
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and each of its modules back into its own mode at the end."""
+    in_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in in_training:  # model.train() would also change modules that the user froze with eval()
+            module.training = True
 
 
 def _check_last_backward(model: Any) -> None:

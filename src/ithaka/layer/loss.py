@@ -230,8 +230,9 @@ class _SummedDivergence(_SummedCrossEntropy):
         share, valid_s = teacher.criterion.cross_entropy, labels_s != IGNORE_INDEX
         dx, grads = set_category(torch.zeros_like(x), MemoryCategory.RESIDUAL) if needs_grad else None, GradSum()
         values_3s, taught_s = x.new_zeros(3, len(labels_s), dtype=sum_dtype(x.dtype)), teacher.taught_s & valid_s
-        # Weights of the divergence and the cross-entropy of each label.
-        weights_2s = torch.stack([taught_s * (1 - share), torch.where(taught_s, share, valid_s)]).to(values_3s.dtype)
+        # Weights of the divergence and the cross-entropy of each label. Booleans times a float would be in fp32.
+        taught_weights_s, valid_weights_s = taught_s.to(values_3s.dtype), valid_s.to(values_3s.dtype)
+        weights_2s = torch.stack([taught_weights_s * (1 - share), torch.where(taught_s, share, valid_weights_s)])
         for rows, x_tD, dx_tD in _tiles(x, dx, rows_e, tile):
             saved, logits_tY = (None, head.logits(x_tD)) if dx_tD is None else head.run(x_tD)
             valid_t, target_t1 = _valid_and_target(labels_s[rows])

@@ -7,8 +7,9 @@ Shapes: B rows of N tokens in the user's batch; s tokens on this rank; k stored 
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torch.nn import functional as F
 
 from ithaka.config import ConfigError
 from ithaka.inputs.batch import GatherTokens, Share, pack_batch, shard_label_values
-from ithaka.layer.loss import Distilled, GraphHead, Teacher
+from ithaka.inputs.calls import evaluating
+from ithaka.layer.loss import Distilled, Teacher
 from ithaka.model.logprobs import get_mesh
 from ithaka.ops.divergence import Criterion
 from ithaka.roots.decoder import ParallelOutput
@@ -54,11 +56,8 @@ def distill(
     else:
         teacher = None if teacher is None else find_root(teacher).model
         _check_teacher(model, teacher)
-        with torch.no_grad(), use_reference(model, teacher) as reference:
-            was_training = reference.training
-            reference.eval()
+        with torch.no_grad(), use_reference(model, teacher) as reference, evaluating(reference):
             states = reference(hidden_only=True, **{k: v for k, v in rows.items() if k not in STUDENT_ONLY}).hidden
-            reference.train(was_training)
     distillation = Distillation(Criterion(beta, temperature, cross_entropy), model, teacher, states)
     return model(labels=labels, distillation=distillation, **rows)
 
@@ -94,29 +93,36 @@ class Distillation:
     teacher: Any
     states: Any  # this rank's: the teacher's last hidden states, or stored ids and log-probabilities
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether the loss needs no logits of a teacher."""
+        return isinstance(self.states, tuple)
+
     @contextmanager
     def teach(self, share: Share) -> Iterator[Teacher]:
         """Gather the parameters of the teacher's head while the student's loss runs."""
-        if isinstance(self.states, tuple):
+        if self.is_stored:
             yield Teacher(self.criterion, (self.states[0] >= 0).any(-1), stored=self.states)
             return
-        model = self.teacher or self.student  # the student's head is gathered already
-        units = [unit for unit in (model.lm_head, model) if self.teacher and isinstance(unit, FSDPModule)]
-        for unit in units:
-            unit.unshard()
-        with use_reference(model) if self.teacher is None else nullcontext():
-            head = model.ithaka_root.make_head()
-        if self.teacher is None and isinstance(head, GraphHead) and hasattr(model.lm_head, "_disable_adapters"):
-            rule = "an adapter on lm_head cannot be disabled for the teacher, because the model changes its logits"
-            raise ConfigError(f"teacher=None: {rule}; leave lm_head out of the adapter's targets")
         positions_s, rows_e = share.positions_s, share.branch_rows_e
         if rows_e is not None:
             positions_s = torch.cat([positions_s, positions_s[rows_e]])
+        model = self.teacher or self.student
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         x = self.states.to(model.get_output_embeddings().weight.dtype).contiguous()
-        yield Teacher(self.criterion, positions_s < (limit or math.inf), x, head.logits)
-        for unit in units:
-            unit.reshard()
+        taught_s = positions_s < (limit or math.inf)
+        if self.teacher is None:  # the student's head is gathered already
+            head = partial(_run_head_without_adapters, self.student, _find_adapters(self.student))
+            yield Teacher(self.criterion, taught_s, x, head)
+            return
+        units = [unit for unit in (model.lm_head, model) if isinstance(unit, FSDPModule)]
+        try:
+            for unit in units:
+                unit.unshard()
+            yield Teacher(self.criterion, taught_s, x, model.ithaka_root.make_head().logits)
+        finally:
+            for unit in units:
+                unit.reshard()
 
 
 def _shard_stored(stored: Any, input_ids: Tensor, inputs: dict[str, Any], mesh: Any) -> tuple[Tensor, Tensor]:
@@ -135,15 +141,34 @@ def _shard_stored(stored: Any, input_ids: Tensor, inputs: dict[str, Any], mesh: 
 @contextmanager
 def use_reference(model: Any, reference: Any = None) -> Iterator[Any]:
     """Yield the reference: the frozen copy, or the model with its adapter disabled."""
-    if reference is not None:
-        yield reference
-        reference.reshard()  # after forward, the root keeps its parameters gathered for backward
+    if reference is None:
+        with _disabled(_find_adapters(model)):
+            yield model
         return
-    layers: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
-    for layer in layers:  # PEFT's own method would also change requires_grad, which FSDP2 does not expect
-        layer._disable_adapters = True
     try:
-        yield model
+        yield reference
     finally:
-        for layer in layers:
-            layer._disable_adapters = False
+        reference.reshard()  # after forward, the root keeps its parameters gathered for backward
+
+
+def _run_head_without_adapters(model: Any, adapters: list[Any], x_tD: Tensor) -> Tensor:
+    """Return the logits of a tile. The head's modules choose their weights when they run."""
+    with _disabled(adapters):
+        return model.ithaka_root.make_head().logits(x_tD)
+
+
+def _find_adapters(model: Any) -> list[Any]:
+    """Return PEFT's enabled modules: adapters, and wrappers of modules_to_save."""
+    return [module for module in model.modules() if getattr(module, "_disable_adapters", None) is False]
+
+
+@contextmanager
+def _disabled(adapters: list[Any]) -> Iterator[None]:
+    """Disable PEFT's modules. Its own method would also change requires_grad, which FSDP2 does not expect."""
+    for adapter in adapters:
+        adapter._disable_adapters = True
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter._disable_adapters = False

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from ithaka.comm.agree import gather_objects
+from ithaka.comm.mesh import Mesh
 from ithaka.config import ConfigError
-from ithaka.inputs.calls import CallChecker, compute_dtype
+from ithaka.inputs.calls import CallChecker, compute_dtype, evaluating
 from ithaka.ops.fourbit import unpacked
 from ithaka.plan.hardware import available_memory
 
@@ -22,29 +23,40 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """transformers' generate with its key/value cache: each rank runs the model's own forward on all tokens of its
     group's prompts. `use_cache=False` runs the parallel forward instead, on all tokens so far for every new one.
 
-    Every rank calls it, with the same prompts in a cp group. Each group samples from its first rank's generator.
+    Every rank calls it, with the same prompts in a cp group. A group samples as the plain model in one process would,
+    from the random state of its first rank, which all of its ranks have afterwards.
     """
     if images := [name for name in kwargs if name.startswith("pixel_values")]:
         raise ConfigError(f"generate({images[0]}=...) is not supported; save the model, and use plain transformers")
     config = kwargs.get("generation_config") or model.generation_config
     use_cache, num_tokens = (kwargs.get(name, getattr(config, name)) for name in ("use_cache", "max_new_tokens"))
     has_cache = check_uncached(use_cache, num_tokens)
-    mesh, was_training = model.ithaka_mesh, model.training
-    seed = [int(torch.randint(2**62, ()))]
-    dist.broadcast_object_list(seed, group=mesh.cp_group, group_src=0)
-    devices = [mesh.device] if mesh.device.type == "cuda" else []
+    mesh = model.ithaka_mesh
     if has_cache:
         prompt = next((x for x in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")) if x is not None), None)
         with torch.no_grad():
             _find_checker(model)(model, (prompt,), {"attention_mask": kwargs.get("attention_mask")})
     try:
-        with torch.random.fork_rng(devices), _plain_forwards(model) if has_cache else nullcontext():
-            torch.manual_seed(seed[0])
+        _share_random_state(mesh)
+        with evaluating(model), _plain_forwards(model) if has_cache else nullcontext():
             defaults = {"synced_gpus": True} if mesh.world_size > 1 else {}
-            return type(model).generate(model.eval(), *args, **{**defaults, **kwargs, "use_cache": has_cache})
+            return type(model).generate(model, *args, **{**defaults, **kwargs, "use_cache": has_cache})
     finally:
-        model.train(was_training)
         model.reshard()
+
+
+def _share_random_state(mesh: Mesh) -> None:
+    """Give all ranks of a cp group the random state of the first: they must draw the same tokens."""
+    if mesh.cp_size == 1:
+        return
+    on_gpu = mesh.device.type == "cuda"
+    states = [torch.get_rng_state()]
+    if on_gpu:
+        states.append(torch.cuda.get_rng_state(mesh.device))
+    dist.broadcast_object_list(states, group=mesh.cp_group, group_src=0)
+    torch.set_rng_state(states[0])
+    if on_gpu:
+        torch.cuda.set_rng_state(states[1], mesh.device)
 
 
 def check_uncached(use_cache: bool | None, num_tokens: int | None) -> bool:

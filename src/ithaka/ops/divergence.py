@@ -5,6 +5,9 @@ beta KL(p || m) + (1 - beta) KL(q || m). By convention beta = 0 is the forward K
 || p). The gradient with respect to the student's logits is (1 - beta) q (log q - log m - KL(q || m)); for the forward
 KL it is q - p.
 
+A logit may be -inf, for a token that a model never predicts. A token without mass adds nothing to a KL divergence, and
+one that only the second distribution rules out makes it infinite.
+
 Shapes: t tokens of a tile, Y vocabulary, o outcomes, k tokens whose probabilities are stored.
 """
 
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ithaka.ops.fused import row_logsumexp, runs_in_triton
+from ithaka.ops.fused import NO_LOG, row_logsumexp, runs_in_triton
 
 try:
     import triton
@@ -26,7 +29,6 @@ except ImportError:  # CPU builds of PyTorch come without it
 _ROWS = 128  # computed at once, in fp32 or wider, without Triton
 _BLOCK = 4096  # columns
 _MIN_LOG_REST = -30.0  # log of the least mass of the tokens that are not stored
-_NO_LOG = -1e30  # log-probability of an outcome that does not exist; finite, because -inf - -inf is NaN
 
 
 class Criterion(NamedTuple):
@@ -56,7 +58,8 @@ def divergence_with_grad(
                 log_q_to, log_p_to = _stored_outcomes(log_q_tY, teacher[0][rows], teacher[1][rows].to(log_q_tY.dtype))
             divergence_t = _divergence(log_q_to, log_p_to, criterion.beta)
             losses = divergence_t, F.cross_entropy(logits_tY, target_t[rows], reduction="none")
-        found.append((divergence_t.detach(), -(log_q_tY.exp() * log_q_tY).sum(-1).detach(), losses[1].detach()))
+        entropy_t = -(log_q_tY.exp() * log_q_tY.clamp(min=NO_LOG)).sum(-1)
+        found.append((divergence_t.detach(), entropy_t.detach(), losses[1].detach()))
         if scales_2t is not None:
             student_tY[rows] = torch.autograd.grad(losses, logits_tY, [*scales_2t[:, rows]])[0]
     return tuple(map(torch.cat, zip(*found, strict=True)))
@@ -64,21 +67,28 @@ def divergence_with_grad(
 
 def _stored_outcomes(log_q_tY: Tensor, ids_tk: Tensor, log_p_tk: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities of the stored tokens and of all others together, [t, k + 1], in both models."""
-    padded_tY = F.pad(log_q_tY, (0, 1), value=_NO_LOG)  # one more column, for ids of -1
+    padded_tY = F.pad(log_q_tY, (0, 1), value=NO_LOG)  # one more column, for ids of -1
     at_tk = ids_tk.remainder(padded_tY.shape[1])
     left_t1 = (1 - log_p_tk.exp().sum(-1, keepdim=True)).clamp(min=math.exp(_MIN_LOG_REST))
-    others_t1 = padded_tY.scatter(1, at_tk, _NO_LOG).logsumexp(-1, keepdim=True).clamp(min=_MIN_LOG_REST)
+    others_t1 = padded_tY.scatter(1, at_tk, NO_LOG).logsumexp(-1, keepdim=True).clamp(min=_MIN_LOG_REST)
     log_q_to = torch.cat([padded_tY.gather(1, at_tk), others_t1], -1)
-    return log_q_to, torch.cat([log_p_tk, left_t1.log()], -1).clamp(min=_NO_LOG)
+    return log_q_to, torch.cat([log_p_tk, left_t1.log()], -1)
 
 
 def _divergence(log_q_to: Tensor, log_p_to: Tensor, beta: float) -> Tensor:
-    log_m_to = log_q_to if beta == 0 else log_p_to
-    if 0 < beta < 1:
-        log_m_to = torch.logaddexp(log_q_to + math.log1p(-beta), log_p_to + math.log(beta))
-    weight_p, weight_q = (beta, 1 - beta) if 0 < beta < 1 else (1 - beta, beta)
-    of_p_to, of_q_to = (log_to.exp() * (log_to - log_m_to) for log_to in (log_p_to, log_q_to))
-    return (weight_p * of_p_to + weight_q * of_q_to).sum(-1)
+    if beta == 0:
+        return _kl(log_p_to, log_q_to)
+    if beta == 1:
+        return _kl(log_q_to, log_p_to)
+    log_q_to, log_p_to = log_q_to.clamp(min=NO_LOG), log_p_to.clamp(min=NO_LOG)
+    log_m_to = torch.logaddexp(log_q_to + math.log1p(-beta), log_p_to + math.log(beta))
+    return beta * _kl(log_p_to, log_m_to) + (1 - beta) * _kl(log_q_to, log_m_to)
+
+
+def _kl(log_a_to: Tensor, log_b_to: Tensor) -> Tensor:
+    """Return KL(a || b) of each row."""
+    a_to = log_a_to.exp()
+    return (a_to * torch.where(a_to > 0, log_a_to - log_b_to, 0)).sum(-1)
 
 
 def _launch(
@@ -126,14 +136,14 @@ if triton is not None:
                 if FORWARD:
                     log_m = log_q
                 if MIXES:
-                    a, b = log_q + log_rest, log_p + log_beta
+                    a, b = tl.maximum(log_q, -1e30) + log_rest, tl.maximum(log_p, -1e30) + log_beta
                     log_m = tl.maximum(a, b) + tl.log(1.0 + tl.exp(-tl.abs(a - b)))
                 if number == 0:
-                    of_p += p * (log_p - log_m)
-                    of_q += q * (log_q - log_m)
-                    entropy -= q * log_q
+                    of_p += tl.where(p > 0.0, p * (log_p - log_m), 0.0)
+                    of_q += tl.where(q > 0.0, q * (log_q - log_m), 0.0)
+                    entropy -= q * tl.maximum(log_q, -1e30)
                 else:
-                    grad = weight_q * q * (log_q - log_m - mean)
+                    grad = tl.where(q > 0.0, weight_q * q * (log_q - log_m - mean), 0.0)
                     if FORWARD:
                         grad = q - p
                     dlabel = tl.exp(x - plain_lse) - tl.where(start + cols == tl.load(target + row), 1.0, 0.0)

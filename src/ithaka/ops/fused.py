@@ -19,6 +19,7 @@ try:
 except ImportError:  # CPU builds of PyTorch come without it
     triton = _merge_kernel = _logsumexp_kernel = _softmax_grad_kernel = _cross_entropy_kernel = _scale_kernel = None
 
+NO_LOG = -1e30  # log-probability where a logit is -inf: 0 * -inf and -inf - -inf would be NaN
 KERNEL_BYTES = "moved by kernels"  # what `launch` counts
 TRACED_SMS = 132  # multiprocessors of the GPU that a trace counts the bytes of: an H200's
 
@@ -75,7 +76,7 @@ def row_logsumexp(logits_tY: Tensor, details: bool = False, scale: float = 1.0) 
         lse_t = wide_tY.logsumexp(-1)
         if not details:
             return (lse_t,)
-        log_p_tY = wide_tY - lse_t[:, None]
+        log_p_tY = (wide_tY - lse_t[:, None]).clamp_(min=NO_LOG)
         return lse_t, lse_t + log_p_tY.exp().mul_(log_p_tY).sum(-1), wide_tY.mean(-1)
     t, Y = logits_tY.shape
     values_nt = logits_tY.new_empty(3 if details else 1, t, dtype=wide)
@@ -102,6 +103,7 @@ def softmax_grad(
     log_p_tY = logits_tY.to(lse_t.dtype).sub_(lse_t[:, None])
     if entropy is not None:
         dentropy_t, entropy_t = entropy
+        log_p_tY.clamp_(min=NO_LOG)
         added_tY = (log_p_tY + entropy_t[:, None]).mul_(log_p_tY.exp()).mul_(-dentropy_t[:, None])
     p_tY = log_p_tY.exp_()
     p_tY.scatter_add_(1, target_t[:, None], p_tY.new_full((), -1.0).expand(len(p_tY), 1))
@@ -194,7 +196,8 @@ if triton is not None:
             shrunk = tl.exp(tl.minimum(top, x) - higher)  # the other exponential is 1
             total = tl.where(x > top, total * shrunk + 1.0, total + shrunk)
             if DETAILS:
-                weighted = tl.where(x > top, weighted * shrunk + x, weighted + shrunk * x)
+                finite = tl.maximum(x, -1e30)  # 0 * -inf is NaN, too
+                weighted = tl.where(x > top, weighted * shrunk + x, weighted + shrunk * finite)
                 plain += tl.where(start + cols < Y, x, 0.0)
             top = higher
         highest = tl.max(top, 0)
@@ -215,6 +218,7 @@ if triton is not None:
         log_p = x - tl.load(lse + row)
         dx = (tl.exp(log_p) - tl.where(cols == tl.load(target + row), 1.0, 0.0)) * tl.load(scale + row)
         if ENTROPY:
+            log_p = tl.maximum(log_p, -1e30)
             dx -= tl.exp(log_p) * (log_p + tl.load(entropy + row)) * tl.load(dentropy + row)
         tl.store(at, dx.to(logits.dtype.element_ty), cols < Y)
 

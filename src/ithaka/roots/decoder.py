@@ -289,7 +289,8 @@ class Decoder(Root):
             logits_sY = head.logits(x.view(x.shape[-2:]))
             return GatherTokens.apply(logits_sY, call.mesh, call.share.docs.sharding, call.shape), None
         row_bytes = model.get_output_embeddings().weight.shape[0] * x.element_size()
-        row_bytes *= 1 if call.distillation is None else 2  # a tile has the logits of both models
+        if call.distillation is not None and not call.distillation.is_stored:
+            row_bytes *= 2  # a tile has the logits of both models
         inputs = x, labels_s, head, logits_tile_tokens(self.layout.tile_tokens, x.shape[-2], row_bytes)
         rows_e = call.share.branch_rows_e
         if call.distillation is not None:

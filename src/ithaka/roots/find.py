@@ -11,6 +11,7 @@ from ithaka.roots.decoder import Decoder
 from ithaka.roots.root import Root
 from ithaka.roots.video_families import find_family
 from ithaka.roots.vision import VisionDecoder
+from ithaka.weights.adapters import check_adapter_configs
 
 DECODERS: dict[Any, type[Root]] = dict.fromkeys(VISION_FAMILIES, VisionDecoder)  # by model_type; all others: Decoder
 
@@ -28,8 +29,9 @@ def find_root(model: Any) -> Root:
     return root(base)
 
 
-def check_arguments(model: Any, cp: int | None, ring: int | None) -> Root:
-    """Refuse a model in a wrapper or without an output head, and numbers of ranks below 1. Return the model's root."""
+def check_arguments(model: Any, cp: int | None = None, ring: int | None = None) -> Root:
+    """Return the model's root. Refuses a model in a wrapper, without an output head or with an adapter other than
+    LoRA, and numbers of ranks below 1."""
     kind = type(model).__name__
     for name in ("module", "_orig_mod"):  # set by DistributedDataParallel and torch.compile
         if name in getattr(model, "_modules", ()):
@@ -40,12 +42,13 @@ def check_arguments(model: Any, cp: int | None, ring: int | None) -> Root:
     root = find_root(model)
     if root.predicts_tokens and getattr(root.model, "lm_head", None) is None:
         raise ConfigError(_refuse_class(model))
+    check_adapter_configs(model, **root.lora_options)
     check_parallelism(cp=cp, ring=ring)
     return root
 
 
 def _refuse_class(model: Any) -> str:
     return (
-        f"parallelize got a {type(model).__name__}, which is not a transformers language model; use "
+        f"model is a {type(model).__name__}, not a language model of transformers with a head over its vocabulary; use "
         "AutoModelForCausalLM.from_pretrained or from_config"
     )

@@ -20,6 +20,7 @@ from ithaka.comm.mesh import Mesh
 from ithaka.config import OptimConfig
 from ithaka.data.batch import Batch, num_valid
 from ithaka.inputs.batch import count_pairs, pack_batch, shard_label_values
+from ithaka.inputs.calls import evaluating
 from ithaka.layer.loss import IGNORE_INDEX
 from ithaka.phases import phase
 from ithaka.train.preferences import DPO
@@ -229,17 +230,15 @@ def validation_loss(
     Every rank must pass the same number of batches."""
     sources = SourceSums(source_names, mesh)
     total, num_labels = torch.zeros((), dtype=torch.float64, device=mesh.device), 0
-    was_training = model.training
-    model.eval()
-    for batch in batches:
-        if dpo is not None:
-            dpo.compute(batch, 1)
-            continue
-        out = model(**batch.inputs, per_token=sources.has_several)
-        sources.add(batch, out.tokens and -out.tokens.logprobs)
-        total += out.loss.double() * out.num_tokens
-        num_labels += out.num_tokens
-    model.train(was_training)
+    with evaluating(model):
+        for batch in batches:
+            if dpo is not None:
+                dpo.compute(batch, 1)
+                continue
+            out = model(**batch.inputs, per_token=sources.has_several)
+            sources.add(batch, out.tokens and -out.tokens.logprobs)
+            total += out.loss.double() * out.num_tokens
+            num_labels += out.num_tokens
     if isinstance(model, FSDPModule):
         model.reshard()  # after forward, the root keeps its parameters gathered for backward
     if dpo is not None:

@@ -135,11 +135,17 @@ def _check_lora_config(config: Any, **required: Any) -> None:
             raise ConfigError(f"PEFT's {name}={value} is not supported{REASONS.get(name, '')}; use {name}={only}")
 
 
-def check_adapters(model: nn.Module, **required: Any) -> None:
-    """Raise ConfigError for PEFT modules that the layers do not support. `required`: further options with one value."""
-    active = set()
+def check_adapter_configs(model: nn.Module, **required: Any) -> None:
+    """Raise ConfigError for adapters other than LoRA, and options of it that are not supported. `required`: further
+    options with one value."""
     for config in getattr(model, "peft_config", {}).values():
         _check_lora_config(config, **required)
+
+
+def check_adapters(model: nn.Module, **required: Any) -> None:
+    """`check_adapter_configs`, and raise ConfigError for PEFT modules that the layers do not support."""
+    check_adapter_configs(model, **required)
+    active = set()
     for name, module in model.named_modules():
         is_adapter = hasattr(module, "base_layer") and hasattr(module, "active_adapters")
         if is_adapter and not is_linear(module) and not is_expert_module(module):
