@@ -3,12 +3,15 @@
 import contextlib
 import json
 import os
+import pickle
 import time
+from collections import Counter
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from ithaka.comm.agree import ask_rank_0
 from ithaka.config import ConfigError, DataConfig, ReadingConfig
 from ithaka.data import cache
 from ithaka.data import stream as data_stream
@@ -16,6 +19,7 @@ from ithaka.data.cache import TokenCache
 from ithaka.data.documents import read
 from ithaka.data.documents.files import find_files
 from ithaka.data.documents.read import make_shards
+from ithaka.data.find import find_data
 from ithaka.data.open import describe_data, open_data
 from ithaka.data.tokenizer import ByteTokenizer, Tokenizer
 from ithaka.exits import TransientError
@@ -180,6 +184,58 @@ def test_changed_files_and_other_tokenizers_are_tokenized_again(tmp_path):
     os.utime(path, ns=(1, 1))
     assert tokens(ByteTokenizer()) == [98, 32, 97, 257]
     assert len(list((tmp_path / "tokens").glob("*.tokens"))) == 4
+
+
+def test_a_node_with_its_own_copy_of_the_data_finds_the_tokens_of_rank_0(data, tmp_path):
+    """rsync without -t and pip change modification times; the copy may also be in another directory."""
+    found = pickle.loads(pickle.dumps(find_data(data)))
+    stream, _ = open_stream(data, tmp_path, found=found)
+    batch = stream.next_batch().input_ids.tolist()
+    os.utime(data.path, ns=(1, 1))
+    waiting, _ = open_stream(data, tmp_path, fills=False, found=found)
+    assert waiting.next_batch().input_ids.tolist() == batch
+
+
+def ask_once(folder):
+    """Ask rank 0 for its number, for data of which the other ranks have none, and for an error."""
+    rank = dist.get_rank()
+    path = folder / f"{rank}.jsonl"
+    number = ask_rank_0(dist.get_rank)
+    found = ask_rank_0(find_data, DataConfig(path=path, validation_fraction=0))
+    try:
+        ask_rank_0(find_data, DataConfig(path=folder / "nowhere"))
+    except ConfigError as error:
+        return number, found.sources[0].label, str(error)
+
+
+def test_rank_0_finds_the_data_for_all(ranks, tmp_path):
+    write_jsonl(tmp_path / "0.jsonl", TEXTS[:5])
+    for number, label, error in ranks.run(2, ask_once, tmp_path):
+        assert number == 0 and label == f"data.path={tmp_path / '0.jsonl'}"
+        assert error.startswith(f"data.path={tmp_path / 'nowhere'} does not exist")
+
+
+def test_few_metadata_calls_are_made_while_one_rank_tokenizes(data, tmp_path, monkeypatch):
+    calls = Counter()
+
+    def count(name, function):
+        return lambda *arguments, **options: (calls.update([name]), function(*arguments, **options))[1]
+
+    monkeypatch.setattr(os, "utime", count("utime", os.utime))
+    stream, _ = open_stream(data, tmp_path)
+    stream.next_batch()
+    assert 0 < calls["utime"] <= len(list((tmp_path / "run" / "tokens").glob("*.tokens")))
+    monkeypatch.setattr(cache, "TIMEOUT_S", 100.0)
+    waits = []
+    monkeypatch.setattr(cache.time, "sleep", waits.append)
+    monkeypatch.setattr(cache.time, "monotonic", lambda: sum(waits))
+    monkeypatch.setattr(cache.Path, "exists", count("exists", lambda path: False))
+    monkeypatch.setattr(cache.Path, "read_text", count("read", cache.Path.read_text))
+    waiting, _ = open_stream(data, tmp_path / "other", fills=False)
+    with pytest.raises(TransientError, match="was not tokenized"):
+        waiting.cache.load(waiting.stream.sources[0].shards[0])
+    assert 100 <= sum(waits) < 103 and max(waits) == cache.POLL_MAX_S and waits[0] == cache.POLL_S
+    assert calls["exists"] < 150 and calls["read"] < 50
 
 
 def test_validation_tokenizes_only_its_documents(data, tmp_path):

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -102,6 +102,23 @@ def raise_on_all_ranks(function: Callable[P, T], *args: P.args, **kwargs: P.kwar
         failure, cause = describe_error(error, host=socket.gethostname()), error
     raise_first(gather_objects(failure), cause=cause)
     return result
+
+
+def ask_rank_0(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call `function` on rank 0 and return its result on every rank; an error is raised on all. Collective."""
+    answers: list[tuple[T | None, RankError | None]] = [(None, None)]
+    cause = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            answers = [(function(*args, **kwargs), None)]
+        except Exception as error:
+            cause = error
+            answers = [(None, describe_error(error))]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(answers)
+    [(answer, failure)] = answers
+    raise_first([failure], cause=cause)
+    return cast(T, answer)
 
 
 @contextmanager

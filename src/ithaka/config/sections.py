@@ -388,6 +388,11 @@ class Config(Section):
         """Step at which the learning-rate schedule starts."""
         return self.start if self.curriculum and self.curriculum[self.entry].optim else 0
 
+    @property
+    def datasets(self) -> tuple[DataConfig, ...]:
+        """The data of each entry of the curriculum."""
+        return tuple(self.at(end - 1).data for end in self.ends)
+
     def at(self, step: int) -> Self:
         """The configuration after `step` steps, with the settings of that curriculum entry."""
         if not self.curriculum:

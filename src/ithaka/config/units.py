@@ -15,6 +15,11 @@ def format_count(value: float) -> str:
     return f"{value:.3g}"
 
 
+def plural(count: int, noun: str) -> str:
+    """1 document, 2,000 documents."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def format_tokens(count: int) -> str:
     return f"{count / 2**20:.4g}M" if count >= 2**20 else f"{count / 2**10:.4g}K" if count >= 2**10 else str(count)
 

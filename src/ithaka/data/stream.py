@@ -27,9 +27,11 @@ from ithaka.data.batch import Batch, collate
 from ithaka.data.cache import TokenCache
 from ithaka.data.documents.images import Medium
 from ithaka.data.documents.read import Shard
+from ithaka.data.find import FoundData
 
 Cut = Callable[..., pack.CutDocuments]  # pack.cut_documents with `context` and `long` bound
-STATE_FORMAT = 6  # increase it if a position has another meaning
+STATE_FORMAT = 7  # increase it if a position has another meaning
+BY_POSITION = 6  # held out documents by their position in the files; equal without such a split
 PACKING_KEYS = ("context", "group", "lead", "done", "most")  # in a state, for the fields of Packing
 # Minimum size of a round.
 ROUND_TOKENS = 1 << 24
@@ -160,6 +162,11 @@ class Source:
         scale = self.num_bytes / sum(self.shards[i].num_bytes for i in self.shard_counts)
         documents, tokens, _, _ = zip(*self.shard_counts.values(), strict=True)
         return round(sum(documents) * scale), round(sum(tokens) * scale), len(documents) == len(self.shards)
+
+    def digests(self) -> np.ndarray:
+        """Return those of the documents in the shards read so far."""
+        known = [self.cache.load(self.shards[i]).digests for i in sorted(self.shard_counts)]
+        return np.concatenate([np.empty(0, np.int64), *known])
 
     def count(self, name: Literal["skipped", "notes"]) -> Counter[str]:
         """Sum the counts of skipped documents by reason, or those of notes, over the shards read so far."""
@@ -368,11 +375,11 @@ class TrainData:
     """This rank's batches of the global stream, and a fixed set of validation batches."""
 
     def __init__(
-        self, stream: SequenceStream, validation: SequenceStream | None, summary: dict[str, str], *,
+        self, stream: SequenceStream, validation: SequenceStream | None, found: FoundData, *,
         dp_rank: int, dp_size: int, batch: int, cp: tuple[int, int],
     ):  # fmt: skip
-        """`summary`: text by topic, as far as the data are known without reading them."""
-        self.stream, self.validation, self.summary = stream, validation, summary
+        self.stream, self.validation, self.summary = stream, validation, found.summary
+        self.is_split = found.is_split
         self.dp_rank, self.dp_size, self.batch, self.cp = dp_rank, dp_size, batch, cp
         self.source_names, self.cache = [source.name for source in stream.sources], stream.sources[0].cache
         self.position = stream.position  # after the last returned batch; the stream is ahead of it
@@ -428,11 +435,7 @@ class TrainData:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `state_dict`, on any number of ranks. The data must be the same."""
-        if state["version"] != STATE_FORMAT:
-            raise ConfigError(
-                f"the checkpoint's data position has format {state['version']}, and this ithaka reads {STATE_FORMAT}; "
-                "resume with the ithaka that wrote it, or export the run and start a new one from its weights"
-            )
+        self.check_format(state)
         if state["data"] != self.fingerprint():
             raise ConfigError(
                 "data.path, its files, data.sources, data.text_field, data.long_documents, data.validation_fraction, "
@@ -444,6 +447,19 @@ class TrainData:
         packings = tuple(pack.Packing(*(packing[key] for key in PACKING_KEYS)) for packing in state["packings"])
         self.position = StreamPosition(state["sequences"], sources, packings)
         self.stream.seek(self.position)
+
+    def check_format(self, state: dict[str, Any]) -> None:
+        """Refuse a position that another ithaka saved, unless it means the same here."""
+        fix = "resume with the ithaka that wrote it, or export the run and start a new one from its weights"
+        if state["version"] == BY_POSITION and self.is_split and state["data"] != self.fingerprint():
+            rule = "held out documents by their position in the files, and this ithaka does so by their content"
+            raise ConfigError(
+                f"the checkpoint's run {rule} (data.validation_fraction), so it would train on those that it validated "
+                f"on; {fix}"
+            )
+        if state["version"] not in (STATE_FORMAT, BY_POSITION):
+            rule = f"has format {state['version']}, and this ithaka reads {STATE_FORMAT}"
+            raise ConfigError(f"the checkpoint's data position {rule}; {fix}")
 
     def close(self, remove: bool = False) -> None:
         """Stop reading. `remove`: also remove the token cache, because the run is done."""

@@ -13,6 +13,7 @@ from ithaka.data.documents import formats
 from ithaka.data.documents.chat import TEMPLATE_REFUSES, ChatTemplate, Sample, TrainedRanges
 from ithaka.data.documents.formats import BadRecord, Message
 from ithaka.data.documents.images import Medium, RecordImages
+from ithaka.data.documents.split import to_content
 from ithaka.inputs.batch import MEDIA
 from ithaka.layer.loss import IGNORE_INDEX
 
@@ -26,6 +27,7 @@ class RecordFormat(NamedTuple):
 LISTS = [f"{kind}s" for kind in MEDIA]  # columns that list images and videos outside the messages
 SIDES = "chosen", "rejected"  # the samples of a pair
 TEACHER = "teacher_ids", "teacher_logprobs"  # per token: lists of ids that may be at its place, and how likely
+NOT_CONTENT = "labels", *TEACHER  # copies of a record may differ in these
 FORMATS = {
     "messages": RecordFormat(["messages"], ["tools", "functions", "system", *LISTS], ["assistant", "all"]),
     "sharegpt": RecordFormat(["conversations"], ["tools", "system", *LISTS], ["assistant", "all"]),
@@ -53,6 +55,7 @@ class Document(NamedTuple):
     notes: Mapping[str, int] = {}  # counts of what was changed or left out
     images: Sequence[Medium] = ()
     teacher: np.ndarray | None = None  # as in Documents
+    is_held_out: bool = False
 
 
 def detect_format(record: Any, reading: ReadingConfig) -> tuple[str, list[str]]:
@@ -78,6 +81,27 @@ def detect_format(record: Any, reading: ReadingConfig) -> tuple[str, list[str]]:
         raise BadRecord("without its field", f"has no field {label}; its fields are {fields}; {fix}")
     check_train_on(reading, name, record_format.train_on)
     return name, [*record_format.required, *(field for field in record_format.optional if field in record)]
+
+
+def content_of(record: Any, reading: ReadingConfig) -> bytes:
+    """Return what decides the side of the split: the fields to read, whatever their order, labels and format."""
+    try:
+        _, fields = detect_format(record, reading)
+    except BadRecord:
+        return to_content(record)
+    read = drop_null_fields({field: record[field] for field in fields if field not in NOT_CONTENT})
+    return to_content([value for value in read.values() if value is not None])
+
+
+def drop_null_fields(record: dict[str, Any]) -> dict[str, Any]:
+    """Drop nulls inside values: Arrow gives all objects of a column the same fields, and fills gaps with nulls."""
+
+    def drop(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: drop(each) for name, each in value.items() if each is not None}
+        return [*map(drop, value)] if isinstance(value, list) and value and isinstance(value[0], dict) else value
+
+    return {name: drop(value) for name, value in record.items()}
 
 
 def check_train_on(reading: ReadingConfig, format_name: str, train_on: Sequence[str]) -> None:
