@@ -273,6 +273,12 @@ def test_the_answers_of_a_pair_are_labelled(folder, monkeypatch):
     assert "record 1 of a.jsonl, chosen: 10 tokens" in text and "record 1 of a.jsonl, rejected: 8 tokens" in text
 
 
+def test_answers_without_a_common_prompt_are_not_part_of_it(folder):
+    records = [{"chosen": "yes", "rejected": "no"}] * 2
+    text = run_data(folder, records, "--record", "1", "--set", "loss.type=dpo")
+    assert text.count("assistant's turn, trained") == 3 and "part of its prompt" not in text
+
+
 AGENT = """{% for m in messages %}{{ m.role[0] + ':' }}{% if m.reasoning_content %}\
 {{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}{{ m.content + '|' }}{% endfor %}\
 {% if add_generation_prompt %}a:{% endif %}"""

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from uuid import uuid4
@@ -222,7 +223,10 @@ def tokenize(
     none = np.empty(0, np.int32)
     for documents in _batch_documents(shard.documents(tokenizer), batch_chars or BATCH_CHARS):
         edges = [  # ascending; turns have order 0, spans 1
-            sorted((start, order, label) for order, each in enumerate(lists) for start, label in each)
+            sorted(
+                ((start, order, label) for order, each in enumerate(lists) for start, label in each),
+                key=itemgetter(0, 1),  # of spans that start together, all but the last are empty
+            )
             for lists in ((each.turns, each.spans if with_spans else ()) for each in documents)
         ]
         starts = [[start for start, _, _ in each] for each in edges]

@@ -14,6 +14,7 @@ from ithaka.config.units import plural
 from ithaka.data.cache import TokenCache, tokenize
 from ithaka.data.documents.chat import TODAY
 from ithaka.data.documents.read import Shard
+from ithaka.data.documents.records import UNUSED
 from ithaka.data.find import FoundData, find_data
 from ithaka.data.pack import LongDocuments, imbalance, permutation
 from ithaka.data.stream import SequenceStream, Source, TrainData
@@ -190,8 +191,12 @@ def describe_data(data: TrainData, num_sequences: int) -> dict[str, str]:
         sequences = f"{stream.num_left_out:,} of {plural(stream.num_left_out + len(packed), 'sequence')}"
         left_out = " and ".join(filter(None, (pieces, sequences * (stream.num_left_out > 0))))
         summary["unlabelled"] = f"left out {left_out}: no token to train on"
-    for note, number in sum((source.count("notes") for source in stream.sources), Counter[str]()).items():
-        summary[note] = f"{number:,}"
+    notes = sum((source.count("notes") for source in stream.sources), Counter[str]())
+    summary |= {note: f"{number:,}" for note, number in notes.items() if not note.startswith(UNUSED)}
+    unused = {note.removeprefix(UNUSED): number for note, number in notes.items() if note.startswith(UNUSED)}
+    if unused:
+        fields = (f"{name} in {plural(number, 'record')}" for name, number in unused.items())
+        summary["unused fields"] = ", ".join(fields)
     if balance := measure_balance(data):
         summary["balance"] = (
             f"attention of {balance['ranks']} ranks, largest over mean: {balance['grouped']:.3f} "

@@ -5,6 +5,7 @@ within 2 MiB, a JSON file, a Parquet row group, rows of an Arrow table.
 """
 
 import codecs
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -24,11 +25,13 @@ from ithaka.data.documents.files import SNIFF_BYTES, File, count_bytes, is_strea
 from ithaka.data.documents.formats import BadRecord
 from ithaka.data.documents.images import RecordImages
 from ithaka.data.documents.records import (
+    UNUSED,
     Document,
     check_train_on,
     content_of,
     detect_format,
     drop_null_fields,
+    find_unused,
     parse_record,
 )
 from ithaka.data.documents.split import SourceContent, Split, hash_content, limit_of
@@ -59,6 +62,7 @@ class Shard:
     reading: ReadingConfig
     columns: tuple[str, ...] = ()  # to read, for Parquet and Arrow
     split: Split | None = None  # selects records
+    unused: tuple[str, ...] = ()  # other columns
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -97,13 +101,17 @@ class Shard:
                     raise ConfigError(f"{message}; data.bad_records=skip leaves out such records") from parsed
                 if isinstance(parsed, BadRecord):
                     parsed = [Document(skip_reason=parsed.reason)]
+                elif unused := [*self.unused, *find_unused(record, self.reading)]:
+                    notes = {**parsed[0].notes, **{UNUSED + name: 1 for name in unused}}
+                    parsed = [parsed[0]._replace(notes=notes), *parsed[1:]]
                 yield from (document._replace(is_held_out=is_held_out) for document in parsed)
             num_before += len(records)
 
     def contents(self) -> Iterator[tuple[int, int]]:
         """Yield the key, which decides the side of the split, and the bytes of each record."""
-        for records in _read_records(self.parts[0], self.columns):
-            yield from (self._key(raw, _load_record(raw)) for raw in records)
+        with _naming(self.parts[0].file.path):
+            for records in _read_records(self.parts[0], self.columns):
+                yield from (self._key(raw, _load_record(raw)) for raw in records)
 
     def _key(self, raw: Any, record: Any) -> tuple[int, int]:
         is_broken = isinstance(record, BadRecord) and isinstance(raw, bytes)
@@ -144,9 +152,9 @@ def make_shards(files: Sequence[File], reading: ReadingConfig, split: Split | No
                 pool.submit(_read_streamed_footer, path)  # fills the cache; errors are reported below, for each file
     for file in files:
         if file.kind != "text":
-            columns, ranges = _divide_records(file, reading)
+            columns, unused, ranges = _divide_records(file, reading)
             for start, stop, num_bytes in ranges:
-                shards.append(Shard((Part(file, start, stop),), num_bytes, reading, columns, split))
+                shards.append(Shard((Part(file, start, stop),), num_bytes, reading, columns, split, unused))
     return shards
 
 
@@ -213,8 +221,17 @@ def _make_text_shards(files: Sequence[File], reading: ReadingConfig, split: Spli
 
 def _text_key(file: File) -> int:
     """Return the key of a text. Texts of one size that start alike count as copies."""
-    head = _read_bytes(file.path, 0, min(file.path.stat().st_size, SNIFF_BYTES))
-    return hash_content(f"{file.path.stat().st_size} ".encode() + head)
+    with _naming(file.path):
+        size = file.path.stat().st_size
+        return hash_content(f"{size} ".encode() + _read_bytes(file.path, 0, min(size, SNIFF_BYTES)))
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise input_error(f"{path} cannot be read ({error}); restore it, or use another path", error) from error
 
 
 def _read_text(part: Part) -> Iterator[Document]:
@@ -364,10 +381,12 @@ def _open_table(file: File) -> Any:
     return open_dataset(str(file.path))[file.split or "train"]
 
 
-def _divide_records(file: File, reading: ReadingConfig) -> tuple[tuple[str, ...], list[tuple[int, int, int]]]:
-    """Return the columns to read, and (start, stop, bytes) of each shard."""
+def _divide_records(
+    file: File, reading: ReadingConfig
+) -> tuple[tuple[str, ...], tuple[str, ...], list[tuple[int, int, int]]]:
+    """Return the columns to read and the others, and (start, stop, bytes) of each shard."""
     if file.kind == "json":
-        return (), [(0, 1, file.path.stat().st_size)]
+        return (), (), [(0, 1, file.path.stat().st_size)]
     if file.kind == "jsonl":
         size, first = count_bytes(file.path), b""
         if not is_streamed(file.path):
@@ -378,7 +397,7 @@ def _divide_records(file: File, reading: ReadingConfig) -> tuple[tuple[str, ...]
                 detect_format(_parse_json(first), reading)
         except BadRecord as error:
             raise ConfigError(f"{_format_location(Part(file, 0, size), 0)}: {error}") from error
-        return (), [(low, high, high - low) for low, high in pairwise([*range(0, size, SHARD_BYTES), size])]
+        return (), (), [(low, high, high - low) for low, high in pairwise([*range(0, size, SHARD_BYTES), size])]
     if file.kind == "parquet":
         try:
             with _open_parquet(file.path) as parquet:
@@ -393,6 +412,7 @@ def _divide_records(file: File, reading: ReadingConfig) -> tuple[tuple[str, ...]
         edges = [*range(0, len(table), max(1, SHARD_BYTES // row_bytes)), len(table)]
         ranges = [(low, high, row_bytes * (high - low)) for low, high in pairwise(edges)]
     try:
-        return tuple(detect_format(dict.fromkeys(names), reading)[1]), ranges
+        columns = tuple(detect_format(dict.fromkeys(names), reading)[1])
+        return columns, tuple(name for name in names if name not in columns), ranges
     except BadRecord as error:
         raise ConfigError(f"{file.path} {error}") from error
