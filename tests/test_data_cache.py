@@ -1,6 +1,7 @@
 """One process tokenizes each document once per run; the others wait for its files, but not forever."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import pickle
@@ -236,6 +237,27 @@ def test_few_metadata_calls_are_made_while_one_rank_tokenizes(data, tmp_path, mo
         waiting.cache.load(waiting.stream.sources[0].shards[0])
     assert 100 <= sum(waits) < 103 and max(waits) == cache.POLL_MAX_S and waits[0] == cache.POLL_S
     assert calls["exists"] < 150 and calls["read"] < 50
+
+
+def test_tokens_of_streamed_data_are_evicted_and_epochs_repeat(data, tmp_path, monkeypatch):
+    """Local data is tokenized once; streamed data may be too large to keep."""
+    data = dataclasses.replace(data, validation_fraction=0)
+    (tmp_path / "kept").mkdir()
+    kept, _ = open_stream(data, tmp_path / "kept", log="log")
+    expected = []
+    while kept.position.epoch < 2:
+        expected.append(kept.next_batch().input_ids.tolist())
+    monkeypatch.setattr(data_stream, "is_streamed", lambda path: True)
+    stream, tokenizer = open_stream(data, tmp_path)
+    waiting, _ = open_stream(data, tmp_path, fills=False)
+    num_files = []
+    for batch in expected:
+        assert stream.next_batch().input_ids.tolist() == waiting.next_batch().input_ids.tolist() == batch
+        num_files.append(len(list((tmp_path / "run" / "tokens").glob("*.tokens"))))
+    num_shards = len(stream.stream.sources[0].shards)
+    assert max(num_files) < num_shards == len(list((tmp_path / "kept" / "run" / "tokens").glob("*.tokens")))
+    texts = Counter(text for _, text in tokenizer.recorded())
+    assert len(texts) == 60 and max(texts.values()) > 1
 
 
 def test_validation_tokenizes_only_its_documents(data, tmp_path):

@@ -90,6 +90,12 @@ class TokenCache:
             future.result()
         return _map_file(path)
 
+    def evict(self, shards: Iterable[Shard]) -> None:
+        """Delete the tokens of these shards. They are tokenized again if another epoch needs them."""
+        for path in [self._path(shard) for shard in shards] if self.fills else []:
+            path.unlink(missing_ok=True)
+            path.with_suffix(".npy").unlink(missing_ok=True)
+
     def close(self, remove: bool = False) -> None:
         self.closed = True
         self._executor.shutdown(cancel_futures=True)

@@ -25,6 +25,7 @@ from ithaka.config import ConfigError
 from ithaka.data import pack
 from ithaka.data.batch import Batch, collate
 from ithaka.data.cache import TokenCache
+from ithaka.data.documents.files import is_streamed
 from ithaka.data.documents.images import Medium
 from ithaka.data.documents.read import Shard
 from ithaka.data.find import FoundData
@@ -38,6 +39,7 @@ ROUND_TOKENS = 1 << 24
 ROUND_SEQUENCES = 64
 ROUND_STEPS = 32
 HELD_OUT_SEQUENCES = 16  # in a round of held-out data, of which a run may need only the first sequences
+KEPT_ROUNDS = 2  # of the tokens of streamed data; a rank is less than a round ahead of the others
 SPARE_SEQUENCES = 8  # in a limited round: shuffling may put the last and least filled sequence first
 
 
@@ -197,6 +199,7 @@ class SequenceStream:
         self.cut: Cut = functools.partial(pack.cut_documents, context=context, long=self.long)
         self.report: Callable[[float], None] = lambda share: None  # called with the share of a round that is read
         self.shuffled = sources[0].key is not None
+        self._recent: list[set[Shard]] = []  # streamed shards of the last rounds
         self.main = max(range(len(sources)), key=lambda i: sources[i].num_bytes / sources[i].weight)
         self.seek(StreamPosition())
 
@@ -317,7 +320,16 @@ class SequenceStream:
             segments = packed.segments(packing.done, len(packed))
         self.num_left_out += packed.num_left_out
         self.read_tokens += packed.read_tokens
+        if self.shuffled:
+            self._evict_earlier_rounds()
         return packed
+
+    def _evict_earlier_rounds(self) -> None:
+        """Delete the tokens of streamed shards that no rank reads any more, or they would fill the disk."""
+        self._recent.append({shard for shard, _ in self._shards if is_streamed(shard.parts[0].file.path)})
+        if len(self._recent) > KEPT_ROUNDS:
+            earlier = self._recent.pop(0)
+            self.sources[0].cache.evict(earlier.difference(*self._recent))
 
     def _next_documents(self, key: pack.Key | None) -> np.ndarray:
         """Return the pieces [n] of the next round, from all sources, shuffled by `key`."""
