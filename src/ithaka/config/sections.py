@@ -179,8 +179,8 @@ class DataConfig(ReadingConfig, name="data"):
     sources: tuple[SourceConfig, ...] = ()
     # Validation data, in the same formats. null: hold out validation_fraction of the documents.
     validation_path: Path | None = None
-    # Fraction of the documents to hold out when validation_path is null. They are chosen by their content, so no copy of
-    # one is trained on, in any source or entry of a curriculum.
+    # Fraction of the documents to hold out when validation_path is null. They are chosen by their content, so no copy
+    # of one is trained on, in any source or entry of a curriculum.
     validation_fraction: float = setting(0.02, ge=0, lt=1)
     # A tokenizer directory, or bytes for one token per byte. null: the model's own (bytes for an embedded model).
     tokenizer: str | None = None

@@ -175,7 +175,7 @@ def _stamp(file: File) -> str:
 def read_content(files: Sequence[File], reading: ReadingConfig, fraction: float) -> SourceContent:
     """Return what the split depends on. Reads the start of each text file; of records all if they are few, else until
     some are on each side of the split."""
-    texts = [file for file in files if file.kind == "text"]
+    texts = [file._replace(stamp=_stamp(file)) for file in files if file.kind == "text"]
     sizes: dict[int, int] = {}
     for file in texts:
         key = _text_key(file)
@@ -219,6 +219,7 @@ def _make_text_shards(files: Sequence[File], reading: ReadingConfig, split: Spli
     return [Shard(tuple(group), sum(part.stop - part.start for part in group), reading) for group in groups]
 
 
+@functools.lru_cache(1 << 16)
 def _text_key(file: File) -> int:
     """Return the key of a text. Texts of one size that start alike count as copies."""
     with _naming(file.path):
@@ -381,6 +382,7 @@ def _open_table(file: File) -> Any:
     return open_dataset(str(file.path))[file.split or "train"]
 
 
+@functools.lru_cache(1 << 14)
 def _divide_records(
     file: File, reading: ReadingConfig
 ) -> tuple[tuple[str, ...], tuple[str, ...], list[tuple[int, int, int]]]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ithaka.config import ConfigError, ReadingConfig
+from ithaka.config.units import plural
 from ithaka.data.documents import formats
 from ithaka.data.documents.chat import TEMPLATE_REFUSES, ChatTemplate, Sample, TrainedRanges
 from ithaka.data.documents.formats import BadRecord, Message
@@ -206,7 +207,8 @@ def parse_record(
     for kind, listed in media.items():
         if listed and reading.images == "refuse":
             count = len(listed) if isinstance(listed, list) else 1
-            raise BadRecord(f"with {kind}s", f"has {count} {kind}s; remove them, or set data.images to drop")
+            fix = "remove them, or set data.images to drop"
+            raise BadRecord(f"with {kind}s", f"has {plural(count, kind)}; {fix}")
     reader, tools = read_images(media) if read_images else None, record.get("tools") or record.get("functions")
     return _parse_conversation(prompt, completion, tools, reading, chat, reader)
 
