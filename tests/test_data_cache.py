@@ -187,12 +187,13 @@ def test_changed_files_and_other_tokenizers_are_tokenized_again(tmp_path):
     assert len(list((tmp_path / "tokens").glob("*.tokens"))) == 4
 
 
-def test_a_node_with_its_own_copy_of_the_data_finds_the_tokens_of_rank_0(data, tmp_path):
+def test_a_node_with_its_own_copy_of_the_data_finds_the_tokens_of_rank_0(data, tmp_path, monkeypatch):
     """rsync without -t and pip change modification times; the copy may also be in another directory."""
     found = pickle.loads(pickle.dumps(find_data(data)))
     stream, _ = open_stream(data, tmp_path, found=found)
     batch = stream.next_batch().input_ids.tolist()
     os.utime(data.path, ns=(1, 1))
+    monkeypatch.setattr(cache, "TIMEOUT_S", 5.0)
     waiting, _ = open_stream(data, tmp_path, fills=False, found=found)
     assert waiting.next_batch().input_ids.tolist() == batch
 
@@ -201,18 +202,19 @@ def ask_once(folder):
     """Ask rank 0 for its number, for data of which the other ranks have none, and for an error."""
     rank = dist.get_rank()
     path = folder / f"{rank}.jsonl"
-    number = ask_rank_0(dist.get_rank)
+    asked = []
+    number = ask_rank_0(lambda: asked.append(rank) or rank)
     found = ask_rank_0(find_data, DataConfig(path=path, validation_fraction=0))
     try:
         ask_rank_0(find_data, DataConfig(path=folder / "nowhere"))
     except ConfigError as error:
-        return number, found.sources[0].label, str(error)
+        return number, found.sources[0].label, str(error), asked
 
 
 def test_rank_0_finds_the_data_for_all(ranks, tmp_path):
     write_jsonl(tmp_path / "0.jsonl", TEXTS[:5])
-    for number, label, error in ranks.run(2, ask_once, tmp_path):
-        assert number == 0 and label == f"data.path={tmp_path / '0.jsonl'}"
+    for rank, (number, label, error, asked) in enumerate(ranks.run(2, ask_once, tmp_path)):
+        assert asked == [0] * (rank == 0) and number == 0 and label == f"data.path={tmp_path / '0.jsonl'}"
         assert error.startswith(f"data.path={tmp_path / 'nowhere'} does not exist")
 
 
