@@ -154,6 +154,8 @@ def test_copies_of_one_document_are_not_held_out_from_themselves(tmp_path):
     path.write_text('{"text": "the same"}\n' * 5)
     check_data(DataConfig(path=path, context=2), 264)
     assert split(DataConfig(path=path, validation_fraction=0.99)) == (["the same"] * 5, [])
+    found = find_data(DataConfig(path=path))
+    assert not found.is_split and found.summary["validation"] == f"none, data.path={path} has one record"
 
 
 def test_large_data_is_scanned_until_some_of_it_is_on_each_side(tmp_path, monkeypatch):

@@ -55,9 +55,9 @@ def find_data(data: DataConfig, datasets: Sequence[DataConfig] = ()) -> FoundDat
         if source.files.validation and data.validation_path is None and data.validation_fraction:
             held_out.append(make_shards(source.files.validation, config))
             validation = f"the split {source.files.validation[0].split} of {source.label}"
-        elif source.fraction and split is not None and content is not None:
-            own = replace(split, fraction=source.fraction, held_out=True)
-            share = own.share(content)
+        elif source.fraction and content is not None:
+            own = None if split is None else replace(split, fraction=source.fraction, held_out=True)
+            share = 0.0 if own is None else own.share(content)
             shares.append((share, sum(content.sizes.values())))
             held_out.append(make_shards(files, config, own) if share else [])
             of = "each source" if data.sources else origin
@@ -108,7 +108,8 @@ def split_sources(
         return [(None, None) for _ in found]
     contents = [read_content(source.files.files, source.config, source.fraction) for source in everything]
     split = make_split(contents)
-    return [(split.of_source(content), content) for content in contents[: len(found)]]
+    own = contents[: len(found)]
+    return [(split.of_source(content) if split.may_hold_out(content) else None, content) for content in own]
 
 
 def _split_settings(data: DataConfig) -> tuple[object, ...]:

@@ -26,10 +26,6 @@ class SourceContent(NamedTuple):
     is_one_text: bool  # whose end is held out
     fraction: float  # to hold out; 0: none of this source
 
-    @property
-    def distinct(self) -> int:
-        return len(self.sizes)
-
 
 @dataclass(frozen=True)
 class Split:
@@ -56,6 +52,10 @@ class Split:
             tuple(key for key in keys if key in source.sizes) for keys in (self.extra, self.never, self.cuts)
         )
         return replace(self, extra=extra, never=never, cuts=cuts)
+
+    def may_hold_out(self, source: SourceContent) -> bool:
+        """Whether the split holds out any document of a source, as far as its content is known."""
+        return not source.is_complete or self.share(source) > 0
 
     def share(self, source: SourceContent) -> float:
         """Fraction of the known bytes of a source that are held out."""
