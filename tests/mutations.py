@@ -989,7 +989,7 @@ MUTATIONS = (
     Mutation(
         "padding is trained on",
         "data/documents/records.py",
-        "Document(ids=ids[own], teacher",
+        "Document(ids=ids[kept], teacher",
         "Document(ids=ids, teacher",
         "test_records_mean_what_they_say.py -k padding",
     ),

@@ -185,8 +185,8 @@ def parse_record(
     if format_name == "input_ids":
         ids = _parse_ids(values[0], record.get("labels"), vocab_size)
         teacher = _parse_teacher([record.get(name) for name in TEACHER], len(ids), vocab_size) if uses_teacher else None
-        own = _find_padding(record.get("attention_mask"), len(ids))
-        return [Document(ids=ids[own], teacher=None if teacher is None else teacher[own])]
+        kept = _unpadded_range(record.get("attention_mask"), len(ids))
+        return [Document(ids=ids[kept], teacher=None if teacher is None else teacher[kept])]
     prompt: Any = []
     completion = formats.from_alpaca(record) if format_name == "alpaca" else values[0]
     if format_name == "prompt_completion":
@@ -313,7 +313,7 @@ def _parse_ids(ids: Any, labels: Any, vocab_size: int) -> np.ndarray:
     return np.where(targets == IGNORE_INDEX, ~tokens, tokens).astype(np.int32)
 
 
-def _find_padding(mask: Any, num_tokens: int) -> slice:
+def _unpadded_range(mask: Any, num_tokens: int) -> slice:
     """Return which tokens are no padding."""
     if mask is None:
         return slice(None)
