@@ -1,7 +1,7 @@
 """Count what makes code hard to read: long lines, packed assignments, nested expressions, names with two meanings.
 
-    python tests/style.py            figures for src/
-    python tests/style.py --list     each place that breaks a rule
+python tests/style.py            figures for src/
+python tests/style.py --list     each place that breaks a rule
 """
 
 import argparse

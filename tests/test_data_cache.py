@@ -1,14 +1,18 @@
 """One process tokenizes each document once per run; the others wait for its files, but not forever."""
 
 import contextlib
+import dataclasses
 import json
 import os
+import pickle
 import time
+from collections import Counter
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from ithaka.comm.agree import ask_rank_0
 from ithaka.config import ConfigError, DataConfig, ReadingConfig
 from ithaka.data import cache
 from ithaka.data import stream as data_stream
@@ -16,6 +20,7 @@ from ithaka.data.cache import TokenCache
 from ithaka.data.documents import read
 from ithaka.data.documents.files import find_files
 from ithaka.data.documents.read import make_shards
+from ithaka.data.find import find_data
 from ithaka.data.open import describe_data, open_data
 from ithaka.data.tokenizer import ByteTokenizer, Tokenizer
 from ithaka.exits import TransientError
@@ -180,6 +185,81 @@ def test_changed_files_and_other_tokenizers_are_tokenized_again(tmp_path):
     os.utime(path, ns=(1, 1))
     assert tokens(ByteTokenizer()) == [98, 32, 97, 257]
     assert len(list((tmp_path / "tokens").glob("*.tokens"))) == 4
+
+
+def test_a_node_with_its_own_copy_of_the_data_finds_the_tokens_of_rank_0(data, tmp_path, monkeypatch):
+    """rsync without -t and pip change modification times; the copy may also be in another directory."""
+    found = pickle.loads(pickle.dumps(find_data(data)))
+    stream, _ = open_stream(data, tmp_path, found=found)
+    batch = stream.next_batch().input_ids.tolist()
+    os.utime(data.path, ns=(1, 1))
+    monkeypatch.setattr(cache, "TIMEOUT_S", 5.0)
+    waiting, _ = open_stream(data, tmp_path, fills=False, found=found)
+    assert waiting.next_batch().input_ids.tolist() == batch
+
+
+def ask_once(folder):
+    """Ask rank 0 for its number, for data of which the other ranks have none, and for an error."""
+    rank = dist.get_rank()
+    path = folder / f"{rank}.jsonl"
+    asked = []
+    number = ask_rank_0(lambda: asked.append(rank) or rank)
+    found = ask_rank_0(find_data, DataConfig(path=path, validation_fraction=0))
+    try:
+        ask_rank_0(find_data, DataConfig(path=folder / "nowhere"))
+    except ConfigError as error:
+        return number, found.sources[0].label, str(error), asked
+
+
+def test_rank_0_finds_the_data_for_all(ranks, tmp_path):
+    write_jsonl(tmp_path / "0.jsonl", TEXTS[:5])
+    for rank, (number, label, error, asked) in enumerate(ranks.run(2, ask_once, tmp_path)):
+        assert asked == [0] * (rank == 0) and number == 0 and label == f"data.path={tmp_path / '0.jsonl'}"
+        assert error.startswith(f"data.path={tmp_path / 'nowhere'} does not exist")
+
+
+def test_few_metadata_calls_are_made_while_one_rank_tokenizes(data, tmp_path, monkeypatch):
+    calls = Counter()
+
+    def count(name, function):
+        return lambda *arguments, **options: (calls.update([name]), function(*arguments, **options))[1]
+
+    monkeypatch.setattr(os, "utime", count("utime", os.utime))
+    stream, _ = open_stream(data, tmp_path)
+    stream.next_batch()
+    assert 0 < calls["utime"] <= len(list((tmp_path / "run" / "tokens").glob("*.tokens")))
+    monkeypatch.setattr(cache, "TIMEOUT_S", 100.0)
+    waits = []
+    monkeypatch.setattr(cache.time, "sleep", waits.append)
+    monkeypatch.setattr(cache.time, "monotonic", lambda: sum(waits))
+    monkeypatch.setattr(cache.Path, "exists", count("exists", lambda path: False))
+    monkeypatch.setattr(cache.Path, "read_text", count("read", cache.Path.read_text))
+    waiting, _ = open_stream(data, tmp_path / "other", fills=False)
+    with pytest.raises(TransientError, match="was not tokenized"):
+        waiting.cache.load(waiting.stream.sources[0].shards[0])
+    assert 100 <= sum(waits) < 103 and max(waits) == cache.POLL_MAX_S and waits[0] == cache.POLL_S
+    assert calls["exists"] < 150 and calls["read"] < 50
+
+
+def test_tokens_of_streamed_data_are_evicted_and_epochs_repeat(data, tmp_path, monkeypatch):
+    """Local data is tokenized once; streamed data may be too large to keep."""
+    data = dataclasses.replace(data, validation_fraction=0)
+    (tmp_path / "kept").mkdir()
+    kept, _ = open_stream(data, tmp_path / "kept", log="log")
+    expected = []
+    while kept.position.epoch < 2:
+        expected.append(kept.next_batch().input_ids.tolist())
+    monkeypatch.setattr(data_stream, "is_streamed", lambda path: True)
+    stream, tokenizer = open_stream(data, tmp_path)
+    waiting, _ = open_stream(data, tmp_path, fills=False)
+    num_files = []
+    for batch in expected:
+        assert stream.next_batch().input_ids.tolist() == waiting.next_batch().input_ids.tolist() == batch
+        num_files.append(len(list((tmp_path / "run" / "tokens").glob("*.tokens"))))
+    num_shards = len(stream.stream.sources[0].shards)
+    assert max(num_files) < num_shards == len(list((tmp_path / "kept" / "run" / "tokens").glob("*.tokens")))
+    texts = Counter(text for _, text in tokenizer.recorded())
+    assert len(texts) == 60 and max(texts.values()) > 1
 
 
 def test_validation_tokenizes_only_its_documents(data, tmp_path):

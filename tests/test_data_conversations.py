@@ -536,7 +536,7 @@ BAD = {
         r"message 1 has tool_calls .*{function: {name, arguments}}",
     ),
     "with content that is not text": ({"messages": [says("user", [{"type": "x"}])]}, "message 1 has content .*text"),
-    "with images": ({"messages": [says("user", [{"type": "image"}])]}, "message 1 has 1 images.*data.images to drop"),
+    "with images": ({"messages": [says("user", [{"type": "image"}])]}, "message 1 has 1 image, .*data.images to drop"),
     "with parts out of order": (
         {"messages": [says("assistant", [{"type": "tool_use"}, {"type": "text", "text": "x"}])]},
         "message 1 has text after a tool call",
@@ -677,7 +677,7 @@ def test_settings_that_do_not_fit_the_data_are_refused(tmp_path):
         (DataConfig(path=path, format="text"), "line 1: has no field data.text_field=text; its fields are messages"),
         (DataConfig(path=path, format="input_ids"), "input_ids, .*data.format=input_ids; .*or to auto"),
         (DataConfig(path=sharegpt), r"message 1 has role null \(its fields are text; write role and content"),
-        (DataConfig(path=sharegpt, bad_records="skip"), r"no text .* \(skipped: 1 with an unknown role\)"),
+        (DataConfig(path=sharegpt, bad_records="skip"), r"no text .* \(skipped: 2 with an unknown role\)"),
         (DataConfig(path=path), "no chat template; set"),
         (DataConfig(path=path, chat_template=tmp_path / "none"), r"data.chat_template=.*none cannot be read"),
     ):  # fmt: skip

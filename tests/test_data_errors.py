@@ -80,7 +80,8 @@ def test_the_only_record_is_trained_on_or_refused_for_what_is_wrong(tmp_path, re
 
 def test_the_only_record_of_a_source_is_trained_on(tmp_path):
     for name, count in (("one", 1), ("three", 3)):
-        (tmp_path / f"{name}.jsonl").write_text('{"text": "some text"}\n' * count)
+        lines = [json.dumps({"text": f"some text {i}"}) + "\n" for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     data = DataConfig(sources=[{"path": tmp_path / f"{name}.jsonl"} for name in ("one", "three")], context=5)
     check_data(data, 264)
     opened = open_with_cache(data)

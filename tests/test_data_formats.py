@@ -169,7 +169,7 @@ def test_small_data_is_counted_and_one_sequence_printed(tmp_path):
     assert lines["unlabelled"] == "left out 1 of 5 sequences: no token to train on"  # the one with the last two tokens
     assert lines["packing"].startswith("100.0% of each")
     assert "unlabelled" not in describe_data(open_with_cache(even), 10)
-    assert lines["epochs"] == "2.5 (10 sequences in total)" and lines["skipped"] == "1 documents: 1 empty"
+    assert lines["epochs"] == "2.5 (10 sequences in total)" and lines["skipped"] == "1 document: 1 empty"
     assert lines["validation"] == "none, data.validation_fraction=0"
     assert epoch_steps(opened, 1, 1) == 4 and epoch_steps(open_with_cache(even), 1, 1) == 2
     longer = open_with_cache(dataclasses.replace(data, context=64))

@@ -283,5 +283,5 @@ def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch, kind):
 def test_positions_of_an_earlier_format_are_refused(data):
     state = {"version": 1, "data": "0", "epoch": 0, "sequences": 7, "unit": 1, "cursor": 0, "offset": 4}
     for old in (state, {**open_stream(data).state_dict(), "version": 5}):  # 5: pieces of long documents differ
-        with pytest.raises(ConfigError, match=f"format {old['version']}, .* reads 6.*resume with .* or export"):
+        with pytest.raises(ConfigError, match=f"format {old['version']}, .* reads 7.*resume with .* or export"):
             open_stream(data).load_state_dict(old)

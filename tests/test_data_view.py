@@ -95,7 +95,7 @@ def test_figures_match_counts_by_hand(folder, case):
 
 
 def test_sequences_without_a_label_are_reported_on_every_page(folder):
-    line = "1 pieces of long documents: no token to train on"
+    line = "1 piece of long documents: no token to train on"
     assert line in " ".join(run_data(folder, TALKS, bad_records="skip").split())
     run_data(folder, TALKS, "--html", "page.html", bad_records="skip")
     assert line in (folder / "page.html").read_text()
@@ -236,7 +236,7 @@ def test_a_page_that_cannot_be_written_is_refused_first(folder):
 
 def test_a_record_is_shown_turn_by_turn_with_what_is_cut(folder):
     text = " ".join(run_data(folder, TALKS, "--record", "4", bad_records="skip").split())
-    assert "record 4 of a.jsonl: 30 tokens, 5 trained, 1 pieces of at most 16, 16 tokens cut" in text
+    assert "record 4 of a.jsonl: 30 tokens, 5 trained, 1 piece of at most 16, 16 tokens cut" in text
     assert "turn 1, user: 23 tokens (16 cut: no trained token in this piece; 7 user's turn, context only)" in text
     assert (
         "turn 2, assistant: 7 tokens (2 added by the chat template, context only; 5 assistant's turn, trained)" in text
@@ -251,11 +251,12 @@ def test_a_record_is_shown_turn_by_turn_with_what_is_cut(folder):
 
 
 def test_a_record_that_is_held_out_for_validation_says_so(folder):
-    """The first one always is. Here a hash would choose no other."""
-    shown = [run_data(folder, TALKS, "--record", n, bad_records="skip", validation_fraction=1e-9) for n in ("1", "4")]
-    assert "record 1 of a.jsonl, held out for validation: " in " ".join(shown[0].split())
-    assert "record 4 of a.jsonl: 30 tokens" in " ".join(shown[1].split())
-    assert "held out" not in run_data(folder, TALKS, "--record", "1", bad_records="skip")
+    """One always is. Here the fraction would choose no other."""
+    records = [talk("hi", "yo"), talk("ho", "ya")]
+    shown = [run_data(folder, records, "--record", n, validation_fraction=1e-9) for n in ("1", "2")]
+    held_out = [" ".join(text.split()).count("of a.jsonl, held out for validation: ") for text in shown]
+    assert sorted(held_out) == [0, 1]
+    assert "held out" not in run_data(folder, records, "--record", str(1 + held_out.index(1)))
 
 
 def test_the_answers_of_a_pair_are_labelled(folder, monkeypatch):
@@ -270,6 +271,12 @@ def test_the_answers_of_a_pair_are_labelled(folder, monkeypatch):
         assert set(re.findall(r"── document \d, (.*) tokens", text)) == expected
     text = run_data(folder, [first], "--record", "1", *dpo, context=40)
     assert "record 1 of a.jsonl, chosen: 10 tokens" in text and "record 1 of a.jsonl, rejected: 8 tokens" in text
+
+
+def test_answers_without_a_common_prompt_are_not_part_of_it(folder):
+    records = [{"chosen": "yes", "rejected": "no"}] * 2
+    text = run_data(folder, records, "--record", "1", "--set", "loss.type=dpo")
+    assert text.count("assistant's turn, trained") == 3 and "part of its prompt" not in text
 
 
 AGENT = """{% for m in messages %}{{ m.role[0] + ':' }}{% if m.reasoning_content %}\

@@ -46,12 +46,13 @@ def records():
 
 def configure(folder, name="run", train=None, data=None, adapter=None, **loss):
     """All four sequences are one step, so that their order does not matter."""
-    rows = [records()[0], *records()]  # the very first record is held out
-    (folder / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for file, rows in (("records", records()), ("validation", records()[:1])):
+        (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = {"path": str(folder / "records.jsonl"), "validation_path": str(folder / "validation.jsonl")}
     loss = {"type": "distill", "teacher": str(folder / "teacher"), "beta": BETA, **loss}
     return parse_config({
         "model": {"path": str(folder / "model"), "dtype": "float64"},
-        "data": {"path": str(folder / "records.jsonl"), "context": 53, "validation_fraction": 1e-9, **(data or {})},
+        "data": {**paths, "context": 53, **(data or {})},
         "adapter": adapter,
         "loss": loss,
         "optim": {"lr": LR, "schedule": "constant", "weight_decay": 0.0, "clip_norm": None, "betas": [0.9, 0.95]},
@@ -131,14 +132,14 @@ def test_stored_probabilities_train_as_the_teacher_does(folder):
     losses = {}
     for k in (258, 5):
         rows = []
-        for record in [records()[0], *records()]:
+        for record in records():
             with torch.no_grad():
                 logprobs = teacher(torch.tensor([record["input_ids"]])).logits[0, :-1].log_softmax(-1)
             values, ids = logprobs.topk(k)
             rows.append(record | {"teacher_ids": [None, *ids.tolist()], "teacher_logprobs": [None, *values.tolist()]})
         (folder / f"top-{k}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        stored = configure(folder, f"stored-{k}", {"steps": 1}, {"path": str(folder / f"top-{k}.jsonl")}, beta=0.0,
-                           teacher="data")  # fmt: skip
+        paths = dict.fromkeys(("path", "validation_path"), str(folder / f"top-{k}.jsonl"))
+        stored = configure(folder, f"stored-{k}", {"steps": 1}, paths, beta=0.0, teacher="data")
         run(stored)
         losses[k] = steps(stored)[0]["loss"]
     expected = steps(config)[0]["loss"]
@@ -150,7 +151,8 @@ def test_stored_probabilities_train_as_the_teacher_does(folder):
         ({"teacher_ids": [[1] * 5] * len(rows[1]["input_ids"])}, "different ids"),
     ):
         (folder / "bad.jsonl").write_text(json.dumps(rows[0]) + "\n" + json.dumps(rows[1] | change) + "\n")
-        bad = configure(folder, "bad", {"steps": 1}, {"path": str(folder / "bad.jsonl")}, teacher="data")
+        paths = dict.fromkeys(("path", "validation_path"), str(folder / "bad.jsonl"))
+        bad = configure(folder, "bad", {"steps": 1}, paths, teacher="data")
         assert_refused(partial(run, bad), problem, fix="write them again")
     bad = configure(folder, "bad", None, {"path": __file__}, teacher="data")
     assert_refused(partial(validate_run, bad, 1), "loss.teacher=data", "format text", fix="use such records")

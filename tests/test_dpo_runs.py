@@ -60,11 +60,12 @@ def pairs():
 
 def configure(folder, adapter, **train):
     """All four sequences are one step, so that their order does not matter."""
-    rows = [pairs()[0], *pairs()]  # the very first record is held out
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for file, rows in (("pairs", pairs()), ("validation", pairs()[:1])):
+        (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = {"path": str(folder / "pairs.jsonl"), "validation_path": str(folder / "validation.jsonl")}
     return parse_config({
         "model": {"path": str(folder / "model"), "dtype": "float64"},
-        "data": {"path": str(folder / "pairs.jsonl"), "context": 131, "validation_fraction": 1e-9},
+        "data": {**paths, "context": 131},
         "adapter": {"rank": 4, "alpha": 8, "targets": ["q_proj", "down_proj"]} if adapter else None,
         "loss": {"type": "dpo", "beta": BETA, "label_smoothing": SMOOTHING},
         "parallel": {"cp": 2},
@@ -178,11 +179,11 @@ def test_turns_of_an_unrolled_conversation_share_their_history(ranks, folder):
         )
     ]
     (folder / "think.jinja").write_text(DROPS_REASONING)
-    (folder / "turns.jsonl").write_text(2 * f"{json.dumps({'messages': turns})}\n")  # the first is held out
+    (folder / "turns.jsonl").write_text(f"{json.dumps({'messages': turns})}\n")
+    paths = dict.fromkeys(("path", "validation_path"), str(folder / "turns.jsonl"))
     settings = {
         "model": {"path": str(folder / "model"), "dtype": "float64"},
-        "data": {"path": str(folder / "turns.jsonl"), "context": 900, "chat_template": str(folder / "think.jinja"),
-                 "reasoning": {"turns": "all"}, "validation_fraction": 1e-9},
+        "data": {**paths, "context": 855, "chat_template": str(folder / "think.jinja"), "reasoning": {"turns": "all"}},
         "parallel": {"cp": 2},
         "optim": {"lr": 1e-3, "schedule": "constant"},
     }  # fmt: skip

@@ -165,7 +165,7 @@ def test_unreadable_images_are_bad_records(folder):
         with pytest.raises(ConfigError, match=f"{name}.png is (missing|broken)"):
             check_data(settings(folder, {"path": path}).data, 1000, folder / "model")
         data, _ = opened(folder, path=path, bad_records="skip", validation_fraction=0)
-        assert describe_data(data, 4)["skipped"] == "1 documents: 1 with images that cannot be read"
+        assert describe_data(data, 4)["skipped"] == "1 document: 1 with images that cannot be read"
         data.close()
 
 
@@ -195,7 +195,7 @@ def test_settings_are_refused(folder, case):
 def test_images_in_data_are_shown_as_a_summary(folder):
     config = settings(folder, {"validation_fraction": 0})
     tokenizer = load_tokenizer(None, folder / "model")
-    (record,) = find_record(config, tokenizer, 6)  # a video of 3 frames between two images
+    (record,) = find_record(config, config.datasets, tokenizer, 6)  # a video of 3 frames between two images
     ((_, turns),) = describe_record(record, config, tokenizer)[0]
     text = " ".join("".join(piece.text for piece in pieces) for _, pieces in turns)
     assert re.findall("<(image|video): ", text) == ["image", "video", "video", "image"] and "_pad|>" not in text

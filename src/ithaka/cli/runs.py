@@ -244,7 +244,7 @@ def data(
         from ithaka.views import data as show_data
 
     with status("reading the data") as spinner:
-        settings = resolve(config, changes).at(0)
+        settings = resolve(config, changes)
         limits = show_data.TERMINAL_LIMITS if page is None else show_data.PAGE_LIMITS
         view = show_data.build_record_view(settings, record) if record else None
         report = show_share("reading the data", spinner)

@@ -184,7 +184,8 @@ class DataConfig(ReadingConfig, name="data"):
     sources: tuple[SourceConfig, ...] = ()
     # Validation data, in the same formats. null: hold out validation_fraction of the documents.
     validation_path: Path | None = None
-    # Fraction of the documents to hold out when validation_path is null.
+    # Fraction of the documents to hold out when validation_path is null. They are chosen by their content, so no copy
+    # of one is trained on, in any source or entry of a curriculum.
     validation_fraction: float = setting(0.02, ge=0, lt=1)
     # A tokenizer directory, or bytes for one token per byte. null: the model's own (bytes for an embedded model).
     tokenizer: str | None = None
@@ -393,6 +394,11 @@ class Config(Section):
     def schedule_start(self) -> int:
         """Step at which the learning-rate schedule starts."""
         return self.start if self.curriculum and self.curriculum[self.entry].optim else 0
+
+    @property
+    def datasets(self) -> tuple[DataConfig, ...]:
+        """The data of each entry of the curriculum."""
+        return tuple(self.at(end - 1).data for end in self.ends)
 
     def at(self, step: int) -> Self:
         """The configuration after `step` steps, with the settings of that curriculum entry."""

@@ -3,18 +3,20 @@
 import functools
 import itertools
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+
+import numpy as np
 
 from ithaka.config import ConfigError, DataConfig
+from ithaka.config.units import plural
 from ithaka.data.cache import TokenCache, tokenize
 from ithaka.data.documents.chat import TODAY
-from ithaka.data.documents.files import COMMIT, find_files, is_streamed
-from ithaka.data.documents.read import Shard, has_one_record, make_shards
-from ithaka.data.pack import LongDocuments, Split, imbalance, permutation
+from ithaka.data.documents.read import Shard
+from ithaka.data.documents.records import UNUSED
+from ithaka.data.find import FoundData, find_data
+from ithaka.data.pack import LongDocuments, imbalance, permutation
 from ithaka.data.stream import SequenceStream, Source, TrainData
 from ithaka.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
@@ -26,17 +28,11 @@ LONG_ACTIONS = {
 }  # fmt: skip
 
 
-class SourceShards(NamedTuple):
-    label: str  # setting and path, for messages
-    name: str  # in the log: the shortest unique one
-    weight: float
-    train: list[Shard]
-
-
 def open_data(
     data: DataConfig, *, tokenizer: Tokenizer, seed: int, dp_rank: int = 0, dp_size: int = 1,
     cp: tuple[int, int] = (0, 1), batch: int = 1, accumulate: int = 1, steps: int | None = None,
     validate_sequences: int | None = None, cache_dir: Path, fills_cache: bool = True, shares_prefixes: bool = True,
+    found: FoundData | None = None,
 ) -> TrainData:  # fmt: skip
     """Open the data of one data-parallel rank: `batch` sequences of `data.context` tokens per call, `accumulate` calls
     per step.
@@ -44,13 +40,14 @@ def open_data(
     All ranks of a cp group pass the same dp_rank; `cp` (rank in the group, its size) divides the images.
     The remaining `steps` and `validate_sequences` (None: unknown) limit how much is tokenized at once. `cache_dir`
     holds the tokens; one rank per node writes them (`fills_cache`). `shares_prefixes`: samples of one record become a
-    forest, in which their common prefix is computed once.
+    forest, in which their common prefix is computed once. `found`: the data, which one rank finds for all.
     """
     cache = TokenCache(cache_dir, tokenizer, fills_cache)
-    found, held_out, summary = _find_shards(data)
-    sources = [Source(each.name, each.weight, each.train, cache, (seed, i)) for i, each in enumerate(found)]
+    found = find_data(data) if found is None else found
+    sources = [Source(each.name, each.weight, each.train, cache, (seed, i)) for i, each in enumerate(found.sources)]
     unshuffled = [
-        Source(each.name, each.weight, shards, cache, None) for each, shards in zip(found, held_out, strict=False)
+        Source(each.name, each.weight, shards, cache, None)
+        for each, shards in zip(found.sources, found.held_out, strict=False)
     ]
     has_marker = data.long_documents == "shorten_tools"
     marker = tuple(tokenizer.encode_batch([data.tool_marker])[0].tolist()) if has_marker else ()
@@ -64,11 +61,13 @@ def open_data(
     )  # fmt: skip
     group = batch * dp_size * accumulate
     stream = make_stream(sources, group=group, needed=None if steps is None else steps * group)
-    validation = make_stream(unshuffled, needed=validate_sequences) if any(held_out) else None
-    return TrainData(stream, validation, summary, dp_rank=dp_rank, dp_size=dp_size, batch=batch, cp=cp)
+    validation = make_stream(unshuffled, needed=validate_sequences) if any(found.held_out) else None
+    return TrainData(stream, validation, found, dp_rank=dp_rank, dp_size=dp_size, batch=batch, cp=cp)
 
 
-def check_data(data: DataConfig, vocab_size: int, model_path: Path | None = None) -> int:
+def check_data(
+    data: DataConfig, vocab_size: int, model_path: Path | None = None, datasets: Sequence[DataConfig] = ()
+) -> int:
     """Raise ConfigError if the data cannot be trained on. Return its size in bytes, held-out data included.
 
     Runs before any process starts and reads little. Other errors, such as a bad line far into a file, are raised when
@@ -83,7 +82,7 @@ def check_data(data: DataConfig, vocab_size: int, model_path: Path | None = None
     if any(each.unrolls or each.train_on == "pairs" for each in readings):
         rule = "cannot be combined with data.train_on=pairs or with data.reasoning of all turns"
         raise ConfigError(f"data.images=read {rule}; use {{turns: last}}, or other data")
-    sources, held_out, summary = _find_shards(data)
+    sources, held_out, summary, _ = find_data(data, datasets)
     for source in sources:
         fix = "add documents, or use another path"
         if any(held_out) and data.validation_path is None:
@@ -97,8 +96,8 @@ def check_data(data: DataConfig, vocab_size: int, model_path: Path | None = None
         if num_tokens < data.context:
             labels = " and ".join(source.label for source in sources)
             raise ConfigError(
-                f"{labels} has {num_tokens} tokens besides validation, too few for one sequence of data.context="
-                f"{data.context}; add data, or use a shorter data.context"
+                f"{labels} has {plural(num_tokens, 'token')} besides validation, too few for one sequence of "
+                f"data.context={data.context}; add data, or use a shorter data.context"
             )
     for shards in filter(None, held_out):
         fix = "increase it, or set it to 0" if data.validation_path is None else "use other data"
@@ -113,62 +112,6 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
             "data.tokenizer to the model's own tokenizer or, if this is that tokenizer with added tokens, set "
             "model.resize_embeddings=true"
         )
-
-
-def _find_shards(data: DataConfig) -> tuple[list[SourceShards], list[list[Shard]], dict[str, str]]:
-    """Return the shards of each source, those held out for validation, and a description of the data by topic."""
-    sources: list[SourceShards] = []
-    held_out: list[list[Shard]] = []  # by source (none of a single record), or those of data.validation_path
-    summary: dict[str, str] = {}
-    fraction = data.validation_fraction
-    validation = f"data.validation_path={data.validation_path}"
-    configs = data.all_sources()
-    paths = [config.path for config in configs]
-    if twice := [path for i, path in enumerate(paths) if path in paths[:i]]:
-        raise ConfigError(f"data.sources has path={twice[0]} twice; list it once, with a larger weight")
-    for i, (config, name) in enumerate(zip(configs, _name_paths(paths), strict=True)):
-        setting, split = f"data.sources[{i}].path" if data.sources else "data.path", None
-        label = f"{setting}={config.path}"
-        origin = label if config.path else "Python's standard library"
-        found = find_files(config.path, setting)
-        if data.validation_path is None and not fraction:
-            validation = "none, data.validation_fraction=0"
-        elif data.validation_path is None and found.validation:
-            held_out.append(make_shards(found.validation, config))
-            validation = f"the split {found.validation[0].split} of {label}"
-        elif data.validation_path is None and has_one_record(make_shards(found.files, config)):
-            held_out.append([])
-        elif data.validation_path is None:
-            split = Split(fraction, held_out=False)
-            held_out.append(make_shards(found.files, config, Split(fraction, held_out=True)))
-            validation = f"data.validation_fraction={fraction} of {'each source' if data.sources else origin}"
-        train = make_shards(found.files, config, split)
-        sources.append(SourceShards(label, name, config.weight, train))
-        kinds, num_files = ", ".join(sorted({file.kind for file in found.files})), len(found.files)
-        megabytes = sum(shard.num_bytes for shard in train) / 1e6
-        summary[name] = "" if config.path else f"{origin}, "
-        summary[name] += f"{num_files:,} file{'s' * (num_files != 1)} ({kinds}), {megabytes:,.1f} MB"
-        if is_streamed(found.files[0].path):
-            summary[name] += f", streamed from {'/'.join(found.files[0].path.parts[2:4])}"
-        if found.ignored:
-            examples = ", ".join(found.ignored[:3]) + ", ..." * (len(found.ignored) > 3)
-            topic = f"left out of {name}" if data.sources else "left out"
-            summary[topic] = f"{len(found.ignored):,} files: {examples}"
-    if data.validation_path is not None:
-        held_out = [make_shards(find_files(data.validation_path, "data.validation_path").files, data)]
-    elif held_out and not any(held_out):
-        validation = f"none, {label} has one record"
-    return sources, held_out, {**summary, "validation": validation}
-
-
-def _name_paths(given: Sequence[Path | None]) -> list[str]:
-    """Return the stems of the paths, or enough of their last parts to tell them apart; without commits of the hub."""
-    paths = [Path(re.sub(f"@{COMMIT.pattern}", "", str(path or "Python's standard library"))) for path in given]
-    names, absolute, depth = [path.stem for path in paths], [path.absolute() for path in paths], 0
-    while len(set(names)) < len(set(absolute)):
-        depth += 1  # counted from the end, so that relative and absolute paths get the same name
-        names = ["/".join(path.parts[-depth:]) for path in absolute]
-    return names
 
 
 def _check_has_text(shards: Sequence[Shard], tokenizer: Tokenizer, message: str) -> None:
@@ -200,6 +143,12 @@ def measure_balance(data: TrainData) -> dict[str, float] | None:
     return {"ranks": data.dp_size} | {name: imbalance(each, data.dp_size, data.batch) for name, each in figures.items()}
 
 
+def count_copies(sources: Sequence[Source]) -> int:
+    """Return how many of the documents read so far repeat others, in all sources."""
+    digests = np.concatenate([source.digests() for source in sources])
+    return len(digests) - len(np.unique(digests))
+
+
 def epoch_steps(data: TrainData, epochs: float, global_batch: int) -> int:
     """Return the number of optimizer steps in `epochs`; an estimate if the data is larger than a round."""
     stream, packed = data.stream, data.stream.current_round()
@@ -223,34 +172,41 @@ def describe_data(data: TrainData, num_sequences: int) -> dict[str, str]:
         about = "" if is_complete else "about "
         share = source.weight / sum(each.weight for each in stream.sources)
         epochs.append(f"{about}{num_sequences * sequence_tokens * share / tokens:.3g}")
-        size = f"{file_summary.pop(source.name)}, {about}{documents:,} documents, {tokens:,} tokens"
+        size = f"{file_summary.pop(source.name)}, {about}{plural(documents, 'document')}, {plural(tokens, 'token')}"
         if len(stream.sources) == 1:
             about = "" if tokens == stream.read_tokens else "about "
-            summary["data"] = f"{size}, {about}{round(tokens / sequence_tokens):,} sequences"
+            summary["data"] = f"{size}, {about}{plural(round(tokens / sequence_tokens), 'sequence')}"
         else:
             summary[f"source {source.name}"] = f"{share:.1%} of the tokens; {size}"
             epochs[-1] += f" of {source.name}"
-    summary["epochs"] = f"{', '.join(epochs)} ({num_sequences:,} sequences in total)"
+    summary["epochs"] = f"{', '.join(epochs)} ({plural(num_sequences, 'sequence')} in total)"
     summary["packing"] = f"{packed.num_tokens / len(packed) / stream.context:.1%} of each sequence filled"
     if stream.num_long:
-        long = f"{stream.num_long:,} document{'s' * (stream.num_long > 1)} longer than data.context"
+        long = f"{plural(stream.num_long, 'document')} longer than data.context"
         summary["packing"] += f"; {long} {LONG_ACTIONS[stream.long.mode]}"
     if stream.removed_tokens:
-        summary["cut"] = f"{stream.removed_tokens:,} tokens of these documents"
+        summary["cut"] = f"{plural(stream.removed_tokens, 'token')} of these documents"
     if stream.num_left_out or stream.pieces_left_out:
-        pieces = f"{stream.pieces_left_out:,} pieces of long documents" * (stream.pieces_left_out > 0)
-        sequences = f"{stream.num_left_out:,} of {stream.num_left_out + len(packed):,} sequences"
+        pieces = f"{plural(stream.pieces_left_out, 'piece')} of long documents" * (stream.pieces_left_out > 0)
+        sequences = f"{stream.num_left_out:,} of {plural(stream.num_left_out + len(packed), 'sequence')}"
         left_out = " and ".join(filter(None, (pieces, sequences * (stream.num_left_out > 0))))
         summary["unlabelled"] = f"left out {left_out}: no token to train on"
-    for note, number in sum((source.count("notes") for source in stream.sources), Counter[str]()).items():
-        summary[note] = f"{number:,}"
+    notes = sum((source.count("notes") for source in stream.sources), Counter[str]())
+    summary |= {note: f"{number:,}" for note, number in notes.items() if not note.startswith(UNUSED)}
+    unused = {note.removeprefix(UNUSED): number for note, number in notes.items() if note.startswith(UNUSED)}
+    if unused:
+        fields = (f"{name} in {plural(number, 'record')}" for name, number in unused.items())
+        summary["unused fields"] = ", ".join(fields)
     if balance := measure_balance(data):
         summary["balance"] = (
             f"attention of {balance['ranks']} ranks, largest over mean: {balance['grouped']:.3f} "
-            f"({balance['not_grouped']:.3f} without grouping), over {len(packed):,} sequences"
+            f"({balance['not_grouped']:.3f} without grouping), over {plural(len(packed), 'sequence')}"
         )
+    if copies := count_copies(stream.sources):
+        verb = "repeats another" if copies == 1 else "repeat others"
+        summary["duplicates"] = f"{plural(copies, 'document')} {verb}"
     if skipped := sum((source.count("skipped") for source in stream.sources), Counter[str]()):
-        summary["skipped"] = f"{skipped.total():,} documents: {_format_counts(skipped)}"
+        summary["skipped"] = f"{plural(skipped.total(), 'document')}: {_format_counts(skipped)}"
     first = stream.get_sequence(stream.position.packings[-1].done)
     is_trained = first.tokens[: first.length] >= 0
     if not is_trained.all():

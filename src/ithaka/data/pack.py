@@ -46,6 +46,7 @@ class Documents:
     nodes: np.ndarray = field(default_factory=lambda: np.empty(0, NODE_DTYPE))  # if the documents are forests
     images: Sequence[Any] = ()  # data.images.Medium; a token of number i is ~(IMAGE_BASE + i)
     teacher: np.ndarray | None = None  # int32 [n, 2, k]: stored ids (-1: none), and the bits of their log-probabilities
+    digests: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # [documents], equal for equal ones
 
 
 IMAGE_BASE = 1 << 30  # above all ids
@@ -457,23 +458,6 @@ def imbalance(areas: np.ndarray, ranks: int, batch: int) -> float:
     """Return the slowdown of attention from unequal work: the largest area of a rank over the mean; all micro-steps."""
     steps = areas[: len(areas) // (ranks * batch) * ranks * batch].reshape(-1, batch, ranks).sum(axis=1)
     return float(steps.max(axis=1).sum() / steps.mean(axis=1).sum()) if len(steps) else 1.0
-
-
-@dataclass(frozen=True)
-class Split:
-    """One side of a split of records: the held-out `fraction`, or the rest."""
-
-    fraction: float
-    held_out: bool
-
-    def keeps(self, records: np.ndarray, file_index: int, start: int) -> np.ndarray:
-        """Return which records are on this side, by a hash of their position: the same on all ranks, in all epochs.
-
-        The very first record is always held out, so that a small file has something to validate on.
-        """
-        chosen = hash_values(records, file_index, start) < np.uint64(int(self.fraction * 2**53) << 11)
-        chosen |= (records == 0) & (file_index == 0) & (start == 0)
-        return chosen if self.held_out else ~chosen
 
 
 def hash_values(values: np.ndarray, *key: int) -> np.ndarray:

@@ -25,17 +25,21 @@ from ithaka.config import ConfigError
 from ithaka.data import pack
 from ithaka.data.batch import Batch, collate
 from ithaka.data.cache import TokenCache
+from ithaka.data.documents.files import is_streamed
 from ithaka.data.documents.images import Medium
 from ithaka.data.documents.read import Shard
+from ithaka.data.find import FoundData
 
 Cut = Callable[..., pack.CutDocuments]  # pack.cut_documents with `context` and `long` bound
-STATE_FORMAT = 6  # increase it if a position has another meaning
+STATE_FORMAT = 7  # increase it if a position has another meaning
+BY_POSITION = 6  # held out documents by their position in the files; equal without such a split
 PACKING_KEYS = ("context", "group", "lead", "done", "most")  # in a state, for the fields of Packing
 # Minimum size of a round.
 ROUND_TOKENS = 1 << 24
 ROUND_SEQUENCES = 64
 ROUND_STEPS = 32
 HELD_OUT_SEQUENCES = 16  # in a round of held-out data, of which a run may need only the first sequences
+KEPT_ROUNDS = 2  # of the tokens of streamed data; a rank is less than a round ahead of the others
 SPARE_SEQUENCES = 8  # in a limited round: shuffling may put the last and least filled sequence first
 
 
@@ -161,6 +165,11 @@ class Source:
         documents, tokens, _, _ = zip(*self.shard_counts.values(), strict=True)
         return round(sum(documents) * scale), round(sum(tokens) * scale), len(documents) == len(self.shards)
 
+    def digests(self) -> np.ndarray:
+        """Return those of the documents in the shards read so far."""
+        known = [self.cache.load(self.shards[i]).digests for i in sorted(self.shard_counts)]
+        return np.concatenate([np.empty(0, np.int64), *known])
+
     def count(self, name: Literal["skipped", "notes"]) -> Counter[str]:
         """Sum the counts of skipped documents by reason, or those of notes, over the shards read so far."""
         return sum((Counter(getattr(counts, name)) for counts in self.shard_counts.values()), Counter[str]())
@@ -190,6 +199,7 @@ class SequenceStream:
         self.cut: Cut = functools.partial(pack.cut_documents, context=context, long=self.long)
         self.report: Callable[[float], None] = lambda share: None  # called with the share of a round that is read
         self.shuffled = sources[0].key is not None
+        self._recent: list[set[Shard]] = []  # streamed shards of the last rounds
         self.main = max(range(len(sources)), key=lambda i: sources[i].num_bytes / sources[i].weight)
         self.seek(StreamPosition())
 
@@ -310,7 +320,16 @@ class SequenceStream:
             segments = packed.segments(packing.done, len(packed))
         self.num_left_out += packed.num_left_out
         self.read_tokens += packed.read_tokens
+        if self.shuffled:
+            self._evict_earlier_rounds()
         return packed
+
+    def _evict_earlier_rounds(self) -> None:
+        """Delete the tokens of streamed shards that no rank reads any more, or they would fill the disk."""
+        self._recent.append({shard for shard, _ in self._shards if is_streamed(shard.parts[0].file.path)})
+        if len(self._recent) > KEPT_ROUNDS:
+            earlier = self._recent.pop(0)
+            self.sources[0].cache.evict(earlier.difference(*self._recent))
 
     def _next_documents(self, key: pack.Key | None) -> np.ndarray:
         """Return the pieces [n] of the next round, from all sources, shuffled by `key`."""
@@ -368,11 +387,11 @@ class TrainData:
     """This rank's batches of the global stream, and a fixed set of validation batches."""
 
     def __init__(
-        self, stream: SequenceStream, validation: SequenceStream | None, summary: dict[str, str], *,
+        self, stream: SequenceStream, validation: SequenceStream | None, found: FoundData, *,
         dp_rank: int, dp_size: int, batch: int, cp: tuple[int, int],
     ):  # fmt: skip
-        """`summary`: text by topic, as far as the data are known without reading them."""
-        self.stream, self.validation, self.summary = stream, validation, summary
+        self.stream, self.validation, self.summary = stream, validation, found.summary
+        self.is_split = found.is_split
         self.dp_rank, self.dp_size, self.batch, self.cp = dp_rank, dp_size, batch, cp
         self.source_names, self.cache = [source.name for source in stream.sources], stream.sources[0].cache
         self.position = stream.position  # after the last returned batch; the stream is ahead of it
@@ -428,11 +447,7 @@ class TrainData:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `state_dict`, on any number of ranks. The data must be the same."""
-        if state["version"] != STATE_FORMAT:
-            raise ConfigError(
-                f"the checkpoint's data position has format {state['version']}, and this ithaka reads {STATE_FORMAT}; "
-                "resume with the ithaka that wrote it, or export the run and start a new one from its weights"
-            )
+        self.check_format(state)
         if state["data"] != self.fingerprint():
             raise ConfigError(
                 "data.path, its files, data.sources, data.text_field, data.long_documents, data.validation_fraction, "
@@ -444,6 +459,19 @@ class TrainData:
         packings = tuple(pack.Packing(*(packing[key] for key in PACKING_KEYS)) for packing in state["packings"])
         self.position = StreamPosition(state["sequences"], sources, packings)
         self.stream.seek(self.position)
+
+    def check_format(self, state: dict[str, Any]) -> None:
+        """Refuse a position that another ithaka saved, unless it means the same here."""
+        fix = "resume with the ithaka that wrote it, or export the run and start a new one from its weights"
+        if state["version"] == BY_POSITION and self.is_split and state["data"] != self.fingerprint():
+            rule = "held out documents by their position in the files, and this ithaka does so by their content"
+            raise ConfigError(
+                f"the checkpoint's run {rule} (data.validation_fraction), so it would train on those that it validated "
+                f"on; {fix}"
+            )
+        if state["version"] not in (STATE_FORMAT, BY_POSITION):
+            rule = f"has format {state['version']}, and this ithaka reads {STATE_FORMAT}"
+            raise ConfigError(f"the checkpoint's data position {rule}; {fix}")
 
     def close(self, remove: bool = False) -> None:
         """Stop reading. `remove`: also remove the token cache, because the run is done."""

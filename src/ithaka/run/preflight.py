@@ -8,7 +8,7 @@ weights. With another context or other steps, no document is skipped or repeated
 
 import dataclasses
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from ithaka.config import (
     GPU_DEFAULT,
     Config,
     ConfigError,
+    DataConfig,
     explicit_settings,
     format_value,
     load_config,
@@ -90,10 +91,14 @@ def preflight(
         config = full.at(step)  # the next entry of a curriculum
         if full.curriculum or resume in (None, AUTO):  # else a resumed run keeps its settings
             config, plan = plan_run(config, explicit, weakest)
-        run = validate_run(config, weakest.num_gpus, resume, local[1], trains, force, plan, checkpoint)
+        trained = full.datasets
+        run = validate_run(
+            config, weakest.num_gpus, resume, local[1], trains, force, plan, trained, checkpoint=checkpoint
+        )
         for start in (end for end in full.ends[:-1] if end >= config.train.steps):  # later entries must fit too
             later, later_plan = plan_run(full.at(start), explicit, weakest)
-            validate.check_inputs(build_run(later, weakest.num_gpus, local[1], resume is not None, later_plan))
+            later_run = build_run(later, weakest.num_gpus, local[1], resume is not None, later_plan)
+            validate.check_inputs(dataclasses.replace(later_run, datasets=full.datasets))
         saved_config = curriculum_to_save(full, explicit, plan) if full.curriculum else ""
         return dataclasses.replace(run, saved_config=saved_config, commits=commits)
 
@@ -104,6 +109,7 @@ def preflight(
     has_checkpoint = newest[0] is not None
     checkpoint = ask_rank_0(_find_checkpoint, configs[0].train.run_dir) if has_checkpoint else None
     run = raise_on_all_ranks(plan_and_check)
+    run = dataclasses.replace(run, data_bytes=max(gather_objects(run.data_bytes)))
     if run.finished and run.checkpoint:  # an unfinished run verifies its files in `prepare`
         run = dataclasses.replace(run, checkpoint=files.find_intact_checkpoint(run.checkpoint))
     return run
@@ -139,10 +145,11 @@ def validate_run(
     trains: bool = True,
     force: bool = False,
     plan: Plan | None = None,
+    datasets: Sequence[DataConfig] = (),
     checkpoint: Path | None = None,
 ) -> Run:
-    """A run with these settings, which can start. Raises ConfigError otherwise; cheap checks come first. `checkpoint`:
-    the newest usable one, if the caller knows it."""
+    """A run with these settings, which can start. Raises ConfigError otherwise; cheap checks come first. `datasets`:
+    those of all entries of the curriculum. `checkpoint`: the newest usable one, if the caller knows it."""
     run_dir, auto = config.train.run_dir, resume == AUTO
     if auto:
         resume = run_dir if files.newest_checkpoint(run_dir) else None
@@ -165,6 +172,7 @@ def validate_run(
         for head_dim, group in {(kind.head_dim, kind.group) for kind in run.shape.attention_kinds}:
             if run.hardware.for_attention(head_dim).gpu.kernel == "fa4":
                 compile_ahead(run.hardware.gpu.name, head_dim, run.layout.dtype or "float32", group)
+    run = dataclasses.replace(run, datasets=datasets)
     return dataclasses.replace(run, data_bytes=validate.check_inputs(run))
 
 

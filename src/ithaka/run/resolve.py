@@ -14,6 +14,7 @@ from ithaka.config import (
     AdapterConfig,
     Config,
     ConfigError,
+    DataConfig,
     check_writable,
     embedded_model,
     format_value,
@@ -50,6 +51,7 @@ class Run:
     saved_config: str = ""  # config.yaml, if not `config`: a curriculum, without the settings planned for each entry
     data_bytes: int = 0  # all data files, including globs and hub datasets
     commits: Mapping[str, str] = field(default_factory=dict)  # hub name -> the same name with its commit
+    datasets: Sequence[DataConfig] = ()  # of all entries of the curriculum
 
     @property
     def run_dir(self) -> Path:

@@ -18,6 +18,7 @@ import ithaka
 from ithaka.attention.kernels import KERNELS
 from ithaka.checkpoint import files
 from ithaka.comm.agree import SharedError, gather_objects, raise_on_all_ranks
+from ithaka.comm.rank import is_local_rank_0
 from ithaka.config import (
     Config,
     ConfigError,
@@ -127,7 +128,8 @@ def fingerprint_weights(path: Path | None) -> str:
 
 
 def check_inputs(run: Run) -> int:
-    """Refuse a context that the model's positions do not cover, and unusable data. Returns the bytes of the data."""
+    """Refuse a context that the model's positions do not cover, and unusable data. Returns the bytes of the data, which
+    the first rank of each node checks; 0 on the others."""
     # Late: they import transformers, and the cheap checks come first.
     from ithaka.data.open import check_data
     from ithaka.data.tokenizer import TOKENIZER_FILES, load_tokenizer
@@ -146,7 +148,7 @@ def check_inputs(run: Run) -> int:
         if different := [word for word, i in ours.items() if theirs.get(word, i) != i]:
             rule = f"has another vocabulary: {different[0]!r} is token {theirs[different[0]]}, not {ours[different[0]]}"
             raise ConfigError(f"loss.teacher={teacher} {rule}; use a teacher with the same tokenizer")
-    return check_data(data, run.shape.vocab, model.path)
+    return check_data(data, run.shape.vocab, model.path, run.datasets) if is_local_rank_0() else 0
 
 
 def check_run_dir(run_dir: Path, auto: bool, force: bool) -> None:
@@ -214,7 +216,7 @@ def check_same_inputs(config: Config, data: TrainData, tokenizer: str) -> None:
     (_, first), *rest = gather_objects((socket.gethostname(), fingerprints))
     for rank, (host, own) in enumerate(rest, 1):
         for name, value in first.items():
-            if own.get(name) != value:
+            if name in own and own[name] != value:
                 difference = f"{name} is {value} on rank 0 and {own.get(name)} on rank {rank} ({host})"
                 raise SharedError(f"the ranks differ: {difference}; give all nodes the same files and packages")
 
@@ -225,6 +227,8 @@ def _fingerprints(config: Config, data: TrainData, tokenizer: str) -> dict[str, 
     for name in ("torch", "transformers", "tokenizers", "peft", "datasets"):
         with contextlib.suppress(PackageNotFoundError):
             versions[name] = version(name)
+    if not is_local_rank_0():  # the files of a node are read once
+        return versions
     model, streams = config.model.path, [stream for stream in (data.stream, data.validation) if stream is not None]
     model_files = sorted(model.glob("[!.]*")) if model is not None and model.is_dir() else [model] if model else []
     shards = [shard for stream in streams for source in stream.sources for shard in source.shards]

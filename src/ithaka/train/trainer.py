@@ -20,7 +20,7 @@ import yaml
 
 from ithaka.attention.choose import agree_on_kernel, kernel_for
 from ithaka.checkpoint import files, save
-from ithaka.comm.agree import SharedError, gather_objects, raise_on_all_ranks
+from ithaka.comm.agree import SharedError, ask_rank_0, gather_objects, raise_on_all_ranks
 from ithaka.comm.mesh import Mesh, make_mesh, start_process_group
 from ithaka.config import (
     CONFIG_FORMAT,
@@ -35,6 +35,7 @@ from ithaka.config.units import format_json, plural
 from ithaka.data.batch import Batch
 from ithaka.data.cache import decide_fills
 from ithaka.data.documents.images import PROCESSOR_FILES
+from ithaka.data.find import FoundData, find_data
 from ithaka.data.open import describe_data, epoch_steps, open_data
 from ithaka.data.tokenizer import load_tokenizer
 from ithaka.evaluate.tasks import EvalText, check_prompts, flatten_metrics, measure_all, read_text
@@ -69,7 +70,7 @@ class Diverged(RuntimeError):
 class Trainer:
     """Model, optimizer and data of one run on this rank, and its progress."""
 
-    def __init__(self, run: Run, mesh: Mesh, fills_cache: bool = True) -> None:
+    def __init__(self, run: Run, mesh: Mesh, fills_cache: bool = True, found: FoundData | None = None) -> None:
         """Restores the data position; `load` restores model and optimizer. Does not communicate."""
         self.run, self.config, self.mesh = run, run.config, mesh
         self.step = self.tokens = self.first_step = 0  # first_step: of this process
@@ -140,11 +141,13 @@ class Trainer:
                 cache_dir=run.run_dir / "tokens",
                 fills_cache=fills_cache,
                 shares_prefixes=not self.model.ithaka_root.why_no_parents(),
+                found=found,
             )
         if run.checkpoint is not None:
             state = files.read_state(run.checkpoint)
             self.data_positions = state.get("places", {}) | {state["data"]["data"]: state["data"]}
             place = self.data_positions.pop(self.data.fingerprint(), None)
+            self.data.check_format(place or state["data"])
             if place is not None or not (config.curriculum and state["step"] == config.start):
                 self.data.load_state_dict(place or state["data"])
 
@@ -360,7 +363,8 @@ def prepare(run: Run, trains: bool = True) -> Trainer:
         kernel = agree_on_kernel("auto", mesh.device, compute_dtype(run), run.shape.attention_kinds)
         run = dataclasses.replace(run, layout=dataclasses.replace(run.layout, kernel=kernel))
     note_startup("attention kernel")
-    trainer = raise_on_all_ranks(Trainer, run, mesh, decide_fills(run.run_dir / "tokens"))
+    found = ask_rank_0(find_data, run.config.data, run.datasets)
+    trainer = raise_on_all_ranks(Trainer, run, mesh, decide_fills(run.run_dir / "tokens"), found)
     settings = run.config.train
     keeps_best = settings.keep_best or settings.patience > 0
     trainer.saver = save.Saver(run.run_dir, settings.keep_last, can_save_in_background(run), keeps_best)

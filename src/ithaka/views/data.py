@@ -17,8 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ithaka.config import Config
+from ithaka.config.units import plural
 from ithaka.data.documents.records import SIDES
-from ithaka.data.open import check_data, describe_data, epoch_steps, measure_balance, open_data
+from ithaka.data.find import find_data
+from ithaka.data.open import check_data, count_copies, describe_data, epoch_steps, measure_balance, open_data
 from ithaka.data.stream import TrainData
 from ithaka.data.tokenizer import load_tokenizer
 from ithaka.layer.loss import IGNORE_INDEX
@@ -38,10 +40,12 @@ class DataView(NamedTuple):
 
 
 def build_data_view(
-    config: Config, limits: tuple[int, int, int], with_records: bool, report: Callable[[float], None]
+    curriculum: Config, limits: tuple[int, int, int], with_records: bool, report: Callable[[float], None]
 ) -> DataView:
-    """Read, pack and summarize the data. `report` gets the fraction read. Raises ConfigError as a run would."""
-    check_data(config.data, model_shape(config).vocab, config.model.path)
+    """Read, pack and summarize the data of the first entry. `report` gets the fraction read. Raises ConfigError as a
+    run would."""
+    config, datasets = curriculum.at(0), curriculum.datasets
+    check_data(config.data, model_shape(config).vocab, config.model.path, datasets)
     train, ranks = config.train, config.parallel.ranks
     num_ranks = launch.decide_ranks(ranks, launch.num_gpus()) if ranks == "auto" else ranks  # only to divide the batch
     dp_size = max(1, num_ranks // config.parallel.cp_of(num_ranks))
@@ -50,7 +54,7 @@ def build_data_view(
         data = open_data(
             config.data, tokenizer=tokenizer, seed=train.seed, dp_size=dp_size, batch=train.batch,
             accumulate=train.micro_steps(dp_size), steps=train.steps if train.epochs is None else None,
-            cache_dir=Path(cache_dir),
+            cache_dir=Path(cache_dir), found=find_data(config.data, datasets),
         )  # fmt: skip
         data.stream.report = report
         try:
@@ -63,27 +67,32 @@ def build_data_view(
         finally:
             data.close()
     share = f"{figures['tokens'] / max(figures['estimated_tokens'], 1):.1%} of the data"
-    read = "all of the data" if figures["complete"] else f"the first {figures['sequences']:,} sequences, about {share}"
+    read = (
+        "all of the data"
+        if figures["complete"]
+        else f"the first {plural(figures['sequences'], 'sequence')}, about {share}"
+    )
     _, _, stop = summary.pop("trained", "").partition(";")
     summary["trained"] = f"{figures['trained_share']:.1%} of these tokens" + f";{stop}" * bool(stop)
     del summary["first tokens"]
     lengths = "documents of {shortest:,} to {longest:,} tokens, median {median:,.0f}".format(**figures["lengths"])
-    found = choose_records(config, tokenizer) if with_records else []
+    found = choose_records(config, datasets, tokenizer) if with_records else []
     records = [each for record in found for each in describe_record(record, config, tokenizer)[0]]
     return DataView(figures, {"read": read, **summary, "lengths": lengths}, sequences, records)
 
 
-def build_record_view(config: Config, number: int) -> DataView:
+def build_record_view(curriculum: Config, number: int) -> DataView:
     """Show the `number`-th record of each source: why each token is trained or not, and what is cut."""
+    config = curriculum.at(0)
     tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.chat_template)
     records: list[Described] = []
     reasons = Counter[str]()
-    for record in find_record(config, tokenizer, number):
+    for record in find_record(config, curriculum.datasets, tokenizer, number):
         described, counts = describe_record(record, config, tokenizer)
         records += described
         reasons += counts
     figures = {"tokens": reasons.total(), "reasons": reasons, "samples": [title for title, _ in records]}
-    return DataView(figures, {why: f"{count:,} tokens" for why, count in reasons.items()}, records=records)
+    return DataView(figures, {why: plural(count, "token") for why, count in reasons.items()}, records=records)
 
 
 def compute_figures(data: TrainData) -> dict[str, Any]:
@@ -128,6 +137,7 @@ def compute_figures(data: TrainData) -> dict[str, Any]:
         "notes": sum((source["notes"] for source in sources), Counter[str]()),
         "split": stream.num_long - dropped,
         "dropped": dropped,
+        "duplicates": count_copies(stream.sources),
         "lengths": {"shortest": int(lengths.min()), "median": float(np.median(lengths)), "longest": int(lengths.max())},
         # Key 2^k counts documents with more than 2^(k-1) and at most 2^k tokens.
         "histogram": {2**power: int((powers == power).sum()) for power in range(powers.min(), powers.max() + 1)},
@@ -147,7 +157,7 @@ def describe_sequence(data: TrainData, index: int, num_documents: int, num_token
             labels[parent] = ", prompt of both answers"
 
     def describe(what: str, low: int, high: int) -> str:
-        return f"{what}: {high - low:,} tokens, {trained[low:high].sum():,} trained"
+        return f"{what}: {plural(high - low, 'token')}, {trained[low:high].sum():,} trained"
 
     documents: list[tuple[str, list[TextPiece]]] = []
     for n, (low, high) in enumerate(itertools.islice(itertools.pairwise(edges), num_documents), 1):
@@ -156,9 +166,9 @@ def describe_sequence(data: TrainData, index: int, num_documents: int, num_token
         pieces = split_document(data.cache.tokenizer, *own, num_tokens, has_images=bool(sequence.images))
         documents.append((describe(f"document {n}{source}{labels[n - 1]}", low, high), pieces))
     if num_more := len(edges) - 1 - len(documents):
-        documents.append((describe(f"{num_more:,} more documents", edges[len(documents)], edges[-1]), []))
+        documents.append((describe(plural(num_more, "more document"), edges[len(documents)], edges[-1]), []))
     total = len(edges) - 1
-    title = f"sequence {index + 1:,} of {len(data.stream.current_round()):,}, {total:,} document{'s' * (total > 1)}"
+    title = f"sequence {index + 1:,} of {len(data.stream.current_round()):,}, {plural(total, 'document')}"
     return f"{describe(title, 0, edges[-1])}, {len(ids) - edges[-1]:,} padding", documents
 
 

@@ -6,18 +6,20 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from ithaka.config import Config, ConfigError
+from ithaka.config import Config, ConfigError, DataConfig
+from ithaka.config.units import plural
 from ithaka.data.cache import TokenizedPart, tokenize
 from ithaka.data.documents.chat import SPAN_KINDS
-from ithaka.data.documents.files import find_files
-from ithaka.data.documents.read import Shard, has_one_record, make_shards
+from ithaka.data.documents.read import Shard, make_shards
 from ithaka.data.documents.records import SIDES
-from ithaka.data.pack import Documents, LongDocuments, Split, cut_documents, encode_turn
+from ithaka.data.find import find_sources, split_sources
+from ithaka.data.pack import Documents, LongDocuments, cut_documents, encode_turn
 from ithaka.data.tokenizer import Tokenizer
 
 # Tags that chat templates put around tool calls and results, and the start of a JSON call.
@@ -54,10 +56,10 @@ class Record(NamedTuple):
     samples: list[TokenizedPart]  # several if reasoning is unrolled; two for a pair
 
 
-def find_record(config: Config, tokenizer: Tokenizer, number: int) -> list[Record]:
+def find_record(config: Config, datasets: Sequence[DataConfig], tokenizer: Tokenizer, number: int) -> list[Record]:
     """Return record `number`, counted from 1, of each source that has that many."""
     found, counts = [], []
-    for path, records in _read_sources(config, tokenizer, batch_chars=1):
+    for path, records in _read_sources(config, datasets, tokenizer, batch_chars=1):
         numbered = enumerate(itertools.islice(records, min(number, sys.maxsize)), 1)
         count, last = collections.deque(itertools.chain([(0, Record("", []))], numbered), maxlen=1).pop()
         counts.append(f"{count:,} in {path or 'the standard library of Python'}")
@@ -67,10 +69,10 @@ def find_record(config: Config, tokenizer: Tokenizer, number: int) -> list[Recor
     return found
 
 
-def choose_records(config: Config, tokenizer: Tokenizer) -> list[Record]:
+def choose_records(config: Config, datasets: Sequence[DataConfig], tokenizer: Tokenizer) -> list[Record]:
     """Choose among the first records of each source: the longest, one of each kind (unrolled, skipped), then others."""
     chosen = []
-    sources = list(_read_sources(config, tokenizer))
+    sources = list(_read_sources(config, datasets, tokenizer))
     for _, records in sources:
         probed = list(itertools.islice(records, PROBED_RECORDS))
         lengths = [sum(len(each.tokens) for each in record.samples) for record in probed]
@@ -83,28 +85,24 @@ def choose_records(config: Config, tokenizer: Tokenizer) -> list[Record]:
 
 
 def _read_sources(
-    config: Config, tokenizer: Tokenizer, batch_chars: int | None = None
+    config: Config, datasets: Sequence[DataConfig], tokenizer: Tokenizer, batch_chars: int | None = None
 ) -> Iterator[tuple[Path | None, Iterator[Record]]]:
-    data = config.data
-    for source in data.all_sources():
-        files = find_files(source.path)
-        shards, split = make_shards(files.files, source), Split(data.validation_fraction, held_out=True)
-        splits = data.validation_fraction and not (data.validation_path or files.validation or has_one_record(shards))
-        yield source.path, _read_records(source.path, shards, split if splits else None, tokenizer, batch_chars)
+    found = find_sources(config.data)
+    for source, (split, _) in zip(found, split_sources(found, config.data, datasets), strict=True):
+        both = replace(split, held_out=None) if split is not None and source.fraction else None
+        shards = make_shards(source.files.files, source.config, both)
+        yield source.config.path, _read_records(source.config.path, shards, tokenizer, batch_chars)
 
 
 def _read_records(
-    path: Path | None, shards: Sequence[Shard], split: Split | None, tokenizer: Tokenizer, batch_chars: int | None
+    path: Path | None, shards: Sequence[Shard], tokenizer: Tokenizer, batch_chars: int | None
 ) -> Iterator[Record]:
     """Yield all records. The title says which are held out; of texts, ends or files are, not records."""
     numbers = itertools.count(1)
     for shard in shards:
-        part = shard.parts[0]
-        for row, samples in enumerate(_group_samples(tokenize(shard, tokenizer, batch_chars, True))):
-            title = f"record {next(numbers):,} of {path}"
-            if split and part.file.kind != "text" and split.keeps(np.array([row]), shard.file_index, part.start)[0]:
-                title += ", held out for validation"
-            yield Record(title, samples)
+        for samples in _group_samples(tokenize(shard, tokenizer, batch_chars, True)):
+            held_out = ", held out for validation" * samples[0].is_held_out
+            yield Record(f"record {next(numbers):,} of {path}{held_out}", samples)
 
 
 def _group_samples(parts: Iterator[TokenizedPart]) -> Iterator[list[TokenizedPart]]:
@@ -135,9 +133,10 @@ def describe_record(record: Record, config: Config, tokenizer: Tokenizer) -> tup
         pieces, num_pieces = find_pieces(sample, config, tokenizer)
         whys = explain_tokens(sample, pieces, config)
         is_cut, is_trained = pieces < 0, sample.tokens >= 0
-        title += f": {len(whys):,} tokens, {(is_trained & ~is_cut).sum():,} trained"
+        title += f": {plural(len(whys), 'token')}, {(is_trained & ~is_cut).sum():,} trained"
         if num_pieces != 1 or is_cut.any():
-            title += f", {num_pieces:,} pieces of at most {config.data.context:,}, {is_cut.sum():,} tokens cut"
+            pieces_of = f"{plural(num_pieces, 'piece')} of at most {config.data.context:,}"
+            title += f", {pieces_of}, {plural(int(is_cut.sum()), 'token')} cut"
         notes = "".join(f"; {name}: {count}" for name, count in sample.notes.items())
         described.append((title + notes, list(_describe_turns(sample, pieces, num_pieces, whys, tokenizer))))
         reasons.update(whys)
@@ -198,7 +197,7 @@ def _describe_turns(
         if n in hidden:
             if n == hidden[-1]:
                 low = turns[hidden[0]][1]
-                yield f"{len(hidden):,} more turns: {_count_reasons(whys[low:high])}", []
+                yield f"{plural(len(hidden), 'more turn')}: {_count_reasons(whys[low:high])}", []
             continue
         own = slice(low, high)
         text = split_document(tokenizer, ids[own].tolist(), trained[own], NUM_TOKENS, whys[own], bool(sample.images))
@@ -212,7 +211,7 @@ def _describe_turns(
 def _count_reasons(whys: list[str]) -> str:
     counts = Counter(whys)
     parts = "; ".join(f"{count:,} {why}" if len(counts) > 1 else why for why, count in counts.items())
-    return f"{len(whys):,} tokens ({parts})"
+    return f"{plural(len(whys), 'token')} ({parts})"
 
 
 def _mark_pieces(text: list[TextPiece], pieces: np.ndarray, num_pieces: int) -> Iterator[TextPiece]:
@@ -248,7 +247,7 @@ def split_document(
         first, last = np.searchsorted(ends, [match.start() + 1, match.end()])
         pieces[first : last + 1] = [piece._replace(tool=True) for piece in pieces[first : last + 1]]
     if low < high:
-        note = f"... {high - low:,} tokens omitted, {trained[low:high].sum():,} trained ..."
+        note = f"... {plural(high - low, 'token')} omitted, {trained[low:high].sum():,} trained ..."
         pieces.insert(sum(piece.position < low for piece in pieces), TextPiece(note, [], low, False))
     return pieces
 
@@ -262,7 +261,7 @@ def _decode(
         is_last = end == high or kinds[end] != kinds[low]
         if ids[low] in media:
             if is_last or ids[end] != ids[low]:
-                yield TextPiece(f"<{media[ids[low]]}: {end - low:,} tokens>", ids[low : low + 1], low, False)
+                yield TextPiece(f"<{media[ids[low]]}: {plural(end - low, 'token')}>", ids[low : low + 1], low, False)
                 before, low = end - 1, end
             continue
         text = tokenizer.decode(ids[before:end])

@@ -39,6 +39,7 @@ class File(NamedTuple):
     path: Path  # a file, here or on the hub (`is_streamed`); for kind arrow, a save_to_disk folder or hf://org/name
     kind: FileKind
     split: str | None = None  # for kind arrow
+    stamp: str = ""  # which version of the file was found, as one rank saw it
 
 
 class DataFiles(NamedTuple):

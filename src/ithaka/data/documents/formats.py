@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from ithaka.config import format_value
+from ithaka.config.units import plural
 
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
@@ -76,7 +77,7 @@ def _split_parts(message: Message, label: str, images: Images) -> Iterator[tuple
     num_images = sum(part.get("type") in MEDIA_PARTS for part in parts)
     if num_images and images == "refuse":
         fix = "remove them, set data.images to read for a vision-language model, or set data.images to drop"
-        raise BadRecord("with images", f"{label} has {num_images} images, audio or files; {fix}")
+        raise BadRecord("with images", f"{label} has {plural(num_images, 'image')}, audio or files; {fix}")
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[Message] = []

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ithaka.config import ConfigError
+from ithaka.config.units import plural
 from ithaka.data.documents.formats import BadRecord
 from ithaka.exits import is_transient
 
@@ -70,7 +71,8 @@ class RecordImages:
         """Select the images and videos of a sample, which may be a prefix of the conversation."""
         for kind, left in self.unnamed.items():
             if left:
-                raise BadRecord(f"with {kind}s that no message has", f"lists {len(left)} unused {kind}s; remove them")
+                detail = f"lists {plural(len(left), f'unused {kind}')}; remove them"
+                raise BadRecord(f"with {kind}s that no message has", detail)
         sums = list(accumulate((medium.num_tokens for medium in self.found), initial=0))
         if (num_tokens := sum(map(text.count, self.reader.tokens.values()))) not in sums:
             shown = " or ".join(self.reader.tokens.values())

@@ -5,6 +5,7 @@ within 2 MiB, a JSON file, a Parquet row group, rows of an Arrow table.
 """
 
 import codecs
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -16,17 +17,24 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
 from ithaka.config import LFS_POINTER, ConfigError, ReadingConfig, input_error
-from ithaka.data import pack
-from ithaka.data.documents.files import File, count_bytes, is_streamed, open_dataset, open_file
+from ithaka.data.documents.files import SNIFF_BYTES, File, count_bytes, is_streamed, open_dataset, open_file
 from ithaka.data.documents.formats import BadRecord
 from ithaka.data.documents.images import RecordImages
-from ithaka.data.documents.records import Document, check_train_on, detect_format, parse_record
-from ithaka.data.pack import Split
+from ithaka.data.documents.records import (
+    UNUSED,
+    Document,
+    check_train_on,
+    content_of,
+    detect_format,
+    drop_null_fields,
+    find_unused,
+    parse_record,
+)
+from ithaka.data.documents.split import SourceContent, Split, hash_content, limit_of
 from ithaka.data.tokenizer import Tokenizer
 from ithaka.exits import TransientError
 
@@ -34,6 +42,7 @@ SHARD_BYTES = 1 << 21
 TEXT_CHUNK_BYTES = 1 << 20  # text is read in chunks of this size
 PART_BYTES = 1 << 26  # larger text files are divided into parts
 BATCH_RECORDS = 64
+SCANNED_RECORDS = 10_000  # of a source, for the split
 FOOTER_READERS = 16  # concurrent requests for Parquet footers on the hub
 
 
@@ -53,7 +62,7 @@ class Shard:
     reading: ReadingConfig
     columns: tuple[str, ...] = ()  # to read, for Parquet and Arrow
     split: Split | None = None  # selects records
-    file_index: int = 0
+    unused: tuple[str, ...] = ()  # other columns
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -66,9 +75,7 @@ class Shard:
     @property
     def paths(self) -> list[Path]:
         """The files, on disk or streamed."""
-        if self.parts[0].file.kind == "arrow":
-            return [Path(each["filename"]) for each in _open_table(self.parts[0].file).cache_files]
-        return [part.file.path for part in self.parts]
+        return [path for part in self.parts for path in _list_paths(part.file)]
 
     def documents(self, tokenizer: Tokenizer) -> Iterator[Document]:
         """Yield the documents on this side of the split. A bad record is a ConfigError, or a skipped document."""
@@ -78,27 +85,47 @@ class Shard:
             return
         num_before = 0
         for records in _read_records(part, self.columns):
-            rows = np.arange(num_before, num_before + len(records))
-            if self.split is not None:
-                rows = rows[self.split.keeps(rows, self.file_index, part.start)]
-            selected = [records[row - num_before] for row in rows.tolist()]
-            for i, record in enumerate(selected):
+            selected: list[tuple[int, Any, bool]] = []
+            for row, raw in enumerate(records, num_before):
+                record = _load_record(raw)
+                key = self._key(raw, record)[0] if self.split is not None else 0
+                if self.split is None or self.split.keeps(key):
+                    selected.append((row, record, self.split is not None and self.split.holds_out(key)))
+            for i, (row, record, is_held_out) in enumerate(selected):
                 parsed = self._parse(record, tokenizer)
                 if isinstance(parsed, BadRecord) and self.reading.bad_records == "refuse":
-                    others = (self._parse(other, tokenizer) for other in selected[i + 1 :])
+                    others = (self._parse(other, tokenizer) for _, other, _ in selected[i + 1 :])
                     num_alike = 1 + sum(isinstance(o, BadRecord) and o.reason == parsed.reason for o in others)
                     count = f" ({num_alike:,} of the {len(selected):,} records read here have this problem)"
-                    message = f"{_format_location(part, int(rows[i]))}: {parsed}{count * (num_alike > 1)}"
+                    message = f"{_format_location(part, row)}: {parsed}{count * (num_alike > 1)}"
                     raise ConfigError(f"{message}; data.bad_records=skip leaves out such records") from parsed
-                yield from [Document(skip_reason=parsed.reason)] if isinstance(parsed, BadRecord) else parsed
+                if isinstance(parsed, BadRecord):
+                    parsed = [Document(skip_reason=parsed.reason)]
+                elif unused := [*self.unused, *find_unused(record, self.reading)]:
+                    notes = {**parsed[0].notes, **{UNUSED + name: 1 for name in unused}}
+                    parsed = [parsed[0]._replace(notes=notes), *parsed[1:]]
+                yield from (document._replace(is_held_out=is_held_out) for document in parsed)
             num_before += len(records)
+
+    def contents(self) -> Iterator[tuple[int, int]]:
+        """Yield the key, which decides the side of the split, and the bytes of each record."""
+        with _naming(self.parts[0].file.path):
+            for records in _read_records(self.parts[0], self.columns):
+                yield from (self._key(raw, _load_record(raw)) for raw in records)
+
+    def _key(self, raw: Any, record: Any) -> tuple[int, int]:
+        is_broken = isinstance(record, BadRecord) and isinstance(raw, bytes)
+        content = raw if is_broken else content_of(record, self.reading)
+        return hash_content(content), len(content)
 
     def _parse(self, record: Any, tokenizer: Tokenizer) -> list[Document] | BadRecord:
         try:
             read_images = None
             if self.reading.images == "read":
                 read_images = functools.partial(RecordImages, tokenizer.images, self.parts[0].file.path.parent)
-            return parse_record(_parse_json(record), self.reading, tokenizer.chat, tokenizer.vocab_size, read_images)
+            if isinstance(record, BadRecord):
+                return record
+            return parse_record(record, self.reading, tokenizer.chat, tokenizer.vocab_size, read_images)
         except BadRecord as error:
             return error
 
@@ -106,9 +133,10 @@ class Shard:
 def make_shards(files: Sequence[File], reading: ReadingConfig, split: Split | None = None) -> list[Shard]:
     """Return the shards of one side of the split (None: of everything), in the order of the files.
 
-    Records are held out by a hash of their position, except the first one, which always is. Several text files are held
-    out by a hash of their index, a single one at its end. A missing column in Parquet or Arrow is a ConfigError.
+    Text files are held out by the hash of their first bytes, or at their end. A missing column in Parquet or Arrow is a
+    ConfigError.
     """
+    files = [file._replace(stamp=_stamp(file)) for file in files]
     reading = ReadingConfig(**{each.name: getattr(reading, each.name) for each in dataclasses.fields(ReadingConfig)})
     texts = [file for file in files if file.kind == "text"]
     if texts:
@@ -122,36 +150,63 @@ def make_shards(files: Sequence[File], reading: ReadingConfig, split: Split | No
         with ThreadPoolExecutor(FOOTER_READERS) as pool:
             for path in streamed:
                 pool.submit(_read_streamed_footer, path)  # fills the cache; errors are reported below, for each file
-    for index, file in enumerate(files):
+    for file in files:
         if file.kind != "text":
-            columns, ranges = _divide_records(file, reading)
+            columns, unused, ranges = _divide_records(file, reading)
             for start, stop, num_bytes in ranges:
-                shards.append(Shard((Part(file, start, stop),), num_bytes, reading, columns, split, index))
+                shards.append(Shard((Part(file, start, stop),), num_bytes, reading, columns, split, unused))
     return shards
 
 
-def has_one_record(shards: Sequence[Shard]) -> bool:
-    """Whether the shards hold a single record, which is trained on instead of held out. Reads little."""
-    # A text is cut at its end, and larger data is taken to have several records.
-    if any(shard.parts[0].file.kind == "text" for shard in shards) or sum(s.num_bytes for s in shards) > PART_BYTES:
-        return False
-    batches = (batch for shard in shards for batch in _read_records(shard.parts[0], shard.columns))
-    return len(list(itertools.islice(itertools.chain.from_iterable(batches), 2))) == 1
+def _list_paths(file: File) -> list[Path]:
+    if file.kind != "arrow":
+        return [file.path]
+    return [Path(each["filename"]) for each in _open_table(file).cache_files]
+
+
+def _stamp(file: File) -> str:
+    """Name the version of a file. The path of a streamed file names its commit."""
+    if is_streamed(file.path):
+        return str(file.path)
+    stats = [(str(path.absolute()), path.stat()) for path in _list_paths(file)]
+    return f"{hash_content(repr([(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]).encode()):x}"
+
+
+def read_content(files: Sequence[File], reading: ReadingConfig, fraction: float) -> SourceContent:
+    """Return what the split depends on. Reads the start of each text file; of records all if they are few, else until
+    some are on each side of the split."""
+    texts = [file._replace(stamp=_stamp(file)) for file in files if file.kind == "text"]
+    sizes: dict[int, int] = {}
+    for file in texts:
+        key = _text_key(file)
+        sizes[key] = sizes.get(key, 0) + file.path.stat().st_size
+    shards = [shard for shard in make_shards(files, reading) if shard.parts[0].file.kind != "text"]
+    is_large = sum(shard.num_bytes for shard in shards) > PART_BYTES
+    records = itertools.chain.from_iterable(shard.contents() for shard in shards)
+    sides: set[bool] = set()
+    is_complete = True
+    for number, (key, num_bytes) in enumerate(records, 1):
+        sizes[key] = sizes.get(key, 0) + num_bytes
+        sides.add(key < limit_of(fraction))
+        if number == SCANNED_RECORDS or (is_large and len(sides) == 2):
+            is_complete = False
+            break
+    return SourceContent(sizes, is_complete, len(files) == len(texts) == 1, fraction)
 
 
 def _make_text_shards(files: Sequence[File], reading: ReadingConfig, split: Split | None) -> list[Shard]:
     """Group small files, and divide files above PART_BYTES. The parts are shuffled like documents."""
-    ranges = [(file, 0, file.path.stat().st_size) for file in files]
-    if split is not None and len(files) == 1:
-        file, _, size = ranges[0]
-        target = size - max(1, round(size * split.fraction))
-        middle = _find_cut(file.path, max(0, target // 2 - 4), target)  # a newline far before is not used
-        ranges = [(file, middle, size) if split.held_out else (file, 0, middle)]
-    elif split is not None:
-        # At least one file on each side.
-        num_held_out = max(1, min(round(split.fraction * len(files)), len(files) - 1))
-        held_out = set(pack.permutation(len(files), (0,))[:num_held_out].tolist())
-        ranges = [each for i, each in enumerate(ranges) if (i in held_out) == split.held_out]
+    ranges = []
+    for file in files:
+        size, key = file.path.stat().st_size, _text_key(file) if split is not None else 0
+        if split is None or split.held_out is None:
+            ranges.append((file, 0, size))
+        elif key in split.cuts:
+            target = size - max(1, round(size * split.fraction))
+            middle = _find_cut(file.path, max(0, target // 2 - 4), target)  # a newline far before is not used
+            ranges.append((file, middle, size) if split.held_out else (file, 0, middle))
+        elif split.keeps(key):
+            ranges.append((file, 0, size))
     groups: list[list[Part]] = []
     room = 0
     for file, start, stop in (each for each in ranges if each[2] > each[1]):
@@ -162,6 +217,22 @@ def _make_text_shards(files: Sequence[File], reading: ReadingConfig, split: Spli
             groups[-1].append(Part(file, low, high, ends_document=high == stop))
             room -= high - low
     return [Shard(tuple(group), sum(part.stop - part.start for part in group), reading) for group in groups]
+
+
+@functools.lru_cache(1 << 16)
+def _text_key(file: File) -> int:
+    """Return the key of a text. Texts of one size that start alike count as copies."""
+    with _naming(file.path):
+        size = file.path.stat().st_size
+        return hash_content(f"{size} ".encode() + _read_bytes(file.path, 0, min(size, SNIFF_BYTES)))
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise input_error(f"{path} cannot be read ({error}); restore it, or use another path", error) from error
 
 
 def _read_text(part: Part) -> Iterator[Document]:
@@ -203,6 +274,14 @@ def _read_bytes(path: Path, low: int, high: int) -> bytes:
     return raw
 
 
+def _load_record(raw: Any) -> Any:
+    """Return a record as an object, or what is wrong with it."""
+    try:
+        return _parse_json(raw)
+    except BadRecord as error:
+        return error
+
+
 def _parse_json(record: Any) -> Any:
     """Parse a line of JSONL. Records of other formats are objects already."""
     if not isinstance(record, bytes):
@@ -228,17 +307,6 @@ def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise BadRecord("with duplicate keys", f'the key "{twice}" occurs twice in an object; keep one')
     return values
-
-
-def _drop_nulls(record: dict[str, Any]) -> dict[str, Any]:
-    """Drop nulls inside values: Arrow gives all objects of a column the same fields, and fills gaps with nulls."""
-
-    def drop(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: drop(each) for name, each in value.items() if each is not None}
-        return [*map(drop, value)] if isinstance(value, list) and value and isinstance(value[0], dict) else value
-
-    return {name: drop(value) for name, value in record.items()}
 
 
 def _format_location(part: Part, row: int) -> str:
@@ -270,12 +338,12 @@ def _read_records(part: Part, columns: Sequence[str]) -> Iterator[list[Any]]:
     elif part.file.kind == "parquet":
         with _open_parquet(path) as file:
             batches = file.iter_batches(BATCH_RECORDS, row_groups=[part.start], columns=columns)
-            yield from ([_drop_nulls(row) for row in rows] for rows in _read_batches(batches, part))
+            yield from ([drop_null_fields(row) for row in rows] for rows in _read_batches(batches, part))
     else:
         table = _open_table(part.file).select_columns(columns)
         for low in range(part.start, part.stop, BATCH_RECORDS):
             rows = table.select(range(low, min(low + BATCH_RECORDS, part.stop))).to_list()
-            yield [_drop_nulls(row) for row in rows]
+            yield [drop_null_fields(row) for row in rows]
 
 
 def _read_batches(batches: Iterator[Any], part: Part) -> Iterator[list[Any]]:
@@ -314,10 +382,13 @@ def _open_table(file: File) -> Any:
     return open_dataset(str(file.path))[file.split or "train"]
 
 
-def _divide_records(file: File, reading: ReadingConfig) -> tuple[tuple[str, ...], list[tuple[int, int, int]]]:
-    """Return the columns to read, and (start, stop, bytes) of each shard."""
+@functools.lru_cache(1 << 14)
+def _divide_records(
+    file: File, reading: ReadingConfig
+) -> tuple[tuple[str, ...], tuple[str, ...], list[tuple[int, int, int]]]:
+    """Return the columns to read and the others, and (start, stop, bytes) of each shard."""
     if file.kind == "json":
-        return (), [(0, 1, file.path.stat().st_size)]
+        return (), (), [(0, 1, file.path.stat().st_size)]
     if file.kind == "jsonl":
         size, first = count_bytes(file.path), b""
         if not is_streamed(file.path):
@@ -328,7 +399,7 @@ def _divide_records(file: File, reading: ReadingConfig) -> tuple[tuple[str, ...]
                 detect_format(_parse_json(first), reading)
         except BadRecord as error:
             raise ConfigError(f"{_format_location(Part(file, 0, size), 0)}: {error}") from error
-        return (), [(low, high, high - low) for low, high in pairwise([*range(0, size, SHARD_BYTES), size])]
+        return (), (), [(low, high, high - low) for low, high in pairwise([*range(0, size, SHARD_BYTES), size])]
     if file.kind == "parquet":
         try:
             with _open_parquet(file.path) as parquet:
@@ -343,6 +414,7 @@ def _divide_records(file: File, reading: ReadingConfig) -> tuple[tuple[str, ...]
         edges = [*range(0, len(table), max(1, SHARD_BYTES // row_bytes)), len(table)]
         ranges = [(low, high, row_bytes * (high - low)) for low, high in pairwise(edges)]
     try:
-        return tuple(detect_format(dict.fromkeys(names), reading)[1]), ranges
+        columns = tuple(detect_format(dict.fromkeys(names), reading)[1])
+        return columns, tuple(name for name in names if name not in columns), ranges
     except BadRecord as error:
         raise ConfigError(f"{file.path} {error}") from error

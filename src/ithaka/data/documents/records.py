@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ithaka.config import ConfigError, ReadingConfig
+from ithaka.config.units import plural
 from ithaka.data.documents import formats
 from ithaka.data.documents.chat import TEMPLATE_REFUSES, ChatTemplate, Sample, TrainedRanges
 from ithaka.data.documents.formats import BadRecord, Message
 from ithaka.data.documents.images import Medium, RecordImages
+from ithaka.data.documents.split import to_content
 from ithaka.inputs.batch import MEDIA
 from ithaka.layer.loss import IGNORE_INDEX
 
@@ -21,18 +23,23 @@ class RecordFormat(NamedTuple):
     required: list[str]
     optional: list[str]
     train_on: list[str]  # supported values of data.train_on; the first is the default
+    checked: Sequence[str] = ()  # not used, but may show that the record means something else
 
 
 LISTS = [f"{kind}s" for kind in MEDIA]  # columns that list images and videos outside the messages
 SIDES = "chosen", "rejected"  # the samples of a pair
 TEACHER = "teacher_ids", "teacher_logprobs"  # per token: lists of ids that may be at its place, and how likely
+NOT_CONTENT = "labels", "attention_mask", "label", *TEACHER  # copies of a record may differ in these
+QUESTIONS = "question", "instruction", "query", "problem", "input"  # other names of a prompt
+LOSS_MASKS = "loss_mask", "completion_mask", "assistant_masks"  # other forms of labels
+UNUSED = "unused field "  # starts the names of notes
 FORMATS = {
     "messages": RecordFormat(["messages"], ["tools", "functions", "system", *LISTS], ["assistant", "all"]),
     "sharegpt": RecordFormat(["conversations"], ["tools", "system", *LISTS], ["assistant", "all"]),
-    "preference": RecordFormat([*SIDES], ["prompt", "tools", *LISTS], ["completion", "all", "pairs"]),
-    "prompt_completion": RecordFormat(["prompt", "completion"], ["tools", *LISTS], ["completion", "all"]),
+    "preference": RecordFormat([*SIDES], ["prompt", "tools", *LISTS], ["completion", "all", "pairs"], QUESTIONS),
+    "prompt_completion": RecordFormat(["prompt", "completion"], ["tools", *LISTS], ["completion", "all"], ["label"]),
     "alpaca": RecordFormat(["instruction", "output"], ["input", "system", "history", *LISTS], ["assistant", "all"]),
-    "input_ids": RecordFormat(["input_ids"], ["labels", *TEACHER], ["all", "teacher"]),
+    "input_ids": RecordFormat(["input_ids"], ["labels", "attention_mask", *TEACHER], ["all", "teacher"], LOSS_MASKS),
 }
 FORMATS["anthropic"] = FORMATS["messages"]  # content blocks are recognized in each message
 
@@ -53,6 +60,7 @@ class Document(NamedTuple):
     notes: Mapping[str, int] = {}  # counts of what was changed or left out
     images: Sequence[Medium] = ()
     teacher: np.ndarray | None = None  # as in Documents
+    is_held_out: bool = False
 
 
 def detect_format(record: Any, reading: ReadingConfig) -> tuple[str, list[str]]:
@@ -77,7 +85,60 @@ def detect_format(record: Any, reading: ReadingConfig) -> tuple[str, list[str]]:
         fields = ", ".join(record) or "none"
         raise BadRecord("without its field", f"has no field {label}; its fields are {fields}; {fix}")
     check_train_on(reading, name, record_format.train_on)
-    return name, [*record_format.required, *(field for field in record_format.optional if field in record)]
+    others = (*record_format.optional, *record_format.checked)
+    return name, [*record_format.required, *(field for field in others if field in record)]
+
+
+def find_unused(record: Any, reading: ReadingConfig) -> list[str]:
+    """Return the fields that change nothing."""
+    name, _ = detect_format(record, reading)
+    each = FORMATS.get(name, RecordFormat([reading.text_field], [], []))
+    return [field for field in record if field not in (*each.required, *each.optional)]
+
+
+def _refuse_other_meaning(record: Mapping[str, Any], format_name: str) -> None:
+    """Raise BadRecord if a field says that the record is not what its format makes of it."""
+    if format_name == "prompt_completion" and record.get("label", True) == 0:
+        detail = "has label=false: its completion is a bad answer, which cross-entropy would teach"
+        raise BadRecord("with a bad answer", f"{detail}; drop the record, or write prompt, chosen and rejected")
+    for name in QUESTIONS if format_name == "preference" and record.get("prompt") is None else ():
+        question = record.get(name)
+        if isinstance(question, str) and question.strip() and not _contains(record["chosen"], question.strip()):
+            detail = f"has {name}, which chosen does not contain, and no prompt, so the question would be lost"
+            raise BadRecord("without its prompt", f"{detail}; rename {name} to prompt")
+    for name in LOSS_MASKS if format_name == "input_ids" and record.get("labels") is None else ():
+        if record.get(name) is not None and not all(record[name]):
+            detail = f"has {name}, which is not read, so all tokens would be trained on"
+            raise BadRecord("with a mask that is not read", f"{detail}; write labels, -100 where {name} is 0")
+
+
+def _contains(answer: Any, text: str) -> bool:
+    """Whether an answer, text or messages, contains `text`."""
+    if isinstance(answer, str):
+        return text in answer
+    messages = answer if isinstance(answer, list) else []
+    return any(isinstance(each, Mapping) and text in str(each.get("content", each.get("value"))) for each in messages)
+
+
+def content_of(record: Any, reading: ReadingConfig) -> bytes:
+    """Return what decides the side of the split: the fields to read, whatever their order, labels and format."""
+    try:
+        _, fields = detect_format(record, reading)
+    except BadRecord:
+        return to_content(record)
+    read = drop_null_fields({field: record[field] for field in fields if field not in NOT_CONTENT})
+    return to_content([value for value in read.values() if value is not None])
+
+
+def drop_null_fields(record: dict[str, Any]) -> dict[str, Any]:
+    """Drop nulls inside values: Arrow gives all objects of a column the same fields, and fills gaps with nulls."""
+
+    def drop(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: drop(each) for name, each in value.items() if each is not None}
+        return [*map(drop, value)] if isinstance(value, list) and value and isinstance(value[0], dict) else value
+
+    return {name: drop(value) for name, value in record.items()}
 
 
 def check_train_on(reading: ReadingConfig, format_name: str, train_on: Sequence[str]) -> None:
@@ -99,6 +160,7 @@ def parse_record(
     """Return the documents of a record: one, or several for a pair or unrolled reasoning. Raise BadRecord if it cannot
     be trained on. `read_images` gets the images and videos that the record lists outside its messages."""
     format_name, fields = detect_format(record, reading)
+    _refuse_other_meaning(record, format_name)
     if reading.train_on == "pairs":
         own = dataclasses.replace(reading, train_on="auto")
         if record["chosen"] == record["rejected"]:
@@ -123,7 +185,8 @@ def parse_record(
     if format_name == "input_ids":
         ids = _parse_ids(values[0], record.get("labels"), vocab_size)
         teacher = _parse_teacher([record.get(name) for name in TEACHER], len(ids), vocab_size) if uses_teacher else None
-        return [Document(ids=ids, teacher=teacher)]
+        kept = _unpadded_range(record.get("attention_mask"), len(ids))
+        return [Document(ids=ids[kept], teacher=None if teacher is None else teacher[kept])]
     prompt: Any = []
     completion = formats.from_alpaca(record) if format_name == "alpaca" else values[0]
     if format_name == "prompt_completion":
@@ -144,7 +207,8 @@ def parse_record(
     for kind, listed in media.items():
         if listed and reading.images == "refuse":
             count = len(listed) if isinstance(listed, list) else 1
-            raise BadRecord(f"with {kind}s", f"has {count} {kind}s; remove them, or set data.images to drop")
+            fix = "remove them, or set data.images to drop"
+            raise BadRecord(f"with {kind}s", f"has {plural(count, kind)}; {fix}")
     reader, tools = read_images(media) if read_images else None, record.get("tools") or record.get("functions")
     return _parse_conversation(prompt, completion, tools, reading, chat, reader)
 
@@ -247,6 +311,19 @@ def _parse_ids(ids: Any, labels: Any, vocab_size: int) -> np.ndarray:
         detail = f"labels must equal input_ids (unshifted), or be {IGNORE_INDEX} where a token is not trained on"
         raise BadRecord("labels that are not input_ids", detail)
     return np.where(targets == IGNORE_INDEX, ~tokens, tokens).astype(np.int32)
+
+
+def _unpadded_range(mask: Any, num_tokens: int) -> slice:
+    """Return which tokens are no padding."""
+    if mask is None:
+        return slice(None)
+    values = np.asarray(mask) if isinstance(mask, list) else np.empty(0)
+    places = np.flatnonzero(values == 1)
+    low, high = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
+    if values.shape != (num_tokens,) or len(places) != high - low or ((values != 0) & (values != 1)).any():
+        rule = "is not a list of 1 for each of the input_ids and 0 for padding at the ends"
+        raise BadRecord("with an attention_mask inside", f"attention_mask {rule}; use labels to leave out other tokens")
+    return slice(low, high)
 
 
 def _parse_teacher(lists: Sequence[Any], num_tokens: int, vocab_size: int) -> np.ndarray:
