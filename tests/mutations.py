@@ -1276,6 +1276,13 @@ MUTATIONS = (
         "test_selftest.py -k inside_collectives",
     ),
     Mutation(
+        "selftest: rank 0 leaves with its store",
+        "checks/failures.py",
+        "        gather_objects(None)  # the store",
+        "        pass  # the store",
+        "test_selftest.py -k reads_the_store",
+    ),
+    Mutation(
         "selftest: the first error of a section is lost",
         "checks/failures.py",
         'json.loads(store.get("failure")) if store.check(["failure"]) else None',

@@ -230,7 +230,8 @@ def test_the_first_pass_of_a_reference_takes_as_long_as_a_forward():
 def test_bytes_of_a_node_are_shared_by_its_ranks():
     plan = plan_of("llama3.1-8b", "8xH200").with_changes(input_tier="host")
     few = rehearsal.truncate_plan(plan, 2, False)
-    num_bytes = 2 * few.layout.stored_bytes(few.work.local_tokens(few.layout.cp), few.shape.hidden)
+    sizes = few.work.local_tokens(few.layout.cp), few.shape.hidden
+    num_bytes = sum(few.layout.stored_input_bytes(policy, *sizes) for policy in few.layout.kept)
     result = rehearsal.RehearsalResult(1, 1, 1, "", num_bytes, 0, [[1.0, 2.0]] * 2, 7.0)
     rows = {row["what"]: row for row in rehearsal.compare_with_plan(plan, few, result)}
     host = rows["host, including disk staging"]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import ithaka
-from ithaka.checks import bench, doctor, rehearse, selftest, verify
+from ithaka.checks import bench, doctor, failures, rehearse, selftest, verify
 from ithaka.layer import slabs
 from ithaka.layout import ActivationPolicy, Layout
 from ithaka.plan.hardware import FIGURES, GPUS, Hardware, find_hardware, parse_gpus, profile_path, with_profile
@@ -180,6 +180,24 @@ def test_an_error_inside_collectives_ends_the_test_with_its_name(ranks, tmp_path
     assert text == f"{words}; rank 0 did not end this section from OSError('no route to host')"
     [finding] = json.loads(shared)["findings"]
     assert finding["status"] == "failed" and finding["figures"]["ranks"] == [0]
+
+
+def meet_late() -> float:
+    """Rank 0 arrives last, and rank 1 looks again after a second. Return the seconds that rank 0 stays."""
+    sleep = time.sleep
+    if dist.get_rank() == 0:
+        sleep(0.5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(failures.time, "sleep", lambda seconds: sleep(1.5))
+        start = time.monotonic()
+        assert failures.meet("the end", None, 60.0) == (None, [])
+    return time.monotonic() - start
+
+
+def test_no_rank_leaves_while_another_reads_the_store(ranks):
+    """The store may be rank 0's, and end with it."""
+    seconds, _ = ranks.run(2, meet_late)
+    assert seconds > 0.5
 
 
 def test_what_any_node_lacks_is_found():

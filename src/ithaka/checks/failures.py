@@ -80,4 +80,6 @@ def meet(name: str, failure: Failure | None, limit_s: float) -> tuple[Failure | 
     if not store.check(["all"]):
         missing = [rank for rank in range(num_ranks) if not store.check([f"rank {rank}"])]
     first = json.loads(store.get("failure")) if store.check(["failure"]) else None
+    if not missing:
+        gather_objects(None)  # the store may end with rank 0, while others still read it
     return Failure(*first) if first else None, missing
