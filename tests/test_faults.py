@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -785,8 +786,11 @@ def test_a_spike_is_a_multiple_of_the_median(reference_run):
 
 
 def run_with_other_data(config, other):
-    path = config.data.path if dist.get_rank() == 0 else other
-    run(dataclasses.replace(config, data=dataclasses.replace(config.data, path=path / "*.txt")))
+    """Run on nodes with their own copies of the data, under one path."""
+    folder = config.data.path if dist.get_rank() == 0 else other
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run(dataclasses.replace(config, data=dataclasses.replace(config.data, path=Path("*.txt"))))
 
 
 def test_a_rank_with_other_data_is_refused_before_the_first_step(ranks, reference_run, tmp_path):

@@ -50,7 +50,7 @@ def test_a_finished_run_has_a_complete_report(run_dir):
     assert run["metrics"]["step"] == [0, 1, 2, 3, 4]
     assert run["config"]["data"]["context"] == 61
     assert run["machine"]["torch"] and run["plan"]["layout"]["cp"] == 1
-    assert "67 sequences" in run["data"]["data"] and None not in run["metrics"]["lr"][1:]
+    assert "71 sequences" in run["data"]["data"] and None not in run["metrics"]["lr"][1:]
     assert run["profile"]["step"] == 3 and run["profile"]["memory"]["holders"]
 
 

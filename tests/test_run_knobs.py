@@ -60,7 +60,7 @@ def test_patience_ends_the_run_and_the_best_checkpoint_is_kept(stopped, tmp_path
 
 def test_epochs_become_steps(stopped):
     train = load_config(stopped.train.run_dir / "config.yaml").train
-    assert (train.steps, train.epochs) == (math.ceil(2 * 67 / 3), None), "67 sequences are a pass over the data"
+    assert (train.steps, train.epochs) == (math.ceil(2 * 71 / 3), None), "71 sequences are a pass over the data"
     assert load_config(stopped.train.run_dir / "config.yaml").optim.decay_steps == train.steps
     resolve(stopped.train.run_dir / "config.yaml", [])  # a run's config.yaml is valid for a new run
     both = ["train.epochs=2", "train.steps=3"]
