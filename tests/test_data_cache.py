@@ -249,7 +249,7 @@ def test_tokens_of_streamed_data_are_evicted_and_epochs_repeat(data, tmp_path, m
     expected = []
     while kept.position.epoch < 2:
         expected.append(kept.next_batch().input_ids.tolist())
-    monkeypatch.setattr(data_stream, "is_streamed", lambda path: True)
+    monkeypatch.setattr(read.Shard, "is_streamed", True)
     stream, tokenizer = open_stream(data, tmp_path)
     waiting, _ = open_stream(data, tmp_path, fills=False)
     num_files = []

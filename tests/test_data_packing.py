@@ -43,6 +43,7 @@ class ListShard:
 
     documents: list[list[int]]
     num_bytes: int = 100
+    is_streamed: bool = False
 
     def load(self):
         tokens = [token for document in self.documents for token in document]
@@ -456,8 +457,8 @@ def test_a_mixture_continues_from_any_position():
 
 
 def test_each_data_source_is_read_with_its_own_options(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl", ["a" * 20] * 50)
-    write_jsonl(tmp_path / "b.jsonl", ["b" * 20] * 50, field="body")
+    write_jsonl(tmp_path / "a.jsonl", ["a" * n for n in range(1, 51)])
+    write_jsonl(tmp_path / "b.jsonl", ["b" * n for n in range(1, 51)], field="body")
     sources = [{"path": tmp_path / "a.jsonl", "weight": 3}, {"path": tmp_path / "b.jsonl", "text_field": "body"}]
     config = DataConfig(sources=sources, context=128, validation_fraction=0.1)
     data = open_with_cache(config)

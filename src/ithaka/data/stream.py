@@ -25,7 +25,6 @@ from ithaka.config import ConfigError
 from ithaka.data import pack
 from ithaka.data.batch import Batch, collate
 from ithaka.data.cache import TokenCache
-from ithaka.data.documents.files import is_streamed
 from ithaka.data.documents.images import Medium
 from ithaka.data.documents.read import Shard
 from ithaka.data.find import FoundData
@@ -326,10 +325,11 @@ class SequenceStream:
 
     def _evict_earlier_rounds(self) -> None:
         """Delete the tokens of streamed shards that no rank reads any more, or they would fill the disk."""
-        self._recent.append({shard for shard, _ in self._shards if is_streamed(shard.parts[0].file.path)})
+        self._recent.append({shard for shard, _ in self._shards if shard.is_streamed})
         if len(self._recent) > KEPT_ROUNDS:
-            earlier = self._recent.pop(0)
-            self.sources[0].cache.evict(earlier.difference(*self._recent))
+            done = self._recent.pop(0).difference(*self._recent)
+            if done:
+                self.sources[0].cache.evict(done)
 
     def _next_documents(self, key: pack.Key | None) -> np.ndarray:
         """Return the pieces [n] of the next round, from all sources, shuffled by `key`."""

@@ -73,6 +73,10 @@ class Shard:
         return (*parts, self.num_bytes, field, self.split, *sorted(settings.items() - {("text_field", field)}))
 
     @property
+    def is_streamed(self) -> bool:
+        return is_streamed(self.parts[0].file.path)
+
+    @property
     def paths(self) -> list[Path]:
         """The files, on disk or streamed."""
         return [path for part in self.parts for path in _list_paths(part.file)]
