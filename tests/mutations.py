@@ -1580,8 +1580,8 @@ MUTATIONS = (
     Mutation(
         "a run forgets the data of other entries",
         "run/preflight.py",
-        "trains, force, plan, full.datasets)",
-        "trains, force, plan)",
+        "        trained = full.datasets\n",
+        "        trained = ()\n",
         "test_held_out_documents.py -k curriculum",
     ),
     Mutation(
