@@ -1221,8 +1221,8 @@ MUTATIONS = (
     Mutation(
         "a built-in template becomes a path where a folder has its name",
         "config/paths.py",
-        '"chat_template": BUILTIN_TEMPLATES,',
-        '"chat_template": {},',
+        '"chat_template": BUILTIN_TEMPLATES',
+        '"chat_template": {}',
         "test_config_errors.py -k stay_names",
     ),
     Mutation(
@@ -2240,6 +2240,8 @@ def plant(mutation: Mutation, sources: Path) -> str:
     text = (sources / mutation.file).read_text(encoding="utf-8")
     first, last = find_unwrapped(mutation, text)
     mutated = text[:first] + mutation.new.strip() + text[last:]
+    if not mutation.file.endswith(".py"):
+        return mutated
     try:
         ast.parse(mutated)
     except SyntaxError as error:

@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 from ithaka import cli
 from ithaka.checkpoint import save
 from ithaka.checkpoint.export import export
+from ithaka.config import paths
 from ithaka.exits import ExitCode, TransientError
 from ithaka.run import launch
 from ithaka.run.preflight import validate_run
-from ithaka.train import loop
+from ithaka.train import loop, watch
 from ithaka.train import trainer as trainer_module
 from ithaka.train.loop import train
 from runs import bitwise_metrics, copy_run_at_step, metrics, run, start_program, tiny_run
@@ -82,7 +83,7 @@ def cut_off(trace, path):
 @pytest.mark.parametrize(
     "file",
     [
-        pytest.param("evaluations/.step-{}.json.tmp", marks=pytest.mark.slow),
+        pytest.param("evaluations/step-{}.json", marks=pytest.mark.slow),
         pytest.param("profile/step-{}/profile.json", marks=pytest.mark.slow),
         None,
     ],
@@ -96,12 +97,19 @@ def test_an_evaluation_or_a_profile_that_cannot_be_written_does_not_end_the_run(
     monkeypatch.setattr(trainer_module, "check_prompts", lambda *_: None)
     if file is None:
         monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", cut_off)
-    for step in (2, 4) if file else ():
-        path = config.train.run_dir / file.format(step)
+    full = [config.train.run_dir / file.format(step) for step in (2, 4) if file]
+    for path in full:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to("/dev/full")  # opens, and every write fails with ENOSPC
-    config.train.run_dir.mkdir(exist_ok=True)
-    (config.train.run_dir / ".plan.json.tmp").symlink_to("/dev/full")
+    full.append(config.train.run_dir / "plan.json")
+
+    def write_atomic(path, text):
+        if path in full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        paths.write_atomic(path, text)
+
+    for module in (trainer_module, watch):
+        monkeypatch.setattr(module, "write_atomic", write_atomic)
     loop.train(validate_run(config, 1, force=True))
     what, output = "evaluation" if file and "eval" in file else "profile", capsys.readouterr().out
     assert output.count(f"The {what} cannot be written (") == 1
