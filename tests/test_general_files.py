@@ -273,12 +273,10 @@ def finish(run):
 
 
 # Nemotron-H has no RoPE. AFMoE has parameters that are never trained; like all others, they come from the checkpoint.
-SLOW = ("qwen3_moe", "gpt_oss", "gemma3_text")
+SLOW = ("afmoe", "qwen3_moe", "gpt_oss", "gemma3_text")
 
 
-@pytest.mark.parametrize(
-    "family", ["nemotron_h", "afmoe", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
+@pytest.mark.parametrize("family", ["nemotron_h", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_run_from_files_is_resumed_without_them_and_exported(ranks, tmp_path, family):
     config = configure(tmp_path, family)
     ranks.run(2, train, validate_run(config, 2))

@@ -76,7 +76,12 @@ def test_a_decoder_takes_its_batch(family, sizes):
     assert 0 < result < 10
 
 
-@pytest.mark.parametrize("cp,stages", [case.values for case in test_model_gpu.STAGES])
+def fast(case: tuple, *of: tuple):
+    """Mark a case slow unless it is one of these."""
+    return pytest.param(*case, marks=() if case in of else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("cp,stages", [fast(case.values, (1, 32), (4, 8)) for case in test_model_gpu.STAGES])
 def test_every_number_of_stages(cp, stages):
     check("llama", cp, bf16_layout(TINY.heads // stages, tile_tokens=TINY.tokens // 3))
 
@@ -86,7 +91,7 @@ def test_every_tier(options):
     check("llama", 2, bf16_layout(TINY.heads // 2, **{"tile_tokens": TINY.tokens // 3, **options}))
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["", "adapted"])
+@pytest.mark.parametrize("adapted", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "adapted"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
 def test_every_family(family, adapted):
     layout = bf16_layout(TINY.heads // 2, tile_tokens=TINY.tokens // 3, keep_attention="device")
@@ -111,7 +116,14 @@ def test_every_optimizer(name):
     assert steps["before"].keys() == steps["after"].keys()
 
 
-@pytest.mark.parametrize("layer", test_late_streams.LAYERS, ids=test_late_streams.NAMES)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        fast((layer,), (test_late_streams.LAYERS[0],), (test_late_streams.LAYERS[3],))
+        for layer in test_late_streams.LAYERS
+    ],
+    ids=test_late_streams.NAMES,
+)
 def test_layers_of_late_streams(layer):
     assert test_late_streams.gradients(CPU, 1, **layer)
 
