@@ -9,6 +9,7 @@ COPY pyproject.toml README.md LICENSE /ithaka/
 COPY src /ithaka/src
 COPY examples /ithaka/examples
 # The versions that ran on an H200.
-RUN pip install --no-cache-dir '/ithaka[gpu,hf]' torch==2.11.0 transformers==5.17.0 trl==1.16.0 accelerate==1.15.0
+RUN pip install --no-cache-dir '/ithaka[gpu,hf]' torch==2.11.0 transformers==5.17.0 trl==1.16.0 \
+    peft==0.21.2 accelerate==1.15.0
 WORKDIR /work
 CMD ["ithaka", "doctor"]

@@ -536,7 +536,7 @@ BAD = {
         r"message 1 has tool_calls .*{function: {name, arguments}}",
     ),
     "with content that is not text": ({"messages": [says("user", [{"type": "x"}])]}, "message 1 has content .*text"),
-    "with images": ({"messages": [says("user", [{"type": "image"}])]}, "message 1 has 1 image, .*data.images to drop"),
+    "with images": ({"messages": [says("user", [{"type": "image"}])]}, "message 1 has 1 part .*data.images to drop"),
     "with parts out of order": (
         {"messages": [says("assistant", [{"type": "tool_use"}, {"type": "text", "text": "x"}])]},
         "message 1 has text after a tool call",

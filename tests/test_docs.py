@@ -255,7 +255,7 @@ def test_the_dockerfile_copies_what_it_installs():
 
 # One private name per package, of many. Imports are searched for all.
 PRIVATE = {"transformers": "_run_epoch", "accelerate": "_is_accelerate_prepared"}
-PRIVATE |= {"trl": "_get_per_token_logps_and_entropies"}
+PRIVATE |= {"trl": "_get_per_token_logps_and_entropies", "peft": "_disable_adapters"}
 
 
 def test_versions_are_bounded_where_private_parts_are_used():

@@ -9,7 +9,7 @@ import pytest
 from ithaka.config import DataConfig, parse_config
 from ithaka.data import stream as data_stream
 from ithaka.data.documents import read
-from ithaka.data.documents.split import Split, hash_content
+from ithaka.data.documents.split import SourceContent, Split, hash_content, make_split
 from ithaka.data.find import find_data
 from ithaka.data.open import check_data, describe_data
 from ithaka.run.preflight import preflight
@@ -110,7 +110,27 @@ def test_what_other_entries_hold_out_is_said(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     data = DataConfig(path=path, validation_fraction=0)
     summary = find_data(data, [data, replace(data, validation_fraction=0.25)]).summary
-    assert summary["validation"].endswith("not trained on: the 0.25 that another entry of the curriculum holds out")
+    assert summary["validation"].endswith(
+        "another entry of the curriculum holds out 25%, which is not trained on either"
+    )
+
+
+@pytest.mark.parametrize("is_one_text", [False, True])
+def test_another_source_does_not_change_the_identity_of_a_large_one(is_one_text):
+    """A run whose curriculum gets another entry resumes: its tokens and its positions keep their names."""
+    large = SourceContent({key << 50: 10 for key in range(1, 1000)}, False, False, 0.1, 10**6)
+    small = SourceContent({2**64 - 1: 5, 2**64 - 2: 5}, True, is_one_text, 0.1, 10)
+    both = make_split([large, small])
+    assert both.of_source(large) == make_split([large]).of_source(large)
+    assert both.of_source(small) != both.of_source(large)
+
+
+def test_a_document_of_most_of_a_large_source_is_trained_on():
+    """The other documents were not read, but their bytes are known."""
+    most = SourceContent({1: 90, 2: 1}, False, False, 0.1, num_bytes=100)
+    assert not make_split([most]).holds_out(1)
+    few = SourceContent({1: 90, 2: 1}, False, False, 0.1, num_bytes=1000)
+    assert make_split([few]).holds_out(1)
 
 
 def test_text_files_keep_their_side_and_a_text_alone_its_end(tmp_path):

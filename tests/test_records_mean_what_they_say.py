@@ -25,6 +25,8 @@ REFUSED = [
     ({"input_ids": [1, 2], "completion_mask": [0, 1]}, {}, "has completion_mask", "write labels"),
     ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, {}, "attention_mask is not a list of 1", "use labels"),
     ({"input_ids": [1, 2, 3], "attention_mask": [1, 1]}, {}, "attention_mask is not a list of 1", "use labels"),
+    ({"input_ids": [1, 2], "loss_mask": 1}, {}, "has loss_mask, which is not read", "write labels"),
+    ({"input_ids": [1, 2, 3], "attention_mask": [[1], 1, 1]}, {}, "attention_mask is not a list of 1", "use labels"),
     ({"input_ids": [1, 2, 3], "attention_mask": [1, 2, 0]}, {}, "attention_mask is not a list of 1", "use labels"),
 ]
 

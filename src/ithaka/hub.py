@@ -7,6 +7,7 @@ huggingface_hub provides the cache, the token, resumed downloads and offline mod
 import os
 import re
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,15 +46,16 @@ def fetch_model(path: P, setting: str = "model.path=", weights: bool = True) -> 
 def model_files(path: Path) -> dict[str, int]:
     """Names and sizes of the files in a model's directory that downloads include."""
     files = (file for pattern in _FILES for file in path.glob(pattern))
-    return {file.name: file.stat().st_size for file in files}
+    included = (file for file in files if not any(fnmatch(file.name, other) for other in _OTHER_FORMATS))
+    return {file.name: file.stat().st_size for file in included}
 
 
-def complete_snapshot(path: Path, files: Mapping[str, int]) -> None:
+def complete_snapshot(path: Path, files: Mapping[str, int], setting: str) -> None:
     """Download what this node's cache lacks of a snapshot, which has these `files` on another node. Any other path is
-    left alone."""
+    left alone. `setting` prefixes errors."""
     snapshot = SNAPSHOT.fullmatch(str(path))
     if snapshot and model_files(path) != files:
-        _download(f"{snapshot[1]}/{snapshot[2]}", snapshot[3], f"model.path={path}", weights=True)
+        _download(f"{snapshot[1]}/{snapshot[2]}", snapshot[3], f"{setting}{path}", weights=True)
 
 
 def _download(repo: str, revision: str | None, what: str, weights: bool) -> Path:

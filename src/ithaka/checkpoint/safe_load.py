@@ -4,7 +4,7 @@ torch unpickles a checkpoint's index (`.metadata`) and all non-tensor values wit
 checkpoint could run arbitrary code. Here the index may refer only to classes that torch writes there, and values go
 through `torch.load(weights_only=True)`.
 
-The index describes each rank's part of each tensor. For a thousand ranks, it has 125 MB, which take 20 s to unpickle,
+The index describes each rank's part of each tensor. With a thousand ranks it is 125 MB and takes 20 s to unpickle,
 so one rank reads it and sends it to the others as arrays (`CompactIndex`), in which each finds its own parts.
 """
 
@@ -108,7 +108,7 @@ class CompactIndex:
 
     files: list[str]
     tensors: dict[str, StoredTensor]
-    values: dict[str, Any]  # where those are that are no tensors; ithaka writes none
+    values: dict[str, Any]  # where values that are not tensors are stored; ithaka writes none
 
     @classmethod
     def from_index(cls, index: Metadata) -> "CompactIndex":

@@ -1,4 +1,4 @@
-"""An error of one rank in a check of `ithaka selftest`, told to all ranks, whatever they are doing."""
+"""Share one rank's error in `ithaka selftest` with all ranks, whatever they are doing."""
 
 import json
 import time

@@ -28,7 +28,7 @@ from ithaka.comm.agree import gather_objects
 from ithaka.comm.mesh import free_memory, start_process_group
 from ithaka.comm.rank import is_local_rank_0
 from ithaka.config import load_config
-from ithaka.config.units import format_duration, format_rate, format_tokens
+from ithaka.config.units import format_duration, format_rate, format_tokens, plural
 from ithaka.exits import ExitCode
 from ithaka.log.metrics import read_metrics
 from ithaka.plan.hardware import FIGURES, RATES, profile_path
@@ -74,7 +74,7 @@ class Selftest:
         for i, section in enumerate(SECTIONS):
             problem, left = None, format_duration(sum([*SECTIONS.values()][i:]))
             free_memory()  # ranks, also those of `ithaka train`, may share a GPU
-            self._print(f"{section} ({i + 1} of {len(SECTIONS)}), {_ranks(self.num_ranks)}, about {left} left")
+            self._print(f"{section} ({i + 1} of {len(SECTIONS)}), {plural(self.num_ranks, 'rank')}, about {left} left")
             try:
                 for finding in getattr(self, f"check_{section}")():
                     self._add(finding)
@@ -87,7 +87,7 @@ class Selftest:
                 gpu = self._with_rates(self.measured).hardware.gpu
                 file = profile_path(gpu.name)
                 values = {name: getattr(gpu, name) for name in (*FIGURES, "name", "kernel")}
-                values["source"] = f"ithaka selftest, {_ranks(self.num_ranks)}, {time.strftime('%Y-%m-%d')}"
+                values["source"] = f"ithaka selftest, {plural(self.num_ranks, 'rank')}, {time.strftime('%Y-%m-%d')}"
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
                 self._print(f"wrote {file}: ithaka plan and ithaka train use its rates on this machine")
@@ -157,7 +157,7 @@ class Selftest:
         nodes = [fact for fact in self.facts if "gpus" in fact]
         gpus = [gpu["name"] for node in nodes for gpu in node["gpus"]]
         names = " and ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "CPUs"
-        text = f"{names} on {len(nodes)} node{'s' * (len(nodes) > 1)}"
+        text = f"{names} on {plural(len(nodes), 'node')}"
         if self.on_gpu:
             software = dict.fromkeys(f"driver {node['driver']}, CUDA {node['cuda']}" for node in nodes)
             text += f", {' and '.join(software)}"
@@ -261,10 +261,6 @@ class Selftest:
         return judge(what, measured <= planned / self.slow, text, "compare the rates above", "slower")
 
 
-def _ranks(number: int) -> str:
-    return f"{number} rank" if number == 1 else f"{number} ranks"
-
-
 def run_rank(save_profile: bool, *arguments: Any) -> int:
     return Selftest(*arguments).run(save_profile)
 
@@ -319,7 +315,7 @@ def run_drill(run_dir: Path) -> Iterator[Finding]:
     after = run_on_all_ranks(_read_losses, run_dir)
     problems, codes = [end.log[-500:] for end in ends if end.code], [end.code for end in ends]
     error = max(abs(after.get(step, math.inf) / before.get(step, 1.0) - 1) for step in range(SAVE_EVERY + 1, STEPS + 1))
-    text = f"saved on {_ranks(num_ranks)}, resumed on {fewer}: "
+    text = f"saved on {plural(num_ranks, 'rank')}, resumed on {fewer}: "
     text += f"losses differ by {error:.0e}, {LOSS_TOLERANCE:.0e} allowed"
     ok = error <= LOSS_TOLERANCE and not problems
     figures: dict[str, Any] = {"codes": codes, "largest error": error, "allowed": LOSS_TOLERANCE, "resumed on": fewer}

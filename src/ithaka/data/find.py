@@ -74,7 +74,7 @@ def find_data(data: DataConfig, datasets: Sequence[DataConfig] = ()) -> FoundDat
         validation += f", {share:.0%} of the bytes" * (share > 2 * data.validation_fraction)
     left_out = max((split.fraction for split, _ in splits if split is not None), default=0.0)
     if left_out > (0 if data.validation_path else data.validation_fraction):
-        validation += f"; not trained on: the {left_out} that another entry of the curriculum holds out"
+        validation += f"; another entry of the curriculum holds out {left_out:.0%}, which is not trained on either"
     return FoundData(sources, held_out, {**summary, "validation": validation}, any(split for split, _ in splits))
 
 

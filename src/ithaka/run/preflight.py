@@ -19,7 +19,7 @@ from ithaka.attention.kernels import KERNELS, compile_ahead
 from ithaka.checkpoint import files
 from ithaka.comm.agree import ask_rank_0, gather_objects, raise_on_all_ranks
 from ithaka.comm.mesh import start_process_group
-from ithaka.comm.rank import is_local_rank_0, is_rank_0
+from ithaka.comm.rank import is_local_rank_0
 from ithaka.config import (
     CPU_DEFAULT,
     GPU_DEFAULT,
@@ -119,19 +119,17 @@ def _ask_hub_once(find_settings: Callable[[dict[str, str]], Config]) -> dict[str
     """Ask the hub on rank 0, and download its models on one rank per node. Returns the commits that `resolve` adds, so
     that other ranks make no requests. Collective."""
 
-    def ask() -> tuple[dict[str, str], dict[Path, dict[str, int]]]:
+    def ask() -> tuple[dict[str, str], list[tuple[str, Path, dict[str, int]]]]:
         commits: dict[str, str] = {}
-        if not is_rank_0():
-            return commits, {}
         config = find_settings(commits)
-        models = [path for path in (config.model.path, config.loss.teacher_path) if path is not None]
-        return commits, {path: model_files(path) for path in models}
+        paths = {"model.path=": config.model.path, "loss.teacher=": config.loss.teacher_path}
+        return commits, [(setting, path, model_files(path)) for setting, path in paths.items() if path is not None]
 
-    commits, models = gather_objects(raise_on_all_ranks(ask))[0]
+    commits, models = ask_rank_0(ask)
 
     def download() -> None:
-        for path, files_of_model in models.items() if is_local_rank_0() else ():
-            complete_snapshot(path, files_of_model)
+        for setting, path, files_of_model in models if is_local_rank_0() else ():
+            complete_snapshot(path, files_of_model, setting)
 
     raise_on_all_ranks(download)
     return commits

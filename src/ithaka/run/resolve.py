@@ -21,7 +21,7 @@ from ithaka.config import (
     parse_config,
     to_dict,
 )
-from ithaka.config.units import format_bytes
+from ithaka.config.units import format_bytes, plural
 from ithaka.layout import Layout, format_choices
 from ithaka.plan.bytes import CHECKPOINT_COPY, Ledger, Sizes, build_ledger, saved_bytes
 from ithaka.plan.hardware import GPUS, Hardware, available_memory, find_gpu, free_disk, gpu_named, with_profile
@@ -253,7 +253,7 @@ def _check_tiers(run: Run, ledger: Ledger, setting: str, find_fixes: Callable[[R
     planned = uses_planner(run.config, run.hardware)
     host, disk = (ledger.host, ledger.disk) if planned else certain_needs(run, ledger)
     num_ranks = run.hardware.gpus_per_node
-    per_node = f"per node of {num_ranks} rank{'s' * (num_ranks > 1)}"
+    per_node = f"per node of {plural(num_ranks, 'rank')}"
     tiers = {
         "GPU memory": (ledger.gpu if planned else {}, ledger.gpu_bytes, "per GPU"),
         "host memory": (host, ledger.host_bytes, per_node),

@@ -411,8 +411,7 @@ def _decide_steps(trainer: Trainer) -> None:
     steps = before["steps"] if before.get("epochs") == config.train.epochs else None
     if steps is None:
         epochs, batch = config.train.epochs, trainer.global_batch
-        own = raise_on_all_ranks(lambda: epoch_steps(trainer.data, epochs, batch) if trainer.mesh.rank == 0 else 0)
-        steps = gather_objects(own)[0]
+        steps = ask_rank_0(epoch_steps, trainer.data, epochs, batch)
     train = dataclasses.replace(config.train, steps=steps, epochs=None)
     optim = dataclasses.replace(config.optim, decay_steps=config.optim.decay_steps or steps)
     trainer.config = dataclasses.replace(config, train=train, optim=optim)

@@ -77,7 +77,7 @@ def _split_parts(message: Message, label: str, images: Images) -> Iterator[tuple
     num_images = sum(part.get("type") in MEDIA_PARTS for part in parts)
     if num_images and images == "refuse":
         fix = "remove them, set data.images to read for a vision-language model, or set data.images to drop"
-        raise BadRecord("with images", f"{label} has {plural(num_images, 'image')}, audio or files; {fix}")
+        raise BadRecord("with images", f"{label} has {plural(num_images, 'part')} with images, audio or files; {fix}")
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[Message] = []

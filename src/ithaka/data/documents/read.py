@@ -185,7 +185,8 @@ def read_content(files: Sequence[File], reading: ReadingConfig, fraction: float)
         key = _text_key(file)
         sizes[key] = sizes.get(key, 0) + file.path.stat().st_size
     shards = [shard for shard in make_shards(files, reading) if shard.parts[0].file.kind != "text"]
-    is_large = sum(shard.num_bytes for shard in shards) > PART_BYTES
+    file_bytes = sum(shard.num_bytes for shard in shards)
+    is_large = file_bytes > PART_BYTES
     records = itertools.chain.from_iterable(shard.contents() for shard in shards)
     sides: set[bool] = set()
     is_complete = True
@@ -195,7 +196,11 @@ def read_content(files: Sequence[File], reading: ReadingConfig, fraction: float)
         if number == SCANNED_RECORDS or (is_large and len(sides) == 2):
             is_complete = False
             break
-    return SourceContent(sizes, is_complete, len(files) == len(texts) == 1, fraction)
+    is_one_text = len(files) == len(texts) == 1
+    num_bytes = sum(sizes.values())
+    if not is_complete:
+        num_bytes = max(num_bytes, file_bytes)
+    return SourceContent(sizes, is_complete, is_one_text, fraction, num_bytes)
 
 
 def _make_text_shards(files: Sequence[File], reading: ReadingConfig, split: Split | None) -> list[Shard]:
@@ -223,7 +228,7 @@ def _make_text_shards(files: Sequence[File], reading: ReadingConfig, split: Spli
     return [Shard(tuple(group), sum(part.stop - part.start for part in group), reading) for group in groups]
 
 
-@functools.lru_cache(1 << 16)
+@functools.lru_cache(1 << 20)  # a smaller cache would be of no use to folders with more files
 def _text_key(file: File) -> int:
     """Return the key of a text. Texts of one size that start alike count as copies."""
     with _naming(file.path):

@@ -107,7 +107,8 @@ def _refuse_other_meaning(record: Mapping[str, Any], format_name: str) -> None:
             detail = f"has {name}, which chosen does not contain, and no prompt, so the question would be lost"
             raise BadRecord("without its prompt", f"{detail}; rename {name} to prompt")
     for name in LOSS_MASKS if format_name == "input_ids" and record.get("labels") is None else ():
-        if record.get(name) is not None and not all(record[name]):
+        mask = record.get(name)
+        if mask is not None and not (isinstance(mask, list) and all(mask)):
             detail = f"has {name}, which is not read, so all tokens would be trained on"
             raise BadRecord("with a mask that is not read", f"{detail}; write labels, -100 where {name} is 0")
 
@@ -314,10 +315,11 @@ def _parse_ids(ids: Any, labels: Any, vocab_size: int) -> np.ndarray:
 
 
 def _unpadded_range(mask: Any, num_tokens: int) -> slice:
-    """Return which tokens are no padding."""
+    """Return the range of tokens that are not padding."""
     if mask is None:
         return slice(None)
-    values = np.asarray(mask) if isinstance(mask, list) else np.empty(0)
+    is_flat = isinstance(mask, list) and all(isinstance(each, int | float) for each in mask)
+    values = np.asarray(mask) if is_flat else np.empty(0)
     places = np.flatnonzero(values == 1)
     low, high = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
     if values.shape != (num_tokens,) or len(places) != high - low or ((values != 0) & (values != 1)).any():

@@ -1,5 +1,6 @@
 """Hold out documents for validation by their content: no copy of one is trained on, in any file, source or entry of a
-curriculum, and files that are added or renamed do not move documents to the other side."""
+curriculum, and files that are added or renamed do not move documents to the other side, except the one that a small
+source must hold out."""
 
 import hashlib
 import json
@@ -25,6 +26,7 @@ class SourceContent(NamedTuple):
     is_complete: bool  # False: these are only the first documents
     is_one_text: bool  # whose end is held out
     fraction: float  # to hold out; 0: none of this source
+    num_bytes: int  # of all documents, also those that were not read
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,10 @@ class Split:
         return self.held_out is None or self.held_out == self.holds_out(key)
 
     def of_source(self, source: SourceContent) -> "Split":
-        """Leave out keys of other sources, so that these do not change the identity of this one."""
-        if not source.is_complete:
-            return self
+        """Leave out keys of other sources, so that these do not change the identity of this one.
+
+        In the part of a large source that was not read, a copy of a document that a small source must hold out is
+        therefore trained on."""
         extra, never, cuts = (
             tuple(key for key in keys if key in source.sizes) for keys in (self.extra, self.never, self.cuts)
         )
@@ -77,8 +80,7 @@ def make_split(sources: Sequence[SourceContent]) -> Split:
     divided = [source for source in sources if not source.is_one_text and source.sizes]
     never: set[int] = set()
     for source in divided:
-        half = sum(source.sizes.values()) / 2
-        large = {key for key, size in source.sizes.items() if size > half and source.is_complete}
+        large = {key for key, size in source.sizes.items() if size > source.num_bytes / 2}
         is_all_held_out = max(source.sizes) < limit and not large
         never |= {max(source.sizes)} if is_all_held_out else large
     extra: set[int] = set()
