@@ -225,6 +225,7 @@ def test_few_metadata_calls_are_made_while_one_rank_tokenizes(data, tmp_path, mo
         return lambda *arguments, **options: (calls.update([name]), function(*arguments, **options))[1]
 
     monkeypatch.setattr(os, "utime", count("utime", os.utime))
+    monkeypatch.setattr(cache, "PROGRESS_S", 1e9)  # however slow this machine is
     stream, _ = open_stream(data, tmp_path)
     stream.next_batch()
     assert 0 < calls["utime"] <= len(list((tmp_path / "run" / "tokens").glob("*.tokens")))

@@ -139,6 +139,7 @@ def test_attention_settings_reach_attention(monkeypatch):
     assert calls[-1]["kernel"].name != "reference" and calls[-1]["blocks"] is None  # decided once
 
 
+@pytest.mark.slow  # test_compiled_mlp.py compiles too
 def test_compile_compiles_both_passes_of_each_layer(monkeypatch):
     """Forward and backward are traced, but the graph runs eagerly, as generating code needs a C++ compiler."""
     compiled, graphs, compile_function = [], [], torch.compile

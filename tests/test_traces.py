@@ -286,7 +286,7 @@ def test_a_trace_of_few_layers_is_that_of_all():
         assert (a.name, a.peak_bytes, a.host) == (b.name, b.peak_bytes, b.host)
 
 
-@pytest.mark.parametrize("case", ["features of images", "reference"])
+@pytest.mark.parametrize("case", [pytest.param("features of images", marks=pytest.mark.slow), "reference"])
 def test_what_first_layers_free_and_a_first_pass_are_not_repeated(case):
     """Qwen3-VL adds features of images to the outputs of its first layers; DPO runs them again, with other peaks."""
     config, options = tiny_config(num_layers=8), {"reference": True, "adapter": AdapterConfig(rank=2)}

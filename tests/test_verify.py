@@ -293,8 +293,8 @@ def test_the_layout_comes_from_the_configuration():
 def test_models_that_cannot_be_verified_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(verify, "run_ranks", lambda *_: pytest.fail("ranks were started"))
     assert_refused(lambda: verify.verify(MODEL, None, 9), "--cp=9", "4 query heads", fix="at most 4")
-    many = {**MODEL, "num_attention_heads": 2048, "num_key_value_heads": 2048, "hidden_size": 2048, "head_dim": 2}
-    assert_refused(lambda: verify.verify(many, None, 2048), "--cp=2048", "cores", fix="torchrun")
+    many = {**MODEL, "num_attention_heads": 512, "num_key_value_heads": 512, "hidden_size": 512, "head_dim": 2}
+    assert_refused(lambda: verify.verify(many, None, 512), "--cp=512", "cores", fix="torchrun")
     (tmp_path / "long.yaml").write_text(f"model: {{path: {tmp_path}}}\n")
     assert_command_refused(["verify", str(tmp_path / "long.yaml")], "config.json", fix="a model directory")
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
