@@ -140,7 +140,9 @@ def test_images_are_refused_with_their_count_or_dropped_and_counted(tmp_path):
         tmp_path / "a.jsonl", plain, {"messages": talk}, {"messages": talk}, {**plain, "images": ["x.png"]}
     )
     tokenizer = tokenizer_with(templates.CHATML)
-    with pytest.raises(ConfigError, match=r"line 2: message 1 has 2 images.*data.images to drop \(3 of the 4 records"):
+    with pytest.raises(
+        ConfigError, match=r"line 2: message 1 has 2 parts with images.*data.images to drop \(3 of the 4 records"
+    ):
         tokens_of(path, tokenizer)
     assert tokens_of(path, tokenizer, bad_records="skip")[1] == {"with images": 3}
     documents, skipped = tokens_of(path, tokenizer, images="drop")
