@@ -1137,7 +1137,7 @@ MUTATIONS = (
     Mutation(
         "only the hub's first answer may be an outage",
         "hub.py",
-        "failure = outage or error  # of",
+        "failure = outage or error  # if",
         "failure = outage or OSError()  # of",
         "test_hub.py -k outage",
     ),

@@ -27,7 +27,7 @@ from runs import copy_run_at_step, metrics, saves_in_time
 from survey import TOKENS, Small, shorten, small_variants
 
 WORDS = 3000
-TOLERANCE = 1e-4  # of logits in fp32, relative to the largest
+TOLERANCE = 1e-4  # error of fp32 logits, relative to the largest
 
 
 def why_not_from_files(variant: Small) -> str:

@@ -221,7 +221,7 @@ def test_tiles_and_ranks_return_the_gradients_of_their_halos(cp, tile_tokens, fo
         (y_sD,) = mixer._project(saved)
         dx_sD = torch.zeros_like(saved.x_sD)
         mixer.project_backward(saved, [dy[own]], [], dx_sD, GradSum())
-        for row, keys_w in layer.halo_keys.items():  # of adapter dropout
+        for row, keys_w in layer.halo_keys.items():  # for adapter dropout
             tokens = before[own.start + row]
             assert keys_w[3 - len(tokens) :].tolist() == tokens
         return y_sD, dx_sD

@@ -84,7 +84,7 @@ def _download(repo: str, revision: str | None, what: str, weights: bool) -> Path
         local_only = constants.HF_HUB_OFFLINE or outage is not None
         return Path(snapshot_download(repo, **options, local_files_only=local_only))
     except errors.LocalEntryNotFoundError as error:
-        failure = outage or error  # of an outage that began after the requests above, `error` is the effect
+        failure = outage or error  # if the outage began after the requests above, `error` is its effect
         reason = "HF_HUB_OFFLINE is set"
         if not constants.HF_HUB_OFFLINE:
             first_cause = [*causes(failure)][-1]

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 NUMBER = ""  # or a list of numbers
-OWN_WORDS = r"[A-Za-z][\w ,./=()-]{0,99}"  # of a list in the code
+OWN_WORDS = r"[A-Za-z][\w ,./=()-]{0,99}"  # words that may leave: those of a list in the code
 VERSION = r"\d[\w.]*(\+(cpu|cu\d+|rocm[\d.]+))?"
 GPU_NAME = r"[A-Za-z][\w ./()-]{0,63}"
 ERROR_TYPE = r"[A-Za-z]\w*"

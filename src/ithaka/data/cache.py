@@ -231,7 +231,7 @@ def tokenize(
         edges = [  # ascending; turns have order 0, spans 1
             sorted(
                 ((start, order, label) for order, each in enumerate(lists) for start, label in each),
-                key=itemgetter(0, 1),  # of spans that start together, all but the last are empty
+                key=itemgetter(0, 1),  # if spans start together, all but the last are empty
             )
             for lists in ((each.turns, each.spans if with_spans else ()) for each in documents)
         ]

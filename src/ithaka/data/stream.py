@@ -38,7 +38,7 @@ ROUND_TOKENS = 1 << 24
 ROUND_SEQUENCES = 64
 ROUND_STEPS = 32
 HELD_OUT_SEQUENCES = 16  # in a round of held-out data, of which a run may need only the first sequences
-KEPT_ROUNDS = 2  # of the tokens of streamed data; a rank is less than a round ahead of the others
+KEPT_ROUNDS = 2  # streamed tokens are kept this long; ranks are less than a round apart
 SPARE_SEQUENCES = 8  # in a limited round: shuffling may put the last and least filled sequence first
 
 

@@ -144,7 +144,7 @@ class HostHandle(TensorHandle):
         try:
             self._copied_out = self._copy_out(tensor, acquired)
         except BaseException:
-            acquired.slab.last_copy = store.record_event(store.out_stream)  # of what was queued
+            acquired.slab.last_copy = store.record_event(store.out_stream)  # covers what was queued
             store.pool.release(acquired)
             raise
 

@@ -51,7 +51,7 @@ class Run:
     saved_config: str = ""  # config.yaml, if not `config`: a curriculum, without the settings planned for each entry
     data_bytes: int = 0  # all data files, including globs and hub datasets
     commits: Mapping[str, str] = field(default_factory=dict)  # hub name -> the same name with its commit
-    datasets: Sequence[DataConfig] = ()  # of all entries of the curriculum
+    datasets: Sequence[DataConfig] = ()  # those of every curriculum entry
 
     @property
     def run_dir(self) -> Path:

@@ -42,7 +42,7 @@ SHARD_BYTES = 1 << 21
 TEXT_CHUNK_BYTES = 1 << 20  # text is read in chunks of this size
 PART_BYTES = 1 << 26  # larger text files are divided into parts
 BATCH_RECORDS = 64
-SCANNED_RECORDS = 10_000  # of a source, for the split
+SCANNED_RECORDS = 10_000  # at most, of each source, to decide the split
 FOOTER_READERS = 16  # concurrent requests for Parquet footers on the hub
 
 
